@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[Sequence[str], int, float]] = {
 COMPONENTS: dict[str, Sequence[str]] = {
     "train.hybrid": (),
     "train.networks": (),
+    "train.stream": (),
     "data.preprocess": (),
     "plan": ("--tables", "ad=3Mx64"),
     "pipeline.all": ("--out", "chain"),

@@ -195,6 +195,94 @@ def networks(
     )
 
 
+def stream(
+    *args: str,
+    log: Optional[str] = None,
+    recipe: str = "two_tower",
+    set: Optional[str] = None,  # noqa: A002  (the flag is --set)
+    run_dir: Optional[str] = None,
+    resume: Optional[str] = None,
+    until_idle: Optional[float] = None,
+    events: Optional[int] = None,
+    publish_s: float = 10.0,
+    bundles: Optional[str] = None,
+    keep: int = 3,
+    j: str = "1x1",
+    threads: int = 1,
+    max_retries: int = 0,
+    name: str = "/",
+    image: str = torchx.IMAGE,
+    h: Optional[str] = None,
+    cpu: int = 0,
+    gpu: int = 0,
+    memMB: int = 0,  # noqa: N803  (TorchX's own spelling)
+    env: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
+    rdzv_port: int = 0,
+    debug: bool = False,
+) -> specs.AppDef:
+    r"""Trains on a log that grows, each event once and in order, and publishes a bundle every few seconds.
+
+    Follow a folder of .jsonl, .csv and .parquet files, and serve what was learned up to some seconds ago::
+
+        torchx run rec.train.stream --log clicks --run_dir runs/clicks --resume auto --set data.label=clicked \
+            --set loader.negatives=0
+        torchx run rec.serve.http --bundle runs/clicks/bundles/current -- --watch 0.2
+
+    Train today's log to its end, and tomorrow go on with the next one::
+
+        torchx run rec.train.stream --log clicks --run_dir runs/clicks --resume auto --until_idle 5
+
+    Args:
+        args: further flags of torchx_apps.train_stream, after -- (ex. -- --dry-run)
+        log: folder of the log's files, read in the order of their names; only the last one may grow
+        recipe: a built-in recipe, my_recipe.py:job or my.module:job
+        set: change one key of the recipe, such as data.label=clicked; give --set as often as you like
+        run_dir: folder for checkpoints, bundles, metrics and picture
+        resume: auto for the last good checkpoint of run_dir, or of the recipe's newest run; or the path of another run
+        until_idle: end after these seconds without a new event; without it the run follows the log until SIGTERM
+        events: end after this number of events, with those before a resume
+        publish_s: seconds between two bundles; 0 for one at the end
+        bundles: folder of the bundles, instead of run_dir's; its file current names the newest
+        keep: bundles to keep
+        j: 1x1, because a log is trained on one rank yet
+        threads: OpenMP threads per rank; one is fastest on small models
+        max_retries: restarts from the last checkpoint, by torchrun and by a scheduler that retries (local_cwd does not)
+        name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN
+        image: container image; local and Slurm schedulers use the current folder and environment instead
+        h: a named resource, instead of cpu, gpu and memMB
+        cpu: CPU cores per node; 0 for one per thread of each rank, at least 2, and 4 per rank on a GPU
+        gpu: GPUs per node, one for each of its ranks
+        memMB: memory per node in MiB; 0 for 2048 per rank, at least 4096, and 8192 per rank on a GPU
+        env: environment for every rank (ex. MALLOC_ARENA_MAX=2)
+        mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
+        rdzv_port: port on the first node where the ranks of several nodes meet; 0 for one of 20000 to 29999 made of the
+            job's id
+        debug: turn on torch's slow distributed checks
+    """
+    if j != "1x1":
+        raise ValueError(f"-j {j}: a log is trained on one rank yet; leave -j out")
+    options = {"log": log, "until-idle": until_idle, "events": events, "bundles": bundles, "resume": resume}
+    flags = [f"--{flag}={value}" for flag, value in options.items() if value is not None]
+    return _app(
+        "torchx_apps.train_stream",
+        [*_flags(recipe, set, run_dir), *flags, f"--publish-s={publish_s}", f"--keep={keep}", *args],
+        j=j,
+        threads=threads,
+        max_retries=max_retries,
+        name=name,
+        image=image,
+        h=h,
+        cpu=cpu,
+        gpu=gpu,
+        memMB=memMB,
+        env=env,
+        mounts=mounts,
+        rdzv_port=rdzv_port,
+        debug=debug,
+    )
+
+
 # The quotes keep it from TorchX's list of components, which are all functions annotated with AppDef itself.
 def _app(
     main: str,

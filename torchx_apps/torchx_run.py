@@ -338,7 +338,7 @@ def write_service(app: AppDef, cfg: Mapping[str, CfgVal], *, only_shows: bool) -
 
 
 _PRINTING = {"-h", "--help", "--dry-run", "--list-recipes", "--list"}
-_TRAINING = ("torchx_apps.train", "torchx_apps.train_networks", "torchx_apps.pipeline")
+_TRAINING = ("torchx_apps.train", "torchx_apps.train_networks", "torchx_apps.train_stream", "torchx_apps.pipeline")
 
 
 def with_component(tokens: Sequence[str]) -> list[str]:

@@ -32,6 +32,7 @@ RUNS = {"image": IMAGE, "env": {"NCCL_SOCKET_IFNAME": "eth0,eth1"}, "mounts": MO
 APPS: Mapping[str, Callable[[], AppDef]] = {
     "train.hybrid": lambda: train.hybrid(j="2x4", gpu=4, max_retries=3, run_dir="/runs/a", **RUNS),
     "train.networks": lambda: train.networks(j="2x2", vary="train.seed=0,1", run_dir="/runs/n", **RUNS),
+    "train.stream": lambda: train.stream(log="/data/clicks", run_dir="/runs/s", max_retries=3, **RUNS),
     "plan": lambda: components.plan(tables="ad=300Mx64", out="/runs/p", **RUNS),
     "embed": lambda: components.embed(bundle="/runs/b", catalogue="/data/i", id="i", out="/runs/v", procs=2, **RUNS),
     "evaluate": lambda: components.evaluate(users="/data/u", items="/data/i", truth="/data/t", **RUNS),

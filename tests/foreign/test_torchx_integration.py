@@ -86,10 +86,13 @@ def end_when_ready(port: int) -> None:
 
 def test_every_component_runs_to_its_end(folder: Path) -> None:
     write_ml_100k(folder)
+    (folder / "log").mkdir()
+    (folder / "log" / "a.jsonl").write_text('{"user_id": 7, "item_id": -1}\n{"user_id": 8, "item_id": 9}\n')
     all_succeed(
         folder,
         hybrid=lambda image: train.hybrid(*TINY, "--set=export=require", run_dir="run", image=image),
         networks=lambda image: train.networks(*TINY, vary="train.seed=0,1", run_dir="networks", image=image),
+        stream=lambda image: train.stream(log="log", until_idle=0.1, run_dir="stream", image=image),
         plan=lambda image: components.plan(tables="ad=3Mx64", world_size=2, out="plan", image=image),
         preprocess=lambda image: data.preprocess(
             "--set=pictures=false", set="config.folder=ml-100k", out="ready", image=image
@@ -122,11 +125,13 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
         http=lambda image: serve.http(bundle="run", port=port, image=image),
     )
     left = {"run/summary.json", "networks/results.json", "plan/plan.json", "ready/summary.json", "bundle/manifest.json"}
+    left |= {"stream/bundles/current"}
     left |= {"chain/bundle/manifest.json", "why/diagnosis.json", "vectors/CURRENT", "figures/evaluation.json"}
     assert {name for name in left if not (folder / name).exists()} == set()
     ran = {
         "train.hybrid",
         "train.networks",
+        "train.stream",
         "plan",
         "data.preprocess",
         "serve.export",

@@ -109,7 +109,7 @@ def run_training(
             report.report_start(task, runtime)
         parts = set_up(job, task, runtime)
         job = parts.job
-        run = _open_run(job, run_dir, resume, runtime, member)
+        run = open_run(job, run_dir, resume, runtime, member)
         folder = run.folder
         checkpointer = run.checkpointer
         if run.checkpoint and checkpointer:
@@ -238,7 +238,7 @@ def peak_memory(runtime: Runtime) -> list[float]:
     return torch.cat(ranks).tolist()
 
 
-def _open_run(job: Job, run_dir: Path | None, resume: str, runtime: Runtime, member: str) -> _Run:
+def open_run(job: Job, run_dir: Path | None, resume: str, runtime: Runtime, member: str) -> _Run:
     """Opens the run folder, and finds the checkpoint to resume from. Collective."""
     path, again = _run_folder(job, run_dir, resume, runtime)
     # A launch that torchrun has started again continues where its last attempt ended.

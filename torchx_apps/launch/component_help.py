@@ -18,6 +18,7 @@ from torchx.specs.finder import ComponentNotFoundException, get_component, get_c
 from torchx_apps.cli.command_line import fill, most_used_keys
 from torchx_apps.cli.overrides import nearest
 from torchx_apps.recipes.by_name import load_recipe
+from torchx_apps.recipes.events import EVENT_RECIPES
 
 # Flags that say where and with what a job runs; they come last in a help, since the defaults do on this machine.
 _WHERE = (
@@ -160,6 +161,8 @@ class Component:
         return "".join(f"--{name} {name.upper()} " for name in names)
 
     def _job(self, recipe: str) -> Any:
+        if self.name == "rec.train.stream":
+            return load_recipe(recipe, EVENT_RECIPES)
         if self.name != "rec.data.preprocess":
             return load_recipe(recipe)
         from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES

@@ -1,0 +1,296 @@
+"""rec.train.stream: each event once, whoever is killed; what is published is what was trained, and never a mixture."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torchrec_ext.components import train  # type: ignore[import-not-found]
+
+from tests.contracts import _CONTEXT, free_ports
+from torchrec_ext.retrieval import Bundle, RecommendRequest, Scorer
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_index
+from torchx_apps import train_stream
+
+SLOW = pytest.mark.slow
+KILLS, SERVER_KILLS, EVENTS = 32, 8, 16_000
+# Small tables, from which ids are evicted all the time.
+SETS = ["loader.batch_size=100", "loader.negatives=2", "train.compile=off", "train.log_every=20", "model.top_widths=8"]
+SETS += ["model.tower_widths=8", "model.embedding_dim=8", "checkpoint.steps=4"]
+SETS += [f"ids.{name}=dynamic,capacity=60,half_life=1" for name in ("user_id", "item_id")]
+
+
+def flags(log: Path, run: Path, *more: str) -> list[str]:
+    return [f"--log={log}", f"--run-dir={run}", *(f"--set={text}" for text in SETS), *more]
+
+
+def ids(number: int) -> dict[str, int]:
+    """The user and the item of an event; both drift through 64-bit numbers."""
+    chance = random.Random(number)
+    drift = number // 50
+    user, item = (int(chance.random() ** 2 * 80) + drift for _ in range(2))
+    return {"user_id": hash((user, 1.5)), "item_id": hash((item, 2.5))}
+
+
+def write_log(folder: Path, *, events: int, seconds: float) -> None:
+    """Writes events into growing files with torn lines, and into parts."""
+    chance = random.Random(1)
+    pending = ""
+    begin = time.monotonic()
+    for number in range(events):
+        part, place = divmod(number, 4_000)
+        if part % 2 and place == 0:
+            rows = [ids(number + offset) for offset in range(4_000)]
+            columns = {name: [row[name] for row in rows] for name in rows[0]}
+            pq.write_table(pa.table(columns), folder / f"_{part}", write_page_checksum=True)
+            (folder / f"_{part}").rename(folder / f"part-{part}.parquet")
+        if not part % 2:
+            pending += json.dumps(ids(number)) + "\n"
+            cut = len(pending) if place == 3_999 else chance.randrange(len(pending))
+            with (folder / f"part-{part}.jsonl").open("a") as file:
+                file.write(pending[:cut])
+            pending = pending[cut:]
+        time.sleep(max(0.0, begin + seconds * number / events - time.monotonic()))
+
+
+def quiet(arguments: list[str]) -> None:
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(train_stream.main(arguments))
+
+
+def state_of(run: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The position and all tensors of the last checkpoint: weights, optimizer, ids and random states."""
+    folder = CheckpointFolder(str(run / "checkpoints"))
+    path = folder.path(max(folder.steps()))
+    metadata = read_index(path).state_dict_metadata
+    tensors = {name: torch.empty(value.size, dtype=value.properties.dtype) for name, value in metadata.items()}
+    dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    content = json.loads((Path(path) / "manifest.json").read_text())["content"]
+    return content["loader"], tensors
+
+
+class Client(threading.Thread):
+    """Asks a server for recommendations until it is ended, and keeps what came."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self.answers: list[tuple[int, dict[str, Any]]] = []
+        self.failed = 0
+        self.ending = False
+        self._port = port
+
+    def run(self) -> None:
+        number = 0
+        while not self.ending:
+            number += 37
+            user = ids(number % EVENTS)["user_id"]
+            body = json.dumps({"user": {"user_id": user}, "k": 3}).encode()
+            request = urllib.request.Request(f"http://127.0.0.1:{self._port}/v1/recommend", body)
+            request.add_header("content-type", "application/json")
+            try:
+                with urllib.request.urlopen(request, timeout=5) as answer:
+                    self.answers.append((user, json.loads(answer.read())))
+            except OSError:
+                self.failed += 1
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def served(bundle: Path, port: int) -> Iterator[subprocess.Popen[str]]:
+    # The worker of a server that was killed drains before it lets the port go.
+    while True:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            break
+        time.sleep(0.1)
+    command = [sys.executable, "-m", "torchx_apps.serve", str(bundle), f"--port={port}", "--watch=0.1", "--log=events"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        assert "serving bundle" in process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow(minutes=4)
+@pytest.mark.launch
+def test_whoever_is_killed_no_event_is_lost_or_counted_twice_and_no_answer_is_of_two_bundles(tmp_path: Path) -> None:
+    log, run = tmp_path / "log", tmp_path / "run"
+    log.mkdir()
+    writer = threading.Thread(target=write_log, args=(log,), kwargs={"events": EVENTS, "seconds": 60.0})
+    writer.start()
+    chance = random.Random(5)
+    more = [f"--events={EVENTS}", "--publish-s=0.3", "--keep=10000", "--resume=auto"]
+    arguments = flags(log, run, *more)
+    kills = 0
+    answers: list[tuple[int, dict[str, Any]]] = []
+    (port,) = free_ports(1)
+    with contextlib.ExitStack() as stack:
+        client: Client | None = None
+        server: subprocess.Popen[str] | None = None
+        while kills < KILLS + SERVER_KILLS:
+            trainer = _CONTEXT.Process(target=quiet, args=(arguments,), daemon=True)
+            trainer.start()
+            trainer.join(chance.uniform(0.5, 3.0))
+            assert trainer.exitcode in (None, 0)
+            if trainer.exitcode is None:
+                os.kill(trainer.pid or 0, signal.SIGKILL)
+                kills += 1
+            trainer.join()
+            if server is None and (run / "bundles" / "current").exists():
+                server = stack.enter_context(served(run / "bundles" / "current", port))
+                client = Client(port)
+                client.start()
+            elif kills % 5 == 0 and server is not None:
+                server.send_signal(signal.SIGKILL)
+                kills += 1
+                server = stack.enter_context(served(run / "bundles" / "current", port))
+        writer.join()
+        trainer = _CONTEXT.Process(target=quiet, args=(arguments,), daemon=True)
+        trainer.start()
+        trainer.join(60)
+        assert trainer.exitcode == 0
+        assert client is not None
+        client.ending = True
+        client.join()
+        answers = client.answers
+    whole = tmp_path / "whole"
+    reference = _CONTEXT.Process(
+        target=quiet, args=(flags(log, whole, f"--events={EVENTS}", "--publish-s=0"),), daemon=True
+    )
+    reference.start()
+    reference.join(60)
+    assert reference.exitcode == 0
+    position, tensors = state_of(run)
+    expected_position, expected = state_of(whole)
+    assert position == expected_position
+    assert position["loader"]["events"] == EVENTS
+    assert list(tensors) == list(expected)
+    different = [name for name, value in expected.items() if not torch.equal(tensors[name], value)]
+    assert different == []
+    last = Bundle.load(run / "bundles" / (run / "bundles" / "current").read_text().strip())
+    assert (
+        last.manifest.digest
+        == Bundle.load(whole / "bundles" / (whole / "bundles" / "current").read_text().strip()).manifest.digest
+    )
+    assert len(answers) > 500
+    check_answers(answers, run / "bundles")
+
+
+def check_answers(answers: list[tuple[int, dict[str, Any]]], folder: Path) -> None:
+    """Each answer is wholly of the bundle that it names."""
+    scorers = {}
+    for path in folder.glob("step-*"):
+        bundle = Bundle.load(path, verify=False)
+        scorers[bundle.manifest.digest] = Scorer(bundle)
+    named = {answer["bundle"] for _, answer in answers}
+    assert len(named) > 5
+    for user, answer in answers:
+        ours = scorers[answer["bundle"]].recommend(RecommendRequest(user={"user_id": user}, k=3))
+        assert answer["items"] == ours.items
+        np.testing.assert_allclose(answer["scores"], ours.scores, atol=1e-5)
+
+
+def write_small_log(folder: Path, count: int, **more: Any) -> Path:
+    folder.mkdir()
+    lines = [json.dumps({**ids(number), **more}) for number in range(count)]
+    (folder / "a.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("more", "figures"),
+    [
+        ([], {"log_loss", "hit_rate"}),
+        pytest.param(["data.label=clicked", "loader.negatives=0"], {"log_loss"}, marks=SLOW),
+        pytest.param(["model.loss=in_batch", "model.interaction=dot", "loader.negatives=0"], {"loss"}, marks=SLOW),
+        pytest.param(["model.loss=sampled_softmax", "train.compile=auto"], {"hit_rate"}, marks=SLOW),
+    ],
+)
+def test_a_log_is_trained_to_its_end_and_published(tmp_path: Path, more: list[str], figures: set[str]) -> None:
+    log = write_small_log(tmp_path / "log", 450, clicked=1)
+    arguments = flags(
+        log, tmp_path / "run", "--until-idle=0.1", "--publish-s=0.02", *(f"--set={text}" for text in more)
+    )
+    run = _CONTEXT.Process(target=quiet, args=(arguments,), daemon=True)
+    run.start()
+    run.join(60)
+    assert run.exitcode == 0
+    (*_, last) = records(tmp_path / "run", "train")
+    assert last["events"] == 450
+    assert figures <= last.keys()
+    ages = [record["bundle"] for record in records(tmp_path / "run", "age")]
+    assert {0, 1} <= set(ages) or "in_batch" in str(more)
+    assert (tmp_path / "run" / "stream.png").exists()
+    current = tmp_path / "run" / "bundles" / "current"
+    bundle = Bundle.load(current.parent / current.read_text().strip())
+    # Two full tables, without the row of unknown ids.
+    assert bundle.manifest.content["coverage"]["items"] <= 59
+
+
+def test_sigterm_saves_and_publishes_what_was_trained(tmp_path: Path) -> None:
+    log = write_small_log(tmp_path / "log", 450)
+    run = _CONTEXT.Process(target=quiet, args=(flags(log, tmp_path / "run", "--publish-s=0"),), daemon=True)
+    run.start()
+    while not (tmp_path / "run" / "checkpoints" / "step-0000000004").exists():
+        time.sleep(0.05)
+    os.kill(run.pid or 0, signal.SIGTERM)
+    run.join(60)
+    assert run.exitcode == 143
+    position, _ = state_of(tmp_path / "run")
+    # The last 50 events fill no batch yet, and are left to the next run.
+    assert position["loader"]["events"] == 400
+    assert (tmp_path / "run" / "bundles" / "current").read_text() == "step-0000000004\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--log=nosuch"], "--log nosuch: no such folder"),
+        (["--publish-s=-1"], "--publish_s -1.0: must be 0 or more seconds"),
+        (["--keep=0"], "--keep 0: must be 1 bundle or more"),
+        (
+            ["--bundles=/dev/null/b"],
+            "--bundles /dev/null/b: cannot be written (Not a directory); choose another",
+        ),
+        (["--set=data.label=clicked"], "data.label=clicked with loader.negatives=2: events have labels of their own"),
+        (["--set=checkpoint.steps=0"], "checkpoint.steps=0: a log has no epochs; set 1 step or more"),
+        (["--set=ids.place=dynamic,capacity=9"], "ids of user_id, item_id, place: give ids.user_id and ids.item_id"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    log = write_small_log(tmp_path / "log", 9)
+    assert train_stream.main([*flags(log, tmp_path / "run"), *more]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(message)
+    assert len(line) < 200
+
+
+def test_a_log_is_trained_on_one_rank() -> None:
+    with pytest.raises(ValueError, match="-j 1x2: a log is trained on one rank yet; leave -j out"):
+        train.stream(j="1x2")

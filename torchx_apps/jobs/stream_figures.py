@@ -1,0 +1,180 @@
+"""Figures of a stream by the age of the model: each event is predicted before it is trained, and by older bundles.
+
+Age 0 is the training step's own forward; the others are the bundles that servers answer with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchrec_ext.data.columns import Array
+from torchrec_ext.data.loader.events import ITEM, USER, EventLoader, EventRows
+from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, save_figure
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.train.config import Record
+from torchrec_ext.train.report.progress import records_of
+
+# Events that each bundle predicts at a publication, the last ones before it.
+_PREDICTED = 500
+_NAMES = {"log_loss": "log loss", "hit_rate": "hit rate"}
+
+
+class _Predicted(NamedTuple):
+    """Events with their candidates, and the logits that the model gave them before it was trained on them."""
+
+    rows: EventRows
+    logits: Array
+
+
+class Predictions:
+    """Collects the predictions that training makes of each batch before it is trained on it.
+
+    Args:
+        loader: loader of the events.
+        calibrated: whether logits are log-odds, as a log loss assumes.
+
+    Attributes:
+        recent: the last events with their logits.
+        time: time of the last step, on the monotonic clock.
+    """
+
+    def __init__(self, loader: EventLoader, *, calibrated: bool) -> None:
+        self.calibrated = calibrated
+        self.recent: list[_Predicted] = []
+        self.time = self._since = time.monotonic()
+        self._loader = loader
+        self._events = 0
+        self._sums: dict[str, list[float]] = {}
+
+    @property
+    def events(self) -> int:
+        """Number of events so far."""
+        return self._loader.events
+
+    def see(self, output: Any) -> None:
+        """Takes the output of a step; see :class:`torchrec_ext.train.loop.StepObserver`."""
+        rows = self._loader.last
+        assert rows is not None, "the step had a batch"
+        # A copy: a captured step writes the next logits into the same memory.
+        predicted = _Predicted(rows, output.logits.detach().cpu().numpy().reshape(rows.items.shape).copy())
+        self.time = time.monotonic()
+        self._events += len(rows.users)
+        for name, value in figures_of(predicted, calibrated=self.calibrated).items():
+            self._sums.setdefault(name, []).append(value * len(rows.users))
+        self.recent.append(predicted)
+        while sum(len(each.logits) for each in self.recent[1:]) >= _PREDICTED:
+            del self.recent[0]
+
+    def figures(self) -> Record:
+        """Returns the figures of the steps since the last call."""
+        now = time.monotonic()
+        figures: Record = {"events": self.events, "events_per_s": self._events / max(now - self._since, 1e-9)}
+        for name, sums in self._sums.items():
+            figures[name] = sum(sums) / max(self._events, 1)
+        if not np.isnan(self._loader.newest):
+            figures["behind_s"] = time.time() - self._loader.newest
+        self._since = now
+        self._events = 0
+        self._sums = {}
+        return figures
+
+
+def figures_of(predicted: _Predicted, *, calibrated: bool) -> dict[str, float]:
+    """Returns the log loss of predictions if they are calibrated, and the share of events ranked first of all drawn."""
+    rows, logits = predicted
+    figures = {}
+    if calibrated:
+        losses = np.logaddexp(0, logits) - rows.labels * logits
+        figures["log_loss"] = float((losses * rows.weights).sum() / rows.weights.sum())
+    if logits.shape[1] > 1:
+        others = np.where(rows.weights > 0, logits, -np.inf)[:, 1:].max(axis=1)
+        figures["hit_rate"] = float((logits[:, 0] > others).mean())
+    return figures
+
+
+class Ages:
+    """Has the last few bundles predict events that came after them.
+
+    Args:
+        predictions: the predictions of training.
+        keep: number of bundles.
+    """
+
+    def __init__(self, predictions: Predictions, keep: int) -> None:
+        self._predictions = predictions
+        self._keep = keep
+        self._bundles: list[tuple[Bundle, int, float]] = []
+
+    def add(self, bundle: Bundle) -> None:
+        """Adds a bundle of the model as it is now."""
+        self._bundles = [(bundle, self._predictions.events, time.monotonic()), *self._bundles][: self._keep]
+
+    def records(self, step: int) -> Iterator[Record]:
+        """Yields a record of kind ``age`` for training, of age 0, and for each bundle, on the same events."""
+        recent = self._predictions.recent
+        if not self._bundles or not recent or self._bundles[0][1] == self._predictions.events:
+            return
+        rows = EventRows(
+            *(np.concatenate(column)[-_PREDICTED:] for column in zip(*(each.rows for each in recent), strict=True))
+        )
+        logits = np.concatenate([each.logits for each in recent])[-_PREDICTED:]
+        calibrated = self._predictions.calibrated
+        for age, (bundle, events, since) in enumerate(
+            [(None, self._predictions.events, self._predictions.time), *self._bundles]
+        ):
+            if bundle is not None:
+                logits = _logits(bundle, rows)
+            yield {
+                "kind": "age",
+                "epoch": 1,
+                "step": step,
+                "bundle": age,
+                "age_s": self._predictions.time - since,
+                "age_events": self._predictions.events - events,
+                **figures_of(_Predicted(rows, logits), calibrated=calibrated),
+            }
+
+
+@torch.no_grad()
+def _logits(bundle: Bundle, rows: EventRows) -> Array:
+    """Returns the logits (B, W) that a server gives."""
+    queries = bundle.embed_query({USER: rows.users.tolist()})
+    candidates = bundle.embed_candidates({ITEM: rows.items.reshape(-1).tolist()})
+    outputs = [queries.repeat_interleave(rows.items.shape[1], dim=0), candidates]
+    logits: Array = bundle.interaction(outputs).numpy().reshape(rows.items.shape)
+    return logits
+
+
+def draw_stream(records: Sequence[Record], path: Path) -> str:
+    """Draws a figure over the events and by the age of the model, and returns the conclusion, the picture's title."""
+    trained = records_of(records, "train")
+    ages = records_of(records, "age")
+    name = next((name for name in _NAMES if trained and name in trained[-1]), "loss")
+    by_age = [
+        [record for record in ages if record["bundle"] == age] for age in sorted({record["bundle"] for record in ages})
+    ]
+    points = [(_mean(group, "age_s"), _mean(group, name)) for group in by_age if name in group[0]]
+    conclusion = f"{_NAMES.get(name, name)} of events before they are trained"
+    if trained:
+        conclusion += f": {trained[-1][name]:.4f} at the end"
+    if len(points) > 1:
+        older = ", ".join(f"{value:.4f} by a bundle {seconds:.0f} s old" for seconds, value in points[1:])
+        conclusion = f"{_NAMES[name]} of the same events: {points[0][1]:.4f} by the model in training, {older}"
+    figure, (over_events, over_ages) = figure_with_panels(2, (11, 4))
+    over_events.plot([record["events"] for record in trained], [record[name] for record in trained], color=BLUE)
+    over_events.set(xlabel="events", ylabel=f"{_NAMES.get(name, name)}, before training")
+    over_ages.plot(*zip(*points, strict=True), color=RED, marker="o") if points else None
+    over_ages.set(xlabel="age of the model, seconds", ylabel=f"{_NAMES.get(name, name)}, of the same events")
+    figure.suptitle(conclusion, fontsize="medium", wrap=True)
+    save_figure(figure, path)
+    return conclusion
+
+
+def _mean(records: Sequence[Record], name: str) -> float:
+    return float(np.mean([record[name] for record in records]))

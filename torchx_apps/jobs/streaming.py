@@ -1,0 +1,338 @@
+"""Trains on a log that grows: each event once, its prediction first; publishes a bundle every few seconds.
+
+A checkpoint holds weights, optimizer, ids and the log's position together, so a run that is killed goes on as if it
+had not been. Servers watch the file `current` beside the bundles, which names the newest one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
+from torchrec_ext.data.loader.events import ITEM, USER, EventLoader
+from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Vocabulary
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.ids import DynamicIds
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.config import LOSSES
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.bundle.manifest import BUNDLE_MANIFEST
+from torchrec_ext.retrieval.exporting.content import Catalogue
+from torchrec_ext.retrieval.exporting.export import export
+from torchrec_ext.schema import BatchSchema
+from torchrec_ext.sealed import remove_leftovers, write_whole
+from torchrec_ext.train.checkpoint.run import CheckpointedRun, RunCheckpoints
+from torchrec_ext.train.config import Record
+from torchrec_ext.train.guards.finite import RunStoppedError
+from torchrec_ext.train.loop import train
+from torchx_apps.jobs.report import program
+from torchx_apps.jobs.resuming import asked_to_stop, hinting_at_resume
+from torchx_apps.jobs.setup import JobParts, plan_job, quieten_libraries, seeded, shard_job
+from torchx_apps.jobs.stream_figures import Ages, Predictions, draw_stream
+from torchx_apps.jobs.training import open_run
+from torchx_apps.tasks.job import Job
+
+BUNDLES, CURRENT, PICTURE = "bundles", "current", "stream.png"
+# Records that a checkpoint keeps; beyond it the older half is thinned out.
+_MOST_RECORDS = 1000
+# Bundles that predict later events at a publication.
+_MOST_AGES = 4
+# Users of the requests by which an export is audited.
+_AUDITED = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """When and where bundles are published.
+
+    Args:
+        seconds: seconds between two bundles; 0 for the last one alone.
+        folder: folder of the bundles; that of the run where not given.
+        keep: number of newest bundles to keep.
+    """
+
+    seconds: float = 10.0
+    folder: Path | None = None
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        if not self.seconds >= 0:
+            raise ValueError(f"--publish_s {self.seconds}: must be 0 or more seconds")
+        if self.keep < 1:
+            raise ValueError(f"--keep {self.keep}: must be 1 bundle or more")
+
+
+def run_stream(job: Job, publication: Publication, run_dir: Path | None = None, *, resume: str = "never") -> None:
+    """Trains a job on its log until the log is idle, an event was the last, or SIGTERM comes.
+
+    Args:
+        job: the job, whose ``data`` is an :class:`EventsConfig`.
+        publication: when and where bundles are published.
+        run_dir: the run folder, see :func:`torchx_apps.jobs.training.run_training`.
+        resume: likewise.
+
+    Raises:
+        RunStoppedError: SIGTERM came; the run has been saved and a bundle published.
+    """
+    quieten_libraries()
+    if job.checkpoint.steps < 1:
+        raise ValueError(f"checkpoint.steps={job.checkpoint.steps}: a log has no epochs; set 1 step or more")
+    with (
+        Runtime.start(job.device, threads=job.threads, collectives=job.collectives) as runtime,
+        asked_to_stop() as stop,
+    ):
+        if runtime.world_size > 1:
+            raise ValueError(f"{runtime.world_size} ranks: a log is trained on one rank yet; write -j 1x1")
+        model, events, loader, schema = _model_and_loader(job, stop)
+        run = open_run(job, run_dir, resume, runtime, "")
+        assert run.folder is not None, "there is one rank"
+        assert run.checkpointer is not None, "checkpoint.steps is 1 or more"
+        folder = publication.folder or run.path / BUNDLES
+        _check_writable(folder)
+        plan, plan_text = plan_job(job, model, None, runtime)
+        print(f"\n{plan_text}\n", flush=True)
+        parallel, optimizer = shard_job(JobParts(job, model, schema, loader, plan, plan_text, None), runtime)
+        predictions = Predictions(events, calibrated=getattr(model, "calibrated", True))
+        about = {"recipe": job.name, "run": str(run.path)}
+        publisher = Publisher(
+            publication, folder, lambda out: export_ids(parallel, loader.ids, out, about), predictions, run.log
+        )
+        checkpoints = StreamCheckpoints(run.checkpointer, job.checkpoint, resume=run.checkpoint, publisher=publisher)
+        events.waiting = publisher.if_due
+        # Dropout begins alike in each new run; a resumed one restores its state.
+        torch.manual_seed(job.train.seed + 1)
+        with hinting_at_resume(run.checkpointer):
+            train(
+                parallel,
+                optimizer,
+                loader,
+                runtime,
+                job.train,
+                log=run.log,
+                sync=job.sync,
+                checkpoints=checkpoints,
+                observer=predictions,
+            )
+        run.folder.close()
+        conclusion = draw_stream(run.folder.records, run.path / PICTURE)
+        print(f"\n{events.events:,} events so far. {conclusion}\npicture: {run.path / PICTURE}")
+        if publisher.newest is not None:
+            print(f"bundle: {publisher.newest}")
+            print(f"serve it: {program('torchx')} run rec.serve.http --bundle {folder / CURRENT}")
+        if run.tracking is not None:
+            run.tracking.end()
+        if stop():
+            raise RunStoppedError(
+                f"stopped by a signal after {events.events:,} events, which are saved; go on with --resume auto"
+            )
+
+
+def _model_and_loader(
+    job: Job, stop: Callable[[], bool]
+) -> tuple[nn.Module, EventLoader, DynamicIdLoader, BatchSchema]:
+    """Builds a job's model and its loader of the log's events.
+
+    Raises:
+        ValueError: the model reads other columns, its loss needs other rows, or an id's table has no capacity.
+    """
+    config = seeded(job)
+    label = job.data.label or None
+    if label and config.negatives:
+        raise ValueError(
+            f"data.label={label} with loader.negatives={config.negatives}: events have labels of their own; set "
+            "loader.negatives=0"
+        )
+    policies = job.ids.policies()
+    if set(policies) != {USER, ITEM}:
+        raise ValueError(f"ids of {', '.join(policies) or 'nothing'}: give ids.{USER} and ids.{ITEM} a capacity")
+    torch.manual_seed(job.train.seed)
+    model: Any = job.build(job.model, EventTables({name: policy.capacity for name, policy in policies.items()}))
+    loss = LOSSES.get(getattr(job.model, "loss", ""))
+    if isinstance(model, TowerModel):
+        model.expect_rows(negatives=config.negatives, label=label)
+        if label is None and config.negatives:
+            model.begin_at([1 / (1 + config.negatives)])
+    schema = model.schema(out_of_range=job.model.out_of_range).with_dynamic(policies)
+    if sorted(schema.keys) != sorted(policies) or schema.dense:
+        raise ValueError(
+            f"recipe '{job.name}': its model reads {[*schema.keys, *schema.dense]}; events have {USER} and {ITEM} alone"
+        )
+    events = EventLoader(
+        job.data,
+        schema,
+        batch_size=config.batch_size,
+        negatives=config.negatives,
+        seed=config.seed,
+        log_q=loss is not None and (loss.in_batch or config.negatives > 0) and getattr(job.model, "correct", False),
+        stop=stop,
+    )
+    return model, events, DynamicIdLoader(events, schema, policies, every=job.ids.every), schema
+
+
+class EventTables:
+    """What a recipe's ``build`` asks of a data set, for a log: two columns of raw ids.
+
+    Args:
+        vocab: rows of each column's table.
+    """
+
+    name = "events"
+    dense = ()
+    items = (ITEM,)
+
+    def __init__(self, vocab: Mapping[str, int]) -> None:
+        self.vocab = vocab
+
+    def popularity(self) -> Any:
+        """Returns equal counts, because each batch says itself how likely its candidates are."""
+        return torch.ones(self.vocab[ITEM]).numpy()
+
+
+def export_ids(model: DistributedModelParallel, ids: DynamicIds, out: Path, details: Mapping[str, Any]) -> None:
+    """Exports a model with the live items and the ids of both tables; unknown and evicted ids read row 0."""
+    steps = []
+    live = {}
+    rows = {}
+    for name in (USER, ITEM):
+        live[name], live_rows = ids.live_ids(name)
+        rows[name] = torch.cat([live_rows.new_zeros(1), live_rows])
+        counts = torch.ones_like(live_rows)
+        steps.append((Categorify(column=name), Vocabulary(pa.array(live[name].numpy()), pa.array(counts.numpy()))))
+    items = live[ITEM].numpy()
+    export(
+        model,
+        out,
+        catalogue=Catalogue(ids=items, features=pa.table({ITEM: items})),
+        queries=pa.table({USER: live[USER][:_AUDITED].numpy()}),
+        preprocessor=FittedPreprocessor.of(steps, {USER: "int64", ITEM: "int64"}),
+        rows=rows,
+        details=details,
+        overwrite=True,
+    )
+
+
+class Publisher:
+    """Publishes a bundle when it is time, and has the last few predict the events that came after them.
+
+    Args:
+        publication: when, and how many to keep.
+        folder: folder of the bundles.
+        write: exports a bundle to a folder.
+        predictions: the predictions that training made itself.
+        log: receives the records of kind ``age``.
+
+    Attributes:
+        newest: folder of the newest bundle; None before the first one.
+    """
+
+    def __init__(
+        self,
+        publication: Publication,
+        folder: Path,
+        write: Callable[[Path], None],
+        predictions: Predictions,
+        log: Callable[[Record], None],
+    ) -> None:
+        self._publication = publication
+        self._folder = folder
+        self._write = write
+        self._log = log
+        self._ages = Ages(predictions, min(publication.keep, _MOST_AGES))
+        self._since = time.monotonic()
+        self._run: Any = None
+        self._step = -1
+        self.newest: Path | None = None
+        # A process that was killed may have left half a bundle, under whatever name.
+        for hidden in folder.glob(".step-*.*-*"):
+            remove_leftovers(folder / hidden.name[1:].split(".partial-")[0].split(".old-")[0])
+
+    def after_step(self, run: CheckpointedRun) -> None:
+        """Publishes the run's model if it is time."""
+        self._run = run
+        self.if_due()
+
+    def if_due(self) -> None:
+        """Publishes the model of the last step if it is time, also between steps while the log is silent."""
+        seconds = self._publication.seconds
+        if seconds and time.monotonic() - self._since >= seconds and self._run is not None:
+            self.publish(self._run)
+
+    def publish(self, run: Any) -> None:
+        """Publishes the run's model, unless that of this step is published."""
+        self._since = time.monotonic()
+        if self._step == run.at.step or not min(run.loader.ids.live.values()):
+            return
+        run.detach()
+        for record in self._ages.records(run.at.step):
+            run.at.history.append(record)
+            self._log(record)
+        self.newest = self._folder / f"step-{run.at.step:010}"
+        self._write(self.newest)
+        write_whole(self._folder / CURRENT, f"{self.newest.name}\n".encode())
+        self._step = run.at.step
+        self._ages.add(Bundle.load(self.newest, verify=False))
+        self._prune()
+
+    def _prune(self) -> None:
+        # By time, because a resumed run may be behind the bundles of the killed one.
+        folders = sorted(self._folder.glob("step-*"), key=lambda folder: folder.stat().st_mtime_ns)
+        for folder in folders[: -self._publication.keep]:
+            # Without its manifest it is no bundle, even if the removal is interrupted.
+            (folder / BUNDLE_MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(folder)
+
+
+class StreamCheckpoints(RunCheckpoints):
+    """Checkpoints of a run without an end, which also publish it; see :class:`RunCheckpoints` for the arguments."""
+
+    def __init__(self, *arguments: Any, publisher: Publisher, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._publisher = publisher
+
+    def after_step(self, run: CheckpointedRun) -> None:
+        """Saves and publishes if it is time."""
+        super().after_step(run)
+        self._publisher.after_step(run)
+
+    def after_epoch(self, run: CheckpointedRun, *, last: bool, best: bool) -> None:
+        """Saves and publishes at the end of the log as it is now."""
+        # Tomorrow the log goes on, so this epoch has no end.
+        run.at.ended = False
+        self.save(run)
+        self._publisher.publish(run)
+
+    def save(self, run: CheckpointedRun) -> None:
+        """Begins to save; see :meth:`RunCheckpoints.save`."""
+        records = run.at.history
+        if len(records) > _MOST_RECORDS:
+            half = len(records) // 2
+            records[:half] = records[:half:2]
+        super().save(run)
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuses a folder for bundles before the first step.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"--bundles {folder}: cannot be written ({error.strerror or error}); choose another folder"
+        ) from None
