@@ -12,9 +12,6 @@ from tools.docs import MADE
 WRITTEN = [page for page in PAGES if not page.read_text().startswith(MADE)]
 
 MEAN, LONGEST, SEMICOLONS = 16.0, 35, 3
-# Long pages that are older than the rule: mean and greatest number of words of a sentence, and semicolons. They may get
-# shorter, never longer.
-EXCEPTIONS = {"docs/adopt": (19.6, 116, 42), "docs/why_slow": (21.7, 79, 19)}
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -43,7 +40,7 @@ def figures(text: str) -> tuple[float, int, int]:
 @pytest.mark.unit
 @pytest.mark.parametrize("page", WRITTEN, ids=page_name)
 def test_sentences_are_short(page: Path) -> None:
-    most = EXCEPTIONS.get(page_name(page), (MEAN, LONGEST, SEMICOLONS))
+    most = (MEAN, LONGEST, SEMICOLONS)
     found = figures(page.read_text())
     too_long = [each for each in sentences(page.read_text()) if len(each.split()) > most[1]]
     assert all(number <= limit for number, limit in zip(found, most, strict=True)), f"{found}; {too_long}"
