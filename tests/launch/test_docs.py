@@ -37,10 +37,17 @@ def page_name(page: Path) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page: a program, commands, or what they print."""
+    """A fenced block of a page: a program, commands, or what they print.
+
+    Args:
+        language: language of the block.
+        text: its lines.
+        printed: whether the block before it prints these lines on every machine.
+    """
 
     language: str
     text: str
+    printed: bool = False
 
     @property
     def name(self) -> str:
@@ -62,8 +69,9 @@ class Block:
 
 def blocks(page: Path) -> Iterator[Block]:
     """All fenced blocks of a page, in its order."""
-    for language, text in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
-        yield Block(language, text)
+    pattern = r"^(<!-- printed by the block above -->\n)?```(\w*)\n(.*?)^```$"
+    for mark, language, text in re.findall(pattern, page.read_text(), re.DOTALL | re.MULTILINE):
+        yield Block(language, text, bool(mark))
 
 
 @pytest.fixture
@@ -161,12 +169,17 @@ def test_a_loop_of_your_own_prints_its_loss_and_no_warning(folder: Path) -> None
 @pytest.mark.parametrize("page", [page for page in PAGES[1:] if PROGRAMS.search(page.read_text())], ids=page_name)
 def test_a_page_runs_from_top_to_bottom(page: Path, folder: Path) -> None:
     """What one block makes, such as a run folder or a bundle, the next ones take."""
+    done = []
     for each in blocks(page):
         if each.language == "python":
-            run_program(each, folder)
+            done = [run_program(each, folder)]
         elif each.language == "sh":
-            for command in each.commands:
-                run(command, folder)
+            done = [run(command, folder) for command in each.commands]
+        if each.printed:
+            printed = "".join(one.stdout for one in done)
+            # A line that is shortened ends with an ellipsis.
+            missing = [line for line in each.text.splitlines() if line.removesuffix(" ...") not in printed]
+            assert missing == []
 
 
 RUN = """data: ml-100k, 98,114 training rows
