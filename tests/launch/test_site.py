@@ -16,6 +16,7 @@ import pytest
 
 from tests.browser import CHROMIUM, PHONE, needs_chromium
 from tests.launch.test_docs import CLONE, DOCS
+from tools.docs import exports
 
 pytestmark = [pytest.mark.slow(minutes=1.5), pytest.mark.launch]
 SITE = CLONE / "build" / "docs"
@@ -86,6 +87,20 @@ def test_each_link_leads_to_a_page_and_a_title(site: Path) -> None:
             if not file.exists() or (anchor and file in pages and unquote(anchor) not in pages[file].ids):
                 broken.append(f"{page.name}: {target}")
     assert broken == []
+
+
+def test_every_exported_name_is_described(site: Path) -> None:
+    described = {name for page in site.glob("reference/api/*.html") for name in read(page).ids}
+    names = [
+        f"{package}.{export.name}"
+        for package in [
+            f"torchrec_ext.{path.parent.name}" for path in sorted(CLONE.glob("torchrec_ext/*/__init__.pyi"))
+        ]
+        for export in exports(package)
+    ]
+    assert len(names) > 120
+    homes = {name.rpartition(".")[2] for name in described}
+    assert [name for name in names if name not in described and name.rpartition(".")[2] not in homes] == []
 
 
 @needs_chromium
