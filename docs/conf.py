@@ -11,6 +11,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_static"]
 # Blocks without a language show what a command prints.
 highlight_language = "text"
+# `--` is a flag.
+smartquotes = False
 
 # `:::` for directives, since a fence of backticks is a block that the tests run.
 myst_enable_extensions = ["colon_fence"]
