@@ -34,4 +34,4 @@ html_copy_source = False
 html_show_sourcelink = False
 
 # fbgemm names each of its libraries when autodoc imports it.
-logging.getLogger().setLevel(logging.WARNING)
+logging.disable(logging.INFO)
