@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import torchrec_ext
 from torchrec_ext import stack
 
 ROOT = Path(__file__).parents[1]
@@ -67,6 +68,12 @@ def test_the_wheel_registers_our_components_beside_torchxs_own(wheel: zipfile.Zi
     points = configparser.ConfigParser()
     points.read_string(wheel.read(name).decode())
     assert dict(points["torchx.components"]) == {"rec": "torchrec_ext.components", "_torchx": "torchx.components"}
+
+
+@pytest.mark.launch
+def test_the_version_is_in_one_place(wheel: zipfile.ZipFile) -> None:
+    assert Path(str(wheel.filename)).name.split("-")[:2] == ["torchrec_ext", torchrec_ext.__version__]
+    assert f"## [{torchrec_ext.__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.launch

@@ -17,3 +17,5 @@ from .modules.tower import Tower as Tower
 from .retrieval.bundle.bundle import Bundle as Bundle
 from .retrieval.exporting.export import export as export
 from .retrieval.scorer.scorer import Scorer as Scorer
+
+__version__: str
