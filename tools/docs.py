@@ -37,33 +37,17 @@ MEASURED = (
         "Contextual NCF, 12.45 M parameters: a user's script with fused Adam, against captured steps on one thread",
     ),
     (
-        "small_model",
-        "full, against the script as written",
-        "Contextual NCF, 12.45 M parameters: a user's script as written, against captured steps on one thread",
-    ),
-    (
         "adopt",
         "ncf-full, against fused Adam",
         "a user's own model and Dataset, unchanged: their script with fused Adam, against `adopt` and `Rows.of`",
     ),
-    (
-        "adopt",
-        "ncf-full, against the script as written",
-        "a user's own model and Dataset, unchanged: their script as written, against `adopt` and `Rows.of`",
-    ),
     ("adopt", "two-towers, batch 256", "a user's own two networks: one process, against `adopt_towers` on two"),
-    ("negatives", "exact, full", "batches with 4 exact negatives each: drawn row by row, against whole batches"),
     ("loader", "row-wise", "rows of a click log, shuffled: torch's DataLoader over a Dataset, against `ChunkLoader`"),
     ("hybrid", "two-hosts", "two hosts, 1 Gbit/s: tables and layers over both, against a compressing tower on each"),
     (
         "serving",
         "score-naive, compiled, 500 of 1,000,000",
         "a request for 500 of 1 M items: the whole network, against stored rows and a compiled scorer",
-    ),
-    (
-        "serving",
-        "exact-search, top 100 of 1,000,000 x 64, by a copy in 8 bits",
-        "exact search, the 100 best of 1 M x 64: FAISS flat, against ours",
     ),
 )
 
