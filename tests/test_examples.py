@@ -1,0 +1,70 @@
+"""The examples run as they stand, and end with the answer that their data has."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.retrieval.small_bundle import SmallBundle
+
+ROOT = Path(__file__).parents[1]
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(name: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
+    """Returns the output of an example."""
+    command = [sys.executable, *launcher, str(ROOT / "examples" / f"{name}.py"), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.unit
+def test_every_example_is_listed() -> None:
+    listed = set(re.findall(r"\]\((\w+\.py)\)", (ROOT / "examples" / "README.md").read_text()))
+    assert listed == {path.name for path in (ROOT / "examples").glob("*.py")}
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_torchrecs_dlrm_learns_what_the_rows_can_tell() -> None:
+    text = run("dlrm_hybrid", launcher=tuple(TWO_RANKS))
+    assert re.search(r"^user .* row_wise", text, re.MULTILINE)
+    (loss,) = re.findall(r"held out log loss (0\.\d+)", text)
+    assert float(loss) < 0.45, "0.325 is the least, 0.611 that of no knowledge"
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_own_towers_are_trained_exported_and_rank_the_right_items(tmp_path: Path) -> None:
+    text = run("own_two_towers", str(tmp_path))
+    assert len(re.findall(r"^  item \d+ of kind 3$", text, re.MULTILINE)) == 10
+    assert re.search(r"^nearest to item \d+ of kind 3: (item \d+ of kind 3(, )?){3}$", text, re.MULTILINE)
+    assert (tmp_path / "bundle" / "manifest.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_two_networks_learn_more_from_each_other() -> None:
+    alone, together = (ast.literal_eval(line[line.index("{") :]) for line in run("two_networks").splitlines())
+    assert all(0.5 < together[name] < alone[name] < 0.69 for name in alone)
+
+
+@pytest.mark.launch
+def test_the_client_asks_a_served_bundle(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn", reason="needs the extra `serve`")
+    pytest.importorskip("starlette", reason="needs the extra `serve`")
+    pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
+    from tests.retrieval.server.running import running_server
+
+    with running_server(SmallBundle(tmp_path / "bundle").bundle) as running:
+        lines = run("serve_client", f"http://127.0.0.1:{running.port}").splitlines()
+    assert re.fullmatch(r"bundle \w{12}: 49 items, \d+ users", lines[0])
+    assert lines[1] == 'for {"history": [], "age": 0.0}:'
+    assert all(re.fullmatch(r" +-?\d\.\d{3}  Item <b>\d+</b>", line) for line in lines[2:5])
+    assert re.fullmatch(r"nearest to Item <b>\d+</b>: (Item <b>\d+</b>(, )?){3}", lines[5])
