@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import torchrec_ext
 from torchrec_ext.sealed import (
     MeasuredStream,
     difference,
@@ -111,9 +110,7 @@ def test_a_disk_that_is_full_is_reported_by_the_write() -> None:
         stream.write(bytes(2**21))
 
 
-def test_a_clone_that_is_not_installed_has_its_version_and_exports_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_clone_that_is_not_installed_has_no_version_and_exports_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = importlib.metadata.version
 
     def version(name: str) -> str:
@@ -122,4 +119,4 @@ def test_a_clone_that_is_not_installed_has_its_version_and_exports_all_the_same(
         return installed(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert package_versions()["torchrec-ext"] == torchrec_ext.__version__
+    assert set(package_versions()) == {"torch", "torchrec"}

@@ -25,8 +25,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, BinaryIO
 
-from torchrec_ext import __version__
-
 # AT_FDCWD of fcntl.h: paths are relative to the working folder.
 _HERE = -100
 # RENAME_EXCHANGE of linux/fs.h.
@@ -41,12 +39,12 @@ _HOST = socket.gethostname()
 
 
 def package_versions() -> dict[str, str]:
-    """Returns the versions for a run's and a bundle's record."""
+    """Returns the versions for a run's and a bundle's record; a clone on PYTHONPATH has none of its own."""
     # Costs 40 ms, so it is imported only when needed.
     from importlib import metadata
 
-    versions = {"torchrec-ext": __version__}
-    for name in ("torch", "torchrec"):
+    versions = {}
+    for name in ("torchrec-ext", "torch", "torchrec"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
