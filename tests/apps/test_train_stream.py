@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -251,19 +251,31 @@ def test_a_log_is_trained_to_its_end_and_published(tmp_path: Path, more: list[st
     assert bundle.manifest.content["coverage"]["items"] <= 59
 
 
-def test_sigterm_saves_and_publishes_what_was_trained(tmp_path: Path) -> None:
-    log = write_small_log(tmp_path / "log", 450)
-    run = _CONTEXT.Process(target=quiet, args=(flags(log, tmp_path / "run", "--publish-s=0"),), daemon=True)
+def test_a_silent_log_is_published_and_sigterm_saves_what_was_trained(tmp_path: Path) -> None:
+    log = write_small_log(tmp_path / "log", 250)
+    current = tmp_path / "run" / "bundles" / "current"
+    run = _CONTEXT.Process(target=quiet, args=(flags(log, tmp_path / "run", "--publish-s=0.05"),), daemon=True)
     run.start()
-    while not (tmp_path / "run" / "checkpoints" / "step-0000000004").exists():
-        time.sleep(0.05)
-    os.kill(run.pid or 0, signal.SIGTERM)
-    run.join(60)
+    try:
+        wait_for(lambda: current.exists() and current.read_text() == "step-0000000002\n")
+        with (log / "a.jsonl").open("a") as file:
+            file.write("".join(json.dumps(ids(number)) + "\n" for number in range(200)))
+        wait_for(lambda: current.read_text() == "step-0000000004\n")
+        os.kill(run.pid or 0, signal.SIGTERM)
+        run.join(60)
+    finally:
+        run.kill()
     assert run.exitcode == 143
     position, _ = state_of(tmp_path / "run")
     # The last 50 events fill no batch yet, and are left to the next run.
     assert position["loader"]["events"] == 400
-    assert (tmp_path / "run" / "bundles" / "current").read_text() == "step-0000000004\n"
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -585,10 +586,15 @@ class _Run:
         self.ranks.settle()
         self.steps.settle()
 
-    def detach(self) -> None:
-        """Settles, and readies the model for calls outside of the pipeline, which holds no batch of dynamic ids."""
+    @contextmanager
+    def outside_pipeline(self) -> Iterator[None]:
+        """Settles, and lets the block call the model, between two steps or while the pipeline fetches a batch."""
         self.settle()
         self.pipeline.detach()
+        try:
+            yield
+        finally:
+            self.pipeline.attach()
 
     def _stop(self, where: str = "") -> None:
         """Saves, unless this step is saved already, and ends the run on all ranks after the same step or block."""

@@ -105,9 +105,11 @@ def run_stream(job: Job, publication: Publication, run_dir: Path | None = None, 
         parallel, optimizer = shard_job(JobParts(job, model, schema, loader, plan, plan_text, None), runtime)
         predictions = Predictions(events, calibrated=getattr(model, "calibrated", True))
         about = {"recipe": job.name, "run": str(run.path)}
-        publisher = Publisher(
-            publication, folder, lambda out: export_ids(parallel, loader.ids, out, about), predictions, run.log
-        )
+
+        def export_now(out: Path) -> None:
+            export_ids(parallel, loader.ids, out, {**about, "events": events.events})
+
+        publisher = Publisher(publication, folder, export_now, predictions, run.log)
         checkpoints = StreamCheckpoints(run.checkpointer, job.checkpoint, resume=run.checkpoint, publisher=publisher)
         events.waiting = publisher.if_due
         # Dropout begins alike in each new run; a resumed one restores its state.
@@ -273,12 +275,12 @@ class Publisher:
         self._since = time.monotonic()
         if self._step == run.at.step or not min(run.loader.ids.live.values()):
             return
-        run.detach()
         for record in self._ages.records(run.at.step):
             run.at.history.append(record)
             self._log(record)
         self.newest = self._folder / f"step-{run.at.step:010}"
-        self._write(self.newest)
+        with run.outside_pipeline():
+            self._write(self.newest)
         write_whole(self._folder / CURRENT, f"{self.newest.name}\n".encode())
         self._step = run.at.step
         self._ages.add(Bundle.load(self.newest, verify=False))
