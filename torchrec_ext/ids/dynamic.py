@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torchrec_ext.batch import Fresh
 from torchrec_ext.ids.index import EMPTY, IdIndex, Layout
+from torchrec_ext.ids.lookup import LookUps
 from torchrec_ext.ids.policy import MOST_SIGHTINGS, Dynamic
 from torchrec_ext.ids.rows import RowPool
 
@@ -84,6 +85,7 @@ class DynamicIds:
             rows = slice(start, start + policy.capacity)
             self._tables.append(RowPool(name, policy, self._sightings[rows], self._seen[rows]))
         self._warned: set[str] = set()
+        self._look_ups = LookUps()
         self._index = self._new_index()
 
     def _new_index(self) -> IdIndex:
@@ -108,6 +110,13 @@ class DynamicIds:
         figures["ids_unknown"] = self.counts["unknown"] / max(1, self.counts["lookups"])
         return figures
 
+    def compile_look_ups(self) -> None:
+        """Compiles look-ups from now on; otherwise they are once eager ones have taken as long as a compiler takes.
+
+        It is said, and kept in inductor's cache for later runs. Numbers of ids that come once stay eager.
+        """
+        self._look_ups.compile_now()
+
     def live_ids(self, table: str) -> tuple[Tensor, Tensor]:
         """Returns the ids of a table that have a row, and their rows, ascending; (n,) int64 each."""
         pool = self._table(table)
@@ -123,7 +132,7 @@ class DynamicIds:
     def rows(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the rows of ids, (n,) int64 by table; 0 for an id without a row. Changes nothing; not collective."""
         flat, layout = self._flat(ids)
-        return self._by_table(self._index.find(flat, layout).clamp(min=0), ids)
+        return self._by_table(self._look_ups.find(self._index, flat, layout).clamp(min=0), ids)
 
     def _flat(self, ids: Mapping[str, Tensor]) -> tuple[Tensor, Layout]:
         """Returns the ids of all tables one after the other, and their layout."""
@@ -159,7 +168,7 @@ class DynamicIds:
         """
         flat, layout = self._flat(ids)
         self.now += not again
-        rows = self._index.find(flat, layout).clamp_(min=0)
+        rows = self._look_ups.find(self._index, flat, layout).clamp_(min=0)
         places = rows + self._starts[layout.table]
         self._sightings.index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
         self._seen.index_fill_(0, places, self.now)
@@ -172,8 +181,11 @@ class DynamicIds:
             waiting = torch.cat(self._waiting)
             self._waiting = []
             local, place_of_waiting = _summed(waiting)
-            everyones, place_of_local = _summed(self._gathered(local), local)
-            found = self._admit(everyones, changes)[place_of_local][place_of_waiting]
+            if self._world_size == 1:
+                found = self._admit(local, changes)[place_of_waiting]
+            else:
+                everyones, place_of_local = _summed(self._gathered(local), local)
+                found = self._admit(everyones, changes)[place_of_local][place_of_waiting]
             # The last of those that waited are this batch's.
             rows[missing] = found[len(found) - len(missing) :]
             self.counts["unknown"] -= int((rows[missing] > 0).sum())
@@ -200,10 +212,16 @@ class DynamicIds:
         if not len(ids):
             return rows
         can_have_row = ids != EMPTY
-        slots, counted = self._index.slots(ids, self._index.of(number))
-        # A look-up of EMPTY finds an empty place.
-        counted &= can_have_row
-        total = sightings + torch.where(counted, _sightings_of(self._index.values(slots)), 0)
+        total = sightings
+        if any(table.candidates for table in self._tables):
+            slots, counted = self._index.slots(ids, self._index.of(number))
+            # A look-up of EMPTY finds an empty place.
+            counted &= can_have_row
+            total = sightings + torch.where(counted, _sightings_of(self._index.values(slots)), 0)
+        else:
+            # What waits has no row, so that nothing of it is in the index.
+            slots = torch.zeros_like(ids)
+            counted = torch.zeros_like(can_have_row)
         ready = can_have_row & (total >= self._admit_after[number])
         for index, table in enumerate(self._tables):
             chosen = (ready & (number == index)).nonzero().squeeze(1)
@@ -378,7 +396,9 @@ def _summed(triples: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tens
     both = triples if wanted is None else torch.cat([triples, wanted])
     # Equal pairs become one, so their own order does not matter.
     order = torch.argsort(both[:, 1])
-    order = order[torch.argsort(both[order, 0], stable=True)]
+    tables = both[order, 0]
+    if len(both) and tables.min() != tables.max():
+        order = order[torch.argsort(tables, stable=True)]
     in_order = both[order]
     begins = torch.ones(len(both), dtype=torch.bool, device=both.device)
     begins[1:] = (in_order[1:, :2] != in_order[:-1, :2]).any(1)
