@@ -1,12 +1,15 @@
 """Ids without end: what looking them up, admitting them and training with them costs; one thread, sides in turn.
 
-    python benchmarks/dynamic_ids.py [--only find admit step] [--turns 5] [--quick]
+    python benchmarks/dynamic_ids.py [--only find admit step drift] [--turns 5] [--quick]
 
-`find`: 16,384 ids, of which 95 % are live, among 1 M live ones, uniform; the baselines are numpy's searchsorted over
-the sorted ids, which an insertion would have to write anew, and a dictionary. `admit`: batches of 16,384 new ids into a
-table of 1 M rows. `step`: train() on 4,096 rows with 4 features of 200,000 rows x 64, of which 150,000 live and 1 % of
-the look-ups new, admitted every 8 steps, against the same training with static tables of as many rows, whose batches
-hold rows; Adagrad by row, eager and captured.
+`find`: 16,384 ids, of which 95 % are live, among 1 M live ones, uniform, compiled; the baselines are numpy's
+searchsorted over the sorted ids, which an insertion would have to write anew, a dictionary, and our own eager look-up.
+`admit`: batches of 16,384 new ids into a table of 1 M rows. `step`: train() on 4,096 rows with 4 features of 200,000
+rows x 64, of which 150,000 live and 1 % of the look-ups new, admitted every 8 steps, against the same training with
+static tables of as many rows, whose batches hold rows; Adagrad by row, eager, and captured with compiled look-ups.
+`drift`: log loss, test-then-train over the last three quarters of 2 M events on items that appear and fade, with rows
+for a tenth of those that come; one seed a turn. Beside it: a row for every item, the hash trick, and a vocabulary of
+the first tenth of the events with one row for all others.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import numpy as np
 import torch
 from harness import Options, Repeated, Row, Trainings, command_line, in_turn, rates, row
 from small_model import one_rank
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.batch import Jagged
@@ -29,6 +32,7 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.ids import Dynamic, DynamicIds
+from torchrec_ext.ids.index import mixed
 from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.train.loop import TrainConfig, train
 
@@ -45,6 +49,9 @@ def find(options: Options) -> Iterator[Row]:
     known = random_ids(live)
     ids = DynamicIds({"item": Dynamic(capacity=live + 1)})
     ids.step({"item": known})
+    eager = DynamicIds({"item": Dynamic(capacity=live + 1)})
+    eager.load_state_dict(ids.state_dict())
+    ids.compile_look_ups()
     wanted = torch.where(torch.rand(LOOKUPS) < 0.95, known[torch.randint(live, (LOOKUPS,))], random_ids(LOOKUPS))
     in_order = known.sort().values.numpy()
     numbers = dict(zip(known.tolist(), range(live), strict=True))
@@ -57,6 +64,7 @@ def find(options: Options) -> Iterator[Row]:
     sides: dict[str, Callable[[], object]] = {
         "numpy.searchsorted": searched,
         "a dictionary": lambda: [numbers.get(each, 0) for each in wanted.tolist()],
+        "our eager look-up": lambda: eager.rows({"item": wanted}),
         "ours": lambda: ids.rows({"item": wanted}),
     }
     seconds = in_turn(sides, options.turns, 2 if options.quick else 20)
@@ -129,11 +137,110 @@ def training(runtime: Any, kind: str, names: Tensor, raw: list[Tensor], compile_
         # The catalogue is live before the first step.
         for _ in range(2 * EVERY):
             loader.ids.step(dict(zip(NAMES, names, strict=True)))
+        if compile_mode == "require":
+            loader.ids.compile_look_ups()
     config = TrainConfig(epochs=1, compile=compile_mode)
     return lambda stop: train(parallel, optimizer, loader, runtime, config, stop=stop)
 
 
-ROWS_OF = {"find": find, "admit": admit, "step": step}
+SEGMENTS, CATEGORIES, FACTORS, ITEMS, AT_FIRST = 64, 50, 16, 100_000, 20_000
+
+
+class Stream:
+    """Events of a planted model: (item, segment, label) of a step; items appear over the whole stream, and fade."""
+
+    def __init__(self, seed: int, steps: int, size: int) -> None:
+        self.steps = steps
+        self._size = size
+        self._random = np.random.default_rng(seed)
+        self._draw = torch.Generator().manual_seed(seed)
+        born = self._random.random(ITEMS - AT_FIRST) * steps
+        self._born = np.sort(np.concatenate([np.zeros(AT_FIRST), born]))
+        self._life = self._random.exponential(steps * AT_FIRST / (ITEMS - AT_FIRST), ITEMS)
+        self._popular = self._random.pareto(1.1, ITEMS) + 0.1
+        self.category = torch.from_numpy(self._random.integers(0, CATEGORIES, ITEMS))
+        self.ids = torch.from_numpy(self._random.integers(-(2**62), 2**62, ITEMS))
+        of_category = torch.randn(CATEGORIES, FACTORS, generator=self._draw) * 0.4
+        self._vectors = torch.randn(ITEMS, FACTORS, generator=self._draw) * 0.45 + of_category[self.category]
+        self._bias = torch.randn(ITEMS, generator=self._draw) * 0.6 - 1.2
+        self._segments = torch.randn(SEGMENTS, FACTORS, generator=self._draw) * 0.6
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for number in range(self.steps):
+            if number % 20 == 0:
+                age = number - self._born
+                weights = np.where(age >= 0, self._popular * np.exp(-np.maximum(age, 0) / self._life), 0)
+                shares = np.cumsum(weights) / weights.sum()
+            places = np.searchsorted(shares, self._random.random(self._size))
+            item = torch.from_numpy(np.minimum(places, ITEMS - 1))
+            segment = torch.randint(SEGMENTS, (self._size,), generator=self._draw)
+            score = self._bias[item] + (self._vectors[item] * self._segments[segment]).sum(1)
+            yield item, segment, (torch.rand(self._size, generator=self._draw) < torch.sigmoid(score)).float()
+
+
+class Factorization:
+    """A vector and a bias for each item's row and category, and a vector for each segment; Adagrad by row."""
+
+    def __init__(self, rows: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.tables = [torch.zeros(rows, FACTORS + 1), torch.zeros(CATEGORIES, FACTORS + 1)]
+        self.tables.append(torch.randn(SEGMENTS, FACTORS + 1, generator=generator) * 0.3)
+        self.sums = [torch.zeros(len(table)) for table in self.tables]
+
+    def losses(self, *ids: Tensor, label: Tensor) -> Tensor:
+        """Log loss of each event, before the step on them."""
+        rows, categories, segments = (table[each] for table, each in zip(self.tables, ids, strict=True))
+        vector = rows + categories
+        segments[:, FACTORS] = 1.0
+        score = (vector * segments).sum(1) - 1.2
+        pull = (torch.sigmoid(score) - label)[:, None]
+        gradients = (pull * segments, pull * segments, pull * vector)
+        for table, sums, each, gradient in zip(self.tables, self.sums, ids, gradients, strict=True):
+            read, place = torch.unique(each, return_inverse=True)
+            summed = torch.zeros(len(read), FACTORS + 1).index_add_(0, place, gradient)
+            sums[read] += summed.square().mean(1)
+            table[read] -= 0.15 * summed / (sums[read].sqrt() + 1e-6)[:, None]
+        return nn.functional.binary_cross_entropy_with_logits(score, label, reduction="none")
+
+
+def drift(options: Options) -> Iterator[Row]:
+    steps = 100 if options.quick else 1_953
+    means: dict[str, list[float]] = {}
+    for seed in range(options.turns):
+        stream = Stream(seed, steps, 1_024)
+        distinct = len(torch.unique(torch.cat([item for item, _, _ in stream])))
+        for name, value in log_losses(Stream(seed, steps, 1_024), distinct // 10).items():
+            means.setdefault(name, []).append(value)
+    ours = means.pop("dynamic")
+    for name, values in means.items():
+        gain = float(np.median(np.subtract(values, ours)))
+        yield row(f"drift, rows for 10 %, against {name}", ours, "log loss", baseline=values, gain=round(gain, 5))
+
+
+def log_losses(stream: Stream, capacity: int) -> dict[str, float]:
+    """Mean log loss of the last three quarters by what gives items their rows."""
+    ids = DynamicIds({"item": Dynamic(capacity=capacity)})
+    vocabulary = torch.zeros(ITEMS, dtype=torch.int64)
+    rows = {"a row for every item": ITEMS, "the hash trick": capacity, "one unknown row": ITEMS, "dynamic": capacity}
+    models = {name: Factorization(count) for name, count in rows.items()}
+    sums = dict.fromkeys(models, 0.0)
+    for number, (item, segment, label) in enumerate(stream):
+        if number < stream.steps // 10:
+            vocabulary[item] = item
+        given, notes = ids.step({"item": stream.ids[item]})
+        for note in notes:
+            models["dynamic"].tables[0][note.rows] = 0.0
+            models["dynamic"].sums[0][note.rows] = 0.0
+        hashed = mixed(stream.ids[item]).abs() % capacity
+        rows_of = dict(zip(models, (item, hashed, vocabulary[item], given["item"]), strict=True))
+        for name, model in models.items():
+            losses = model.losses(rows_of[name], stream.category[item], segment, label=label)
+            if number >= stream.steps // 4:
+                sums[name] += float(losses.mean())
+    return {name: total / (stream.steps - stream.steps // 4) for name, total in sums.items()}
+
+
+ROWS_OF = {"find": find, "admit": admit, "step": step, "drift": drift}
 
 
 if __name__ == "__main__":
