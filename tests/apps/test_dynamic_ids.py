@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.datasets import streamed
+from torchrec_ext.data.datasets.synthetic import PlantedLog
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.retrieval.bundle.architecture import read_tensors
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.encoder import open_preprocessor
-from torchrec_ext.retrieval.scorer.requests import RecommendRequest, ScoreRequest
+from torchrec_ext.retrieval.scorer.requests import EmbedRequest, RecommendRequest, ScoreRequest
 from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.schema import DataError
+from torchx_apps import embed
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
@@ -122,6 +126,43 @@ def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(tmp
     answers = {name: scorer.score(ScoreRequest(user=user, items=some)) for name, user in requests.items()}
     assert [answer.cold.user for answer in answers.values()] == ["known", "new", "new"]
     assert answers["new"].scores == answers["newer"].scores != answers["earlier"].scores
+    store = tmp_path / "users"
+    assert embed.main([str(second), "--tower=query", f"--out={store}"]) == 0
+    file = tmp_path / "earlier.parquet"
+    pq.write_table(pa.table({"user_id": USERS[:1], "history": pa.array([[some[0]]])}), file)
+    refresh = ["--tower=query", f"--refresh={store}", f"--catalogue={file}", "--id=user_id"]
+    assert embed.main([str(second), *refresh]) == 0
+    vectors = EmbeddingStore.open(store)
+    stored = vectors.rows(torch.from_numpy(vectors.ids.positions(USERS[:1])))
+    embedded = scorer.embed(EmbedRequest(rows=[{"user_id": int(USERS[0]), "history": [some[0]]}]))
+    assert embedded.unknown_features == [[]]
+    assert torch.allclose(stored, embedded.vectors, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_streamed_rows_of_another_preprocessing_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = streamed.planted_log
+
+    def half_new(**settings: Any) -> PlantedLog:
+        log = planted(**settings)
+        log.columns["item_id"] = log.columns["item_id"] + 60
+        return log
+
+    for day in DAYS:
+        folder = tmp_path / "sets" / day
+        folder.mkdir(parents=True)
+        streamed.planted_log_folder(folder)
+        monkeypatch.setattr(streamed, "planted_log", half_new)
+    settings = ["ids.item_id=dynamic,capacity=250", "ids.user_id=dynamic,capacity=200", "ids.every=1", "data.ranked=0"]
+    runs = []
+    for day in DAYS:
+        sets = [f"data.name={day}", f"data.folder={tmp_path / 'sets'}", "train.epochs=1", "device=cpu", *settings]
+        sets += [f"start.path={runs[-1]}"] if runs else []
+        run_training(apply_overrides(load_recipe("stream"), [*sets, "export=require"]), tmp_path / day)
+        runs.append(tmp_path / day)
+    first, second = (rows_of(run / "bundle", "item_id") for run in runs)
+    assert first.keys() == set(range(1, 121))
+    assert second.keys() == set(range(1, 181))
 
 
 @pytest.mark.slow

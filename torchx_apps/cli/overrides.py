@@ -328,8 +328,8 @@ def _plant_named(tree: _Tree, name: str, texts: Sequence[str], text: str, label:
         texts = typing.cast(Sequence[str], earlier.value)
         label = f"{earlier.label} {label}"
     key = text.partition("=")[0]
-    kept = [other for other in texts if other.partition("=")[0] != key]
-    tree[name] = _Change(label, (*kept, text))
+    others = [other for other in texts if other.partition("=")[0] != key]
+    tree[name] = _Change(label, (*others, text))
 
 
 def _convert_for(label: str, text: str, config: object, key: str) -> object:

@@ -50,8 +50,8 @@ def numbered(values: pa.Array) -> Tensor:
 
 def with_unknown(values: Array | pa.Array, rows: int) -> pa.Array:
     """Returns the values of rows 1 to V of a vocabulary with null for row 0, and for the rest of ``rows``."""
-    known = values if isinstance(values, pa.Array) else pa.array(values)
-    return pa.concat_arrays([pa.nulls(1, known.type), known, pa.nulls(rows - 1 - len(known), known.type)])
+    array = values if isinstance(values, pa.Array) else pa.array(values)
+    return pa.concat_arrays([pa.nulls(1, array.type), array, pa.nulls(rows - 1 - len(array), array.type)])
 
 
 def values_of_prepared(data: StreamedData, name: str) -> pa.Array:
@@ -67,7 +67,7 @@ def columns_like(data: StreamedData, name: str) -> Sequence[str]:
 
 
 class DataWithTables:
-    """A task's data for a model some of whose tables have another number of rows than the columns' vocabularies.
+    """A task's data for a model with tables of other sizes than the vocabularies.
 
     Args:
         data: the data.
@@ -83,7 +83,7 @@ class DataWithTables:
 
 
 def with_live_ids(data: ExportData, task: Task, loader: DynamicIdLoader) -> ExportData:
-    """Returns the data of an export whose dynamic ids are those that have a row now; all others are unknown.
+    """Returns the data of an export with the live ids as vocabularies; all other ids are unknown.
 
     The tables of the bundle hold the row of unknown ids and the live rows. A text that got its row on an earlier day is
     known only if the task's rows have it: the ids hold a hash of it.
