@@ -358,7 +358,8 @@ class _Changes:
     def notes(self) -> tuple[Fresh, ...]:
         """Returns a note for each table with a change."""
         notes = []
-        for name in self._names:
+        # Most steps change nothing.
+        for name in self._names if self._admitted or self._evicted else ():
             rows, ids = self._admitted.get(name, (torch.empty(0, dtype=torch.int64),) * 2)
             evicted = torch.cat([rows.new_empty(0), *self._evicted.get(name, [])])
             if len(rows) or len(evicted):
