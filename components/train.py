@@ -200,6 +200,7 @@ def stream(
     log: Optional[str] = None,
     recipe: str = "two_tower",
     set: Optional[str] = None,  # noqa: A002  (the flag is --set)
+    settings: Optional[str] = None,
     run_dir: Optional[str] = None,
     resume: Optional[str] = None,
     until_idle: Optional[float] = None,
@@ -238,6 +239,7 @@ def stream(
         log: folder of the log's files, read in the order of their names; only the last one may grow
         recipe: a built-in recipe, my_recipe.py:job or my.module:job
         set: change one key of the recipe, such as data.label=clicked; give --set as often as you like
+        settings: a TOML file of such changes, [data] with label = "clicked"; those of set come after it
         run_dir: folder for checkpoints, bundles, metrics and picture
         resume: auto for the last good checkpoint of run_dir, or of the recipe's newest run; or the path of another run
         until_idle: end after these seconds without a new event; without it the run follows the log until SIGTERM
@@ -266,7 +268,7 @@ def stream(
     flags = [f"--{flag}={value}" for flag, value in options.items() if value is not None]
     return _app(
         "torchx_apps.train_stream",
-        [*_flags(recipe, set, run_dir), *flags, f"--publish-s={publish_s}", f"--keep={keep}", *args],
+        [*_flags(recipe, set, settings, run_dir), *flags, f"--publish-s={publish_s}", f"--keep={keep}", *args],
         j=j,
         threads=threads,
         max_retries=max_retries,

@@ -112,33 +112,24 @@ class Ages:
         self._bundles: list[tuple[Bundle, int, float]] = []
 
     def add(self, bundle: Bundle) -> None:
-        """Adds a bundle of the model as it is now."""
+        """Adds a bundle of the model as it is now; it is asked about later events alone."""
         self._bundles = [(bundle, self._predictions.events, time.monotonic()), *self._bundles][: self._keep]
+        self._predictions.recent.clear()
 
     def records(self, step: int) -> Iterator[Record]:
         """Yields a record of kind ``age`` for training, of age 0, and for each bundle, on the same events."""
-        recent = self._predictions.recent
-        if not self._bundles or not recent or self._bundles[0][1] == self._predictions.events:
+        made = self._predictions
+        if not self._bundles or not made.recent:
             return
-        rows = EventRows(
-            *(np.concatenate(column)[-_PREDICTED:] for column in zip(*(each.rows for each in recent), strict=True))
-        )
-        logits = np.concatenate([each.logits for each in recent])[-_PREDICTED:]
-        calibrated = self._predictions.calibrated
-        for age, (bundle, events, since) in enumerate(
-            [(None, self._predictions.events, self._predictions.time), *self._bundles]
-        ):
-            if bundle is not None:
-                logits = _logits(bundle, rows)
-            yield {
-                "kind": "age",
-                "epoch": 1,
-                "step": step,
-                "bundle": age,
-                "age_s": self._predictions.time - since,
-                "age_events": self._predictions.events - events,
-                **figures_of(_Predicted(rows, logits), calibrated=calibrated),
-            }
+        columns = zip(*(each.rows for each in made.recent), strict=True)
+        rows = EventRows(*(np.concatenate(column)[-_PREDICTED:] for column in columns))
+        logits = np.concatenate([each.logits for each in made.recent])[-_PREDICTED:]
+        ages = [(logits, made.events, made.time)]
+        ages += [(_logits(bundle, rows), events, since) for bundle, events, since in self._bundles]
+        for number, (logits, events, since) in enumerate(ages):
+            figures = figures_of(_Predicted(rows, logits), calibrated=made.calibrated)
+            age = {"bundle": number, "age_s": made.time - since, "age_events": made.events - events}
+            yield {"kind": "age", "epoch": 1, "step": step, **age, **figures}
 
 
 @torch.no_grad()
@@ -154,26 +145,35 @@ def _logits(bundle: Bundle, rows: EventRows) -> Array:
 def draw_stream(records: Sequence[Record], path: Path) -> str:
     """Draws a figure over the events and by the age of the model, and returns the conclusion, the picture's title."""
     trained = records_of(records, "train")
-    ages = records_of(records, "age")
     name = next((name for name in _NAMES if trained and name in trained[-1]), "loss")
-    by_age = [
-        [record for record in ages if record["bundle"] == age] for age in sorted({record["bundle"] for record in ages})
-    ]
-    points = [(_mean(group, "age_s"), _mean(group, name)) for group in by_age if name in group[0]]
-    conclusion = f"{_NAMES.get(name, name)} of events before they are trained"
+    label = _NAMES.get(name, name)
+    points = _by_age(records_of(records, "age"), name)
+    conclusion = f"{label} of events before they are trained"
     if trained:
         conclusion += f": {trained[-1][name]:.4f} at the end"
-    if len(points) > 1:
-        older = ", ".join(f"{value:.4f} by a bundle {seconds:.0f} s old" for seconds, value in points[1:])
-        conclusion = f"{_NAMES[name]} of the same events: {points[0][1]:.4f} by the model in training, {older}"
+    if points:
+        older = ", ".join(f"{value:.4f} by a bundle {seconds:.3g} s old" for seconds, value in points[1:])
+        conclusion = f"{label} of the same events: {points[0][1]:.4f} by the model in training, {older}"
     figure, (over_events, over_ages) = figure_with_panels(2, (11, 4))
     over_events.plot([record["events"] for record in trained], [record[name] for record in trained], color=BLUE)
-    over_events.set(xlabel="events", ylabel=f"{_NAMES.get(name, name)}, before training")
-    over_ages.plot(*zip(*points, strict=True), color=RED, marker="o") if points else None
-    over_ages.set(xlabel="age of the model, seconds", ylabel=f"{_NAMES.get(name, name)}, of the same events")
+    over_events.set(xlabel="events", ylabel=f"{label}, before training")
+    over_ages.plot([age for age, _ in points], [value for _, value in points], color=RED, marker="o")
+    over_ages.set(xlabel="age of the model, seconds", ylabel=f"{label}, of the same events")
     figure.suptitle(conclusion, fontsize="medium", wrap=True)
     save_figure(figure, path)
     return conclusion
+
+
+def _by_age(ages: Sequence[Record], name: str) -> list[tuple[float, float]]:
+    """Returns the mean age in seconds and the mean figure of training and of each bundle, on the same events."""
+    oldest = max((record["bundle"] for record in ages if name in record), default=-1)
+    # Publications with fewer bundles are left out, because not every age has their events.
+    steps = {record["step"] for record in ages if record["bundle"] == oldest}
+    points = []
+    for bundle in range(oldest + 1):
+        group = [record for record in ages if record["bundle"] == bundle and record["step"] in steps]
+        points.append((_mean(group, "age_s"), _mean(group, name)))
+    return points
 
 
 def _mean(records: Sequence[Record], name: str) -> float:

@@ -28,7 +28,7 @@ from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.manifest import BUNDLE_MANIFEST
-from torchrec_ext.retrieval.exporting.content import Catalogue
+from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
 from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.sealed import remove_leftovers, write_whole
@@ -48,8 +48,6 @@ BUNDLES, CURRENT, PICTURE = "bundles", "current", "stream.png"
 _MOST_RECORDS = 1000
 # Bundles that predict later events at a publication.
 _MOST_AGES = 4
-# Users of the requests by which an export is audited.
-_AUDITED = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,11 +210,16 @@ def export_ids(model: DistributedModelParallel, ids: DynamicIds, out: Path, deta
         counts = torch.ones_like(live_rows)
         steps.append((Categorify(column=name), Vocabulary(pa.array(live[name].numpy()), pa.array(counts.numpy()))))
     items = live[ITEM].numpy()
+    users = live[USER].numpy()
+    # The log says of nobody what was taken, beyond what the weights know.
+    nothing = pa.ListArray.from_arrays(pa.array([0] * (len(users) + 1), pa.int32()), pa.array([], pa.int64()))
     export(
         model,
         out,
         catalogue=Catalogue(ids=items, features=pa.table({ITEM: items})),
-        queries=pa.table({USER: live[USER][:_AUDITED].numpy()}),
+        users=NamedUsers(
+            key=USER, ids=users, features=pa.table({USER: users}), unknown={USER: None}, seen=nothing, liked=nothing
+        ),
         preprocessor=FittedPreprocessor.of(steps, {USER: "int64", ITEM: "int64"}),
         rows=rows,
         details=details,
