@@ -1,6 +1,6 @@
 """Ids without end: what looking them up, admitting them and training with them costs; one thread, sides in turn.
 
-    python benchmarks/dynamic_ids.py [--only find admit step drift] [--turns 5] [--quick]
+    python benchmarks/dynamic_ids.py [--only find admit step drift fresh] [--turns 5] [--quick]
 
 `find`: 16,384 ids, of which 95 % are live, among 1 M live ones, uniform, compiled; the baselines are numpy's
 searchsorted over the sorted ids, which an insertion would have to write anew, a dictionary, and our own eager look-up.
@@ -9,7 +9,8 @@ rows x 64, of which 150,000 live and 1 % of the look-ups new, admitted every 8 s
 static tables of as many rows, whose batches hold rows; Adagrad by row, eager, and captured with compiled look-ups.
 `drift`: log loss, test-then-train over the last three quarters of 2 M events on items that appear and fade, with rows
 for a tenth of those that come; one seed a turn. Beside it: a row for every item, the hash trick, and a vocabulary of
-the first tenth of the events with one row for all others.
+the first tenth of the events with one row for all others. `fresh`, only where named: from an event to the first answer
+that knows it, see fresh.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fresh import fresh
 from harness import Options, Repeated, Row, Trainings, command_line, in_turn, rates, row
 from small_model import one_rank
 from torch import Tensor, nn
@@ -240,9 +242,9 @@ def log_losses(stream: Stream, capacity: int) -> dict[str, float]:
     return {name: total / (stream.steps - stream.steps // 4) for name, total in sums.items()}
 
 
-ROWS_OF = {"find": find, "admit": admit, "step": step, "drift": drift}
+ROWS_OF = {"find": find, "admit": admit, "step": step, "drift": drift, "fresh": fresh}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    command_line(__doc__, ROWS_OF, turns=5, packages="numpy")
+    command_line(__doc__, ROWS_OF, turns=5, packages="numpy", studies=("fresh",))
