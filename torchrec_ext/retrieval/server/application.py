@@ -86,8 +86,8 @@ class _Endpoints:
             users.update(user_key=bundle.users.key, user_kind=ids.kind, users=len(ids))
             if self._queued.settings.is_private:
                 users["sample_users"] = ids.ids(range(min(_SAMPLE, len(ids)))).tolist()
-        known = openapi.known_values(bundle)
-        titles = {name: openapi.item_titles(bundle, values) for name, values in known.items()}
+        column_values = openapi.known_values(bundle)
+        titles = {name: openapi.item_titles(bundle, values) for name, values in column_values.items()}
         return json_response(
             {
                 "digest": bundle.manifest.digest,
@@ -96,7 +96,7 @@ class _Endpoints:
                 **users,
                 "columns": dict(bundle.request_columns),
                 "example_user": openapi.example_user(bundle),
-                "known_values": known,
+                "known_values": column_values,
                 "known_titles": {name: texts for name, texts in titles.items() if texts},
                 "categories": list(bundle.items.categories),
                 "limits": vars(self._queued.settings.limits),

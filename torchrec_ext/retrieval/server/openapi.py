@@ -58,13 +58,13 @@ def known_values(bundle: Bundle) -> dict[str, list[Any]]:
 
     Other values are accepted as well, and count as unknown.
     """
-    values = {}
+    columns = {}
     for name in bundle.request_columns:
-        known = bundle.encoders[0].columns.known_values(name, _MOST_NAMED)
+        values = bundle.encoders[0].columns.known_values(name, _MOST_NAMED)
         is_key = bundle.users is not None and name == bundle.users.key
-        if not is_key and (0 < len(known) <= _FEW or item_titles(bundle, known)):
-            values[name] = known
-    return values
+        if not is_key and (0 < len(values) <= _FEW or item_titles(bundle, values)):
+            columns[name] = values
+    return columns
 
 
 def item_titles(bundle: Bundle, values: Sequence[Any]) -> list[str]:
@@ -91,9 +91,9 @@ def example_user(bundle: Bundle) -> dict[str, Any]:
         value = features.get(name)
         if value is None:
             value = [] if kind.startswith("list<") else _NEUTRAL.get(kind, _A_DAY)
-            known = bundle.encoders[0].columns.known_values(name, 1)
-            if known and kind in ("int64", "string"):
-                value = known[0]
+            first_values = bundle.encoders[0].columns.known_values(name, 1)
+            if first_values and kind in ("int64", "string"):
+                value = first_values[0]
         example[name] = value
     return example
 
