@@ -166,7 +166,7 @@ def test_whoever_is_killed_no_event_is_lost_or_counted_twice_and_no_answer_is_of
         writer.join()
         trainer = _CONTEXT.Process(target=quiet, args=(arguments,), daemon=True)
         trainer.start()
-        trainer.join(60)
+        trainer.join(120)
         assert trainer.exitcode == 0
         assert client is not None
         client.ending = True
@@ -177,7 +177,7 @@ def test_whoever_is_killed_no_event_is_lost_or_counted_twice_and_no_answer_is_of
         target=quiet, args=(flags(log, whole, f"--events={EVENTS}", "--publish-s=0"),), daemon=True
     )
     reference.start()
-    reference.join(60)
+    reference.join(120)
     assert reference.exitcode == 0
     position, tensors = state_of(run)
     expected_position, expected = state_of(whole)
@@ -288,8 +288,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
             ["--bundles=/dev/null/b"],
             "--bundles /dev/null/b: cannot be written (Not a directory); choose another",
         ),
-        (["--set=data.label=clicked"], "data.label=clicked with loader.negatives=2: events have labels of their own"),
-        (["--set=checkpoint.steps=0"], "checkpoint.steps=0: a log has no epochs; set 1 step or more"),
+        (["--set=data.label=clicked"], "data.label=clicked: events have labels of their own; set loader.neg"),
+        (["--set=checkpoint.steps=0"], "checkpoint.steps=0: a log has no epochs; set 1 or more"),
+        (["--set=train.epochs=2"], "train.epochs=2: each event is trained once; leave it out"),
         (["--set=ids.place=dynamic,capacity=9"], "ids of user_id, item_id, place: give ids.user_id and ids.item_id"),
     ],
 )

@@ -84,8 +84,7 @@ def run_stream(job: Job, publication: Publication, run_dir: Path | None = None, 
         RunStoppedError: SIGTERM came; the run has been saved and a bundle published.
     """
     quieten_libraries()
-    if job.checkpoint.steps < 1:
-        raise ValueError(f"checkpoint.steps={job.checkpoint.steps}: a log has no epochs; set 1 step or more")
+    check_stream(job)
     with (
         Runtime.start(job.device, threads=job.threads, collectives=job.collectives) as runtime,
         asked_to_stop() as stop,
@@ -138,6 +137,38 @@ def run_stream(job: Job, publication: Publication, run_dir: Path | None = None, 
             )
 
 
+def check_stream(job: Job) -> None:
+    """Refuses settings that a log cannot have, before anything is loaded.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    label = job.data.label
+    negatives = job.loader.negatives
+    refusals = (
+        (job.checkpoint.steps < 1, f"checkpoint.steps={job.checkpoint.steps}", "a log has no epochs; set 1 or more"),
+        (job.train.epochs != 1, f"train.epochs={job.train.epochs}", "each event is trained once; leave it out"),
+        (
+            bool(label) and negatives > 0,
+            f"data.label={label}",
+            "events have labels of their own; set loader.negatives=0",
+        ),
+        (job.loader.label is not None, f"loader.label={job.loader.label}", "name the log's column by data.label"),
+        (job.loader.weight is not None, f"loader.weight={job.loader.weight}", "events have no weights; leave it out"),
+        (
+            job.loader.sampling != "uniform",
+            f"loader.sampling={job.loader.sampling}",
+            "a batch draws from its own events",
+        ),
+        (bool(job.start.path), f"start.path={job.start.path}", "go on with another run by --resume RUN"),
+        (bool(job.pretrained), f"pretrained={','.join(job.pretrained)}", "ids come and go; leave it out"),
+        (job.export != "never", f"export={job.export}", "bundles are published anyway; leave it out"),
+    )
+    for applies, setting, why in refusals:
+        if applies:
+            raise ValueError(f"{setting}: {why}")
+
+
 def _model_and_loader(
     job: Job, stop: Callable[[], bool]
 ) -> tuple[nn.Module, EventLoader, DynamicIdLoader, BatchSchema]:
@@ -148,11 +179,6 @@ def _model_and_loader(
     """
     config = seeded(job)
     label = job.data.label or None
-    if label and config.negatives:
-        raise ValueError(
-            f"data.label={label} with loader.negatives={config.negatives}: events have labels of their own; set "
-            "loader.negatives=0"
-        )
     policies = job.ids.policies()
     if set(policies) != {USER, ITEM}:
         raise ValueError(f"ids of {', '.join(policies) or 'nothing'}: give ids.{USER} and ids.{ITEM} a capacity")
@@ -212,7 +238,7 @@ def export_ids(model: DistributedModelParallel, ids: DynamicIds, out: Path, deta
     items = live[ITEM].numpy()
     users = live[USER].numpy()
     # The log says of nobody what was taken, beyond what the weights know.
-    nothing = pa.ListArray.from_arrays(pa.array([0] * (len(users) + 1), pa.int32()), pa.array([], pa.int64()))
+    nothing = pa.ListArray.from_arrays(torch.zeros(len(users) + 1, dtype=torch.int32).numpy(), pa.array([], pa.int64()))
     export(
         model,
         out,
@@ -254,7 +280,7 @@ class Publisher:
         self._write = write
         self._log = log
         self._ages = Ages(predictions, min(publication.keep, _MOST_AGES))
-        self._since = time.monotonic()
+        self._due = time.monotonic() + publication.seconds
         self._run: Any = None
         self._step = -1
         self.newest: Path | None = None
@@ -269,13 +295,13 @@ class Publisher:
 
     def if_due(self) -> None:
         """Publishes the model of the last step if it is time, also between steps while the log is silent."""
-        seconds = self._publication.seconds
-        if seconds and time.monotonic() - self._since >= seconds and self._run is not None:
+        if self._publication.seconds and time.monotonic() >= self._due and self._run is not None:
             self.publish(self._run)
 
     def publish(self, run: Any) -> None:
         """Publishes the run's model, unless that of this step is published."""
-        self._since = time.monotonic()
+        begin = time.monotonic()
+        self._due = begin + self._publication.seconds
         if self._step == run.at.step or not min(run.loader.ids.live.values()):
             return
         for record in self._ages.records(run.at.step):
@@ -288,6 +314,9 @@ class Publisher:
         self._step = run.at.step
         self._ages.add(Bundle.load(self.newest, verify=False))
         self._prune()
+        # Training has at least half of the time, however long a publication takes.
+        end = time.monotonic()
+        self._due = max(self._due, end + (end - begin))
 
     def _prune(self) -> None:
         # By time, because a resumed run may be behind the bundles of the killed one.

@@ -362,7 +362,7 @@ class _LineFile(_EventFile):
             number = str(value) if self._header is not None else json.dumps(value)
             if kind == "int" and not (re.fullmatch(r"-?\d+", number) and -(2**63) <= int(number) < 2**63):
                 return f"'{name}' is {number[:30]}, must be a whole number of 64 bits with sign"
-            if name == self.columns.label and not re.fullmatch(r"0|1|0?\.\d+|[01]\.0*", number):
+            if name == self.columns.label and not _is_share(number):
                 return f"'{name}' is {number[:30]}, must be a number from 0 to 1"
         return ""
 
@@ -427,6 +427,13 @@ _FILES: dict[str, type[_EventFile]] = {
 
 def _line_ends(text: bytes) -> Int64:
     return np.flatnonzero(np.frombuffer(text, np.uint8) == ord("\n"))
+
+
+def _is_share(number: str) -> bool:
+    try:
+        return 0 <= float(number) <= 1
+    except ValueError:
+        return False
 
 
 def _by_name(header: list[str], line: bytes) -> dict[str, str]:
