@@ -24,7 +24,7 @@ from torchrec_ext.retrieval.scorer.requests import EmbedRequest, RecommendReques
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.schema import DataError
-from torchx_apps import embed
+from torchx_apps import embed, export
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
@@ -59,10 +59,10 @@ def write_day(root: Path, day: str, texts: bool = False) -> None:
         pq.write_table(pa.table(columns), folder / f"{split}.parquet")
 
 
-def trained(root: Path, day: str, name: str, *settings: str, resume: str = "never") -> Path:
+def trained(root: Path, day: str, name: str, *settings: str, resume: str = "never", recipe: str = "two_tower") -> Path:
     sets = [f"data.name={day}", f"data.folder={root / 'sets'}", "train.epochs=1", "loader.batch_size=32", "device=cpu"]
     sets += ["optimizer.tables_lr=0.3", "train.log_every=4", "ids.every=2", "train.compile=off"]
-    run_training(apply_overrides(load_recipe("two_tower"), [*sets, *settings]), root / name, resume=resume)
+    run_training(apply_overrides(load_recipe(recipe), [*sets, *settings]), root / name, resume=resume)
     return root / name
 
 
@@ -108,6 +108,8 @@ def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(tmp
     )
     figures = train_records(second)[-1]
     assert figures["ids_evicted"] > 0
+    assert export.main([str(second), f"--out={tmp_path / 'exported'}"]) == 0
+    assert Bundle.load(tmp_path / "exported").manifest.digest == Bundle.load(second / "bundle").manifest.digest
     assert 0 <= figures["ids_unknown"] < 0.5
     bundle = Bundle.load(second / "bundle")
     summary = json.loads((second / "summary.json").read_text())
@@ -181,6 +183,23 @@ def test_a_new_run_begins_with_the_ids_of_another(tmp_path: Path, texts: bool) -
     assert summary["test"]["hr@10"] == pytest.approx(
         hit_rate(tmp_path, "two", Bundle.load(second / "bundle")), abs=1e-9
     )
+
+
+@pytest.mark.slow
+def test_a_softmax_over_the_batch_counts_the_items_of_its_day(tmp_path: Path) -> None:
+    for day in DAYS:
+        write_day(tmp_path, day)
+    # Another catalogue: counts of another size.
+    rows = pq.read_table(tmp_path / "sets" / "two" / "train.parquet")
+    pq.write_table(rows.slice(0, len(rows) - 20), tmp_path / "sets" / "two" / "train.parquet")
+    settings = ("ids.item_id=dynamic,capacity=20", "data.history_length=5", "model.reject_known=true")
+    first = trained(tmp_path, "one", "first", *settings, recipe="retrieval")
+    second = trained(tmp_path, "two", "second", *settings, f"start.path={first}", "export=require", recipe="retrieval")
+    summary = json.loads((second / "summary.json").read_text())
+    assert summary["test"]["hr@10"] == pytest.approx(
+        hit_rate(tmp_path, "two", Bundle.load(second / "bundle")), abs=1e-9
+    )
+    assert export.main([str(second), f"--out={tmp_path / 'exported'}"]) == 0
 
 
 @pytest.mark.slow

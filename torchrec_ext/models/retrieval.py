@@ -96,6 +96,10 @@ class RetrievalModel(TowerModel):
         check_fed(self.in_batch.name, negatives=negatives, label=label, metric=self._metric())
         self.in_batch.labelled = label is not None
 
+    def leave_out_counts(self) -> None:
+        """Leaves the counts of candidates out of the state dict, because another day's log has others."""
+        self.in_batch.register_buffer("log_q", self.in_batch.log_q, persistent=False)
+
     @property
     def calibrated(self) -> bool:
         """See :meth:`TowerModel.calibrated`; a softmax over candidates knows no log-odds of a label."""

@@ -23,7 +23,7 @@ from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import load_with_loader
 from torchx_apps.jobs.report import StageProgress, program, read_warning
 from torchx_apps.jobs.resuming import check_ids_stay, checkpoint_to_export
-from torchx_apps.jobs.setup import as_loaded, data_for_build, load_task, loader_of, merge_lookups, quieten_libraries
+from torchx_apps.jobs.setup import as_loaded, load_task, loader_of, merge_lookups, quieten_libraries, untrained_model
 from torchx_apps.launch.trackers import tracked
 from torchx_apps.tasks.dynamic_ids import with_live_ids
 from torchx_apps.tasks.job import Export, Job, schema_of
@@ -210,12 +210,12 @@ def export_run(
         path, which = checkpoint_to_export(location, checkpoint, together, restores=restores)
         task = load_task(dataclasses.replace(job, fallback=None), runtime)
         torch.manual_seed(job.train.seed)
-        model = job.build(job.model, data_for_build(job, task))
+        model = untrained_model(job, task)
         if onnx_skip is not None:
             check_exportable_to_onnx(model, onnx_skip)
         merge_lookups(job, model, runtime.world_size)
         schema = schema_of(job, task, model)
-        check_ids_stay(path, task, together, run=run, dynamic=schema.dynamic)
+        check_ids_stay(path, task, together, run=run, schema=schema)
         sharded, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
         saved, loader_state = load_with_loader(path, sharded, optimizer, together)
         loader = None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from torchrec_ext.schema import DataError
+from torchrec_ext.schema import BatchSchema, DataError
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import (
     CheckpointFolder,
@@ -93,7 +93,7 @@ def check_ids_stay(
     *,
     run: Path | None = None,
     later: bool = False,
-    dynamic: Collection[str] = (),
+    schema: BatchSchema | None = None,
 ) -> None:
     """Refuses rows with other values behind their ids and numbers than a checkpoint's training had.
 
@@ -104,7 +104,8 @@ def check_ids_stay(
         run: the run folder. Its ``ids.json`` counts if the checkpoint is of a release that did not say it itself, and
             the folder in which the checkpoint lies has none.
         later: whether further ids may follow those of the checkpoint, as in a new run that begins with its weights.
-        dynamic: columns with dynamic ids, which mean themselves on any day; the others are compared.
+        schema: schema of the batches. If it has dynamic ids, which mean themselves on any day, its other columns alone
+            are compared; else all columns are.
 
     Raises:
         DataError: an id or a number stands for another value than in training, or what is recorded cannot be read.
@@ -114,6 +115,7 @@ def check_ids_stay(
         if together.rank == 0:
             print(f"note: {checkpoint}: is of an older release, and does not say what its ids stand for: not compared")
         return
+    dynamic = [] if schema is None else schema.dynamic
     now = _preprocessor_of(task)
     if not (later or dynamic) and then["preprocessor"] != now:
         raise DataError(
@@ -136,6 +138,9 @@ def check_ids_stay(
                     f"{where}: column '{name}' had dynamic ids in training, which were {recorded[1]}, and has "
                     f"{kind or 'none'} now; set ids.{name}=dynamic,capacity=ROWS and give such rows, or train anew"
                 )
+            continue
+        if schema is not None and dynamic and set(schema.keys).isdisjoint(task.same_ids(name)):
+            # No table has a row of these ids.
             continue
         if recorded is None or values is None:
             stay = values is None and (recorded is None or name not in task.data.vocab)

@@ -31,6 +31,7 @@ from torchrec_ext.distributed.plan.planner import free_tables, plan_sharding, wh
 from torchrec_ext.distributed.runtime import Runtime, available_memory
 from torchrec_ext.distributed.sharders import codecs_of
 from torchrec_ext.distributed.streams import on_streams
+from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.schema import BatchSchema
@@ -138,7 +139,7 @@ def build_model(job: Job, task: Task) -> nn.Module:
         ValueError: its loss cannot learn from the rows that the job's loader makes, or the job must end with a bundle,
             and rows or towers cannot be served.
     """
-    model: nn.Module = job.build(job.model, data_for_build(job, task))
+    model = untrained_model(job, task)
     if job.export == "require" and (reason := task.unservable(model)):
         raise ValueError(f"export=require: {reason}")
     if isinstance(model, TowerModel):
@@ -146,6 +147,14 @@ def build_model(job: Job, task: Task) -> nn.Module:
         shares = task.positives(job.loader, model.schema(out_of_range=job.model.out_of_range).tasks)
         if shares:
             model.begin_at(shares)
+    return model
+
+
+def untrained_model(job: Job, task: Task) -> nn.Module:
+    """Calls ``Job.build``; with dynamic ids a model's counts of items are those of its data, and no checkpoint's."""
+    model: nn.Module = job.build(job.model, data_for_build(job, task))
+    if job.ids.features and isinstance(model, RetrievalModel):
+        model.leave_out_counts()
     return model
 
 

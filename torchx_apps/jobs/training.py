@@ -113,8 +113,7 @@ def run_training(
         folder = run.folder
         checkpointer = run.checkpointer
         if run.checkpoint and checkpointer:
-            dynamic = parts.schema.dynamic
-            check_ids_stay(run.checkpoint, task, checkpointer.together, run=run.path, dynamic=dynamic)
+            check_ids_stay(run.checkpoint, task, checkpointer.together, run=run.path, schema=parts.schema)
         about = {}
         # Rank 0 also writes the checkpoints' manifests.
         if folder is not None:
@@ -302,7 +301,7 @@ def _begin_with(
         return
     together = CheckpointRanks(runtime)
     path = find_checkpoint("start.path=", job.start.path, together)
-    check_ids_stay(path, task, together, later=True, dynamic=schema.dynamic)
+    check_ids_stay(path, task, together, later=True, schema=schema)
     configs = tables_of(model)
     features = {table.name: schema.feature(table.feature_names[0]) for table in configs}
     cold = {name: feature.oov_id for name, feature in features.items() if feature is not None}

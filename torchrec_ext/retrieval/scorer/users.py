@@ -196,7 +196,7 @@ class UserLookup:
     def _cold(self, row: int, unknown: Sequence[str]) -> ColdStart:
         """Says how much is new of a user in ``row`` of the bundle's users, with ``unknown`` features."""
         unknown_user = self._bundle.users is not None and row < 0
-        is_new = unknown_user
+        is_new = row < 0
         if self._id_features:
             is_new = not set(self._id_features).isdisjoint(unknown)
         return ColdStart(user="new" if is_new else "known", unknown_user=unknown_user, unknown_features=unknown)
