@@ -8,9 +8,9 @@ searchsorted over the sorted ids, which an insertion would have to write anew, a
 rows x 64, of which 150,000 live and 1 % of the look-ups new, admitted every 8 steps, against the same training with
 static tables of as many rows, whose batches hold rows; Adagrad by row, eager, and captured with compiled look-ups.
 `drift`: log loss, test-then-train over the last three quarters of 2 M events on items that appear and fade, with rows
-for a tenth of those that come; one seed a turn. Beside it: a row for every item, the hash trick, and a vocabulary of
-the first tenth of the events with one row for all others. `fresh`, only where named: from an event to the first answer
-that knows it, see fresh.py.
+for a tenth of those that come and half_life=16; one seed a turn. Beside it: a row for every item, the hash trick, and a
+vocabulary of the first tenth of the events with one row for all others. `fresh`, only where named: from an event to the
+first answer that knows it, see fresh.py.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def drift(options: Options) -> Iterator[Row]:
 
 def log_losses(stream: Stream, capacity: int) -> dict[str, float]:
     """Mean log loss of the last three quarters by what gives items their rows."""
-    ids = DynamicIds({"item": Dynamic(capacity=capacity)})
+    ids = DynamicIds({"item": Dynamic(capacity=capacity, half_life=16)})
     vocabulary = torch.zeros(ITEMS, dtype=torch.int64)
     rows = {"a row for every item": ITEMS, "the hash trick": capacity, "one unknown row": ITEMS, "dynamic": capacity}
     models = {name: Factorization(count) for name, count in rows.items()}
