@@ -127,6 +127,7 @@ print(json.dumps(apps, default=str))
 """
 FLAGS = {
     "components.train.hybrid": ["-j", "2x4", "--gpu", "4", "--", "--set=train.seed=1"],
+    "components.train.stream": ["--log", "/data/clicks", "--until_idle", "5"],
     "components.train.networks": ["--vary", "train.seed=0,1", "--max_retries", "2"],
     "components.data.preprocess": ["--recipe", "clicks", "--out", "o"],
     "components.serve.export": ["--run", "r"],

@@ -19,7 +19,7 @@ _CALL = {
     "zsh": "() { emulate -L sh; setopt kshglob noshglob braceexpand; _torchrec_ext; }",
 }
 LINES = {
-    "torchx run rec.tr": "rec.train.hybrid rec.train.networks",
+    "torchx run rec.tr": "rec.train.hybrid rec.train.networks rec.train.stream",
     ".venv/bin/torchx run rec.train.hybrid --rec": "--recipe",
     "torchx run rec.train.hybrid --recipe n": "n_tower ncf",
     "torchx run rec.train.hybrid -j 1x2 --set train.ep": "train.epochs=",

@@ -25,6 +25,7 @@ COMPONENTS = (
     "rec.train.hybrid -j 2x4 --gpu 4 --max_retries 3 --run_dir /runs/a --set train.seed=1 --set train.epochs=2",
     "rec.train.hybrid -j 1:3x2 --recipe ncf",
     "rec.train.networks --vary train.seed=0,1 -j 1x2 --run_dir /runs/n",
+    "rec.train.stream --log /data/clicks --run_dir /runs/s --resume auto --max_retries 3",
     "rec.data.preprocess --recipe clicks --out /runs/ready",
     "rec.plan --tables ad=300Mx64 --world_size 64 --out /runs/p",
     "rec.serve.export --run /runs/a --out /runs/b",

@@ -31,6 +31,7 @@ def resized(state: Mapping[str, Any], tables: Mapping[str, Dynamic]) -> tuple[di
         ValueError: a table without settings.
 
     Example:
+        >>> from torchrec_ext.ids import DynamicIds
         >>> ids = DynamicIds({"item": Dynamic(capacity=4)})
         >>> _ = ids.step({"item": torch.tensor([7, 8, 8, 9, 9])})
         >>> state, rows = resized(ids.state_dict(), {"item": Dynamic(capacity=3)})
