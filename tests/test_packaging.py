@@ -204,6 +204,7 @@ def optional_modules() -> list[str]:
     return sorted(set(names) - INSTALLED_ANYWAY)
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_the_suite_collects_without_any_optional_package() -> None:
     """`make test` on a fresh machine has the default extras alone; a top-level import of another one would end it."""

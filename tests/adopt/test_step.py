@@ -614,6 +614,7 @@ SELDOM = {  # variants of others, left to the slow run
     *("Adam with l2", "Adagrad with l2", "Adagrad, sparse", "padding", "bags, weighted", "frozen table"),
     *("ragged, mean", "ragged, sum, padding", "ragged, ends"),
     *("raw parameters", "subclass", "weight norm", "penalty on all", "int32 ids", "a mask that forward makes"),
+    *("Adam with a large eps", "Adagrad and Adam", "ragged, mean, padding", "padding, row by row", "Adam, row by row"),
 }
 
 

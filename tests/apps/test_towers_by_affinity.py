@@ -164,6 +164,7 @@ def answer(*arguments: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_log_becomes_towers_and_their_setting(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     city, device = draw.integers(0, 40, (2, 3000))
