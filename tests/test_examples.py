@@ -1,11 +1,13 @@
 """The examples run as they stand, and end with the answer that their data has."""
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,41 @@ def run(name: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
 def test_every_example_is_listed() -> None:
     listed = set(re.findall(r"\]\((\w+\.py)\)", (ROOT / "examples" / "README.md").read_text()))
     assert listed == {path.name for path in (ROOT / "examples").glob("*.py")}
+
+
+def cells() -> list[tuple[str, list[dict[str, Any]]]]:
+    """The source and the outputs of each cell of the notebook with code."""
+    notebook = json.loads((ROOT / "examples" / "demo.ipynb").read_text())
+    return [("".join(cell["source"]), cell["outputs"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.unit
+def test_the_notebook_is_executed_and_small() -> None:
+    text = (ROOT / "examples" / "demo.ipynb").read_text()
+    assert len(text) < 400_000
+    assert not re.search(r"/(root|home|work|tmp)/", text)
+    assert all(outputs for _, outputs in cells())
+    assert sum("image/png" in output.get("data", {}) for _, outputs in cells() for output in outputs) == 2
+    assert not [output for _, outputs in cells() for output in outputs if output["output_type"] == "error"]
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_the_notebooks_cells_run_from_top_to_bottom(tmp_path: Path) -> None:
+    (shell, _), *others = cells()
+    assert shell.startswith("%%bash\n")
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = ["bash", "-ec", shell.removeprefix("%%bash\n")]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PATH": folders}, check=True, timeout=300)
+    # The cell with the picture needs IPython, which shows it.
+    program = "\n".join(source for source, _ in others if "IPython" not in source)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for kind in (3, 8):
+        (best,) = re.findall(rf"^likes kind {kind}: (.*)$", done.stdout, re.MULTILINE)
+        assert best.count(f"kind {kind}") >= 3
 
 
 @pytest.mark.slow

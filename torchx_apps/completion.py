@@ -16,6 +16,7 @@ from torchx_apps.cli.overrides import choices, field_hint, key_paths
 from torchx_apps.launch.component_help import Component, component_names
 from torchx_apps.recipes import RECIPES
 from torchx_apps.recipes.by_name import load_recipe
+from torchx_apps.recipes.events import EVENT_RECIPES
 from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES
 
 # One function for both shells: zsh runs it under its emulation of bash's completion. The words are those of the line,
@@ -44,6 +45,8 @@ _torchrec_ext() {
       words="$(_torchrec_ext_words "value ${word%%%%=*}")"
       word="${word#*=}" ;;
     "--set "*)
+      # Its recipes have names of others and keys of their own.
+      [ "$component" != rec.train.stream ] || recipe=""
       words="$(_torchrec_ext_words "keys ${recipe:-$component}")"
       [ -n "$words" ] || words="$(_torchrec_ext_words keys)"
       [ "$component" = rec.data.preprocess ] || words="$(_torchrec_ext_words common) $words" ;;
@@ -93,25 +96,30 @@ def completions() -> dict[str, list[str]]:
     """Returns the words to choose from, by the place in the command line."""
     recipes: dict[str, Any] = {name: load_recipe(name) for name in RECIPES}
     jobs = recipes | {name: load_recipe(name, PREPROCESS_RECIPES) for name in PREPROCESS_RECIPES}
-    keys = {
-        name: [f"{path}=" for path in key_paths(job) if not callable(attrgetter(path)(job))]
-        for name, job in jobs.items()
-    }
+    keys = {name: _paths(job) for name, job in jobs.items()}
+    own_recipes = {"rec.data.preprocess": PREPROCESS_RECIPES, "rec.train.stream": EVENT_RECIPES}
     common = set.intersection(*(set(keys[name]) for name in recipes))
     words: dict[str, list[str]] = {"components": component_names(), "common": sorted(common)}
     for name in words["components"]:
         parameters = Component.named(name).parameters
         words[f"flags {name}"] = [*(f"-{'-' * (len(flag) > 1)}{flag}" for flag in parameters), "--help"]
-        is_preprocess = name == "rec.data.preprocess"
-        words[f"recipes {name}"] = list(PREPROCESS_RECIPES if is_preprocess else RECIPES) if "set" in parameters else []
         if "set" in parameters:
-            words[f"keys {name}"] = _others(keys[parameters["recipe"].default or "two_tower"], common)
+            built_in = own_recipes.get(name, RECIPES)
+            job = load_recipe(parameters["recipe"].default or "two_tower", built_in)
+            words[f"recipes {name}"] = list(built_in)
+            words[f"keys {name}"] = _others(_paths(job), common)
+            words |= _values(job)
     for name, paths in keys.items():
         words[f"keys {name}"] = _others(paths, common)
     words["keys"] = _others((path for name in recipes for path in keys[name]), common)
     for job in jobs.values():
         words |= _values(job)
     return words
+
+
+def _paths(job: Any) -> list[str]:
+    """Returns the keys that a text can change, each with its =."""
+    return [f"{path}=" for path in key_paths(job) if not callable(attrgetter(path)(job))]
 
 
 def _others(paths: Iterable[str], common: set[str]) -> list[str]:

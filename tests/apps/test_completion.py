@@ -28,6 +28,7 @@ LINES = {
     "torchx run rec.train.hybrid --recipe my_recipe.py:job --set model.pos": "model.position=",
     "torchx run rec.data.preprocess --set config.fol": "config.folder=",
     "torchx run rec.data.preprocess --recipe taobao --set config.zo": "config.zone=",
+    "torchx run rec.train.stream --recipe two_tower --set data.until": "data.until_idle_s=",
     "torchx run rec.train.hybrid --run_dir ": "",
 }
 # bash replaces the part behind the last "=" alone.
