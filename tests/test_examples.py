@@ -62,9 +62,8 @@ def test_the_notebooks_cells_run_from_top_to_bottom(tmp_path: Path) -> None:
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for kind in (3, 8):
-        (best,) = re.findall(rf"^likes kind {kind}: (.*)$", done.stdout, re.MULTILINE)
-        assert best.count(f"kind {kind}") >= 3
+    (mean,) = re.findall(r"^mean (\d+\.\d); by chance 0.8$", done.stdout, re.MULTILINE)
+    assert float(mean) > 2
 
 
 @pytest.mark.slow
