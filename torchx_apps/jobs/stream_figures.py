@@ -118,17 +118,17 @@ class Ages:
 
     def records(self, step: int) -> Iterator[Record]:
         """Yields a record of kind ``age`` for training, of age 0, and for each bundle, on the same events."""
-        made = self._predictions
-        if not self._bundles or not made.recent:
+        predictions = self._predictions
+        if not self._bundles or not predictions.recent:
             return
-        columns = zip(*(each.rows for each in made.recent), strict=True)
+        columns = zip(*(each.rows for each in predictions.recent), strict=True)
         rows = EventRows(*(np.concatenate(column)[-_PREDICTED:] for column in columns))
-        logits = np.concatenate([each.logits for each in made.recent])[-_PREDICTED:]
-        ages = [(logits, made.events, made.time)]
+        logits = np.concatenate([each.logits for each in predictions.recent])[-_PREDICTED:]
+        ages = [(logits, predictions.events, predictions.time)]
         ages += [(_logits(bundle, rows), events, since) for bundle, events, since in self._bundles]
         for number, (logits, events, since) in enumerate(ages):
-            figures = figures_of(_Predicted(rows, logits), calibrated=made.calibrated)
-            age = {"bundle": number, "age_s": made.time - since, "age_events": made.events - events}
+            figures = figures_of(_Predicted(rows, logits), calibrated=predictions.calibrated)
+            age = {"bundle": number, "age_s": predictions.time - since, "age_events": predictions.events - events}
             yield {"kind": "age", "epoch": 1, "step": step, **age, **figures}
 
 

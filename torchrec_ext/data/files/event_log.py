@@ -217,7 +217,7 @@ class _EventFile(ABC):
 
     @abstractmethod
     def evidence(self) -> bytes:
-        """Returns bytes that show whether what was read has changed."""
+        """Returns the bytes by which a change of the part so far is noticed."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place after the last event that was taken."""
@@ -279,11 +279,11 @@ class _LineFile(_EventFile):
 
     def _next_block(self) -> bytes:
         """Returns further bytes of the file, none if there are none yet; what was read before must be as it was."""
-        known = (self._tail + self._buffer)[-_TAIL:]
-        data = self._bytes(self.place + len(self._buffer) - len(known), len(known) + _BLOCK)
-        if not data.startswith(known):
+        last_bytes = (self._tail + self._buffer)[-_TAIL:]
+        data = self._bytes(self.place + len(self._buffer) - len(last_bytes), len(last_bytes) + _BLOCK)
+        if not data.startswith(last_bytes):
             raise self.changed()
-        return data[len(known) :]
+        return data[len(last_bytes) :]
 
     def _bytes(self, start: int, count: int) -> bytes:
         try:
