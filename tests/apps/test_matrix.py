@@ -356,7 +356,7 @@ REFUSED = [
         r"model\.loss=catalogue with ids\.item_id: every step reads all items",
     ),
     Refused(
-        {"ids": ("dynamic",), "tables": ("als",), "recipe": ("two_tower", "retrieval", "ncf")},
+        {"ids": ("dynamic",), "tables": ("als",), "recipe": ("two_tower", "retrieval", "ncf", *_STREAMED)},
         r"pretrained: 'item_id(_gmf)?' has dynamic ids, which get their rows in training",
     ),
     Refused({"recipe": ("session",), "id_dropout": ("on",)}, r"id_dropout=session=0\.1 with a SessionLoader: "),
