@@ -9,12 +9,18 @@ rows x 64, of which 150,000 live and 1 % of the look-ups new, admitted every 8 s
 static tables of as many rows, whose batches hold rows; Adagrad by row, eager, and captured with compiled look-ups.
 `drift`: log loss, test-then-train over the last three quarters of 2 M events on items that appear and fade, with rows
 for a tenth of those that come and half_life=16; one seed a turn. Beside it: a row for every item, the hash trick, and a
-vocabulary of the first tenth of the events with one row for all others. `fresh`, only where named: from an event to the
-first answer that knows it, see fresh.py.
+vocabulary of the first tenth of the events with one row for all others. `tfra`, only where named: vectors of 16,384 ids
+out of 1 M x 64, and 16,384 new ids with their vectors, by TensorFlow Recommenders Addons in the Python that TFRA_PYTHON
+names, and by ours with an nn.Embedding; 1 thread each. Its 0.8.1 needs `pip install tensorflow-cpu==2.16.2 "numpy<2"
+tf-keras==2.16.0 typeguard` and then itself with --no-deps. `fresh`, only where named: from an
+event to the first answer that knows it, see fresh.py.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -242,9 +248,72 @@ def log_losses(stream: Stream, capacity: int) -> dict[str, float]:
     return {name: total / (stream.steps - stream.steps // 4) for name, total in sums.items()}
 
 
-ROWS_OF = {"find": find, "admit": admit, "step": step, "drift": drift, "fresh": fresh}
+TFRA = """
+import sys, time
+import numpy as np
+import tensorflow as tf
+import tensorflow_recommenders_addons as tfra
+tf.config.threading.set_intra_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(1)
+live, size, width = map(int, sys.argv[1:])
+random = np.random.default_rng(0)
+ids = random.integers(-2**62, 2**62, live)
+table = tfra.dynamic_embedding.get_variable("table", tf.int64, tf.float32, dim=width, init_size=2 * live)
+vectors = tf.zeros((size, width))
+for start in range(0, live - size + 1, size):
+    table.upsert(tf.constant(ids[start : start + size]), vectors)
+print("ready", flush=True)
+for what in sys.stdin:
+    known = what.strip() == "look-ups"
+    keys = random.choice(ids, size) if known else random.integers(-2**62, 2**62, size)
+    keys = tf.constant(keys)
+    start = time.perf_counter()
+    table.lookup(keys).numpy() if known else table.upsert(keys, vectors)
+    print(time.perf_counter() - start, flush=True)
+"""
+
+
+def tfra(options: Options) -> Iterator[Row]:
+    live = 40_000 if options.quick else LIVE
+    known = random_ids(live)
+    ids = DynamicIds({"item": Dynamic(capacity=2 * live)})
+    table = nn.Embedding(2 * live, WIDTH)
+    for piece in torch.split(known, LOOKUPS):
+        ids.step({"item": piece})
+    ids.compile_look_ups()
+    command = [os.environ["TFRA_PYTHON"], "-c", TFRA, str(live), str(LOOKUPS), str(WIDTH)]
+    settings = os.environ | {"TF_USE_LEGACY_KERAS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=settings) as process:
+        assert process.stdin
+        assert process.stdout
+        for line in process.stdout:  # which TFRA writes to as well
+            if line == "ready\n":
+                break
+        for what in ("look-ups", "admissions"):
+            sides: dict[str, list[float]] = {"ours": [], "theirs": []}
+            for turn in range(10 * options.turns + 3):
+                print(what, file=process.stdin, flush=True)
+                theirs = float(process.stdout.readline())
+                wanted = known[torch.randint(live, (LOOKUPS,))] if what == "look-ups" else random_ids(LOOKUPS)
+                start = time.perf_counter()
+                with torch.no_grad():
+                    if what == "look-ups":
+                        table(ids.rows({"item": wanted})["item"])
+                    else:
+                        for note in ids.step({"item": wanted})[1]:
+                            table.weight[note.rows] = 0.0
+                ours = time.perf_counter() - start
+                if turn >= 3:
+                    sides["ours"].append(1e9 * ours / LOOKUPS)
+                    sides["theirs"].append(1e9 * theirs / LOOKUPS)
+            yield row(f"{what}, against TFRA", sides["ours"], "ns/id", baseline=sides["theirs"])
+        process.stdin.close()
+
+
+ROWS_OF = {"find": find, "admit": admit, "step": step, "drift": drift, "tfra": tfra, "fresh": fresh}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    command_line(__doc__, ROWS_OF, turns=5, packages="numpy", studies=("fresh",))
+    command_line(__doc__, ROWS_OF, turns=5, packages="numpy", studies=("tfra", "fresh"))
