@@ -164,7 +164,7 @@ class AdoptedStep:
         self._make_trace = make_trace
         self.optimizers = tuple(rank_step.optimizers)
         self.ids = rank_step.ids.embeddings if rank_step.ids is not None else None
-        self.after_step: list[Callable[[], None]] = []
+        self.after_step: list[Callable[[], None]] = [] if rank_step.ids is None else [rank_step.ids.end_step]
         self._policy = CapturePolicy(compile_, rank_step.note, patience=patience)
         if compile_ == "off":
             self._policy.reason = "compile='off'"
@@ -227,13 +227,8 @@ class AdoptedStep:
     def _train(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         if self._broken:
             raise RuntimeError(self._broken)
-        self._rank_step.number += 1
-        ids = self._rank_step.ids
-        if ids is not None:
-            ids.begin_step()
+        self._rank_step.begin_step()
         result = self._any_step(batch)
-        if ids is not None:
-            ids.end_step()
         self._verification.end_step()
         for call in self.after_step:
             call()

@@ -67,6 +67,12 @@ class RankStep(ABC):
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.dense_tables: dict[str, str] = {}
 
+    def begin_step(self) -> None:
+        """Counts a step, which may make its forward more than once."""
+        self.number += 1
+        if self.ids is not None:
+            self.ids.begin_step()
+
     def check(self) -> None:
         """Raises CannotCaptureError if the step has no captured form, as far as that is known before a step."""
         check_model(self.model)

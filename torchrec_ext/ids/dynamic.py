@@ -139,13 +139,7 @@ class DynamicIds:
         unknown = [name for name in ids if name not in self.names]
         if unknown:
             self._table(unknown[0])
-        for name, values in ids.items():
-            kind = values.dtype if isinstance(values, Tensor) else f"a {type(values).__name__}"
-            if kind != torch.int64:
-                raise ValueError(
-                    f"table '{name}': ids are {kind}, must be an int64 tensor; convert them where they are read, "
-                    "strings by string_ids()"
-                )
+        _check_ids(ids)
         pieces = [ids[name].reshape(-1) for name in self.names if name in ids]
         layout = self._index.layout([ids[name].numel() if name in ids else 0 for name in self.names])
         return torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *pieces]), layout
@@ -226,8 +220,9 @@ class DynamicIds:
         for index, table in enumerate(self._tables):
             chosen = (ready & (number == index)).nonzero().squeeze(1)
             free = self._take(table, len(chosen), changes)
-            if len(free) < len(chosen):
-                self._warn_of_refused(table, len(chosen), len(free))
+            if len(free) < len(chosen) and table.name not in self._warned:
+                self._warned.add(table.name)
+                _warn_of_refused(table, self.now, len(chosen) - len(free))
             self.counts["refused"] += len(chosen) - len(free)
             chosen = chosen[: len(free)]
             rows[chosen] = free
@@ -247,16 +242,6 @@ class DynamicIds:
             if table.candidates > table.policy.most_candidates:
                 self._forget(index)
         return rows
-
-    def _warn_of_refused(self, table: RowPool, asked: int, free: int) -> None:
-        """Says once for each table that rows were too few."""
-        if table.name not in self._warned:
-            self._warned.add(table.name)
-            warnings.warn(
-                f"table '{table.name}': capacity={table.policy.capacity:,} is below what step {self.now:,} needs: "
-                f"{asked - free:,} new ids read row 0 and were not admitted; make the table larger",
-                stacklevel=2,
-            )
 
     def _take(self, table: RowPool, count: int, changes: _Changes) -> Tensor:
         """Returns up to ``count`` free rows; evicts if there are not as many."""
@@ -365,6 +350,24 @@ class _Changes:
             if len(rows) or len(evicted):
                 notes.append(Fresh(name, rows, ids, evicted))
         return tuple(notes)
+
+
+def _check_ids(ids: Mapping[str, Tensor]) -> None:
+    for name, values in ids.items():
+        kind = values.dtype if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        if kind != torch.int64:
+            raise ValueError(
+                f"table '{name}': ids are {kind}, must be an int64 tensor; convert them where they are read, strings "
+                "by string_ids()"
+            )
+
+
+def _warn_of_refused(table: RowPool, step: int, count: int) -> None:
+    warnings.warn(
+        f"table '{table.name}': capacity={table.policy.capacity:,} is below what step {step:,} needs: {count:,} new "
+        "ids read row 0 and were not admitted; make the table larger",
+        stacklevel=3,
+    )
 
 
 def _check_saved(name: str, saved: Mapping[str, Any], now: int) -> None:
