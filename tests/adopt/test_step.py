@@ -615,6 +615,7 @@ SELDOM = {  # variants of others, left to the slow run
     *("ragged, mean", "ragged, sum, padding", "ragged, ends"),
     *("raw parameters", "subclass", "weight norm", "penalty on all", "int32 ids", "a mask that forward makes"),
     *("Adam with a large eps", "Adagrad and Adam", "ragged, mean, padding", "padding, row by row", "Adam, row by row"),
+    *("GRU", "ragged, weighted"),
 }
 
 
