@@ -264,8 +264,11 @@ def stream(
     """
     if j != "1x1":
         raise ValueError(f"-j {j}: a log is trained on one rank yet; leave -j out")
-    options = {"log": log, "until-idle": until_idle, "events": events, "bundles": bundles, "resume": resume}
+    options = {"until-idle": until_idle, "events": events, "bundles": bundles, "resume": resume}
     flags = [f"--{flag}={value}" for flag, value in options.items() if value is not None]
+    if log is not None:
+        # Not --log: torchrun's parser finds that ambiguous even behind the script, with its own --log-dir.
+        flags.append(f"--set=data.folder={log}")
     return _app(
         "torchx_apps.train_stream",
         [*_flags(recipe, set, settings, run_dir), *flags, f"--publish-s={publish_s}", f"--keep={keep}", *args],

@@ -248,6 +248,14 @@ def test_what_only_prints_is_printed_once_and_without_ranks(folder: Path, flags:
     assert os.listdir(folder) == ["my_recipe.py"]
 
 
+def test_a_log_reaches_its_job_behind_torchruns_own_flags(folder: Path) -> None:
+    """Of which `--log` would be an abbreviation."""
+    done = torchx_run(folder, "rec.train.stream", "--log", "nosuch", "--until_idle", "1")
+    assert done.returncode == 1
+    assert "--log nosuch: no such folder" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_a_killed_rank_is_started_again(folder: Path) -> None:
     flags = ["--recipe", "my_recipe.py:killed_once", "--max_retries", "1", "--run_dir", "out"]
