@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 from tests.retrieval.server.running import Running, running_server
 from tests.retrieval.small_bundle import SmallBundle
 from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.server import openapi
 from torchrec_ext.retrieval.server.openapi import document
 from torchrec_ext.retrieval.server.settings import Limits, ServerConfig
 
@@ -90,3 +92,13 @@ def test_schemathesis_finds_no_5xx_and_no_answer_that_is_not_described(bundle: B
     with running_server(bundle, limits=LIMITS) as running:
         assert fuzz(running, examples) > examples
         assert '"status": 5' not in running.log.getvalue()
+
+
+@pytest.mark.unit
+def test_ids_of_people_are_not_told_although_items_have_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a log of clicks: its bundle has no table of users, and both kinds of ids count from 1."""
+    columns = SimpleNamespace(known_values=lambda name, most: list(range(1, 201)))
+    kinds = {"user_id": "int64", "history": "list<int64>"}
+    bundle: Any = SimpleNamespace(users=None, request_columns=kinds, encoders=[SimpleNamespace(columns=columns)])
+    monkeypatch.setattr(openapi, "item_titles", lambda bundle, values: ["a title"] * len(values))
+    assert openapi.known_values(bundle) == {"history": list(range(1, 201))}

@@ -59,10 +59,12 @@ def known_values(bundle: Bundle) -> dict[str, list[Any]]:
     Other values are accepted as well, and count as unknown.
     """
     columns = {}
-    for name in bundle.request_columns:
+    for name, kind in bundle.request_columns.items():
         values = bundle.encoders[0].columns.known_values(name, _MOST_NAMED)
         is_key = bundle.users is not None and name == bundle.users.key
-        if not is_key and (0 < len(values) <= _FEW or item_titles(bundle, values)):
+        # Only lists of them: a single number may be the id of a person, although an item has it too.
+        are_items = kind.startswith("list<") and bool(item_titles(bundle, values))
+        if not is_key and (0 < len(values) <= _FEW or are_items):
             columns[name] = values
     return columns
 
