@@ -107,7 +107,13 @@ def assert_same(one: tuple[Any, Any, Any], two: tuple[Any, Any, Any], within: fl
 
 @pytest.mark.parametrize(
     ("kind", "rows", "every"),
-    [("adam", FEW, 1), ("adam", MANY, 1), ("adamw", MANY, 1), ("sgd", MANY, 3), ("adagrad", MANY, 1)],
+    [
+        ("adam", FEW, 1),
+        pytest.param("adam", MANY, 1, marks=pytest.mark.slow),
+        pytest.param("adamw", MANY, 1, marks=pytest.mark.slow),
+        ("sgd", MANY, 3),
+        ("adagrad", MANY, 1),
+    ],
 )
 def test_captured_steps_equal_the_loop_with_dynamic_embeddings(kind: str, rows: int, every: int) -> None:
     model, optimizer, loss = made(kind, rows)

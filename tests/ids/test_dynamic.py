@@ -20,7 +20,7 @@ from torchrec_ext.ids.index import EMPTY, IdIndex
 from torchrec_ext.ids.rows import spread_rows
 
 POLICIES = {
-    "every id, room for all": (Dynamic(capacity=60_000), 1),
+    "every id, room for all": (Dynamic(capacity=12_000), 1),
     "every id, evictions": (Dynamic(capacity=600, half_life=8), 1),
     "second sight": (Dynamic(capacity=600, admit_after=2, half_life=8, candidates=900), 1),
     "every 4 steps": (Dynamic(capacity=400, admit_after=2), 4),
