@@ -214,7 +214,7 @@ class Blockwise:
             if allowed is not None and not allowed.any():
                 continue
             scores = buffer[: len(prepared) * (stop - start)].view(len(prepared), -1)
-            self._score(prepared, self._block(start, stop), slice(start, stop), scores)
+            self._score(prepared, self.block(start, stop), slice(start, stop), scores)
             for row, positions in zip(scores.numpy(), excluded_positions, strict=False):
                 row[positions[(positions >= start) & (positions < stop)] - start] = -np.inf
             best.add(start, scores, allowed)
@@ -229,7 +229,7 @@ class Blockwise:
         for start in range(0, len(allowed), self._rows):
             positions = allowed[start : start + self._rows]
             scores = torch.empty(len(prepared), len(positions))
-            self._score(prepared, torch.from_numpy(self._stored(positions)), torch.from_numpy(positions), scores)
+            self._score(prepared, torch.from_numpy(self.stored(positions)), torch.from_numpy(positions), scores)
             for row, left_out in zip(scores.numpy(), excluded_positions, strict=False):
                 row[np.isin(positions, left_out)] = -np.inf
             best.add(start, scores)
@@ -249,7 +249,7 @@ class Blockwise:
             products = np.einsum("nd,d->n", rows.numpy(), self.factors(query)[0].numpy())
             torch.add(torch.from_numpy(products), self.constant(query), out=scores)
 
-    def _stored(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    def stored(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
         """Returns the (N, D) rows at positions (N,)."""
         if isinstance(self.source, Tensor):
             return self.source.numpy().take(positions, axis=0)
@@ -259,7 +259,7 @@ class Blockwise:
 
     def _gathered(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
         """Returns the (N, D) rows at positions (N,), normalised for a cosine."""
-        rows = self._stored(positions)
+        rows = self.stored(positions)
         if self._inverse_norms is not None:
             rows *= self._inverse_norms.numpy()[positions, None]
         return rows
@@ -274,7 +274,7 @@ class Blockwise:
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Returns (stop - start, D) rows, normalised for a cosine."""
-        return self._block(start, stop)
+        return self.block(start, stop)
 
     def factors(self, prepared: Tensor) -> Tensor:
         """Returns the (Q, D) factors of the rows, for scores that are products."""
@@ -288,7 +288,8 @@ class Blockwise:
         """Fills ``out`` (Q, N) with the scores of the stored rows (N, D) at ``positions``."""
         raise NotImplementedError
 
-    def _block(self, start: int, stop: int) -> Tensor:
+    def block(self, start: int, stop: int) -> Tensor:
+        """Returns (stop - start, D) rows as they are kept."""
         if isinstance(self.source, Tensor):
             return self.source[start:stop]
         return self.source.block(start, stop)
@@ -380,12 +381,12 @@ class ExactIndex(Blockwise):
         self._inverse_norms = self._norms().clamp(min=_EPS).reciprocal() if metric == "cosine" else None
 
     def _norms(self) -> Tensor:
-        norms = [self._block(start, stop).norm(dim=1) for start, stop in self.blocks()]
+        norms = [self.block(start, stop).norm(dim=1) for start, stop in self.blocks()]
         return torch.cat([torch.empty(0), *norms])
 
     def rows(self, start: int, stop: int) -> Tensor:
         """See :meth:`Blockwise.rows`."""
-        block = self._block(start, stop)
+        block = self.block(start, stop)
         return normalize(block) if self.metric == "cosine" else block
 
     def prepared(self, queries: Tensor) -> Tensor:
@@ -440,22 +441,24 @@ class ScoredIndex(Blockwise):
         if wider is not None and 4 * self.size * wider.width <= _UNFOLDED:
             halves = torch.empty(self.size, wider.width)
             for start, stop in self.blocks():
-                block = self._block(start, stop)
+                block = self.block(start, stop)
                 halves[start:stop] = wider.candidates(_padded(block))[: len(block)]
             self._unfolded_rows = halves
             self.projection = wider
             self._rows = max(1, _PAIRS // wider.width)
         return super().quantize()
 
-    def _block(self, start: int, stop: int) -> Tensor:
+    def block(self, start: int, stop: int) -> Tensor:
+        """See :meth:`Blockwise.block`."""
         if self._unfolded_rows is not None:
             return self._unfolded_rows[start:stop]
-        return super()._block(start, stop)
+        return super().block(start, stop)
 
-    def _stored(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    def stored(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        """See :meth:`Blockwise.stored`."""
         if self._unfolded_rows is not None:
             return self._unfolded_rows.numpy().take(positions, axis=0)
-        return super()._stored(positions)
+        return super().stored(positions)
 
     def prepared(self, queries: Tensor) -> Tensor:
         """See :meth:`Blockwise.prepared`."""
