@@ -30,14 +30,16 @@ POLICIES = {
 }
 
 
-def equals_a_dictionary(policy: Dynamic, every: int, *, batches: int, size: int) -> dict[str, int]:
+def equals_a_dictionary(
+    policy: Dynamic, every: int, *, batches: int, size: int, device: torch.device | None = None
+) -> dict[str, int]:
     """Compares every row, fresh and evicted id of two tables; the map is saved and loaded on the way."""
     names = ("users", "items")
-    ids = DynamicIds(dict.fromkeys(names, policy), every=every)
+    ids = DynamicIds(dict.fromkeys(names, policy), every=every, device=device)
     references = [Dictionary(policy, every) for _ in names]
     stream = drifting(batches, size, len(names), catalogue=4 * size, new=size // 10)
     for number, batch in enumerate(stream):
-        rows, notes = ids.step(dict(zip(names, batch, strict=True)))
+        rows, notes = ids.step({name: values.to(device) for name, values in zip(names, batch, strict=True)})
         fresh = {note.table: note for note in notes}
         for name, reference, values in zip(names, references, batch, strict=True):
             expected_rows, expected_fresh, expected_evicted = reference.step(values.tolist())
@@ -47,7 +49,7 @@ def equals_a_dictionary(policy: Dynamic, every: int, *, batches: int, size: int)
             assert note.evicted.tolist() == expected_evicted
         if number % 7 == 3:
             saved = copy.deepcopy(ids.state_dict())
-            ids = DynamicIds(dict.fromkeys(names, policy), every=every)
+            ids = DynamicIds(dict.fromkeys(names, policy), every=every, device=device)
             ids.load_state_dict(saved)
             for name, reference in zip(names, references, strict=True):
                 live, live_rows = ids.live_ids(name)

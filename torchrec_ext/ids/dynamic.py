@@ -33,8 +33,9 @@ class DynamicIds:
         tables: settings of each table, by name.
         every: steps between two admissions; meanwhile new ids wait and read row 0. An admission costs about a
             millisecond whatever it admits: 8 pays where steps are short or ranks several.
-        group: the ranks that share the ids; by default all ranks of the job, if there is a process group.
-        device: device of the index.
+        group: the ranks that share the ids; by default all ranks of the job, if there is a process group. Ids in the
+            host's memory are exchanged over gloo, also where the job has NCCL.
+        device: device of the index, by default the host's memory.
 
     Attributes:
         now: number of steps so far.
@@ -65,8 +66,11 @@ class DynamicIds:
             raise ValueError(f"every={every}: must be 1 step or more")
         self._device = device or torch.device("cpu")
         self._every = every
-        self._group = group
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+        if several and group is None and self._device.type == "cpu" and dist.get_backend() == "nccl":
+            # NCCL moves no tensors of the host.
+            group = dist.new_group(backend="gloo")
+        self._group = group
         self._world_size = dist.get_world_size(group) if several else 1
         starts = [0]
         for policy in tables.values():
@@ -148,6 +152,12 @@ class DynamicIds:
         present = [name for name in self.names if name in ids]
         pieces = torch.split(rows, [ids[name].numel() for name in present])
         return {name: piece.view(ids[name].shape) for name, piece in zip(present, pieces, strict=True)}
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        """Returns the sum of these numbers over all ranks; collective."""
+        if self._world_size > 1:
+            dist.all_reduce(numbers, group=self._group)
+        return numbers
 
     @torch.no_grad()
     def step(self, ids: Mapping[str, Tensor], *, again: bool = False) -> tuple[dict[str, Tensor], tuple[Fresh, ...]]:

@@ -31,7 +31,7 @@ class DynamicIdLoader:
         schema: schema of the batches, from ``schema.with_dynamic(features)``.
         features: settings by feature; one of those that share a table stands for all of them.
         every: steps between two admissions, see :class:`DynamicIds`.
-        group: ranks that share the ids, see :class:`DynamicIds`; over gloo.
+        group: ranks that share the ids, see :class:`DynamicIds`.
         raw_ids: by feature the raw id of each of the loader's own ids, (V,) int64, if these are rows of a vocabulary;
             ``batch.users`` and ``batch.items`` stay rows of the vocabulary.
 
@@ -73,7 +73,6 @@ class DynamicIdLoader:
             if spaces:
                 self._space_of[feature.name] = spaces[0]
         self._raw_ids = dict(raw_ids or {})
-        self._group = group
         self.ids = DynamicIds(features, every=every, group=group)
         # Look-ups of this rank at the last figures, and those among them that read row 0.
         self._reported = torch.zeros(2, dtype=torch.int64)
@@ -163,10 +162,8 @@ class DynamicIdLoader:
         """
         counts = self.ids.counts
         now = torch.tensor([counts["lookups"], counts["unknown"]])
-        recent = now - self._reported
+        recent = self.ids.summed(now - self._reported)
         self._reported = now
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(recent, group=self._group)
         lookups, unknown = recent.tolist()
         figures = {name: float(value) for name, value in self.ids.figures().items()}
         return {**figures, "ids_unknown": unknown / max(1, lookups)}
