@@ -1,6 +1,7 @@
 """What is said of processes that share a GPU; and, on a GPU, that a stack trains there as on the CPU."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,8 +42,9 @@ def test_with_mps_the_share_of_each_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_stack_learns_the_same_on_a_gpu() -> None:
-    config = OptimizerConfig(tables="sgd", dense="sgd", tables_lr=0.05, dense_lr=0.02)
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
+def test_a_stack_learns_the_same_on_a_gpu(kind: Any) -> None:
+    config = OptimizerConfig(tables=kind, dense="adam" if kind == "adagrad" else kind, tables_lr=0.05, dense_lr=0.02)
     states = []
     for device in (torch.device("cpu"), CUDA):
         stack = Stack({name: network(SHARED, seed=at).to(device) for at, name in enumerate("ab")})
@@ -51,4 +53,4 @@ def test_a_stack_learns_the_same_on_a_gpu() -> None:
             stack.backward([batch(SHARED, step).to(device)] * 2)
             optimizer.step()
         states.append({name: value.cpu() for name, value in stack.state_of("b").items()})
-    assert greatest_difference(*states) < 1e-5
+    assert greatest_difference(*states) < (1e-5 if kind == "sgd" else 1e-3)

@@ -101,8 +101,11 @@ class StackedOptimizer:
                 group["params"].append(entry.parameter)
                 self._moved.append((group, entry))
         optimizer_type = next(choice for choice in first.values() if choice.kind == kind).unfused()[0]
-        # The others have no fused form.
-        options = {"fused": True} if optimizer_type in (torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD) else {}
+        fused_types: list[Any] = [torch.optim.Adam, torch.optim.SGD]
+        if self._stack.flat.device.type == "cpu":
+            # torch has a fused Adagrad for a CPU alone.
+            fused_types.append(torch.optim.Adagrad)
+        options = {"fused": True} if optimizer_type in fused_types else {}
         return optimizer_type(list(groups.values()), **options)  # type: ignore[arg-type]
 
     def _rule(self, member: str, choice: Choice, is_table: bool) -> _Rule:
