@@ -43,6 +43,12 @@ PRIVATE_NAMES = (
         "https://github.com/pytorch/pytorch/issues/62790",
     ),
     PrivateNames(
+        "torch/_C/__init__.pyi",
+        ("_cuda_clearCublasWorkspaces",),
+        "capture: a CUDA graph must not read a workspace of cuBLAS that others free",
+        "https://github.com/pytorch/pytorch/issues/193402",
+    ),
+    PrivateNames(
         "torch/nn/parallel/distributed.py",
         ("_set_params_and_buffers_to_ignore_for_model",),
         "tower_parallel: tables of a tower that other ranks hold have no gradient that DDP could average",

@@ -104,6 +104,22 @@ def test_a_captured_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_a_captured_step_outlives_the_workspaces_that_other_graphs_free() -> None:
+    model = Pairs().cuda()
+    logistic = F.binary_cross_entropy_with_logits
+    step = adopt(model, adam(model), lambda u, i, y: logistic(model(u, i), y), compile="require", verify=0)
+    for batch in batches(6):
+        step(*batch)
+    # As torch.compile(mode="reduce-overhead") does before a graph of its own.
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    other = [torch.full((4 << 20,), 3.0, device="cuda") for _ in range(8)]
+    losses = [step(*batch)[0] for batch in batches(6)]
+    torch.cuda.synchronize()
+    assert all(bool((each == 3).all()) for each in other), "a replay wrote into memory of others"
+    assert all(bool(loss.isfinite()) for loss in losses)
+
+
 def test_auto_captures_within_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
         monkeypatch.setattr(adopted, name, {"cuda": 0.0})

@@ -219,10 +219,17 @@ def _captured_graph(step: _Step, tensors: list[Tensor]) -> tuple[torch.cuda.CUDA
             for _ in range(2):
                 step(*tensors)
         torch.cuda.current_stream().wait_stream(stream)
+        # cuBLAS keeps a workspace for each stream, whose address goes into the graph. Others free it, as torch.compile
+        # does before each graph of its own, and a replay would then write into memory that is no longer there. So the
+        # graph gets workspaces in its own memory pool, and none of them stays with the streams.
+        torch._C._cuda_clearCublasWorkspaces()
         # By default a call of any other thread, such as a loader's that pins memory, would end the capture.
         # Without a stream of this device torch captures on one that it made for the first capture of the process.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            return graph, step(*tensors)
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                return graph, step(*tensors)
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
 
 
 class _WaitError(Exception):

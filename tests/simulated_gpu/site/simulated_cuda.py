@@ -197,6 +197,7 @@ def _provide(c: Any) -> None:
         "_cuda_getCurrentRawStream": lambda device: current_stream(device)[0],
         "_cuda_getDefaultStream": lambda device: (0, device, 1),
         "_cuda_setStream": set_stream,
+        "_cuda_clearCublasWorkspaces": lambda: None,
         "_cuda_isCurrentStreamCapturing": lambda: bool(_library.simulated_is_capturing()),
         "_graph_pool_handle": lambda: (0, 0),
         "_cuda_memoryStats": stats,
