@@ -46,6 +46,7 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 DEVICE = "cuda" if GPUS else "cpu"
 SIZES = ("data.name=planted", "export=never", "train.early_stop.metric=", f"device={DEVICE}")
 SMALL = ("train.epochs=1", "loader.batch_size=256")
+IDS = ("ids.user_id=dynamic,capacity=4096", "ids.item_id=dynamic,capacity=4096")
 FEW = ("data.users=200", "data.items=100")  # of the recipes that learn pairs; the rows of n_tower are few as they are
 
 
@@ -72,11 +73,13 @@ class Part(NamedTuple):
 def parts() -> dict[str, Part]:
     """Returns the parts by the row's name."""
     here = ("train.compile=off", f"loader.device={DEVICE}")
+    capture = "train.compile=require"
     several = "" if GPUS != 1 else "a second GPU"
     sharing = "" if mps_is_running(os.environ) or not GPUS else "MPS, which `nvidia-cuda-mps-control -d` starts"
     return {
         "resident data": Part("two_tower", ("train.compile=off",), here),
         "captured steps": Part("two_tower", here, (f"loader.device={DEVICE}", "train.compile=require")),
+        "dynamic ids, captured": Part("two_tower", (capture,), (capture, *IDS)),
         "towers on streams": Part("n_tower", here, (*here, "streams=true")),
         "two ranks, NCCL": Part("two_tower", here, here, ranks=(1, 2), missing=several),
         "two processes on one GPU, MPS": Part("two_tower", here, here, together=2, missing=sharing),

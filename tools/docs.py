@@ -252,6 +252,8 @@ PARTS = (
         "test_resident|test_joint|device_negatives|a_set_on_a_device",
         ("gpu", "resident data"),
     ),
+    Part("jobs of the recipes from data to bundle, and gone on with", "test_gpu_jobs"),
+    Part("dynamic ids: equal; the map stays on the host", r"ids\.test_gpu", ("gpu", "dynamic ids, captured")),
     Part("several networks on one GPU: equal; without MPS a line says so", "test_gpu_sharing", cpu=False),
     Part("tables in UVM and its cache, `plan.kernel`: train as those on the GPU", "rows_off_the_gpu", cpu=False),
     Part("fp16 with a scaled loss, `train.amp=fp16`", "test_loss_scaling"),
