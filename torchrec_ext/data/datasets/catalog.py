@@ -164,7 +164,13 @@ def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData
         DataError: a file is damaged.
     """
     if config.name == "ml-100k":
-        return _ml_100k(config, _found_ml_100k(config, progress))
+        try:
+            path = find_ml_100k(data_folder(config.name, config.folder), offline=config.offline, progress=progress)
+        except DatasetUnavailable as error:
+            raise DatasetUnavailable(f"{error}, or set data.name=planted") from None
+        if path.is_dir():
+            _warn_if_other(path)
+        return _ml_100k(config, ml_100k_tables(path))
     if config.name not in GENERATED:
         return _from_folder(config)
     generate = synthetic.planted if config.name == PLANTED else synthetic.checkerboard
@@ -267,16 +273,6 @@ def ml_100k_tables(path: Path) -> Tables:
     return from_zip(path) if path.suffix == ".zip" else from_parquet(path)
 
 
-def _found_ml_100k(config: DataConfig, progress: bool) -> Tables:
-    try:
-        path = find_ml_100k(data_folder(config.name, config.folder), offline=config.offline, progress=progress)
-    except DatasetUnavailable as error:
-        raise DatasetUnavailable(f"{error}, or set data.name=planted") from None
-    if path.is_dir():
-        _warn_if_other(path)
-    return ml_100k_tables(path)
-
-
 def _warn_if_other(folder: Path) -> None:
     """Warns of files with other bytes: the same table written anew, or a part of it, which may change figures."""
     for name, expected in ML_100K_PARQUET.items():
@@ -284,5 +280,5 @@ def _warn_if_other(folder: Path) -> None:
         if path.exists() and (digest := sha256(path)) != expected:
             warnings.warn(
                 f"{path}: sha256 is {digest}, the known file has {expected}; figures may differ from published ones",
-                stacklevel=4,
+                stacklevel=3,
             )

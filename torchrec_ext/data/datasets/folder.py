@@ -329,7 +329,14 @@ def _pairs_of(files: _Files, context: Sequence[str], *, validation: bool, seed: 
     columns = _context([files.paths[_NAMES[part]] for part in parts], context)
     by_user = Evaluation(figures=("hr", "recall", "ndcg"), by="user")
     evaluation = Evaluation() if _NEGATIVES in files.tables else by_user
-    rows, part = _joined(parts, validation=validation, seed=seed)
+    # The pairs of all parts, one part after the other, and the part of each.
+    rows = concatenate_rows(list(parts.values()), ("user_id", "item_id"))
+    sizes = [chunk.num_rows for chunk in parts.values()]
+    part = np.repeat(np.array(list(parts), dtype=np.int8), sizes)
+    if not validation:
+        part[part == VALIDATION] = TRAIN
+    elif VALIDATION not in parts:
+        part[_one_of_each(rows["user_id"].values, part, seed)] = VALIDATION
     return _Interactions(rows, columns, part, trained, evaluation)
 
 
@@ -405,18 +412,6 @@ def _check_placeholder(folder: Path, training_rows: Chunk) -> None:
                 f"{folder}: {count:,} training rows have {name} 0, which the {PREPROCESSOR} there writes for a value "
                 "that it does not know; leave these rows out, or lower its min_count"
             )
-
-
-def _joined(parts: Mapping[int, Chunk], *, validation: bool, seed: int) -> tuple[Chunk, NDArray[np.int8]]:
-    """Concatenates the pairs of all parts; returns them with the part of each."""
-    ratings = concatenate_rows(list(parts.values()), ("user_id", "item_id"))
-    sizes = [chunk.num_rows for chunk in parts.values()]
-    part = np.repeat(np.array(list(parts), dtype=np.int8), sizes)
-    if not validation:
-        part[part == VALIDATION] = TRAIN
-    elif VALIDATION not in parts:
-        part[_one_of_each(ratings["user_id"].values, part, seed)] = VALIDATION
-    return ratings, part
 
 
 def _context(files: Sequence[Path], names: Sequence[str]) -> dict[str, pa.Array] | None:

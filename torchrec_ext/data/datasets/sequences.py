@@ -250,17 +250,13 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
             f"{config.name}/, or set data.name={PLANTED}"
         )
     file = _file_in(folder, config.name)
-    data = read_sequences(file, name=config.name)
+    # Rows may have any order, and ids may be whole numbers or text.
+    words = spelled(file, _SPELLINGS)
+    columns = read_ids(file, words, "an event has a user, an item and an order", order=_order)
+    values = (column.to_numpy(zero_copy_only=False) for column in columns.values())
+    data = from_rows(config.name, *values, times=words["order"] != "position")
     data = dataclasses.replace(data, max_length=config.max_length, test_items=config.test_items)
     return _with_candidates(data, file.parent, config.seed)
-
-
-def read_sequences(path: Path, *, name: str) -> SequenceData:
-    """Reads a file of ``config.SEQUENCES_LAYOUT``; rows may have any order, ids may be whole numbers or text."""
-    words = spelled(path, _SPELLINGS)
-    columns = read_ids(path, words, "an event has a user, an item and an order", order=_order)
-    values = (column.to_numpy(zero_copy_only=False) for column in columns.values())
-    return from_rows(name, *values, times=words["order"] != "position")
 
 
 def _order(path: Path, name: str, column: pa.ChunkedArray) -> pa.Array:

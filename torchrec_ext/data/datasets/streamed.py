@@ -344,7 +344,17 @@ def load_streamed(
 
 
 def _open(folder: Path, config: StreamConfig, labels: bool, **details: Any) -> StreamedData:
-    summary = _summary(folder)
+    path = folder / SUMMARY
+    if not path.is_file() or not (folder / PREPROCESSOR).is_dir():
+        missing = SUMMARY if not path.is_file() else f"{PREPROCESSOR}/"
+        raise DataError(
+            f"{folder}: has no {missing}, so rec.data.preprocess did not write it; give the folder that its --out "
+            "names, or preprocess these files first"
+        )
+    try:
+        summary: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise DataError(f"{path}: is damaged ({error}); preprocess the log again") from None
     preprocessor = FittedPreprocessor.load(folder / PREPROCESSOR)
     for split in ("train", "test"):
         if not (folder / split).is_dir():
@@ -369,21 +379,6 @@ def _open(folder: Path, config: StreamConfig, labels: bool, **details: Any) -> S
         ranked=config.ranked,
         **details,
     )
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    path = folder / SUMMARY
-    if not path.is_file() or not (folder / PREPROCESSOR).is_dir():
-        missing = SUMMARY if not path.is_file() else f"{PREPROCESSOR}/"
-        raise DataError(
-            f"{folder}: has no {missing}, so rec.data.preprocess did not write it; give the folder that its --out "
-            "names, or preprocess these files first"
-        )
-    try:
-        summary: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise DataError(f"{path}: is damaged ({error}); preprocess the log again") from None
-    return summary
 
 
 def _roles(folder: Path, summary: Mapping[str, Any], preprocessor: FittedPreprocessor, labels: bool) -> Roles:

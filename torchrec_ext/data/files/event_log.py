@@ -252,7 +252,17 @@ class _LineFile(_EventFile):
         if self._header == [] and not self._read_header():
             return NO_EVENTS
         while lines := self._lines(most, is_last):
-            events = self._parse(lines)
+            try:
+                table = self._table(lines)
+            except pa.ArrowInvalid as error:
+                raise self._fault(lines, str(error)) from None
+            if table.num_rows > len(_line_ends(lines)) + 1 or any(
+                table[name].null_count for name in self.columns.kinds
+            ):
+                raise self._fault(lines, "some line has no value, or several events")
+            events = Events.of(self.columns, {name: table[name].to_numpy() for name in self.columns.kinds})
+            if not ((events.labels >= 0) & (events.labels <= 1)).all():
+                raise self._fault(lines, f"'{self.columns.label}' must be from 0 to 1")
             self._skip(len(lines))
             # Empty lines are no events, so others may follow them.
             if len(events):
@@ -313,18 +323,6 @@ class _LineFile(_EventFile):
             self._buffer = line + end
             self._skip(len(self._buffer))
         return True
-
-    def _parse(self, lines: bytes) -> Events:
-        try:
-            table = self._table(lines)
-        except pa.ArrowInvalid as error:
-            raise self._fault(lines, str(error)) from None
-        if table.num_rows > len(_line_ends(lines)) + 1 or any(table[name].null_count for name in self.columns.kinds):
-            raise self._fault(lines, "some line has no value, or several events")
-        events = Events.of(self.columns, {name: table[name].to_numpy() for name in self.columns.kinds})
-        if not ((events.labels >= 0) & (events.labels <= 1)).all():
-            raise self._fault(lines, f"'{self.columns.label}' must be from 0 to 1")
-        return events
 
     def _table(self, lines: bytes) -> pa.Table:
         data = pa.BufferReader(lines)

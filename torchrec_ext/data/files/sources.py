@@ -205,17 +205,15 @@ class FileSource(ABC):
             part = dataclasses.replace(group, first=first, rows=rows)
             chunk_slot = [self._chunk(part, names, lambda _: next(tables))]
             if first == start:
-                self._warn_if_heavy(group, size, pa.total_allocated_bytes() - before)
+                held_bytes = pa.total_allocated_bytes() - before
+                if held_bytes > HEAVY:
+                    warnings.warn(
+                        f"{group.name}: {group.rows:,} rows, of which {size:,} at a time are read, but with them "
+                        f"{held_bytes / 2**20:,.0f} MB of the row group are held; {self.remedy.format(size=size)}",
+                        stacklevel=2,
+                    )
             # The caller's alone. A name in this frame would keep the chunk alive, one for each lane.
             yield chunk_slot.pop()
-
-    def _warn_if_heavy(self, group: RowGroup, size: int, held_bytes: int) -> None:
-        if held_bytes > HEAVY:
-            warnings.warn(
-                f"{group.name}: {group.rows:,} rows, of which {size:,} at a time are read, but with them "
-                f"{held_bytes / 2**20:,.0f} MB of the row group are held; {self.remedy.format(size=size)}",
-                stacklevel=2,
-            )
 
     def _stored(self, names: Sequence[str]) -> list[str]:
         return list(dict.fromkeys(self._column(name) for name in names if name not in self._partitions))
@@ -308,11 +306,6 @@ def warn_of_parquet(name: str, path: str | Path, metadata: pq.FileMetaData) -> N
             header = stream.read(_HEADER)
         if not _has_checksum(header):
             _warn("parquet", f"{name}: parquet without page checksums")
-
-
-def warn_of_arrow(name: str) -> None:
-    """Warns of an Arrow IPC file: the format has no checksums."""
-    _warn("arrow", f"{name}: Arrow IPC, which has no checksums")
 
 
 def _warn(kind: str, what: str) -> None:
@@ -462,7 +455,8 @@ class ArrowSource(FileSource):
     def __init__(self, paths: PathLike | Sequence[PathLike], *, memory_map: bool = True, **options: Any) -> None:
         self._map = pa.memory_map if memory_map else pa.OSFile
         super().__init__(paths, **options)
-        warn_of_arrow(self.files[0].name)
+        # Warn of an Arrow IPC file: the format has no checksums.
+        _warn("arrow", f"{self.files[0].name}: Arrow IPC, which has no checksums")
 
     def open_file(self, file: DataFile) -> _Opening:
         """See :meth:`FileSource.open_file`."""

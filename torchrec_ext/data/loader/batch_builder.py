@@ -92,7 +92,15 @@ class BatchBuilder:
         size = users.num_rows * width
         if row_numbers is None:
             row_numbers = np.arange(users.num_rows)
-        dense = self._user_matrices(users)
+        # The dense columns of the rows and of the shared rows as matrices, if `users` store them as such.
+        dense: dict[Sequence[str], Array] = {}
+        for names in (self.schema.row_dense, self.schema.shared_dense):
+            if any(name in self.items for name in names):
+                continue
+            matrix = users.matrix(names)
+            # Other types than numbers go column by column, to name the column in the error.
+            if matrix is not None and matrix.dtype.kind in "fiub":
+                dense[names] = matrix
         columns = self._user_columns(users, width, dense)
         if candidates is not None:
             columns |= self._item_columns(np.ascontiguousarray(candidates).reshape(-1), row_numbers)
@@ -106,18 +114,6 @@ class BatchBuilder:
         if targets is not None:
             vectors |= {f"task {name}": targets[:, :, index] for index, name in enumerate(self.schema.tasks)}
         return self._assemble(columns, users.num_rows, width, vectors, row_numbers, total_weight, padded_rows, dense)
-
-    def _user_matrices(self, users: Chunk) -> dict[Sequence[str], Array]:
-        """Returns the dense columns of the rows and of the shared rows as matrices, if ``users`` store them as such."""
-        matrices: dict[Sequence[str], Array] = {}
-        for names in (self.schema.row_dense, self.schema.shared_dense):
-            if any(name in self.items for name in names):
-                continue
-            matrix = users.matrix(names)
-            # Other types than numbers go column by column, to name the column in the error.
-            if matrix is not None and matrix.dtype.kind in "fiub":
-                matrices[names] = matrix
-        return matrices
 
     def _user_columns(self, users: Chunk, times: int, matrices: Collection[Sequence[str]] = ()) -> dict[str, _Repeated]:
         """Returns the user's columns, without those in ``matrices``."""
@@ -257,16 +253,12 @@ def _jagged(name: str, repeated: _Repeated, weights: Array | None, pad: int) -> 
     values = _tensor(column.values)
     lengths = torch.from_numpy(column.lengths.astype(np.int32))
     if times > 1:
-        lengths, values, weighing = _repeat_rows(lengths, values, weighing, times)
+        # Repeat rows by FBGEMM: it copies whole rows, several times faster than a gather by an index per value.
+        rows = torch.from_numpy(np.arange(len(lengths), dtype=np.int32).repeat(times))
+        lengths, values, weighing = torch.ops.fbgemm.permute_1D_sparse_data(
+            rows, lengths, values, weighing, len(values) * times
+        )
     return Jagged(values, padded(lengths, len(lengths) + pad), weighing)
-
-
-def _repeat_rows(
-    lengths: Tensor, values: Tensor, weights: Tensor | None, times: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Repeats rows by FBGEMM: it copies whole rows, several times faster than a gather by an index per value."""
-    rows = torch.from_numpy(np.arange(len(lengths), dtype=np.int32).repeat(times))
-    return torch.ops.fbgemm.permute_1D_sparse_data(rows, lengths, values, weights, len(values) * times)  # type: ignore[no-any-return]
 
 
 def _numbers(name: str, column: Column) -> Array:

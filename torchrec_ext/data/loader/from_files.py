@@ -20,7 +20,7 @@ import torch
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Array, Chunk, Column, Float32, Int64, concatenate
-from torchrec_ext.data.files.arrow import RowGroup, Source
+from torchrec_ext.data.files.arrow import Source
 from torchrec_ext.data.loader.blocks import Assembler, BlockLayout, BlockRows, Memory, Slice, Vectors
 from torchrec_ext.data.loader.candidates import Pairing, StepRows
 from torchrec_ext.data.loader.config import LoaderConfig
@@ -52,7 +52,14 @@ class LaneReader:
         if group.rows <= self._part_rows:
             chunk = self._source.read(group, self.layout.names)
         else:
-            chunk = self._read_part(group, segment)
+            open_group, row = self._next or (-1, 0)
+            if open_group != segment.group or row > segment.start:
+                self._parts = self._source.parts(group, self.layout.names, segment.start, self._part_rows)
+                row = segment.start
+            while row < segment.start:  # other ranks' parts: to begin anew would decode all that lies before them
+                row += next(self._parts).num_rows
+            chunk = next(self._parts)
+            self._next = segment.group, segment.start + chunk.num_rows
             first = segment.start
         ids, floats = self.layout.checked(dataclasses.replace(group, first=first, rows=chunk.num_rows), chunk)
         if segment.stop - segment.start == chunk.num_rows:
@@ -63,17 +70,6 @@ class LaneReader:
             {name: column.slice(start, stop) for name, column in ids.items()},
             {name: values[start:stop] for name, values in floats.items()},
         )
-
-    def _read_part(self, group: RowGroup, segment: Segment) -> Chunk:
-        open_group, row = self._next or (-1, 0)
-        if open_group != segment.group or row > segment.start:
-            self._parts = self._source.parts(group, self.layout.names, segment.start, self._part_rows)
-            row = segment.start
-        while row < segment.start:  # other ranks' parts: to begin anew would decode all that lies before them
-            row += next(self._parts).num_rows
-        chunk = next(self._parts)
-        self._next = segment.group, segment.start + chunk.num_rows
-        return chunk
 
 
 def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int64, memory: Memory) -> BlockRows:

@@ -225,18 +225,6 @@ class _Tables(NamedTuple):
     items: DeviceTable | None
 
 
-def _list_keys(schema: BatchSchema, tables: _Tables) -> tuple[str, ...]:
-    """Returns the keys of a full batch whose bags may hold any number of ids."""
-    ragged = {None, *tables.rows.ragged, *(tables.items.ragged if tables.items else ())}
-    lists = []
-    for keys in filter(None, schema.layout):
-        halves = len(keys.features) // max(len(keys.keys), 1)
-        for index, key in enumerate(keys.keys):
-            if ragged & set(keys.features[index * halves : (index + 1) * halves]):
-                lists.append(key)
-    return tuple(lists)
-
-
 class ResidentRows:
     """Builds batches on one device, bit for bit those of :class:`MemoryRows`; see :class:`Batches`.
 
@@ -280,7 +268,16 @@ class ResidentRows:
         self._table = DeviceTable(*layout.checked(where, rows), rows.num_rows, device)
         self._width = 1 + config.negatives
         self._tables = _Tables(self._table, candidates.table if candidates else None)
-        self._lists = _list_keys(schema, self._tables)
+        # The keys of a full batch whose bags may hold any number of ids.
+        tables = self._tables
+        ragged = {None, *tables.rows.ragged, *(tables.items.ragged if tables.items else ())}
+        lists = []
+        for keys in filter(None, schema.layout):
+            halves = len(keys.features) // max(len(keys.keys), 1)
+            for index, key in enumerate(keys.keys):
+                if ragged & set(keys.features[index * halves : (index + 1) * halves]):
+                    lists.append(key)
+        self._lists = tuple(lists)
 
     def fingerprint(self) -> dict[str, Any]:
         """See :meth:`Batches.fingerprint`."""

@@ -43,7 +43,13 @@ class KnownPairs:
     """
 
     def __init__(self, num_items: int, users: Int64, items: Int64) -> None:
-        _check(num_items, users, items)
+        bad = (items < 1) | (items > num_items) | (users < 0)
+        if bad.any():
+            index = int(bad.argmax())
+            raise DataError(
+                f"known pair {index} is user {users[index]}, item {items[index]}; users must be 0 or more, items 1 to "
+                f"{num_items}; fix the pairs, or num_items"
+            )
         # In a narrower type the keys would overflow.
         users = users.astype(np.int64, copy=False)
         items = items.astype(np.int64, copy=False)
@@ -168,16 +174,6 @@ class _Filter:
         for number in range(1, 4):
             bits |= _ONE << (hashed >> self._shift - np.uint64(6 * number) & _LAST_BIT)
         return (hashed >> self._shift).view(np.int64), bits
-
-
-def _check(num_items: int, users: Int64, items: Int64) -> None:
-    bad = (items < 1) | (items > num_items) | (users < 0)
-    if bad.any():
-        index = int(bad.argmax())
-        raise DataError(
-            f"known pair {index} is user {users[index]}, item {items[index]}; users must be 0 or more, items 1 to "
-            f"{num_items}; fix the pairs, or num_items"
-        )
 
 
 def _check_users(num_users: int, width: int) -> None:

@@ -106,23 +106,20 @@ class KnownItems(nn.Module):
         rows = torch.where((users >= 0) & (users < self.num_users), users, self.num_users)
         items = torch.where((items >= 0) & (items <= self.num_items), items, 0)
         if self.bits is None:
-            return self._search_lists(rows, items)
+            counts = self.starts[rows + 1] - self.starts[rows]
+            owners = torch.repeat_interleave(counts)
+            taken_items = self.taken[
+                torch.arange(len(owners), device=rows.device) + (self.starts[rows] - counts.cumsum(0) + counts)[owners]
+            ]
+            ordered = items.sort().values
+            indices = torch.searchsorted(ordered, taken_items)
+            is_match = ordered[indices.clamp(max=len(ordered) - 1)] == taken_items
+            is_taken = torch.zeros(len(ordered), len(rows), dtype=torch.bool, device=rows.device)
+            is_taken[indices[is_match], owners[is_match]] = True
+            return is_taken.index_select(0, torch.searchsorted(ordered, items)).T.contiguous()
         # By column, since rows of bytes are copied whole: 0.5 ms in place of 4.5 for 1,024 x 1,024.
         columns = self.bits.index_select(0, rows).T.contiguous().index_select(0, items >> 3)
         return (columns >> (items & 7).to(torch.uint8)[:, None] & 1).bool().T.contiguous()
-
-    def _search_lists(self, rows: Tensor, items: Tensor) -> Tensor:
-        counts = self.starts[rows + 1] - self.starts[rows]
-        owners = torch.repeat_interleave(counts)
-        taken_items = self.taken[
-            torch.arange(len(owners), device=rows.device) + (self.starts[rows] - counts.cumsum(0) + counts)[owners]
-        ]
-        ordered = items.sort().values
-        indices = torch.searchsorted(ordered, taken_items)
-        is_match = ordered[indices.clamp(max=len(ordered) - 1)] == taken_items
-        is_taken = torch.zeros(len(ordered), len(rows), dtype=torch.bool, device=rows.device)
-        is_taken[indices[is_match], owners[is_match]] = True
-        return is_taken.index_select(0, torch.searchsorted(ordered, items)).T.contiguous()
 
 
 class DeviceNegatives(ABC):

@@ -148,14 +148,11 @@ class DuckDB:
         settings["streaming_buffer_size"] = "64MB"
         for name, value in settings.items():
             if value is not None:
-                self._set(name, value)
-
-    def _set(self, name: str, value: Any) -> None:
-        text = _quoted(str(value), "'")
-        try:
-            self.ibis.con.execute(f"SET {name}={text}")
-        except Exception as error:
-            raise DataError(f"DuckDB refuses {name}={value!r} ({error}); choose another") from error
+                text = _quoted(str(value), "'")
+                try:
+                    self.ibis.con.execute(f"SET {name}={text}")
+                except Exception as error:
+                    raise DataError(f"DuckDB refuses {name}={value!r} ({error}); choose another") from error
 
     def __enter__(self) -> DuckDB:
         return self

@@ -171,7 +171,10 @@ class Sink:
     def _add(self, batch: pa.RecordBatch) -> None:
         # An engine may return a small literal as int32 although its Ibis type is int64.
         batch = batch.cast(self._schema) if batch.schema != self._schema else batch
-        self._check(batch)
+        for name in self.columns:
+            bad = _missing(batch.column(name))
+            if bad is not None:
+                raise self.missing(name, self.rows + int(bad.argmax()), int(bad.sum()))
         self._pending.append(batch)
         self._pending_rows += batch.num_rows
         self.rows += batch.num_rows
@@ -179,12 +182,6 @@ class Sink:
             self._flush(self._pending_rows - self._pending_rows % ROW_GROUP)
         if self._progress:
             self._progress(self.rows)
-
-    def _check(self, batch: pa.RecordBatch) -> None:
-        for name in self.columns:
-            bad = _missing(batch.column(name))
-            if bad is not None:
-                raise self.missing(name, self.rows + int(bad.argmax()), int(bad.sum()))
 
     def _flush(self, rows: int) -> None:
         if not rows:
