@@ -118,7 +118,17 @@ def _describe_value(where: str, value: Any, also: Sequence[type[nn.Module]]) -> 
     if isinstance(value, nn.Module):
         return describe_module(value, also=also)
     if isinstance(value, EmbeddingBagConfig | EmbeddingConfig):
-        return _describe_table(where, value)
+        plain = type(value)(num_embeddings=1, embedding_dim=1, feature_names=[])
+        for field in dataclasses.fields(value):
+            differs = getattr(value, field.name) != getattr(plain, field.name)
+            if differs and field.name not in (*_TABLE_FIELDS, *_INITIAL):
+                raise BundleError(
+                    f"{where} table '{value.name}' has {field.name}={getattr(value, field.name)!r}, which a bundle "
+                    "cannot hold; serve it from a copy of the table without"
+                )
+        fields = {name: getattr(value, name) for name in _TABLE_FIELDS if hasattr(value, name)}
+        fields |= {name: fields[name].value for name in ("data_type", "pooling") if name in fields}
+        return {"class": type(value).__name__, "arguments": fields}
     if isinstance(value, Compression):
         return {"class": "Compression", "arguments": dataclasses.asdict(value)}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -128,20 +138,6 @@ def _describe_value(where: str, value: Any, also: Sequence[type[nn.Module]]) -> 
     raise BundleError(
         f"{where}{_shorten(value)}): a {type(value).__name__} cannot be written down; use numbers, names and lists"
     )
-
-
-def _describe_table(where: str, table: EmbeddingBagConfig | EmbeddingConfig) -> dict[str, Any]:
-    # A fresh config has every field's default: a field with another value would be lost in the description.
-    plain = type(table)(num_embeddings=1, embedding_dim=1, feature_names=[])
-    for field in dataclasses.fields(table):
-        if field.name not in (*_TABLE_FIELDS, *_INITIAL) and getattr(table, field.name) != getattr(plain, field.name):
-            raise BundleError(
-                f"{where} table '{table.name}' has {field.name}={getattr(table, field.name)!r}, which a bundle cannot "
-                "hold; serve it from a copy of the table without"
-            )
-    fields = {name: getattr(table, name) for name in _TABLE_FIELDS if hasattr(table, name)}
-    fields |= {name: fields[name].value for name in ("data_type", "pooling") if name in fields}
-    return {"class": type(table).__name__, "arguments": fields}
 
 
 def _build_value(where: str, value: Any, also: Sequence[type[nn.Module]], depth: int) -> Any:
@@ -169,10 +165,7 @@ def _build_value(where: str, value: Any, also: Sequence[type[nn.Module]], depth:
     arguments = {
         key: _build_value(f"{where}.{name}.{key}", each, also, depth + 1) for key, each in value["arguments"].items()
     }
-    return _construct(where, name, arguments, _allowed_classes(also))
-
-
-def _construct(where: str, name: str, arguments: dict[str, Any], classes: Mapping[str, type[nn.Module]]) -> Any:
+    classes = _allowed_classes(also)
     kind: Any = classes.get(name) or {**_TABLES, "Compression": Compression}.get(name)
     if kind is None:
         raise BundleError(

@@ -107,7 +107,15 @@ class Columns:
                 feature, columns[feature.name], weighing, unseen, strict=feature.name in self.strict
             )
         for name, width in self._widths.items():
-            for index, numbers in enumerate(_array(name, columns[name], width).T):
+            # The (B, W) numbers of a list column.
+            column = columns[name]
+            lengths = np.ones(len(column.values), np.int64) if column.lengths is None else column.lengths
+            if (lengths != width).any():
+                row = int((lengths != width).argmax())
+                raise DataError(
+                    f"column '{name}', row {row}: {lengths[row]} numbers, must be a list of {width}; send as many"
+                )
+            for index, numbers in enumerate(column.values.reshape(len(lengths), width).T):
                 result.dense[f"{name}[{index}]"] = _dense(name, Values(numbers, None))
         for name in self.schema.dense:
             if name not in result.dense:
@@ -300,15 +308,6 @@ def _mask(rows: NDArray[np.int64] | None, size: int) -> NDArray[np.bool_] | None
     mask = np.zeros(size, np.bool_)
     mask[rows[(rows >= 0) & (rows < size)]] = True
     return mask
-
-
-def _array(name: str, column: Values, width: int) -> NDArray[Any]:
-    """Returns the (B, W) numbers of a list column."""
-    lengths = np.ones(len(column.values), np.int64) if column.lengths is None else column.lengths
-    if (lengths != width).any():
-        row = int((lengths != width).argmax())
-        raise DataError(f"column '{name}', row {row}: {lengths[row]} numbers, must be a list of {width}; send as many")
-    return column.values.reshape(len(lengths), width)
 
 
 def _dense(name: str, column: Values) -> Tensor:

@@ -265,7 +265,15 @@ class LiveWeights:
             if name in self.tables:
                 whole = self.tables[name]
                 self.tables[name] = Shape((len(exported), whole.size[1]), whole.dtype)
-        self._dense = _dense_weights(model)
+        unwrapped = get_unwrapped_module(model)
+        tables: set[str] = set()
+        for path, collection in collections(model):
+            tables |= {f"{path}.{key}" if path else key for key in collection.state_dict()}
+        self._dense = {
+            name: value.detach().cpu().contiguous()
+            for name, value in unwrapped.state_dict().items()
+            if name not in tables and isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
+        }
 
     def blocks(self, names: Iterable[str]) -> Iterator[tuple[str, int, Tensor]]:
         """Yields (table, first row, full rows), table by table and block by block; rows are valid on rank 0 only."""
@@ -327,15 +335,3 @@ def _choose_pieces(name: str, pieces: list[_Piece], shape: Shape) -> list[_Piece
     numbers = sum(piece.rows * piece.columns for piece in first_holders.values())
     assert numbers == torch.Size(shape.size).numel(), f"table '{name}': {numbers} numbers of {shape.size} are held"
     return sorted(first_holders.values(), key=lambda piece: piece[1:])
-
-
-def _dense_weights(model: nn.Module) -> dict[str, Tensor]:
-    unwrapped = get_unwrapped_module(model)
-    tables: set[str] = set()
-    for path, collection in collections(model):
-        tables |= {f"{path}.{key}" if path else key for key in collection.state_dict()}
-    return {
-        name: value.detach().cpu().contiguous()
-        for name, value in unwrapped.state_dict().items()
-        if name not in tables and isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
-    }

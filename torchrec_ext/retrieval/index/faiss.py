@@ -125,7 +125,10 @@ class PqKind(IvfKind):
     def make(self, faiss: Any, count: int, width: int, metric: int) -> Any:
         """See :meth:`FaissKind.make`."""
         centres = faiss.IndexFlat(width, metric)
-        return faiss.IndexIVFPQ(centres, width, _lists(count), *_codes(count, width), metric)
+        # One code for two numbers, if that divides the width.
+        codes = next(number for number in range(max(1, width // 2), 0, -1) if width % number == 0)
+        bits = next((bits for bits in (8, 6, 4) if count >= 39 * 2**bits), 2)
+        return faiss.IndexIVFPQ(centres, width, _lists(count), codes, bits, metric)
 
 
 FAISS_KINDS: dict[str, FaissKind] = {each.name: each for each in (FaissKind(), IvfKind(), HnswKind(), PqKind())}
@@ -180,16 +183,6 @@ def _lists(count: int) -> int:
     return max(1, min(int(4 * count**0.5), count // 39))
 
 
-def _codes(count: int, width: int) -> tuple[int, int]:
-    """Returns the number of codes per vector, one for two numbers if that divides the width, and bits per code.
-
-    FAISS asks for 39 training points per value of a code.
-    """
-    codes = next(codes for codes in range(max(1, width // 2), 0, -1) if width % codes == 0)
-    bits = next((bits for bits in (8, 6, 4) if count >= 39 * 2**bits), 2)
-    return codes, bits
-
-
 def selector(allowed: Tensor | None, excluded: Tensor | None) -> list[Any]:
     """Returns FAISS's filter as the last object of a list, after the objects it refers to; keep all of them alive."""
     faiss, filters = faiss_module(), []
@@ -204,38 +197,6 @@ def selector(allowed: Tensor | None, excluded: Tensor | None) -> list[Any]:
 
 
 _EPS = 1e-12  # as in torch.nn.functional.normalize
-
-
-def rescored(
-    source: EmbeddingStore | Tensor,
-    queries: NDArray[np.float32],
-    candidates: NDArray[np.int64],
-    k: int,
-    *,
-    cosine: bool,
-) -> tuple[Tensor, Tensor]:
-    """Scores candidates by their stored rows and returns the best K, like ``Index.search``.
-
-    It uses numpy: for one query and 100 candidates, torch's call overhead was eight times the arithmetic.
-
-    Args:
-        source: store, or vectors (I, D).
-        queries: (Q, D), normalised for a cosine.
-        candidates: (Q, C) positions, -1 for none; sorted in place.
-        k: results per query, K.
-        cosine: whether rows are normalised before they are compared.
-    """
-    # In ascending order, so that the stable sort below puts the smaller position first among ties.
-    candidates.sort(axis=1)
-    rows = _rows(source, np.maximum(candidates, 0))
-    scores: NDArray[np.float32] = np.matmul(rows, queries[:, :, None])[:, :, 0]
-    if cosine:
-        scores /= np.maximum(np.sqrt(np.einsum("qcd,qcd->qc", rows, rows)), _EPS)
-    scores[candidates < 0] = -np.inf
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-    order += np.arange(0, candidates.size, candidates.shape[1])[:, None]
-    best_scores = torch.from_numpy(scores.take(order))
-    return pad_candidates(best_scores, k, -torch.inf), pad_candidates(torch.from_numpy(candidates.take(order)), k, -1)
 
 
 def _rows(source: EmbeddingStore | Tensor, positions: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -446,7 +407,21 @@ class FaissIndex:
         candidates = self._index.search(
             lifted(query_rows) if self.lifted else query_rows, candidate_count, params=parameters
         )[1]
-        return rescored(self._exact.source, query_rows, candidates, k, cosine=self.metric == "cosine")
+        # The best K candidates by the scores of their stored rows, like `Index.search`.
+        cosine = self.metric == "cosine"
+        # In ascending order, so that the stable sort below puts the smaller position first among ties.
+        candidates.sort(axis=1)
+        rows = _rows(self._exact.source, np.maximum(candidates, 0))
+        scores: NDArray[np.float32] = np.matmul(rows, query_rows[:, :, None])[:, :, 0]
+        if cosine:
+            scores /= np.maximum(np.sqrt(np.einsum("qcd,qcd->qc", rows, rows)), _EPS)
+        scores[candidates < 0] = -np.inf
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        order += np.arange(0, candidates.size, candidates.shape[1])[:, None]
+        best_scores = torch.from_numpy(scores.take(order))
+        return pad_candidates(best_scores, k, -torch.inf), pad_candidates(
+            torch.from_numpy(candidates.take(order)), k, -1
+        )
 
     def save(self, folder: Path) -> None:
         """Creates ``folder`` and writes the index and its setting to it."""

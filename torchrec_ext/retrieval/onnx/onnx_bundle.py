@@ -186,7 +186,7 @@ def readme(description: Mapping[str, Any]) -> str:
     for name, graph in graphs.items():
         difference = description["differences"].get(name.removeprefix("tower "))
         difference_text = "" if difference is None else f"{difference:.1g}"
-        inputs = "; ".join(_describe_input(each) for each in graph["inputs"])
+        inputs = "; ".join(f"`{each['name']}` {_axes(each)}: {each['meaning']}" for each in graph["inputs"])
         text += f"| {name} | `{graph['file']}` | {inputs} | {_axes(graph['output'])} | {difference_text} |\n"
     for file, array in description.get("arrays", {}).items():
         text += f"| {array['meaning']} | `{file}` | | {_axes(array)} | |\n"
@@ -197,10 +197,6 @@ def readme(description: Mapping[str, Any]) -> str:
     text += _LISTS.format(codes=(_CODES if description["preprocessed"] else _RAW).format(**columns))
     is_complete = "top" in description and set(description["query_towers"]) <= set(description["towers"])
     return text + (_PROGRAM if is_complete else f"\nLeft out: {', '.join(description['skipped'])}.\n")
-
-
-def _describe_input(value: Mapping[str, Any]) -> str:
-    return f"`{value['name']}` {_axes(value)}: {value['meaning']}"
 
 
 def _axes(value: Mapping[str, Any]) -> str:

@@ -167,21 +167,16 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
                     end = time.monotonic() + self._max_wait_s
                     full = lambda: len(self._waiting) >= self._max_batch or self._closing  # noqa: E731
                     self._change.wait_for(full, timeout=max(0.0, end - time.monotonic()))
-                # The batch is empty if all waiting requests were cancelled.
-                batch = self._take_batch()
+                # The first requests that fit into one batch, without the cancelled ones: none, if all of them were.
+                batch: list[_Waiting[RequestT, AnswerT]] = []
+                later: deque[_Waiting[RequestT, AnswerT]] = deque()
+                while self._waiting and len(batch) < self._max_batch:
+                    waiting = self._waiting.popleft()
+                    if batch and waiting.cost_s and self._running_s + waiting.cost_s > self._max_cost_s:
+                        later.append(waiting)
+                    elif waiting.answer.set_running_or_notify_cancel():
+                        batch.append(waiting)
+                        self._running_s += waiting.cost_s
+                self._waiting = later + self._waiting
                 if batch or (self._closing and not self._waiting):
                     return batch
-
-    def _take_batch(self) -> list[_Waiting[RequestT, AnswerT]]:
-        """Removes the first requests from the queue that fit into one batch; drops cancelled ones."""
-        batch: list[_Waiting[RequestT, AnswerT]] = []
-        later: deque[_Waiting[RequestT, AnswerT]] = deque()
-        while self._waiting and len(batch) < self._max_batch:
-            waiting = self._waiting.popleft()
-            if batch and waiting.cost_s and self._running_s + waiting.cost_s > self._max_cost_s:
-                later.append(waiting)
-            elif waiting.answer.set_running_or_notify_cancel():
-                batch.append(waiting)
-                self._running_s += waiting.cost_s
-        self._waiting = later + self._waiting
-        return batch

@@ -101,7 +101,16 @@ def compiled_scores(
             (user, torch.zeros(_EXAMPLE, dtype=torch.int64), tables, stored_rows),
             dynamic_shapes=(lists, {0: Dim("candidates", min=2)}, fixed, [{0: rows} for _ in stored_rows]),
         )
-    return CompiledScores(_package(program, folder), [*chain.from_iterable(tables), *stored_rows])
+    path = folder / f"{_key(program)}.pt2"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            # A copy of the settings, because torch adds its own.
+            package = torch._inductor.aoti_compile_and_package(
+                program, package_path=f"{temporary}/scores.pt2", inductor_configs=dict(_CONFIG)
+            )
+            # Atomic, since several workers may compile the same program.
+            os.replace(package, path)
+    return CompiledScores(path, [*chain.from_iterable(tables), *stored_rows])
 
 
 def _example(projection: Projection, towers: Sequence[PaddedTower]) -> tuple[list[Tensor], list[Any]]:
@@ -205,20 +214,6 @@ class UserScorer:
         user = [column for tower in self.towers for column in tower.row(rows)]
         scores, unusable = self._compiled(user, positions)
         return None if unusable else scores
-
-
-def _package(program: ExportedProgram, folder: Path) -> Path:
-    """Returns the file with a program's machine code; compiles it if the file is missing."""
-    path = folder / f"{_key(program)}.pt2"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            # A copy of the settings, because torch adds its own.
-            package = torch._inductor.aoti_compile_and_package(
-                program, package_path=f"{temporary}/scores.pt2", inductor_configs=dict(_CONFIG)
-            )
-            # Atomic, since several workers may compile the same program.
-            os.replace(package, path)
-    return path
 
 
 def _private_folder(folder: Path) -> Path:

@@ -297,7 +297,13 @@ def selection(request: RecommendRequest, bundle: Bundle, row: int) -> Selection:
     if request.candidates is None:
         return Selection(None, None, allowed, excluded, unknown)
     candidates, more_unknown = positions_of(bundle, "candidates", request.candidates, once=True)
-    indices = _remaining_indices(candidates, allowed, excluded, len(bundle.store.ids))
+    # The candidates that pass the filters; `allowed` drops unknown items.
+    size = len(bundle.store.ids)
+    stays = torch.ones(size, dtype=torch.bool) if allowed is None else allowed.clone()
+    stays[excluded] = False
+    # Position -1 reads the last item's entry, which np.where() then ignores.
+    keep: NDArray[np.bool_] = np.where(candidates < 0, allowed is None, stays.numpy()[candidates])
+    indices = torch.from_numpy(np.flatnonzero(keep))
     return Selection(candidates[indices], indices, None, excluded, unknown + more_unknown)
 
 
@@ -366,12 +372,3 @@ def _matching(request: RecommendRequest, bundle: Bundle) -> Tensor | None:
         return None
     mask = np.unpackbits(bits, count=len(bundle.items), bitorder="little")
     return torch.from_numpy(mask.view(np.bool_))
-
-
-def _remaining_indices(candidates: Tensor, allowed: Tensor | None, excluded: Tensor, size: int) -> Tensor:
-    """Applies the filters and returns the indices of the remaining candidates; ``allowed`` drops unknown items."""
-    stays = torch.ones(size, dtype=torch.bool) if allowed is None else allowed.clone()
-    stays[excluded] = False
-    # Position -1 reads the last item's entry, which np.where() then ignores.
-    keep: NDArray[np.bool_] = np.where(candidates < 0, allowed is None, stays.numpy()[candidates])
-    return torch.from_numpy(np.flatnonzero(keep))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +170,11 @@ class IdMap:
         offsets, content = _buffers(strings)
         # Equal hashes of different strings would need a second comparison in every look-up: try another key instead.
         for attempt in range(_KEYS):
-            key = _key_of(offsets, content, attempt)
+            # Derive a key from all ids: equal ids give equal files, and nobody knows the key beforehand.
+            digest = hashlib.blake2b(digest_size=_KEY_BYTES, salt=attempt.to_bytes(_KEY_BYTES, "little"))
+            digest.update(np.diff(offsets).astype("<i8").tobytes())
+            digest.update(content[offsets[0] : offsets[-1]].tobytes())
+            key = digest.digest()
             hashes = hashed(offsets, content, key)
             order = np.argsort(hashes, kind="stable")
             ascending = hashes[order]
@@ -322,7 +326,17 @@ class IdMap:
                 name: np.asarray(np.load(folder / f"ids_{name}.npy", mmap_mode="r", allow_pickle=False))
                 for name in names
             }
-            _check_arrays(arrays)
+            # Refuse wrong types and lengths, to prevent reads beyond an array's end.
+            expected_types = _STRINGS if "offsets" in arrays else _INTEGERS
+            types = {name: array.dtype for name, array in arrays.items() if array.ndim == 1}
+            if types not in (expected_types, {name: kind for name, kind in expected_types.items() if name == "ids"}):
+                raise ValueError(f"its arrays are {types}, must be {expected_types}")
+            rows = len(arrays["offsets"]) - 1 if "offsets" in arrays else len(arrays["ids"])
+            lengths = [len(array) for name, array in arrays.items() if name in ("sorted", "order")]
+            if any(length != rows for length in lengths):
+                raise ValueError(f"its arrays have {[len(array) for array in arrays.values()]} entries, of {rows} ids")
+            if "offsets" in arrays and not 0 <= arrays["offsets"][0] <= arrays["offsets"][-1] <= len(arrays["bytes"]):
+                raise ValueError(f"its strings end at {arrays['offsets'][-1]}, there are {len(arrays['bytes'])} bytes")
             if "offsets" not in arrays:
                 return cls(arrays)
             if isinstance(seed, int):  # written before the hash had a key
@@ -333,20 +347,6 @@ class IdMap:
             return cls(arrays, key)
         except (OSError, ValueError, KeyError, TypeError, EOFError, IndexError) as error:
             raise ValueError(f"the id map in '{folder}' cannot be read ({error}); write the store again") from None
-
-
-def _check_arrays(arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Refuses wrong types and lengths, to prevent reads beyond an array's end."""
-    expected_types = _STRINGS if "offsets" in arrays else _INTEGERS
-    types = {name: array.dtype for name, array in arrays.items() if array.ndim == 1}
-    if types not in (expected_types, {name: kind for name, kind in expected_types.items() if name == "ids"}):
-        raise ValueError(f"its arrays are {types}, must be {expected_types}")
-    rows = len(arrays["offsets"]) - 1 if "offsets" in arrays else len(arrays["ids"])
-    lengths = [len(array) for name, array in arrays.items() if name in ("sorted", "order")]
-    if any(length != rows for length in lengths):
-        raise ValueError(f"its arrays have {[len(array) for array in arrays.values()]} entries, of {rows} ids")
-    if "offsets" in arrays and not 0 <= arrays["offsets"][0] <= arrays["offsets"][-1] <= len(arrays["bytes"]):
-        raise ValueError(f"its strings end at {arrays['offsets'][-1]}, there are {len(arrays['bytes'])} bytes")
 
 
 def checked_ids(ids: KnownIds) -> IdArray | pa.LargeStringArray:
@@ -390,14 +390,6 @@ def _buffers(strings: pa.LargeStringArray) -> tuple[IdArray, NDArray[np.uint8]]:
     # Arrow pads its buffers, so there can be more offsets than strings; no content at all is None.
     begins = np.frombuffer(offsets, np.int64)[: len(strings) + 1]
     return begins, np.frombuffer(content or b"", np.uint8)
-
-
-def _key_of(offsets: IdArray, content: NDArray[np.uint8], attempt: int) -> bytes:
-    """Derives a key from all ids: equal ids give equal files, and nobody knows the key beforehand."""
-    digest = hashlib.blake2b(digest_size=_KEY_BYTES, salt=attempt.to_bytes(_KEY_BYTES, "little"))
-    digest.update(np.diff(offsets).astype("<i8").tobytes())
-    digest.update(content[offsets[0] : offsets[-1]].tobytes())
-    return digest.digest()
 
 
 def _equal(first: pa.Array, second: pa.Array) -> NDArray[np.bool_]:

@@ -69,7 +69,11 @@ class RedisStore:
         for field, value in (("expiry_s", expiry_s), ("timeout_s", timeout_s), ("batch", batch)):
             if value is not None and not value > 0:
                 raise ValueError(f"{field}={value}: must be greater than 0")
-        self.where = _without_password(url)
+        # The address without the user and password before the host's @, and without the options.
+        scheme, mark, rest = url.partition("://")
+        host, _, options = rest.partition("?")
+        # If a password contains both ? and @, the begin of the host is ambiguous: hide everything.
+        self.where = f"{scheme}{mark}{'...' if '@' in options else host.rpartition('@')[2]}"
         try:
             # One immediate retry: a connection that the server closed while idle fails once, without delay.
             self._redis = redis.Redis.from_url(
@@ -204,11 +208,3 @@ class RedisStore:
             raise StoreUnreachable(f"{self.where} does not answer ({error}); is redis-server running there?") from None
         except redis.exceptions.RedisError as error:
             raise StoreError(f"{self.where} refuses: {error}") from None
-
-
-def _without_password(url: str) -> str:
-    """Returns the address without the user and password before the host's @, and without the options."""
-    scheme, mark, rest = url.partition("://")
-    host, _, options = rest.partition("?")
-    # If a password contains both ? and @, the begin of the host is ambiguous: hide everything.
-    return f"{scheme}{mark}{'...' if '@' in options else host.rpartition('@')[2]}"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrec_ext.distributed.runtime import available_memory
 from torchrec_ext.retrieval.store.ids import IdMap, KnownIds
-from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, Dtype, Loss, LossMeter, decode, encode
+from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, Loss, LossMeter, decode, encode
 from torchrec_ext.retrieval.store.versions import (
     StoreError,
     attempts,
@@ -68,7 +68,24 @@ class EmbeddingStore:
         manifest = read_store_manifest(folder)
         check_version_files(folder, manifest["files"], verify=verify)
         self.manifest = manifest
-        self.width, self.dtype, self.tower, self.loss = _check_layout(manifest, folder)
+        width = manifest.get("width")
+        dtype = manifest.get("dtype")
+        files = manifest["files"]
+        if not isinstance(width, int) or dtype not in ROW_FORMATS or not {ROWS, LIVE, "ids.json"} <= set(files):
+            raise StoreError(
+                f"'{folder}' is no embedding store: width {width!r}, dtype {dtype!r}, files {listed(sorted(files))}"
+            )
+        file_bytes = files[ROWS]["bytes"]
+        needed_bytes = manifest["rows"] * width * ROW_FORMATS[dtype].numbers.itemsize
+        if file_bytes != needed_bytes:
+            raise StoreError(
+                f"'{folder / ROWS}' has {file_bytes:,} bytes, {manifest['rows']:,} rows of {width} {dtype} need "
+                f"{needed_bytes:,}"
+            )
+        self.width = width
+        self.dtype = dtype
+        self.tower = str(manifest.get("tower", ""))
+        self.loss = dict(manifest.get("loss") or {})
         self.format = ROW_FORMATS[self.dtype]
         self.version = folder.name
         self.digest = str(manifest["digest"])
@@ -158,7 +175,14 @@ class EmbeddingStore:
             return False
         self.check()
         for mapping in self._maps:
-            _populate(mapping)
+            # Read the file from start to end, and enter its pages into this process's page table.
+            mapping.madvise(mmap.MADV_WILLNEED)
+            for start in range(0, len(mapping), _PIECE):
+                length = min(_PIECE, len(mapping) - start)
+                try:
+                    mapping.madvise(_POPULATE_READ, start, length)
+                except OSError:  # older Linux, or another kernel: read one byte of each page instead
+                    bytes(memoryview(mapping)[start : start + length : mmap.PAGESIZE])
         return True
 
     def check(self) -> None:
@@ -172,24 +196,6 @@ class EmbeddingStore:
             )
 
 
-def _check_layout(manifest: dict[str, Any], folder: Path) -> tuple[int, Dtype, str, dict[str, Any]]:
-    width = manifest.get("width")
-    dtype = manifest.get("dtype")
-    files = manifest["files"]
-    if not isinstance(width, int) or dtype not in ROW_FORMATS or not {ROWS, LIVE, "ids.json"} <= set(files):
-        raise StoreError(
-            f"'{folder}' is no embedding store: width {width!r}, dtype {dtype!r}, files {listed(sorted(files))}"
-        )
-    file_bytes = files[ROWS]["bytes"]
-    needed_bytes = manifest["rows"] * width * ROW_FORMATS[dtype].numbers.itemsize
-    if file_bytes != needed_bytes:
-        raise StoreError(
-            f"'{folder / ROWS}' has {file_bytes:,} bytes, {manifest['rows']:,} rows of {width} {dtype} need "
-            f"{needed_bytes:,}"
-        )
-    return width, dtype, str(manifest.get("tower", "")), dict(manifest.get("loss") or {})
-
-
 def _map_numbers(path: Path, dtype: torch.dtype, numbers: int) -> tuple[Any, mmap.mmap | None, Tensor]:
     """Maps a file of numbers; returns the open file, its mapping (None if empty), and the numbers."""
     stream = path.open("rb")
@@ -200,17 +206,6 @@ def _map_numbers(path: Path, dtype: torch.dtype, numbers: int) -> tuple[Any, mma
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return stream, mapping, torch.frombuffer(mapping, dtype=dtype, count=numbers)
-
-
-def _populate(mapping: mmap.mmap) -> None:
-    """Reads a mapped file from start to end and enters its pages into this process's page table."""
-    mapping.madvise(mmap.MADV_WILLNEED)
-    for start in range(0, len(mapping), _PIECE):
-        length = min(_PIECE, len(mapping) - start)
-        try:
-            mapping.madvise(_POPULATE_READ, start, length)
-        except OSError:  # older Linux, or another kernel: read one byte of each page instead
-            bytes(memoryview(mapping)[start : start + length : mmap.PAGESIZE])
 
 
 def refresh_store(
@@ -245,7 +240,14 @@ def refresh_store(
                 f"'{folder}' holds vectors of the tower {current_store.tower[:12] or 'unnamed'}, these are of "
                 f"{tower[:12]}: rows of two towers do not compare; embed the whole catalogue anew with write_store"
             )
-        block = _as_block(current_store, ids, vectors)
+        block = torch.as_tensor(vectors).detach().to("cpu", torch.float32)
+        if not len(ids):
+            block = block.reshape(0, current_store.width)
+        if block.dim() != 2 or block.shape != (len(ids), current_store.width):
+            raise ValueError(
+                f"vectors: shape {tuple(block.shape)}; {len(ids)} ids of this store need ({len(ids)}, "
+                f"{current_store.width})"
+            )
         id_map, positions = _assign_positions(current_store.ids, ids)
         tombstones = _tombstone_positions(current_store.ids, deleted, positions)
         rows, scales = encode(block, current_store.dtype)
@@ -261,17 +263,6 @@ def refresh_store(
         content = {key: current_store.manifest[key] for key in ("width", "dtype", "tower")}
         content |= {"rows": len(id_map), "loss": _merge_loss(current_store, block, decode(rows, scales))}
         return EmbeddingStore(publish_version(path, content, {}))
-
-
-def _as_block(old_store: EmbeddingStore, ids: KnownIds, vectors: NDArray[Any] | Tensor) -> Tensor:
-    block = torch.as_tensor(vectors).detach().to("cpu", torch.float32)
-    if not len(ids):
-        block = block.reshape(0, old_store.width)
-    if block.dim() != 2 or block.shape != (len(ids), old_store.width):
-        raise ValueError(
-            f"vectors: shape {tuple(block.shape)}; {len(ids)} ids of this store need ({len(ids)}, {old_store.width})"
-        )
-    return block
 
 
 def _assign_positions(id_map: IdMap, ids: KnownIds) -> tuple[IdMap, NDArray[np.int64]]:
