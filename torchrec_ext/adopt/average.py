@@ -140,7 +140,14 @@ class StepAverage:
             for of_average, of_model in buffers:
                 of_average.copy_(of_model)
         if pairs:
-            _update(averaged, pairs)
+            # torch averages some tensors, each paired with its average, and counts one more step.
+            averages, values = zip(*pairs, strict=True)
+            part: Any = SimpleNamespace(**vars(averaged))
+            part.n_averaged = averaged.n_averaged
+            part.use_buffers = True  # otherwise torch copies buffers besides
+            part.module = SimpleNamespace(parameters=lambda: averages, buffers=tuple)
+            part_of_model: Any = SimpleNamespace(parameters=lambda: values, buffers=tuple)
+            AveragedModel.update_parameters(part, part_of_model)
         else:
             averaged.n_averaged += 1
         for name, (average, parameter) in rest.items():
@@ -148,17 +155,6 @@ class StepAverage:
                 self._equal[name] = average._version, parameter._version
         self._count += 1
         self._version = averaged.n_averaged._version
-
-
-def _update(averaged: AveragedModel, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Has torch average some tensors, each paired with its average, and count one more."""
-    averages, values = zip(*pairs, strict=True)
-    part: Any = SimpleNamespace(**vars(averaged))
-    part.n_averaged = averaged.n_averaged
-    part.use_buffers = True  # otherwise torch copies buffers besides
-    part.module = SimpleNamespace(parameters=lambda: averages, buffers=tuple)
-    part_of_model: Any = SimpleNamespace(parameters=lambda: values, buffers=tuple)
-    AveragedModel.update_parameters(part, part_of_model)
 
 
 class _AveragedInSteps(AveragedModel):

@@ -348,7 +348,17 @@ class ForwardGraph:
         tables = {id(module.weight) for module in modules}
         for name, index in self.parameters.items():
             self._look_at_readers(name, self._placeholders[index], id(trained[name]) in tables)
-        self.masks = self._masks(real)
+        # The inputs that decide how many entries a mask has.
+        masks: dict[int, tuple[str, Tensor]] = {}
+        changing = {*self.of_batch, *self.parameters.values()}
+        for mask in (node for node in self._module.graph.nodes if node.target is the_mask):
+            line = _line_of(mask)
+            before = _ancestors(mask)
+            inputs = [index for index, node in enumerate(self._placeholders) if node in before]
+            if changing & set(inputs) or self._draws(before, real):
+                raise CannotAdopt(values_needed(line))
+            masks |= {index: (line, real[index].detach().clone()) for index in inputs}
+        self.masks = masks
         self.row_nodes = [node for node in module.graph.nodes if node.target is the_rows]
         self.raw_ids = self._ids_alone(real) if self.row_nodes else module
         self.reached = self._reached(real)
@@ -396,23 +406,6 @@ class ForwardGraph:
             self.matrices[name] = _line_of(others[0])
             if all(_is_penalty(node, parameter) for node in others):
                 self.penalties.add(name)
-
-    def _masks(self, real: Sequence[Any]) -> dict[int, tuple[str, Tensor]]:
-        """Returns the inputs that decide how many entries a mask has.
-
-        Raises:
-            CannotAdopt: a mask depends on the batch, on a weight that is moved, or on random numbers.
-        """
-        masks: dict[int, tuple[str, Tensor]] = {}
-        changing = {*self.of_batch, *self.parameters.values()}
-        for mask in (node for node in self._module.graph.nodes if node.target is the_mask):
-            line = _line_of(mask)
-            before = _ancestors(mask)
-            inputs = [index for index, node in enumerate(self._placeholders) if node in before]
-            if changing & set(inputs) or self._draws(before, real):
-                raise CannotAdopt(values_needed(line))
-            masks |= {index: (line, real[index].detach().clone()) for index in inputs}
-        return masks
 
     def _ids_alone(self, real: Sequence[Any]) -> fx.GraphModule:
         """Returns the part of the graph that computes the ids of :attr:`row_nodes`.

@@ -126,22 +126,18 @@ def _jagged(members: Sequence[tuple[_LookUp, Tensor]]) -> KeyedJaggedTensor:
                 f"'{first.table}': all ids must be (B, ...) with the rows of the batch first; reshape them in forward, "
                 "to (B, -1) where they were flattened"
             )
-        _check_range(each, ids)
+        # Refuse an id outside of its table, as nn.Embedding does; TorchRec's kernels read row 0 in its place.
+        if ids.is_cuda:
+            torch._assert_async(((ids >= 0) & (ids < each.rows)).all())
+        elif ids.numel():
+            least, most = torch.aminmax(ids)
+            if int(least) < 0 or int(most) >= each.rows:
+                raise IndexError(
+                    f"table '{each.table}': ids from {int(least)} to {int(most)}, must be 0 to {each.rows - 1}"
+                )
         lengths.append(torch.full((size,), ids[:1].numel(), dtype=torch.int64, device=ids.device))
         values.append(ids.reshape(-1))
     return KeyedJaggedTensor([each.feature for each, _ in members], torch.cat(values), lengths=torch.cat(lengths))
-
-
-def _check_range(lookup: _LookUp, ids: Tensor) -> None:
-    """Refuses an id outside of its table, as nn.Embedding does; TorchRec's kernels read row 0 in its place."""
-    if ids.is_cuda:
-        torch._assert_async(((ids >= 0) & (ids < lookup.rows)).all())
-    elif ids.numel():
-        least, most = torch.aminmax(ids)
-        if int(least) < 0 or int(most) >= lookup.rows:
-            raise IndexError(
-                f"table '{lookup.table}': ids from {int(least)} to {int(most)}, must be 0 to {lookup.rows - 1}"
-            )
 
 
 def adopt_tables(model: nn.Module) -> nn.Module:

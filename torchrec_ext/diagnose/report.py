@@ -147,7 +147,27 @@ class Diagnosis:
         Raises:
             ValueError: it cannot be written.
         """
-        _write(path, json.dumps({"traceEvents": _events(self.facts), "displayTimeUnit": "ms"}))
+        # The events of a Chrome trace, in microseconds: rows of ranks if they are known, else of rounds.
+        facts = self.facts
+        rows: dict[str, list[tuple[str, float, float]]] = {}
+        for each in facts.ranks:
+            rows[f"rank {each.rank}"] = [(name, start, end) for name, start, end in each.spans]
+        if not any(rows.values()):
+            names = [name for name in ("data", "forward", "backward", "optimizer") if facts.has(name)]
+            rows = {"this process": []}
+            start = 0.0
+            for round_ in facts.rounds:
+                for name in names:
+                    rows["this process"].append((name, start, start + round_[name]))
+                    start += round_[name]
+        events: list[dict[str, Any]] = []
+        for number, (row, spans) in enumerate(rows.items()):
+            events.append({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": row}})
+            events += [
+                {"ph": "X", "name": name, "pid": number, "tid": 0, "ts": start * 1e6, "dur": (end - start) * 1e6}
+                for name, start, end in spans
+            ]
+        _write(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def realised(
         self,
@@ -483,26 +503,3 @@ def _before_and_after(diagnosis: Diagnosis) -> str:
 def _measured(realised: Realised, whole: float) -> Lane:
     length = whole / realised.ratio
     return Lane(name=f"{realised.remedy}, measured", spans=[Bar("measured", 0, length)], value=f"{length:.3g} ms")
-
-
-def _events(facts: Facts) -> list[dict[str, Any]]:
-    """Returns the events of a Chrome trace, in microseconds: rows of ranks if they are known, else of rounds."""
-    rows: dict[str, list[tuple[str, float, float]]] = {}
-    for each in facts.ranks:
-        rows[f"rank {each.rank}"] = [(name, start, end) for name, start, end in each.spans]
-    if not any(rows.values()):
-        names = [name for name in ("data", "forward", "backward", "optimizer") if facts.has(name)]
-        rows = {"this process": []}
-        start = 0.0
-        for round_ in facts.rounds:
-            for name in names:
-                rows["this process"].append((name, start, start + round_[name]))
-                start += round_[name]
-    events: list[dict[str, Any]] = []
-    for number, (row, spans) in enumerate(rows.items()):
-        events.append({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": row}})
-        events += [
-            {"ph": "X", "name": name, "pid": number, "tid": 0, "ts": start * 1e6, "dur": (end - start) * 1e6}
-            for name, start, end in spans
-        ]
-    return events

@@ -153,64 +153,56 @@ class _Request:
             )
         diagnosis = self.diagnose(fn, batches)
         if apply and diagnosis.verdict not in ("step failed", "loop failed") and not isinstance(batches, Iterator):
-            self._apply(diagnosis, fn, batches, adopted)
+            # Apply remedies without the user's hand, see apply_in_turn, and put everything back.
+            between_s = diagnosis.facts.mean_between()  # a part of the iterations that gains are predicted of
+            state = StateCopy(*self.roots, batches)
+            hooks = [copy_mapping(each) for optimizer in state.optimizers for each in _hooks(optimizer)]
+            try:
+                apply_in_turn(
+                    diagnosis,
+                    (fn, batches),
+                    partial(_with_remedy, adopted=adopted),
+                    lambda before, after: _compare(*before, self.roots, *after, _PROOF_S, between_s),
+                    lambda training: self.diagnose(*training),
+                )
+            finally:
+                state.restore()
+                for put_back in hooks:
+                    put_back()
         return diagnosis
-
-    def _apply(
-        self, diagnosis: Diagnosis, fn: StepFunction, batches: Iterable[Any], adopted: Callable[[], AdoptedStep] | None
-    ) -> None:
-        """Applies remedies without the user's hand, see :func:`apply_in_turn`, and puts everything back."""
-        between_s = diagnosis.facts.mean_between()  # a part of the iterations that gains are predicted of
-        state = StateCopy(*self.roots, batches)
-        hooks = [copy_mapping(each) for optimizer in state.optimizers for each in _hooks(optimizer)]
-        try:
-            apply_in_turn(
-                diagnosis,
-                (fn, batches),
-                partial(_with_remedy, adopted=adopted),
-                lambda before, after: _compare(*before, self.roots, *after, _PROOF_S, between_s),
-                lambda training: self.diagnose(*training),
-            )
-        finally:
-            state.restore()
-            for put_back in hooks:
-                put_back()
 
     def diagnose(self, fn: StepFunction, batches: Iterable[Any]) -> Diagnosis:
         """Diagnoses a step, on all ranks together if there are several."""
         ranks = Ranks() if dist.is_initialized() and dist.get_world_size() > 1 else None
         try:
-            return self._diagnose(fn, batches, ranks)
+            roots = (*self.roots, *(function for function, _ in self.between.values()))
+            loader = None if isinstance(batches, list | tuple) else batches
+            with agreed(ranks):
+                _check(self.budget_s, self.between)
+                state = StateCopy(*roots, loader=loader)
+            files = FilesWritten()
+            try:
+                with ThreadClock() as clock, files:
+                    with agreed(ranks):
+                        loop = TrainingLoop(fn, batches, state, clock)
+                        experiments = Experiments(loop, self.budget_s, ranks)
+                    facts = experiments.facts(self.between)
+            finally:
+                state.restore()
+            files.paths |= experiments.saved_files
+            notes = [*facts.notes, *filter(None, [files.note()]), *state.changed_data()]
+            facts = dataclasses.replace(facts, notes=notes)
+            if ranks is None:
+                compare = partial(_compare, fn, loop.source.again(), (*roots, loader), between_s=facts.mean_between())
+                diagnosis = Diagnosis(facts, compare)
+            else:
+                diagnosis = Diagnosis(facts, _not_on_ranks, ranks.rank)
+            diagnosis.batches = loop.source.handed_back()
+            loop.source.close()
+            return diagnosis
         finally:
             if ranks is not None:
                 ranks.close()
-
-    def _diagnose(self, fn: StepFunction, batches: Iterable[Any], ranks: Ranks | None) -> Diagnosis:
-        roots = (*self.roots, *(function for function, _ in self.between.values()))
-        loader = None if isinstance(batches, list | tuple) else batches
-        with agreed(ranks):
-            _check(self.budget_s, self.between)
-            state = StateCopy(*roots, loader=loader)
-        files = FilesWritten()
-        try:
-            with ThreadClock() as clock, files:
-                with agreed(ranks):
-                    loop = TrainingLoop(fn, batches, state, clock)
-                    experiments = Experiments(loop, self.budget_s, ranks)
-                facts = experiments.facts(self.between)
-        finally:
-            state.restore()
-        files.paths |= experiments.saved_files
-        notes = [*facts.notes, *filter(None, [files.note()]), *state.changed_data()]
-        facts = dataclasses.replace(facts, notes=notes)
-        if ranks is None:
-            compare = partial(_compare, fn, loop.source.again(), (*roots, loader), between_s=facts.mean_between())
-            diagnosis = Diagnosis(facts, compare)
-        else:
-            diagnosis = Diagnosis(facts, _not_on_ranks, ranks.rank)
-        diagnosis.batches = loop.source.handed_back()
-        loop.source.close()
-        return diagnosis
 
 
 def _hooks(optimizer: Optimizer) -> list[dict[Any, Any]]:

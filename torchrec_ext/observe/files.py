@@ -33,7 +33,17 @@ class FilesWritten:
 
     def __exit__(self, *_: object) -> None:
         _watchers.discard(self)
-        self.paths |= _written_since(self._start)
+        # The regular files that are open for writing and have changed since the start.
+        for entry in _DESCRIPTORS.iterdir() if _DESCRIPTORS.exists() else ():
+            try:
+                about = os.fstat(int(entry.name))
+                path = os.readlink(entry)
+                flags = Path(f"/proc/self/fdinfo/{entry.name}").read_text().split("flags:")[1].split()[0]
+            except OSError:  # closed meanwhile, as the descriptor of this listing
+                continue
+            writable = int(flags, 8) & (os.O_WRONLY | os.O_RDWR) and int(entry.name) >= _STANDARD
+            if writable and stat.S_ISREG(about.st_mode) and about.st_nlink and about.st_mtime_ns >= self._start:
+                self.paths.add(path)
 
     def note(self) -> str:
         """Returns a sentence about these files; empty if there are none."""
@@ -42,22 +52,6 @@ class FilesWritten:
             return ""
         more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
         return f"the step wrote to files for real, and they are not put back: {', '.join(paths[:5])}{more}"
-
-
-def _written_since(start: int) -> set[str]:
-    """Returns the regular files open for writing and changed since a moment."""
-    paths = set()
-    for entry in _DESCRIPTORS.iterdir() if _DESCRIPTORS.exists() else ():
-        try:
-            about = os.fstat(int(entry.name))
-            path = os.readlink(entry)
-            flags = Path(f"/proc/self/fdinfo/{entry.name}").read_text().split("flags:")[1].split()[0]
-        except OSError:  # closed meanwhile, as the descriptor of this listing
-            continue
-        writable = int(flags, 8) & (os.O_WRONLY | os.O_RDWR) and int(entry.name) >= _STANDARD
-        if writable and stat.S_ISREG(about.st_mode) and about.st_nlink and about.st_mtime_ns >= start:
-            paths.add(path)
-    return paths
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:

@@ -168,12 +168,19 @@ class StateCopy:
             elif isinstance(each, GENERATORS):
                 self._put_backs.append(copy_generator(each))
             elif isinstance(each, types.FunctionType):
-                self._function(each)
+                if not is_library(each.__module__):
+                    self._put_backs += copy_function(each)
+                    self._values(globals_of(each).values())
+                    self._values(map(content_of, each.__closure__ or ()))
             elif isinstance(each, type | types.ModuleType):
                 self._put_backs.append(copy_variables(each))
                 self._values(data_of(each).values())
             elif is_followed(each):
-                self._object(each)
+                # Copy the attributes and slots of an object.
+                if hasattr(each, "__dict__"):
+                    self._attributes(vars(each))
+                self._put_backs.append(copy_slots(each))
+                self._values(slots_of(each).values())
             elif isinstance(each, io.IOBase):
                 self.notes.append(f"a file ({getattr(each, 'name', type(each).__name__)}) is read or written for real")
             elif hasattr(each, "__next__"):
@@ -216,19 +223,6 @@ class StateCopy:
                         value.zero_()
         refill(optimizer.state, {**states, **zeros})
 
-    def _function(self, function: types.FunctionType) -> None:
-        if not is_library(function.__module__):
-            self._put_backs += copy_function(function)
-            self._values(globals_of(function).values())
-            self._values(map(content_of, function.__closure__ or ()))
-
-    def _object(self, each: Any) -> None:
-        """Copies the attributes and slots of an object."""
-        if hasattr(each, "__dict__"):
-            self._attributes(vars(each))
-        self._put_backs.append(copy_slots(each))
-        self._values(slots_of(each).values())
-
     def _attributes(self, attributes: dict[str, Any], leave: tuple[str, ...] = ()) -> None:
         self._put_backs.append(copy_attributes(attributes, leave))
         self._values(value for name, value in attributes.items() if name not in leave)
@@ -253,7 +247,12 @@ class StateCopy:
                 self._watch(f"a tensor {tuple(value.shape)}", lambda: value._version)
         elif isinstance(value, np.ndarray):
             if value.flags.writeable and self._is_new(value):
-                self._array(value)
+                if self._fits(value.nbytes):
+                    self.bytes += value.nbytes
+                    self._put_backs.append(partial(np.copyto, value, value.copy()))
+                else:
+                    step = max(1, value.size // _WATCHED)
+                    self._watch(f"an array {value.shape}", lambda: value.flat[::step].tobytes())
         elif isinstance(value, _CONTAINERS):
             if self._is_new(value):
                 self._put_backs.append(copy_container(value))
@@ -280,14 +279,6 @@ class StateCopy:
             self._put_backs.append(copy_tensor(tensor, values))
             if tensor.is_leaf and tensor.grad is not None:
                 self._tensor(tensor.grad)
-
-    def _array(self, value: np.ndarray[Any, Any]) -> None:
-        if self._fits(value.nbytes):
-            self.bytes += value.nbytes
-            self._put_backs.append(partial(np.copyto, value, value.copy()))
-        else:
-            step = max(1, value.size // _WATCHED)
-            self._watch(f"an array {value.shape}", lambda: value.flat[::step].tobytes())
 
     def _fits(self, size: int) -> bool:
         """Returns whether data of so many bytes is copied: a loader's large data seldom changes."""

@@ -277,7 +277,18 @@ class ColumnSearch:
         size = sum(leaf.nbytes for leaf in reader.leaves(0))
         self._compared = max(2, min(reader.num_rows, compared or COMPARED, max(256, _MOST_BYTES // max(size, 1))))
         self._quickly = compared is None
-        self._sources = self._with_columns(_sources(reader.dataset, reader.num_rows))
+        # Add the columns of matrices; leaves out what holds no numbers.
+        sources = _sources(reader.dataset, reader.num_rows)
+        ends = torch.tensor([0, self._reader.num_rows - 1])
+        able = []
+        for source in sources:
+            values = source.rows(ends)
+            if values is None:
+                continue
+            able.append(source)
+            if values.dim() == 2 and values.shape[1] <= _MOST_COLUMNS:
+                able += [_MatrixColumn(source, index) for index in range(values.shape[1])]
+        self._sources = able
         self._keys = reader.names
         self._refuted: set[SlotPiece] = set()
 
@@ -303,19 +314,6 @@ class ColumnSearch:
         if not self._result.columns:  # a batch is as large as what a column gives for it
             self._result.columns["row"] = torch.zeros(self._reader.num_rows, dtype=torch.bool)
         return self._result
-
-    def _with_columns(self, sources: list[_Source]) -> list[_Source]:
-        """Adds the columns of matrices; leaves out what holds no numbers."""
-        ends = torch.tensor([0, self._reader.num_rows - 1])
-        able = []
-        for source in sources:
-            values = source.rows(ends)
-            if values is None:
-                continue
-            able.append(source)
-            if values.dim() == 2 and values.shape[1] <= _MOST_COLUMNS:
-                able += [_MatrixColumn(source, index) for index in range(values.shape[1])]
-        return able
 
     def _read(self) -> None:
         """Reads rows once, and some of them again with other seeds: numbers that vary are drawn."""

@@ -277,9 +277,6 @@ class NegativeDraws:
         self.known: KnownPairs = self._sampler.known
         # A key above those of the pairs reads the row of the users who have taken nothing, as -1 does.
         self.keys = self.exclusion.keys
-        self._check_free(columns)
-
-    def _check_free(self, columns: Mapping[str, Tensor]) -> None:
         counts = self.known.known(self.keys)
         least = 1 if self.law.replace else self.count
         short = len(self.ids) - counts < least
@@ -295,10 +292,7 @@ class NegativeDraws:
         keys = self.keys[rows]
         if self.law.replace:
             return self.ids[self._sampler.draw(keys, rows, epoch, self.count).ids - 1]
-        return self.ids[self._without_repeats(keys, rows, epoch) - 1]
-
-    def _without_repeats(self, keys: Ids, rows: Ids, epoch: int) -> Ids:
-        """Draws the j-th item among the free ones left by the draws before it; every order is as likely."""
+        # Draws the j-th item among the free ones left by the draws before it; every order is as likely.
         numbers = uniform(stream(self._sampler.seed, epoch, PROPOSED), rows[:, None], np.arange(self.count))
         free = self.known.free(keys)
         ranks = np.empty((len(rows), self.count), np.int64)
@@ -308,7 +302,7 @@ class NegativeDraws:
             for before in np.sort(ranks[:, :index], axis=1).T:
                 rank += rank >= before
             ranks[:, index] = rank
-        return self.known.nth_free(keys[:, None], ranks)
+        return self.ids[self.known.nth_free(keys[:, None], ranks) - 1]
 
     @cached_property
     def share(self) -> Floats:

@@ -83,7 +83,10 @@ class Rows:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self.num_rows = _count_rows(columns)
+        lengths = {name: len(column) if column.dim() else 0 for name, column in columns.items()}
+        if not lengths or len(set(lengths.values())) != 1 or 0 in lengths.values():
+            raise ValueError(f"columns have {lengths} rows: must be one number of 1 or more, the same for all")
+        self.num_rows = next(iter(lengths.values()))
         order = RowOrder(self.num_rows, batch_size, seed, shuffle, drop_last, ranks, rank)
         if (negatives is not None) != (draws > 0):
             raise ValueError(f"draws={draws}, negatives={negatives}: a law and a number of draws go together")
@@ -274,11 +277,3 @@ class Rows:
         if self._negatives is not None:
             lines.append(f"  negatives: {self._negatives.describe()}")
         return "\n".join([*lines, *(f"  {note}" for note in self._notes)])
-
-
-def _count_rows(columns: Mapping[str, Tensor]) -> int:
-    """Returns the number of rows of columns."""
-    lengths = {name: len(column) if column.dim() else 0 for name, column in columns.items()}
-    if not lengths or len(set(lengths.values())) != 1 or 0 in lengths.values():
-        raise ValueError(f"columns have {lengths} rows: must be one number of 1 or more, the same for all")
-    return next(iter(lengths.values()))

@@ -122,19 +122,7 @@ class TowerSplit:
 
     def refuse_different_ranks(self, example: Sequence[Any]) -> None:
         """Refuses ranks with different models, optimizers, towers or examples. Collective."""
-        facts = self._facts(example)
-        every: list[Any] = [None] * self.runtime.world_size
-        dist.all_gather_object(every, facts)
-        for rank, others in enumerate(every):
-            for (name, value), (other_name, other) in itertools.zip_longest(every[0], others, fillvalue=("", "none")):
-                if (name, value) != (other_name, other):
-                    raise CannotAdopt(
-                        f"ranks 0 and {rank} differ in {name or other_name}: {value} and {other}; all ranks need the "
-                        "same: call torch.manual_seed with one seed before the model is made, or load one checkpoint"
-                    )
-
-    def _facts(self, example: Sequence[Any]) -> list[tuple[str, str]]:
-        """Returns names and values of all that ranks must have in common, the most telling difference first."""
+        # Names and values of all that ranks must have in common, the most telling difference first.
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         facts = [("towers", str({tower.path: tower.rank for tower in self.towers}))]
         facts += [("the number of parameters and buffers", str(len(tensors)))]
@@ -149,7 +137,15 @@ class TowerSplit:
         values = fingerprint(tree_flatten(tuple(example))[0])
         facts.append(("the example", f"{self.rows} rows, {self._kinds}, values {values!r}"))
         facts.append(("the mode", f"training={self.model.training}"))
-        return facts
+        every: list[Any] = [None] * self.runtime.world_size
+        dist.all_gather_object(every, facts)
+        for rank, others in enumerate(every):
+            for (name, value), (other_name, other) in itertools.zip_longest(every[0], others, fillvalue=("", "none")):
+                if (name, value) != (other_name, other):
+                    raise CannotAdopt(
+                        f"ranks 0 and {rank} differ in {name or other_name}: {value} and {other}; all ranks need the "
+                        "same: call torch.manual_seed with one seed before the model is made, or load one checkpoint"
+                    )
 
     def _refuse_kinds(self) -> None:
         device = next((parameter.device for parameter in self.model.parameters()), self.runtime.device)

@@ -175,15 +175,6 @@ def outer_buffers(model: nn.Module, towers: Sequence[Subnetwork]) -> dict[str, T
     return {name: value.clone() for name, value in model.named_buffers() if not name.startswith(inside)}
 
 
-def loss_and_aux(result: Any) -> tuple[Tensor, Any]:
-    """Returns the loss, (), and what the user's function returned beside it."""
-    loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        what = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise CannotAdopt(f"the loss function returns {what}, must be the loss, (), or (loss, anything else)")
-    return loss, aux
-
-
 def batch_rows(leaves: Sequence[Any]) -> int:
     """Returns B, which the first dimension of every tensor of a batch must be."""
     tensors = [(index, leaf) for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -235,7 +226,13 @@ class UserLoss:
 
     def __call__(self, *batch: Any) -> tuple[Tensor, Any]:
         """Returns the loss and aux of a batch, as the user computes them."""
-        return loss_and_aux(self.function(*batch))
+        # The loss, (), and what the user's function returned beside it.
+        result = self.function(*batch)
+        loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+            what = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise CannotAdopt(f"the loss function returns {what}, must be the loss, (), or (loss, anything else)")
+        return loss, aux
 
     def observe(self, leaves: Sequence[Any], spec: TreeSpec, rows: int) -> list[Tensor]:
         """Runs the loss once and writes down what each tower reads and returns.

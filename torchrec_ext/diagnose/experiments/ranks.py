@@ -111,20 +111,17 @@ class LocalSteps:
             for each in self._copies:
                 stack.callback(setattr, each, "require_backward_grad_sync", each.require_backward_grad_sync)
                 each.require_backward_grad_sync = False
-            self._freeze_tables(stack)
+            # Set the learning rate of sharded tables to 0: an update takes as long and moves nothing.
+            for fused in self.fused:
+                stack.callback(fused.zero_grad)  # hands the rate to the kernel
+                for group in fused.param_groups:
+                    stack.callback(group.__setitem__, "lr", group["lr"])
+                    group["lr"] = 0.0
+                fused.zero_grad()
             stack.callback(setattr, self, "_replaying", False)
             self._replaying = True
             stack.enter_context(self.collectives.watching("replay"))
             yield
-
-    def _freeze_tables(self, stack: ExitStack) -> None:
-        """Sets the learning rate of sharded tables to 0: an update takes as long and moves nothing."""
-        for fused in self.fused:
-            stack.callback(fused.zero_grad)  # hands the rate to the kernel
-            for group in fused.param_groups:
-                stack.callback(group.__setitem__, "lr", group["lr"])
-                group["lr"] = 0.0
-            fused.zero_grad()
 
 
 class RankRounds:
