@@ -121,13 +121,13 @@ class Tracking:
         # Any other tracker has names with values. Each step gets a name of its own there, since TorchX's tracker shows
         # any one of several values of a name.
         suffix = "" if step is None else f" at step {step}"
-        named = {f"{name}{suffix}": value for name, value in figures.items()}
+        values = {f"{name}{suffix}": value for name, value in figures.items()}
 
         def add(tracker: Any) -> None:
             if isinstance(tracker, FigureTracker):
                 tracker.add_figures(self.run, figures, step)
             else:
-                tracker.add_metadata(self.run, **named)
+                tracker.add_metadata(self.run, **values)
 
         self._each(add)
 

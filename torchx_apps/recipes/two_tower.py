@@ -131,15 +131,17 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     from torchrec_ext.modules.interaction import interaction_layer
     from torchrec_ext.modules.losses import row_loss
 
-    known = {*data.vocab, *data.dense}
+    available = {*data.vocab, *data.dense}
     for field, setting in (("features", config.features), ("without", config.without)):
-        unknown = sorted(set(setting) - known)
+        unknown = sorted(set(setting) - available)
         if unknown:
             raise ValueError(
-                f"model.{field} names {unknown}, which '{data.name}' does not have; it has {sorted(known)}"
+                f"model.{field} names {unknown}, which '{data.name}' does not have; it has {sorted(available)}"
             )
     names = [
-        name for name in (*data.vocab, *data.dense) if name in (config.features or known) and name not in config.without
+        name
+        for name in (*data.vocab, *data.dense)
+        if name in (config.features or available) and name not in config.without
     ]
     columns_by_tower = {
         "user": [name for name in names if name not in data.items],

@@ -62,8 +62,8 @@ def placements(loads: Mapping[str, float], world_size: int) -> list[TowerPlaceme
     """
     proposed = {str(placement): placement for placement in _placements(loads, world_size)}
     everywhere = tuple(range(world_size))
-    placed = [each for each in proposed.values() if set(each.ranks.values()) != {everywhere}]
-    return placed[:_MOST_PLACED]
+    separate = [each for each in proposed.values() if set(each.ranks.values()) != {everywhere}]
+    return separate[:_MOST_PLACED]
 
 
 def _placements(loads: Mapping[str, float], world_size: int) -> Iterator[TowerPlacement]:
@@ -78,11 +78,11 @@ def _placements(loads: Mapping[str, float], world_size: int) -> Iterator[TowerPl
             yield _in_order({**counts, more: counts[more] + 1, fewer: counts[fewer] - 1}, world_size)
     everywhere = tuple(range(world_size))
     for size in range(len(loads) - 1, 0, -1):
-        for apart in combinations(loads, size):
-            ranks = TowerPlacement.apart({name: loads[name] for name in apart}, world_size).ranks
+        for names in combinations(loads, size):
+            ranks = TowerPlacement.apart({name: loads[name] for name in names}, world_size).ranks
             # One tower alone gets the last half of the ranks, or it would be on every rank too.
             if size == 1:
-                ranks = {apart[0]: tuple(range(world_size // 2, world_size))}
+                ranks = {names[0]: tuple(range(world_size // 2, world_size))}
             yield TowerPlacement(ranks={name: ranks.get(name, everywhere) for name in loads}, world_size=world_size)
 
 
@@ -138,13 +138,13 @@ class Decision:
             headers.append("measured ms")
         headers.append("")
         table = str(tabulate(rows, headers=headers, disable_numparse=True))
-        taken = self.taken
+        best = self.taken
         possible = [other for other in self.candidates if not other.refused]
-        others = [other for other in possible if (other.towers == EVERYWHERE) != (taken.towers == EVERYWHERE)]
+        others = [other for other in possible if (other.towers == EVERYWHERE) != (best.towers == EVERYWHERE)]
         against = ""
         if others:
             against = f", against {others[0].trial_ms:.2f} ms with towers={others[0].towers}"
-        return f"{table}\ntowers={taken.towers}, tables {taken.sharding}: {taken.trial_ms:.2f} ms a step{against}"
+        return f"{table}\ntowers={best.towers}, tables {best.sharding}: {best.trial_ms:.2f} ms a step{against}"
 
 
 def decide(candidates: Sequence[Candidate]) -> Decision:
@@ -204,7 +204,7 @@ def auto_plan(
         for placement in placements(tower_loads(model), runtime.world_size):
             candidates.append(Candidate(towers=str(placement), sharding=kinds[0]))
     plans: set[str] = set()
-    tried: list[Candidate] = []
+    distinct: list[Candidate] = []
     refused: list[Candidate] = []
     # Trials draw random numbers, and the training after them must draw what it would have drawn without them.
     with torch.random.fork_rng(devices=[]), Trials(runtime, optimizer, steps) as trials:
@@ -213,22 +213,22 @@ def auto_plan(
             samples[False] = Sample.of(model, batch, more)
         for candidate in candidates:
             is_flat = candidate.towers == EVERYWHERE
-            wanted = as_config(config, candidate)
+            candidate_config = as_config(config, candidate)
             try:
                 whole_model = everywhere if is_flat else model
-                plan = plan_sharding(whole_model, runtime, wanted, optimizer=optimizer, batch_size=len(batch))
+                plan = plan_sharding(whole_model, runtime, candidate_config, optimizer=optimizer, batch_size=len(batch))
                 # TorchRec's planner may choose a plan that is there already.
                 if str(plan) not in plans:
                     plans.add(str(plan))
-                    trials.add(samples[is_flat], wanted)
-                    tried.append(candidate)
+                    trials.add(samples[is_flat], candidate_config)
+                    distinct.append(candidate)
             except ValueError as error:
                 # This is a PlanError, or an optimizer that runs under no such sharding.
                 refused.append(dataclasses.replace(candidate, refused=str(error).splitlines()[0]))
-        times = trials.ms([as_config(config, candidate) for candidate in tried], _TRIAL_S)
+        times = trials.ms([as_config(config, candidate) for candidate in distinct], _TRIAL_S)
     if why_apart_is_refused:
         refused.append(Candidate(towers="tower_parallel", sharding=kinds[0], refused=why_apart_is_refused))
-    timed = [dataclasses.replace(candidate, trial_ms=ms) for candidate, ms in zip(tried, times, strict=True)]
+    timed = [dataclasses.replace(candidate, trial_ms=ms) for candidate, ms in zip(distinct, times, strict=True)]
     decision = decide([*timed, *refused])
     return as_config(config, decision.taken), decision
 
