@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchx.schedulers import kubernetes_scheduler as upstream
 from torchx.schedulers.api import AppDryRunInfo, DescribeAppResponse, ListAppResponse
+from torchx.schedulers.kubernetes_scheduler import KubernetesScheduler as TorchxKubernetes
 from torchx.specs import AppDef, Role, VolumeMount, runopts
 from torchx.util.strings import normalize_str
 
@@ -40,7 +41,7 @@ _START_S = 900
 _DRAIN_S = 40
 
 
-class KubernetesScheduler(upstream.KubernetesScheduler):
+class KubernetesScheduler(TorchxKubernetes):
     """Kubernetes with Volcano."""
 
     def _run_opts(self) -> runopts:

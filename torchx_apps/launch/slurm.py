@@ -35,6 +35,7 @@ from torchx.schedulers.api import (
     split_lines_iterator,
 )
 from torchx.schedulers.local_scheduler import LogIterator
+from torchx.schedulers.slurm_scheduler import SlurmScheduler as TorchxSlurm
 from torchx.specs import NONE, AppDef, AppState, ReplicaStatus, Role, RoleStatus
 
 from torchx_apps.cli.process import MISTAKE, MISTAKE_FILE
@@ -60,7 +61,7 @@ _ORDER = (AppState.RUNNING, AppState.PENDING, AppState.FAILED, AppState.CANCELLE
 _SIGNAL = "TERM@60"
 
 
-class SlurmScheduler(upstream.SlurmScheduler):
+class SlurmScheduler(TorchxSlurm):
     """Slurm, with or without accounting."""
 
     def _run_opts(self) -> Any:
