@@ -110,7 +110,16 @@ def install(variant: Variant, editable: str | None = None, say: Say = print, nam
     if not wrong and not extra:
         say("the triple is in place: nothing to install")
         return
-    _remove_intruders(current, variant, say)
+    # Uninstall packages in pip's way: the other fbgemm, in the same folder, and the other torch build.
+    other = stack.FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
+    names = []
+    # The two share files, so taking one out breaks the other: both go.
+    if other in current.versions:
+        names = [other, stack.FBGEMM_NAME[variant]]
+    if current.torch_build and not stack.torch_fits(current, variant):
+        names.append("torch")
+    if names := [name for name in names if name in current.versions]:
+        _step(say, f"taking out {', '.join(names)}", [*PIP, "uninstall", "--quiet", "--yes", *names])
     torch_in_place = all(problem.what != "torch" for problem in wrong)
     torch = ""
     if variant == "cpu" and not torch_in_place:
@@ -200,19 +209,6 @@ def no_torch(triple: Triple, pip_said: str, uv_said: str) -> str:
         "  (The plain torch of the public registry is the CUDA build with gigabytes of packages. It runs on a CPU\n"
         f"  too: `doctor --install --stack {triple.name}` takes it, without TORCHREC_EXT_VARIANT=cpu.)"
     )
-
-
-def _remove_intruders(current: stack.Installed, variant: Variant, say: Say) -> None:
-    """Uninstalls packages in pip's way: the other fbgemm, in the same folder, and the other torch build."""
-    other = stack.FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
-    names = []
-    # The two share files, so taking one out breaks the other: both go.
-    if other in current.versions:
-        names = [other, stack.FBGEMM_NAME[variant]]
-    if current.torch_build and not stack.torch_fits(current, variant):
-        names.append("torch")
-    if names := [name for name in names if name in current.versions]:
-        _step(say, f"taking out {', '.join(names)}", [*PIP, "uninstall", "--quiet", "--yes", *names])
 
 
 def build_shared_memory(say: Say = print) -> None:
@@ -327,6 +323,10 @@ def diagnose(*, really_import: bool = True, named: Triple | None = None) -> Inst
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     devices = tuple(stack.gpu_nodes()) if variant == "cuda" else ()
     ranks = len(devices) or cores
+    parts = []
+    for need in stack.requirements(variant, triple):
+        version = current.versions.get(need.name, "nothing")
+        parts.append(PackageStatus(name=need.name, found=version, expected=need.version or "any version"))
     return Installation(
         python=platform.python_version(),
         interpreter=sys.executable,
@@ -337,7 +337,7 @@ def diagnose(*, really_import: bool = True, named: Triple | None = None) -> Inst
         ranks=ranks,
         threads=max(1, cores // ranks),
         compiler=compiler(),
-        parts=_parts(current, variant, triple),
+        parts=tuple(parts),
         problems=tuple(problems),
         notes=tuple(_notes(variant, machine)),
         import_seconds=seconds,
@@ -413,14 +413,6 @@ def _python_problem(version: tuple[int, int]) -> list[Problem]:
     return [Problem(what="python", found=f"{version[0]}.{version[1]}", expected=expected, repair=repair)]
 
 
-def _parts(current: stack.Installed, variant: Variant, triple: Triple) -> tuple[PackageStatus, ...]:
-    parts = []
-    for need in stack.requirements(variant, triple):
-        version = current.versions.get(need.name, "nothing")
-        parts.append(PackageStatus(name=need.name, found=version, expected=need.version or "any version"))
-    return tuple(parts)
-
-
 def _notes(variant: Variant, machine: Variant) -> list[str]:
     if variant == machine:
         return []
@@ -440,24 +432,30 @@ def compiler() -> str | None:
     return None
 
 
-def text(seen: Installation) -> str:
+def text(installation: Installation) -> str:
     """Returns the report for people."""
     rows = [
-        ("python", f"{seen.python}  {seen.interpreter}"),
-        ("stack", seen.stack),
-        ("variant", f"{seen.variant}  on {', '.join(seen.devices)}"),
-        ("job", f"-j 1x{seen.ranks} --threads {seen.threads} fills this machine ({seen.cores} cores)"),
-        ("C++", seen.compiler or "none: torch.compile needs one (apt install g++)"),
-        *((part.name, f"{part.found}  (expected {part.expected})") for part in seen.parts),
+        ("python", f"{installation.python}  {installation.interpreter}"),
+        ("stack", installation.stack),
+        ("variant", f"{installation.variant}  on {', '.join(installation.devices)}"),
+        (
+            "job",
+            f"-j 1x{installation.ranks} --threads {installation.threads} fills this machine ({installation.cores} "
+            "cores)",
+        ),
+        ("C++", installation.compiler or "none: torch.compile needs one (apt install g++)"),
+        *((part.name, f"{part.found}  (expected {part.expected})") for part in installation.parts),
     ]
-    if seen.import_seconds is not None:
-        rows.append(("import", f"the triple imports and looks rows up, {seen.import_seconds} s"))
-    if seen.no_shared_memory is not None:
-        rows.append(("shared memory", seen.no_shared_memory or "ready: ranks of one host use it in place of sockets"))
+    if installation.import_seconds is not None:
+        rows.append(("import", f"the triple imports and looks rows up, {installation.import_seconds} s"))
+    if installation.no_shared_memory is not None:
+        rows.append(
+            ("shared memory", installation.no_shared_memory or "ready: ranks of one host use it in place of sockets")
+        )
     lines = [f"{name:<16} {value}" for name, value in rows]
-    lines += [f"note: {note}" for note in seen.notes]
-    lines += [f"WRONG {problem}" for problem in seen.problems]
-    lines.append("healthy" if seen.healthy else f"not healthy: {len(seen.problems)} to repair")
+    lines += [f"note: {note}" for note in installation.notes]
+    lines += [f"WRONG {problem}" for problem in installation.problems]
+    lines.append("healthy" if installation.healthy else f"not healthy: {len(installation.problems)} to repair")
     return "\n".join(lines)
 
 
@@ -471,7 +469,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         requested_triple = stack.triple_by_name(flags.stack) if flags.stack else None
         if flags.install or flags.editable:
-            _install(flags.editable, requested_triple)
+            variant = stack.wanted_variant(stack.installed(), stack.machine_variant())
+            say = partial(print, file=sys.stderr, flush=True)
+            say(f"installing for {variant} into {sys.prefix}")
+            if python := _python_problem(sys.version_info[:2]):
+                raise InstallError(str(python[0]))
+            install(variant, flags.editable, say, requested_triple)
+            if variant == "cpu":
+                build_shared_memory(say)
+            importlib.invalidate_caches()
         installation = diagnose(really_import=flags.really_import, named=requested_triple)
     except (InstallError, ValueError) as error:
         print(f"doctor: {error}", file=sys.stderr)
@@ -481,18 +487,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(text(installation))
     return 0 if installation.healthy else 1
-
-
-def _install(editable: str | None, requested_triple: Triple | None) -> None:
-    variant = stack.wanted_variant(stack.installed(), stack.machine_variant())
-    say = partial(print, file=sys.stderr, flush=True)
-    say(f"installing for {variant} into {sys.prefix}")
-    if python := _python_problem(sys.version_info[:2]):
-        raise InstallError(str(python[0]))
-    install(variant, editable, say, requested_triple)
-    if variant == "cpu":
-        build_shared_memory(say)
-    importlib.invalidate_caches()
 
 
 def _parser() -> argparse.ArgumentParser:
