@@ -81,7 +81,17 @@ class ContextualNCF(TowerModel):
         shared: Sequence[str] = (),
         device: torch.device | None = None,
     ) -> None:
-        _check(gmf_dim, mlp_dim, mlp_widths, embedding_std)
+        for name, value in (("gmf_dim", gmf_dim), ("mlp_dim", mlp_dim)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be 1 or more, and a multiple of 4 to be sharded")
+        if not mlp_widths or min(mlp_widths) < 1:
+            raise ValueError(
+                f"mlp_widths={list(mlp_widths)}: the MLP half needs at least one layer and every width 1 or more"
+            )
+        if not embedding_std > 0:
+            raise ValueError(
+                f"embedding_std={embedding_std}: must be greater than 0, or users times items starts and stays at 0"
+            )
         ids = partial(_id_tables, widths={"gmf": gmf_dim, "mlp": mlp_dim}, std=embedding_std)
         first = mlp_widths[0]
         user = NCFTower(
@@ -222,17 +232,3 @@ def _id_tables(feature: str, rows: int, *, widths: dict[str, int], std: float) -
         )
         tables.append(table)
     return tables
-
-
-def _check(gmf_dim: int, mlp_dim: int, mlp_widths: Sequence[int], embedding_std: float) -> None:
-    for name, value in (("gmf_dim", gmf_dim), ("mlp_dim", mlp_dim)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: must be 1 or more, and a multiple of 4 to be sharded")
-    if not mlp_widths or min(mlp_widths) < 1:
-        raise ValueError(
-            f"mlp_widths={list(mlp_widths)}: the MLP half needs at least one layer and every width 1 or more"
-        )
-    if not embedding_std > 0:
-        raise ValueError(
-            f"embedding_std={embedding_std}: must be greater than 0, or users times items starts and stays at 0"
-        )

@@ -262,7 +262,10 @@ def bst(
     for name in ("session", "target"):
         if name in rest:
             raise ValueError(f"others names a tower '{name}', which is the name of the {name}'s tower; choose another")
-    steps = [_reading(table, session) for table in tables]
+    steps = [
+        dataclasses.replace(table, feature_names=[name for name in table.feature_names if name in session])
+        for table in tables
+    ]
     # A table of the target alone is not looked up for the session.
     steps = [table for table in steps if table.feature_names]
     shared: dict[str, EmbeddingConfig] = {}
@@ -287,11 +290,6 @@ def bst(
     )
     network.session = session[0]
     return TowerModel(towers, network)
-
-
-def _reading(table: EmbeddingConfig, features: Sequence[str]) -> EmbeddingConfig:
-    """Returns the table with its features limited to ``features``."""
-    return dataclasses.replace(table, feature_names=[name for name in table.feature_names if name in features])
 
 
 def _pooled(table: EmbeddingConfig, feature: str) -> EmbeddingBagConfig:

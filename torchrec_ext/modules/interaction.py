@@ -60,12 +60,6 @@ def over_pairs(queries: Tensor, candidates: Tensor, score: Callable[[Tensor, Ten
     return torch.cat(scores)
 
 
-def cross_product(query: Tensor, candidate: Tensor) -> Tensor:
-    """Returns (b, n, D1 + D2): each of the queries (b, 1, D1) beside each of the candidates (1, n, D2)."""
-    shape = (query.shape[0], candidate.shape[1], -1)
-    return torch.cat([query.expand(shape), candidate.expand(shape)], dim=2)
-
-
 def query_and_candidate(interaction: str, widths: Sequence[int]) -> tuple[int, int]:
     """Returns (D1, D2), the widths of a query and of a candidate; D1 is 0 for a single tower.
 
@@ -138,7 +132,9 @@ class InteractionLayer(Recorded, nn.Module):
         return over_pairs(query, candidates, self._pairs, sum(self.widths))
 
     def _pairs(self, query: Tensor, candidate: Tensor) -> Tensor:
-        pairs = cross_product(query, candidate)
+        # (b, n, D1 + D2): each of the queries (b, 1, D1) beside each of the candidates (1, n, D2).
+        shape = (query.shape[0], candidate.shape[1], -1)
+        pairs = torch.cat([query.expand(shape), candidate.expand(shape)], dim=2)
         outputs = list(torch.split(pairs.flatten(0, 1), self.widths, dim=1))
         return self.forward(outputs).view(pairs.shape[:2])  # type: ignore[no-any-return]
 

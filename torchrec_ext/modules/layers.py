@@ -153,28 +153,20 @@ def mlp(
     layers: list[nn.Module] = []
     hidden = [in_features, *widths[:-1]]
     for before, width in pairwise(hidden):
-        block = _block(before, width, activation, normalization, dropout)
+        block: list[nn.Module] = [nn.Linear(before, width, bias=normalization != "batch")]
+        if normalization == "layer":
+            block.append(nn.LayerNorm(width))
+        elif normalization == "batch":
+            block.append(BatchNorm(width))
+        block.append(activation_layer(activation))
+        if dropout:
+            block.append(nn.Dropout(dropout))
         if residual and before == width:
             block = [Residual(*block)]
         layers += block
     # Called for its check: a wrong name must raise even without hidden layers.
     activation_layer(activation)
     return Layers(*layers, nn.Linear(hidden[-1], widths[-1]))
-
-
-def _block(
-    before: int, width: int, activation: Activation, normalization: Normalization, dropout: float
-) -> list[nn.Module]:
-    # Batch normalisation subtracts any constant, so a bias before it would never receive a gradient.
-    block: list[nn.Module] = [nn.Linear(before, width, bias=normalization != "batch")]
-    if normalization == "layer":
-        block.append(nn.LayerNorm(width))
-    elif normalization == "batch":
-        block.append(BatchNorm(width))
-    block.append(activation_layer(activation))
-    if dropout:
-        block.append(nn.Dropout(dropout))
-    return block
 
 
 def _check(in_features: int, widths: Sequence[int], normalization: str, dropout: float, residual: bool) -> None:

@@ -130,7 +130,14 @@ def in_batch_softmax(
         ValueError: queries, candidates and weights that do not fit together, a temperature that is not positive.
     """
     _check_temperature(temperature)
-    _check_in_batch(queries, negatives, weights)
+    count = len(negatives.targets)
+    width = negatives.candidates.shape[1]
+    if queries.shape != (count, width) or weights.shape != (count,):
+        raise ValueError(
+            f"queries: shape {tuple(queries.shape)}, weights: {tuple(weights.shape)}; must be (B, D) = ({count}, "
+            f"{width}) and (B,) = ({count},), as in_batch_negatives was given {count} queries and candidates of width "
+            f"{width}"
+        )
     with torch.autocast(queries.device.type, enabled=False):
         # Scaling the queries costs B x D divisions, scaling the scores B x C.
         scaled = widened(queries) / temperature
@@ -208,17 +215,6 @@ def _mean(losses: Tensor, batch: TowerBatch) -> Tensor:
     width = len(batch.weights) // max(1, len(losses))
     # The total weight counts all rows of a group, each with the weight of its positive.
     return (losses * batch.weights.view(len(losses), width)[:, 0]).sum() / (batch.total_weight / width)
-
-
-def _check_in_batch(queries: Tensor, negatives: InBatch, weights: Tensor) -> None:
-    count = len(negatives.targets)
-    width = negatives.candidates.shape[1]
-    if queries.shape != (count, width) or weights.shape != (count,):
-        raise ValueError(
-            f"queries: shape {tuple(queries.shape)}, weights: {tuple(weights.shape)}; must be (B, D) = ({count}, "
-            f"{width}) and (B,) = ({count},), as in_batch_negatives was given {count} queries and candidates of width "
-            f"{width}"
-        )
 
 
 def _check_temperature(temperature: float) -> None:

@@ -165,7 +165,24 @@ def attend(projected: Tensor, packing: Packing, *, causal: bool) -> Tensor:
         # The result is empty but in the graph, because DistributedDataParallel waits for every gradient.
         return projected.sum(dim=1)
     if packing.attention == "nested":
-        return _nested(projected, packing, causal)
+        if causal and projected.device.type == "cpu":
+            raise ValueError(
+                "attention='nested' with causal=True on a cpu: torch has no kernel for it there; use "
+                "attention='bucketed'"
+            )
+        # No kernel takes an empty sequence.
+        lengths = packing.host.lengths[packing.host.lengths > 0]
+        offsets = packing.moved(pad(lengths.cumsum(0), (1, 0)))
+        shortest = int(lengths.min())
+        longest = packing.longest
+        query, key, value = (
+            torch.nested.nested_tensor_from_jagged(each.contiguous(), offsets, None, 1, shortest, longest).transpose(
+                1, 2
+            )
+            for each in projected.unbind(1)
+        )
+        output: Tensor = scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).values()
+        return output
     outputs = [_padded(projected, bucket, causal) for bucket in packing.buckets]
     return torch.cat(outputs).index_select(0, packing.back)
 
@@ -179,24 +196,6 @@ def _padded(projected: Tensor, bucket: Bucket, causal: bool) -> Tensor:
     mask = None if causal or bucket.valid is None else bucket.valid[:, None, None, :]
     output = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
     return output.transpose(1, 2).flatten(0, 1)
-
-
-def _nested(projected: Tensor, packing: Packing, causal: bool) -> Tensor:
-    if causal and projected.device.type == "cpu":
-        raise ValueError(
-            "attention='nested' with causal=True on a cpu: torch has no kernel for it there; use attention='bucketed'"
-        )
-    # No kernel takes an empty sequence.
-    lengths = packing.host.lengths[packing.host.lengths > 0]
-    offsets = packing.moved(pad(lengths.cumsum(0), (1, 0)))
-    shortest = int(lengths.min())
-    longest = packing.longest
-    query, key, value = (
-        torch.nested.nested_tensor_from_jagged(each.contiguous(), offsets, None, 1, shortest, longest).transpose(1, 2)
-        for each in projected.unbind(1)
-    )
-    output: Tensor = scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).values()
-    return output
 
 
 class TransformerLayer(nn.Module):

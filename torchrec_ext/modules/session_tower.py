@@ -209,7 +209,13 @@ class _SessionNetwork(nn.Module):
         if not self.target:
             return self.pooled(steps, Packing(lengths, self.encoder.attention, device=steps.device))
         ones = _lengths(embedded, self.target, host_lengths)
-        _check_targets(ones, self.target)
+        wrong = (ones > 1).nonzero()
+        if len(wrong):
+            row = int(wrong[0])
+            raise ValueError(
+                f"target feature '{self.target[0]}' has {int(ones[row])} values in row {row} of the batch: must be one "
+                "item, or none in a padding row; give each candidate a row of its own"
+            )
         targets = _combined(embedded, self.target, self.combine)
         if self.combine == "concat":
             targets = _in_slots(targets.reshape(len(targets), len(self.target), -1), self.slots, len(self.session))
@@ -499,16 +505,6 @@ def _lengths(
             f"'{features[0]}' {int(lengths[0, row])}: features of one step must be equally many"
         )
     return lengths[0]
-
-
-def _check_targets(lengths: Tensor, target: Sequence[str]) -> None:
-    wrong = (lengths > 1).nonzero()
-    if len(wrong):
-        row = int(wrong[0])
-        raise ValueError(
-            f"target feature '{target[0]}' has {int(lengths[row])} values in row {row} of the batch: must be one item, "
-            "or none in a padding row; give each candidate a row of its own"
-        )
 
 
 def check_features(tables: Sequence[EmbeddingConfig], session: Sequence[str], target: Sequence[str]) -> None:

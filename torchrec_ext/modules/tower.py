@@ -165,7 +165,14 @@ class Tower(Recorded, nn.Module):
         self.weights = dict(weights or {})
         _check_weighted(tables, self.weights)
         self.device = device
-        self._declare(bags, _of_one_width(lists))
+        other = next((table for table in lists if table.embedding_dim != lists[0].embedding_dim), None)
+        if other is not None:
+            raise ValueError(
+                f"tables '{lists[0].name}' (D = {lists[0].embedding_dim}) and '{other.name}' (D = "
+                f"{other.embedding_dim}) are pooled by attention, and TorchRec's EmbeddingCollection holds tables of "
+                "one width; give both one embedding_dim"
+            )
+        self._declare(bags, lists)
         self._poolings: list[tuple[str, PoolingType]] = []
         for table in bags:
             self._poolings += [(key, table.pooling) for key in _keys([table])]
@@ -330,18 +337,6 @@ def check_tables(tables: Sequence[BaseEmbeddingConfig]) -> None:
         raise ValueError(
             f"table '{clashes[0]}': TorchRec keeps tables in a torch ModuleDict, where this name is taken; add a suffix"
         )
-
-
-def _of_one_width(tables: list[EmbeddingConfig]) -> list[EmbeddingConfig]:
-    """Returns ``tables``; refuses different widths, which TorchRec's EmbeddingCollection cannot hold."""
-    other = next((table for table in tables if table.embedding_dim != tables[0].embedding_dim), None)
-    if other is not None:
-        raise ValueError(
-            f"tables '{tables[0].name}' (D = {tables[0].embedding_dim}) and '{other.name}' (D = {other.embedding_dim}) "
-            "are pooled by attention, and TorchRec's EmbeddingCollection holds tables of one width; give both one "
-            "embedding_dim"
-        )
-    return tables
 
 
 class Reads(NamedTuple):
