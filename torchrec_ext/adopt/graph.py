@@ -413,11 +413,11 @@ class ForwardGraph:
         Raises:
             CannotAdopt: ids depend on weights, on rows or on random numbers, or are written in place.
         """
-        needed = set[fx.Node]().union(*(_ancestors(node) for node in self.row_nodes))
+        nodes = set[fx.Node]().union(*(_ancestors(node) for node in self.row_nodes))
         weights = {self._placeholders[index] for index in self.parameters.values()}
-        calls = [node for node in needed if node.op != "placeholder"]
+        calls = [node for node in nodes if node.op != "placeholder"]
         in_place = {node for node in calls if node.target in _WRITES or str(node.target).endswith("_")}
-        if needed & {*self.row_nodes, *weights, *in_place} or self._draws(needed, real):
+        if nodes & {*self.row_nodes, *weights, *in_place} or self._draws(nodes, real):
             raise CannotAdopt(
                 f"{_line_of(self.row_nodes[0])}: dynamic ids must come from the batch alone, not from weights, rows, "
                 "random numbers or writes in place; compute them in the Dataset"
@@ -425,7 +425,7 @@ class ForwardGraph:
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self._module.graph.nodes:
-            if node.op == "placeholder" or node in needed:
+            if node.op == "placeholder" or node in nodes:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node.args[0]] for node in self.row_nodes))
         return fx.GraphModule(self._module, graph)

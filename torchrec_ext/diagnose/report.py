@@ -197,8 +197,8 @@ class Diagnosis:
         if remedy is not None and not isinstance(remedy, Remedy):
             matches = [each for each in remedies if each.name.startswith(str(remedy))]
             if not matches:
-                known = "; ".join(each.name for each in remedies) or "none"
-                raise ValueError(f"realised: remedy={remedy!r}: must be how a remedy's name begins: {known}"[:200])
+                names = "; ".join(each.name for each in remedies) or "none"
+                raise ValueError(f"realised: remedy={remedy!r}: must be how a remedy's name begins: {names}"[:200])
             remedy = matches[0]
         turns = self._compare(step, batches, seconds)
         if remedy is None and remedies:

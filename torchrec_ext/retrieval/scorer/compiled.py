@@ -143,8 +143,8 @@ class _Scores(nn.Module):
             for tower, weights in zip(self._towers, tables, strict=True):
                 columns = tuple(user[: len(tower.inputs)])  # type: ignore[arg-type]
                 user = user[len(columns) :]
-                named = {f"weights.{index}": weight for index, weight in enumerate(weights)}
-                outputs.append(functional_call(tower, named, columns)[0])
+                weights_by_name = {f"weights.{index}": weight for index, weight in enumerate(weights)}
+                outputs.append(functional_call(tower, weights_by_name, columns)[0])
             query = torch.cat(outputs)
         # Clamp wrong positions instead of raising: an exception in an OpenMP thread ends the process.
         inside = positions.clamp(0, stored_rows[0].shape[0] - 1)
