@@ -19,7 +19,17 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchrec_ext.retrieval.scorer.requests import Answer, Embedded, Nearest, Recommendation, Request
+from torchrec_ext.retrieval.scorer.requests import (
+    Answer,
+    Embedded,
+    EmbedRequest,
+    Nearest,
+    NearestRequest,
+    Recommendation,
+    RecommendRequest,
+    Request,
+    ScoreRequest,
+)
 from torchrec_ext.retrieval.server import openapi, parsing
 from torchrec_ext.retrieval.server.connections import ADMITTED
 from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
@@ -28,7 +38,6 @@ from torchrec_ext.retrieval.server.settings import Limits
 from torchrec_ext.retrieval.server.telemetry import where
 from torchrec_ext.schema.validation import listed
 
-Parser = Callable[[parsing.Body, Limits], Request]
 _PAGES = {
     "/": ("index.html", "text/html"),
     "/docs": ("docs.html", "text/html"),
@@ -46,10 +55,10 @@ def application(queued: QueuedScorer) -> Guard:
     """Returns the ASGI application of one worker."""
     endpoints = _Endpoints(queued)
     routes = [
-        Route("/v1/recommend", endpoints.asking(parsing.recommend_request), methods=["POST"]),
-        Route("/v1/score", endpoints.asking(parsing.score_request), methods=["POST"]),
-        Route("/v1/nearest", endpoints.asking(parsing.nearest_request), methods=["POST"]),
-        Route("/v1/embed", endpoints.asking(parsing.embed_request), methods=["POST"]),
+        Route("/v1/recommend", endpoints.asking(RecommendRequest), methods=["POST"]),
+        Route("/v1/score", endpoints.asking(ScoreRequest), methods=["POST"]),
+        Route("/v1/nearest", endpoints.asking(NearestRequest), methods=["POST"]),
+        Route("/v1/embed", endpoints.asking(EmbedRequest), methods=["POST"]),
         Route("/v1/bundle", endpoints.bundle, methods=["GET"]),
         Route("/healthz", endpoints.healthy, methods=["GET"]),
         Route("/readyz", endpoints.ready, methods=["GET"]),
@@ -64,7 +73,7 @@ class _Endpoints:
     def __init__(self, queued: QueuedScorer) -> None:
         self._queued = queued
 
-    def asking(self, parse: Parser) -> Callable[[HttpRequest], Any]:
+    def asking(self, kind: Callable[..., Request]) -> Callable[[HttpRequest], Any]:
         """Returns a handler: parses a request and answers it by the scorer."""
         queued = self._queued
         limits = self._queued.settings.limits
@@ -72,7 +81,7 @@ class _Endpoints:
         async def handle(request: HttpRequest) -> Response:
             deadline = time.monotonic() + limits.time_ms / 1e3
             body = parsing.read_object(await _content(request, limits, deadline))
-            answer = await queued.ask(parse(body, limits), request.receive, deadline)
+            answer = await queued.ask(parsing.request_of(kind, body, limits), request.receive, deadline)
             return json_response(_as_json(answer))
 
         return handle

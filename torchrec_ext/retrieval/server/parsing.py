@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any
 
 from torchrec_ext.retrieval.scorer.requests import (
     EmbedRequest,
     Id,
     NearestRequest,
     RecommendRequest,
+    Request,
     RequestError,
     ScoreRequest,
 )
@@ -19,8 +20,6 @@ from torchrec_ext.retrieval.server.responses import Refusal, over_limit
 from torchrec_ext.retrieval.server.settings import Limits
 
 Body = Mapping[str, Any]
-_RequestT = TypeVar("_RequestT", RecommendRequest, ScoreRequest, EmbedRequest, NearestRequest)
-Readers = Mapping[str, Callable[[str, Any, Limits], Any]]
 _INT64 = 2**63
 MAX_LIKED = 100
 _NAME = 200  # characters of a field's or a column's name
@@ -43,32 +42,18 @@ def read_object(content: bytes) -> Body:
     return body
 
 
-def recommend_request(body: Body, limits: Limits) -> RecommendRequest:
-    """Returns the request in a body.
+def request_of(kind: Callable[..., Request], body: Body, limits: Limits) -> Request:
+    """Returns the request of a kind in a body.
 
     Raises:
         Refusal: 422; the message names the field, the value and the rule, or the limit.
     """
-    return _build(RecommendRequest, body, _RECOMMEND, limits)
-
-
-def score_request(body: Body, limits: Limits) -> ScoreRequest:
-    """Returns the request in a body; raises as :func:`recommend_request`."""
-    return _build(ScoreRequest, body, _SCORE, limits)
-
-
-def embed_request(body: Body, limits: Limits) -> EmbedRequest:
-    """Returns the request in a body; raises as :func:`recommend_request`."""
-    return _build(EmbedRequest, body, _EMBED, limits)
-
-
-def nearest_request(body: Body, limits: Limits) -> NearestRequest:
-    """Returns the request in a body; raises as :func:`recommend_request`."""
-    return _build(NearestRequest, body, _NEAREST, limits)
-
-
-def _build(kind: Callable[..., _RequestT], body: Body, readers: Readers, limits: Limits) -> _RequestT:
-    _check_fields(body, readers)
+    readers = _READERS[kind]
+    for name in body:
+        if name not in readers:
+            match = get_close_matches(name[:_NAME], list(readers), n=1, cutoff=0.5)
+            question = f"did you mean {match[0]!r}?" if match else f"there are {', '.join(readers)}"
+            raise _invalid(name[:_NAME], f"there is no such field; {question}")
     values = {name: readers[name](name, value, limits) for name, value in body.items()}
     for name in _REQUIRED[kind]:
         if name not in values:
@@ -77,14 +62,6 @@ def _build(kind: Callable[..., _RequestT], body: Body, readers: Readers, limits:
         return kind(**values)
     except RequestError as error:
         raise Refusal(422, "invalid", str(error), field=error.field) from None
-
-
-def _check_fields(body: Body, fields: Mapping[str, object]) -> None:
-    for name in body:
-        if name not in fields:
-            match = get_close_matches(name[:_NAME], list(fields), n=1, cutoff=0.5)
-            question = f"did you mean {match[0]!r}?" if match else f"there are {', '.join(fields)}"
-            raise _invalid(name[:_NAME], f"there is no such field; {question}")
 
 
 def _invalid(field: str, problem: str) -> Refusal:
@@ -207,23 +184,25 @@ def _one_of(*words: str) -> Callable[[str, Any, Limits], str]:
     return read
 
 
-_RECOMMEND: Readers = {
-    "user": _features,
-    "k": _number("k"),
-    "candidates": _ids,
-    "retrieve": _number("candidates"),
-    "filter": _filter,
-    "exclude": _ids,
-    "allowed": _ids,
-    "categories": _names,
-    "exclude_seen": _flag,
-    "vector": _one_of(*_VECTOR),
-    "titles": _flag,
-    "liked": _number("liked"),
+_READERS: Mapping[object, Mapping[str, Callable[[str, Any, Limits], Any]]] = {
+    RecommendRequest: {
+        "user": _features,
+        "k": _number("k"),
+        "candidates": _ids,
+        "retrieve": _number("candidates"),
+        "filter": _filter,
+        "exclude": _ids,
+        "allowed": _ids,
+        "categories": _names,
+        "exclude_seen": _flag,
+        "vector": _one_of(*_VECTOR),
+        "titles": _flag,
+        "liked": _number("liked"),
+    },
+    ScoreRequest: {"user": _features, "items": _ids, "vector": _one_of(*_VECTOR)},
+    EmbedRequest: {"rows": _rows, "side": _one_of("query", "candidate")},
+    NearestRequest: {"item": _id, "k": _number("k"), "titles": _flag},
 }
-_SCORE: Readers = {"user": _features, "items": _ids, "vector": _one_of(*_VECTOR)}
-_EMBED: Readers = {"rows": _rows, "side": _one_of("query", "candidate")}
-_NEAREST: Readers = {"item": _id, "k": _number("k"), "titles": _flag}
 _REQUIRED: Mapping[object, tuple[str, ...]] = {
     RecommendRequest: ("user",),
     ScoreRequest: ("user", "items"),
