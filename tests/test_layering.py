@@ -34,11 +34,13 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "data": BASE | {"ids"},
     "modules": BASE,
     "models": BASE | {"modules"},
-    "distributed": {"batch", "modules.tower", "modules.shared_tables"},
+    # Settings of `distributed` and `train` are checked by the two checks that all settings have; they import no torch.
+    "distributed": {"batch", "modules.tower", "modules.shared_tables", "schema.validation"},
     "observe": {"distributed"},
     "drawing": set(),
     "capture": {"distributed", "batch", "observe"},
-    "train": {"distributed", "batch", "tensor_file", "sealed", "capture", "observe", "drawing", "ids"},
+    "train": {"distributed", "batch", "tensor_file", "sealed", "capture", "observe", "drawing", "ids"}
+    | {"schema.validation"},
     "networks": {"train", "distributed", "modules", "batch", "capture", "observe"},
     # `distributed.tables` says which rows of a sharded model a rank holds, for the export alone; `distributed.runtime`
     # how much memory the host or the container has left, for a store that is read into it.

@@ -32,7 +32,7 @@ from torchrec_ext.distributed.optim.declared import (
     shardings,
     undeclared,
 )
-from torchrec_ext.distributed.optim.hybrid import HybridOptimizer, keyed_optimizers
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer, first_few, keyed_optimizers
 from torchrec_ext.distributed.optim.sharded import decay_sharded_rows, read_past_caches, sharded_adams
 from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime, calm_gloo
@@ -151,8 +151,7 @@ def _log_defaults(model: nn.Module, optimizer: OptimizerConfig) -> None:
     tables = undeclared(model)
     defaults = []
     if tables:
-        more = f" and {len(tables) - 3} more" if len(tables) > 3 else ""
-        defaults.append(f"table(s) {', '.join(tables[:3])}{more}: {optimizer.tables} at {optimizer.tables_lr:g}")
+        defaults.append(f"table(s) {first_few(tables)}: {optimizer.tables} at {optimizer.tables_lr:g}")
     if dense_layers(model):
         defaults.append(f"dense layers: {optimizer.dense} at {optimizer.dense_lr:g}")
     if defaults:

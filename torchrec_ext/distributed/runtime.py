@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from torchrec_ext.distributed.shared_memory.sharing import obstacle_to_sharing
 from torchrec_ext.distributed.sync_config import Collectives
+from torchrec_ext.schema.validation import check_choice, check_least
 
 DEFAULT_TIMEOUT_S = 300.0
 # Environment variable with the GPU of each local rank, as 2,3; where not set, the GPU of the local rank's number.
@@ -101,8 +102,7 @@ class Runtime:
         Raises:
             ValueError: ``device`` does not exist, ``threads`` is not positive, or the ranks cannot share memory.
         """
-        if collectives not in get_args(Collectives):
-            raise ValueError(f"collectives={collectives!r}: must be one of {', '.join(get_args(Collectives))}")
+        check_choice("collectives", collectives, get_args(Collectives))
         runtime = dataclasses.replace(_describe(device, threads), timeout_s=timeout_s)
         torch.set_num_threads(runtime.threads)
         if runtime.device.type == "cuda":
@@ -153,8 +153,7 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     # The cores that this process may run on: a container or taskset may leave it fewer than the host has.
     cores = len(os.sched_getaffinity(0))
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads={threads}: must be 1 or more")
+    check_least("threads", threads)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     own_device = choose_device(device, local_rank, local_world_size, gpus, os.environ.get(GPUS, ""))
     backend = "nccl" if own_device.type == "cuda" else "gloo"

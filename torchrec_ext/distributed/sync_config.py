@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from torchrec_ext.exports import Registry, entry
+from torchrec_ext.schema.validation import check_choice, check_least
 
 OptimizerState = Literal["keep", "average"]
 Collectives = Literal["auto", "gloo", "shared_memory"]
@@ -87,17 +88,12 @@ class SyncConfig:
     tables_every: int = 1
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"mode={self.mode!r}: must be one of {', '.join(MODES)}")
-        if self.optimizer_state not in get_args(OptimizerState):
-            raise ValueError(
-                f"optimizer_state={self.optimizer_state!r}: must be one of {', '.join(get_args(OptimizerState))}"
-            )
+        check_choice("mode", self.mode, MODES)
+        check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerState))
         if self.every < 1:
             raise ValueError(f"every={self.every}: must be 1 step or more")
-        for name in ("table_copies", "tables_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+        check_least("table_copies", self.table_copies)
+        check_least("tables_every", self.tables_every)
         if self.tables_every > 1 and self.table_copies == 1:
             raise ValueError(f"tables_every={self.tables_every}: only for table_copies of 2 or more")
         if self.warmup is not None and self.warmup < 0:

@@ -289,7 +289,12 @@ def trace_logits(skeleton: Skeleton, inputs: Inputs) -> GraphModule:
     """Traces ``inputs.flat()`` to the logits (K, B) in evaluation."""
     skeleton.learner.eval()
     try:
-        graph = make_fx(_logits(skeleton, inputs), tracing_mode="fake")(*inputs.flat())
+        each = vmap(_loss(skeleton, inputs), in_dims=_over_members(inputs))
+
+        def logits(*tensors: Tensor) -> Tensor:
+            return each(*_parts(inputs, tensors))[1]
+
+        graph = make_fx(logits, tracing_mode="fake")(*inputs.flat())
     finally:
         skeleton.learner.train()
     graph.graph.eliminate_dead_code()
@@ -354,12 +359,3 @@ def _step(skeleton: Skeleton, inputs: Inputs) -> Callable[..., list[Tensor]]:
         return [loss, logits, *of_weights, *of_pooled]
 
     return step
-
-
-def _logits(skeleton: Skeleton, inputs: Inputs) -> Callable[..., Tensor]:
-    each = vmap(_loss(skeleton, inputs), in_dims=_over_members(inputs))
-
-    def logits(*tensors: Tensor) -> Tensor:
-        return each(*_parts(inputs, tensors))[1]
-
-    return logits

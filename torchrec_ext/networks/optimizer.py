@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.optim.declared import has_kernel
+from torchrec_ext.distributed.optim.hybrid import make_first_state
 from torchrec_ext.distributed.optim.kinds import rows_with_gradient
 from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.networks.stack import Stack
@@ -148,25 +149,10 @@ class StackedOptimizer:
         """Counts a step for the schedules."""
         self._step += 1
 
-    @torch.no_grad()
     def begin(self) -> None:
         """Creates the state for a checkpoint to fill, as the first step would, by a step without gradients."""
         for optimizer in self._optimizers:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            gradients = [parameter.grad for parameter in parameters]
-            rates = [group["lr"] for group in optimizer.param_groups]
-            # With a gradient and a rate of 0 the step makes states and moves no weight.
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter)
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0
-            optimizer.step()
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-                if "step" in optimizer.state[parameter]:
-                    optimizer.state[parameter]["step"].zero_()
+            make_first_state(optimizer)
 
     def go_on(self, steps: int) -> None:
         """Continues the schedules after so many steps."""

@@ -319,7 +319,12 @@ class Stack(nn.Module):
         # They are no submodules, because their weights are views of the stack's.
         self.networks = dict(networks)
         self.generators = {name: torch.Generator().manual_seed((seeds or {}).get(name, 0)) for name in networks}
-        self.tables = self._lay_tables_below_one_another()
+        # Concatenate the members' tables, by the path of their collection.
+        first = next(iter(self.networks.values()))
+        paths = [path for path, module in first.named_modules() if isinstance(module, EmbeddingBagCollection)]
+        self.tables = {
+            path: StackedTables([network.get_submodule(path) for network in self.networks.values()]) for path in paths
+        }
         self.skeleton: Skeleton | None = None
         self._graphs: dict[tuple[object, ...], GraphModule] = {}
         self._makers: dict[tuple[object, ...], _BatchMaker] = {}
@@ -353,14 +358,6 @@ class Stack(nn.Module):
     def dense_grads(self) -> dict[str, Tensor]:
         """Returns the gradients of the dense weights by name, (K, ...) each."""
         return dict(zip(self.dense, self._dense_grads, strict=True))
-
-    def _lay_tables_below_one_another(self) -> dict[str, StackedTables]:
-        """Concatenates the members' tables, by the path of their collection."""
-        first = next(iter(self.networks.values()))
-        paths = [path for path, module in first.named_modules() if isinstance(module, EmbeddingBagCollection)]
-        return {
-            path: StackedTables([network.get_submodule(path) for network in self.networks.values()]) for path in paths
-        }
 
     def _lay_dense_together(self) -> None:
         """Makes one (K, P) matrix of all dense weights, a row for each member, and one of their gradients."""

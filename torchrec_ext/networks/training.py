@@ -282,7 +282,15 @@ class _Run:
         self._stop = stop
         self._say = say
         self._codistillation = codistillation
-        self._steps = _steps_of_all(members)
+        steps = {name: len(member.loader) for name, member in members.items()}
+        first = next(iter(steps))
+        other = next((name for name, count in steps.items() if count != steps[first]), None)
+        if other is not None:
+            raise StackError(
+                f"'{first}' has {steps[first]} steps an epoch and '{other}' {steps[other]}: members of a stack step "
+                "together; give both the same rows and loader.batch_size, or train them beside each other"
+            )
+        self._steps = steps[first]
         self._compile = _compile_of_all(members)
         self._stack = Stack(
             {name: member.network for name, member in members.items()},
@@ -356,22 +364,12 @@ class _Run:
         """Restores the weights of each member's best evaluation, if its early stop watched for it."""
         for name, member in self._members.items():
             steps = [record["step"] for record in self.history[name] if record["kind"] != "error"]
-            best = self._watches[name].better_than(max(steps, default=0))
-            if best is None or self.history[name][-1]["kind"] == "error":
+            # A member that diverged keeps the weights at which it ended.
+            if name not in self._best or len(steps) < len(self.history[name]):
                 continue
-            restored = self._best[name].held
-            if restored:
-                self._best[name].put_back()
-            elif member.checkpoints is not None:
-                restored = member.checkpoints.load_weights(member.network, best["best_step"])
-            name_of_best = self._watches[name].told(best)
-            text = f"restored {name_of_best}"
-            if not restored:
-                text = f"{name_of_best} was the best, but its checkpoint is gone: the weights are the last step's"
-            if self._log is not None:
-                self._log(
-                    name, {"kind": "restore", "epoch": best["best_epoch"], "step": best["best_step"], "message": text}
-                )
+            record = self._best[name].restore(self._watches[name], max(steps, default=0), member.checkpoints)
+            if record is not None and self._log is not None:
+                self._log(name, record)
 
     def _restore(self) -> None:
         """Restores all members from their checkpoints, if there are any."""
@@ -574,18 +572,6 @@ class _Window:
         self._starts[name] = now
         self._sums[name] = 0.0, 0, 0
         return {"loss": total / steps, "rows": rows, "rows_per_s": rows / seconds}
-
-
-def _steps_of_all(members: Mapping[str, Member]) -> int:
-    steps = {name: len(member.loader) for name, member in members.items()}
-    first = next(iter(steps))
-    other = next((name for name, count in steps.items() if count != steps[first]), None)
-    if other is not None:
-        raise StackError(
-            f"'{first}' has {steps[first]} steps an epoch and '{other}' {steps[other]}: members of a stack step "
-            "together; give both the same rows and loader.batch_size, or train them beside each other"
-        )
-    return steps[first]
 
 
 def _compile_of_all(members: Mapping[str, Member]) -> Compile:

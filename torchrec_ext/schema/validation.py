@@ -8,7 +8,7 @@ This module imports no torch, because settings use its names.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 OutOfRange = Literal["error", "oov"]
@@ -26,17 +26,6 @@ def listed(names: Iterable[str]) -> str:
         ('user, item', 'xx, ...')
     """
     return textwrap.shorten(", ".join(names), 100, placeholder=" ...")
-
-
-def first_few(texts: Sequence[str], most: int = 3, separator: str = ", ") -> str:
-    """Joins the first texts for a message, and counts the others.
-
-    Example:
-        >>> first_few(["a", "b"]), first_few(["a", "b", "c", "d", "e"])
-        ('a, b', 'a, b, c and 2 more')
-    """
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return separator.join(texts[:most]) + more
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:

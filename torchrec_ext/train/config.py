@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 from torchrec_ext.capture.policy import Compile
+from torchrec_ext.schema.validation import check_choice, check_least
 
 Amp = Literal["off", "bf16", "fp16"]
 Threads = Literal["given", "auto"]
@@ -47,8 +48,7 @@ class Schedule:
     gamma: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(ScheduleKind):
-            raise ValueError(f"kind={self.kind!r}: must be one of {', '.join(get_args(ScheduleKind))}")
+        check_choice("kind", self.kind, get_args(ScheduleKind))
         if self.warmup < 0:
             raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
         for name in ("floor", "gamma"):
@@ -194,9 +194,8 @@ class ClosedFormConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be a number above 0")
         if not (math.isfinite(self.als_unobserved) and self.als_unobserved >= 0):
             raise ValueError(f"als_unobserved={self.als_unobserved}: must be a number of 0 or more")
-        for name in ("als_dim", "als_epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+        check_least("als_dim", self.als_dim)
+        check_least("als_epochs", self.als_epochs)
 
 
 # Figures and messages by name, as written to metrics.jsonl.
@@ -253,14 +252,13 @@ class TrainConfig:
     threads: Threads = "given"
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "log_every", "eval_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+        check_least("epochs", self.epochs)
+        check_least("log_every", self.log_every)
+        check_least("eval_every", self.eval_every)
         if self.hang_s is not None and not self.hang_s >= 0:
             raise ValueError(f"hang_s={self.hang_s}: must be 0 seconds or more")
-        if self.trace_steps < 0:
-            raise ValueError(f"trace_steps={self.trace_steps}: must be 0 or more")
-        checked = ("compile", get_args(Compile)), ("amp", get_args(Amp)), ("on_nan", ("stop", "skip"))
-        for name, choices in (*checked, ("check_gradients", ("auto", "on", "off"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
+        check_least("trace_steps", self.trace_steps, 0)
+        check_choice("compile", self.compile, get_args(Compile))
+        check_choice("amp", self.amp, get_args(Amp))
+        check_choice("on_nan", self.on_nan, ("stop", "skip"))
+        check_choice("check_gradients", self.check_gradients, ("auto", "on", "off"))

@@ -209,6 +209,22 @@ class BestWeights:
             elif isinstance(value, Tensor) and isinstance(copy, Tensor):
                 value.copy_(copy)
 
+    def restore(self, watch: EarlyStopWatch, step: int, checkpoints: RunCheckpoints | None) -> Record | None:
+        """Puts the weights of the best evaluation back, if a run that ends at ``step`` should; returns its record."""
+        best = watch.better_than(step)
+        if best is None:
+            return None
+        restored = self.held
+        if restored:
+            self.put_back()
+        elif checkpoints is not None:
+            restored = checkpoints.load_weights(self._model, best["best_step"])
+        name_of_best = watch.told(best)
+        text = f"restored {name_of_best}"
+        if not restored:
+            text = f"{name_of_best} was the best, but its checkpoint is gone: the weights are those of the last step"
+        return {"kind": "restore", "epoch": best["best_epoch"], "step": best["best_step"], "message": text}
+
 
 def _copy(tensor: Tensor) -> Tensor:
     # Without copy=True a tensor on the CPU would be returned itself, and change with the training.
@@ -315,9 +331,10 @@ def train(
         run = _Run(model, optimizer, loader, runtime, config, ranks, sync, trace, checkpoints, log, stop, watchdog)
         run.fresh_rows = fresh_rows
         run.observer = observer
+        looking = EvaluationWatch(runtime, stop=stop, say=run.progress.say)
         while run.at.epoch < config.epochs and not run.over:
             run.train_epoch()
-            run.end_epoch(evaluate)
+            run.end_epoch(evaluate, looking)
         run.steps.finish()
         run.restore_best()
         run.close()
@@ -364,7 +381,6 @@ class _Run:
         self.over = False
         self.at = checkpoints.restore(self) if checkpoints is not None else Position()
         self.progress = Progress(total=steps, visible=runtime.is_main, done=self.at.step)
-        self.looking = EvaluationWatch(runtime, stop=stop, say=self.progress.say)
         context = forward_context(config.amp, runtime.device)
         self.forward = FiniteLoss(
             model,
@@ -378,7 +394,7 @@ class _Run:
         )
         ranks.checks.append(self.forward.settle)
         scaler = scaling(config, sync, optimizer, runtime)
-        self.pipeline = make_pipeline(
+        pipeline = make_pipeline(
             model,
             scaler or optimizer,
             runtime.device,
@@ -400,7 +416,7 @@ class _Run:
             take_time=self._pause_watchdog,
             tell=self._log_steps,
         )
-        self.steps = Steps(model, optimizer, runtime, self.pipeline, self.forward, ranks, steps_config)
+        self.steps = Steps(model, optimizer, runtime, pipeline, self.forward, ranks, steps_config)
         self._resume()
 
     def _resume(self) -> None:
@@ -450,7 +466,7 @@ class _Run:
             )
             raise explained from None
         # an evaluation, or a loader that draws hard negatives with the model, runs it outside the pipeline
-        self.pipeline.detach()
+        self.steps.pipeline.detach()
 
     def _batches(self, loader: Any) -> Iterator[Any]:
         """Yields the rest of an epoch's batches, and counts the seconds of waiting for each."""
@@ -488,7 +504,7 @@ class _Run:
         if overlap is not None:
             self._record({"kind": "timeline", "epoch": self.at.epoch + 1, "step": step, **overlap})
         if self.progress.first and self.runtime.is_main and self.steps.piped:
-            warn_unpipelined(unpipelined(self.pipeline, self.model))
+            warn_unpipelined(unpipelined(self.steps.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
             self._record_window()
         if self.schedule:
@@ -513,7 +529,7 @@ class _Run:
             record |= rates(self.optimizer)
         self._record(record)
 
-    def end_epoch(self, evaluate: Callable[[], Record] | None) -> None:
+    def end_epoch(self, evaluate: Callable[[], Record] | None, looking: EvaluationWatch) -> None:
         """Saves, evaluates if the epoch is due for it, and decides whether the run is over."""
         epoch = self.at.epoch + 1
         best = False
@@ -522,7 +538,7 @@ class _Run:
         if evaluate is not None and (epoch % self.config.eval_every == 0 or last):
             if self.checkpoints is not None:
                 self.checkpoints.before_evaluation(self, last=last)
-            record = {"kind": "eval", "epoch": epoch, "step": self.at.step, **self._evaluate(evaluate)}
+            record = {"kind": "eval", "epoch": epoch, "step": self.at.step, **self._evaluate(evaluate, looking)}
             best = self.watch.see(record)
             if best:
                 record["best"] = True
@@ -540,10 +556,10 @@ class _Run:
             self.best.keep()
         self.at.begin(self.at.epoch + 1)
 
-    def _evaluate(self, evaluate: Callable[[], Record]) -> Record:
+    def _evaluate(self, evaluate: Callable[[], Record], looking: EvaluationWatch) -> Record:
         self.model.eval()
         try:
-            with watching(self.looking):
+            with watching(looking):
                 return evaluate()
         except EvaluationStoppedError:
             self._stop(f"in the evaluation after epoch {self.at.epoch + 1}")
@@ -551,22 +567,13 @@ class _Run:
 
     def restore_best(self) -> None:
         """Restores the weights of the best evaluation if an early stop asks for it; all ranks call it."""
-        best = self.watch.better_than(self.at.step)
-        if best is None:
-            return
         self._pause_watchdog()
-        restored = self.best.held
-        if restored:
-            self.best.put_back()
-        elif self.checkpoints is not None:
-            restored = self.checkpoints.load_weights(self.model, best["best_step"])
-        name_of_best = self.watch.told(best)
-        text = f"restored {name_of_best}"
-        if not restored:
-            text = f"{name_of_best} was the best, but its checkpoint is gone: the weights are those of the last step"
-        self.progress.say(text)
+        record = self.best.restore(self.watch, self.at.step, self.checkpoints)
+        if record is None:
+            return
+        self.progress.say(record["message"])
         if self.runtime.is_main and self.log is not None:
-            self.log({"kind": "restore", "epoch": best["best_epoch"], "step": best["best_step"], "message": text})
+            self.log(record)
 
     def _log_steps(self, figures: Record) -> None:
         """Logs whether this process captures its steps; such records are no part of the run's history."""
@@ -590,11 +597,11 @@ class _Run:
     def outside_pipeline(self) -> Iterator[None]:
         """Settles, and lets the block call the model, between two steps or while the pipeline fetches a batch."""
         self.settle()
-        self.pipeline.detach()
+        self.steps.pipeline.detach()
         try:
             yield
         finally:
-            self.pipeline.attach()
+            self.steps.pipeline.attach()
 
     def _stop(self, where: str = "") -> None:
         """Saves, unless this step is saved already, and ends the run on all ranks after the same step or block."""

@@ -44,7 +44,17 @@ class Sample:
     @classmethod
     def of(cls, model: nn.Module, batch: TowerBatch, more: Sequence[TowerBatch] = ()) -> Sample:
         """Makes the sample of an unsharded ``model``, which is not changed."""
-        rows = _most_rows(model)
+        # How many rows of each table may be kept so that all together take BYTES or less.
+        tables = tables_of(model)
+        rows = 1
+        high = max((table.num_embeddings for table in tables), default=1)
+        while rows < high:
+            middle = (rows + high + 1) // 2
+            size = sum(min(table.num_embeddings, middle) * table.embedding_dim * 4 for table in tables)
+            if size <= BYTES:
+                rows = middle
+            else:
+                high = middle - 1
         small = copy.deepcopy(model)
         for path, collection in list(collections(model)):
             parent, _, name = path.rpartition(".")
@@ -55,21 +65,6 @@ class Sample:
                 if isinstance(value, list) and value and all(isinstance(item, BaseEmbeddingConfig) for item in value):
                     setattr(module, name, [_fewer(table, rows) for table in value])
         return cls(small, _wrap_batch(batch, rows), tuple(_wrap_batch(other, rows) for other in more))
-
-
-def _most_rows(model: nn.Module) -> int:
-    """Returns how many rows of each table may be kept so that all together take :data:`BYTES` or less."""
-    tables = tables_of(model)
-    low = 1
-    high = max((table.num_embeddings for table in tables), default=1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        size = sum(min(table.num_embeddings, middle) * table.embedding_dim * 4 for table in tables)
-        if size <= BYTES:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _fewer(table: BaseEmbeddingConfig, rows: int) -> BaseEmbeddingConfig:

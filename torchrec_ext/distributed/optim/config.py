@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from torchrec_ext.schema.validation import check_choice
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -87,20 +89,16 @@ def parse_override(field: str, item: str, kinds: Sequence[str]) -> Override:
                 raise ValueError(f"{field}: {item!r}: the optimizer {key!r} must be one of {', '.join(kinds)}")
             changes["kind"] = key
         elif key in _NUMBERS:
-            changes[key] = _number(field, item, key, text)
+            try:
+                value = float(text)
+            except ValueError:
+                value = math.nan
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{field}: {item!r}: {key}={text}: must be a number of 0 or more")
+            changes[key] = value
         else:
             raise ValueError(f"{field}: {item!r}: there is no setting {key!r}; settings are {', '.join(_NUMBERS)}")
     return Override(item=item, pattern=pattern.strip(), changes=changes)
-
-
-def _number(field: str, item: str, key: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{field}: {item!r}: {key}={text}: must be a number of 0 or more")
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,10 +227,8 @@ class OptimizerConfig:
     clip_norm: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.tables not in get_args(TableOptimizer):
-            raise ValueError(f"tables={self.tables!r}: must be one of {', '.join(get_args(TableOptimizer))}")
-        if self.dense not in get_args(DenseOptimizer):
-            raise ValueError(f"dense={self.dense!r}: must be one of {', '.join(get_args(DenseOptimizer))}")
+        check_choice("tables", self.tables, get_args(TableOptimizer))
+        check_choice("dense", self.dense, get_args(DenseOptimizer))
         decays = ("tables_weight_decay", "dense_weight_decay", "tables_l2")
         for name in ("tables_lr", "dense_lr", "eps", *decays, "clip_norm"):
             value = getattr(self, name)

@@ -216,8 +216,41 @@ class HybridOptimizer(CombinedOptimizer):
             bad = list(dict.fromkeys(name for names in ranks for name in names))
         # Each gradient may be finite while the sum of their squares is not.
         bad = bad or list(grads)
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        return f"the gradient of {', '.join(bad[:3])}{more} is not finite"
+        return f"the gradient of {first_few(bad)} is not finite"
+
+
+def first_few(texts: Sequence[str], separator: str = ", ") -> str:
+    """Joins the first three texts for a message, and counts the others.
+
+    Example:
+        >>> first_few(["a", "b"]), first_few(["a", "b", "c", "d", "e"])
+        ('a, b', 'a, b, c and 2 more')
+    """
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return separator.join(texts[:3]) + more
+
+
+@torch.no_grad()
+def make_first_state(optimizer: torch.optim.Optimizer) -> None:
+    """Creates an optimizer's state before its first step, by a step at a rate of 0."""
+    groups = optimizer.param_groups
+    gradients = []
+    rates = []
+    for group in groups:
+        for parameter in group["params"]:
+            gradients.append((parameter, parameter.grad))
+            parameter.grad = torch.zeros_like(parameter)
+        rates.append(group["lr"])
+        # With a gradient of 0 this leaves the weights as they are, whatever the weight decay.
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+        # The step at a rate of 0 was counted, but trained nothing.
+        if "step" in optimizer.state[parameter]:
+            optimizer.state[parameter]["step"].zero_()
 
 
 def keyed_optimizers(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from torchrec_ext.distributed.placement import PLACEMENTS, parse_ranks
+from torchrec_ext.schema.validation import check_choice
 
 # TorchRec's names, here and below.
 Sharding = Literal[
@@ -90,8 +91,7 @@ class PlanConfig:
 
     def _check_precisions(self) -> None:
         for name in ("forward_precision", "backward_precision"):
-            if getattr(self, name) not in get_args(Precision):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(get_args(Precision))}")
+            check_choice(name, getattr(self, name), get_args(Precision))
         if not 0 < self.backward_loss_scale < float("inf"):
             raise ValueError(f"backward_loss_scale={self.backward_loss_scale}: must be a positive number")
         if self.backward_loss_scale != 1 and self.backward_precision not in ("fp16", "bf16"):

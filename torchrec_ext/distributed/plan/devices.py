@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from torchrec_ext.schema.validation import check_choice, check_least
+
 if TYPE_CHECKING:
     from torchrec.distributed.planner import Topology
 
@@ -47,11 +49,9 @@ class Cluster:
     reserve: float = 0.15
 
     def __post_init__(self) -> None:
-        if self.device not in get_args(DeviceType):
-            raise ValueError(f"device={self.device!r}: must be one of {', '.join(get_args(DeviceType))}")
-        for name in ("world_size", "local_world_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+        check_choice("device", self.device, get_args(DeviceType))
+        check_least("world_size", self.world_size)
+        check_least("local_world_size", self.local_world_size)
         if self.world_size > _MOST_DEVICES:
             raise ValueError(
                 f"world_size={self.world_size}: must be {_MOST_DEVICES:,} or less; the planner weighs each device by "

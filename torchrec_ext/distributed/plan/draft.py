@@ -409,7 +409,11 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
     try:
         by_host = any(set(BY_HOST) & set(each.sharding_types or ()) for each in request.constraints.values())
         plan = planner.plan(model, sharders(request.codecs, by_host=by_host))
-        widen_caches(stats.options, _cache_kinds(request))
+        # The attributes by which tables of one sharding type share a cache, by table name.
+        kinds: dict[str, Hashable] = {}
+        for table in request.tables:
+            kinds[table.name] = (table.data_type, getattr(table, "pooling", None), request.choices[table.name])
+        widen_caches(stats.options, kinds)
         check_gpus(stats.options, topology)
     except PlannerError as error:
         storage = topology.devices[0].storage
@@ -428,14 +432,6 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
             )
         ) from None
     return Draft(plan, stats.options)
-
-
-def _cache_kinds(request: Request) -> dict[str, Hashable]:
-    """Returns the attributes by which tables of one sharding type share a cache, by table name."""
-    kinds: dict[str, Hashable] = {}
-    for table in request.tables:
-        kinds[table.name] = (table.data_type, getattr(table, "pooling", None), request.choices[table.name])
-    return kinds
 
 
 def _winning(
@@ -479,7 +475,18 @@ def _constraint(
         )
     if reason:
         raise PlanError(f"table '{table.name}': {reason}")
-    kernel = _kernel(table, request, runtime, cached=cached)
+    # The kernel fields of the planner's constraints; none if the planner is free to choose.
+    kernel: dict[str, Any] = {}
+    if request.kernel != "auto":
+        kernel["compute_kernels"] = [request.kernel]
+    elif runtime.device.type == "cuda" and not cached:
+        kernel["compute_kernels"] = ["dense", "fused", "fused_uvm"]
+    if request.cache_load_factor:
+        kernel["cache_params"] = CacheParams(load_factor=request.cache_load_factor)
+    # TorchRec counts no cache at all if its size is missing.
+    if request.kernel == "key_value":
+        cache = table_bytes(table) * (request.cache_load_factor or KV_CACHING_RATIO) / runtime.world_size
+        kernel["key_value_params"] = KeyValueParams(max_l1_cache_size=math.ceil(cache / MB))
     if sharding == "auto":
         types = possible(table, device)
         if request.kernel not in ("auto", "dense"):
@@ -506,19 +513,3 @@ def _constraint(
             f"multiples of 4; choose another type, such as plan.tables={table.name}=row_wise, or embedding_dim"
         )
     return ParameterConstraints(sharding_types=[sharding], min_partition=fitting[0], **kernel)
-
-
-def _kernel(table: BaseEmbeddingConfig, request: TableChoice, runtime: Runtime, *, cached: bool) -> dict[str, Any]:
-    """Returns the kernel fields of the planner's constraints; none if the planner is free to choose."""
-    fields: dict[str, Any] = {}
-    if request.kernel != "auto":
-        fields["compute_kernels"] = [request.kernel]
-    elif runtime.device.type == "cuda" and not cached:
-        fields["compute_kernels"] = ["dense", "fused", "fused_uvm"]
-    if request.cache_load_factor:
-        fields["cache_params"] = CacheParams(load_factor=request.cache_load_factor)
-    # TorchRec counts no cache at all if its size is missing.
-    if request.kernel == "key_value":
-        cache = table_bytes(table) * (request.cache_load_factor or KV_CACHING_RATIO) / runtime.world_size
-        fields["key_value_params"] = KeyValueParams(max_l1_cache_size=math.ceil(cache / MB))
-    return fields

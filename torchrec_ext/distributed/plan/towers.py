@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
-from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.planner.utils import placement as shard_placement
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -57,30 +56,26 @@ def tower_placement(model: nn.Module, asked: str, world_size: int) -> TowerPlace
     towers: dict[str, Any] = dict(located[1].items())
     _check_weighted(asked, towers)
     if asked == "tower_parallel":
-        return _apart(towers, world_size)
+        # Place towers on ranks in proportion to their cost; towers with a shared table count as one.
+        together = {"+".join(unit): unit for unit in sharing_groups(towers)}
+        if len(together) == 1 and len(towers) > 1:
+            table, names = next((table, names) for table, names in readers(towers).items() if len(names) > 1)
+            raise PlacementError(
+                f"plan.towers=tower_parallel: the towers {' and '.join(names)} share table '{table}', so all towers "
+                "have one set of ranks; give each a table of its own name, or take plan.towers=data_parallel"
+            )
+        loads = {}
+        for name, unit in together.items():
+            loads[name] = sum(tower_cost(towers[tower]) for tower in unit)
+        ranks = TowerPlacement.apart(loads, world_size).ranks
+        by_tower: dict[str, tuple[int, ...]] = {}
+        for name, unit in together.items():
+            by_tower |= dict.fromkeys(unit, ranks[name])
+        # In the order of the towers, which may differ from that of the units.
+        return TowerPlacement(ranks={tower: by_tower[tower] for tower in towers}, world_size=world_size)
     placement = TowerPlacement.parse(asked, list(towers), world_size)
     _check_together(asked, towers, placement)
     return placement
-
-
-def _apart(towers: Mapping[str, Any], world_size: int) -> TowerPlacement:
-    """Places towers on ranks in proportion to their cost; towers with a shared table count as one."""
-    together = {"+".join(unit): unit for unit in sharing_groups(towers)}
-    if len(together) == 1 and len(towers) > 1:
-        table, names = next((table, names) for table, names in readers(towers).items() if len(names) > 1)
-        raise PlacementError(
-            f"plan.towers=tower_parallel: the towers {' and '.join(names)} share table '{table}', so all towers have "
-            "one set of ranks; give each a table of its own name, or take plan.towers=data_parallel"
-        )
-    loads = {}
-    for name, unit in together.items():
-        loads[name] = sum(tower_cost(towers[tower]) for tower in unit)
-    ranks = TowerPlacement.apart(loads, world_size).ranks
-    by_tower: dict[str, tuple[int, ...]] = {}
-    for name, unit in together.items():
-        by_tower |= dict.fromkeys(unit, ranks[name])
-    # In the order of the towers, which may differ from that of the units.
-    return TowerPlacement(ranks={tower: by_tower[tower] for tower in towers}, world_size=world_size)
 
 
 def tower_cost(tower: nn.Module) -> float:
@@ -156,7 +151,11 @@ def draft_towers(
     # The largest tower goes first, while there is most room.
     for name in sorted(towers, key=lambda name: -_weights(by_tower[name])):
         members = placement.ranks[name]
-        tower_ranks = _ranks_of(runtime, members)
+        # Describe these ranks as a job of their own, with one rank a host if hosts hold unequal numbers of them.
+        hosts = [rank // runtime.local_world_size for rank in members]
+        counts = {hosts.count(host) for host in hosts}
+        on_each_host = counts.pop() if len(counts) == 1 else 1
+        tower_ranks = dataclasses.replace(runtime, world_size=len(members), local_world_size=on_each_host)
         names = [table.name for table in tables_of(by_tower[name])]
         tower_request = request.on(names, tower_ranks, {**_possible(request), **constraints})
         # A tower's ranks look up the rows of all ranks of the job.
@@ -174,9 +173,15 @@ def draft_towers(
         except PlanError as error:
             where = ", ".join(map(str, members))
             raise PlanError(f"tower '{name}' on rank(s) {where}: {error}") from None
-        _subtract_memory(free, drafted.options, members)
+        for option in drafted.options:
+            for shard in option.shards:
+                # On a CPU, tables are in host memory, and there is no HBM.
+                free[members[shard.rank]] -= shard.storage.hbm or shard.storage.ddr
         plans = {path: drafted.plan.get_plan_for_module(path) for path, _ in collections(by_tower[name])}
-        tables[name] = {path: _over_all(plan, members, runtime) for path, plan in plans.items()}
+        tables[name] = {
+            path: EmbeddingModuleShardingPlan({name: _table_over_all(s, members, runtime) for name, s in plan.items()})
+            for path, plan in plans.items()
+        }
     rest = _only(model, [path for path, _ in collections(model) if not _in_towers(model, path)])
     others = [table.name for table in tables_of(rest)]
     modules: dict[str, Any] = {}
@@ -236,28 +241,6 @@ def _only(model: nn.Module, paths: Iterable[str]) -> nn.Module:
             parent = getattr(parent, child)
         parent.add_module(name, model.get_submodule(path))
     return root
-
-
-def _ranks_of(runtime: Runtime, members: tuple[int, ...]) -> Runtime:
-    """Describes these ranks as a job of their own, with one rank a host if hosts hold unequal numbers of them."""
-    hosts = [rank // runtime.local_world_size for rank in members]
-    counts = {hosts.count(host) for host in hosts}
-    on_each_host = counts.pop() if len(counts) == 1 else 1
-    return dataclasses.replace(runtime, world_size=len(members), local_world_size=on_each_host)
-
-
-def _subtract_memory(free: list[int], options: list[ShardingOption], members: tuple[int, ...]) -> None:
-    for option in options:
-        for shard in option.shards:
-            # On a CPU, tables are in host memory, and there is no HBM.
-            free[members[shard.rank]] -= shard.storage.hbm or shard.storage.ddr
-
-
-def _over_all(
-    plan: EmbeddingModuleShardingPlan, members: tuple[int, ...], runtime: Runtime
-) -> EmbeddingModuleShardingPlan:
-    """Renumbers the ranks of ``plan`` from within the tower to within the job."""
-    return EmbeddingModuleShardingPlan({name: _table_over_all(s, members, runtime) for name, s in plan.items()})
 
 
 def _table_over_all(sharding: ParameterSharding, members: tuple[int, ...], runtime: Runtime) -> ParameterSharding:

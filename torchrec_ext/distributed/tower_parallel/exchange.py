@@ -293,14 +293,11 @@ class TowerExchange:
             if spec.equal:
                 # A header begins with B and Q; a tower of shared rows runs Q of them for each rank, any other B.
                 counts = tuple(header[spec.shared] for header in headers)
-                result[name] = pad_rows(result[name], self._most_rows(name, counts))
+                # The rows of the tower's busiest rank; cached, as ranks mostly have as many rows in every step.
+                if (name, counts) not in self._busiest:
+                    self._busiest[name, counts] = self._placement.busiest(name, counts)
+                result[name] = pad_rows(result[name], self._busiest[name, counts])
         return ReceivedRows(result)
-
-    def _most_rows(self, name: str, counts: tuple[int, ...]) -> int:
-        """Returns the rows of the tower's busiest rank; cached, as ranks mostly have as many rows in every step."""
-        if (name, counts) not in self._busiest:
-            self._busiest[name, counts] = self._placement.busiest(name, counts)
-        return self._busiest[name, counts]
 
     def back(self, context: ExchangeContext, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sends the outputs back to the ranks of their rows.

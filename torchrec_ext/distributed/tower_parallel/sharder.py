@@ -93,11 +93,6 @@ class TowerSequenceSharder(SequenceSharder):
         )
 
 
-def tower_sharders() -> list[ModuleSharder[nn.Module]]:
-    """Returns a sharder for every kind of collection in a placed tower."""
-    return [TowerBagSharder(), TowerSequenceSharder()]
-
-
 def tower_groups(
     placement: TowerPlacement, everyone: dist.ProcessGroup, timeout: timedelta
 ) -> dict[str, dist.ProcessGroup]:
@@ -410,7 +405,7 @@ class TowerSharder(ModuleSharder[Towers]):
 
     def __init__(self, timeout: timedelta) -> None:
         super().__init__()
-        self._sharders = {sharder.module_type: sharder for sharder in tower_sharders()}
+        self._sharders = {sharder.module_type: sharder for sharder in [TowerBagSharder(), TowerSequenceSharder()]}
         self._timeout = timeout
 
     def shard(

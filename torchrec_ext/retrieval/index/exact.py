@@ -17,6 +17,7 @@ from torch.nn.functional import normalize
 from torchrec_ext.retrieval.index.bounds import Bools, Float32s, ScoreBounds
 from torchrec_ext.retrieval.index.projection import Projection
 from torchrec_ext.retrieval.store.store import EmbeddingStore
+from torchrec_ext.schema.validation import check_least
 
 _SAMPLE = 8_192  # scores of the first block, to estimate the first threshold
 
@@ -302,8 +303,7 @@ def check_request(
     # Numpy's calls take a fraction of torch's.
     if queries.dim() != 2 or not len(queries) or not np.isfinite(queries.numpy()).all():
         raise ValueError(f"queries: shape {tuple(queries.shape)}; must be (Q, D) finite numbers, Q at least 1")
-    if k < 1:
-        raise ValueError(f"k={k}: must be 1 or more")
+    check_least("k", k)
     if allowed is not None and (allowed.shape != (size,) or allowed.dtype != torch.bool):
         raise ValueError(
             f"allowed: shape {tuple(allowed.shape)} of {allowed.dtype}; must be ({size},) bool, one for each position"

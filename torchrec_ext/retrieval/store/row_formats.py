@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from torchrec_ext.schema.validation import check_choice
+
 Dtype = str  # a name in ROW_FORMATS
 QUERIES, K = 64, 100
 
@@ -110,8 +112,7 @@ def row_format(dtype: Dtype) -> RowFormat:
     Raises:
         ValueError: there is none of this name.
     """
-    if dtype not in ROW_FORMATS:
-        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(ROW_FORMATS)}")
+    check_choice("dtype", dtype, ROW_FORMATS)
     return ROW_FORMATS[dtype]
 
 
@@ -149,13 +150,11 @@ class LossMeter:
     """Measures the loss of rows as they stream by: two running top-k lists, no second copy of the catalogue.
 
     Args:
-        queries: (Q, D) queries whose nearest rows are compared; without, only differences are measured.
-        k: number of neighbours by which the recall is measured.
+        queries: (Q, D) queries whose :data:`K` nearest rows are compared; without, only differences are measured.
     """
 
-    def __init__(self, queries: Tensor | None = None, k: int = K) -> None:
+    def __init__(self, queries: Tensor | None = None) -> None:
         self.queries = queries
-        self.k = k
         self._greatest = 0.0
         self._sum = 0.0
         self._numbers = 0
@@ -176,12 +175,12 @@ class LossMeter:
         self._rows += len(vectors)
 
     def _merge_best(self, best: tuple[Tensor, Tensor] | None, scores: Tensor) -> tuple[Tensor, Tensor]:
-        values, rows = scores.topk(min(self.k, scores.shape[1]), dim=1)
+        values, rows = scores.topk(min(K, scores.shape[1]), dim=1)
         rows = rows + self._rows  # from a row of this block to a row of all
         if best is not None:
             values = torch.cat([best[0], values], dim=1)
             rows = torch.cat([best[1], rows], dim=1)
-        best_values, order = values.topk(min(self.k, values.shape[1]), dim=1)
+        best_values, order = values.topk(min(K, values.shape[1]), dim=1)
         return best_values, rows.gather(1, order)
 
     def loss(self) -> Loss:
@@ -193,7 +192,7 @@ class LossMeter:
             hits = (exact[:, :, None] == stored[:, None, :]).any(dim=2)
             recall = float(hits.float().mean())
         return Loss(
-            greatest=self._greatest, mean=self._sum / max(1, self._numbers), recall=recall, k=self.k, rows=self._rows
+            greatest=self._greatest, mean=self._sum / max(1, self._numbers), recall=recall, k=K, rows=self._rows
         )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from torchrec_ext.schema.validation import check_choice
+
 Changed = Literal["refuse", "next_epoch"]
 Change = Literal["more_rows", "new_tables", "fewer_tables", "new_layers", "fewer_layers"]
 
@@ -44,8 +46,7 @@ class CheckpointConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 0 or more; 0 saves none by it")
         if self.keep < 1:
             raise ValueError(f"keep={self.keep}: must be 1 or more; epochs=0 and steps=0 save none at all")
-        if self.changed not in get_args(Changed):
-            raise ValueError(f"changed={self.changed!r}: must be one of {', '.join(get_args(Changed))}")
+        check_choice("changed", self.changed, get_args(Changed))
 
     @property
     def saves(self) -> bool:

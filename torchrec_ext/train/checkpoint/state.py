@@ -24,6 +24,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
+from torchrec_ext.distributed.optim.hybrid import make_first_state
 from torchrec_ext.distributed.optim.sharded import kernels_of
 from torchrec_ext.distributed.tables import collections, local_shards, table_configs
 from torchrec_ext.distributed.tower_parallel.lookups import unhosted
@@ -224,7 +225,9 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
             tensors[f"dense.{key}"] = value.detach()
     rows: dict[str, RowState] = {}
     for single in _split_combined(optimizer):
-        _make_first_state(single)
+        torch_optimizer = getattr(single, "_optimizer", None)
+        if isinstance(single, KeyedOptimizerWrapper) and torch_optimizer is not None and not torch_optimizer.state:
+            make_first_state(torch_optimizer)
         for key, parameter in single.params.items():
             for slot, value in _slots(single.state.get(parameter, {}), configs.get(key)).items():
                 if key in configs:
@@ -253,31 +256,6 @@ def _split_combined(optimizer: KeyedOptimizer | None) -> list[KeyedOptimizer]:
     if isinstance(optimizer, CombinedOptimizer):
         return [single for _, single in optimizer._optims]
     return [] if optimizer is None else [optimizer]
-
-
-def _make_first_state(optimizer: KeyedOptimizer) -> None:
-    """Creates a torch optimizer's state before its first step, by a step at a rate of 0."""
-    torch_optimizer = getattr(optimizer, "_optimizer", None)
-    if not isinstance(optimizer, KeyedOptimizerWrapper) or torch_optimizer is None or torch_optimizer.state:
-        return
-    groups = torch_optimizer.param_groups
-    gradients = []
-    rates = []
-    for group in groups:
-        for parameter in group["params"]:
-            gradients.append((parameter, parameter.grad))
-            parameter.grad = torch.zeros_like(parameter)
-        rates.append(group["lr"])
-        # With a gradient of 0 this leaves the weights as they are, whatever the weight decay.
-        group["lr"] = 0.0
-    torch_optimizer.step()
-    for group, rate in zip(groups, rates, strict=True):
-        group["lr"] = rate
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
-        # The step at a rate of 0 was counted, but trained nothing.
-        if "step" in torch_optimizer.state[parameter]:
-            torch_optimizer.state[parameter]["step"].zero_()
 
 
 def _slots(state: Mapping[str, Any], table: BaseEmbeddingConfig | None) -> dict[str, Any]:

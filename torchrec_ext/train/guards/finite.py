@@ -15,7 +15,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.capture.policy import TrainingDivergedError
-from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError
+from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, first_few
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.distributed.tables import local_shards
@@ -312,13 +312,12 @@ class FiniteLoss:
             weight_causes |= dict.fromkeys(weights)
         causes = data_causes or list(weight_causes) or [_OVERFLOW]
         remedy = _DATA_REMEDY if data_causes else _RATES_REMEDY
-        more = f" and {len(causes) - 3} more" if len(causes) > 3 else ""
         effect = "the update of this step was written" if self._late else _NOTHING_WRITTEN
         # Under local steps ranks go bad at different steps, and the first one counts.
         step = min(ranks[rank][3] for rank in bad_ranks)
         message = (
             f"the loss is {ranks[bad_ranks[0]][0]} on rank(s) {bad_ranks} at {self.where(step)}: "
-            f"{'; '.join(causes[:3])}{more}; {effect}; {remedy}"
+            f"{first_few(causes, separator='; ')}; {effect}; {remedy}"
         )
         return message, step
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer, first_few
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections
 
@@ -75,7 +75,21 @@ class GradientGate:
         if self._runtime.world_size > 1:
             ranks = [None] * self._runtime.world_size
             dist.all_gather_object(ranks, self._bad)
-        return _describe(ranks)
+        # One text about all ranks; empty if nothing is wrong.
+        messages = []
+        vectors_by_rank = [vectors for vectors, _ in ranks]
+        layers_by_rank = [layers for _, layers in ranks]
+        for prefix, names_by_rank in (("vectors of ", vectors_by_rank), ("", layers_by_rank)):
+            names = list(dict.fromkeys(chain.from_iterable(names_by_rank)))
+            if not names:
+                continue
+            bad_ranks = [str(rank) for rank, bad in enumerate(names_by_rank) if bad]
+            on_ranks = ""
+            if len(bad_ranks) < len(ranks):
+                on_ranks = f" on rank {', '.join(bad_ranks)}"
+            messages.append(f"the gradient of {prefix}{first_few(names)} is not finite{on_ranks}")
+        # Layers first: their bad gradient is nearer to the loss, and the vectors' usually follows from it.
+        return "; ".join(reversed(messages))
 
     def drop(self) -> None:
         """Discards the second half of the backward, so that no table is updated."""
@@ -143,22 +157,3 @@ def _sharded(collection: nn.Module) -> bool:
 def _finite(gradient: Tensor) -> bool:
     """Checks the sum first, in one pass: a finite sum has only finite parts, any other may have overflowed."""
     return bool(torch.isfinite(gradient.sum())) or bool(torch.isfinite(gradient).all())
-
-
-def _describe(ranks: list[tuple[list[str], list[str]]]) -> str:
-    """Returns one text about all ranks; empty if nothing is wrong."""
-    messages = []
-    vectors_by_rank = [vectors for vectors, _ in ranks]
-    layers_by_rank = [layers for _, layers in ranks]
-    for prefix, names_by_rank in (("vectors of ", vectors_by_rank), ("", layers_by_rank)):
-        names = list(dict.fromkeys(chain.from_iterable(names_by_rank)))
-        if not names:
-            continue
-        bad_ranks = [str(rank) for rank, bad in enumerate(names_by_rank) if bad]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        on_ranks = ""
-        if len(bad_ranks) < len(ranks):
-            on_ranks = f" on rank {', '.join(bad_ranks)}"
-        messages.append(f"the gradient of {prefix}{', '.join(names[:3])}{more} is not finite{on_ranks}")
-    # Layers first: their bad gradient is nearer to the loss, and the vectors' usually follows from it.
-    return "; ".join(reversed(messages))

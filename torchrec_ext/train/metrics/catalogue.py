@@ -156,7 +156,16 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0, *, depth: int |
             f"targets: item {int(items.max())}, but the catalogue has {scores.shape[1]} items, from 0; give its row"
         )
     target_scores = scores[rows, items]
-    _check_scores(scores, target_scores, start)
+    # Refuse NaN: it compares as neither better nor equal, and so would count as worse than the target.
+    # The sum is one pass over the scores; only if it is NaN are they looked at one by one.
+    if not torch.isfinite(target_scores).all() or torch.isnan(scores.sum()):
+        bad = torch.isnan(scores).nonzero()
+        problem = "a target's is infinite"
+        if len(bad):
+            problem = f"the score of query {start + int(bad[0, 0])} for item {int(bad[0, 1])} is NaN"
+        # The sum may be NaN by inf - inf, but other items may have such scores.
+        if len(bad) or torch.isinf(target_scores).any():
+            raise ValueError(f"scores: {problem}; a rank needs numbers: has training diverged?")
     # Left-out items get -inf, and then the targets their score back: a target may be among the left-out items.
     scores[tuple(tensor.to(scores.device) for tensor in question.seen_by(start, stop))] = -torch.inf
     scores[:, list(question.not_items)] = -torch.inf
@@ -310,19 +319,6 @@ def _sorted(keys: NDArray[np.int64]) -> NDArray[Any]:
     if not len(keys) or bool((keys[1:] >= keys[:-1]).all()):
         return keys
     return np.sort(keys.astype(np.int32) if keys.max() < 2**31 else keys)
-
-
-def _check_scores(scores: Tensor, target_scores: Tensor, start: int) -> None:
-    """Refuses NaN: it compares as neither better nor equal, and so would count as worse than the target."""
-    # The sum is one pass over the scores; only if it is NaN are they looked at one by one.
-    if not torch.isfinite(target_scores).all() or torch.isnan(scores.sum()):
-        bad = torch.isnan(scores).nonzero()
-        problem = "a target's is infinite"
-        if len(bad):
-            problem = f"the score of query {start + int(bad[0, 0])} for item {int(bad[0, 1])} is NaN"
-        # The sum may be NaN by inf - inf, but other items may have such scores.
-        if len(bad) or torch.isinf(target_scores).any():
-            raise ValueError(f"scores: {problem}; a rank needs numbers: has training diverged?")
 
 
 def _check_targets(rows: Tensor, items: Tensor) -> None:

@@ -78,7 +78,14 @@ class ClassificationMetrics:
         classes = by_class(labels, weights)
         loss = binary_cross_entropy_with_logits(logits, labels, weight=weights, reduction="sum")
         self._sums += torch.stack([loss, (weights * logits.sigmoid()).sum(), *classes.sum(1)])
-        self._classes.index_add_(1, _bins(logits), classes)
+        # Bins 0 to 2**BITS - 1, (B,) int64, in the order of the logits: the first bits of each float32. As integers,
+        # the bits of positive floats are in the order of the floats. Those of negative floats are reversed, so all of
+        # their bits but the sign are flipped.
+        # 0.0 is added, because -0.0 is the same number as 0.0 in other bits.
+        bits = (logits.float() + 0.0).view(torch.int32)
+        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        bins: Tensor = (ordered >> (32 - BITS)).long() + 2 ** (BITS - 1)
+        self._classes.index_add_(1, bins, classes)
 
     def compute(self, runtime: Runtime) -> dict[str, float]:
         """Returns ``auc``, ``auc_error`` and the figures of :meth:`sums`; every rank must call it.
@@ -143,17 +150,6 @@ def _area(classes: Tensor) -> tuple[float, float]:
     ordered = float((positive * (negatives_below + negative / 2)).sum())
     tied = float((positive * negative).sum())
     return ordered / pairs, tied / 2 / pairs
-
-
-def _bins(logits: Tensor) -> Tensor:
-    """Returns bins 0 to 2**BITS - 1, (B,) int64, in the order of the logits: the first bits of each float32."""
-    # As integers, the bits of positive floats are in the order of the floats. Those of negative floats are reversed, so
-    # all of their bits but the sign are flipped.
-    # 0.0 is added, because -0.0 is the same number as 0.0 in other bits.
-    bits = (logits.float() + 0.0).view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    bins: Tensor = (ordered >> (32 - BITS)).long() + 2 ** (BITS - 1)
-    return bins
 
 
 def _all_ranks(sums: Tensor, runtime: Runtime) -> Tensor:

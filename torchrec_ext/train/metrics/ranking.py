@@ -120,7 +120,11 @@ def query_figures(
         ValueError: a k is below 1, or a name is none of these.
     """
     ks = [k] if isinstance(k, int) else list(k)
-    _check(ks, names)
+    if not ks or min(ks) < 1:
+        raise ValueError(f"k={ks}: must be 1 or more, one number or several")
+    unknown = sorted(set(names) - set(get_args(Figure)))
+    if unknown or not names:
+        raise ValueError(f"names={list(names)}: must be some of {', '.join(get_args(Figure))}")
     better = ranks.better.long()
     ties = ranks.ties.long()
     if ranks.queries is None:
@@ -227,14 +231,6 @@ def _discounts(k: int, device: torch.device) -> Tensor:
     """Returns the sums of 1 / log2(1 + place) over the first 0, 1, ... k places, (k + 1,)."""
     discounts = 1 / torch.log2(torch.arange(k, dtype=torch.float64, device=device) + 2)
     return torch.cat([discounts.new_zeros(1), discounts.cumsum(0)])
-
-
-def _check(ks: Sequence[int], names: Sequence[str]) -> None:
-    if not ks or min(ks) < 1:
-        raise ValueError(f"k={ks}: must be 1 or more, one number or several")
-    unknown = sorted(set(names) - set(get_args(Figure)))
-    if unknown or not names:
-        raise ValueError(f"names={list(names)}: must be some of {', '.join(get_args(Figure))}")
 
 
 _NO_RANKS = TargetRanks(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))

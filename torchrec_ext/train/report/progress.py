@@ -71,11 +71,7 @@ class Window:
         if runtime.world_size > 1 and runtime.device.type == "cpu":
             sleep = _Sleep()
             self._sleep = sleep if sleep.is_available else None
-        self._reset()
-
-    def restart(self) -> None:
-        """Discards the sums since the last record."""
-        self._reset()
+        self.restart()
 
     @property
     def sums(self) -> Tensor:
@@ -83,7 +79,8 @@ class Window:
         self._add_steps()
         return self._sums
 
-    def _reset(self) -> None:
+    def restart(self) -> None:
+        """Discards the sums since the last record."""
         self._steps: list[tuple[Tensor, Tensor]] = []
         self._sums = torch.zeros(3, dtype=torch.float64, device=self._runtime.device)
         self._start = time.perf_counter()
@@ -133,7 +130,7 @@ class Window:
         losses = (by_rank[:, 0] / by_rank[:, 1]).tolist()
         waits = (by_rank[:, 3:] / seconds).clamp(0, 1).tolist()
         waits_known = self._runtime.world_size > 1 and float(by_rank[:, 4].min()) > -0.5
-        self._reset()
+        self.restart()
         record = {
             "kind": "train",
             "epoch": epoch,
@@ -144,18 +141,12 @@ class Window:
             "data_wait": float(by_rank[:, 3].max()) / seconds,
         }
         if waits_known:
-            record |= _ranks_wait(waits)
+            # The two waits are read from two clocks, so their sum may be a little above 1: it is cut.
+            shares = [[round(data, 4), round(min(ranks, 1 - data), 4)] for data, ranks in waits]
+            record["ranks_wait"] = sum(ranks for _, ranks in shares) / len(shares)
+            if len(shares) <= _MOST_RANKS:
+                record["waits"] = shares
         return record
-
-
-def _ranks_wait(waits: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Returns a record's entries about waits: the mean share in collectives, and each rank's two shares."""
-    # The two waits are read from two clocks, so their sum may be a little above 1: it is cut.
-    shares = [[round(data, 4), round(min(ranks, 1 - data), 4)] for data, ranks in waits]
-    entries: dict[str, Any] = {"ranks_wait": sum(ranks for _, ranks in shares) / len(shares)}
-    if len(shares) <= _MOST_RANKS:
-        entries["waits"] = shares
-    return entries
 
 
 def time_shares(records: Sequence[Record]) -> dict[str, float]:
@@ -507,7 +498,9 @@ def run_page(
     if facts.settings:
         cards.append(card("Settings", text_table(["setting", "value"], facts.settings.items())))
     if facts.commands:
-        cards.append(card("Next", _command_list(facts.commands)))
+        pairs = facts.commands.items()
+        commands = [f"{paragraph(purpose)}<pre class=command>{escape(command)}</pre>" for purpose, command in pairs]
+        cards.append(card("Next", "".join(commands)))
     losses = Curve("", [(record["step"], record["loss"]) for record in train])
     cards.append(card("Loss", chart([losses], x="step", caption="training loss")))
     cards += _figure_cards(evaluations, baselines, baseline_name)
@@ -527,12 +520,6 @@ def _figure_cards(evaluations: Sequence[Record], baselines: Mapping[str, float],
             ends = evaluations[0]["step"], evaluations[-1]["step"]
             curves.append(Curve(baseline_name, [(step, baselines[name]) for step in dict.fromkeys(ends)], dashed=True))
         yield card(name, chart(curves, x="step", caption=f"{name} on the validation rows"))
-
-
-def _command_list(commands: Mapping[str, str]) -> str:
-    return "".join(
-        f"{paragraph(purpose)}<pre class=command>{escape(command)}</pre>" for purpose, command in commands.items()
-    )
 
 
 def _test_table(test: Mapping[str, Mapping[str, float]]) -> str:

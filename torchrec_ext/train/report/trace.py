@@ -287,10 +287,10 @@ class Timeline:
         events: list[Event] = []
         for number, (rank, shift, spans) in enumerate(zip(self.ranks, self.shifts, self.spans, strict=True)):
             events += [
-                _metadata_event("process_name", number, 0, name=f"rank {number} on {rank.host}"),
-                _metadata_event("process_sort_index", number, 0, sort_index=number),
-                _metadata_event("thread_name", number, 0, name="towers"),
-                _metadata_event("thread_sort_index", number, 0, sort_index=-1),
+                _metadata_event("process_name", number, name=f"rank {number} on {rank.host}"),
+                _metadata_event("process_sort_index", number, sort_index=number),
+                _metadata_event("thread_name", number, name="towers"),
+                _metadata_event("thread_sort_index", number, sort_index=-1),
             ]
             for direction, by_tower in (("forward", spans.forward), ("backward", spans.backward)):
                 for tower, intervals in by_tower.items():
@@ -341,8 +341,8 @@ def _is_thread_name(event: Event) -> bool:
     return is_name and isinstance(thread, int) and thread > 0
 
 
-def _metadata_event(kind: str, rank: int, thread: int, **arguments: object) -> Event:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": arguments}
+def _metadata_event(kind: str, rank: int, **arguments: object) -> Event:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": 0, "args": arguments}
 
 
 def _tower_event(name: str, rank: int, interval: Interval) -> Event:

@@ -216,7 +216,7 @@ class Steps:
         self._optimizer = optimizer
         self._runtime = runtime
         self._config = config
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._forward = forward
         self._ranks = ranks
         self._remaining_steps = config.total
@@ -306,7 +306,7 @@ class Steps:
     def _overlapped(self, batches: Iterator[TowerBatch]) -> Iterator[Any]:
         while True:
             try:
-                yield self._pipeline.progress(batches)
+                yield self.pipeline.progress(batches)
             except StopIteration:
                 return
 
@@ -438,7 +438,7 @@ class Steps:
 
     def _raise_model_error(self, item: _Step, error: Exception) -> None:
         """Raises the error of the model's own forward, if any, after a captured step has failed on a batch."""
-        self._pipeline.detach()
+        self.pipeline.detach()
         batch = item.batch() if isinstance(item, DrawnStep) else item
         try:
             with torch.no_grad(), self._context():

@@ -32,18 +32,15 @@ class ForwardOnCpu(EmbeddingPipelinedForward):
         self._context.module_contexts.pop(self._name)
         embeddings = self._context.embedding_a2a_requests.pop(self._name).wait()
         if isinstance(embeddings, KeyedTensor):
-            self._detach(embeddings)
+            # End the loss's backward here; the pipeline passes the gradient to the tables afterwards.
+            values = embeddings.values()
+            embeddings._values = values.detach().requires_grad_()
+            self._context.embedding_tensors.append([values])
+            self._context.embedding_features.append([list(embeddings.keys())])
+            self._context.detached_embedding_tensors.append([embeddings._values])
         else:
             self.detach_embeddings(embeddings, None)
         return LazyNoWait(embeddings)
-
-    def _detach(self, embeddings: KeyedTensor) -> None:
-        """Ends the loss's backward here; the pipeline passes the gradient to the tables afterwards."""
-        values = embeddings.values()
-        embeddings._values = values.detach().requires_grad_()
-        self._context.embedding_tensors.append([values])
-        self._context.embedding_features.append([list(embeddings.keys())])
-        self._context.detached_embedding_tensors.append([embeddings._values])
 
 
 class GatedSemiSync(TrainPipelineSemiSync[TowerBatch, Any]):
@@ -79,56 +76,6 @@ class SemiSyncOnCpu(GatedSemiSync):
             return
         for module in self._pipelined_modules:
             _start_embedding_lookup(module, context, None, None, self._stream_context)
-
-
-def semi_sync_pipeline(
-    model: nn.Module,
-    optimizer: KeyedOptimizer,
-    device: torch.device,
-    sync: SyncConfig,
-    forward: Callable[[TowerBatch], tuple[Tensor, Any]] | None = None,
-    before_tables: Callable[[], None] = lambda: None,
-) -> TrainPipelineSemiSync[TowerBatch, Any]:
-    """Builds TorchRec's semi-sync pipeline: it looks up the rows of batch B + 1 before the update by batch B.
-
-    Args:
-        model: model from :func:`hybrid_parallel`, with every table sharded.
-        optimizer: the model's optimizer.
-        device: device of the model.
-        sync: ``together``, the number of synchronous batches at the beginning, and ``stash_gradients``.
-        forward: called instead of the model.
-        before_tables: called in each step before the tables' backward.
-
-    Raises:
-        ValueError: a table is data_parallel, and its DDP takes one forward before each backward; or
-            ``stash_gradients`` with tables of :class:`ShardedAdam`, because TorchRec then leaves out the optimizer's
-            first step.
-    """
-    replicated = _replicated_tables(model)
-    if replicated:
-        raise ValueError(
-            f"sync.mode={sync.mode}: table(s) {', '.join(replicated)} are data_parallel, and DDP cannot look up the "
-            "next batch before this one's backward; shard them, as with plan.sharding=table_wise, or choose another "
-            "sync.mode"
-        )
-    names = dict(optimizer.optimizers) if isinstance(optimizer, CombinedOptimizer) else {}
-    if sync.stash_gradients and "sharded_adam" in names:
-        raise ValueError(
-            "sync.stash_gradients: no kernel runs this device's adam, and its first step cannot be left out; set "
-            "optimizer.tables to adagrad, row_wise_adagrad or sgd, or sync.stash_gradients=false"
-        )
-    make = SemiSyncOnCpu if device.type == "cpu" else GatedSemiSync
-    return make(
-        before_tables,
-        model,
-        optimizer,
-        device,
-        execute_all_batches=True,
-        start_batch=sync.together,
-        stash_gradients=sync.stash_gradients,
-        custom_model_fwd=forward,
-        dmp_collection_sync_interval_batches=sync.tables_every,
-    )
 
 
 def _replicated_tables(model: nn.Module) -> list[str]:
@@ -172,7 +119,32 @@ def make_pipeline(
         )
     if sync.looks_ahead and has_tables:
         refuse_placed_towers(model, sync)
-        return semi_sync_pipeline(model, optimizer, device, sync, forward, before_tables)
+        # Build TorchRec's semi-sync pipeline: it looks up the rows of batch B + 1 before the update by batch B.
+        replicated = _replicated_tables(model)
+        if replicated:
+            raise ValueError(
+                f"sync.mode={sync.mode}: table(s) {', '.join(replicated)} are data_parallel, and DDP cannot look up "
+                "the next batch before this one's backward; shard them, as with plan.sharding=table_wise, or choose "
+                "another sync.mode"
+            )
+        names = dict(optimizer.optimizers) if isinstance(optimizer, CombinedOptimizer) else {}
+        if sync.stash_gradients and "sharded_adam" in names:
+            raise ValueError(
+                "sync.stash_gradients: no kernel runs this device's adam, and its first step cannot be left out; set "
+                "optimizer.tables to adagrad, row_wise_adagrad or sgd, or sync.stash_gradients=false"
+            )
+        make = SemiSyncOnCpu if device.type == "cpu" else GatedSemiSync
+        return make(
+            before_tables,
+            model,
+            optimizer,
+            device,
+            execute_all_batches=True,
+            start_batch=sync.together,
+            stash_gradients=sync.stash_gradients,
+            custom_model_fwd=forward,
+            dmp_collection_sync_interval_batches=sync.tables_every,
+        )
     return GatedPipeline(
         before_tables,
         model,
