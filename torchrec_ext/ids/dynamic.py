@@ -25,6 +25,8 @@ from torchrec_ext.ids.lookup import LookUps
 from torchrec_ext.ids.policy import MOST_SIGHTINGS, Dynamic
 from torchrec_ext.ids.rows import RowPool
 
+_MOST_UNCOUNTED = 2**18  # look-ups that are counted together
+
 
 class DynamicIds:
     """Gives the ids of several tables rows; every rank has all of it, and all ranks call each method together.
@@ -79,6 +81,8 @@ class DynamicIds:
         self._admit_after = torch.tensor([policy.admit_after for policy in tables.values()], device=self._device)
         self.now = 0
         self.counts = dict.fromkeys(("lookups", "unknown", "admitted", "evicted", "refused", "forgotten"), 0)
+        # The step and the rows of look-ups that are not counted yet, see _count().
+        self._uncounted: list[tuple[int, Tensor]] = []
         # Look-ups of this rank that found no row since the last admission: table, id, number; (n, 3) each.
         self._waiting: list[Tensor] = []
         # One memory for all tables, because each step writes into those of all.
@@ -146,7 +150,9 @@ class DynamicIds:
         _check_ids(ids)
         pieces = [ids[name].reshape(-1) for name in self.names if name in ids]
         layout = self._index.layout([ids[name].numel() if name in ids else 0 for name in self.names])
-        return torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *pieces]), layout
+        if not pieces:
+            return torch.empty(0, dtype=torch.int64, device=self._device), layout
+        return torch.cat(pieces), layout
 
     def _by_table(self, rows: Tensor, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         present = [name for name in self.names if name in ids]
@@ -173,9 +179,9 @@ class DynamicIds:
         flat, layout = self._flat(ids)
         self.now += not again
         rows = self._look_ups.find(self._index, flat, layout).clamp_(min=0)
-        places = rows + self._starts[layout.table]
-        self._sightings.index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
-        self._seen.index_fill_(0, places, self.now)
+        self._uncounted.append((self.now, rows + self._starts[layout.table]))
+        if sum(len(places) for _, places in self._uncounted) >= _MOST_UNCOUNTED:
+            self._count()
         missing = (rows == 0).nonzero().squeeze(1)
         self.counts["lookups"] += len(flat)
         self.counts["unknown"] += len(missing)
@@ -195,6 +201,23 @@ class DynamicIds:
             self.counts["unknown"] -= int((rows[missing] > 0).sum())
             self._expire(changes)
         return self._by_table(rows, ids), changes.notes()
+
+    def _count(self) -> None:
+        """Counts the sightings of rows in look-ups since the last call, before anything reads them or gives rows away.
+
+        All at once, because each step reads other rows, which are then in no cache.
+        """
+        if not self._uncounted:
+            return
+        steps, pieces = zip(*self._uncounted, strict=True)
+        self._uncounted = []
+        places = torch.cat(pieces)
+        lengths = torch.tensor([len(piece) for piece in pieces], device=self._device)
+        numbers = torch.tensor(steps, dtype=torch.int32, device=self._device)
+        one = torch.ones((), dtype=torch.int32, device=self._device)
+        self._sightings.scatter_add_(0, places, one.expand(len(places)))
+        seen = torch.repeat_interleave(numbers, lengths, output_size=len(places))
+        self._seen.scatter_reduce_(0, places, seen, "amax")
 
     def _gathered(self, new: Tensor) -> Tensor:
         """Returns the (n, 3) rows of all ranks, one rank after the other."""
@@ -227,8 +250,7 @@ class DynamicIds:
             slots = torch.zeros_like(ids)
             counted = torch.zeros_like(can_have_row)
         ready = can_have_row & (total >= self._admit_after[number])
-        for index, table in enumerate(self._tables):
-            chosen = (ready & (number == index)).nonzero().squeeze(1)
+        for table, chosen in zip(self._tables, self._places_by_table(ready, number), strict=True):
             free = self._take(table, len(chosen), changes)
             if len(free) < len(chosen) and table.name not in self._warned:
                 self._warned.add(table.name)
@@ -246,17 +268,23 @@ class DynamicIds:
         self._index.insert(ids[absent], number[absent], values[absent])
         joined = (rows == 0) & ~counted & can_have_row
         left = (rows > 0) & counted
+        more = torch.zeros_like(self._starts).index_add_(0, number, joined.long() - left.long()).tolist()
         for index, table in enumerate(self._tables):
-            of_table = number == index
-            table.candidates += int((joined & of_table).sum()) - int((left & of_table).sum())
+            table.candidates += more[index]
             if table.candidates > table.policy.most_candidates:
                 self._forget(index)
         return rows
+
+    def _places_by_table(self, chosen: Tensor, number: Tensor) -> tuple[Tensor, ...]:
+        """Returns the places of the chosen ones of each table, (n,) each, given the tables' numbers, ascending."""
+        places = chosen.nonzero().squeeze(1)
+        return torch.split(places, torch.bincount(number[places], minlength=len(self._tables)).tolist())
 
     def _take(self, table: RowPool, count: int, changes: _Changes) -> Tensor:
         """Returns up to ``count`` free rows; evicts if there are not as many."""
         missing = count - table.free
         if missing > 0:
+            self._count()
             table.score_sightings(self._group, several=self._world_size > 1)
             share = int(table.policy.share * table.policy.capacity)
             self._remove(table, table.lowest(max(missing, share), self.now), changes)
@@ -272,6 +300,7 @@ class DynamicIds:
     def _expire(self, changes: _Changes) -> None:
         for table in self._tables:
             if table.policy.ttl:
+                self._count()
                 table.score_sightings(self._group, several=self._world_size > 1)
                 self._remove(table, table.expired(self.now), changes)
 
@@ -288,7 +317,8 @@ class DynamicIds:
         self._tables[number].candidates = int(is_marked.sum())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that later steps depend on, alike on every rank; changes nothing. Collective."""
+        """Returns all that later steps depend on, alike on every rank; changes nothing of it. Collective."""
+        self._count()
         waiting, _ = _summed(torch.cat([torch.empty(0, 3, dtype=torch.int64, device=self._device), *self._waiting]))
         items = self._index.items()
         tables = {}
@@ -322,6 +352,7 @@ class DynamicIds:
             _check_saved(table.name, saved[table.name], state["now"])
         self.now = state["now"]
         self.counts = dict(state["counts"])
+        self._uncounted = []
         is_first = self._world_size == 1 or dist.get_rank(self._group) == 0
         # What waits is a sum over ranks, so one rank has it all.
         self._waiting = [state["waiting"].to(self._device)] if is_first else []

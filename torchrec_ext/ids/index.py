@@ -93,13 +93,19 @@ class IdIndex:
 
     def find(self, ids: Tensor, layout: Layout) -> Tensor:
         """Returns the value of each id, (N,) int64; 0 for an id that is not there."""
-        wanted = ids[:, None]
-        values = torch.zeros_like(ids)
-        for bucket in buckets_of(ids, layout):
-            line = self.lines.index_select(0, bucket)
-            line_values = line.view(torch.int32)[:, _FIRST_VALUE : _FIRST_VALUE + _WAYS]
-            values += ((line[:, :_WAYS] == wanted) * line_values).sum(1)
+        values = self._values_in(_first_bucket(mixed(ids), layout), ids)
+        # Insertions prefer the first bucket, so few ids are left, and most of the time goes into reading lines.
+        rest = (values == 0).nonzero().squeeze(1)
+        rest_ids = ids[rest]
+        second = buckets_of(rest_ids, Layout(*(column[rest] for column in layout)))[1]
+        values[rest] = self._values_in(second, rest_ids)
         return values
+
+    def _values_in(self, buckets: Tensor, ids: Tensor) -> Tensor:
+        """Returns the value of each id in its bucket, (N,) int64; 0 for an id that is not there."""
+        lines = self.lines.index_select(0, buckets)
+        values = lines.view(torch.int32)[:, _FIRST_VALUE : _FIRST_VALUE + _WAYS]
+        return ((lines[:, :_WAYS] == ids[:, None]) * values).sum(1)
 
     def slots(self, ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Returns for each id a slot for :meth:`set` and :meth:`remove`, and whether the id is there, (N,) each."""
@@ -207,9 +213,13 @@ class Items(NamedTuple):
 def buckets_of(ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Returns the two buckets of each id, never the same."""
     hashes = mixed(ids)
-    one = ((hashes & 0xFFFFFFFF) * layout.size) >> 32
+    one = _first_bucket(hashes, layout)
     two = one + 1 + ((shifted(hashes, 32) * (layout.size - 1)) >> 32)
-    return layout.first + one, layout.first + torch.where(two >= layout.size, two - layout.size, two)
+    return one, torch.where(two >= layout.first + layout.size, two - layout.size, two)
+
+
+def _first_bucket(hashes: Tensor, layout: Layout) -> Tensor:
+    return layout.first + (((hashes & 0xFFFFFFFF) * layout.size) >> 32)
 
 
 def value_in_either(lines: Tensor, ids: Tensor, one: Tensor, two: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_ext.batch import Fresh, ResumableLoader, TowerBatch
-from torchrec_ext.data.loader.id_dropout import BatchBags, parts_of, with_parts, with_values
+from torchrec_ext.data.loader.id_dropout import parts_of, with_parts, with_values
 from torchrec_ext.ids import Dynamic, DynamicIds
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import IdsChangedError
@@ -107,11 +107,13 @@ class DynamicIdLoader:
             # A loss over the batch would read the rows of the table.
             batch = dataclasses.replace(batch, items=batch.ids(candidate))
         parts = parts_of(batch, self._schema)
-        pieces = list(self._pieces(parts))
+        pieces = {name: part.ids_by_piece() for name, part in parts.items()}
         ids_by_space: dict[str, list[Tensor]] = {}
-        for name, feature, ids in pieces:
-            values = self._raw(feature, parts[name].ids.values()[ids])
-            ids_by_space.setdefault(self._space_of[feature], []).append(values)
+        for name, part in parts.items():
+            for piece, ids in zip(part.pieces, pieces[name], strict=True):
+                space = self._space_of.get(piece.feature)
+                if space is not None:
+                    ids_by_space.setdefault(space, []).append(self._raw(piece.feature, ids))
         raw = {space: torch.cat(ids) for space, ids in ids_by_space.items()}
         notes: tuple[Fresh, ...] = ()
         if train:
@@ -121,11 +123,14 @@ class DynamicIdLoader:
         rest = {}
         for space, each in ids_by_space.items():
             rest[space] = iter(torch.split(rows[space], [len(ids) for ids in each]))
-        mapped_ids = {name: part.ids.values().clone() for name, part in parts.items()}
-        for name, feature, ids in pieces:
-            mapped_ids[name][ids] = next(rest[self._space_of[feature]])
-        mapped = with_parts(batch, {name: with_values(part.ids, mapped_ids[name]) for name, part in parts.items()})
-        return dataclasses.replace(mapped, fresh=tuple(self._by_table(notes)) if train else None)
+        mapped = {}
+        for name, part in parts.items():
+            for number, piece in enumerate(part.pieces):
+                if piece.feature in self._space_of:
+                    pieces[name][number] = next(rest[self._space_of[piece.feature]])
+            mapped[name] = with_values(part.ids, torch.cat(pieces[name])) if part.pieces else part.ids
+        fresh = tuple(self._by_table(notes)) if train else None
+        return dataclasses.replace(with_parts(batch, mapped), fresh=fresh)
 
     def _raw(self, feature: str, ids: Tensor) -> Tensor:
         """Returns the raw ids of a feature's ids."""
@@ -140,15 +145,6 @@ class DynamicIdLoader:
                 f"feature '{feature}': id {int(outside[0])} is no row of its vocabulary, which has the rows 0 to "
                 f"{len(raw_ids) - 1}; fix the data"
             ) from None
-
-    def _pieces(self, parts: Mapping[str, BatchBags]) -> Iterator[tuple[str, str, slice]]:
-        """Yields the part, the feature and the places of the ids of each piece with dynamic ids."""
-        for name, part in parts.items():
-            offsets = part.ids.offsets()
-            for piece in part.pieces:
-                if piece.feature in self._space_of:
-                    ids = slice(int(offsets[piece.start]), int(offsets[piece.stop]))
-                    yield name, piece.feature, ids
 
     def _by_table(self, notes: tuple[Fresh, ...]) -> Iterator[Fresh]:
         for note in notes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -144,12 +144,27 @@ class BagRange(NamedTuple):
     stop: int
 
 
-class BatchBags(NamedTuple):
-    """A KeyedJaggedTensor of the batch, its pieces, and the bag of each id."""
+@dataclasses.dataclass(frozen=True)
+class BatchBags:
+    """A KeyedJaggedTensor of the batch, and its pieces; empty bags need not belong to one."""
 
     ids: KeyedJaggedTensor
     pieces: list[BagRange]
-    bags: Tensor
+
+    @cached_property
+    def bags(self) -> Tensor:
+        """The bag of each id."""
+        lengths = self.ids.lengths().long()
+        numbers = torch.arange(len(lengths), device=lengths.device)
+        return torch.repeat_interleave(numbers, lengths, output_size=len(self.ids.values()))
+
+    def ids_by_piece(self) -> list[Tensor]:
+        """Returns the ids of each piece, in their order; together they are all ids."""
+        if not self.pieces:
+            return []
+        offsets = self.ids.offsets()
+        starts = torch.tensor([piece.start for piece in self.pieces[1:]], dtype=torch.int64, device=offsets.device)
+        return list(self.ids.values().tensor_split(offsets[starts].long().cpu()))
 
 
 def parts_of(batch: TowerBatch, schema: BatchSchema) -> dict[str, BatchBags]:
@@ -181,10 +196,7 @@ def _part(ids: KeyedJaggedTensor, keys: list[list[tuple[str | None, bool, int]]]
         if feature is not None:
             pieces.append(BagRange(feature, shared, start, start + bags))
         start += bags
-    values = ids.values()
-    lengths = ids.lengths().long()
-    numbers = torch.arange(start, device=values.device)
-    return BatchBags(ids, pieces, torch.repeat_interleave(numbers, lengths, output_size=len(values)))
+    return BatchBags(ids, pieces)
 
 
 def _row_numbers(batch: TowerBatch, parts: Mapping[str, BatchBags]) -> dict[bool, Tensor]:
@@ -229,8 +241,11 @@ def with_values(ids: KeyedJaggedTensor, values: Tensor) -> KeyedJaggedTensor:
         keys=ids.keys(),
         values=values,
         lengths=ids.lengths(),
+        offsets=ids.offsets_or_none(),
         weights=ids.weights_or_none(),
         stride=ids.stride(),
+        length_per_key=ids.length_per_key_or_none(),
+        offset_per_key=ids.offset_per_key_or_none(),
     )
     return new_ids.pin_memory() if ids.values().is_pinned() else new_ids
 
