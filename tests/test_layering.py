@@ -35,7 +35,15 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "modules": BASE,
     "models": BASE | {"modules"},
     # Settings of `distributed` and `train` are checked by the two checks that all settings have; they import no torch.
-    "distributed": {"batch", "modules.tower", "modules.shared_tables", "schema.validation"},
+    # `train.step.fresh_rows` begins rows of managed collision anew; it reads the state of tables and optimizers.
+    "distributed": {
+        "batch",
+        "modules.tower",
+        "modules.shared_tables",
+        "schema.validation",
+        "ids",
+        "train.step.fresh_rows",
+    },
     "observe": {"distributed"},
     "drawing": set(),
     "capture": {"distributed", "batch", "observe"},

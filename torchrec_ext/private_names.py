@@ -248,6 +248,35 @@ PRIVATE_NAMES = (
         ("_sharded_module_order_overwrite",),
         "sharders: an argument of TorchRec's own sharder that ours passes on",
     ),
+    PrivateNames(
+        "torchrec/modules/mc_embedding_modules.py",
+        ("_managed_collision_collection", "_allow_in_place_embed_weight_update"),
+        "hybrid_parallel: the tables whose ids are managed; no public name",
+    ),
+    PrivateNames(
+        "torchrec/modules/mc_modules.py",
+        (
+            "_managed_collision_modules",
+            "_eviction_policy",
+            "_eviction_interval",
+            "_input_hash_func",
+            "_threshold_filtering_func",
+            "_decay_exponent",
+        ),
+        "hybrid_parallel: a table's settings of managed collision, to take them over",
+    ),
+    PrivateNames(
+        "torchrec/modules/hash_mc_modules.py",
+        (
+            "_eviction_policy_name",
+            "_opt_in_prob",
+            "_track_id_freq",
+            "_write_runtime_meta_dim",
+            "_enable_per_feature_lookups",
+            "_hash_zch_identities",
+        ),
+        "hybrid_parallel: a table's settings of multi-probe hashing, to take them over",
+    ),
     PrivateNames("torchrec/modules/embedding_modules.py", ("_is_weighted",), "no public name in a sharded collection"),
     PrivateNames("torchrec/optim/keyed.py", ("_optims", "_optimizer"), "a checkpoint takes each optimizer by itself"),
     PrivateNames(

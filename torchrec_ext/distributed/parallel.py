@@ -42,6 +42,7 @@ from torchrec_ext.distributed.table_copies import copies_of_tables, refuse_unave
 from torchrec_ext.distributed.tables import collections, initialise_tables, tables_of
 from torchrec_ext.distributed.tower_parallel.lookups import host_look_ups
 from torchrec_ext.distributed.tower_parallel.sharder import ShardedTowers, TowerSharder
+from torchrec_ext.ids.managed_collision import DynamicManagedCollision, with_dynamic_ids
 
 
 def settle_buckets(model: nn.Module) -> None:
@@ -74,7 +75,8 @@ def hybrid_parallel(
 
     Args:
         model: any module that holds EmbeddingBagCollections or EmbeddingCollections; changed in place. Its tables are
-            usually on the meta device; rank 0's dense layers are copied to all ranks.
+            usually on the meta device; rank 0's dense layers are copied to all ranks. Tables with TorchRec's managed
+            collision get dynamic ids, see :class:`torchrec_ext.ids.DynamicManagedCollision`.
         runtime: this process's rank and device.
         plan: TorchRec's sharding plan; made by :func:`plan_sharding` where not given.
         optimizer: optimizers and learning rates. Where not given, tables keep the optimizer that
@@ -96,6 +98,7 @@ def hybrid_parallel(
             or layer; a table has an optimizer by ``apply_optimizer_in_backward`` and ``optimizer`` is given too, or
             has one that cannot be expressed.
     """
+    dynamic = _dynamic_tables(model, runtime, table_copies)
     requested_optimizer = optimizer
     optimizer = chosen_optimizer(model, optimizer)
     if requested_optimizer is None and runtime.is_main:
@@ -136,7 +139,28 @@ def hybrid_parallel(
     # ShardedAdam decays the rows of its own tables.
     kernel_choices = {name: choice for name, choice in choices.items() if name not in emulated}
     decay_sharded_rows(sharded, kernel_choices)
-    return sharded, _optimizer(sharded, optimizer.clip_norm, choices, layers, emulated)
+    hybrid_optimizer = _optimizer(sharded, optimizer.clip_norm, choices, layers, emulated)
+    if dynamic:
+        # It stands on the checkpoint's view of tables and optimizer state, which stands on this package.
+        from torchrec_ext.train.step.fresh_rows import FreshRows
+
+        begin_rows = FreshRows(sharded, hybrid_optimizer)
+        for ids in dynamic:
+            ids.begin_rows = begin_rows
+    return sharded, hybrid_optimizer
+
+
+def _dynamic_tables(model: nn.Module, runtime: Runtime, table_copies: int) -> list[DynamicManagedCollision]:
+    """Gives the tables with managed collision dynamic ids."""
+    # Ids are mapped on the host.
+    is_nccl = runtime.world_size > 1 and runtime.backend == "nccl"
+    dynamic = with_dynamic_ids(model, dist.new_group(backend="gloo") if is_nccl else None)
+    if dynamic and table_copies > 1:
+        raise ValueError(
+            f"sync.table_copies={table_copies}: table '{dynamic[0].table}' has dynamic ids, whose rows begin anew in "
+            "one step on all ranks; leave it at 1"
+        )
+    return dynamic
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, Hybrid
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
+from torchrec_ext.ids.managed_collision import DynamicManagedCollision
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
 from torchrec_ext.train.checkpoint.state import Parts, State, model_state
 from torchrec_ext.train.config import Record
@@ -316,13 +317,21 @@ def train(
         TrainingDivergedError: the loss or a gradient is not finite, on every rank alike.
         RunStoppedError: ``stop`` returned True.
         UnevenStepsError: the ranks' loaders have different lengths, on every rank alike; or one gives another number.
-        ValueError: a warm-up or a timeline is longer than the run, or an early stop needs a figure not evaluated.
+        ValueError: a warm-up or a timeline is longer than the run, an early stop needs a figure not evaluated, or the
+            model has managed collision.
     """
     config = config or TrainConfig()
     sync = sync or SyncConfig()
     if config.early_stop.metric and evaluate is None:
         raise ValueError(
             f"train.early_stop.metric={config.early_stop.metric!r}, but nothing is evaluated: pass evaluate"
+        )
+    managed = [module.table for module in model.modules() if isinstance(module, DynamicManagedCollision)]
+    if managed:
+        # A captured step and one without TorchRec's collections do not run the forward that maps them.
+        raise ValueError(
+            f"train(): table '{managed[0]}' has managed collision, whose ids the model maps itself; keep your own loop "
+            "or TorchRec's pipeline, or use plain tables and a DynamicIdLoader"
         )
     check_even(loader, runtime)
     check_fits(config.trace_steps, config.epochs * len(loader))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchrec_ext.train.checkpoint.config import Change
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks, read_checkpoint_manifest, read_index
@@ -96,6 +96,11 @@ def match(
         elif name.startswith("tables."):
             is_other_table = name.split(".")[1] not in state.tables
             differences[f"{name} is not in this model"] = "fewer_tables" if is_other_table else None
+        elif name.startswith("ids.") and name.split(".")[1] in state.tables.keys() - state.ids.keys():
+            differences[f"{name} is not in this model"] = None
+    for table in state.ids:
+        if f"ids.{table}.ids" not in saved_shapes:
+            differences[f"ids.{table}.ids was not saved"] = None
     _refuse(path, differences, allow, together, result)
     return result
 
@@ -228,6 +233,8 @@ def load_checkpoint(
     for name, tensor in (extra or {}).items():
         if name in index.state_dict_metadata:
             to_load[name] = tensor
+    saved_ids = empty_tensors(index, [f"ids.{table}." for table in state.ids])
+    to_load |= saved_ids
     other_splits: dict[str, Parts] = {}
     for name in matched.row_states:
         row_state = state.row_states[name]
@@ -248,9 +255,19 @@ def load_checkpoint(
         _load_tensors(path, cold_rows, together)
     # Kernels have counters, not tensors: the load filled copies.
     state.count(step_counts)
+    state.load_ids(saved_ids)
     _merge(state, other_splits, saved)
     _grow(state, matched, cold_rows)
     return saved, matched
+
+
+def empty_tensors(index: Metadata, prefixes: Sequence[str]) -> State:
+    """Returns a tensor to load into for each of a checkpoint's whose name begins so."""
+    tensors: State = {}
+    for name, metadata in index.state_dict_metadata.items():
+        if name.startswith(tuple(prefixes)) and isinstance(metadata, TensorStorageMetadata):
+            tensors[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype)
+    return tensors
 
 
 def load_weights(path: str, state: ModelState, together: CheckpointRanks) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import ResumableLoader
@@ -19,7 +18,7 @@ from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.config import CheckpointConfig as CheckpointConfig
 from torchrec_ext.train.checkpoint.config import StartConfig as StartConfig
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRanks, damage, read_index
-from torchrec_ext.train.checkpoint.load import load_checkpoint, load_weights
+from torchrec_ext.train.checkpoint.load import empty_tensors, load_checkpoint, load_weights
 from torchrec_ext.train.checkpoint.state import State, model_state
 
 # Key that stands for a tensor in a JSON state; no loader has such a key.
@@ -172,7 +171,7 @@ class RunCheckpoints:
         # Another number of ranks shares all sums, see _share_sums().
         if len(sums) != run.runtime.world_size:
             prefixes += sums
-        extra = _empty_tensors(self._resume, prefixes)
+        extra = empty_tensors(read_index(self._resume), prefixes)
         saved = self._checkpointer.load(self._resume, model_state(run.model, run.optimizer), extra)
         content = self._with_evaluation(counted_from_one(saved["content"]))
         position = Position(**content["position"])
@@ -294,20 +293,11 @@ class RunCheckpoints:
         self._checkpointer.close()
 
 
-def _empty_tensors(path: str, prefixes: Sequence[str]) -> State:
-    """Returns a tensor to load into for each of a checkpoint's whose name begins so."""
-    tensors: State = {}
-    for name, metadata in read_index(path).state_dict_metadata.items():
-        if name.startswith(tuple(prefixes)) and isinstance(metadata, TensorStorageMetadata):
-            tensors[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype)
-    return tensors
-
-
 def load_with_loader(
     path: str, model: nn.Module, optimizer: KeyedOptimizer, together: CheckpointRanks
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Loads a checkpoint into a model; returns its manifest, and the state of the run's loader. Collective."""
-    tensors = _empty_tensors(path, [_LOADER])
+    tensors = empty_tensors(read_index(path), [_LOADER])
     saved, _ = load_checkpoint(path, model_state(model, optimizer), together, tensors)
     return saved, _with_tensors(saved["content"]["loader"], tensors)
 
@@ -398,7 +388,7 @@ def begin_with(
         cold: row of each table for unseen ids.
         loader: loader whose dynamic ids go on with those of the checkpoint, or with its vocabularies; None without.
     """
-    tensors = None if loader is None else _empty_tensors(path, [_LOADER])
+    tensors = None if loader is None else empty_tensors(read_index(path), [_LOADER])
     saved, matched = load_checkpoint(
         path, model_state(model, optimizer), together, tensors, allow=config.allow, cold=cold
     )

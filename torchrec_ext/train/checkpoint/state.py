@@ -2,7 +2,7 @@
 
 ``tables.NAME.weight`` (rows, D) and ``tables.NAME.STATE`` belong to a table, at any path of its collection in the
 model; ``dense.PATH`` and ``dense.PATH@STATE`` to the dense layers. STATE is torch.optim's name: ``sum``, ``exp_avg``,
-``exp_avg_sq``, ``step``.
+``exp_avg_sq``, ``step``. ``ids.NAME.STATE`` are the dynamic ids of a table with managed collision.
 
 Parts: this rank's rectangles of a tensor, saved and loaded by torch.distributed.checkpoint under any division.
 """
@@ -28,6 +28,7 @@ from torchrec_ext.distributed.optim.hybrid import make_first_state
 from torchrec_ext.distributed.optim.sharded import kernels_of
 from torchrec_ext.distributed.tables import collections, local_shards, table_configs
 from torchrec_ext.distributed.tower_parallel.lookups import unhosted
+from torchrec_ext.ids.managed_collision import DynamicManagedCollision
 
 # A reader always has one complete saved block in memory, so blocks must be small.
 _BLOCK_BYTES = 32 * 2**20
@@ -176,6 +177,7 @@ class ModelState:
         tables: (rows, D) and dtype by table name, on every rank alike.
         paths: path of each table's weight in the unsharded model.
         kernels: kernels that count steps for Adam's bias correction, by the name of their count.
+        ids: dynamic ids by table name.
     """
 
     tensors: State
@@ -183,12 +185,15 @@ class ModelState:
     tables: dict[str, tuple[int, int, str]]
     paths: dict[str, str]
     kernels: dict[str, Any]
+    ids: dict[str, DynamicManagedCollision]
 
     def everything(self) -> State:
-        """Returns the tensors, the row states, (rows, parts) each, and copies of the kernels' step counts."""
+        """Returns the tensors, row states, (rows, parts) each, copies of the kernels' step counts, and dynamic ids."""
         state = dict(self.tensors)
         for name, row_state in self.row_states.items():
             state[name] = Parts((row_state.rows, len(row_state.widths)), row_state.parts)
+        for table, ids in self.ids.items():
+            state |= {f"ids.{table}.{name}": value for name, value in ids.get_extra_state().items()}
         return state | self.counted()
 
     def counted(self) -> State:
@@ -199,6 +204,13 @@ class ModelState:
         """Sets the kernels' step counts."""
         for name, kernel in self.kernels.items():
             kernel.set_optimizer_step(int(steps[name]))  # type: ignore[arg-type]
+
+    def load_ids(self, tensors: State) -> None:
+        """Continues with saved dynamic ids."""
+        for table, ids in self.ids.items():
+            prefix = f"ids.{table}."
+            saved = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
+            ids.set_extra_state(saved)  # type: ignore[arg-type]
 
 
 def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> ModelState:
@@ -239,7 +251,9 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
     paths = {config.name: unhosted(get_unwrapped_module(model), path) for path, config in configs.items()}
     # A count that is among the tensors already is torch's own, and needs no copy of the kernel's.
     kernels = {name: kernel for name, kernel in kernels.items() if name not in tensors}
-    return ModelState(tensors, rows, tables, paths, kernels)
+    modules = get_unwrapped_module(model).modules()
+    ids = {module.table: module for module in modules if isinstance(module, DynamicManagedCollision)}
+    return ModelState(tensors, rows, tables, paths, kernels, ids)
 
 
 def _configs_by_path(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
