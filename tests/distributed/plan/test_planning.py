@@ -31,7 +31,8 @@ TWO_RANKS = Runtime(world_size=2, local_world_size=2)
 @pytest.mark.unit
 def test_a_sharding_type_per_table() -> None:
     config = PlanConfig(sharding="data_parallel", tables=("history=row_wise",))
-    assert config.by_table(["user_id", "history"]) == {"user_id": "data_parallel", "history": "row_wise"}
+    choices = config.choices(["user_id", "history"])
+    assert [choices[name].sharding for name in ("user_id", "history")] == ["data_parallel", "row_wise"]
 
 
 @pytest.mark.unit

@@ -105,14 +105,6 @@ class PlanConfig:
         """Whether embeddings or their gradients travel in fewer than 32 bits."""
         return (self.forward_precision, self.backward_precision) != ("fp32", "fp32")
 
-    def by_table(self, names: Sequence[str]) -> dict[str, str]:
-        """Returns the sharding type asked for, ``auto`` included, for each of the tables ``names``.
-
-        Raises:
-            ValueError: an exception names none of the tables.
-        """
-        return {name: choice.sharding for name, choice in self.choices(names).items()}
-
     @property
     def asked(self) -> list[TableChoice]:
         """Choices for every table, and for each exception in turn, whether the model has its table or not."""
