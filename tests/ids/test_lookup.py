@@ -60,7 +60,7 @@ def test_look_ups_stay_eager_without_a_compiler_and_before_it_pays(
         ids.step(batch)
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(executors, "engine_for", missing)
-    monkeypatch.setattr(lookup, "COMPILE_S", 0.0)
+    monkeypatch.setattr(lookup, "compile_s", lambda: 0.0)
     ids = DynamicIds({"users": POLICY})
     for _ in range(5):
         ids.step(batch)

@@ -190,17 +190,22 @@ class DynamicIds:
         if self.now % self._every == 0:
             waiting = torch.cat(self._waiting)
             self._waiting = []
-            local, place_of_waiting = _summed(waiting)
-            if self._world_size == 1:
-                found = self._admit(local, changes)[place_of_waiting]
-            else:
-                everyones, place_of_local = _summed(self._gathered(local), local)
-                found = self._admit(everyones, changes)[place_of_local][place_of_waiting]
-            # The last of those that waited are this batch's.
-            rows[missing] = found[len(found) - len(missing) :]
-            self.counts["unknown"] -= int((rows[missing] > 0).sum())
+            # Often nothing waits, as where a model looks the same ids up twice.
+            if len(waiting) or self._world_size > 1:
+                found = self._rows_of_waiting(waiting, changes)
+                # The last of those that waited are this batch's.
+                rows[missing] = found[len(found) - len(missing) :]
+                self.counts["unknown"] -= int((rows[missing] > 0).sum())
             self._expire(changes)
         return self._by_table(rows, ids), changes.notes()
+
+    def _rows_of_waiting(self, waiting: Tensor, changes: _Changes) -> Tensor:
+        """Admits ids that waited on any rank; returns the rows of this rank's (n, 3), 0 for an id that waits on."""
+        local, place_of_waiting = _summed(waiting)
+        if self._world_size == 1:
+            return self._admit(local, changes)[place_of_waiting]
+        everyones, place_of_local = _summed(self._gathered(local), local)
+        return self._admit(everyones, changes)[place_of_local][place_of_waiting]
 
     def _count(self) -> None:
         """Counts the sightings of rows in look-ups since the last call, before anything reads them or gives rows away.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from torchrec_ext.ids.index import IdIndex, Layout, buckets_of, value_in_either
 
 # About as long as inductor takes for both functions; from its cache it takes a tenth of a second.
 COMPILE_S = 8.0
+COMPILE_MORE_S = 3.0  # in a process that has compiled its training step
 _MOST_TIMED = 8  # numbers of ids: bags of any length have many, of which none returns
 _MOST_COMPILED = 4
 
@@ -23,13 +25,14 @@ class LookUps:
     """
 
     def __init__(self) -> None:
-        self._pays_after_s = COMPILE_S
+        # Look-ups are compiled when eager ones have taken so many times as long as a compiler.
+        self._patience = 1.0
         self._eager_s: dict[tuple[int, int], float] = {}
         self._compiled: dict[tuple[int, int], Callable[[Tensor, Tensor, Layout], Tensor]] = {}
 
     def compile_now(self) -> None:
         """Compiles each number of ids when it comes for the second time."""
-        self._pays_after_s = 0.0
+        self._patience = 0.0
 
     def find(self, index: IdIndex, ids: Tensor, layout: Layout) -> Tensor:
         """Returns the value of each id as :meth:`IdIndex.find` does, to the bit."""
@@ -40,7 +43,7 @@ class LookUps:
         values = index.find(ids, layout)
         seconds = self._eager_s.get(key)
         self._eager_s[key] = (seconds or 0.0) + time.perf_counter() - start
-        is_due = seconds is not None and self._eager_s[key] > self._pays_after_s
+        is_due = seconds is not None and self._eager_s[key] > self._patience * compile_s()
         if is_due and len(ids) and len(self._compiled) < _MOST_COMPILED:
             self._compile(key, index.lines, ids, layout)
         elif len(self._eager_s) > _MOST_TIMED:
@@ -54,7 +57,7 @@ class LookUps:
         # An index that has grown has another size for good.
         self._compiled = {other: find for other, find in self._compiled.items() if other[1] == key[1]}
         if lines.device.type != "cpu":
-            self._pays_after_s = float("inf")
+            self._patience = float("inf")
             return
         start = time.perf_counter()
         try:
@@ -63,7 +66,7 @@ class LookUps:
             hashing = inductor(_HASHED, [], [ids, layout.first, layout.size])
             probing = inductor(_PROBED, [], [lines, ids, *hashing([ids, layout.first, layout.size])])
         except CannotCaptureError as error:
-            self._pays_after_s = float("inf")
+            self._patience = float("inf")
             _say(f"look-ups stay eager: {error}")
             return
         _say(f"... {time.perf_counter() - start:.1f} s")
@@ -72,6 +75,11 @@ class LookUps:
             return probing([lines, ids, *hashing([ids, layout.first, layout.size])])[0]
 
         self._compiled[key] = find
+
+
+def compile_s() -> float:
+    """Returns about the seconds that a compilation takes in this process."""
+    return COMPILE_MORE_S if "torch._inductor.compile_fx" in sys.modules else COMPILE_S
 
 
 # No functions with annotations: inductor's cache refuses those of a module in which they are strings.
