@@ -5,8 +5,9 @@
 `find`: 16,384 ids, of which 95 % are live, among 1 M live ones, uniform, compiled; the baselines are numpy's
 searchsorted over the sorted ids, which an insertion would have to write anew, a dictionary, and our own eager look-up.
 `admit`: batches of 16,384 new ids into a table of 1 M rows. `step`: train() on 4,096 rows with 4 features of 200,000
-rows x 64, of which 150,000 live and 1 % of the look-ups new, admitted every 8 steps, against the same training with
-static tables of as many rows, whose batches hold rows; Adagrad by row, eager, and captured with compiled look-ups.
+rows x 64, of which 150,000 live and 1 % of the look-ups new, admitted every 8 steps when they come for the second time,
+against the same training with static tables of as many rows, whose batches hold rows; Adagrad by row. Once eager with
+eager look-ups, as in the first seconds of a training, once eager with compiled ones, as later, and once captured.
 `drift`: log loss, test-then-train over the last three quarters of 2 M events on items that appear and fade, with rows
 for a tenth of those that come and half_life=16; one seed a turn. Beside it: a row for every item, the hash trick, and a
 vocabulary of the first tenth of the events with one row for all others. `tfra`, only where named: vectors of 16,384 ids
@@ -18,10 +19,11 @@ event to the first answer that knows it, see fresh.py.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,12 +97,19 @@ def admit(options: Options) -> Iterator[Row]:
 
 
 def step(options: Options) -> Iterator[Row]:
-    for name, compile_mode in (("eager", "off"), ("captured", "require")):
+    for name, compile_mode, compiled in (
+        ("eager", "off", False),
+        ("eager, look-ups compiled", "off", True),
+        ("captured", "require", True),
+    ):
         with one_rank() as runtime:
             torch.manual_seed(0)
             names = random_ids(len(NAMES), CATALOGUE)
             raw = list(drawn(names, 4 if options.quick else 64))
-            sides = {kind: training(runtime, kind, names, raw, compile_mode) for kind in ("static", "dynamic")}  # type: ignore[arg-type]
+            sides = {
+                kind: training(runtime, kind, names, raw, compile_mode, compiled=compiled)  # type: ignore[arg-type]
+                for kind in ("static", "dynamic")
+            }
             trainings = Trainings(sides)
             seconds = trainings.seconds_per_step(8 if options.quick else 96, options.turns, warm_up=24)
             trainings.close()
@@ -113,15 +122,33 @@ def step(options: Options) -> Iterator[Row]:
         )
 
 
-def drawn(names: Tensor, count: int) -> Iterator[Tensor]:
-    """Yields (4, B) ids: few of the known ones are frequent, and 1 % are new."""
+def drawn(names: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields (4, B) ids, of which few known ones are frequent, and 1 % are new; and a mask of these."""
     for _ in range(count):
         places = torch.exp(torch.rand(len(NAMES), BATCH) * np.log(CATALOGUE)).long().clamp(max=CATALOGUE) - 1
         known = torch.gather(names, 1, places * 7_919 % CATALOGUE)
-        yield torch.where(torch.rand(known.shape) < 0.01, random_ids(*known.shape), known)
+        is_new = torch.rand(known.shape) < 0.01
+        yield torch.where(is_new, random_ids(*known.shape), known), is_new
 
 
-def training(runtime: Any, kind: str, names: Tensor, raw: list[Tensor], compile_mode: Compile) -> Any:
+class NewIds(Repeated):
+    """Batches again and again, whose new ids come in two passes, and are others in the next two."""
+
+    def __init__(self, batches: Sequence[Any], is_new: Sequence[Tensor]) -> None:
+        super().__init__(batches)
+        self._places = [mask.reshape(-1).nonzero().squeeze(1) for mask in is_new]
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in itertools.count():
+            for batch, places in zip(self._batches, self._places, strict=True):
+                # The keys of the batch are NAMES, in their order.
+                batch.sparse.values()[places] += number % 2
+                yield batch
+
+
+def training(
+    runtime: Any, kind: str, names: Tensor, raw: list[tuple[Tensor, Tensor]], compile_mode: Compile, *, compiled: bool
+) -> Any:
     """Returns a side of :class:`Trainings`; ``kind`` is ``static`` or ``dynamic``."""
 
     def table(name: str) -> EmbeddingBagConfig:
@@ -134,18 +161,18 @@ def training(runtime: Any, kind: str, names: Tensor, raw: list[Tensor], compile_
     parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=adagrad)
     labels = (torch.rand(BATCH) < 0.3).float()
     batches = []
-    for ids in raw:
+    for ids, _ in raw:
         values = ids.abs() % ROWS if kind == "static" else ids
         columns = {name: Jagged(values[number].contiguous()) for number, name in enumerate(NAMES)}
         batches.append(schema.assemble(columns, labels=labels))
     loader: Any = Repeated(batches)
     if kind == "dynamic":
         policies = {name: Dynamic(capacity=ROWS, admit_after=2) for name in NAMES}
-        loader = DynamicIdLoader(loader, schema, policies, every=EVERY)
+        loader = DynamicIdLoader(NewIds(batches, [mask for _, mask in raw]), schema, policies, every=EVERY)
         # The catalogue is live before the first step.
         for _ in range(2 * EVERY):
             loader.ids.step(dict(zip(NAMES, names, strict=True)))
-        if compile_mode == "require":
+        if compiled:
             loader.ids.compile_look_ups()
     config = TrainConfig(epochs=1, compile=compile_mode)
     return lambda stop: train(parallel, optimizer, loader, runtime, config, stop=stop)
