@@ -243,6 +243,10 @@ def interrupted(runtime: Runtime, folder: str, plan: tuple[str, str]) -> None:
     plain, plain_optimizer = sharded_model(runtime, Model(FEW, None), plan)
     with pytest.raises(CheckpointError, match=r"ids\.\w+\.\w+ is not in this model"):
         checkpointer.load(path, model_state(plain, plain_optimizer))
+    checkpointer.save(9, model_state(plain, plain_optimizer))
+    checkpointer.wait()
+    with pytest.raises(CheckpointError, match=r"ids\.\w+\.ids was not saved"):
+        checkpointer.load(checkpointer.folder.path(9), model_state(model, optimizer))
     checkpointer.close()
 
 
@@ -269,6 +273,8 @@ def sharded_losses(runtime: Runtime) -> list[float]:
     model, _ = unsharded()
     optimizers = OptimizerConfig(tables="adagrad", tables_lr=0.1, dense="adagrad", dense_lr=0.1)
     placed = plan_sharding(model, runtime, PlanConfig(sharding="row_wise"), optimizer=optimizers)
+    # TorchRec plans the managed collection, not the one inside of it.
+    placed.plan = {"tables": placed.plan["tables._embedding_module"]}
     start = {name: value.detach().clone() for name, value in model.state_dict().items() if name.endswith(".weight")}
     sharded, optimizer = hybrid_parallel(model, runtime, plan=placed, optimizer=optimizers)
     for name, value in model_state(sharded).tensors.items():
@@ -391,6 +397,10 @@ class OwnModule(MCHManagedCollisionModule):
         (lambda: OwnModule(FEW, META, LFU_EvictionPolicy(), 1), "OwnModule: is a kind of its own"),
         (full, "it holds ids already"),
         (lambda: hashed(FEW, eviction_policy_name=None), "eviction_policy_name=None: must be LRU_EVICTION"),
+        (
+            lambda: hashed(FEW, eviction_policy_name=HashZchEvictionPolicyName.SINGLE_TTL_EVICTION),
+            "eviction_policy_name=SINGLE_TTL_EVICTION: must be LRU_EVICTION",
+        ),
         (lambda: hashed(FEW, disable_fallback=True), "disable_fallback: has no counterpart"),
         (lambda: hashed(FEW, opt_in_prob=50, percent_reserved_slots=10), "opt_in_prob: has no counterpart"),
         (lambda: hashed(FEW, track_id_freq=True), "track_id_freq: has no counterpart"),

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_ext.batch import skip_fx_notice
@@ -105,7 +106,7 @@ def hybrid_parallel(
         _log_defaults(model, optimizer)
     if plan is None:
         plan = plan_sharding(model, runtime, optimizer=requested_optimizer, table_copies=table_copies)
-    plan = on_own_device(plan, runtime)
+    plan = on_own_device(_of_collections(plan, model), runtime)
     emulated = _without_kernel(model, plan, optimizer.for_tables(model), runtime.device.type)
     choices = declare_table_optimizer(model, optimizer, emulated)
     # Taken while all layers are there: a plan may leave this rank without some towers.
@@ -152,15 +153,28 @@ def hybrid_parallel(
 
 def _dynamic_tables(model: nn.Module, runtime: Runtime, table_copies: int) -> list[DynamicManagedCollision]:
     """Gives the tables with managed collision dynamic ids."""
-    # Ids are mapped on the host.
-    is_nccl = runtime.world_size > 1 and runtime.backend == "nccl"
-    dynamic = with_dynamic_ids(model, dist.new_group(backend="gloo") if is_nccl else None)
+    dynamic = with_dynamic_ids(model)
     if dynamic and table_copies > 1:
         raise ValueError(
             f"sync.table_copies={table_copies}: table '{dynamic[0].table}' has dynamic ids, whose rows begin anew in "
             "one step on all ranks; leave it at 1"
         )
+    if dynamic and runtime.world_size > 1 and runtime.backend == "nccl":
+        # Ids are mapped on the host.
+        group = dist.new_group(backend="gloo")
+        for ids in dynamic:
+            ids.group = group
     return dynamic
+
+
+def _of_collections(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
+    """Moves what TorchRec has planned for managed collections to the embedding collections inside of them."""
+    modules = dict(model.named_modules())
+    collections_only = {}
+    for path, tables in plan.plan.items():
+        is_managed = isinstance(modules.get(path), BaseManagedCollisionEmbeddingCollection)
+        collections_only[f"{path}._embedding_module".lstrip(".") if is_managed else path] = tables
+    return ShardingPlan(collections_only)
 
 
 @contextmanager

@@ -55,6 +55,7 @@ class DynamicManagedCollision(ManagedCollisionModule):
         group: ranks that share the ids, see :class:`DynamicIds`; over gloo.
 
     Attributes:
+        group: as given; read at the first step.
         begin_rows: called in a step with what changed, before the rows are looked up: it begins the rows of new ids
             anew, weights and optimizer state. None leaves them as they are.
 
@@ -84,14 +85,14 @@ class DynamicManagedCollision(ManagedCollisionModule):
         self._every = every
         self._input_hash_size = input_hash_size
         self._input_hash_func = input_hash_func
-        self._group = group
+        self.group = group
         self.begin_rows: Callable[[tuple[Fresh, ...]], None] | None = None
         self._begun: Tensor | None = None
 
     @cached_property
     def ids(self) -> DynamicIds:
         """The ids; not made before the first step, because a model may be made before its process group."""
-        return DynamicIds({self.table: self.policy}, every=self._every, group=self._group)
+        return DynamicIds({self.table: self.policy}, every=self._every, group=self.group)
 
     def forward(self, features: Features, mutate_miss_lengths: bool = True) -> Features:
         """Returns the features with rows in place of ids; see :meth:`remap`."""
@@ -209,12 +210,11 @@ def _with(feature: JaggedTensor, values: Tensor) -> JaggedTensor:
     return JaggedTensor(values, lengths=feature.lengths(), offsets=feature.offsets(), weights=feature.weights_or_none())
 
 
-def with_dynamic_ids(model: nn.Module, group: dist.ProcessGroup | None = None) -> list[DynamicManagedCollision]:
+def with_dynamic_ids(model: nn.Module) -> list[DynamicManagedCollision]:
     """Puts a :class:`DynamicManagedCollision` of the same settings in the place of TorchRec's modules, in place.
 
     Args:
         model: module that may hold ManagedCollisionEmbeddingBagCollections or ManagedCollisionEmbeddingCollections.
-        group: ranks that share the ids, see :class:`DynamicIds`.
 
     Returns:
         The dynamic ids of all tables that have some.
@@ -248,13 +248,13 @@ def with_dynamic_ids(model: nn.Module, group: dist.ProcessGroup | None = None) -
                 raise ValueError(
                     f"tables '{other}' and '{config.name}' share one managed collision module; give each its own"
                 )
-            modules[config.name] = _dynamic(config.name, module, group)
+            modules[config.name] = _dynamic(config.name, module)
         collection._managed_collision_modules = nn.ModuleDict(modules)
         everything += modules.values()
     return everything
 
 
-def _dynamic(table: str, module: Any, group: dist.ProcessGroup | None) -> DynamicManagedCollision:
+def _dynamic(table: str, module: Any) -> DynamicManagedCollision:
     if isinstance(module, DynamicManagedCollision):
         return module
     # Not isinstance: a subclass maps ids in a way of its own.
@@ -265,11 +265,10 @@ def _dynamic(table: str, module: Any, group: dist.ProcessGroup | None) -> Dynami
             every=module._eviction_interval,
             input_hash_size=module.input_size(),
             input_hash_func=module._input_hash_func,
-            group=group,
         )
     elif type(module) is HashZchManagedCollisionModule:
         policy = _of_hashed(table, module)
-        dynamic = DynamicManagedCollision(table, policy, input_hash_size=module.input_size(), group=group)
+        dynamic = DynamicManagedCollision(table, policy, input_hash_size=module.input_size())
     else:
         raise _refusal(table, type(module).__name__, "is a kind of its own")
     dynamic.train(module.training)
@@ -297,7 +296,8 @@ def _of_sorted(table: str, module: MCHManagedCollisionModule) -> Dynamic:
 def _of_hashed(table: str, module: HashZchManagedCollisionModule) -> Dynamic:
     eviction = module._eviction_policy_name
     if eviction is not HashZchEvictionPolicyName.LRU_EVICTION:
-        raise _refusal(table, f"eviction_policy_name={eviction}", "must be LRU_EVICTION, because ttl is in steps here")
+        name = eviction.value if eviction else None
+        raise _refusal(table, f"eviction_policy_name={name}", "must be LRU_EVICTION, because ids age by steps here")
     for setting, is_set in (
         ("disable_fallback", module.disable_fallback),
         ("opt_in_prob", module._opt_in_prob > 0),
