@@ -152,6 +152,8 @@ def test_best_last_and_steps_of_a_run_are_found_and_others_told(tmp_path: Path) 
     assert found(None, restores=False) == found("last") == (6, "the last")
     assert found("6") == (6, "of step 6")
     assert found(str(tmp_path / CHECKPOINTS / "step-0000000003"))[0] == 3
+    path, text = checkpoint_to_export(str(tmp_path / CHECKPOINTS / "step-0000000003"), None, together)
+    assert (int(path[-10:]), text) == (3, "the named")
     with pytest.raises(
         CheckpointError, match=r"--checkpoint 5: there is no such checkpoint; give best, last or one of the steps 3, 6"
     ):

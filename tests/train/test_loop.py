@@ -195,6 +195,10 @@ def detoured(runtime: Runtime) -> str:
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         train(parallel, optimizer, Batches(runtime, 3), runtime, TrainConfig(epochs=1))
+    foreign = Batches(runtime, 3)
+    foreign._own = [torch.zeros(2)]  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"train\(\): the loader gives a Tensor, must be TowerBatches"):
+        train(parallel, optimizer, foreign, runtime, TrainConfig(epochs=1))
     return said.getvalue()
 
 

@@ -3,6 +3,9 @@ from torchrec_ext.capture.policy import TrainingDivergedError as TrainingDiverge
 from .checkpoint.checkpointer import Checkpointer as Checkpointer
 from .checkpoint.config import CheckpointConfig as CheckpointConfig
 from .checkpoint.config import StartConfig as StartConfig
+from .checkpoint.run import RunCheckpoints as RunCheckpoints
+from .checkpoint.state import ModelState as ModelState
+from .checkpoint.state import model_state as model_state
 from .checkpoint.storage import CheckpointError as CheckpointError
 from .checkpoint.vectors import load_vectors as load_vectors
 from .checkpoint.vectors import publish_weights as publish_weights

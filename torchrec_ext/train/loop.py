@@ -21,7 +21,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_ext.batch import Fresh, TowerBatch
+from torchrec_ext.batch import DrawnStep, Fresh, TowerBatch
 from torchrec_ext.capture.policy import TrainingDivergedError as TrainingDivergedError
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
@@ -481,6 +481,11 @@ class _Run:
         """Yields the rest of an epoch's batches, and counts the seconds of waiting for each."""
         batches = exactly(loader, after=self.at.done)
         while (batch := self.window.fetch(batches)) is not None:
+            if not isinstance(batch, (TowerBatch, DrawnStep)):
+                raise ValueError(
+                    f"train(): the loader gives a {type(batch).__name__}, must be TowerBatches of a TowerModel's "
+                    "schema; step other models by TrainPipelineSparseDist"
+                )
             if isinstance(batch, TowerBatch) and batch.fresh is not None:
                 self._begin_rows(batch.fresh)
             yield batch

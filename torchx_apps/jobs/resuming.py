@@ -412,7 +412,11 @@ def checkpoint_to_export(
         marked = [best_step(CheckpointFolder(root), together) for root in roots]
         which = "best" if restores and any(step is not None for step in marked) else "last"
     text = {"best": "the best", "last": "the last"}.get(which, f"of step {which}")
-    return find_checkpoint("", location, together, which), text
+    path = find_checkpoint("", location, together, which)
+    # ``location`` is the checkpoint itself, whatever else its folder has.
+    if path.rpartition("/")[2] == location.rstrip("/").rpartition("/")[2]:
+        text = "the named"
+    return path, text
 
 
 @contextmanager

@@ -59,16 +59,21 @@ def saved(runtime: Runtime, folder: str, sharding: str) -> Any:
 def begun(runtime: Runtime, path: str, sharding: str) -> Any:
     model, optimizer = sharded(runtime, grown_model(), sharding)
     first = gather_state(model)
-    together = Checkpointer(f"{path}-other", runtime).together
+    checkpointer = Checkpointer(f"{path}-other", runtime)
+    together = checkpointer.together
     refusals = {}
     for allow in ((), ("more_rows", "new_tables")):
         with pytest.raises(CheckpointError) as caught:
             begin_with(path, model, optimizer, together, StartConfig(path=path, allow=allow), {"user_id": COLD})
         refusals[allow] = str(caught.value)
     untouched = gather_state(model)
+    with pytest.raises(CheckpointError, match=r"load\(allow=\['fewer_tables', 'more_rows', 'new_tables'\]\)"):
+        checkpointer.load(path, model_state(model, optimizer))
     config = StartConfig(path=path, allow=("more_rows", "new_tables", "fewer_tables"))
     said = begin_with(path, model, optimizer, together, config, {"user_id": COLD})
     state = whole(model_state(model, optimizer))
+    manifest = checkpointer.load(path, model_state(model, optimizer), allow=config.allow)
+    assert manifest["step"] == 5
     return {"first": first, "untouched": untouched, "refusals": refusals, "state": state, "said": said}
 
 

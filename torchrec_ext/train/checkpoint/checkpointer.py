@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint import folder as manifest
+from torchrec_ext.train.checkpoint.config import Change
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRanks, check_shared, newest_good
 from torchrec_ext.train.checkpoint.load import load_checkpoint
 from torchrec_ext.train.checkpoint.state import ModelState, Parts, SavePlanner, State
@@ -131,9 +132,25 @@ class Checkpointer:
         """
         return newest_good(self.folder, self.together, say)
 
-    def load(self, path: str, state: ModelState, extra: State | None = None) -> dict[str, Any]:
-        """Loads a run's checkpoint into its model, under any plan and number of ranks; see :func:`load_checkpoint`."""
-        return load_checkpoint(path, state, self.together, extra)[0]
+    def load(
+        self, path: str, state: ModelState, extra: State | None = None, *, allow: Sequence[Change] = ()
+    ) -> dict[str, Any]:
+        """Loads a checkpoint into ``state`` and ``extra``, saved under any plan and number of ranks.
+
+        Args:
+            path: checkpoint, as :meth:`last_good` returns it.
+            state: state of the model and its optimizers, from :func:`model_state`.
+            extra: further tensors to load; names without a saved tensor are left unchanged.
+            allow: differences to allow between the model and the checkpoint, see :class:`StartConfig`. New rows of
+                ``more_rows`` begin as row 0 of their table.
+
+        Returns:
+            The manifest: ``step``, ``world_size``, ``tables``, and the saved ``content``, among others.
+
+        Raises:
+            CheckpointError: the checkpoint was saved from another model; each difference is named.
+        """
+        return load_checkpoint(path, state, self.together, extra, allow=allow)[0]
 
     def branch(
         self, saved: Mapping[str, Any], best: Mapping[str, Any] | None, say: Callable[[str], None] = print
@@ -141,7 +158,7 @@ class Checkpointer:
         """Sets aside the checkpoints ahead of the loaded one, and makes that the parent of the next save.
 
         Args:
-            saved: the checkpoint's manifest, as :meth:`load_checkpoint` returns it.
+            saved: the checkpoint's manifest, as :meth:`load` returns it.
             best: figures and ``best_step`` of the best evaluation in the loaded run, or None.
             say: called on rank 0 with a line if something was set aside.
         """

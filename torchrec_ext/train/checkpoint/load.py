@@ -153,7 +153,9 @@ def _refuse(
         kinds = sorted(refused_kinds & set(get_args(Change)))
         remedy = ""
         if kinds:
-            remedy = f"; if that is meant, allow it: start.allow={','.join([*allow, *kinds])}"
+            # A recipe has the key, a loop of one's own calls Checkpointer.load.
+            changes = [*allow, *kinds]
+            remedy = f"; if that is meant, allow it: start.allow={','.join(changes)}, or load(allow={changes})"
         raise CheckpointError(
             f"checkpoint '{path}' is of another model or optimizer: {'; '.join(refused[:8])}{more}{remedy}"
         )
