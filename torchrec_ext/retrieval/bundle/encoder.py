@@ -262,6 +262,15 @@ class RowEncoder:
         """Types of the required raw columns, by name."""
         return self.columns.request_columns
 
+    @property
+    def list_widths(self) -> dict[str, int]:
+        """Lengths of the lists in columns whose lists have one length, by name."""
+        widths = dict(self.columns.widths)
+        for tower in self.model.towers.values():
+            if isinstance(tower, ProgramTower):
+                widths |= tower.list_widths
+        return widths
+
     def read(self, rows: Rows) -> Read:
         """See :meth:`Columns.read`."""
         return self.columns.read(rows)

@@ -291,6 +291,7 @@ class ProgramTower(Recorded, nn.Module):
 
     Attributes:
         computed_ids: columns of whole numbers that no table reads unchanged.
+        list_widths: lengths of the lists in list columns, by name.
     """
 
     def __init__(
@@ -308,6 +309,7 @@ class ProgramTower(Recorded, nn.Module):
         self.tables = list(tables)
         self.out_features = out_features
         self._columns = {name: (dtype, tuple(size)) for name, (dtype, *size) in columns.items()}
+        self.list_widths = {name: size[0] for name, (_, size) in self._columns.items() if size}
         self._ids = {name for table in tables for name in table.feature_names}
         self.computed_ids = [
             name for name, (dtype, _) in self._columns.items() if dtype == "int64" and name not in self._ids

@@ -49,6 +49,9 @@ class Columns:
             out-of-vocabulary row.
         strict: features without an out-of-vocabulary row; an id outside of their tables is refused.
 
+    Attributes:
+        widths: length of the lists in each array column, by name.
+
     Raises:
         ValueError: a column of the schema is neither computed nor among ``types``.
     """
@@ -70,7 +73,7 @@ class Columns:
             for feature in schema.sparse
         ]
         names = types.keys() if preprocessor is None else preprocessor.outputs.keys()
-        self._widths = widths_of(schema.dense, names)
+        self.widths = widths_of(schema.dense, names)
         column_names = [*schema.keys, *source_columns(schema.dense, names), *schema.weight_columns]
         self._steps = None if preprocessor is None else steps_for_columns(preprocessor, column_names)
         if self._steps is None:
@@ -106,7 +109,7 @@ class Columns:
             result.sparse[feature.name], result.unknown[feature.name] = _bags(
                 feature, columns[feature.name], weighing, unseen, strict=feature.name in self.strict
             )
-        for name, width in self._widths.items():
+        for name, width in self.widths.items():
             # The (B, W) numbers of a list column.
             column = columns[name]
             lengths = np.ones(len(column.values), np.int64) if column.lengths is None else column.lengths

@@ -187,7 +187,7 @@ def _inputs(model: nn.Module, queries: pa.Table, catalogue: pa.Table) -> tuple[s
             raise BundleError(
                 f"model: forward of {type(model).__name__} takes {listed(required_names)}, of which {listed(missing)} "
                 f"is no column; queries have {listed(queries.column_names)}, catalogue.features "
-                f"{listed(catalogue.column_names)}: name the columns as the arguments"
+                f"{listed(catalogue.column_names)}: name the columns as the arguments; wrap a DLRM"
             )
     columns = {}
     for name in column_names:
@@ -368,7 +368,7 @@ class _Split:
         if not value.is_floating_point():
             raise BundleError(
                 f"model: forward{line} combines ids or masks of {column_list} with the other tower's columns, so "
-                f"'{self.names[tower]}' has no vector that could be stored; look them up first, or rank with the model"
+                f"'{self.names[tower]}' has no vector to store; look them up first, each by an nn.Embedding"
             )
 
     def check(self, paths: Mapping[str, Sequence[str]]) -> None:

@@ -82,6 +82,7 @@ def item_titles(bundle: Bundle, values: Sequence[Any]) -> list[str]:
 
 def example_user(bundle: Bundle) -> dict[str, Any]:
     """Returns raw features of a person whom the model has never seen, as a request gives them without an id."""
+    query = bundle.encoders[0]
     features: dict[str, Any] = {}
     if bundle.users is not None:
         features = {name: column[0] for name, column in bundle.users.rows([-1]).items()}
@@ -92,8 +93,11 @@ def example_user(bundle: Bundle) -> dict[str, Any]:
             continue
         value = features.get(name)
         if value is None:
-            value = [] if kind.startswith("list<") else _NEUTRAL.get(kind, _A_DAY)
-            first_values = bundle.encoders[0].columns.known_values(name, 1)
+            value = _NEUTRAL.get(kind, _A_DAY)
+            if kind.startswith("list<"):
+                # A bag may be empty, other lists have one length.
+                value = [0] * query.list_widths.get(name, 0)
+            first_values = query.columns.known_values(name, 1)
             if first_values and kind in ("int64", "string"):
                 value = first_values[0]
         example[name] = value

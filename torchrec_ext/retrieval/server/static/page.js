@@ -54,7 +54,8 @@ function showBundle(found) {
   const facts = {
     "Greatest difference from the trained model": `${number(certificate.parity?.greatest_difference)} over ${number(certificate.parity?.pairs)} pairs`,
     "Recall of the index": `${number(content.index?.recall)} (${content.index?.kind}, by ${content.metric})`,
-    "Trained items in the bundle": `${number(coverage.trained - coverage.missing)} of ${number(coverage.trained)}`,
+    // The export may not know what was trained.
+    ...(typeof coverage.trained === "number" && { "Trained items in the bundle": `${number(coverage.trained - coverage.missing)} of ${number(coverage.trained)}` }),
     "Towers": [...(content.query ?? []), content.candidate].filter(Boolean).join(" · "),
     "Made": certificate.created ?? "not said",
   };
