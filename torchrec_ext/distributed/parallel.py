@@ -132,6 +132,9 @@ def hybrid_parallel(
         with _ddp_notice_ignored(), sharing_as_all_ranks_do():
             sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=all_sharders)
     skip_fx_notice()
+    # TorchRec calls deprecated collectives and ShardedTensor in every step, and its caller cannot choose others.
+    deprecated = r"`torch\.distributed\.\w+_tensor` is deprecated|Please use DTensor instead"
+    warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
     initialise_tables(sharded, seed)
     read_past_caches(sharded)
     settle_buckets(sharded)

@@ -6,6 +6,7 @@ refusal(): explains why there is no plan, and what would make one, in numbers.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import product
@@ -406,6 +407,7 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
         constraints=request.constraints,
         debug=False,
     )
+    logging.getLogger().addFilter(_not_of_replicated_tables)
     try:
         by_host = any(set(BY_HOST) & set(each.sharding_types or ()) for each in request.constraints.values())
         plan = planner.plan(model, sharders(request.codecs, by_host=by_host))
@@ -431,7 +433,14 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
                 storage,
             )
         ) from None
+    finally:
+        logging.getLogger().removeFilter(_not_of_replicated_tables)
     return Draft(plan, stats.options)
+
+
+def _not_of_replicated_tables(record: logging.LogRecord) -> bool:
+    """Drops the planner's warning about tables without a sharding spec: replicated ones have none."""
+    return not record.getMessage().startswith("Sharding spec not found")
 
 
 def _winning(

@@ -330,7 +330,7 @@ class Group : public std::enable_shared_from_this<Group> {
         move_on(sender, frame);
       } else if (frame->number != c.number || !(frame->call == c.call)) {
         fail_locked("rank " + to_string(sender) + " called " + describe_(frame->call) + " as its number " +
-                    to_string(frame->number));
+                    to_string(frame->number) + " (do all ranks take equally many batches?)");
       } else {
         c.frames_due[sender] = frame->frames;
         if (frame->reader == kEveryone || int(frame->reader) == rank) return frame;
