@@ -33,7 +33,7 @@ def saved_job(run: Path, recipe: str | None = None) -> Job:
         saved = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(
-            f"{path}: cannot be read ({error.strerror}); name a run folder, such as runs/two_tower-DATE"
+            f"{path}: cannot be read ({error.strerror}); name a run folder of a recipe; without one call export()"
         ) from None
     except ValueError as error:
         raise ValueError(f"{path}: is not a JSON file ({error}); name another run folder") from None

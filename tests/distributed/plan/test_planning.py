@@ -315,7 +315,9 @@ def towers_of(rows: int) -> TowerModel:
 
 
 @pytest.mark.unit
-def test_tables_that_are_small_together_are_whole_on_every_rank_where_that_is_free() -> None:
+def test_tables_that_are_small_together_are_whole_on_every_rank_where_that_is_free(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     adagrad = OptimizerConfig()
     dim = table("user_id", 9).embedding_dim
     at_the_limit = towers_of(SMALL_WEIGHTS // dim - 9)
@@ -326,6 +328,7 @@ def test_tables_that_are_small_together_are_whole_on_every_rank_where_that_is_fr
             plan = plan_sharding(model, TWO_RANKS, constraints=constraints)
         kinds = {kind.sharding_type for module in plan.plan.values() for kind in module.values()}  # type: ignore[attr-defined]
         assert kinds == {"data_parallel"}
+    assert "Sharding spec not found" not in caplog.text
     free = PlanConfig()
     for model, runtime, config, optimizer in (
         (towers_of(SMALL_WEIGHTS // dim), TWO_RANKS, free, adagrad),
