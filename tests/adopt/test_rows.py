@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -751,6 +751,12 @@ def read_file(data: Any, row: int) -> int:
         return int(stream.read()) + row
 
 
+def with_features(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Two drawn items, and what a table has for them."""
+    items = torch.randint(len(table), (2,))
+    return items, table[items]
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "one row": (
         lambda _: TensorDataset(torch.ones(1)),
@@ -786,7 +792,24 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "random places": (
         lambda _: Listed(lambda d, i: (lambda p: (p, (p == 0).float()))(torch.randperm(4))),
-        "returns rows that change from call to call: slot 1 (float32 (4,))",
+        "slot 1 (float32 (4,)) depends on the drawn item, slot 0: leave it out of the rows",
+    ),
+    "features of the drawn item": (
+        lambda _: Listed(lambda d, i: (i, *with_features(d.genres)), 200, genres=torch.rand(50, 3)),
+        "slot 2 (float32 (2, 3)) depends on the drawn item, slot 1: leave it out of the rows, keep its table as a",
+    ),
+    "a number of the drawn item": (
+        lambda _: Listed(lambda d, i: (*with_features(d.year), i), 200, year=torch.arange(50) % 7),
+        "slot 1 (int64 (2,)) depends on the drawn item, slot 0",
+    ),
+    "a row of each instance": (
+        lambda _: Listed(
+            lambda d, i: (d.user[i // 5], d.item[i // 5] if i % 5 == 0 else np.random.randint(50)),
+            500,
+            user=np.arange(100) % 9,
+            item=np.arange(100) % 50,
+        ),
+        "draws slot 1 in some rows and not in others, such as row ",
     ),
     "files": (lambda path: Listed(read_file, path=path), "reads files, such as '"),
     "a counter": (lambda _: Counting(lambda d, i: i, calls=0), "changes self.calls"),
@@ -842,7 +865,8 @@ def test_a_dataset_that_is_written_anew_is_noticed_at_the_next_epoch() -> None:
         (Uniform([0.5]), "items is an array of float64 (1,)"),
         (
             Uniform(ITEMS, exclude=("user", "thing")),
-            "exclude='thing': must be a column of one integer a row: user, item",
+            "exclude='thing': must be a column of one integer a row: user, item; if your Dataset has no attribute "
+            "equal to it, set self.thing = ...",
         ),
         (Uniform(ITEMS, exclude=("user", "context")), "exclude='context'"),
         (Uniform(ITEMS, exclude=[1, 2]), "exclude is a list: must be two names"),  # type: ignore[arg-type]
@@ -858,6 +882,36 @@ def test_a_dataset_that_is_written_anew_is_noticed_at_the_next_epoch() -> None:
 def test_a_law_that_does_not_fit_the_columns_is_refused(law: Any, text: str) -> None:
     with pytest.raises(CannotAdopt, match=re.escape(text)), mock.patch.multiple(evidence, **FEW):
         Rows.of(Interactions(), 64, law)
+
+
+class Computed(Interactions):
+    """Its users stand in no attribute."""
+
+    calls: ClassVar[list[int]] = []
+
+    def __getitem__(self, row: int) -> tuple[Tensor, ...]:
+        self.calls.append(row)
+        user, *rest = super().__getitem__(row)
+        return user + 1, *rest
+
+
+@pytest.mark.parametrize(
+    ("law", "text"),
+    [
+        (
+            Uniform(ITEMS, exclude=("user", "item")),
+            "exclude='user': must be a column of one integer a row: item, slot 0; ",
+        ),
+        (Uniform(ITEMS // 2), "are not among the ids 0 to 74"),
+        ("uniform", "negatives='uniform': must be Uniform"),
+    ],
+)
+def test_a_law_is_refused_before_all_rows_are_written(law: Any, text: str) -> None:
+    data = Computed(rows=3000)
+    Computed.calls.clear()
+    with pytest.raises(CannotAdopt, match=re.escape(text)), mock.patch.multiple(evidence, **FEW):
+        Rows.of(data, 64, law, collate_fn=concatenated, compared=100)
+    assert len(set(Computed.calls)) < 1000
 
 
 @pytest.mark.parametrize(
@@ -897,10 +951,10 @@ def test_rows_of_the_users_own_columns_as_the_page_shows_it() -> None:
 PAGE = Path(__file__).parents[2] / "docs" / "adopt.md"
 
 
-def on_the_page(start: str) -> dict[str, Any]:
+def on_the_page(start: str, **more: Any) -> dict[str, Any]:
     """Runs the first definition of the page's example that begins with ``start``."""
     example = PAGE.read_text().partition(f"```py\n{start}")[2].partition("\n\n\n")[0]
-    names = {"torch": torch, "Interactions": Interactions, "NEGATIVES": NEGATIVES}
+    names = {"torch": torch, "Interactions": Interactions, "NEGATIVES": NEGATIVES, **more}
     exec(start + example, names)
     return names
 
@@ -917,6 +971,18 @@ def test_the_pages_dataset_of_whole_batches_has_the_law_of_the_users() -> None:
             assert torch.equal(items[:, 0], theirs[1].view(-1, 1 + NEGATIVES)[:, 0])
             counts += np.bincount(items[:, 1:].reshape(-1).numpy(), minlength=ITEMS)
     assert follows(counts, expected_counts(data, 10))
+
+
+def test_the_pages_dataset_with_a_row_for_each_instance_draws_what_is_not_known() -> None:
+    batched = on_the_page("class Batched(Interactions)")
+    data = on_the_page("class Instances(Batched)", **batched)["Instances"]()
+    user, item, context, label = data.__getitems__(range(len(data)))
+    assert same(user, data.user.repeat_interleave(5))
+    assert same(context, data.context.repeat_interleave(5, dim=0))
+    assert same(item[::5], data.item)
+    assert label.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0] * len(data.user)
+    drawn = zip(user[label == 0].tolist(), item[label == 0].tolist(), strict=True)
+    assert not any(number in data.known[key] for key, number in drawn)
 
 
 def test_a_batch_is_made_by_torch_ops_that_a_captured_step_can_hold() -> None:

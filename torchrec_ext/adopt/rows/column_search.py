@@ -19,15 +19,15 @@ from tqdm import tqdm
 
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, held_by, is_frame, seed_everything, words
+from torchrec_ext.adopt.rows.rereads import MOST_NUMBERS, ROUNDS, Rereads, differs
 
 COMPARED = 4096  # rows that are compared if reading all would take too long
 _SECONDS = 8.0  # that reading all rows may take
-_ROUNDS = 4
+_LONG_S = 30.0  # of a pass over all rows that is announced
 _READ_AGAIN = 190
 _CALLS = 8  # of each row whose draws are read
 _MOST_BYTES = 1 << 26  # of the rows that are compared
 _MOST_COLUMNS = 256  # of a matrix that are looked at one by one
-_MOST_NUMBERS = 32  # of a vector that are looked at one by one
 
 
 class _Source:
@@ -260,7 +260,7 @@ class Reading:
 
 def equal(first: Tensor, second: Tensor) -> bool:
     """Says whether values are equal; what is no number equals itself."""
-    return bool(((first == second) | ((first != first) & (second != second))).all())
+    return not differs(first, second).any()
 
 
 class ColumnSearch:
@@ -269,10 +269,12 @@ class ColumnSearch:
     Args:
         reader: reads its rows.
         compared: number of rows to compare with the Dataset; None for all where they are read in :data:`_SECONDS`.
+        speaks: announce a long pass over all rows, and show its progress on a terminal.
     """
 
-    def __init__(self, reader: DatasetReader, compared: int | None) -> None:
+    def __init__(self, reader: DatasetReader, compared: int | None, speaks: bool) -> None:
         self._reader = reader
+        self._speaks = speaks
         self._random = np.random.default_rng(0)
         size = sum(leaf.nbytes for leaf in reader.leaves(0))
         self._compared = max(2, min(reader.num_rows, compared or COMPARED, max(256, _MOST_BYTES // max(size, 1))))
@@ -289,25 +291,48 @@ class ColumnSearch:
             if values.dim() == 2 and values.shape[1] <= _MOST_COLUMNS:
                 able += [_MatrixColumn(source, index) for index in range(values.shape[1])]
         self._sources = able
-        self._keys = reader.names
         self._refuted: set[SlotPiece] = set()
 
-    def run(self) -> Reading:
-        """Returns what the rows are made of.
+    def sample(self) -> Reading:
+        """Returns what some rows are made of; :attr:`own_columns` hold these rows alone.
 
         Raises:
             CannotAdopt: they cannot be written as columns, constants and draws.
         """
         start = time.perf_counter()
         self._read()
-        seconds_of_all = (time.perf_counter() - start) / len(self._rows) * self._reader.num_rows
-        self._check_drawn()
+        self._seconds_of_all = (time.perf_counter() - start) / len(self._rows) * self._reader.num_rows
         self._solve()
         while len(rows := np.setdiff1d(np.concatenate([np.zeros(0, np.int64), *self._disputes]), self._rows.numpy())):
             self._read_more(rows)
             self._solve()
         self._result.compared = len(self._rows)
-        all_too = self._quickly and seconds_of_all < _SECONDS and len(self._rows) < self._reader.num_rows
+        return self._result
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """Numbers of the rows that were read, (C,)."""
+        return self._rows.numpy()
+
+    @property
+    def own_columns(self) -> dict[str, Tensor]:
+        """Values that are in no attribute, (C, ...) by name."""
+        return {name: piece.of(self._values) for name, piece in self._own_columns.items()}
+
+    def run(self) -> Reading:
+        """Returns what all rows are made of, after :meth:`sample`.
+
+        Raises:
+            CannotAdopt: they cannot be written as columns, constants and draws.
+        """
+        all_too = self._quickly and self._seconds_of_all < _SECONDS and len(self._rows) < self._reader.num_rows
+        if self._own_columns and self._seconds_of_all > _LONG_S and self._speaks:
+            print(
+                f"rows: {', '.join(self._own_columns)} in no attribute of {self._reader.kind}: writing "
+                f"{self._reader.num_rows:,} rows takes about {self._seconds_of_all / 60:.1f} min, once; to avoid it, "
+                "set each as an attribute with a value for each row in __init__",
+                flush=True,
+            )
         while (self._own_columns or all_too) and (refuted := self._wrong_after_writing()):
             self._refuted.add(refuted)
             self._solve()
@@ -325,13 +350,9 @@ class ColumnSearch:
         again = np.sort(self._random.choice(len(rows_read), min(len(rows_read), _READ_AGAIN), replace=False))
         seed_everything(0)
         self._rows, self._values = torch.from_numpy(rows_read), self._reader.rows(rows_read)
-        self._draw_masks = [torch.zeros(value.shape[1:], dtype=torch.bool) for value in self._values]
-        for number in range(1, _ROUNDS):
-            seed_everything(number)
-            for slot, values in enumerate(self._reader.rows(rows_read[again])):
-                before = self._values[slot][torch.from_numpy(again)]
-                changed = (values != before) & ((values == values) | (before == before))
-                self._draw_masks[slot] |= changed.any(dim=0)
+        rereads = Rereads(self._reader, rows_read[again], [values[torch.from_numpy(again)] for values in self._values])
+        rereads.check()
+        self._draw_masks = rereads.masks
 
     def _read_more(self, rows: NDArray[np.int64]) -> None:
         seed_everything(len(self._rows))
@@ -351,33 +372,6 @@ class ColumnSearch:
             if values.dtype.kind in "biu" and int(values.max()) - int(values.min()) < _MOST_COLUMNS:
                 rows.append(np.unique(values, return_index=True)[1])
         return np.concatenate(rows)
-
-    def _check_drawn(self) -> None:
-        slots = [slot for slot, mask in enumerate(self._draw_masks) if mask.any()]
-        where = self._reader.where
-        names = [self._name(slot) for slot in range(len(self._draw_masks))]
-        for slot in slots:
-            dtype = self._values[slot].dtype
-            mask = self._draw_masks[slot]
-            if dtype.is_floating_point or dtype == torch.bool:
-                raise CannotAdopt(
-                    f"{where} returns rows that change from call to call: {names[slot]} ({words(dtype, mask.shape)}) "
-                    f"is no drawn id but noise, dropout or augmentation; make it inside the model. {GETITEMS}"
-                )
-            if int((~mask).sum()) > _MOST_NUMBERS:
-                raise CannotAdopt(
-                    f"{where} draws some integers of {names[slot]} among more than {_MOST_NUMBERS} that stay. "
-                    f"{GETITEMS}"
-                )
-        if len(slots) > 1:
-            both = " and ".join(names[slot] for slot in slots)
-            raise CannotAdopt(
-                f"{where} draws more than one slot: {both} change from call to call, and how they depend on each other "
-                f"cannot be seen. {GETITEMS}"
-            )
-
-    def _name(self, slot: int) -> str:
-        return self._keys[slot] or f"slot {slot}"
 
     def _solve(self) -> None:
         """Finds the pieces of each slot, as far as the rows read so far show them."""
@@ -402,7 +396,7 @@ class ColumnSearch:
         else:
             whole = SlotPiece(slot, "repeat" if repeat else "all")
             column = self._known(whole)
-            if column is None and not repeat and 1 < values[0].numel() <= _MOST_NUMBERS:
+            if column is None and not repeat and 1 < values[0].numel() <= MOST_NUMBERS:
                 each = [self._known(SlotPiece(slot, index)) for index in range(values[0].numel())]
                 pieces = tuple(each) if None not in each else (self._to_write(whole),)
             else:
@@ -418,12 +412,12 @@ class ColumnSearch:
 
     def _shown(self, slot: int, pieces: tuple[str | None, ...]) -> str:
         columns = {piece for piece in pieces if piece is not None and piece not in self._result.constants}
-        name = self._keys[slot] or (columns.pop() if len(columns) == 1 else f"slot {slot}")
+        name = self._reader.names[slot] or (columns.pop() if len(columns) == 1 else f"slot {slot}")
         names = {other.name for other in self._result.slots}
         return name if name not in names else f"{name} (slot {slot})"
 
     def _piece_name(self, piece: SlotPiece) -> str:
-        name = self._name(piece.slot)
+        name = self._reader.slot_name(piece.slot)
         if isinstance(piece.index, int):
             name += f"[{piece.index}]"
         return name
@@ -469,7 +463,7 @@ class ColumnSearch:
     def _column(self, piece: SlotPiece, source: _Source, values: Tensor) -> str:
         path_and_dtype = (source.path, values.dtype)
         if path_and_dtype not in self._paths:
-            key = self._keys[piece.slot] if not isinstance(piece.index, int) else None
+            key = self._reader.names[piece.slot] if not isinstance(piece.index, int) else None
             short = source.path.rsplit(".", 1)[-1]
             short = short.rpartition("['")[2].rstrip("']") if short.endswith("']") else short
             names = (key, short, source.path, f"slot {piece.slot} {source.path}")
@@ -501,7 +495,7 @@ class ColumnSearch:
         names = []
         for name, piece in self._own_columns.items():
             column = self._result.columns[name]
-            names.append(f"{self._name(piece.slot)} ({words(column.dtype, column.shape[1:])})")
+            names.append(f"{self._reader.slot_name(piece.slot)} ({words(column.dtype, column.shape[1:])})")
         self._result.notes.append(
             f"rows: {', '.join(names)} in no attribute of {reader.kind}: written in one pass over "
             f"{reader.num_rows:,} rows ({time.perf_counter() - start:.1f} s)"
@@ -511,7 +505,9 @@ class ColumnSearch:
     def _blocks(self) -> Iterator[NDArray[np.int64]]:
         starts = range(0, self._reader.num_rows, COMPARED)
         title = f"rows: writing {', '.join(self._own_columns)}" if self._own_columns else "rows: comparing all"
-        with tqdm(total=self._reader.num_rows, desc=title, delay=2.0, unit="row", leave=False) as progress:
+        options: dict[str, Any] = {"delay": 2.0, "unit": "row", "leave": False}
+        options["disable"] = None if self._speaks else True  # None: if this is no terminal
+        with tqdm(total=self._reader.num_rows, desc=title, **options) as progress:
             for start in starts:
                 block = np.arange(start, min(start + COMPARED, self._reader.num_rows))
                 yield block
@@ -522,8 +518,9 @@ class ColumnSearch:
             same = _equal_rows(self._result.columns[name][self._rows], piece.of(self._values))
             if not same.all():
                 raise CannotAdopt(
-                    f"{self._reader.where} returns rows that change from call to call: {self._name(piece.slot)} of row "
-                    f"{int(self._rows[int((~same).int().argmax())])} is another in the second reading. {GETITEMS}"
+                    f"{self._reader.where} returns rows that change from call to call: "
+                    f"{self._reader.slot_name(piece.slot)} of row {int(self._rows[int((~same).int().argmax())])} is "
+                    f"another in the second reading. {GETITEMS}"
                 )
 
     def _check_memory(self) -> None:
@@ -544,21 +541,33 @@ def _as(values: Tensor | None, like: Tensor) -> Tensor:
 
 def _equal_rows(first: Tensor, second: Tensor) -> Tensor:
     """Says for each row whether its values are equal, (C,)."""
-    same = (first == second) | ((first != first) & (second != second))
+    same = ~differs(first, second)
     return same.flatten(1).all(dim=1) if same.dim() > 1 else same
 
 
 def drawn_rows(
-    reader: DatasetReader, slot: Slot, index: int, calls: int
+    reader: DatasetReader, slot: Slot, index: int, calls: int, among: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the row of each of about ``calls`` calls, (C,), each row eight times, and what was drawn, (C, n)."""
+    """Reads what some rows draw, each row eight times.
+
+    Args:
+        reader: reads them; inside :meth:`DatasetReader.untouched`.
+        slot: the slot with drawn integers.
+        index: number of this slot.
+        calls: about so many calls.
+        among: rows from which some are chosen.
+
+    Returns:
+        (C,) the row of each call, and (C, n) what it drew.
+    """
     generator = np.random.default_rng(1)
-    rows = generator.choice(reader.num_rows, min(reader.num_rows, max(calls // _CALLS, 1)), replace=False)
+    rows = generator.choice(among, min(len(among), max(calls // _CALLS, 1)), replace=False)
     again = max(_CALLS, calls // len(rows))
     rows = np.sort(rows).repeat(again).astype(np.int64)
-    seed_everything(_ROUNDS)
+    seed_everything(ROUNDS)
     mask = torch.tensor([piece is None for piece in slot.pieces])
     draws = torch.empty((len(rows), slot.drawn), dtype=torch.int64)
-    for call, row in enumerate(tqdm(rows, desc="rows: reading what is drawn", delay=2.0, unit="row", leave=False)):
+    title = "rows: reading what is drawn"
+    for call, row in enumerate(tqdm(rows, desc=title, delay=2.0, unit="row", leave=False, disable=None)):
         draws[call] = reader.leaves(int(row))[index].flatten()[mask]
     return rows, draws.numpy()

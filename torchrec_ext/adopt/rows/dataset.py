@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,8 +14,8 @@ from torch.utils.data import default_collate
 
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.rows.column_search import ColumnSearch, Reading, equal
-from torchrec_ext.adopt.rows.evidence import UNLIKELY, UNSEEN, Evidence, gathered
-from torchrec_ext.adopt.rows.law import Law, NegativeDraws
+from torchrec_ext.adopt.rows.evidence import UNSEEN, Evidence, evidence_of, read_draws, with_enough_draws
+from torchrec_ext.adopt.rows.law import Ids, Law, NegativeDraws, integers, is_key
 from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader
 
 _SPOT_CHECK = 64  # rows that are read again at the start of an epoch
@@ -28,6 +29,8 @@ class ReadDataset:
         collate_fn: makes a batch of rows; None for torch's.
         compared: number of rows to compare; None for what can be read in a few seconds.
         call: the user's call of Rows.of, less ``negatives``.
+        law: the user's law of the draws, ``"check"`` or None.
+        speaks: announce what takes long.
 
     Attributes:
         reader: reads rows.
@@ -40,15 +43,61 @@ class ReadDataset:
     """
 
     def __init__(
-        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, compared: int | None, call: str
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        compared: int | None,
+        call: str,
+        law: Law | Literal["check"] | None,
+        speaks: bool,
     ) -> None:
         self.reader = DatasetReader(dataset)
         self.evidence: Evidence | None = None
+        self._call = call
         with self.reader.untouched():
-            self.reading = ColumnSearch(self.reader, compared).run()
+            search = ColumnSearch(self.reader, compared, speaks)
+            sample = search.sample()
+            # All that can be refused is refused now: writing all rows may take minutes.
+            SlotLayout(self.reader, sample, collate_fn)
+            self._check_kind(law, sample)
+            draws = None if sample.drawn is None else read_draws(self.reader, sample, search.rows)
+            if draws is not None and isinstance(law, Law) and search.own_columns:
+                self._check_early(law, sample, search.own_columns, draws)
+            self.reading = search.run()
             self.layout = SlotLayout(self.reader, self.reading, collate_fn)
-            if self.reading.drawn is not None:
-                self.evidence = gathered(self.reader, self.reading, call)
+            if draws is not None:
+                evidence = evidence_of(self.reader, self.reading, draws, call)
+                self.evidence = with_enough_draws(self.reader, self.reading, evidence)
+
+    def _check_kind(self, law: Any, reading: Reading) -> None:
+        if reading.drawn is None and law is not None:
+            text = repr(law) if law == "check" else law
+            raise CannotAdopt(f"negatives={text}: {self.reader.where} draws nothing; leave negatives out")
+        if law is not None and law != "check" and not isinstance(law, Law):
+            raise CannotAdopt(f"negatives={law!r}: must be Uniform(...), Popular(...) or 'check'")
+
+    def _check_early(self, law: Law, sample: Reading, own: dict[str, Tensor], draws: tuple[Ids, Ids]) -> None:
+        """Checks the names of a law, and the law itself if it reads nothing but attributes of the Dataset.
+
+        Args:
+            law: the user's law.
+            sample: what some rows are made of.
+            own: (C, ...) values of columns in no attribute, in these rows.
+            draws: rows and ids that the Dataset has drawn.
+        """
+        attributes = {name: column for name, column in sample.columns.items() if name not in own}
+        names = law.column_names()
+        for argument, name in names:
+            integers({**attributes, **own}, name, argument)
+        # A range of ids and the column of a mapping's keys are looked for in all columns of integers.
+        looks = law.items is None or (law.by is None and isinstance(law.exclude, Mapping))
+        needs_own = any(name in own for _, name in names) or (looks and any(map(is_key, own.values())))
+        if attributes and not needs_own:
+            evidence = evidence_of(self.reader, replace(sample, columns=attributes), draws, self._call)
+            evidence.refuse(self._draws(law, evidence))
+
+    def _draws(self, law: Law, evidence: Evidence, seed: int = 0) -> NegativeDraws:
+        return NegativeDraws(law, evidence.columns, evidence.positive, evidence.ids.shape[1], seed, evidence.exclusions)
 
     def confirm(self, law: Law | None, seed: int) -> tuple[NegativeDraws, list[str]] | None:
         """Returns draws by the user's sampling distribution, and lines with the evidence for it; None without draws.
@@ -58,21 +107,11 @@ class ReadDataset:
         """
         evidence = self.evidence
         if evidence is None:
-            if law is not None:
-                raise CannotAdopt(f"negatives={law}: {self.reader.where} draws nothing; leave negatives out")
             return None
         if law is None:
             raise CannotAdopt(str(evidence))
-        if not isinstance(law, Law):
-            raise CannotAdopt(f"negatives={law!r}: must be Uniform(...), Popular(...) or 'check'")
-        draws = NegativeDraws(
-            law, evidence.columns, evidence.positive, evidence.ids.shape[1], seed, evidence.exclusions
-        )
-        findings = evidence.against(draws)
-        against = [finding for finding in findings if finding.p is not None and finding.p < UNLIKELY]
-        if against:
-            lines = [f"negatives: {evidence.what}, and not {draws.describe()}:", *(f"  {each}" for each in against)]
-            raise CannotAdopt("\n".join([*lines, *evidence.proposal()]))
+        draws = self._draws(law, evidence, seed)
+        findings = evidence.refuse(draws)
         tested = [finding.p for finding in findings if finding.p is not None]
         unseen = [finding.text for finding in findings if finding.p is None and finding.text.startswith(UNSEEN)]
         least = f"least p={min(tested):.2g} of {len(tested)} tests" if tested else "no test could be made"

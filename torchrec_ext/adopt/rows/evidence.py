@@ -80,6 +80,19 @@ class Evidence:
     def __str__(self) -> str:
         return "\n".join([f"{self.what} by a law that must be signed.", *self.proposal()])
 
+    def refuse(self, draws: NegativeDraws) -> list[LawTest]:
+        """Returns the tests of a law that the draws do not contradict.
+
+        Raises:
+            CannotAdopt: they contradict it.
+        """
+        findings = self.against(draws)
+        against = [finding for finding in findings if finding.p is not None and finding.p < UNLIKELY]
+        if against:
+            lines = [f"negatives: {self.what}, and not {draws.describe()}:", *(f"  {each}" for each in against)]
+            raise CannotAdopt("\n".join([*lines, *self.proposal()]))
+        return findings
+
     @property
     def size(self) -> str:
         """The number of draws in words."""
@@ -358,23 +371,39 @@ def _tail(observed: int, expected: float, variance: float) -> float:
     return math.erfc(abs(observed - expected) / math.sqrt(2 * variance))
 
 
-def gathered(reader: DatasetReader, reading: Reading, call: str) -> Evidence:
-    """Reads what a Dataset draws, in as many calls as are needed to see whether known pairs are left out.
+def read_draws(reader: DatasetReader, reading: Reading, among: Ids, calls: int = 0) -> tuple[Ids, Ids]:
+    """Reads what a Dataset draws.
 
     Args:
         reader: reads its rows; inside :meth:`DatasetReader.untouched`.
         reading: what its rows are made of.
+        among: rows from which some are read.
+        calls: number of calls; by default enough for a test.
+
+    Returns:
+        (C,) the row of each call, and (C, n) what it drew.
+    """
+    slot = reading.drawn
+    assert slot is not None
+    calls = calls or min(max(_DRAWS // slot.drawn, _FEWEST_CALLS), _DRAWS)
+    return drawn_rows(reader, slot, reading.slots.index(slot), calls, among)
+
+
+def evidence_of(reader: DatasetReader, reading: Reading, draws: tuple[Ids, Ids], call: str) -> Evidence:
+    """Returns what draws say.
+
+    Args:
+        reader: has read them.
+        reading: what the rows of the Dataset are made of.
+        draws: rows and ids of :func:`read_draws`.
         call: the user's call of Rows.of, less ``negatives``.
     """
     slot = reading.drawn
     assert slot is not None
-    index = reading.slots.index(slot)
-    calls = min(max(_DRAWS // slot.drawn, _FEWEST_CALLS), _DRAWS)
-    rows, ids = drawn_rows(reader, slot, index, calls)
+    rows, ids = draws
     positive = _positive(reading, ids)
-    what = f"{reader.where} draws {slot.drawn} of {len(slot.pieces)} integers of {slot.name}"
-    evidence = Evidence(
-        what=what,
+    return Evidence(
+        what=f"{reader.where} draws {slot.drawn} of {len(slot.pieces)} integers of {slot.name}",
         rows=rows,
         ids=ids,
         columns=reading.columns,
@@ -382,13 +411,20 @@ def gathered(reader: DatasetReader, reading: Reading, call: str) -> Evidence:
         exclusions=list(_exclusions(reader, reading, positive)),
         call=call,
     )
+
+
+def with_enough_draws(reader: DatasetReader, reading: Reading, evidence: Evidence) -> Evidence:
+    """Returns evidence of as many calls as are needed to see whether known pairs are left out."""
     few = evidence.expected()
-    if few is not None and few < _EXPECTED:
-        more = min(_MOST_CALLS, _MOST_DRAWS // slot.drawn, int(len(rows) * _EXPECTED / max(few, 1e-9)))
-        if more > len(rows) and few * more / len(rows) > _SEEN:
-            rows, ids = drawn_rows(reader, slot, index, more)
-            evidence = replace(evidence, rows=rows, ids=ids)
-    return evidence
+    if few is None or few >= _EXPECTED:
+        return evidence
+    calls = len(evidence.rows)
+    drawn = evidence.ids.shape[1]
+    more = min(_MOST_CALLS, _MOST_DRAWS // drawn, int(calls * _EXPECTED / max(few, 1e-9)))
+    if more <= calls or few * more / calls <= _SEEN:
+        return evidence
+    rows, ids = read_draws(reader, reading, np.arange(reader.num_rows), more)
+    return replace(evidence, rows=rows, ids=ids)
 
 
 def _positive(reading: Reading, ids: Ids) -> str | None:

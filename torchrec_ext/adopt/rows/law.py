@@ -41,6 +41,13 @@ class Law(ABC):
     def text(self) -> str:
         """Returns the law in words."""
 
+    def column_names(self) -> list[tuple[str, str]]:
+        """Returns the arguments that name columns, each with the name."""
+        names = [("items", self.items), ("by", self.by)]
+        if isinstance(self.exclude, tuple):
+            names += [("exclude", name) for name in self.exclude]
+        return [(argument, name) for argument, name in names if isinstance(name, str)]
+
     @abstractmethod
     def sampler(self, ids: Ids, users: Ids, items: Ids, columns: Mapping[str, Tensor]) -> RejectionNegatives:
         """Returns what draws the numbers 1 to I of the catalogue ``ids`` (I,).
@@ -95,6 +102,10 @@ class Popular(Law):
     exponent: float = 0.75
     smoothing: float = 1e-9
 
+    def column_names(self) -> list[tuple[str, str]]:
+        """See :meth:`Law.column_names`."""
+        return [*super().column_names(), ("counted", self.counted)]
+
     def text(self) -> str:
         """See :meth:`Law.text`."""
         return f"by popularity in '{self.counted}', (count + {self.smoothing:g}) ** {self.exponent:g}"
@@ -118,7 +129,12 @@ def integers(columns: Mapping[str, Tensor], name: str, argument: str) -> Ids:
     """
     able = [column for column, tensor in columns.items() if is_key(tensor)]
     if name not in able:
-        raise CannotAdopt(f"{argument}='{name}': must be a column of one integer a row: {', '.join(able) or 'none'}")
+        remedy = f"; if your Dataset has no attribute equal to it, set self.{name} = ..." if name.isidentifier() else ""
+        if name in columns:
+            remedy = ""
+        raise CannotAdopt(
+            f"{argument}='{name}': must be a column of one integer a row: {', '.join(able) or 'none'}{remedy}"
+        )
     return columns[name].reshape(-1).numpy(force=True).astype(np.int64)
 
 

@@ -26,7 +26,7 @@ from torchrec_ext.observe.reached import GENERATORS
 
 GETITEMS = (
     "Or make whole batches yourself: give the Dataset a method __getitems__(rows), which torch's DataLoader calls with "
-    "a batch's row numbers; docs/adopt.md has one."
+    "a batch's row numbers; the documentation has examples under 'Where columns cannot be read'."
 )
 _MOST_BYTES = 1 << 26  # of an array of which a copy is kept
 _DEPTH = 3
@@ -106,6 +106,10 @@ class DatasetReader:
         """The key of each value of a row that is a dict, None for others."""
         paths = pytree.tree_flatten_with_path(self._first)[0]
         return [str(path[-1].key) if path and isinstance(path[-1], pytree.MappingKey) else None for path, _ in paths]
+
+    def slot_name(self, slot: int) -> str:
+        """Returns the key of a value of a row, or its number."""
+        return self.names[slot] or f"slot {slot}"
 
     def batch(self, rows: Sequence[int], collate: Callable[[list[Any]], Any]) -> tuple[list[Tensor], Any]:
         """Returns the values of ``rows`` slot by slot, and what ``collate`` makes of the same rows."""

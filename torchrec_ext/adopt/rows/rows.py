@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.rows.column_search import COMPARED
 from torchrec_ext.adopt.rows.dataset import ReadDataset
 from torchrec_ext.adopt.rows.evidence import Evidence
@@ -134,7 +133,7 @@ class Rows:
         Args:
             dataset: map-style Dataset of two rows or more, or a DataLoader over one, whose sampler, batch size,
                 drop_last and collate_fn are kept; the sampler is seeded by ``seed`` and the epoch.
-            batch_size: rows of a step on each rank; of a DataLoader its own.
+            batch_size: rows of a step on each rank, each with its draws; of a DataLoader its own.
             negatives: law of the draws. ``"check"`` returns what the Dataset's draws say about their law, and what to
                 write.
             collate_fn: the DataLoader's, where it has one: each slot stacked or concatenated.
@@ -157,13 +156,12 @@ class Rows:
             collate_fn = loader.collate_fn
         check_positive(batch_size=batch_size, compared=COMPARED if compared is None else compared)
         assert batch_size is not None
-        source = ReadDataset(dataset, collate_fn, compared, call)
         speaks = not settings.get("rank", 0)
+        source = ReadDataset(dataset, collate_fn, compared, call, negatives, speaks)
         if speaks and source.reading.notes:
             print("\n".join(source.reading.notes), flush=True)
         if negatives == "check":
-            if source.evidence is None:
-                raise CannotAdopt(f"negatives='check': {source.reader.where} draws nothing: its rows stay the same")
+            assert source.evidence is not None
             return source.evidence
         seed = settings.get("seed", 0)
         confirmation = source.confirm(negatives, seed)
