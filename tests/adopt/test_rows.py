@@ -32,7 +32,7 @@ from torch.utils.data import (
 )
 
 from torchrec_ext.adopt import CannotAdopt, Evidence, Popular, Rows, Uniform
-from torchrec_ext.adopt.rows import evidence
+from torchrec_ext.adopt.rows import column_search, evidence
 from torchrec_ext.data.negatives.samplers import PopularityNegatives
 
 USERS, ITEMS, CONTEXT, NEGATIVES = 40, 150, 3, 4
@@ -235,6 +235,16 @@ def test_what_is_in_no_attribute_is_written_in_one_pass_and_said(capsys: pytest.
         capsys.readouterr().out
     )
     assert "all rows were compared with the Dataset's" in rows.describe()
+
+
+def test_a_long_pass_is_announced_with_its_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(column_search, "_LONG_S", 0.0):
+        Rows.of(LISTED["computed"](), 4)
+    announced, written = capsys.readouterr().out.splitlines()
+    assert announced.startswith(
+        "rows: slot 0, slot 1 in no attribute of Listed: writing 11 rows takes about 0.0 min, once"
+    )
+    assert "written in one pass" in written
 
 
 def test_columns_are_the_users_tensors_themselves() -> None:

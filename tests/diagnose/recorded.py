@@ -66,6 +66,7 @@ RECORDED: dict[str, Facts] = {
         ops=1_472,
         syncs=400,
         sync_lines=(("train.py:31 in loss", 400),),
+        loss_sync_lines=(("train.py:31 in loss", 400),),
         sync_ops=1_400,
     ),
     "too_many_threads": facts(steps(20.8, one_thread=9.8), threads=8, ops=120, product_s=5e-3),

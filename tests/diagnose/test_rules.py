@@ -477,3 +477,31 @@ def test_rules_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["products", "False"]
+
+
+def test_parts_add_up_to_the_iteration_and_no_line_takes_more_than_its_loader() -> None:
+    """Rounds of a busy machine: data is slow in some, the step in others; lines were sampled in a slow moment."""
+    rounds = [
+        {"data": data * 1e-3, "sleep": 0.0, "step": 2e-3, "forward": 1e-3, "backward": 0.8e-3, "optimizer": 0.2e-3}
+        for data in (9.0, 9.0, 90.0)
+    ]
+    rounds += [{**each, "data": 9e-3, "step": 20e-3, "forward": 19e-3} for each in rounds[:2]]
+    lines = (LineFacts(name="train.py:5 in __getitem__", phase="data", seconds=0.9),)
+    recorded = dataclasses.replace(RECORDED["row_python"], rounds=rounds, lines=lines, sampled_s=1.0)
+    page = str(Diagnosis(recorded))
+    whole, *parts = map(float, re.findall(r"(\d[\d.]*) ms", page.partition(";")[0])[:5])
+    assert sum(parts) == pytest.approx(whole, rel=0.01)
+    cost = next(each.cost for each in causes.findings(recorded) if each.cause == "row_python")
+    assert f"{cost:.0%} of an iteration is at train.py:5" in page
+
+
+def test_a_value_that_is_read_after_the_backward_pass_hinders_no_compiler() -> None:
+    step = RECORDED["launches"]
+    for lines, known in ((), True), ((("train.py:31 in step", 1),), True), ((("train.py:31 in step", 9),), False):
+        (answer,) = (
+            each
+            for each in answers(dataclasses.replace(step, syncs=1, loss_sync_lines=lines))
+            if each.name == "torch.compile"
+        )
+        assert (answer.gain is not None) == known
+        assert ("train.py:31" in answer.why) == bool(lines)

@@ -36,6 +36,10 @@ total += loss.item()
 SCRIPTS = {
     "at the top": f"for epoch in range(9):\n for x, y in loader:\n{textwrap.indent(BODY, '  ')}",
     "numbered": f"for i, (x, y) in enumerate(loader):\n{textwrap.indent(BODY, '  ')}\n  assert i < 9 or len(sys.argv)",
+    "that returns": (
+        f"def train():\n global total\n for epoch in range(9):\n  for x, y in loader:\n{textwrap.indent(BODY, '   ')}\n"
+        "   if total < 0 or epoch > 7: return total\ntrain()"
+    ),
     "in functions": (
         f"def train_step(x, y):\n  global total\n{textwrap.indent(BODY, '  ')}\n"
         "def epoch(batches):\n  seen = 0\n  for x, y in batches:\n    train_step(x, y)\n    seen += len(x)\n"
@@ -83,9 +87,9 @@ def test_a_loop_over_numbers_is_taken_if_there_is_no_other(tmp_path: Path) -> No
         (f"x, y = next(iter(loader))\nwhile True:\n{textwrap.indent(BODY, '  ')}", "no `for` loop of the script"),
         ("x, y = next(iter(loader))" + BODY, "it ended after 1 optimizer steps, and 4 are needed"),
         (
-            f"def train():\n global total\n for x, y in loader:\n{textwrap.indent(BODY, '  ')}\n  if total < 0: return"
-            "\ntrain()",
-            r"train.py:12: the loop's body has `return`, which cannot be taken out of it",
+            f"def train():\n global total\n for x, y in loader:\n{textwrap.indent(BODY, '  ')}\n  yield total"
+            "\nfor _ in train(): pass",
+            r"train.py:12: the loop's body has `yield`, which cannot be taken out of it",
         ),
     ],
 )

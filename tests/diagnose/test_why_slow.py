@@ -354,6 +354,7 @@ def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
     facts = why_slow.step(step, given).facts
     assert facts.syncs == 7
     assert facts.sync_ops == 7 + 3  # detach, repeat, and the loop's unbind
+    assert facts.loss_sync_lines == facts.sync_lines
     ((line, count),) = facts.sync_lines
     assert count == 7
     assert re.fullmatch(r"test_why_slow\.py:\d+ in <listcomp>|test_why_slow\.py:\d+ in step", line)
@@ -408,6 +409,7 @@ def test_ops_that_only_feed_values_to_python_are_counted_with_them_at_whatever_l
     assert facts.syncs == 6
     assert facts.sync_ops == 6 + 4 + 3 + 1  # values, norms, what makes `right`, the sum
     assert len(facts.sync_lines) == 1
+    assert facts.loss_sync_lines == []  # all are read after the backward pass
 
 
 def test_ops_of_function_transforms_and_of_sparse_tensors_are_counted() -> None:

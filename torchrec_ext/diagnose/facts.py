@@ -221,6 +221,7 @@ class Facts:
         op_lines: the user's lines that make most ops, with their number.
         syncs: ops of a step that bring a value to Python, on a GPU all that wait for it.
         sync_lines: the user's lines that do so, with their number.
+        loss_sync_lines: those that do so before the backward pass, so that the loss may need the value.
         sync_ops: these, and ops whose results nothing but these reads, at whatever line.
         op_s: seconds of a step inside of ops; 0 if unknown.
         work_s: seconds of these that ops on many numbers take beyond an op on few of them.
@@ -268,6 +269,7 @@ class Facts:
     op_lines: Sequence[tuple[str, int]] = ()
     syncs: int = 0
     sync_lines: Sequence[tuple[str, int]] = ()
+    loss_sync_lines: Sequence[tuple[str, int]] = ()
     sync_ops: int = 0
     op_s: float = 0.0
     work_s: float = 0.0

@@ -340,12 +340,11 @@ def _times(facts: Facts) -> list[str]:
     """Returns the parts of an iteration as lines."""
     if not facts.has("data"):
         return []
-    whole = sum(facts.iteration(each) for each in facts.rounds) / len(facts.rounds)
     parts = [f"{name} {length:.3g} ms" for name, length in _parts(facts).items()]
     limit = costs.limit_share(facts)
     text = (
-        f"an iteration takes {whole * 1e3:.3g} ms: {', '.join(parts)}; {len(facts.rounds)} rounds in "
-        f"{facts.seconds:.0f} s, {facts.threads} thread(s) on {facts.cores} core(s)"
+        f"an iteration takes {_median_iteration(facts) * 1e3:.3g} ms: {', '.join(parts)}; {len(facts.rounds)} rounds "
+        f"in {facts.seconds:.0f} s, {facts.threads} thread(s) on {facts.cores} core(s)"
     )
     if facts.ranks:
         text += f", {len(facts.ranks)} ranks"
@@ -419,12 +418,21 @@ def _finding_card(number: int, finding: Finding) -> str:
 
 
 def _parts(facts: Facts) -> dict[str, float]:
-    """Returns the milliseconds of an iteration's parts, in their order."""
+    """Returns the milliseconds of an iteration's parts, in their order, which add up to the median iteration."""
     names = [name for name in ("data", "forward", "backward", "optimizer", "wait", "exchange") if facts.has(name)]
     parts = {name: facts.median(name) * 1e3 for name in names}
     if facts.between:
         parts["between steps"] = facts.mean_between() * 1e3
-    return parts
+    # Medians of parts do not add up to that of their sum, if rounds are spread far.
+    scale = 1.0
+    if facts.has("step"):
+        scale = _median_iteration(facts) * 1e3 / max(sum(parts.values()), 1e-9)
+    return {name: length * scale for name, length in parts.items()}
+
+
+def _median_iteration(facts: Facts) -> float:
+    """Returns the median seconds of an iteration."""
+    return statistics.median([facts.iteration(each) for each in facts.rounds])
 
 
 def _waterfall(facts: Facts) -> str:
@@ -459,7 +467,7 @@ def _rank_lanes(ranks: Iterable[RankFacts]) -> str:
 def _roofline(facts: Facts) -> str:
     """Draws operations a second over operations for each byte: what this machine can do, and what the step does."""
     traffic = max(costs.traffic(facts), 1.0)
-    whole = statistics.median([facts.iteration(each) for each in facts.rounds])
+    whole = _median_iteration(facts)
     intensity = facts.product_flops / traffic
     speed = facts.product_flops / whole
     ridge = facts.flops_per_s / facts.bytes_per_s

@@ -27,7 +27,7 @@ from torchrec_ext.observe.user_lines import is_script_file
 
 _STEPS = 4  # of an optimizer, after which the loop is taken: what is made in the first step is there
 _BATCH, _LOOP, _NUMBERED = (f"_{name}_of_why_slow" for name in ("batch", "loop", "numbered"))
-_LEAVING = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
+_LEAVING = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
 
 
 class Loop(NamedTuple):
@@ -145,7 +145,7 @@ def _taken(node: ast.For, frame: FrameType) -> Loop:
         if isinstance(child, _LEAVING):
             word = type(child).__name__.lower()
             raise ValueError(
-                f"{line}: the loop's body has `{word}`, which cannot be taken out of it; make it a function"
+                f"{line}: the loop's body has `{word}`, which cannot be taken out of it; call a function from the loop"
             )
     variables = {**frame.f_globals, **frame.f_locals}
     source, numbered = _unwrapped(node.iter, variables)
@@ -189,7 +189,10 @@ def _lambda(expression: ast.expr) -> ast.expr:
 
 
 def _function(node: ast.For, numbered: bool) -> ast.Module:
-    """Returns ``def loop(batch): for TARGET in (batch,): BODY``. Its variables are global, so that they live on."""
+    """Returns ``def loop(batch): for TARGET in (batch,): BODY``. Its variables are global, so that they live on.
+
+    A ``return`` in the body, as at the end of a training, ends this step alone, as ``break`` does.
+    """
     nodes = list(ast.walk(node))
     stored = {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
     stored |= {each.name for each in nodes if isinstance(each, ast.FunctionDef | ast.ClassDef)}

@@ -6,6 +6,7 @@ import os
 import stat
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,16 @@ class FilesWritten:
     def __enter__(self) -> FilesWritten:
         _add_hook()
         self._start = time.time_ns()
+        self._sizes = {path: about.st_size for path, about in _open_for_writing()}
         _watchers.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         _watchers.discard(self)
-        # The regular files that are open for writing and have changed since the start.
-        for entry in _DESCRIPTORS.iterdir() if _DESCRIPTORS.exists() else ():
-            try:
-                about = os.fstat(int(entry.name))
-                path = os.readlink(entry)
-                flags = Path(f"/proc/self/fdinfo/{entry.name}").read_text().split("flags:")[1].split()[0]
-            except OSError:  # closed meanwhile, as the descriptor of this listing
-                continue
-            writable = int(flags, 8) & (os.O_WRONLY | os.O_RDWR) and int(entry.name) >= _STANDARD
-            if writable and stat.S_ISREG(about.st_mode) and about.st_nlink and about.st_mtime_ns >= self._start:
+        for path, about in _open_for_writing():
+            # A lock file that stays empty is not written, although another process may touch it.
+            is_empty = not about.st_size and not self._sizes.get(path, 1)
+            if about.st_mtime_ns >= self._start and not is_empty:
                 self.paths.add(path)
 
     def note(self) -> str:
@@ -52,6 +48,20 @@ class FilesWritten:
             return ""
         more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
         return f"the step wrote to files for real, and they are not put back: {', '.join(paths[:5])}{more}"
+
+
+def _open_for_writing() -> Iterator[tuple[str, os.stat_result]]:
+    """Yields the regular files that are open for writing, by path."""
+    for entry in _DESCRIPTORS.iterdir() if _DESCRIPTORS.exists() else ():
+        try:
+            about = os.fstat(int(entry.name))
+            path = os.readlink(entry)
+            flags = Path(f"/proc/self/fdinfo/{entry.name}").read_text().split("flags:")[1].split()[0]
+        except OSError:  # closed meanwhile, as the descriptor of this listing
+            continue
+        writable = int(flags, 8) & (os.O_WRONLY | os.O_RDWR) and int(entry.name) >= _STANDARD
+        if writable and stat.S_ISREG(about.st_mode) and about.st_nlink:
+            yield path, about
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:

@@ -160,6 +160,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes: ops by the sizes of their tensors.
         syncs: ops that bring a value to Python, on a GPU all that wait for it, by the user's own line; ``by_line`` has
             those that only feed these too.
+        syncs_of_loss: those of ``syncs`` before the backward pass.
         products: seconds of each call by matrix product.
         tables: facts and modules of the tables that were read.
         modes: names of autograd's debugging modes that were on.
@@ -176,6 +177,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kinds: defaultdict[str, float] = defaultdict(float)
         self.sizes = Sizes()
         self.syncs: Counter[str] = Counter()
+        self.syncs_of_loss: Counter[str] = Counter()
         self.products: dict[Product, list[float]] = {}
         self.tables: dict[Any, tuple[TableFacts, Any]] = {}
         self.modes: set[str] = set()
@@ -210,6 +212,9 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             waits = packet.__name__ in _TO_PYTHON and line not in ("backward", "optimizer")
         if waits:
             self.syncs[users_line.name] += 1
+            # A value that is read after the backward pass is none that the loss needs.
+            if "backward" not in self.lines:
+                self.syncs_of_loss[users_line.name] += 1
             self._sync_ops.append(number)
         tensors = [each for each in args if isinstance(each, Tensor)]
         is_recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)

@@ -104,6 +104,7 @@ class Experiments:
             op_lines=counted.lines.most_common(5),
             syncs=sum(counted.syncs.values()),
             sync_lines=counted.syncs.most_common(5),
+            loss_sync_lines=counted.syncs_of_loss.most_common(5),
             sync_ops=sum(ops.feeding for ops in counted.by_line.values()),
             op_s=0.0 if cuda else counted.seconds,
             work_s=0.0 if cuda else counted.work,

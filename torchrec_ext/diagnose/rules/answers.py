@@ -20,10 +20,13 @@ from torchrec_ext.diagnose.rules.costs import (
     capture_remedy,
     capture_seconds,
     changed_seconds,
+    loss_syncs,
     op_price,
 )
 from torchrec_ext.diagnose.rules.exchange import one_rank
 from torchrec_ext.diagnose.rules.loader import worker_gain
+
+_FEW_SYNCS = 3  # values brought to Python that leave large graphs between them
 
 
 def answers(facts: Facts) -> tuple[Answer, ...]:
@@ -132,9 +135,6 @@ def _compile(facts: Facts) -> Answer:
     if facts.recipe:
         remedy = capture_remedy(facts)
         return _answer("torch.compile", remedy.gain, f"{remedy.lines[0]}: {remedy.basis}")
-    if facts.syncs:
-        why = f"a graph ends at each of the {facts.syncs:,} values that the step brings to Python; take these out first"
-        return _answer("torch.compile", None, why)
 
     # The optimizer and rows that are not read stay as they are where model and loss alone are compiled.
     def seconds(each: Round, *, launches: float, rest: float, most: float) -> float:
@@ -146,9 +146,13 @@ def _compile(facts: Facts) -> Answer:
         compiled = products + rest * max(0.0, inside - products - price)
         return each["data"] + optimizer + min(inside * most, compiled)
 
+    if sum(count for _, count in facts.loss_sync_lines) > _FEW_SYNCS:
+        return _answer("torch.compile", None, f"a graph ends at each value for Python{loss_syncs(facts)}")
+    least = 0.0 if facts.loss_sync_lines else 0.5  # a graph may end in the middle of the model
     gain = facts.gain(
-        partial(seconds, launches=0.5, rest=1.0, most=1.1), partial(seconds, launches=1.0, rest=0.4, most=1.0)
+        partial(seconds, launches=least, rest=1.0, most=1.1), partial(seconds, launches=1.0, rest=0.4, most=1.0)
     )
     low, high = capture_seconds(facts)
     why = f"predicted, not tried: model and loss compiled, about {low:.0f} to {high:.0f} s of compiling"
+    why += loss_syncs(facts)
     return _answer("torch.compile", gain, why)

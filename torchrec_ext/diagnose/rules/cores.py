@@ -18,8 +18,8 @@ from torchrec_ext.diagnose.findings import (
     in_ms,
 )
 from torchrec_ext.diagnose.rules.costs import (
-    bare_step,
     busy_text,
+    changed_in_loop,
     changed_seconds,
 )
 from torchrec_ext.diagnose.rules.loader import IDLE
@@ -45,8 +45,8 @@ def too_many_threads(facts: Facts) -> Finding | None:
     if not facts.has("step", "one_thread"):
         return None
     evidence = (
-        f"a step takes {bare_step(facts)} on {facts.threads} threads and {in_ms(facts.median('one_thread'))} on "
-        f"one; this process may use {facts.cores} core(s){busy_text(facts)}"
+        f"a step takes {in_ms(facts.median('step'))} on {facts.threads} threads and "
+        f"{changed_in_loop(facts, 'one_thread')} on one; this process may use {facts.cores} core(s){busy_text(facts)}"
     )
     lines = ("torch.set_num_threads(1)", "OMP_NUM_THREADS=1 python ...", "--threads 1  # with torchx run")
     remedy = Remedy(name="one thread", lines=lines, gain=None, changes=Change.ROUNDING, basis="measured", count=1)
@@ -59,8 +59,8 @@ def too_few_threads(facts: Facts) -> Finding | None:
     if not facts.has("step", "all_threads"):
         return None
     evidence = (
-        f"a step takes {bare_step(facts)} on {facts.threads} thread(s) and {in_ms(facts.median('all_threads'))} "
-        f"on {facts.cores}"
+        f"a step takes {in_ms(facts.median('step'))} on {facts.threads} thread(s) and "
+        f"{changed_in_loop(facts, 'all_threads')} on {facts.cores}"
     )
     cores = facts.cores
     lines = (f"torch.set_num_threads({cores})", f"--threads {cores}  # with torchx run")
@@ -161,8 +161,9 @@ def small_batch(facts: Facts) -> Finding | None:
     remedies = larger_batches(facts)
     if not remedies or not (gain := remedies[-1].gain) or gain.low < 1.15:
         return None
-    larger = in_ms(facts.median("quadruple"))
-    evidence = [f"a step of {facts.rows:,} rows takes {bare_step(facts)}, of four times as many {larger}"]
+    evidence = [f"a step of {facts.rows:,} rows takes {in_ms(facts.median('step'))}"]
+    if facts.has("quadruple"):
+        evidence[0] += f", of four times as many {changed_in_loop(facts, 'quadruple')}"
     cost = 1 - 1 / gain.middle
     return finding_of_cost("small_batch", "a row costs less in a larger batch", evidence, remedies, cost, size="offer")
 
@@ -197,7 +198,7 @@ def precision(facts: Facts) -> Finding | None:
     gain = gain_of_variant(facts, "bf16")
     if gain.low < 1.1:
         return None
-    evidence = [f"a step takes {bare_step(facts)}, under bf16 autocast {in_ms(facts.median('bf16'))}"]
+    evidence = [f"a step takes {in_ms(facts.median('step'))}, under bf16 autocast {changed_in_loop(facts, 'bf16')}"]
     lines = ('with torch.autocast("cpu", torch.bfloat16): loss = ...', "--set train.amp=bf16  # with torchx run")
     remedy = Remedy(
         name="bf16 autocast", lines=lines, gain=gain, changes=Change.BF16_PRODUCTS, basis="measured", is_measured=True

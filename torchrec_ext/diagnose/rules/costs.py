@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from statistics import median
 
 from torchrec_ext.diagnose.facts import Facts, Gain, LineFacts, Round
 from torchrec_ext.diagnose.findings import (
@@ -45,9 +46,9 @@ def changed_seconds(each: Round, name: str) -> float:
     return each[name] * (each["step"] / each["ready"] if each.get("ready") else 1.0)
 
 
-def bare_step(facts: Facts) -> str:
-    """Returns the time of a step as variants are timed: without the loader in between."""
-    return in_ms(facts.median("ready") or facts.median("step"))
+def changed_in_loop(facts: Facts, name: str) -> str:
+    """Returns the time of a changed step between batches of its loader, beside that of the step as it is."""
+    return in_ms(median([changed_seconds(each, name) for each in facts.rounds]))
 
 
 def swept_seconds(facts: Facts, each: Round) -> float:
@@ -233,6 +234,12 @@ def _by_rank(facts: Facts, remedy: Remedy, changes: Change) -> Remedy:
     )
 
 
+def loss_syncs(facts: Facts) -> str:
+    """Returns the lines that bring values to Python before the backward pass, as a part of a sentence."""
+    lines = ", ".join(line for line, _ in facts.loss_sync_lines[:3])
+    return f"; if the loss needs the value that is brought to Python at {lines}, take it out first" if lines else ""
+
+
 def capture_remedy(facts: Facts) -> Remedy:
     """Returns adopt as a remedy; of a recipe, its flag."""
     low, high = capture_seconds(facts)
@@ -248,8 +255,7 @@ def capture_remedy(facts: Facts) -> Remedy:
             lambda each: each["data"] + captured_seconds(facts, each, fast=True),
         ),
         changes=Change.ROUNDING,
-        basis=f"predicted, not tried; capturing takes about {low:.0f} to {high:.0f} s once"
-        + ("; values brought to Python must be taken out first" if facts.syncs else ""),
+        basis=f"predicted, not tried; capturing takes about {low:.0f} to {high:.0f} s once{loss_syncs(facts)}",
         action=Action.CAPTURE,
     )
     return _by_rank(facts, remedy, Change.AVERAGED)

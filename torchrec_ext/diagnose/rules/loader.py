@@ -14,6 +14,7 @@ from torchrec_ext.diagnose.findings import (
     expected,
     finding_of,
     in_ms,
+    share_of,
 )
 from torchrec_ext.diagnose.rules.costs import (
     FROM_COLUMNS,
@@ -140,10 +141,12 @@ def loader_computes(facts: Facts) -> Finding | None:
 
 def _data_lines(facts: Facts) -> list[str]:
     """Returns a sentence for each line with much of the loader's time."""
-    lines = [line for line in facts.lines if line.phase == "data" and line.seconds >= 0.1 * facts.sampled_s]
-    return [
-        f"{line.seconds / facts.sampled_s:.0%} of an iteration is at {line.name}: {line.text}" for line in lines[:3]
-    ]
+    lines = [line for line in facts.lines if line.phase == "data"]
+    sampled = sum(line.seconds for line in lines)
+    # Lines were sampled in another moment than the rounds, in which the loader may have taken a larger share.
+    scale = min(1.0, share_of(facts, lambda each: each["data"]) * facts.sampled_s / max(sampled, 1e-12))
+    shares = [(scale * line.seconds / facts.sampled_s, line) for line in lines]
+    return [f"{share:.0%} of an iteration is at {line.name}: {line.text}" for share, line in shares[:3] if share >= 0.1]
 
 
 def _ahead(facts: Facts) -> Remedy:

@@ -19,9 +19,9 @@ from torchrec_ext.diagnose.findings import (
     share_of,
 )
 from torchrec_ext.diagnose.rules.costs import (
-    bare_step,
     beyond_ops,
     capture_remedy,
+    changed_in_loop,
     changed_seconds,
     gain_without,
     held_lines,
@@ -50,8 +50,8 @@ def untouched_rows(facts: Facts) -> Finding | None:
     evidence = [
         f"{mover} moves all {facts.parameters:,} parameters in every step: the tables have "
         f"{rows:,} rows, of which a step reads at most {ids:,} (largest: {table.name}, {table.rows:,} x {table.dim})",
-        f"with tables that hold only the rows of a few batches the step takes {in_ms(facts.median('small_tables'))} "
-        f"instead of {bare_step(facts)}",
+        f"with tables that hold only the rows of a few batches the step takes {changed_in_loop(facts, 'small_tables')} "
+        f"instead of {in_ms(facts.median('step'))}",
     ]
     lazily = Remedy(
         name="SparseAdam on tables with sparse=True",
@@ -156,7 +156,9 @@ def debug_modes(facts: Facts) -> Finding | None:
 
     evidence = [f"{len(facts.modes)} debugging mode is on while the step runs: {modes}"]
     if facts.has("quiet"):
-        evidence.append(f"without it a step takes {in_ms(facts.median('quiet'))} instead of {bare_step(facts)}")
+        evidence.append(
+            f"without it a step takes {changed_in_loop(facts, 'quiet')} instead of {in_ms(facts.median('step'))}"
+        )
     remedy = Remedy(
         name=f"train without {modes}",
         lines=("torch.autograd.set_detect_anomaly(False)", "leave `with torch.profiler.profile()` after some steps"),
