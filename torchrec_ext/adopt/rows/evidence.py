@@ -419,8 +419,8 @@ def with_enough_draws(reader: DatasetReader, reading: Reading, evidence: Evidenc
     if few is None or few >= _EXPECTED:
         return evidence
     calls = len(evidence.rows)
-    drawn = evidence.ids.shape[1]
-    more = min(_MOST_CALLS, _MOST_DRAWS // drawn, int(calls * _EXPECTED / max(few, 1e-9)))
+    count = evidence.ids.shape[1]
+    more = min(_MOST_CALLS, _MOST_DRAWS // count, int(calls * _EXPECTED / max(few, 1e-9)))
     if more <= calls or few * more / calls <= _SEEN:
         return evidence
     rows, ids = read_draws(reader, reading, np.arange(reader.num_rows), more)

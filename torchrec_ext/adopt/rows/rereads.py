@@ -37,8 +37,8 @@ class Rereads:
         self._values = [values, *self._read(rows, range(1, ROUNDS))]
         self._changes = _changes(self._values)
         self.masks = [changes.any(dim=0) for changes in self._changes]
-        self._drawn = [slot for slot, mask in enumerate(self.masks) if mask.any()]
-        self._ids = [slot for slot in self._drawn if not _is_no_id(values[slot])]
+        self._slots = [slot for slot, mask in enumerate(self.masks) if mask.any()]
+        self._ids = [slot for slot in self._slots if not _is_no_id(values[slot])]
 
     def _read(self, rows: NDArray[np.int64], seeds: Iterable[int]) -> list[list[Tensor]]:
         readings = []
@@ -56,7 +56,7 @@ class Rereads:
         self._check_each_row()
         self._check_features()
         where = self._reader.where
-        for slot in self._drawn:
+        for slot in self._slots:
             mask = self.masks[slot]
             if slot not in self._ids:
                 raise CannotAdopt(
@@ -69,8 +69,8 @@ class Rereads:
                     f"{where} draws some integers of {self._reader.slot_name(slot)} among more than {MOST_NUMBERS} "
                     f"that stay. {GETITEMS}"
                 )
-        if len(self._drawn) > 1:
-            both = " and ".join(self._reader.slot_name(slot) for slot in self._drawn)
+        if len(self._slots) > 1:
+            both = " and ".join(self._reader.slot_name(slot) for slot in self._slots)
             raise CannotAdopt(
                 f"{where} draws more than one slot: {both} change from call to call, and how they depend on each other "
                 f"cannot be seen. {GETITEMS}"
@@ -107,7 +107,7 @@ class Rereads:
     def _check_features(self) -> None:
         """Refuses a slot that follows from a drawn id, such as features of the drawn item."""
         for ids in self._ids:
-            for slot in self._drawn:
+            for slot in self._slots:
                 if slot != ids and self._follows(slot, ids):
                     name = self._reader.slot_name(ids)
                     raise CannotAdopt(
