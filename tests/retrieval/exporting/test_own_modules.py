@@ -233,7 +233,7 @@ def test_an_unknown_id_is_refused_or_read_as_the_row_that_the_user_names(tmp_pat
     with pytest.raises(RequestError, match=refused):
         Scorer(strict).score(ScoreRequest(user=nobody, items=[FIRST]))
     with pytest.raises(
-        RequestError, match=r"items: an id is not in the catalogue, and column 'item': the model has no"
+        RequestError, match=r"not in the catalogue, and column 'item': the model has no .* oov_ids=\{'item': ROW\}"
     ):
         Scorer(strict).score(ScoreRequest(user=row(case, 0), items=[FIRST, 7]))
     _, named = exported("layers of pairs", tmp_path / "named", oov_ids={"user": 3, "item": 0})
@@ -244,6 +244,31 @@ def test_an_unknown_id_is_refused_or_read_as_the_row_that_the_user_names(tmp_pat
     with torch.no_grad():
         expected = model.eval()(**columns, profile=torch.from_numpy(COLUMNS["profile"])[[0, 0]]).flatten()
     assert scores.scores == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_a_new_item_reads_the_row_of_unknown_ids_or_is_refused_by_name(tmp_path: Path) -> None:
+    case = CASES["layers of pairs"]
+    model = made(case)
+    new = {"item": np.append(COLUMNS["item"], ITEMS + 7)}
+    catalogue = Catalogue(ids=np.arange(ITEMS + 1), features=pa.table(new))
+    both: Any = {"towers": case.towers, "catalogue": catalogue, "queries": table(case.query)}
+    with pytest.raises(ValueError, match=rf"column 'item': {ITEMS + 7} is no row of table .* oov_ids={{'item': ROW}}"):
+        export(model, tmp_path / "strict", **both)
+    export(model, tmp_path / "bundle", **both, oov_ids={"item": 0})
+    scores = Scorer(Bundle.load(tmp_path / "bundle")).score(
+        ScoreRequest(user=row(case, 3), items=[ITEMS, int((COLUMNS["item"] == 0).argmax())])
+    )
+    assert scores.scores[0] == pytest.approx(scores.scores[1], abs=1e-6)
+    assert scores.unknown_items == []
+
+
+def test_columns_that_no_tower_reads_leave_the_towers_digests(tmp_path: Path) -> None:
+    case = CASES["two networks"]
+    model, bundle = exported("two networks", tmp_path / "bundle")
+    queries = table(case.query).append_column("note", pa.array(["x"] * USERS))
+    catalogue = Catalogue(ids=np.arange(ITEMS), features=table(case.item).append_column("year", pa.array([1] * ITEMS)))
+    export(model, tmp_path / "more", towers=case.towers, catalogue=catalogue, queries=queries)
+    assert Bundle.load(tmp_path / "more").query_digest == bundle.query_digest
 
 
 def test_lists_and_computed_ids_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:

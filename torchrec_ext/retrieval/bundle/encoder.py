@@ -308,14 +308,13 @@ class RowEncoder:
             DataError: a column of ids has no out-of-vocabulary row.
         """
         towers: Any = self.model.towers.values()
-        strict = set(self.columns.strict)
+        without_row = "the model has no row for unknown ids; leave this one out"
+        if self.columns.strict:
+            name = min(self.columns.strict)
+            raise DataError(f"column '{name}': {without_row}, or export the model with oov_ids={{'{name}': ROW}}")
         for tower in towers:
-            if isinstance(tower, ProgramTower):
-                strict |= set(tower.computed_ids)
-        if strict:
-            raise DataError(
-                f"column '{min(strict)}': the model has no row for unknown ids, so nothing is known of this one"
-            )
+            if isinstance(tower, ProgramTower) and tower.computed_ids:
+                raise DataError(f"column '{min(tower.computed_ids)}': {without_row}")
         sparse = {}
         for feature in self.columns.schema.sparse:
             weights = None if feature.weights is None else torch.zeros(0)

@@ -273,19 +273,9 @@ def _bags(
     *,
     strict: bool,
 ) -> tuple[Jagged, NDArray[np.bool_]]:
-    ids = column.values.astype(np.int64, copy=False)
+    ids = with_oov_row(feature, column.values.astype(np.int64, copy=False), strict=strict)
     lengths = column.lengths
-    # As unsigned numbers, negative ids are the greatest.
-    outside = ids.view(np.uint64) >= feature.num_embeddings
-    if np.count_nonzero(outside):
-        if strict:
-            raise DataError(
-                f"column '{feature.name}': {ids[outside][0]} is no row of table {feature.readers}, which has the "
-                f"rows 0 to {feature.num_embeddings - 1:,}, and no row for unknown ids; send another id, or export "
-                f"the model with oov_ids={{'{feature.name}': ROW}}"
-            )
-        ids = np.where(outside, feature.oov_id, ids)
-    elif not ids.flags.writeable:  # torch warns about read-only memory, such as Arrow's
+    if not ids.flags.writeable:  # torch warns about read-only memory, such as Arrow's
         ids = ids.copy()
     if unseen is not None and unseen[ids].any():
         ids = np.where(unseen[ids], feature.oov_id, ids)
@@ -302,6 +292,25 @@ def _bags(
     if weights is not None:
         bag_weights = torch.from_numpy(weights.astype(np.float32))
     return Jagged(torch.from_numpy(ids), bag_lengths, bag_weights), unknown
+
+
+def with_oov_row(feature: SparseFeature, ids: NDArray[np.int64], *, strict: bool) -> NDArray[np.int64]:
+    """Replaces ids outside of a feature's tables by its out-of-vocabulary row.
+
+    Raises:
+        DataError: there is such an id, and the feature is ``strict``: it has no out-of-vocabulary row.
+    """
+    # As unsigned numbers, negative ids are the greatest.
+    outside = ids.view(np.uint64) >= feature.num_embeddings
+    if not np.count_nonzero(outside):
+        return ids
+    if strict:
+        raise DataError(
+            f"column '{feature.name}': {ids[outside][0]} is no row of table {feature.readers}, which has the "
+            f"rows 0 to {feature.num_embeddings - 1:,}, and no row for unknown ids; send another id, or export "
+            f"the model with oov_ids={{'{feature.name}': ROW}}"
+        )
+    return np.where(outside, feature.oov_id, ids)
 
 
 def _mask(rows: NDArray[np.int64] | None, size: int) -> NDArray[np.bool_] | None:

@@ -32,8 +32,10 @@ from torchrec_ext.modules.layers import Made, how_made
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.operators import OPERATORS, PLACES
 from torchrec_ext.retrieval.bundle.program import EXACT_IDS, ProgramTop, ProgramTower
+from torchrec_ext.retrieval.bundle.request_columns import with_oov_row
 from torchrec_ext.retrieval.bundle.tables import even_rows
 from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema.features import source_columns
 from torchrec_ext.schema.validation import listed
 
 Modules = str | Sequence[str]
@@ -69,13 +71,21 @@ class TracedModel(nn.Module):
         towers: query tower, then candidate tower: name and the paths of its modules in ``model``.
         queries: rows of raw columns of the queries.
         catalogue: rows of raw columns of the candidates.
+        oov_ids: row that ids outside of a column's table read, by column.
 
     Raises:
         BundleError: forward cannot be traced or split; the message names the module, the line and the remedy.
+        DataError: an id is outside of its table, and its column has no out-of-vocabulary row.
     """
 
     def __init__(
-        self, model: nn.Module, towers: Mapping[str, Modules], *, queries: pa.Table, catalogue: pa.Table
+        self,
+        model: nn.Module,
+        towers: Mapping[str, Modules],
+        *,
+        queries: pa.Table,
+        catalogue: pa.Table,
+        oov_ids: Mapping[str, int],
     ) -> None:
         super().__init__()
         # Brings lagging rows of an adopted step up to date, or raises with a remedy.
@@ -95,7 +105,12 @@ class TracedModel(nn.Module):
         self.made_of: dict[str, Made] = {name: how_made(tower) for name, tower in self.towers.items()}
         self._tables = [table for tower in self.towers.values() for table in tower.tables]  # type: ignore[union-attr]
         self.eval().requires_grad_(False)
-        self._check_rows({name: values for name, (values, _) in columns.items()})
+        example = {name: values for name, (values, _) in columns.items()}
+        oov_rows = {name: row for name, row in oov_ids.items() if row >= 0}
+        for feature in BatchSchema.from_tables(self._tables, oov_ids=oov_rows).sparse:
+            ids = with_oov_row(feature, example[feature.name].numpy(), strict=feature.name not in oov_rows)
+            example[feature.name] = torch.from_numpy(ids)
+        self._check_rows(example)
 
     def schema(self) -> BatchSchema:
         """Returns the schema of the batches for :meth:`logits`."""
@@ -106,6 +121,12 @@ class TracedModel(nn.Module):
     def features(self) -> list[str]:
         """Columns of ids with a table."""
         return list(dict.fromkeys(name for table in self._tables for name in table.feature_names))
+
+    def read_columns(self, table: pa.Table) -> pa.Table:
+        """Selects the columns that the towers read."""
+        schema = self.schema()
+        names = {*schema.keys, *source_columns(schema.dense, table.column_names)}
+        return table.select([name for name in table.column_names if name in names])
 
     @torch.no_grad()
     def logits(self, batch: TowerBatch) -> Tensor:
@@ -125,7 +146,13 @@ class TracedModel(nn.Module):
     @torch.no_grad()
     def _check_rows(self, columns: Mapping[str, Tensor]) -> None:
         """Refuses a forward if the logit of a row depends on other rows of its batch."""
-        logits = self._model_logits(columns)
+        try:
+            logits = self._model_logits(columns)
+        except IndexError as error:
+            raise BundleError(
+                f"model: forward raises '{error}': an id that it computes is no row of its table; give queries and a "
+                "catalogue whose ids the tables have"
+            ) from None
         for row in np.unique(even_rows(len(logits), _CHECKED_ROWS)).tolist():
             # Three rows instead of one, because squeeze() and the like treat a batch of one differently.
             among = [row, *((row + step) % len(logits) for step in (1, 2))]

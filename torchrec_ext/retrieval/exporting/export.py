@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -75,8 +76,8 @@ def export(
         queries: rows of raw columns of the query towers for the audit; by default the users' rows.
         preprocessor: computes the model's columns from raw ones; without it, raw columns are the model's columns.
         candidate: name of the candidate tower; by default the model's last.
-        oov_ids: out-of-vocabulary row of each feature; by default 0, or none with ``towers``, so that unknown ids
-            are refused.
+        oov_ids: out-of-vocabulary row of each feature, for requests, queries and the catalogue; by default 0, or none
+            with ``towers``, so that unknown ids are refused. Training must have moved that row.
         unseen: rows of a feature's table that training never read, by feature. Such an id in a request takes the
             out-of-vocabulary row. Use it if ids are rows; a ``preprocessor`` leaves such ids out of its
             vocabulary.
@@ -100,16 +101,20 @@ def export(
         BundleError: the model cannot be exported, data do not fit, or the bundle's logits differ from the model's.
         DataError: the folder exists already, or cannot be written.
     """
+    queries = _queries(queries, users)
     if towers is not None:
-        model = _trace(model, towers, candidate, preprocessor, catalogue, _queries(queries, users))
+        model = _trace(model, towers, candidate, preprocessor, catalogue, queries, oov_ids or {})
         oov_ids = dict.fromkeys(model.features, -1) | dict(oov_ids or {})
+        # The towers' digests have the columns' types: a column that no tower reads must not change them.
+        queries = model.read_columns(queries)
+        catalogue = dataclasses.replace(catalogue, features=model.read_columns(catalogue.features))
     ranks = ExportRanks()
     live = LiveModel(model, candidate=candidate, also=also, rows=rows)
     content = BundleContent(
         live=live,
         catalogue=catalogue,
         users=users,
-        queries=_queries(queries, users),
+        queries=queries,
         preprocessor=preprocessor,
         oov_ids=oov_ids or {},
         unseen=unseen or {},
@@ -149,6 +154,7 @@ def _trace(
     preprocessor: FittedPreprocessor | None,
     catalogue: Catalogue,
     queries: pa.Table,
+    oov_ids: Mapping[str, int],
 ) -> TracedModel:
     if preprocessor is not None:
         raise BundleError("preprocessor: not beside towers=; give the columns as the module's forward reads them")
@@ -156,7 +162,7 @@ def _trace(
         # TracedModel takes the last tower as the candidate's.
         query_towers = {name: paths for name, paths in towers.items() if name != candidate}
         towers = {**query_towers, candidate: towers[candidate]}
-    return TracedModel(model, towers, queries=queries, catalogue=catalogue.features)
+    return TracedModel(model, towers, queries=queries, catalogue=catalogue.features, oov_ids=oov_ids)
 
 
 def _queries(queries: pa.Table | None, users: NamedUsers | None) -> pa.Table:
