@@ -55,11 +55,13 @@ def test_files_that_are_cut_under_the_server_are_unavailable(tmp_path: Path) -> 
 
 def test_where_a_server_looks(tmp_path: Path) -> None:
     folder = written(tmp_path / "users", 1.0)
-    assert user_vectors(None, None, "ours") == []
-    assert [one.source for one in user_vectors(folder, None, "ours")] == ["store"]
+    assert user_vectors(None, None, "ours", key=None) == []
+    assert [one.source for one in user_vectors(folder, None, "ours", key="user")] == ["store"]
     with pytest.raises(
         ValueError, match=r"--vectors .*users: made by tower ours, this bundle's query is by theirs; embed the"
     ):
-        user_vectors(folder, None, "theirs")
+        user_vectors(folder, None, "theirs", key="user")
     with pytest.raises(ValueError, match="holds no embedding store"):
-        user_vectors(tmp_path / "nowhere", None, "ours")
+        user_vectors(tmp_path / "nowhere", None, "ours", key="user")
+    with pytest.raises(ValueError, match=r"--vectors: the bundle has no users, .*; export it with users=NamedUsers"):
+        user_vectors(folder, None, "ours", key=None)

@@ -173,17 +173,24 @@ class RemoteVectors:
         return result
 
 
-def user_vectors(folder: Path | None, redis: str | None, tower: str) -> list[UserVectors]:
+def user_vectors(folder: Path | None, redis: str | None, tower: str, *, key: str | None) -> list[UserVectors]:
     """Returns the stores of users' vectors in the server's order: a Redis, then a folder.
 
     Args:
         folder: folder of a store, or None.
         redis: address of a Redis, or None.
         tower: digest of the query towers of the server's first bundle.
+        key: request column with the user's id in that bundle; None if it has no users.
 
     Raises:
-        ValueError: there is no store, it has vectors of another tower, or the Redis address is wrong.
+        ValueError: there is no store, it has vectors of another tower, the Redis address is wrong, or the bundle has no
+            users, so that no request can name one by id alone.
     """
+    if key is None and (folder or redis):
+        raise ValueError(
+            f"--{'redis' if folder is None else 'vectors'}: the bundle has no users, so a request cannot name one by "
+            "id alone; export it with users=NamedUsers(...)"
+        )
     stores: list[UserVectors] = [*redis_vectors(redis)]
     if folder is not None:
         stored = FolderVectors(folder)

@@ -130,7 +130,8 @@ def _prepare(settings: ServerConfig, last_good: Sequence[Path]) -> tuple[QueuedS
         # Taken before loading, to notice a pointer that moves during the load.
         loaded_identity = identity(pointer)
         bundle = Bundle.load(bundle_folder(pointer))
-        vectors = user_vectors(settings.vectors, settings.redis, bundle.query_digest)
+        key = None if bundle.users is None else bundle.users.key
+        vectors = user_vectors(settings.vectors, settings.redis, bundle.query_digest, key=key)
         return QueuedScorer(settings, bundle, vectors=vectors), loaded_identity
 
     def open_first() -> tuple[QueuedScorer, Identity]:
