@@ -1211,7 +1211,9 @@ def test_batches_of_other_shapes_and_types_are_captured_or_eager_and_learn_the_s
     for state, step in found[1:]:
         assert step.describe().startswith("captured")
         assert farthest(found[0][0], state) < BY_ROW
-    assert capsys.readouterr().out.count("adopt: ... ") > 3
+    printed = capsys.readouterr().out
+    assert printed.count("adopt: ... ") == 2
+    assert printed.count("adopt: compiled one more step in ") > 1
 
 
 def test_tensors_around_the_loss_are_read_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,10 +234,13 @@ class Captures:
             return
         start = time.perf_counter()
         is_first = not update.step.shapes
+        is_another = not self.is_empty
         update.step.prepare(inputs)
         seconds = time.perf_counter() - start
         self._verification.begin(update, inputs.key, is_first=is_first)
         text = f"... {seconds:.1f} s"
+        if is_another:  # no line before it says that it compiles, as for the first one
+            text = f"compiled one more step in {seconds:.1f} s: {inputs.rows} rows of other shapes, or another forward"
         if is_first:
             rows = set(update.step.row_tables)
             tables = {name: table for name, table in self._rank_step.model.named_parameters() if name in rows}

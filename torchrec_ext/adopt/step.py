@@ -12,6 +12,7 @@ training lasts, see :class:`Verification`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -45,7 +46,7 @@ CAPTURE_S = {"cpu": 8.0, "cuda": 2.0}
 CAPTURE_S_PER_CALL = {"cpu": 0.4, "cuda": 0.02}
 RESTARTS = 3  # captures that are given up because the model was changed, before steps stay eager
 SMALL_MS = 5.0  # captured steps up to this may be faster on one thread: .7 ms against 1.7 on two, of 75 k parameters
-_PACE = 64  # steps after which the time for readers of whole tables is looked at again
+_PACE = 64  # steps after which the time for readers of whole tables, and of the step, is looked at again
 
 
 def adopt(
@@ -322,7 +323,7 @@ class AdoptedStep:
             return self._anew(change, batch)
         try:
             captures.take_turn()
-            start = 0.0 if policy.is_reported else rank_step.now()
+            start = time.perf_counter() if policy.is_reported else rank_step.now()
             loss, output = trace(batch)
         except StepComparison as captured:
             return self._compared(captured, batch)
@@ -342,6 +343,7 @@ class AdoptedStep:
             if policy.can_compare:
                 self._report()
         elif not rank_step.number % _PACE:
+            policy.note_pace(time.perf_counter() - start)  # without a wait for the device
             self._check_pace()
         return loss, output
 
@@ -482,8 +484,9 @@ class EagerWatch:
         if policy.compile == "auto" and len(policy.eager_seconds) == policy.steps_to_watch:
             first = two_digits(rank_step.number - policy.steps_to_watch + self._capture_s / policy.eager_s)
             rank_step.say(
-                f"eager steps take {1e3 * policy.eager_s:.3g} ms; graph capture (about {self._capture_s:.0f} s) starts "
-                f"near step {first:,}. compile='require' captures at step 3, compile='off' never"
+                f"eager steps take {1e3 * policy.eager_s:.3g} ms, optimizer included; graph capture (about "
+                f"{self._capture_s:.0f} s) starts near step {first:,}. compile='require' captures at step 3, "
+                "compile='off' never"
             )
         return result
 
