@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ class Dictionary:
         self.candidates: dict[int, int] = {}
         self.marked: set[int] = set()
         self.score: dict[int, np.float32] = {}
+        self.age: dict[int, np.float32] = {}
         self.sightings: dict[int, int] = {}
         self.seen: dict[int, int] = {}
         self.unused = spread_rows(torch.arange(1, policy.capacity), policy.capacity).tolist()
@@ -66,6 +67,7 @@ class Dictionary:
             self.id[row] = fresh[row] = each
             self.sightings[row] = 0
             self.score[row] = np.float32(new[each])
+            self.age[row] = np.float32(0)
             self.seen[row] = self.now
             self.candidates.pop(each, None)
             self.marked.discard(each)
@@ -81,15 +83,19 @@ class Dictionary:
         return fresh, evicted
 
     def _add_sightings(self) -> None:
-        decay = np.float32(0.5 ** (self.lookups / (self.policy.half_life * self.policy.capacity)))
+        left = 0.5 ** (self.lookups / (self.policy.half_life * self.policy.capacity))
+        decay = np.float32(left)
         self.lookups = 0
         for row in self.score:
+            self.age[row] = np.float32(np.float32(self.age[row] * decay) + np.float32(1 - left))
             self.score[row] = np.float32(np.float32(self.score[row]) * decay + np.float32(self.sightings[row]))
             self.sightings[row] = 0
 
     def _evict(self, count: int) -> list[int]:
         self._add_sightings()
-        rank = self.score if self.policy.evict == "lfu" else self.seen
+        rank: Mapping[int, float] = self.seen
+        if self.policy.evict == "lfu":
+            rank = {row: float(score) / max(float(self.age[row]), 1e-12) for row, score in self.score.items()}
         able = sorted((rank[row], row) for row in self.id if self.seen[row] < self.now)
         return self._remove([row for _, row in able[:count]])
 
@@ -103,7 +109,7 @@ class Dictionary:
         evicted = []
         for row in sorted(rows):
             each = self.id.pop(row)
-            for by in (self.score, self.sightings, self.seen):
+            for by in (self.score, self.age, self.sightings, self.seen):
                 del by[row]
             del self.row[each]
             evicted.append(each)

@@ -23,9 +23,7 @@ from torchrec_ext.batch import Fresh
 from torchrec_ext.ids.index import EMPTY, IdIndex, Layout
 from torchrec_ext.ids.lookup import LookUps
 from torchrec_ext.ids.policy import MOST_SIGHTINGS, Dynamic
-from torchrec_ext.ids.rows import RowPool
-
-_MOST_UNCOUNTED = 2**18  # look-ups that are counted together
+from torchrec_ext.ids.rows import RowPool, Sightings
 
 
 class DynamicIds:
@@ -81,17 +79,14 @@ class DynamicIds:
         self._admit_after = torch.tensor([policy.admit_after for policy in tables.values()], device=self._device)
         self.now = 0
         self.counts = dict.fromkeys(("lookups", "unknown", "admitted", "evicted", "refused", "forgotten"), 0)
-        # The step and the rows of look-ups that are not counted yet, see _count().
-        self._uncounted: list[tuple[int, Tensor]] = []
         # Look-ups of this rank that found no row since the last admission: table, id, number; (n, 3) each.
         self._waiting: list[Tensor] = []
         # One memory for all tables, because each step writes into those of all.
-        self._sightings = torch.zeros(starts[-1], dtype=torch.int32, device=self._device)
-        self._seen = torch.zeros_like(self._sightings)
+        self._sightings = Sightings(starts[-1], self._device)
         self._tables: list[RowPool] = []
         for start, (name, policy) in zip(starts, tables.items(), strict=False):
             rows = slice(start, start + policy.capacity)
-            self._tables.append(RowPool(name, policy, self._sightings[rows], self._seen[rows]))
+            self._tables.append(RowPool(name, policy, self._sightings.number[rows], self._sightings.step[rows]))
         self._warned: set[str] = set()
         self._look_ups = LookUps()
         self._index = self._new_index()
@@ -179,9 +174,7 @@ class DynamicIds:
         flat, layout = self._flat(ids)
         self.now += not again
         rows = self._look_ups.find(self._index, flat, layout).clamp_(min=0)
-        self._uncounted.append((self.now, rows + self._starts[layout.table]))
-        if sum(len(places) for _, places in self._uncounted) >= _MOST_UNCOUNTED:
-            self._count()
+        self._sightings.add(self.now, rows + self._starts[layout.table])
         missing = (rows == 0).nonzero().squeeze(1)
         self.counts["lookups"] += len(flat)
         self.counts["unknown"] += len(missing)
@@ -206,23 +199,6 @@ class DynamicIds:
             return self._admit(local, changes)[place_of_waiting]
         everyones, place_of_local = _summed(self._gathered(local), local)
         return self._admit(everyones, changes)[place_of_local][place_of_waiting]
-
-    def _count(self) -> None:
-        """Counts the sightings of rows in look-ups since the last call, before anything reads them or gives rows away.
-
-        All at once, because each step reads other rows, which are then in no cache.
-        """
-        if not self._uncounted:
-            return
-        steps, pieces = zip(*self._uncounted, strict=True)
-        self._uncounted = []
-        places = torch.cat(pieces)
-        lengths = torch.tensor([len(piece) for piece in pieces], device=self._device)
-        numbers = torch.tensor(steps, dtype=torch.int32, device=self._device)
-        one = torch.ones((), dtype=torch.int32, device=self._device)
-        self._sightings.scatter_add_(0, places, one.expand(len(places)))
-        seen = torch.repeat_interleave(numbers, lengths, output_size=len(places))
-        self._seen.scatter_reduce_(0, places, seen, "amax")
 
     def _gathered(self, new: Tensor) -> Tensor:
         """Returns the (n, 3) rows of all ranks, one rank after the other."""
@@ -289,7 +265,7 @@ class DynamicIds:
         """Returns up to ``count`` free rows; evicts if there are not as many."""
         missing = count - table.free
         if missing > 0:
-            self._count()
+            self._sightings.count()
             table.score_sightings(self._group, several=self._world_size > 1)
             share = int(table.policy.share * table.policy.capacity)
             self._remove(table, table.lowest(max(missing, share), self.now), changes)
@@ -305,7 +281,7 @@ class DynamicIds:
     def _expire(self, changes: _Changes) -> None:
         for table in self._tables:
             if table.policy.ttl:
-                self._count()
+                self._sightings.count()
                 table.score_sightings(self._group, several=self._world_size > 1)
                 self._remove(table, table.expired(self.now), changes)
 
@@ -323,7 +299,7 @@ class DynamicIds:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that later steps depend on, alike on every rank; changes nothing of it. Collective."""
-        self._count()
+        self._sightings.count()
         waiting, _ = _summed(torch.cat([torch.empty(0, 3, dtype=torch.int64, device=self._device), *self._waiting]))
         items = self._index.items()
         tables = {}
@@ -357,7 +333,7 @@ class DynamicIds:
             _check_saved(table.name, saved[table.name], state["now"])
         self.now = state["now"]
         self.counts = dict(state["counts"])
-        self._uncounted = []
+        self._sightings.drop()
         is_first = self._world_size == 1 or dist.get_rank(self._group) == 0
         # What waits is a sum over ranks, so one rank has it all.
         self._waiting = [state["waiting"].to(self._device)] if is_first else []

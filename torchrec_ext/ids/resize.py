@@ -10,9 +10,9 @@ from torch import Tensor
 
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import Dynamic
-from torchrec_ext.ids.rows import sightings_decay, spread_rows
+from torchrec_ext.ids.rows import frequency, sightings_decay, spread_rows
 
-_EMPTY_ROW = {"ids": EMPTY, "score": 0.0, "seen": 0, "sightings": 0}
+_EMPTY_ROW = {"ids": EMPTY, "score": 0.0, "age": 0.0, "seen": 0, "sightings": 0}
 
 
 def resized(state: Mapping[str, Any], tables: Mapping[str, Dynamic]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -44,7 +44,9 @@ def resized(state: Mapping[str, Any], tables: Mapping[str, Dynamic]) -> tuple[di
     fitted_tables = {}
     sources = {}
     lost = 0
-    for name, saved in state["tables"].items():
+    for name, table in state["tables"].items():
+        # States before 0.1.0 have no age.
+        saved = {"age": torch.ones(len(table["ids"])), **table}
         policy = tables[name]
         rows = len(saved["ids"])
         if policy.capacity >= rows:
@@ -71,7 +73,8 @@ def _staying(saved: Mapping[str, Any], policy: Dynamic) -> Tensor:
     if policy.evict == "lfu":
         sightings = saved["sightings"].cpu()
         left = sightings_decay(int(sightings.sum()), policy.half_life, len(sightings))
-        rank = saved["score"].cpu() * left + sightings
+        score = saved["score"].cpu() * left + sightings
+        rank = frequency(score, saved["age"].cpu() * left + 1 - left, policy.half_life)
     else:
         rank = saved["seen"].cpu()
     # Of equal ones the lowest rows go first, as in any eviction.

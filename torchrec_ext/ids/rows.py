@@ -1,4 +1,7 @@
-"""RowPool: which rows of a table with dynamic ids are free, and which ids must go."""
+"""RowPool: which rows of a table with dynamic ids are free, and which ids must go.
+
+Sightings: how often and when the rows of all tables were looked up.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,55 @@ from torch import Tensor
 
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import Dynamic
+
+_MOST_UNCOUNTED = 2**18  # look-ups that are counted together
+
+
+class Sightings:
+    """How often and when this rank looked up the rows of all tables, which have one memory.
+
+    Args:
+        rows: number of rows.
+        device: device of the counts.
+
+    Attributes:
+        number: sightings of each row, (rows,) int32; who reads them sets them to 0.
+        step: last step that saw each row, (rows,) int32.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.number = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.step = torch.zeros_like(self.number)
+        self._device = device
+        # Look-ups that are not counted yet: their step, and their rows.
+        self._uncounted: list[tuple[int, Tensor]] = []
+
+    def add(self, step: int, rows: Tensor) -> None:
+        """Notes the rows that a step looks up, (n,) int64, with repeats."""
+        self._uncounted.append((step, rows))
+        if sum(len(places) for _, places in self._uncounted) >= _MOST_UNCOUNTED:
+            self.count()
+
+    def count(self) -> None:
+        """Counts what was noted, before anything reads the counts or gives rows away.
+
+        All at once, because each step reads other rows, which are then in no cache.
+        """
+        if not self._uncounted:
+            return
+        steps, pieces = zip(*self._uncounted, strict=True)
+        self._uncounted = []
+        places = torch.cat(pieces)
+        lengths = torch.tensor([len(piece) for piece in pieces], device=self._device)
+        numbers = torch.tensor(steps, dtype=torch.int32, device=self._device)
+        one = torch.ones((), dtype=torch.int32, device=self._device)
+        self.number.scatter_add_(0, places, one.expand(len(places)))
+        seen = torch.repeat_interleave(numbers, lengths, output_size=len(places))
+        self.step.scatter_reduce_(0, places, seen, "amax")
+
+    def drop(self) -> None:
+        """Drops what was noted and not counted."""
+        self._uncounted = []
 
 
 class RowPool:
@@ -35,7 +87,9 @@ class RowPool:
         self._seen = seen
         self._device = seen.device
         self.id_of = torch.full_like(seen, EMPTY, dtype=torch.int64)
+        # Sightings that fade, and the weight of the look-ups since the id's admission, which fades alike.
         self._score = torch.zeros_like(seen, dtype=torch.float32)
+        self._age = torch.zeros_like(self._score)
         # Rows are given out in a permuted order, so this counts the first of them.
         self._used = 1
         self._freed = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -76,6 +130,7 @@ class RowPool:
         self._seen[rows] = now
         self._sightings[rows] = 0
         self._score[rows] = sightings.float()
+        self._age[rows] = 0.0
 
     def release(self, rows: Tensor) -> Tensor:
         """Frees rows, and returns the ids that had them."""
@@ -92,7 +147,10 @@ class RowPool:
         count = min(count, int(can_go.sum()))
         if not count:
             return torch.empty(0, dtype=torch.int64, device=self._device)
-        rank = self._score.double() if self.policy.evict == "lfu" else self._seen.double()
+        if self.policy.evict == "lfu":
+            rank = frequency(self._score, self._age, self.policy.half_life)
+        else:
+            rank = self._seen.double()
         rank = torch.where(can_go, rank, math.inf)
         # Not topk, which breaks ties as it likes.
         limit = torch.kthvalue(rank, count).values
@@ -114,6 +172,7 @@ class RowPool:
         lookups = int(self._sightings.sum())
         decay = sightings_decay(lookups, self.policy.half_life, self.policy.capacity)
         self._score.mul_(decay).add_(self._sightings)
+        self._age.mul_(decay).add_(1 - decay)
         self._sightings.zero_()
 
     def state_dict(self, group: dist.ProcessGroup | None, *, several: bool) -> dict[str, Any]:
@@ -121,6 +180,7 @@ class RowPool:
         state = {
             "ids": self.id_of.clone(),
             "score": self._score.clone(),
+            "age": self._age.clone(),
             "seen": self._seen.clone(),
             "sightings": self._sightings.clone(),
             "used": self._used,
@@ -135,6 +195,8 @@ class RowPool:
         rows = len(state["ids"])
         for target, name in ((self.id_of, "ids"), (self._score, "score"), (self._seen, "seen")):
             target[:rows] = state[name]
+        # States before 0.1.0 have none.
+        self._age[:rows] = state.get("age", 1.0)
         self._sightings.zero_()
         if is_first:
             self._sightings[:rows] = state["sightings"]
@@ -146,6 +208,17 @@ class RowPool:
             # The order of a larger table is another, in which rows with an id stand anywhere.
             every_row = self._never_used(self.policy.capacity - 1)
             self._freed = every_row[self.id_of[every_row] == EMPTY]
+
+
+def frequency(score: Tensor, age: Tensor, half_life: float) -> Tensor:
+    """Returns the sightings of each row per look-up since its id's admission, up to a factor, as float64.
+
+    A count that fades is too low at first, by ``age``, as Adam's averages are. Without the correction a new id, seen
+    once, would make room for those of yesterday, which nobody takes any more.
+    """
+    if math.isinf(half_life):
+        return score.double()
+    return score.double() / age.double().clamp(min=1e-12)
 
 
 def sightings_decay(lookups: int, half_life: float, capacity: int) -> float:
