@@ -416,13 +416,12 @@ class AdoptedStep:
         """Updates tables whole if readers make that faster, and goes back to eager steps if these are fastest."""
         current, policy = self._captures.current, self._policy
         assert current is not None
-        tables = current.step.row_tables
-        cost = reader_cost(current.lag, _PACE, policy, has_row_tables=bool(tables))
+        cost = reader_cost(current.lag, _PACE, policy, has_row_tables=bool(current.step.row_tables))
         if cost is None:
             return
         if cost.is_often:
             reason = f"all of it is read after each step, {cost.cause}"
-            self._rank_step.dense_tables |= dict.fromkeys(tables, reason)
+            self._rank_step.dense_tables |= dict.fromkeys(current.step.row_tables, reason)
             self._rank_step.say(f"{cost.text}; tables are moved whole from the next capture on")
             self.settle()
             self._begin()

@@ -123,7 +123,7 @@ class CapturePolicy:
         return f"since step {self.since:,}: {1e3 * self.captured_s:.3g} ms a step"
 
     def note_pace(self, seconds: float) -> None:
-        """Notes captured steps that have become far slower than those that were timed.
+        """Notes captured steps far slower than the timed ones.
 
         Args:
             seconds: seconds of a later step; one of many is enough.
