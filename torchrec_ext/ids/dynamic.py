@@ -202,16 +202,7 @@ class DynamicIds:
 
     def _gathered(self, new: Tensor) -> Tensor:
         """Returns the (n, 3) rows of all ranks, one rank after the other."""
-        if self._world_size == 1:
-            return new
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self._world_size)]
-        dist.all_gather(sizes, torch.tensor([len(new)], device=self._device), group=self._group)
-        counts = [int(size) for size in sizes]
-        padded = new.new_zeros(max(counts), 3)
-        padded[: len(new)] = new
-        pieces = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(pieces, padded, group=self._group)
-        return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])
+        return new if self._world_size == 1 else _gathered_rows(new, self._world_size, self._group)
 
     def _admit(self, new: Tensor, changes: _Changes) -> Tensor:
         """Returns the rows of (n, 3) tables, ids and numbers in canonical order; 0 for an id that is not admitted."""
@@ -231,7 +222,7 @@ class DynamicIds:
             slots = torch.zeros_like(ids)
             counted = torch.zeros_like(can_have_row)
         ready = can_have_row & (total >= self._admit_after[number])
-        for table, chosen in zip(self._tables, self._places_by_table(ready, number), strict=True):
+        for table, chosen in zip(self._tables, _places_by_table(ready, number, len(self._tables)), strict=True):
             free = self._take(table, len(chosen), changes)
             if len(free) < len(chosen) and table.name not in self._warned:
                 self._warned.add(table.name)
@@ -255,11 +246,6 @@ class DynamicIds:
             if table.candidates > table.policy.most_candidates:
                 self._forget(index)
         return rows
-
-    def _places_by_table(self, chosen: Tensor, number: Tensor) -> tuple[Tensor, ...]:
-        """Returns the places of the chosen ones of each table, (n,) each, given the tables' numbers, ascending."""
-        places = chosen.nonzero().squeeze(1)
-        return torch.split(places, torch.bincount(number[places], minlength=len(self._tables)).tolist())
 
     def _take(self, table: RowPool, count: int, changes: _Changes) -> Tensor:
         """Returns up to ``count`` free rows; evicts if there are not as many."""
@@ -321,16 +307,7 @@ class DynamicIds:
             ValueError: the state is of other tables, of more rows, or damaged.
         """
         saved = state["tables"]
-        if list(saved) != self.names:
-            raise ValueError(f"the saved ids are of tables {', '.join(saved)}, not of {', '.join(self.names)}")
-        for table in self._tables:
-            capacity = len(saved[table.name]["ids"])
-            if capacity > table.policy.capacity:
-                raise ValueError(
-                    f"table '{table.name}': capacity={table.policy.capacity:,}, but {capacity:,} rows were saved; a "
-                    f"table may only grow: set capacity={capacity} or more, or see ids.resized()"
-                )
-            _check_saved(table.name, saved[table.name], state["now"])
+        _check_saved_tables(saved, self._tables, state["now"])
         self.now = state["now"]
         self.counts = dict(state["counts"])
         self._sightings.drop()
@@ -374,6 +351,23 @@ class _Changes:
         return tuple(notes)
 
 
+def _gathered_rows(new: Tensor, world_size: int, group: dist.ProcessGroup | None) -> Tensor:
+    sizes = [torch.zeros(1, dtype=torch.int64, device=new.device) for _ in range(world_size)]
+    dist.all_gather(sizes, torch.tensor([len(new)], device=new.device), group=group)
+    counts = [int(size) for size in sizes]
+    padded = new.new_zeros(max(counts), 3)
+    padded[: len(new)] = new
+    pieces = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(pieces, padded, group=group)
+    return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])
+
+
+def _places_by_table(chosen: Tensor, number: Tensor, tables: int) -> tuple[Tensor, ...]:
+    """Returns the places of the chosen ones of each table, (n,) each, given the tables' numbers, ascending."""
+    places = chosen.nonzero().squeeze(1)
+    return torch.split(places, torch.bincount(number[places], minlength=tables).tolist())
+
+
 def _check_ids(ids: Mapping[str, Tensor]) -> None:
     for name, values in ids.items():
         kind = values.dtype if isinstance(values, Tensor) else f"a {type(values).__name__}"
@@ -390,6 +384,20 @@ def _warn_of_refused(table: RowPool, step: int, count: int) -> None:
         "ids read row 0 and were not admitted; make the table larger",
         stacklevel=3,
     )
+
+
+def _check_saved_tables(saved: Mapping[str, Any], tables: Sequence[RowPool], now: int) -> None:
+    names = [table.name for table in tables]
+    if list(saved) != names:
+        raise ValueError(f"the saved ids are of tables {', '.join(saved)}, not of {', '.join(names)}")
+    for table in tables:
+        capacity = len(saved[table.name]["ids"])
+        if capacity > table.policy.capacity:
+            raise ValueError(
+                f"table '{table.name}': capacity={table.policy.capacity:,}, but {capacity:,} rows were saved; a "
+                f"table may only grow: set capacity={capacity} or more, or see ids.resized()"
+            )
+        _check_saved(table.name, saved[table.name], now)
 
 
 def _check_saved(name: str, saved: Mapping[str, Any], now: int) -> None:
