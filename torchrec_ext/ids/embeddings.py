@@ -123,6 +123,9 @@ class DynamicEmbeddings:
         Raises:
             ValueError: ids that are no whole numbers.
         """
+        if not isinstance(ids, Tensor):
+            kind = type(ids).__name__
+            raise ValueError(f"'{path}': ids are a {kind}, must be a tensor; make ids of strings by string_ids()")
         if ids.is_floating_point():
             raise ValueError(f"'{path}': ids are {ids.dtype}, must be whole numbers; convert them where they are read")
         raw = ids.long().cpu()
