@@ -98,7 +98,11 @@ def test_an_unfinished_line_waits_until_it_ends(tmp_path: Path) -> None:
         ("a.jsonl", line(1) + "7\n", "line 2: it has no 'user_id'"),
         ("a.jsonl", line(1) + line(2)[:-3] + "\n", "line 2: it cannot be read: "),
         ("a.csv", "user_id,item_id\n1,2\n1\n", "line 3: it cannot be read: it has 1 values, and the header has 2"),
-        ("a.csv", "user_id,item_id\n1,x\n", "line 2: 'item_id' is x, must be a whole number of 64 bits"),
+        (
+            "a.csv",
+            "user_id,item_id\n1,x\n",
+            "line 2: 'item_id' is x, must be a whole number of 64 bits with sign; string_ids() makes",
+        ),
         ("a.csv", "user,item_id\n1,2\n", "has no column 'user_id', but user, item_id; set data.user"),
         ("a.csv", "user_id,item_id\n1,\n", "line 2: it has no 'item_id'"),
     ],

@@ -61,11 +61,15 @@ def begun(runtime: Runtime, path: str, sharding: str) -> Any:
     first = gather_state(model)
     checkpointer = Checkpointer(f"{path}-other", runtime)
     together = checkpointer.together
-    refusals = {}
+    refusals: dict[Any, str] = {}
     for allow in ((), ("more_rows", "new_tables")):
         with pytest.raises(CheckpointError) as caught:
             begin_with(path, model, optimizer, together, StartConfig(path=path, allow=allow), {"user_id": COLD})
         refusals[allow] = str(caught.value)
+    smaller, its_optimizer = sharded(runtime, grown_model(USERS - 1), sharding)
+    with pytest.raises(CheckpointError) as caught:
+        begin_with(path, smaller, its_optimizer, together, StartConfig(path=path), {"user_id": COLD})
+    refusals["fewer_rows"] = str(caught.value)
     untouched = gather_state(model)
     with pytest.raises(CheckpointError, match=r"load\(allow=\['fewer_tables', 'more_rows', 'new_tables'\]\)"):
         checkpointer.load(path, model_state(model, optimizer))
@@ -102,6 +106,7 @@ def test_new_rows_begin_as_the_row_for_unknown_ids_and_old_ones_as_they_were(
     said = found["refusals"]
     assert "tables.user_id.weight is (131, 16) and was saved as (101, 16)" in said[()]
     assert "start.allow=fewer_tables,more_rows,new_tables" in said[()]
+    assert "a table may only grow: give it the saved number of rows or more" in said["fewer_rows"]
     assert "tables.history.weight is not in this model" in said["more_rows", "new_tables"]
 
 

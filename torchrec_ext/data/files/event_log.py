@@ -359,7 +359,8 @@ class _LineFile(_EventFile):
             # A text in quotes is no number in JSON; in CSV all values are text.
             number = str(value) if self._header is not None else json.dumps(value)
             if kind == "int" and not (re.fullmatch(r"-?\d+", number) and -(2**63) <= int(number) < 2**63):
-                return f"'{name}' is {number[:30]}, must be a whole number of 64 bits with sign"
+                rule = "must be a whole number of 64 bits with sign; string_ids() makes them of texts"
+                return f"'{name}' is {number[:30]}, {rule}"
             if name == self.columns.label and not _is_share(number):
                 return f"'{name}' is {number[:30]}, must be a number from 0 to 1"
         return ""

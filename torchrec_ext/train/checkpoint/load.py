@@ -22,6 +22,9 @@ from torchrec_ext.train.checkpoint.folder import CheckpointRanks, read_checkpoin
 from torchrec_ext.train.checkpoint.state import LoadPlanner, LocalShard, ModelState, Parts, State
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, reader
 
+# A kind of difference that no setting allows, because it is not known which rows would go.
+_FEWER_ROWS = "fewer_rows"
+
 
 @dataclass
 class Match:
@@ -71,14 +74,14 @@ def match(
         model_sizes[name] = (row_state.rows,)
         if name in saved_sizes:
             saved_sizes[name] = saved_sizes[name][:1]
-    differences: dict[str, Change | None] = {}
+    differences: dict[str, str | None] = {}
     result = Match({}, [])
     for name, size in model_sizes.items():
         kind = _kind(name, size, saved_sizes.get(name), saved)
         if kind == "more_rows":
             result.grown[name.split(".")[1]] = saved_sizes[name][0]
         if kind != "fits":
-            differences[_line(name, size, saved_sizes.get(name))] = kind  # type: ignore[assignment]
+            differences[_line(name, size, saved_sizes.get(name))] = kind
         if kind in ("fits", "more_rows"):
             if name in state.row_states:
                 result.row_states.append(name)
@@ -106,14 +109,15 @@ def match(
 
 
 def _kind(name: str, size: tuple[int, ...], before: tuple[int, ...] | None, saved: Mapping[str, Any]) -> str | None:
-    """Returns ``fits``, the kind of change that ``allow`` must name, or None for a change nothing can allow."""
+    """Returns ``fits``, the kind of change that ``allow`` must name, else a change nothing can allow."""
     if size == before:
         return "fits"
     if name.startswith("tables."):
         if before is None:
             return None if name.split(".")[1] in saved["tables"] else "new_tables"
-        has_more_rows = len(size) > 0 and size[0] > before[0]
-        return "more_rows" if has_more_rows and size[1:] == before[1:] else None
+        if not size or size[0] == before[0] or size[1:] != before[1:]:
+            return None
+        return "more_rows" if size[0] > before[0] else _FEWER_ROWS
     if before is None and name.startswith("dense."):
         weight = name.partition("@")[0].removeprefix("dense.")
         return None if "@" in name and weight in saved["layers"] else "new_layers"
@@ -137,11 +141,11 @@ def _saved_rows(shards: Sequence[LocalShard], rows: int) -> list[LocalShard]:
 
 
 def _refuse(
-    path: str, differences: dict[str, Change | None], allow: Sequence[Change], together: CheckpointRanks, result: Match
+    path: str, differences: dict[str, str | None], allow: Sequence[Change], together: CheckpointRanks, result: Match
 ) -> None:
     by_rank = together.gathered(differences)
     # Every rank refuses the same differences: if only one raised, the others would wait for it in the load.
-    everything: dict[str, Change | None] = {}
+    everything: dict[str, str | None] = {}
     for lines in by_rank:
         everything |= {line: kind for line, kind in lines.items() if _on_all_ranks(line, by_rank)}
     refused = [line for line, kind in everything.items() if kind not in allow]
@@ -156,6 +160,8 @@ def _refuse(
             # A recipe has the key, a loop of one's own calls Checkpointer.load.
             changes = [*allow, *kinds]
             remedy = f"; if that is meant, allow it: start.allow={','.join(changes)}, or load(allow={changes})"
+        if _FEWER_ROWS in refused_kinds:
+            remedy = "; a table may only grow: give it the saved number of rows or more" + remedy
         raise CheckpointError(
             f"checkpoint '{path}' is of another model or optimizer: {'; '.join(refused[:8])}{more}{remedy}"
         )
