@@ -108,6 +108,10 @@ def key_paths(config: object, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{field.name}"
 
 
+# What other libraries call a key.
+_ALIASES = dict.fromkeys(("mixed_precision", "autocast", "bf16", "fp16"), "amp")
+
+
 def similar_keys(key: str, paths: Iterable[str]) -> str:
     """Asks whether one of up to three keys with a similar last part was meant; empty if there is none.
 
@@ -117,14 +121,19 @@ def similar_keys(key: str, paths: Iterable[str]) -> str:
         ('; did you mean train.epochs?', '; did you mean loader.batch_size?')
         >>> similar_keys("lr", paths), similar_keys("colour", paths)
         ('; did you mean optimizer.dense_lr or optimizer.tables_lr?', '')
+        >>> similar_keys("train.mixed_precision", ["plan.forward_precision", "train.amp"])
+        '; did you mean train.amp?'
     """
     name = key.rpartition(".")[2]
     by_leaf: dict[str, list[str]] = {}
     for path in paths:
         by_leaf.setdefault(path.rpartition(".")[2], []).append(path)
-    # The same last part counts most, then a word of it, then a similar spelling.
+    alias = _ALIASES.get(name)
+    # The same last part counts most, then another word for it, a word of it, a similar spelling.
     if name in by_leaf:
         leaves = [name]
+    elif alias in by_leaf:
+        leaves = [alias]
     else:
         leaves = [leaf for leaf in by_leaf if name in leaf.split("_")]
         leaves = leaves or difflib.get_close_matches(name, by_leaf, n=1, cutoff=0.6)

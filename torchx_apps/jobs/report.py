@@ -118,11 +118,13 @@ def diagnosis_command(recipe: str, settings: Sequence[str]) -> list[str]:
     return [*words, *(word for setting in settings for word in ("--set", setting))]
 
 
-def report_start(task: Task, runtime: Runtime) -> None:
-    """Prints the data and the ranks as soon as both are known, since the next stage takes seconds."""
+def report_start(task: Task, runtime: Runtime, amp: str) -> None:
+    """Prints the data, the ranks and the precision ``amp`` as soon as they are known: the next stage takes seconds."""
     print(describe_data(task))
     collectives = collectives_of(runtime)
-    print(f"ranks: {runtime.world_size} on {runtime.device.type} over {collectives}, {runtime.threads} thread(s) each")
+    precision = "" if amp == "off" else f", dense layers in {amp}"
+    ranks = f"ranks: {runtime.world_size} on {runtime.device.type} over {collectives}"
+    print(f"{ranks}, {runtime.threads} thread(s) each{precision}")
     if runtime.obstacle:
         print(f"note: the ranks share no memory: {runtime.obstacle}")
     if runtime.oversubscribed:

@@ -106,7 +106,7 @@ def run_training(
     with Runtime.start(job.device, threads=job.threads, collectives=job.collectives) as runtime:
         task = load_task(job, runtime)
         if runtime.is_main:
-            report.report_start(task, runtime)
+            report.report_start(task, runtime, job.train.amp)
         parts = set_up(job, task, runtime)
         job = parts.job
         run = open_run(job, run_dir, resume, runtime, member)

@@ -224,6 +224,7 @@ def test_a_history_needs_a_time_for_each_item() -> None:
         (lambda: Cross(columns=("x",), buckets=3), "combines two columns or more"),
         (lambda: Bucketize(column="x"), "either boundaries or quantiles"),
         (lambda: Bucketize(column="x", boundaries=(2, 1)), r"boundaries=\(2, 1\): must rise"),
+        (lambda: FillMissing(column="x"), "give either value, .* or statistic: mean, median, most_common"),
         (lambda: FillMissing(column="x", value=float("nan")), "value=nan: must be finite"),
         (
             lambda: FillMissing(column="x", statistic="mode"),

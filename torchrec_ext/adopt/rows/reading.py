@@ -48,7 +48,7 @@ class DatasetReader:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise CannotAdopt(
                 f"{kind} has no rows by number (an IterableDataset?): Rows.of needs __len__ and __getitem__; write its "
-                "rows into tensors once, and give them to Rows(columns=...)"
+                "rows into tensors for Rows(columns=...), or parquet larger than memory: ChunkLoader"
             )
         try:
             self.num_rows = len(dataset)

@@ -289,7 +289,10 @@ class FillMissing(ColumnStep):
 
     def __post_init__(self) -> None:
         if (self.value is None) == (self.statistic is None):
-            raise ValueError(f"FillMissing('{self.column}'): give either value or statistic")
+            raise ValueError(
+                f"FillMissing('{self.column}'): give either value, of the column's type, or statistic: "
+                f"{', '.join(get_args(Statistic))}"
+            )
         if self.statistic is not None:
             check_choice(f"FillMissing('{self.column}'): statistic", self.statistic, get_args(Statistic))
         if isinstance(self.value, int | float) and not abs(self.value) <= sys.float_info.max:
