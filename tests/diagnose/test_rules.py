@@ -452,6 +452,19 @@ def test_large_tables_that_no_experiment_looked_at_are_not_called_healthy() -> N
     assert "not known (a round takes 9 s already); give more time (budget_s)" in diagnosis.noisy
 
 
+def test_one_reason_for_several_missing_experiments_is_one_line() -> None:
+    missing = {"bf16": "a round takes 9 s already", "double": "a round takes 9 s already", "worker": "no DataLoader"}
+    page = str(Diagnosis(facts(steps(5.0), not_measured=missing)))
+    assert "   bf16, double: a round takes 9 s already\n   worker: no DataLoader" in page
+
+
+def test_the_remedy_for_a_stream_names_the_loader_of_files() -> None:
+    slow = {**steps(5.0), "data": 20.0, "sleep": 0.0}
+    for is_stream in (True, False):
+        loader = LoaderFacts(kind="DataLoader", dataset="Stream", is_stream=is_stream)
+        assert ("ChunkLoader(ParquetSource(folder)" in str(Diagnosis(facts(slow, loader=loader)))) == is_stream
+
+
 def test_capturing_takes_longer_with_more_ops() -> None:
     few, many = (costs.capture_seconds(facts(steps(5.0), ops=ops)) for ops in (100, 2_000))
     assert many[0] > 4 * few[0]

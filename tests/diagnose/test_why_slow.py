@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.diagnose.programs import Clock, mlp, training
+from torchrec_ext.adopt import adopt
 from torchrec_ext.diagnose import Diagnosis, ThreadClock, why, why_slow
 from torchrec_ext.diagnose.experiments import batches, loop, measure, rounds
 from torchrec_ext.observe import ops, samples, user_lines
@@ -225,6 +226,21 @@ def test_a_step_that_its_loader_slows_is_faster_without_it_and_a_change_is_measu
     bf16 = {answer.name: answer.gain for answer in diagnosis.answers}["mixed precision"]
     assert bf16 is not None
     assert bf16.low <= iteration / (10 + 4.052 * (1 + rest) / (2 + rest)) <= bf16.high
+
+
+def test_a_loader_that_works_in_bursts_has_its_longest_batch_and_its_mean_in_a_note(clock: Clock) -> None:
+    """A batch takes .16 ms, and the tenth 100 ms: the usual one of a round says little of an epoch."""
+    rows = itertools.count(1)
+
+    def sleep(milliseconds: float) -> None:
+        clock.sleep(100 if next(rows) == 160 else milliseconds)
+
+    (note,) = (
+        each for each in diagnosed(Costly(clock), DataLoader(Rows(sleep, 0.01), 16)).facts.notes if "burst" in each
+    )
+    assert re.match(r"the longest of \d+ batches took 100 ms, their mean is \d\.\d+ ms: ", note)
+    steady = diagnosed(Costly(clock), DataLoader(Rows(clock.sleep, 8), 16))
+    assert "bursts" not in str(steady)
 
 
 def test_variants_run_in_every_round_and_in_reversed_order_every_other(
@@ -550,6 +566,21 @@ def test_no_batch_is_refused() -> None:
         why_slow(model, optimizer, loss, [])
 
 
+def test_an_adopted_step_is_refused_and_a_global_of_that_name_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, loss, batches = mlp()
+    adopted = adopt(model, optimizer, loss)
+    monkeypatch.setitem(globals(), "step", adopted)
+
+    def by_global(x: Tensor, y: Tensor) -> None:
+        step(x, y)  # type: ignore[name-defined]  # noqa: F821
+
+    for function in (adopted, by_global, lambda x, y: adopted(x, y)):
+        with pytest.raises(ValueError, match=r"this step is adopted, .*; diagnose before adopt, .*realised\(step\)"):
+            why_slow.step(function, batches)
+    with pytest.raises(ValueError, match="gives no batch"):
+        why_slow.step(lambda x, y: optimizer.step(), [])
+
+
 @pytest.mark.parametrize("count", [2, 500])
 def test_batches_of_an_iterator_are_handed_back(count: int) -> None:
     model, optimizer, loss, _ = mlp()
@@ -571,6 +602,7 @@ def test_an_iterable_dataset_is_measured_without_a_worker() -> None:
     facts = why_slow(model, optimizer, loss, DataLoader(Stream(), 4)).facts
     assert facts.has("data", "step")
     assert facts.loader.row_calls == 0
+    assert facts.loader.is_stream
     assert "Dataset with rows" in facts.not_measured["worker"]
 
 

@@ -110,6 +110,7 @@ class LoaderFacts:
         row_s: seconds of such a call.
         collate_s: seconds in which the rows of a batch are put together.
         bytes_read: bytes read from files for a batch; None if unknown.
+        is_stream: whether the Dataset is an IterableDataset.
     """
 
     kind: str
@@ -119,6 +120,7 @@ class LoaderFacts:
     row_s: float = 0.0
     collate_s: float = 0.0
     bytes_read: float | None = None
+    is_stream: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

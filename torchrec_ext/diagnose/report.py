@@ -306,12 +306,20 @@ def _page(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.kept:
         lines += [f"   together {math.prod(ratio for _, ratio in diagnosis.kept):.3g}x as fast:"]
         lines += [f"{'':5}| {line}" for text, _ in diagnosis.kept for line in text.splitlines()]
-    missing = [f"{name}: {why}" for name, why in facts.not_measured.items()]
+    missing = [f"{names}: {why}" for names, why in _not_measured(facts)]
     if missing or facts.notes:
         lines += ["", "not measured, and what else to know"]
         for sentence in (*missing, *facts.notes):
             lines += _wrapped(sentence, "   ")
     return lines
+
+
+def _not_measured(facts: Facts) -> list[list[str]]:
+    """Returns the names of the missing experiments with their reason, one row for each reason."""
+    names: dict[str, list[str]] = {}
+    for name, why in facts.not_measured.items():
+        names.setdefault(why, []).append(name)
+    return [[", ".join(each), why] for why, each in names.items()]
 
 
 def _size_text(finding: Finding, unit: str = "") -> str:
@@ -398,7 +406,7 @@ def _html(diagnosis: Diagnosis) -> str:
             "What people try, and what it gains here", gains(answers), text_table(["", "helps", "why"], rows), wide=True
         )
     )
-    missing = [[name, why] for name, why in facts.not_measured.items()]
+    missing = _not_measured(facts)
     if missing or facts.notes:
         notes = "".join(paragraph(note) for note in facts.notes)
         cards.append(

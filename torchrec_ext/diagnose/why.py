@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dis import get_instructions
 from functools import partial, wraps
+from types import FunctionType
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -26,6 +28,7 @@ from torchrec_ext.diagnose.report import Diagnosis, apply_in_turn
 from torchrec_ext.observe.clock import ThreadClock
 from torchrec_ext.observe.files import FilesWritten
 from torchrec_ext.observe.put_back import copy_mapping
+from torchrec_ext.observe.reached import content_of
 from torchrec_ext.observe.state_copy import StateCopy
 
 _PROOF_S = 10.0  # seconds of the wall clock in which a remedy is measured
@@ -120,8 +123,10 @@ class _WhySlow:
                 other thread numbers and a worker.
 
         Raises:
-            ValueError: there is no batch, or no memory for a copy of the state, on this rank or another one.
+            ValueError: there is no batch, or no memory for a copy of the state, on this rank or another one; or ``fn``
+                calls an adopted step.
         """
+        _check_eager(fn)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         roots = (fn, *([model] if model else []), *optimizers)
         request = _Request(roots=roots, budget_s=budget_s, between=dict(between or {}))
@@ -236,6 +241,20 @@ def _on_threads(fn: StepFunction, threads: int) -> StepFunction:
             torch.set_num_threads(before)
 
     return step
+
+
+def _check_eager(fn: StepFunction) -> None:
+    """Refuses a step that is adopted, or that names one: experiments watch optimizers by hooks, which end captures."""
+    values: list[Any] = [fn]
+    if isinstance(fn, FunctionType):
+        values += map(content_of, fn.__closure__ or ())
+        # Not co_names, which has attributes too: `optimizer.step()` does not call a global `step`.
+        values += [fn.__globals__.get(each.argval) for each in get_instructions(fn) if each.opname == "LOAD_GLOBAL"]
+    if any(isinstance(each, AdoptedStep) for each in values):
+        raise ValueError(
+            "why_slow.step: this step is adopted, and experiments need the eager one; diagnose before adopt, and "
+            "measure what it gained by diagnosis.realised(step)"
+        )
 
 
 def _check(budget_s: float, between: Mapping[str, tuple[Callable[[], object], int]]) -> None:

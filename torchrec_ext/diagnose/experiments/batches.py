@@ -30,6 +30,7 @@ class BatchSource:
         self._iterable = batches
         self.kind = "iterable"
         self._history: list[Any] = []
+        self.seconds: list[float] = []  # of each batch that was not ready
         if isinstance(batches, list | tuple):
             self.kind = "list"
         elif isinstance(batches, DataLoader):
@@ -84,6 +85,7 @@ class BatchSource:
             batch = next(self._iterator)
         computed = thread_time() - computed
         seconds = clock() - start
+        self.seconds.append(seconds)
         if self.kind == "iterator":
             self._history.append(batch)
         return batch, seconds, max(0.0, seconds - computed)
@@ -110,9 +112,10 @@ class BatchSource:
             return LoaderFacts(kind=self.kind, dataset=type(loader).__name__)
         name = type(loader.dataset).__name__
         workers = loader.num_workers
-        by_row = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        by_row = not is_stream and loader.batch_sampler is not None
         if not by_row or hasattr(loader.dataset, "__getitems__") or workers:
-            return LoaderFacts(kind=self.kind, dataset=name, workers=workers)
+            return LoaderFacts(kind=self.kind, dataset=name, workers=workers, is_stream=is_stream)
         rows = list(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]
         before = bytes_read()
         counted = bytes_read()

@@ -22,6 +22,7 @@ from torchrec_ext.diagnose.experiments.ranks import RankRounds
 from torchrec_ext.diagnose.experiments.rounds import FEWEST_ROUNDS, MOST_ROUNDS, Rounds, attempt
 from torchrec_ext.diagnose.experiments.variants import SmallTables, Variant, Variants
 from torchrec_ext.diagnose.facts import Between, Facts, LineFacts, LoaderFacts, Round
+from torchrec_ext.diagnose.findings import in_ms
 from torchrec_ext.observe.clock import busy_elsewhere
 from torchrec_ext.observe.forwards import Forwards
 from torchrec_ext.observe.machine import compiled_graphs, device_spans, device_use, roofline
@@ -33,6 +34,7 @@ _TOWER_STEPS = 4
 _SMALL_TABLE = 5  # a table is small with so many rows for each id that a step reads, and is made so for the experiment
 _DATA_S = 5.0  # at most, for a loader whose step cannot be run
 SAMPLE_S = 1.5  # seconds of the loop in which it is sampled at which lines it is
+_BURST, _BURST_S = 10, 0.05  # times the usual batch, and seconds, from which on the longest one is named
 _LINES = 20  # that are kept of these
 
 
@@ -88,6 +90,7 @@ class Experiments:
             lines, sampled_s = self._sample_lines(counted)
         else:
             rounds = self._time_data()
+        self._note_bursts(rounds)
         worker = self._time_worker(rounds)
         runs = self._time_between(between)
         products = self._products(counted)
@@ -269,6 +272,18 @@ class Experiments:
         except Exception as error:
             self._loop.not_measured["rows"] = described(error)
             return LoaderFacts(kind=source.kind)
+
+    def _note_bursts(self, rounds: Sequence[Round]) -> None:
+        """Notes a batch that took many times the usual one: a loader that reads ahead also fills up between rounds."""
+        seconds = self._loop.source.seconds
+        usual = statistics.median([each.get("data", 0.0) for each in rounds]) if rounds else 0.0
+        longest = max(seconds, default=0.0)
+        if longest > max(_BURST * usual, _BURST_S):
+            self._loop.notes.append(
+                f"the longest of {len(seconds):,} batches took {in_ms(longest)}, their mean is "
+                f"{in_ms(statistics.fmean(seconds))}: the loader works in bursts, of which rounds see a part; "
+                "time a whole epoch too"
+            )
 
     def _time_worker(self, rounds: Sequence[Round]) -> Sequence[tuple[float, float]]:
         """Times a real worker by turns with the loader as it is; none if a rank cannot."""

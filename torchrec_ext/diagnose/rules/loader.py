@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from torchrec_ext.diagnose.facts import Facts, Gain, paired_gain
+from torchrec_ext.diagnose.facts import Facts, Gain, LoaderFacts, paired_gain
 from torchrec_ext.diagnose.findings import (
     Action,
     Change,
@@ -45,7 +45,10 @@ def loader_sleeps(facts: Facts) -> Finding | None:
     remedies = [
         Remedy(
             name="batches ready in time",
-            lines=("read the source once, before the first step, or a block ahead of the steps",),
+            lines=(
+                "read the source once, before the first step, or a block ahead of the steps",
+                *_stream_lines(loader),
+            ),
             gain=gain_of_ready(facts, READY),
             changes=Change.EXACT,
             basis="measured: the step without its loader",
@@ -120,6 +123,7 @@ def loader_computes(facts: Facts) -> Finding | None:
             "do once, before training, what collate_fn does with each batch, such as tokenising"
             if collates
             else "make the epoch's batches ahead of the steps, by whole-array operations",
+            *_stream_lines(loader),
         ),
         gain=gain_of_ready(facts, READY),
         changes=Change.EXACT,
@@ -137,6 +141,13 @@ def loader_computes(facts: Facts) -> Finding | None:
     return finding_of(
         facts, "loader_computes", title, evidence, [ready, _worker_remedy(facts, 1)], lambda each: each["data"]
     )
+
+
+def _stream_lines(loader: LoaderFacts) -> tuple[str, ...]:
+    """Returns the line that replaces an IterableDataset over files."""
+    if not loader.is_stream:
+        return ()
+    return ("ChunkLoader(ParquetSource(folder), schema, config=...)  # if its rows are parquet: docs/data.md",)
 
 
 def _data_lines(facts: Facts) -> list[str]:
