@@ -148,7 +148,6 @@ def test_the_pages_made_from_code_and_figures_are_up_to_date(capsys: pytest.Capt
         pytest.param("README.md", "my_recipe.py", r"^hr@10 +0\.\d+ ", marks=pytest.mark.slow),
         pytest.param("docs/gpu.md", "two_networks.py", r"^captured since step 3; ", marks=pytest.mark.slow),
         pytest.param("docs/data.md", "my_stream.py", r"epoch 1, step 2 of 2: loss 0\.", marks=pytest.mark.slow),
-        pytest.param("docs/data.md", "my_module.py", r"^an iteration takes ", marks=pytest.mark.slow),
         pytest.param("docs/extending.md", "my_interaction.py", r"^hr@10 +0\.\d+ ", marks=pytest.mark.slow),
     ],
 )

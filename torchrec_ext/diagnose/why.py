@@ -244,7 +244,7 @@ def _on_threads(fn: StepFunction, threads: int) -> StepFunction:
 
 
 def _check_eager(fn: StepFunction) -> None:
-    """Refuses a step that is adopted, or that names one: experiments watch optimizers by hooks, which end captures."""
+    """Refuses an adopted step, or a function around it: experiments hook into optimizers, and hooks end captures."""
     values: list[Any] = [fn]
     if isinstance(fn, FunctionType):
         values += map(content_of, fn.__closure__ or ())

@@ -90,7 +90,7 @@ class Experiments:
             lines, sampled_s = self._sample_lines(counted)
         else:
             rounds = self._time_data()
-        self._note_bursts(rounds)
+        loop.notes += _burst_notes(loop.source.seconds, rounds)
         worker = self._time_worker(rounds)
         runs = self._time_between(between)
         products = self._products(counted)
@@ -273,18 +273,6 @@ class Experiments:
             self._loop.not_measured["rows"] = described(error)
             return LoaderFacts(kind=source.kind)
 
-    def _note_bursts(self, rounds: Sequence[Round]) -> None:
-        """Notes a batch that took many times the usual one: a loader that reads ahead also fills up between rounds."""
-        seconds = self._loop.source.seconds
-        usual = statistics.median([each.get("data", 0.0) for each in rounds]) if rounds else 0.0
-        longest = max(seconds, default=0.0)
-        if longest > max(_BURST * usual, _BURST_S):
-            self._loop.notes.append(
-                f"the longest of {len(seconds):,} batches took {in_ms(longest)}, their mean is "
-                f"{in_ms(statistics.fmean(seconds))}: the loader works in bursts, of which rounds see a part; "
-                "time a whole epoch too"
-            )
-
     def _time_worker(self, rounds: Sequence[Round]) -> Sequence[tuple[float, float]]:
         """Times a real worker by turns with the loader as it is; none if a rank cannot."""
         loop = self._loop
@@ -377,3 +365,16 @@ def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Any]:
     """Returns the parameters of all optimizers by id."""
     groups = [group for each in optimizers for group in each.param_groups]
     return {id(parameter): parameter for group in groups for parameter in group["params"]}
+
+
+def _burst_notes(seconds: Sequence[float], rounds: Sequence[Round]) -> list[str]:
+    """Notes a batch that took many times the usual one: a loader that reads ahead also fills up between rounds."""
+    usual = statistics.median([each.get("data", 0.0) for each in rounds]) if rounds else 0.0
+    longest = max(seconds, default=0.0)
+    if longest <= max(_BURST * usual, _BURST_S):
+        return []
+    return [
+        f"the longest of {len(seconds):,} batches took {in_ms(longest)}, their mean is "
+        f"{in_ms(statistics.fmean(seconds))}: the loader works in bursts, of which rounds see a part; "
+        "time a whole epoch too"
+    ]

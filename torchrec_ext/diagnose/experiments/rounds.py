@@ -125,12 +125,12 @@ class Rounds:
         missing = self._loop.not_measured
         budget_s = self._budget_s
         round_s = 0.0
-        tried = 0
+        num_tried = 0
         for variant in variants:
             before = time.perf_counter()
             if is_too_slow(round_s, before - start, budget_s):
                 # The variants that were tried stand for the others.
-                needed_s = FEWEST_ROUNDS * round_s * len(variants) / max(1, tried)
+                needed_s = FEWEST_ROUNDS * round_s * len(variants) / max(1, num_tried)
                 missing[variant.name] = (
                     f"a round takes {round_s:.1f} s already, and budget_s={budget_s:g} holds {FEWEST_ROUNDS}; "
                     f"give about budget_s={max(needed_s, 2 * budget_s):.0f}"
@@ -139,7 +139,7 @@ class Rounds:
             attempt(self._loop, variant)
             if variant.name not in missing:
                 round_s += time.perf_counter() - before
-                tried += 1
+                num_tried += 1
         return round_s
 
     # What several ranks exchange or agree on, see RankRounds, is this process's own here.
