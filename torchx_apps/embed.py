@@ -158,7 +158,9 @@ def _bundle(folder: Path) -> Bundle:
 
     if (folder / CONFIG).is_file():
         if not (folder / BUNDLE).is_dir():
-            raise ValueError(f"{folder}: is a run without a bundle; make one: python -m torchx_apps.export {folder}")
+            raise ValueError(
+                f"{folder}: is a run without a bundle; make one: torchx run rec.serve.export --run {folder}"
+            )
         folder = folder / BUNDLE
     return Bundle.load(folder)
 

@@ -211,7 +211,7 @@ def test_a_run_without_a_bundle_and_a_file_of_another_kind_are_told(
     (tmp_path / "config.json").write_text("{}")
     flags = ["--catalogue", str(folder / "items"), "--id=item_id", f"--out={tmp_path / 'out'}"]
     assert embed.main([str(tmp_path), *flags]) == 1
-    assert "is a run without a bundle; make one: python -m torchx_apps.export" in capsys.readouterr().err
+    assert "is a run without a bundle; make one: torchx run rec.serve.export --run" in capsys.readouterr().err
     (tmp_path / "x.parquet").write_text("no parquet at all")
     assert embed.main([str(folder / "bundle"), *flags, "--catalogue", str(tmp_path / "x.parquet")]) == 1
     assert "x.parquet: is not parquet, or was cut short" in capsys.readouterr().err

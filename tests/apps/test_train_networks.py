@@ -193,6 +193,9 @@ def test_the_best_is_chosen_on_validation_and_never_one_that_diverged() -> None:
     ]
     assert re.split(r"\s{2,}", lines[3]) == ["seed=1 *", "1", "0.8000", "0.6000", "2", "all epochs", "1.5"]
     assert "diverged" in lines[4]
+    # A member that diverged does not count: 0.75 is the mean of 0.7 and 0.8.
+    assert re.split(r"\s{2,}", lines[5].strip()) == ["mean ± std", "0.7500 ± 0.0707", "0.7500 ± 0.2121"]
+    assert "±" not in table(members("train.seed=0,1", "optimizer.dense_lr=1,2")[:3], results)
 
 
 @pytest.mark.unit

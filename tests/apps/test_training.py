@@ -286,6 +286,7 @@ def test_small_tables_are_on_every_rank_by_default_and_the_plan_says_why() -> No
     ("override", "message"),
     [
         ("evaluation.metrics=recal@5", r"metrics: 'recal@5' must be a figure and a number of items shown"),
+        ("evaluation.metrics=hit@10", r"metrics: 'hit@10' must be .*; did you mean hr@10\?"),
         ("evaluation.metrics=recall@0", r"metrics: 'recall@0' must be a figure and a number of items shown"),
         (
             "evaluation.metrics=recall@5",

@@ -156,9 +156,12 @@ class EvaluationConfig:
         for text in self.metrics:
             name, _, k = text.strip().partition("@")
             if name not in get_args(Figure) or not k.isdecimal() or int(k) < 1:
+                # RecBole's names of the same figures: Hit, Recall, NDCG.
+                meant = "hr" if name.lower() == "hit" else name.lower()
+                question = f"; did you mean {meant}@{k}?" if k and meant != name and meant in get_args(Figure) else ""
                 raise ValueError(
                     f"metrics: '{text}' must be a figure and a number of items shown, such as recall@20; figures are "
-                    f"{', '.join(get_args(Figure))}"
+                    f"{', '.join(get_args(Figure))}{question}"
                 )
             figures.append((cast(Figure, name), int(k)))
         return figures

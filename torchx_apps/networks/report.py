@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import mean, stdev
 
 from tabulate import tabulate
 
@@ -159,20 +160,27 @@ def best_of(members: Sequence[MemberJob], results: Sequence[Result]) -> Result |
 
 
 def table(members: Sequence[MemberJob], results: Sequence[Result]) -> str:
-    """Returns a table with a row for each member: what sets it apart, its figures and its time; the best has a star."""
+    """Returns a table with a row for each member: what sets it apart, its figures and its time; the best has a star.
+
+    If only ``train.seed`` sets them apart, a last row has mean and standard deviation of each figure.
+    """
     keys = differing(members)
     name, part, _ = chosen_by(members, results)
     best = best_of(members, results)
     figures = list(dict.fromkeys(figure for result in results for figure in result.test))
     rows = []
+    values = []
     for member, result in zip(members, results, strict=True):
-        value = _figures(result, part).get(name)
         row = [f"{member.name} *" if result is best else member.name]
         row += [setting(member, key) for key in keys]
+        numbers = [result.test.get(figure) for figure in figures]
         if part == "validation":
-            row.append(_number(value))
-        row += [_number(result.test.get(figure)) for figure in figures]
-        rows.append([*row, str(result.epochs), result.ended, f"{result.seconds:.1f}"])
+            numbers.insert(0, _figures(result, part).get(name))
+        rows.append([*row, *map(_number, numbers), str(result.epochs), result.ended, f"{result.seconds:.1f}"])
+        if result.ended != "diverged":
+            values.append(numbers)
+    if keys == ["train.seed"] and len(values) > 1:
+        rows.append(["mean ± std", "", *map(_mean_and_std, zip(*values, strict=True)), "", "", ""])
     headers = ["member", *keys]
     if part == "validation":
         headers.append(f"validation {name}")
@@ -183,6 +191,11 @@ def table(members: Sequence[MemberJob], results: Sequence[Result]) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
+
+
+def _mean_and_std(values: Sequence[float | None]) -> str:
+    numbers = [value for value in values if value is not None]
+    return f"{mean(numbers):.4f} ± {stdev(numbers):.4f}" if len(numbers) > 1 else ""
 
 
 def finish_networks(root: Path, members: Sequence[MemberJob], results: Sequence[Result]) -> bool:

@@ -92,7 +92,10 @@ class DataConfig:
                 f"data.validation=False: {self.name} split by {self.split} always has validation rows; leave it out"
             )
         if self.split != "last_item" and self.name != "ml-100k":
-            raise ValueError(f"data.split={self.split!r}: a split of ml-100k; leave it out with data.name={self.name}")
+            raise ValueError(
+                f"data.split={self.split!r}: a split of ml-100k; leave it out with data.name={self.name}, and write a "
+                "split of your own as train, validation and test.parquet"
+            )
         if self.context and self.name in NAMES:
             raise ValueError(
                 f"data.context={','.join(self.context)}: of a folder of your own; the rows of {self.name} have none: "

@@ -86,7 +86,7 @@ class Manifest:
         values = read_json(
             path,
             most=_MOST_OF_MANIFEST,
-            hint=f"; is '{folder}' a bundle? One is made of a run by: python -m torchx_apps.export RUN",
+            hint=f"; is '{folder}' a bundle? One is made of a run by: torchx run rec.serve.export --run RUN",
         )
         if not {"seal", "certificate"} & values.keys():
             raise BundleError(
