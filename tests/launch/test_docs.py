@@ -56,9 +56,9 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """The lines of a `sh` block, or the command in the first line of a program."""
+        """The commands of a `sh` block, over one or several lines, or the one in the first line of a program."""
         if self.language == "sh":
-            return [line for line in self.text.splitlines() if line]
+            return [line for line in self.text.replace("\\\n", "").splitlines() if line]
         return [self._header()[1]]
 
     def _header(self) -> tuple[str, str]:

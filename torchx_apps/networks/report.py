@@ -216,6 +216,7 @@ def finish_networks(root: Path, members: Sequence[MemberJob], results: Sequence[
     if best is not None:
         how = f"{part} {name}" + ("" if part == "validation" else ", as this set has no validation rows")
         print(f"best: {best.name} (*), by {how}; run folder: {best.folder}")
+        print(f"to serve it: torchx run rec.serve.export --run {best.folder}")
     for result in results:
         if result.ended == "diverged":
             print(f"{result.name}: {result.message}")

@@ -291,7 +291,7 @@ def test_the_published_splits_of_movielens(ml_100k_folder: Path) -> None:
         ({"split": "random"}, r"data\.split='random': must be one of last_item, recbole, tfrs"),
         (
             {"name": "planted", "split": "tfrs"},
-            r"data\.split='tfrs': a split of ml-100k; leave it out with data\.name=planted, and write a split of your own as",
+            r"data\.split='tfrs': a split of ml-100k; leave it out with data\.name=planted, and write a split",
         ),
         ({"validation": False}, r"data\.validation=False: ml-100k split by last_item always has validation rows"),
     ],
