@@ -285,6 +285,7 @@ def test_settings_of_the_job_are_checked() -> None:
         ("train.on_nan=skip", "train.on_nan=skip is of networks"),
         ("sync.mode=local_sgd", "sync.mode=local_sgd is of networks"),
         ("start.path=runs/a", "start.path=runs/a is of networks"),
+        ("export=auto", "export=auto makes a bundle where a network is trained alone; run rec.serve.export afterwards"),
         ("pretrained=item_id=als", "pretrained=item_id=als is of networks that are trained alone"),
         ("loader.sampling=hard", "asks one model for its hardest items"),
     ],

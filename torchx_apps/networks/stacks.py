@@ -103,6 +103,8 @@ def why_alone(job: Job) -> str | None:
     """Names the first setting unsupported by stacks; None if there is none."""
     if NEGATIVES.facts(job.loader.sampling).refreshed and job.loader.negatives:
         return f"loader.sampling={job.loader.sampling} asks one model for its hardest items, and a stack has several"
+    if job.export != "never":
+        return f"export={job.export} makes a bundle where a network is trained alone; run rec.serve.export afterwards"
     if job.ids.features:
         return f"ids.{job.ids.features[0]} is of networks that are trained alone; leave it out to stack"
     if job.pretrained:
