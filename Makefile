@@ -50,10 +50,15 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-docs: $(STAMP) ## build the site of docs/ into build/docs; needs no network once its tools are installed
+docs: $(STAMP) ## build the site of docs/ into build/docs, and that of TAGS="v0.1.0 ..." beside it; needs no network once its tools are installed
 	@$(BIN)/python -c 'import furo, myst_parser, sphinx' 2>/dev/null || \
 		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),docs]'
-	@$(WITH_VENV) $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+	@$(WITH_VENV) DOCS_TAGS="$(TAGS)" $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+	@for tag in $(TAGS); do \
+		rm -rf build/tags/$$tag && git worktree prune && git worktree add --quiet --detach --force build/tags/$$tag $$tag && \
+		$(WITH_VENV) PYTHONPATH="$(CURDIR)/build/tags/$$tag" DOCS_TAGS="$(TAGS)" DOCS_ROOT=../ $(BIN)/python -m sphinx \
+			--quiet build/tags/$$tag/docs build/docs/$$tag && git worktree remove --force build/tags/$$tag || exit 1; \
+	done
 	@echo "open build/docs/index.html"
 
 bench: $(STAMP) ## every benchmark in three rounds, 45 minutes or so, on a machine that does nothing else; writes benchmarks/results
