@@ -56,9 +56,8 @@ class Experiments:
         self._loop = loop
         self._budget_s = budget_s
         self._variants = Variants(loop, 1 if ranks is None else ranks.size)
-        self._rounds: Rounds | RankRounds
         if ranks is None:
-            self._rounds = Rounds(loop, self._variants, budget_s)
+            self._rounds: Rounds | RankRounds = Rounds(loop, self._variants, budget_s)
         else:
             self._rounds = RankRounds(loop, self._variants, budget_s, ranks)
         self._still = 0  # numbers in rows of tables with sparse gradients that a step does not read
