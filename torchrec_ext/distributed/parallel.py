@@ -163,7 +163,7 @@ def _dynamic_tables(model: nn.Module, runtime: Runtime, table_copies: int) -> li
             "one step on all ranks; leave it at 1"
         )
     if dynamic and runtime.world_size > 1 and runtime.backend == "nccl":
-        # Ids are mapped on the host.
+        # Ids are mapped on the host. One group for all tables, each of which would make one of its own otherwise.
         group = dist.new_group(backend="gloo")
         for ids in dynamic:
             ids.group = group

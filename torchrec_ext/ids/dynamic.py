@@ -193,7 +193,7 @@ class DynamicIds:
         return self._by_table(rows, ids), changes.notes()
 
     def _rows_of_waiting(self, waiting: Tensor, changes: _Changes) -> Tensor:
-        """Admits ids that waited on any rank; returns the rows of this rank's (n, 3), 0 for an id that waits on."""
+        """Admits the ids that wait on all ranks; returns the rows of this rank's (n, 3), 0 for those not admitted."""
         local, place_of_waiting = _summed(waiting)
         if self._world_size == 1:
             return self._admit(local, changes)[place_of_waiting]

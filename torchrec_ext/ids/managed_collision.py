@@ -87,7 +87,7 @@ class DynamicManagedCollision(ManagedCollisionModule):
         self._input_hash_func = input_hash_func
         self.group = group
         self.begin_rows: Callable[[tuple[Fresh, ...]], None] | None = None
-        self._begun: Tensor | None = None
+        self._new_rows: Tensor | None = None
 
     @cached_property
     def ids(self) -> DynamicIds:
@@ -130,8 +130,8 @@ class DynamicManagedCollision(ManagedCollisionModule):
         raw = {self.table: torch.cat([torch.empty(0, dtype=torch.int64), *(ids.long().cpu() for ids in values)])}
         if self.training:
             rows, notes = self.ids.step(raw)
-            begun = [note.rows for note in notes if len(note.rows)]
-            self._begun = begun[0].sort().values if begun else None
+            new_rows = [note.rows for note in notes if len(note.rows)]
+            self._new_rows = new_rows[0].sort().values if new_rows else None
             # Here, because the collection looks the rows up next.
             if notes and self.begin_rows is not None:
                 self.begin_rows(notes)
@@ -143,9 +143,9 @@ class DynamicManagedCollision(ManagedCollisionModule):
 
     def evict(self) -> Tensor | None:
         """Returns the rows that the last step began anew, ascending, once; None if there are none."""
-        begun = self._begun
-        self._begun = None
-        return begun
+        rows = self._new_rows
+        self._new_rows = None
+        return rows
 
     def open_slots(self) -> Tensor:
         """Returns the number of rows without an id, but for row 0; (1,) int64."""

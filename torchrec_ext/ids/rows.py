@@ -58,8 +58,8 @@ class Sightings:
         numbers = torch.tensor(steps, dtype=torch.int32, device=self._device)
         one = torch.ones((), dtype=torch.int32, device=self._device)
         self.number.scatter_add_(0, places, one.expand(len(places)))
-        seen = torch.repeat_interleave(numbers, lengths, output_size=len(places))
-        self.step.scatter_reduce_(0, places, seen, "amax")
+        step_of_each = torch.repeat_interleave(numbers, lengths, output_size=len(places))
+        self.step.scatter_reduce_(0, places, step_of_each, "amax")
 
     def drop(self) -> None:
         """Drops what was noted and not counted."""

@@ -279,7 +279,7 @@ class ColumnSearch:
         size = sum(leaf.nbytes for leaf in reader.leaves(0))
         self._compared = max(2, min(reader.num_rows, compared or COMPARED, max(256, _MOST_BYTES // max(size, 1))))
         self._quickly = compared is None
-        # Add the columns of matrices; leaves out what holds no numbers.
+        # What holds numbers, and each column of a matrix besides, since a draw may exclude by one.
         sources = _sources(reader.dataset, reader.num_rows)
         ends = torch.tensor([0, self._reader.num_rows - 1])
         able = []
