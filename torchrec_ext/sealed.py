@@ -19,6 +19,7 @@ import shutil
 import socket
 import stat
 import sys
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,6 +49,19 @@ def package_versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
+
+
+def yield_to_others() -> None:
+    """Lowers the priority of this thread, which writes or reads a folder beside work that somebody waits for.
+
+    Only Linux has priorities by thread; elsewhere it does nothing.
+
+    Example:
+        >>> thread = threading.Thread(target=yield_to_others)
+        >>> thread.start()
+    """
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def sync_to_disk(path: str | os.PathLike[str]) -> None:

@@ -231,8 +231,10 @@ def export_ids(model: DistributedModelParallel, ids: DynamicIds, out: Path, deta
     live = {}
     rows = {}
     for name in (USER, ITEM):
-        live[name], live_rows = ids.live_ids(name)
-        rows[name] = torch.cat([live_rows.new_zeros(1), live_rows])
+        live_ids, live_rows = ids.live_ids(name)
+        # Ascending ids are their own index: neither the bundle nor its server sorts them again.
+        live[name], order = live_ids.sort()
+        rows[name] = torch.cat([live_rows.new_zeros(1), live_rows[order]])
         counts = torch.ones_like(live_rows)
         steps.append((Categorify(column=name), Vocabulary(pa.array(live[name].numpy()), pa.array(counts.numpy()))))
     items = live[ITEM].numpy()

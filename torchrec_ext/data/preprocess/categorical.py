@@ -48,8 +48,12 @@ class Vocabulary:
         ordered, ids = self._index
         if not len(ordered):
             return np.zeros(len(values), dtype=np.int64)
+        if not self._texts:
+            places = ordered.searchsorted(values)
+            places[places == len(ordered)] = 0
+            return np.where(valid & (ordered[places] == values), ids[places], 0)
         # Texts are found by their hashes, which take 8 bytes each and no object.
-        keys = _hashes(values.tolist()) if self._texts else values
+        keys = _hashes(values.tolist())
         result = np.zeros(len(values), dtype=np.int64)
         places = ordered.searchsorted(keys)
         ends = ordered.searchsorted(keys, side="right")
@@ -57,12 +61,9 @@ class Vocabulary:
             rows = np.flatnonzero((places < ends) & (result == 0))
             candidates = ids[places[rows]]
             # Equal hashes do not make equal texts.
-            if self._texts:
-                candidate_texts = self.values.take(pa.array(candidates - 1)).to_numpy(zero_copy_only=False)
-                same = candidate_texts == values[rows]
-                rows = rows[same]
-                candidates = candidates[same]
-            result[rows] = candidates
+            candidate_texts = self.values.take(pa.array(candidates - 1)).to_numpy(zero_copy_only=False)
+            same = candidate_texts == values[rows]
+            result[rows[same]] = candidates[same]
             places += 1
         return np.where(valid, result, 0)
 

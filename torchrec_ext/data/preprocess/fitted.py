@@ -433,7 +433,8 @@ def _save_step(number: int, step: Step, state: StepState, folder: Path) -> dict[
         return {**entry, "state": state}
     name = f"vocabulary-{number:03}.parquet"
     table = pa.table({"value": state.values, "count": state.counts})
-    pq.write_table(table, folder / name, write_page_checksum=True)
+    # Values are distinct, so a dictionary of them would take longer and save nothing.
+    pq.write_table(table, folder / name, write_page_checksum=True, use_dictionary=["count"])
     return {**entry, "vocabulary": name, "rows": len(table), "sha256": measure_file(folder / name)["sha256"]}
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrec_ext.retrieval.bundle.manifest import BUNDLE_MANIFEST
 from torchrec_ext.retrieval.server.settings import ServerConfig
+from torchrec_ext.sealed import yield_to_others
 
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
@@ -334,6 +335,8 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         """Checks until :meth:`end`."""
+        # Loading a bundle takes a core for a second; requests come first.
+        yield_to_others()
         before = self._last_identity
         while True:
             self._wake.wait(self._every_s)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.sealed import yield_to_others
 from torchrec_ext.train.checkpoint import folder as manifest
 from torchrec_ext.train.checkpoint.config import Change
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRanks, check_shared, newest_good
@@ -47,7 +45,7 @@ class Checkpointer:
         self._keep = keep
         self.together = CheckpointRanks(runtime)
         # One thread, because the ranks' collectives over the group of checkpoints must come in one order.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=yield_to_others)
         self._running: Future[None] | None = None
         self._copies: dict[str, Any] = {}
         # Step and digest of the previous checkpoint.
@@ -263,12 +261,6 @@ class Checkpointer:
             layers_of_all |= set(layers_of_rank)
             widths_of_all |= widths_of_rank
         return {"layers": sorted(layers_of_all), "row_parts": widths_of_all}
-
-
-def _lower_priority() -> None:
-    """Lowers the priority of the writing thread below the training's; only Linux has priorities by thread."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _size_in_bytes(state: State) -> int:
