@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.ids import Dynamic
-from torchrec_ext.ids.rows import spread_rows
+from torchrec_ext.ids.rows import _GONE, spread_rows
 
 
 class Dictionary:
@@ -29,7 +30,7 @@ class Dictionary:
         self.seen: dict[int, int] = {}
         self.unused = spread_rows(torch.arange(1, policy.capacity), policy.capacity).tolist()
         self.free: list[int] = []
-        self.now = self.lookups = self.refused = self.forgotten = 0
+        self.now = self.lookups = self.refused = self.forgotten = self.all_lookups = 0
 
     def step(self, ids: list[int]) -> tuple[list[int], dict[int, int], list[int]]:
         """The rows of ids, the ids of fresh rows, and the ids that were evicted."""
@@ -85,6 +86,7 @@ class Dictionary:
     def _add_sightings(self) -> None:
         left = 0.5 ** (self.lookups / (self.policy.half_life * self.policy.capacity))
         decay = np.float32(left)
+        self.all_lookups += self.lookups
         self.lookups = 0
         for row in self.score:
             self.age[row] = np.float32(np.float32(self.age[row] * decay) + np.float32(1 - left))
@@ -95,9 +97,19 @@ class Dictionary:
         self._add_sightings()
         rank: Mapping[int, float] = self.seen
         if self.policy.evict == "lfu":
-            rank = {row: float(score) / max(float(self.age[row]), 1e-12) for row, score in self.score.items()}
+            rank = {row: self._expected(row) for row in self.score}
         able = sorted((rank[row], row) for row in self.id if self.seen[row] < self.now)
         return self._remove([row for _, row in able[:count]])
+
+    def _expected(self, row: int) -> float:
+        score = float(self.score[row])
+        silence = float(self.now - self.seen[row]) * (self.all_lookups / self.now)
+        memory = self.policy.half_life * self.policy.capacity / math.log(2)
+        expected = score / max(float(self.age[row]), 1e-12) * silence / memory
+        growth = 1 + expected / 16
+        for _ in range(4):
+            growth = growth * growth
+        return score / (1 + _GONE * growth)
 
     def _expire(self) -> list[int]:
         if not self.policy.ttl:

@@ -21,10 +21,10 @@ class Dynamic:
     Args:
         capacity: rows of the table; row 0 is that of all ids without a row.
         admit_after: sightings in training before an id gets a row; from 2 on, row 0 learns from every first sight.
-        evict: which ids make room: ``lfu``, those with the fewest sightings per look-up since their admission, or
-            ``lru``, those not seen for longest.
-        half_life: look-ups for each row of the table in which sightings count half under ``lfu``: with 8 and 1,000
-            rows, every 8,000 look-ups. Infinity counts all alike, and keeps what was popular once.
+        evict: which ids make room: ``lfu``, those with the fewest sightings of late, and those that came often and
+            have been silent for longer than that explains, or ``lru``, those not seen for longest.
+        half_life: look-ups for each row of the table in which sightings count half under ``lfu``: with 16 and 1,000
+            rows, every 16,000 look-ups. Infinity counts all alike, and keeps what was popular once.
         ttl: steps after which an id that was not seen loses its row in any case; 0 for never.
         share: share of the rows that an eviction frees: few at a time, but not one by one.
         candidates: ids that may be counted before their admission; beyond it, those not seen lately are forgotten. By
@@ -37,7 +37,7 @@ class Dynamic:
     capacity: int
     admit_after: int = 1
     evict: Evict = "lfu"
-    half_life: float = 8.0
+    half_life: float = 16.0
     ttl: int = 0
     share: float = 1 / 64
     candidates: int | None = None

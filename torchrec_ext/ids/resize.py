@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import Dynamic
-from torchrec_ext.ids.rows import frequency, sightings_decay, spread_rows
+from torchrec_ext.ids.rows import expected_sightings, sightings_decay, spread_rows
 
 _EMPTY_ROW = {"ids": EMPTY, "score": 0.0, "age": 0.0, "seen": 0, "sightings": 0}
 
@@ -45,15 +45,15 @@ def resized(state: Mapping[str, Any], tables: Mapping[str, Dynamic]) -> tuple[di
     sources = {}
     lost = 0
     for name, table in state["tables"].items():
-        # States before 0.1.0 have no age.
-        saved = {"age": torch.ones(len(table["ids"])), **table}
+        # States before 0.1.0 have neither.
+        saved = {"age": torch.ones(len(table["ids"])), "lookups": 0, **table}
         policy = tables[name]
         rows = len(saved["ids"])
         if policy.capacity >= rows:
             fitted_tables[name] = saved
             sources[name] = torch.cat([torch.arange(rows), torch.full((policy.capacity - rows,), -1)])
             continue
-        staying = _staying(saved, policy)
+        staying = _staying(saved, policy, state["now"])
         lost += int((saved["ids"] != EMPTY).sum()) - len(staying)
         source = torch.full((policy.capacity,), -1)
         source[0] = 0
@@ -67,14 +67,18 @@ def resized(state: Mapping[str, Any], tables: Mapping[str, Dynamic]) -> tuple[di
     return {**state, "counts": counts, "tables": fitted_tables}, sources
 
 
-def _staying(saved: Mapping[str, Any], policy: Dynamic) -> Tensor:
-    """Returns the rows that a smaller table keeps, ascending."""
+def _staying(saved: Mapping[str, Any], policy: Dynamic, now: int) -> Tensor:
+    """Returns the rows that a smaller table keeps, ascending, as if step ``now`` + 1 evicted the others."""
     live = (saved["ids"].cpu() != EMPTY).nonzero().squeeze(1)
     if policy.evict == "lfu":
         sightings = saved["sightings"].cpu()
-        left = sightings_decay(int(sightings.sum()), policy.half_life, len(sightings))
+        lookups = int(sightings.sum())
+        left = sightings_decay(lookups, policy.half_life, len(sightings))
         score = saved["score"].cpu() * left + sightings
-        rank = frequency(score, saved["age"].cpu() * left + 1 - left, policy.half_life)
+        age = saved["age"].cpu() * left + 1 - left
+        lookups += int(saved["lookups"])
+        silence = (now + 1 - saved["seen"].cpu()).double() * (lookups / (now + 1))
+        rank = expected_sightings(score, age, silence, policy.half_life)
     else:
         rank = saved["seen"].cpu()
     # Of equal ones the lowest rows go first, as in any eviction.

@@ -17,6 +17,8 @@ from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import Dynamic
 
 _MOST_UNCOUNTED = 2**18  # look-ups that are counted together
+# Odds that an id has gone, while no sighting of it is overdue.
+_GONE = 0.01
 
 
 class Sightings:
@@ -87,6 +89,8 @@ class RowPool:
         self._seen = seen
         self._device = seen.device
         self.id_of = torch.full_like(seen, EMPTY, dtype=torch.int64)
+        # Look-ups of all ranks so far.
+        self._lookups = 0
         # Sightings that fade, and the weight of the look-ups since the id's admission, which fades alike.
         self._score = torch.zeros_like(seen, dtype=torch.float32)
         self._age = torch.zeros_like(self._score)
@@ -148,7 +152,8 @@ class RowPool:
         if not count:
             return torch.empty(0, dtype=torch.int64, device=self._device)
         if self.policy.evict == "lfu":
-            rank = frequency(self._score, self._age, self.policy.half_life)
+            silence = (now - self._seen).double() * (self._lookups / now)
+            rank = expected_sightings(self._score, self._age, silence, self.policy.half_life)
         else:
             rank = self._seen.double()
         rank = torch.where(can_go, rank, math.inf)
@@ -170,6 +175,7 @@ class RowPool:
             dist.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)
         # Look-ups that found no row are sightings of row 0.
         lookups = int(self._sightings.sum())
+        self._lookups += lookups
         decay = sightings_decay(lookups, self.policy.half_life, self.policy.capacity)
         self._score.mul_(decay).add_(self._sightings)
         self._age.mul_(decay).add_(1 - decay)
@@ -184,6 +190,7 @@ class RowPool:
             "seen": self._seen.clone(),
             "sightings": self._sightings.clone(),
             "used": self._used,
+            "lookups": self._lookups,
         }
         if several:
             dist.all_reduce(state["sightings"], dist.ReduceOp.SUM, group=group)
@@ -195,8 +202,9 @@ class RowPool:
         rows = len(state["ids"])
         for target, name in ((self.id_of, "ids"), (self._score, "score"), (self._seen, "seen")):
             target[:rows] = state[name]
-        # States before 0.1.0 have none.
+        # States before 0.1.0 have none of the two.
         self._age[:rows] = state.get("age", 1.0)
+        self._lookups = int(state.get("lookups", 0))
         self._sightings.zero_()
         if is_first:
             self._sightings[:rows] = state["sightings"]
@@ -210,15 +218,29 @@ class RowPool:
             self._freed = every_row[self.id_of[every_row] == EMPTY]
 
 
-def frequency(score: Tensor, age: Tensor, half_life: float) -> Tensor:
-    """Returns the sightings of each row per look-up since its id's admission, up to a factor, as float64.
+def expected_sightings(score: Tensor, age: Tensor, silence: Tensor, half_life: float) -> Tensor:
+    """Returns how often each id may still come, as float64: its sightings, times the chance that it has not gone.
 
-    A count that fades is too low at first, by ``age``, as Adam's averages are. Without the correction a new id, seen
-    once, would make room for those of yesterday, which nobody takes any more.
+    An id that came often and is silent has gone: if ``expected`` sightings would have come since, with odds of
+    ``_GONE * exp(expected)``, as in the Pareto/NBD model of customers (Schmittlein, Morrison, Colombo 1987). Bare
+    sightings that fade would let yesterday's ids make today's go, each seen once so far.
+
+    Args:
+        score: sightings, which fade.
+        age: weight of the look-ups since the admission, which fades alike.
+        silence: look-ups since the last sighting, float64.
+        half_life: look-ups for each row in which a sighting counts half.
     """
+    score = score.double()
     if math.isinf(half_life):
-        return score.double()
-    return score.double() / age.double().clamp(min=1e-12)
+        return score
+    memory = half_life * len(score) / math.log(2)
+    expected = score / age.double().clamp(min=1e-12) * silence / memory
+    # Not exp, whose last bits differ from machine to machine, and so might the ids that go.
+    growth = 1 + expected / 16
+    for _ in range(4):
+        growth = growth * growth
+    return score / (1 + _GONE * growth)
 
 
 def sightings_decay(lookups: int, half_life: float, capacity: int) -> float:
