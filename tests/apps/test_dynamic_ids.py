@@ -24,6 +24,7 @@ from torchrec_ext.retrieval.scorer.requests import EmbedRequest, RecommendReques
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.schema import DataError
+from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchx_apps import embed, export
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training
@@ -183,6 +184,11 @@ def test_a_new_run_begins_with_the_ids_of_another(tmp_path: Path, texts: bool) -
     assert summary["test"]["hr@10"] == pytest.approx(
         hit_rate(tmp_path, "two", Bundle.load(second / "bundle")), abs=1e-9
     )
+    smaller = ("ids.item_id=dynamic,capacity=20", "ids.user_id=dynamic,capacity=64", "start.path=" + str(second))
+    with pytest.raises(CheckpointError, match=r"start\.allow=fewer_rows"):
+        trained(tmp_path, "two", "refused", *smaller)
+    third = trained(tmp_path, "two", "third", *smaller, "start.allow=fewer_rows")
+    assert train_records(third)[-1]["ids_evicted"] >= 49 - 19
 
 
 @pytest.mark.slow

@@ -32,15 +32,16 @@ from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
 from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.sealed import remove_leftovers, write_whole
+from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import CheckpointedRun, RunCheckpoints
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import train
 from torchx_apps.jobs.report import program
-from torchx_apps.jobs.resuming import asked_to_stop, hinting_at_resume
+from torchx_apps.jobs.resuming import asked_to_stop, find_checkpoint, hinting_at_resume
 from torchx_apps.jobs.setup import JobParts, plan_job, quieten_libraries, seeded, shard_job
 from torchx_apps.jobs.stream_figures import Ages, Predictions, draw_stream
-from torchx_apps.jobs.training import open_run
+from torchx_apps.jobs.training import open_run, start_with
 from torchx_apps.tasks.job import Job
 
 BUNDLES, CURRENT, PICTURE = "bundles", "current", "stream.png"
@@ -99,7 +100,11 @@ def run_stream(job: Job, publication: Publication, run_dir: Path | None = None, 
         _check_writable(folder)
         plan, plan_text = plan_job(job, model, None, runtime)
         print(f"\n{plan_text}\n", flush=True)
-        parallel, optimizer = shard_job(JobParts(job, model, schema, loader, plan, plan_text, None), runtime)
+        parts = JobParts(job, model, schema, loader, plan, plan_text, None)
+        parallel, optimizer = shard_job(parts, runtime)
+        if job.start.path and not run.checkpoint:
+            together = CheckpointRanks(runtime)
+            start_with(find_checkpoint("start.path=", job.start.path, together), parts, parallel, optimizer, together)
         predictions = Predictions(events, calibrated=getattr(model, "calibrated", True))
         about = {"recipe": job.name, "run": str(run.path)}
 
@@ -160,7 +165,6 @@ def check_stream(job: Job) -> None:
             f"loader.sampling={job.loader.sampling}",
             "a batch draws from its own events",
         ),
-        (bool(job.start.path), f"start.path={job.start.path}", "go on with another run by --resume RUN"),
         (bool(job.pretrained), f"pretrained={','.join(job.pretrained)}", "ids come and go; leave it out"),
         (job.export != "never", f"export={job.export}", "bundles are published anyway; leave it out"),
     )

@@ -302,12 +302,19 @@ def _begin_with(
     together = CheckpointRanks(runtime)
     path = find_checkpoint("start.path=", job.start.path, together)
     check_ids_stay(path, task, together, later=True, schema=schema)
-    configs = tables_of(model)
-    features = {table.name: schema.feature(table.feature_names[0]) for table in configs}
+    start_with(path, parts, model, optimizer, together)
+
+
+def start_with(
+    path: str, parts: JobParts, model: DistributedModelParallel, optimizer: HybridOptimizer, together: CheckpointRanks
+) -> None:
+    """Loads the weights, the optimizer's state and the dynamic ids of a checkpoint, and prints each difference."""
+    schema = parts.schema
+    features = {table.name: schema.feature(table.feature_names[0]) for table in tables_of(model)}
     cold = {name: feature.oov_id for name, feature in features.items() if feature is not None}
-    loader = parts.loader if dynamic else None
-    differences = begin_with(path, model, optimizer, together, job.start, cold, loader)
-    if runtime.is_main:
+    loader = parts.loader if schema.dynamic else None
+    differences = begin_with(path, model, optimizer, together, parts.job.start, cold, loader)
+    if together.rank == 0:
         print(f"{differences}\n", flush=True)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrec_ext.batch import Fresh, ResumableLoader, TowerBatch
 from torchrec_ext.data.loader.id_dropout import parts_of, with_parts, with_values
-from torchrec_ext.ids import Dynamic, DynamicIds
+from torchrec_ext.ids import Dynamic, DynamicIds, resized
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import IdsChangedError
 from torchrec_ext.schema import BatchSchema, DataError
@@ -72,6 +72,7 @@ class DynamicIdLoader:
                 )
             if spaces:
                 self._space_of[feature.name] = spaces[0]
+        self._policies = dict(features)
         self._raw_ids = dict(raw_ids or {})
         self.ids = DynamicIds(features, every=every, group=group)
         # Look-ups of this rank at the last figures, and those among them that read row 0.
@@ -200,12 +201,31 @@ class DynamicIdLoader:
             raise IdsChangedError(str(error)) from None
         self._reported = torch.tensor([self.ids.counts["lookups"], self.ids.counts["unknown"]])
 
+    def fitted(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+        """Fits a saved state to tables of fewer rows, see :func:`resized`.
+
+        Returns:
+            The state, and the saved row of each row of the tables that have fewer now, (rows,) int64.
+        """
+        if "ids" not in state or set(state["ids"]["tables"]) != set(self._policies):
+            return state, {}
+        ids, by_space = resized(state["ids"], self._policies)
+        sources = {}
+        for space, source in by_space.items():
+            if len(source) < len(state["ids"]["tables"][space]["ids"]):
+                sources.update(dict.fromkeys(self._tables[space], source))
+        return {**state, "ids": ids}, sources
+
     def load_vocabularies(self) -> None:
         """Gives each id of the vocabularies its row there, as it has been trained without dynamic ids.
 
         Raises:
             IdsChangedError: there is no vocabulary, its row 0 is an id's, or a table has fewer rows.
         """
+        if not self._raw_ids:
+            raise IdsChangedError(
+                "start.path: its training had no dynamic ids, and no vocabulary says whose its rows are; leave it out"
+            )
         tables = {}
         for name in self._tables:
             ids = self._raw_ids.get(name)

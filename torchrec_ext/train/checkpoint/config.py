@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from torchrec_ext.schema.validation import check_choice
 
 Changed = Literal["refuse", "next_epoch"]
-Change = Literal["more_rows", "new_tables", "fewer_tables", "new_layers", "fewer_layers"]
+Change = Literal["more_rows", "fewer_rows", "new_tables", "fewer_tables", "new_layers", "fewer_layers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,9 @@ class StartConfig:
     Args:
         path: run folder, folder of checkpoints or checkpoint; empty to begin with newly drawn weights.
         allow: differences to allow between the model and the checkpoint. ``more_rows``: a table's new rows begin as its
-            row for unseen ids. ``new_tables``, ``new_layers``: these begin as drawn.
-            ``fewer_tables``, ``fewer_layers``: these are left out. Any other difference is refused, and named.
+            row for unseen ids. ``fewer_rows``: a table with dynamic ids evicts first. ``new_tables``, ``new_layers``:
+            these begin as drawn. ``fewer_tables``, ``fewer_layers``: these are left out. Any other difference is
+            refused, and named.
     """
 
     path: str = ""

@@ -6,7 +6,7 @@ converts an optimizer's numbers per row between different splits of a table's co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, product
 from typing import Any, get_args
@@ -22,8 +22,10 @@ from torchrec_ext.train.checkpoint.folder import CheckpointRanks, read_checkpoin
 from torchrec_ext.train.checkpoint.state import LoadPlanner, LocalShard, ModelState, Parts, State
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, reader
 
-# A kind of difference that no setting allows, because it is not known which rows would go.
-_FEWER_ROWS = "fewer_rows"
+# A kind of difference that no setting allows: without dynamic ids it is not known which rows would go.
+_LOST_ROWS = "lost_rows"
+# Rows of a larger table that are read at once.
+_MOST_ROWS = 2**18
 
 
 @dataclass
@@ -51,6 +53,7 @@ def match(
     saved: Mapping[str, Any],
     allow: Sequence[Change],
     together: CheckpointRanks,
+    sources: Container[str] = (),
 ) -> Match:
     """Compares a model with a checkpoint.
 
@@ -62,6 +65,7 @@ def match(
         saved: the checkpoint's manifest.
         allow: the kinds of differences to allow.
         together: the ranks that load; all call it.
+        sources: tables that may have fewer rows.
 
     Raises:
         CheckpointError: there is a difference of another kind; each is named, on every rank alike.
@@ -77,7 +81,7 @@ def match(
     differences: dict[str, str | None] = {}
     result = Match({}, [])
     for name, size in model_sizes.items():
-        kind = _kind(name, size, saved_sizes.get(name), saved)
+        kind = _kind(name, size, saved_sizes.get(name), saved, sources)
         if kind == "more_rows":
             result.grown[name.split(".")[1]] = saved_sizes[name][0]
         if kind != "fits":
@@ -108,7 +112,9 @@ def match(
     return result
 
 
-def _kind(name: str, size: tuple[int, ...], before: tuple[int, ...] | None, saved: Mapping[str, Any]) -> str | None:
+def _kind(
+    name: str, size: tuple[int, ...], before: tuple[int, ...] | None, saved: Mapping[str, Any], sources: Container[str]
+) -> str | None:
     """Returns ``fits``, the kind of change that ``allow`` must name, else a change nothing can allow."""
     if size == before:
         return "fits"
@@ -117,7 +123,9 @@ def _kind(name: str, size: tuple[int, ...], before: tuple[int, ...] | None, save
             return None if name.split(".")[1] in saved["tables"] else "new_tables"
         if not size or size[0] == before[0] or size[1:] != before[1:]:
             return None
-        return "more_rows" if size[0] > before[0] else _FEWER_ROWS
+        if size[0] > before[0]:
+            return "more_rows"
+        return "fewer_rows" if name.split(".")[1] in sources else _LOST_ROWS
     if before is None and name.startswith("dense."):
         weight = name.partition("@")[0].removeprefix("dense.")
         return None if "@" in name and weight in saved["layers"] else "new_layers"
@@ -160,7 +168,7 @@ def _refuse(
             # A recipe has the key, a loop of one's own calls Checkpointer.load.
             changes = [*allow, *kinds]
             remedy = f"; if that is meant, allow it: start.allow={','.join(changes)}, or load(allow={changes})"
-        if _FEWER_ROWS in refused_kinds:
+        if _LOST_ROWS in refused_kinds:
             remedy = "; a table may only grow: give it the saved number of rows or more" + remedy
         raise CheckpointError(
             f"checkpoint '{path}' is of another model or optimizer: {'; '.join(refused[:8])}{more}{remedy}"
@@ -214,6 +222,7 @@ def load_checkpoint(
     *,
     allow: Sequence[Change] = (),
     cold: Mapping[str, int] | None = None,
+    sources: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Any], Match]:
     """Loads a checkpoint into ``state`` and ``extra``, saved under any plan and number of ranks.
 
@@ -226,6 +235,7 @@ def load_checkpoint(
             state. ``new_tables`` and ``new_layers`` keep their initial values. ``fewer_tables`` and ``fewer_layers``
             are not loaded.
         cold: row of each table for unseen ids; 0 by default.
+        sources: the saved row of each row of a table that has fewer now, (rows,) int64, see :func:`ids.resized`.
 
     Returns:
         The manifest, and the match.
@@ -236,7 +246,8 @@ def load_checkpoint(
     saved = read_checkpoint_manifest(path)
     index = read_index(path)
     step_counts = state.counted()
-    matched = match(path, state, {**state.tensors, **step_counts}, index, saved, allow, together)
+    sources = sources or {}
+    matched = match(path, state, {**state.tensors, **step_counts}, index, saved, allow, together, sources)
     to_load = dict(matched.tensors)
     for name, tensor in (extra or {}).items():
         if name in index.state_dict_metadata:
@@ -257,15 +268,20 @@ def load_checkpoint(
             buffers = [LocalShard(torch.empty(length, len(widths)), (row, 0)) for row, length in lengths.items()]
             other_splits[name] = Parts((rows, len(widths)), buffers)
     cold_rows = _cold_rows(state, matched, cold or {})
-    _load_tensors(path, {**to_load, **other_splits}, together)
+    load_tensors(path, {**to_load, **other_splits}, together)
     if cold_rows:
         # A load of its own: a name has one shape in a load, and these are full rows even if the table is split.
-        _load_tensors(path, cold_rows, together)
+        load_tensors(path, cold_rows, together)
     # Kernels have counters, not tensors: the load filled copies.
     state.count(step_counts)
     state.load_ids(saved_ids)
     _merge(state, other_splits, saved)
     _grow(state, matched, cold_rows)
+    for name, metadata in index.state_dict_metadata.items():
+        table = name.split(".")[1] if name.startswith("tables.") else ""
+        size = getattr(metadata, "size", ())
+        if table in sources and len(size) == 2:
+            _load_moved(path, state, name, size, sources[table], saved["row_parts"].get(name, ()), together)
     return saved, matched
 
 
@@ -286,10 +302,11 @@ def load_weights(path: str, state: ModelState, together: CheckpointRanks) -> Non
         state: state of the model alone.
         together: the ranks that load; all call it.
     """
-    _load_tensors(path, state.tensors, together)
+    load_tensors(path, state.tensors, together)
 
 
-def _load_tensors(path: str, tensors: State, together: CheckpointRanks) -> None:
+def load_tensors(path: str, tensors: State, together: CheckpointRanks) -> None:
+    """Loads tensors of a checkpoint by name; all ranks call it."""
     group = together.group
     try:
         dcp.load(
@@ -311,6 +328,46 @@ def _merge(state: ModelState, other_splits: Mapping[str, Parts], saved: Mapping[
             if row in by_row:
                 merged = inherited(by_row[row], widths, start, start + row_state.widths[number])
                 shard.tensor[: len(merged)].copy_(merged)
+
+
+@torch.no_grad()
+def _load_moved(
+    path: str,
+    state: ModelState,
+    name: str,
+    size: Sequence[int],
+    source: Tensor,
+    widths: Sequence[int],
+    together: CheckpointRanks,
+) -> None:
+    """Loads the rows that stay of a larger table, weights or an optimizer's state; rows without an id become 0.
+
+    Saved rows may go to any rank, so each reads them all, in blocks.
+    """
+    row_state = state.row_states.get(name)
+    # A rank without a shard of the table has no tensor of it, and takes part all the same.
+    parts = row_state.parts if row_state else getattr(state.tensors.get(name), "parts", [])
+    for shard in parts:
+        shard.tensor.zero_()
+    for start in range(0, size[0], _MOST_ROWS):
+        count = min(_MOST_ROWS, size[0] - start)
+        blocks: dict[int, Tensor] = {}
+        for shard in parts:
+            column, width = (0, size[1]) if row_state else (shard.offsets[1], shard.tensor.shape[1])
+            blocks.setdefault(column, torch.empty(count, width, dtype=shard.tensor.dtype))
+        load_tensors(
+            path, {name: Parts(size, [LocalShard(each, (start, at)) for at, each in blocks.items()])}, together
+        )
+        for shard in parts:
+            row, part = shard.offsets
+            places = source[row : row + len(shard.tensor)] - start
+            is_here = (places >= 0) & (places < count)
+            if row_state:
+                first = sum(row_state.widths[:part])
+                rows = inherited(blocks[0][places[is_here]], widths, first, first + row_state.widths[part])
+            else:
+                rows = blocks[part][places[is_here]]
+            shard.tensor[is_here.to(shard.tensor.device)] = rows.to(shard.tensor)
 
 
 def _cold_rows(state: ModelState, matched: Match, cold: Mapping[str, int]) -> dict[str, Any]:

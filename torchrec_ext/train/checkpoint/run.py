@@ -17,8 +17,14 @@ from torchrec_ext.sealed import package_versions
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.config import CheckpointConfig as CheckpointConfig
 from torchrec_ext.train.checkpoint.config import StartConfig as StartConfig
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRanks, damage, read_index
-from torchrec_ext.train.checkpoint.load import empty_tensors, load_checkpoint, load_weights
+from torchrec_ext.train.checkpoint.folder import (
+    CheckpointFolder,
+    CheckpointRanks,
+    damage,
+    read_checkpoint_manifest,
+    read_index,
+)
+from torchrec_ext.train.checkpoint.load import empty_tensors, load_checkpoint, load_tensors, load_weights
 from torchrec_ext.train.checkpoint.state import State, model_state
 
 # Key that stands for a tensor in a JSON state; no loader has such a key.
@@ -59,6 +65,9 @@ class DynamicLoader(Protocol):
 
     def load_ids(self, state: Mapping[str, Any]) -> None:
         """Continues with the ids of a loader's state."""
+
+    def fitted(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+        """Fits a loader's state to tables of fewer rows, and returns the saved row of each of their rows."""
 
     def load_vocabularies(self) -> None:
         """Begins with the rows that ids have in vocabularies."""
@@ -388,12 +397,17 @@ def begin_with(
         cold: row of each table for unseen ids.
         loader: loader whose dynamic ids go on with those of the checkpoint, or with its vocabularies; None without.
     """
-    tensors = None if loader is None else empty_tensors(read_index(path), [_LOADER])
+    state: Mapping[str, Any] = {}
+    sources: Mapping[str, Tensor] = {}
+    if loader is not None:
+        tensors = empty_tensors(read_index(path), [_LOADER])
+        load_tensors(path, tensors, together)
+        content = read_checkpoint_manifest(path)["content"]
+        state, sources = loader.fitted(_with_tensors(content["loader"], tensors))
     saved, matched = load_checkpoint(
-        path, model_state(model, optimizer), together, tensors, allow=config.allow, cold=cold
+        path, model_state(model, optimizer), together, allow=config.allow, cold=cold, sources=sources
     )
-    if loader is not None and tensors is not None:
-        state = _with_tensors(saved["content"]["loader"], tensors)
+    if loader is not None:
         if "ids" in state:
             loader.load_ids(state)
         else:
@@ -401,7 +415,9 @@ def begin_with(
     lines = [f"begun with the weights of {path}, after {saved['step']:,} steps"]
     for name, rows in matched.grown.items():
         lines.append(f"table '{name}' had {rows:,} rows, the others begin as row {cold.get(name, 0)}")
-    # A grown table has a line already.
-    prefixes = tuple(f"tables.{name}." for name in matched.grown)
+    for name, source in sources.items():
+        lines.append(f"table '{name}' has {len(source):,} rows now; ids beyond them were evicted")
+    # A table with other rows has a line already.
+    prefixes = tuple(f"tables.{name}." for name in (*matched.grown, *sources))
     lines += [line for line in matched.said if not line.startswith(prefixes)]
     return "\n".join(lines)
