@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.ids import Dynamic
-from torchrec_ext.ids.rows import _GONE, spread_rows
+from torchrec_ext.ids.rows import _GOING, spread_rows
 
 
 class Dictionary:
@@ -105,11 +105,11 @@ class Dictionary:
         score = float(self.score[row])
         silence = float(self.now - self.seen[row]) * (self.all_lookups / self.now)
         memory = self.policy.half_life * self.policy.capacity / math.log(2)
-        expected = score / max(float(self.age[row]), 1e-12) * silence / memory
-        growth = 1 + expected / 16
+        rate = score / max(float(self.age[row]), 1e-12)
+        growth = 1 + rate * (silence / memory) / 16
         for _ in range(4):
             growth = growth * growth
-        return score / (1 + _GONE * growth)
+        return score * rate / (rate + _GOING * growth)
 
     def _expire(self) -> list[int]:
         if not self.policy.ttl:

@@ -17,8 +17,8 @@ from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import Dynamic
 
 _MOST_UNCOUNTED = 2**18  # look-ups that are counted together
-# Odds that an id has gone, while no sighting of it is overdue.
-_GONE = 0.01
+# Ids that go for good, a live id and memory of the counts.
+_GOING = 0.1
 
 
 class Sightings:
@@ -221,9 +221,9 @@ class RowPool:
 def expected_sightings(score: Tensor, age: Tensor, silence: Tensor, half_life: float) -> Tensor:
     """Returns how often each id may still come, as float64: its sightings, times the chance that it has not gone.
 
-    An id that came often and is silent has gone: if ``expected`` sightings would have come since, with odds of
-    ``_GONE * exp(expected)``, as in the Pareto/NBD model of customers (Schmittlein, Morrison, Colombo 1987). Bare
-    sightings that fade would let yesterday's ids make today's go, each seen once so far.
+    An id that came often and is silent has probably gone: the odds grow with the exponential of the sightings that
+    would have come in the silence, as in the Pareto/NBD model of customers (Schmittlein, Morrison, Colombo 1987). By
+    bare sightings that fade, yesterday's ids would make today's go, each seen once so far.
 
     Args:
         score: sightings, which fade.
@@ -235,12 +235,12 @@ def expected_sightings(score: Tensor, age: Tensor, silence: Tensor, half_life: f
     if math.isinf(half_life):
         return score
     memory = half_life * len(score) / math.log(2)
-    expected = score / age.double().clamp(min=1e-12) * silence / memory
+    rate = score / age.double().clamp(min=1e-12)
     # Not exp, whose last bits differ from machine to machine, and so might the ids that go.
-    growth = 1 + expected / 16
+    growth = 1 + rate * (silence / memory) / 16
     for _ in range(4):
         growth = growth * growth
-    return score / (1 + _GONE * growth)
+    return score * rate / (rate + _GOING * growth)
 
 
 def sightings_decay(lookups: int, half_life: float, capacity: int) -> float:
