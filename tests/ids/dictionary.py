@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.ids import Dynamic
-from torchrec_ext.ids.rows import _GOING, spread_rows
+from torchrec_ext.ids.rows import spread_rows
 
 
 class Dictionary:
@@ -109,7 +109,7 @@ class Dictionary:
         growth = 1 + rate * (silence / memory) / 16
         for _ in range(4):
             growth = growth * growth
-        return score * rate / (rate + _GOING * growth)
+        return score * rate / (rate + 0.1 * growth)
 
     def _expire(self) -> list[int]:
         if not self.policy.ttl:

@@ -280,3 +280,19 @@ def test_a_state_that_is_refused_changes_nothing() -> None:
 
 def _ids(capacity: int = 9, name: str = "a") -> DynamicIds:
     return DynamicIds({name: Dynamic(capacity=capacity)})
+
+
+def test_ids_of_yesterday_make_room_and_ids_that_come_rarely_stay() -> None:
+    generator = torch.Generator().manual_seed(0)
+    days = DynamicIds({"a": Dynamic(capacity=600)})
+    for batch in range(120):
+        # Half of the 300 ids of a day are there on the next one too.
+        item = (torch.rand(256, generator=generator) ** 3 * 300).long() * 7 % 300 + batch // 24 * 150
+        days.step({"a": item})
+    assert days.counts["admitted"] <= 1.05 * (300 + 4 * 150)
+    rare = DynamicIds({"a": Dynamic(capacity=600)})
+    for batch in range(100):
+        # 400 ids come once in 6 steps each, and three quarters of the look-ups are of an id that comes once.
+        regular = torch.randint(400, (64,), generator=generator)
+        rare.step({"a": torch.cat([regular, 1_000 + 192 * batch + torch.arange(192)])})
+    assert int((rare.live_ids("a")[0] < 400).sum()) > 380
