@@ -232,8 +232,8 @@ def load_checkpoint(
         together: the ranks that load; all call it.
         extra: further tensors to load; names without a saved tensor are left unchanged.
         allow: how the model may differ. ``more_rows``: new rows begin as the saved row of ``cold``, without optimizer
-            state. ``new_tables`` and ``new_layers`` keep their initial values. ``fewer_tables`` and ``fewer_layers``
-            are not loaded.
+            state. ``fewer_rows`` is for the tables of ``sources``. ``new_tables`` and ``new_layers`` keep their
+            initial values. ``fewer_tables`` and ``fewer_layers`` are not loaded.
         cold: row of each table for unseen ids; 0 by default.
         sources: the saved row of each row of a table that has fewer now, (rows,) int64, see :func:`ids.resized`.
 
