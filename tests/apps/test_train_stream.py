@@ -251,6 +251,7 @@ def test_a_log_is_trained_to_its_end_and_published(tmp_path: Path, more: list[st
     assert bundle.manifest.content["coverage"]["items"] <= 59
 
 
+@SLOW
 def test_another_log_goes_on_with_the_ids_and_weights_of_a_run(tmp_path: Path) -> None:
     logs = [write_small_log(tmp_path / f"log{number}", count) for number, count in enumerate((450, 100))]
     more = ["--set=ids.item_id=dynamic,capacity=90", "--set=start.allow=more_rows"]
