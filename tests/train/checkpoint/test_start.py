@@ -71,7 +71,7 @@ def begun(runtime: Runtime, path: str, sharding: str) -> Any:
         begin_with(path, smaller, its_optimizer, together, StartConfig(path=path), {"user_id": COLD})
     refusals["fewer_rows"] = str(caught.value)
     untouched = gather_state(model)
-    with pytest.raises(CheckpointError, match=r"load\(allow=\['fewer_tables', 'more_rows', 'new_tables'\]\)"):
+    with pytest.raises(CheckpointError, match=r"start\.allow=fewer_tables,more_rows,new_tables, or load\(allow=...\)"):
         checkpointer.load(path, model_state(model, optimizer))
     config = StartConfig(path=path, allow=("more_rows", "new_tables", "fewer_tables"))
     said = begin_with(path, model, optimizer, together, config, {"user_id": COLD})
@@ -104,7 +104,8 @@ def test_new_rows_begin_as_the_row_for_unknown_ids_and_old_ones_as_they_were(
         "a refusal wrote something"
     )
     said = found["refusals"]
-    assert "tables.user_id.weight is (131, 16) and was saved as (101, 16)" in said[()]
+    assert max(map(len, said.values())) <= 200
+    assert "tables.user_id.weight is (131, 16), saved as (101, 16)" in said[()]
     assert "start.allow=fewer_tables,more_rows,new_tables" in said[()]
     assert "a table may only grow: give it the saved number of rows or more" in said["fewer_rows"]
     assert "tables.history.weight is not in this model" in said["more_rows", "new_tables"]

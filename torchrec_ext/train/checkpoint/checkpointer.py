@@ -125,6 +125,8 @@ class Checkpointer:
     def last_good(self, say: Callable[[str], None] = print) -> str | None:
         """Returns the newest checkpoint without damage, the same on every rank; None if there is none.
 
+        Collective: a rank that calls it alone waits for the others, and fails after 30 minutes.
+
         Args:
             say: called on rank 0 with a line for each newer, damaged checkpoint.
         """
@@ -146,7 +148,7 @@ class Checkpointer:
             The manifest: ``step``, ``world_size``, ``tables``, and the saved ``content``, among others.
 
         Raises:
-            CheckpointError: the checkpoint was saved from another model; each difference is named.
+            CheckpointError: the checkpoint was saved from another model; the first differences are named.
         """
         return load_checkpoint(path, state, self.together, extra, allow=allow)[0]
 

@@ -26,6 +26,8 @@ from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, reader
 _LOST_ROWS = "lost_rows"
 # Rows of a larger table that are read at once.
 _MOST_ROWS = 2**18
+# Characters of a message.
+_MOST_CHARACTERS = 200
 
 
 @dataclass
@@ -68,7 +70,7 @@ def match(
         sources: tables that may have fewer rows.
 
     Raises:
-        CheckpointError: there is a difference of another kind; each is named, on every rank alike.
+        CheckpointError: there is a difference of another kind; the first are named, on every rank alike.
     """
     saved_shapes = {name: tuple(getattr(value, "size", ())) for name, value in index.state_dict_metadata.items()}
     model_sizes: dict[str, tuple[int, ...]] = {name: tuple(value.size()) for name, value in wanted.items()}
@@ -133,7 +135,7 @@ def _kind(
 
 
 def _line(name: str, size: tuple[int, ...], before: tuple[int, ...] | None) -> str:
-    return f"{name} was not saved" if before is None else f"{name} is {size} and was saved as {before}"
+    return f"{name} was not saved" if before is None else f"{name} is {size}, saved as {before}"
 
 
 def _clip_rows(value: Any, size: tuple[int, ...]) -> Any:
@@ -159,20 +161,29 @@ def _refuse(
     refused = [line for line, kind in everything.items() if kind not in allow]
     result.said = [line for line in everything if line not in refused]
     if refused:
-        more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
         # Only differences that the user may allow are part of the remedy.
         refused_kinds = {kind for line, kind in everything.items() if line in refused and kind}
         kinds = sorted(refused_kinds & set(get_args(Change)))
         remedy = ""
-        if kinds:
-            # A recipe has the key, a loop of one's own calls Checkpointer.load.
-            changes = [*allow, *kinds]
-            remedy = f"; if that is meant, allow it: start.allow={','.join(changes)}, or load(allow={changes})"
         if _LOST_ROWS in refused_kinds:
-            remedy = "; a table may only grow: give it the saved number of rows or more" + remedy
-        raise CheckpointError(
-            f"checkpoint '{path}' is of another model or optimizer: {'; '.join(refused[:8])}{more}{remedy}"
-        )
+            remedy = "; a table may only grow: give it the saved number of rows or more"
+        elif kinds:
+            # A recipe has the key, a loop of one's own calls Checkpointer.load.
+            remedy = f"; if meant: start.allow={','.join([*allow, *kinds])}, or load(allow=...)"
+        name = path.rstrip("/").rpartition("/")[2]
+        header = f"checkpoint '{name}' is of another model: "
+        raise CheckpointError(header + _fitting(refused, _MOST_CHARACTERS - len(header) - len(remedy)) + remedy)
+
+
+def _fitting(lines: Sequence[str], room: int) -> str:
+    """Joins the first lines that fit into ``room`` characters, at least one, and counts the others."""
+    text = ""
+    for count in range(min(len(lines), 8), 0, -1):
+        more = f"; and {len(lines) - count} more" if count < len(lines) else ""
+        text = "; ".join(lines[:count]) + more
+        if len(text) <= room:
+            break
+    return text
 
 
 def _on_all_ranks(line: str, by_rank: Sequence[Mapping[str, Any]]) -> bool:
@@ -241,7 +252,7 @@ def load_checkpoint(
         The manifest, and the match.
 
     Raises:
-        CheckpointError: the checkpoint was saved from another model; each difference is named.
+        CheckpointError: the checkpoint was saved from another model; the first differences are named.
     """
     saved = read_checkpoint_manifest(path)
     index = read_index(path)
