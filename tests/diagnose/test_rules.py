@@ -465,6 +465,14 @@ def test_the_remedy_for_a_stream_names_the_loader_of_files() -> None:
         assert ("ChunkLoader(ParquetSource(folder)" in str(Diagnosis(facts(slow, loader=loader)))) == is_stream
 
 
+def test_workers_of_a_generator_are_those_of_a_loader_around_it() -> None:
+    made = RECORDED["loader_computes"]
+    slept = facts({**steps(2.3), "data": 10.6, "sleep": 10.07}, loader=made.loader)
+    for page in (str(Diagnosis(made)), str(Diagnosis(slept))):
+        assert "| DataLoader(Batches(), batch_size=None, num_workers=1)" in page
+        assert "DataLoader(..." not in page
+
+
 def test_capturing_takes_longer_with_more_ops() -> None:
     few, many = (costs.capture_seconds(facts(steps(5.0), ops=ops)) for ops in (100, 2_000))
     assert many[0] > 4 * few[0]

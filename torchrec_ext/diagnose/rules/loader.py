@@ -41,7 +41,9 @@ def loader_sleeps(facts: Facts) -> Finding | None:
         evidence.append(f"{loader.workers} worker(s) make the batches, and are slower than the step")
     elif loader.bytes_read:
         evidence.append(f"{loader.bytes_read:,.0f} bytes were read from files for a batch")
-    count = loader.workers + max(1, math.ceil(data / max(facts.median("step"), 1e-4)))
+    count = 1
+    if loader.kind == "DataLoader":
+        count = loader.workers + max(1, math.ceil(data / max(facts.median("step"), 1e-4)))
     remedies = [
         Remedy(
             name="batches ready in time",
@@ -175,6 +177,18 @@ def _ahead(facts: Facts) -> Remedy:
 
 def _worker_remedy(facts: Facts, workers: int) -> Remedy:
     gain, basis = worker_gain(facts)
+    if facts.loader.kind != "DataLoader":
+        return Remedy(
+            name="a worker process that makes the batches",
+            lines=(
+                "class Batches(torch.utils.data.IterableDataset):",
+                "    def __iter__(self): ...  # your generator; a second worker would repeat it",
+                "DataLoader(Batches(), batch_size=None, num_workers=1)",
+            ),
+            gain=gain,
+            changes=Change.DRAWS_OF_WORKERS,
+            basis=basis,
+        )
     return Remedy(
         name=f"DataLoader with {workers} worker{'s' if workers > 1 else ''}",
         lines=(f"DataLoader(..., num_workers={workers}, persistent_workers=True)",),
