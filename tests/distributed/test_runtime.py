@@ -1,6 +1,7 @@
 """Runtime: the device of each process, also of a rank group that has some of a host's GPUs; the threads of gloo."""
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -79,6 +80,7 @@ def test_a_process_starts_on_the_gpu_that_its_group_gives_it(monkeypatch: pytest
 def trained_twice(runtime: Runtime) -> list[float]:
     """The losses of two runs in one process, whose tables are sharded within a host and over hosts."""
     losses = []
+    filters = list(warnings.filters)
     for port in leave_group(runtime, groups=2):
         os.environ["MASTER_PORT"] = str(port)
         with Runtime.start("cpu") as group:
@@ -87,8 +89,16 @@ def trained_twice(runtime: Runtime) -> list[float]:
             plan = plan_sharding(model, group, PlanConfig(sharding="table_row_wise"))
             parallel, _ = hybrid_parallel(model, group, plan=plan, seed=0)
             ids = {"user_id": Jagged(torch.tensor([1, 2])), "item_id": Jagged(torch.tensor([3, 4]))}
-            loss, _ = parallel(model.schema().assemble(ids, {}, labels=torch.tensor([0.0, 1.0])))
+            batch = model.schema().assemble(ids, {}, labels=torch.tensor([0.0, 1.0]))
+            with warnings.catch_warnings(record=True) as caught:
+                loss, _ = parallel(batch)
+                loss.backward()
+                # What TorchRec calls is nobody's to change; what users call is theirs.
+                assert not caught
+                warnings.warn("`torch.distributed.reduce_scatter_tensor` is deprecated", FutureWarning, stacklevel=1)
+                assert len(caught) == 1
             losses.append(float(loss.detach()))
+    assert warnings.filters[: len(filters)] == filters, "a filter of the user's own comes first"
     return losses
 
 

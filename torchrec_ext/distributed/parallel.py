@@ -43,6 +43,7 @@ from torchrec_ext.distributed.table_copies import copies_of_tables, refuse_unave
 from torchrec_ext.distributed.tables import collections, initialise_tables, tables_of
 from torchrec_ext.distributed.tower_parallel.lookups import host_look_ups
 from torchrec_ext.distributed.tower_parallel.sharder import ShardedTowers, TowerSharder
+from torchrec_ext.ids.dynamic import host_group
 from torchrec_ext.ids.managed_collision import DynamicManagedCollision, with_dynamic_ids
 
 
@@ -99,7 +100,7 @@ def hybrid_parallel(
             or layer; a table has an optimizer by ``apply_optimizer_in_backward`` and ``optimizer`` is given too, or
             has one that cannot be expressed.
     """
-    dynamic = _dynamic_tables(model, runtime, table_copies)
+    dynamic = _dynamic_tables(model, table_copies)
     requested_optimizer = optimizer
     optimizer = chosen_optimizer(model, optimizer)
     if requested_optimizer is None and runtime.is_main:
@@ -132,9 +133,10 @@ def hybrid_parallel(
         with _ddp_notice_ignored(), sharing_as_all_ranks_do():
             sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=all_sharders)
     skip_fx_notice()
-    # TorchRec calls deprecated collectives and ShardedTensor in every step, and its caller cannot choose others.
+    # TorchRec calls deprecated collectives and ShardedTensor in every step, and its caller cannot choose others. Of
+    # torch's and TorchRec's own modules alone, and at the end of the list: filters of the user's own come first.
     deprecated = r"`torch\.distributed\.\w+_tensor` is deprecated|Please use DTensor instead"
-    warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
+    warnings.filterwarnings("ignore", deprecated, FutureWarning, module=r"torch(rec)?\.", append=True)
     initialise_tables(sharded, seed)
     read_past_caches(sharded)
     settle_buckets(sharded)
@@ -154,7 +156,7 @@ def hybrid_parallel(
     return sharded, hybrid_optimizer
 
 
-def _dynamic_tables(model: nn.Module, runtime: Runtime, table_copies: int) -> list[DynamicManagedCollision]:
+def _dynamic_tables(model: nn.Module, table_copies: int) -> list[DynamicManagedCollision]:
     """Gives the tables with managed collision dynamic ids."""
     dynamic = with_dynamic_ids(model)
     if dynamic and table_copies > 1:
@@ -162,11 +164,11 @@ def _dynamic_tables(model: nn.Module, runtime: Runtime, table_copies: int) -> li
             f"sync.table_copies={table_copies}: table '{dynamic[0].table}' has dynamic ids, whose rows begin anew in "
             "one step on all ranks; leave it at 1"
         )
-    if dynamic and runtime.world_size > 1 and runtime.backend == "nccl":
-        # Ids are mapped on the host. One group for all tables, each of which would make one of its own otherwise.
-        group = dist.new_group(backend="gloo")
+    if dynamic:
+        # One group for all tables, each of which would make one of its own otherwise.
+        group = host_group()
         for ids in dynamic:
-            ids.group = group
+            ids.group = ids.group or group
     return dynamic
 
 

@@ -26,6 +26,13 @@ from torchrec_ext.ids.policy import MOST_SIGHTINGS, Dynamic
 from torchrec_ext.ids.rows import RowPool, Sightings
 
 
+def host_group() -> dist.ProcessGroup | None:
+    """Makes a group of all ranks for tensors in the host's memory; returns None if the job's takes them. Collective."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    # NCCL moves no tensors of the host.
+    return dist.new_group(backend="gloo") if several and dist.get_backend() == "nccl" else None
+
+
 class DynamicIds:
     """Gives the ids of several tables rows; every rank has all of it, and all ranks call each method together.
 
@@ -66,10 +73,9 @@ class DynamicIds:
             raise ValueError(f"every={every}: must be 1 step or more")
         self._device = device or torch.device("cpu")
         self._every = every
+        if group is None and self._device.type == "cpu":
+            group = host_group()
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-        if several and group is None and self._device.type == "cpu" and dist.get_backend() == "nccl":
-            # NCCL moves no tensors of the host.
-            group = dist.new_group(backend="gloo")
         self._group = group
         self._world_size = dist.get_world_size(group) if several else 1
         starts = [0]
