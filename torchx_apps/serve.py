@@ -64,6 +64,10 @@ def _serve(options: argparse.Namespace) -> int:
         cores = len(os.sched_getaffinity(0))
         fitting = [each for each in choices(settings, bundles, stages, cores) if not too_many(each.workers)]
         settings = certify(fitting, target, say, _requests(options.requests))
+    elif options.also or options.requests:
+        raise ValueError(
+            "--also and --requests: these choose a bundle by --p99 and --qps; give both, or leave them out"
+        )
     listening = listen(options.host, options.port)
     host = node_name(options.host)
     address = f"[{host}]" if ":" in host else host

@@ -74,6 +74,8 @@ def test_a_stage_that_misses_items_is_not_taken_and_what_is_reached_is_said(monk
         certified({("exact", 1): 80.0}, monkeypatch)
     with pytest.raises(ValueError, match="it cannot begin"):
         certified({}, monkeypatch)
+    _, said = certified({("exact", 2): 4.0}, monkeypatch)
+    assert said[1] == "  1 worker, stage exact, bundle: left out: it cannot begin"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,7 @@ def test_a_stage_that_misses_items_is_not_taken_and_what_is_reached_is_said(monk
         (["--p99=5ms", "--qps=nan"], "--qps nan: must be"),
         (["--p99=5ms"], "--p99 and --qps: give both"),
         (["--qps=5"], "--p99 and --qps: give both"),
+        (["--also=another"], "--also and --requests: these choose a bundle by --p99 and --qps"),
         (["--p99=5ms", "--qps=3", "--requests=no-file"], "--requests no-file: it cannot be read"),
     ],
 )

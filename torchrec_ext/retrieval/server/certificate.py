@@ -83,8 +83,7 @@ class MeasuredChoice:
     @property
     def name(self) -> str:
         """Bundle, stage and workers of the choice."""
-        workers = f"{self.settings.workers} worker{'s' if self.settings.workers > 1 else ''}"
-        return f"{workers}, stage {self.settings.stage}, {self.settings.bundle.name}"
+        return _name_of(self.settings)
 
     def holds(self, target: Target) -> bool:
         """Whether every request was answered, in time, by a first stage that finds the best items."""
@@ -97,6 +96,11 @@ class MeasuredChoice:
         failures = f", {len(self.load.failed)} failed" if self.load.failed else ""
         missed = f", finds {self.recall:.0%} of the 10 best" if self.recall < 1 else ""
         return f"  {self.name}: {times}{failures}{missed}{'; holds' if self.holds(target) else ''}"
+
+
+def _name_of(settings: ServerConfig) -> str:
+    workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
+    return f"{workers}, stage {settings.stage}, {settings.bundle.name}"
 
 
 def choices(settings: ServerConfig, bundles: Sequence[Path], stages: Sequence[Any], cores: int) -> list[ServerConfig]:
@@ -123,7 +127,7 @@ def certify(
     Args:
         candidates: choices, in the order of preference.
         target: time and rate to hold.
-        say: receives a line for each choice that was measured.
+        say: receives a line for each choice that was measured or cannot be served.
         requests: what to ask; by default for the users of the bundle, ten items each.
 
     Raises:
@@ -145,6 +149,8 @@ def certify(
                 )
         except ValueError as error:
             refused = str(error)
+            # Such as a bundle of --also whose query tower did not make the --vectors.
+            say(f"  {_name_of(settings)}: left out: {refused}")
             continue
         measured.append(found)
         say(found.line(target))
