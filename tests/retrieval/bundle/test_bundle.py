@@ -640,9 +640,10 @@ def test_a_row_that_no_training_row_has_read_is_unknown_too() -> None:
         {"item": "int64", "liked": "list<int64>"},
         unseen={"item": [2, 5], "liked": [3]},
     )
-    read = columns.read({"item": [2, 1, 9], "liked": [[3, 1], [2], []]})
+    # The second list is padded with its out-of-vocabulary row.
+    read = columns.read({"item": [2, 1, 9], "liked": [[3, 1], [2, 0], []]})
     assert read.sparse["item"].values.tolist() == [4, 1, 4]
-    assert read.sparse["liked"].values.tolist() == [0, 1, 2]
+    assert read.sparse["liked"].values.tolist() == [0, 1, 2, 0]
     assert {name: mask.tolist() for name, mask in read.unknown.items()} == {
         "item": [True, False, True],
         "liked": [True, False, False],
@@ -685,7 +686,7 @@ def test_a_row_of_plain_numbers_is_read_as_any_other(monkeypatch: pytest.MonkeyP
             results.append((bags, dense, {name: mask.tolist() for name, mask in read.unknown.items()}, read.size))
         assert results[0] == results[1], row
         short += columns._read_plain({name: [value] for name, value in row.items()}) is not None
-    assert short == 5
+    assert short == 6
 
 
 def test_users_are_known_by_id_and_nobody_is_known_by_minus_one(bundle: Bundle) -> None:

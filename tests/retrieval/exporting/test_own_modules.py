@@ -176,7 +176,7 @@ def test_what_is_served_is_what_was_trained(name: str, tmp_path: Path) -> None:
         assert best.items == [ids[index] for index in expected.topk(5).indices.tolist()]
         assert not best.cold.unknown_features
     # The served page begins with someone whom a request may name as it stands.
-    assert len(scorer.recommend(RecommendRequest(user=example_user(bundle), k=5)).items) == 5
+    assert len(scorer.recommend(RecommendRequest(user=example_user(bundle, private=True), k=5)).items) == 5
     items = [{column: COLUMNS[column][index].tolist() for column in case.item} for index in (0, 3)]
     again = scorer.embed(EmbedRequest(side="candidate", rows=items)).vectors
     torch.testing.assert_close(again, bundle.store.rows(torch.tensor([0, 3])), rtol=0, atol=1e-6)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 pytest.importorskip("starlette", reason="needs the extra `serve`")
@@ -16,9 +17,11 @@ pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 from tests.retrieval.server.running import Running, running_server
 from tests.retrieval.small_bundle import SmallBundle
 from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.bundle.request_columns import Columns
 from torchrec_ext.retrieval.server import openapi
 from torchrec_ext.retrieval.server.openapi import document
 from torchrec_ext.retrieval.server.settings import Limits, ServerConfig
+from torchrec_ext.schema import BatchSchema
 
 LIMITS = Limits(k=50, candidates=40, rows=4)
 
@@ -101,4 +104,24 @@ def test_ids_of_people_are_not_told_although_items_have_the_same(monkeypatch: py
     kinds = {"user_id": "int64", "history": "list<int64>"}
     bundle: Any = SimpleNamespace(users=None, request_columns=kinds, encoders=[SimpleNamespace(columns=columns)])
     monkeypatch.setattr(openapi, "item_titles", lambda bundle, values: ["a title"] * len(values))
-    assert openapi.known_values(bundle) == {"history": list(range(1, 201))}
+    assert openapi.known_values(bundle, private=True) == {"history": list(range(1, 201))}
+
+
+@pytest.mark.unit
+def test_few_ids_of_people_are_not_told_to_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small log: a bundle without a table of users does not say which column they are."""
+    tables = [
+        EmbeddingBagConfig(name="person", feature_names=["user", "friend"], num_embeddings=9, embedding_dim=4),
+        EmbeddingBagConfig(name="city", feature_names=["city"], num_embeddings=4, embedding_dim=4),
+    ]
+    kinds = dict.fromkeys(["user", "friend", "city"], "int64")
+    columns = Columns(BatchSchema.from_tables(tables), kinds)
+    query = SimpleNamespace(columns=columns, list_widths={})
+    bundle: Any = SimpleNamespace(users=None, request_columns=kinds, encoders=[query])
+    monkeypatch.setattr(openapi, "item_titles", lambda bundle, values: [])
+    assert openapi.known_values(bundle, private=False) == {}
+    assert openapi.example_user(bundle, private=False) == dict.fromkeys(kinds, 0)
+    assert list(openapi.known_values(bundle, private=True)) == ["user", "friend", "city"]
+    bundle.users = SimpleNamespace(key="user", rows=lambda rows: {})
+    assert openapi.known_values(bundle, private=False) == {"city": [1, 2, 3]}
+    assert openapi.example_user(bundle, private=False) == {"friend": 0, "city": 1}

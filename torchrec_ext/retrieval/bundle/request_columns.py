@@ -30,7 +30,10 @@ class Values(NamedTuple):
 
 
 class Read(NamedTuple):
-    """B rows for ``BatchSchema.assemble``; ``unknown`` has for each feature (B,) whether any id of a row is unknown."""
+    """B rows for ``BatchSchema.assemble``; ``unknown`` has for each feature (B,) whether any id of a row is unknown.
+
+    A list that was padded with the out-of-vocabulary row is known.
+    """
 
     sparse: dict[str, Jagged]
     dense: dict[str, Tensor]
@@ -107,7 +110,12 @@ class Columns:
         for feature, weight_column, unseen in self._bags:
             weighing = None if weight_column is None else columns[weight_column].values
             result.sparse[feature.name], result.unknown[feature.name] = _bags(
-                feature, columns[feature.name], weighing, unseen, strict=feature.name in self.strict
+                feature,
+                columns[feature.name],
+                weighing,
+                unseen,
+                strict=feature.name in self.strict,
+                is_raw=self._steps is None,
             )
         for name, width in self.widths.items():
             # The (B, W) numbers of a list column.
@@ -135,6 +143,17 @@ class Columns:
             if {*steps.request_columns, *steps.keep} == {column}:
                 names.append(name)
         return names
+
+    def share_ids(self, name: str, other: str) -> bool:
+        """Returns whether two raw columns hold ids of one kind: they share a vocabulary or a table."""
+        for step, state in () if self._steps is None else self._steps.pairs:
+            if isinstance(state, Vocabulary) and {name, other} <= set(step.reads):
+                return True
+        tables: list[set[str]] = []
+        for column in (name, other):
+            features = self.features_of(column)
+            tables.append({table for each in self.schema.sparse if each.name in features for table in each.tables})
+        return not tables[0].isdisjoint(tables[1])
 
     def known_values(self, name: str, most: int) -> list[Any]:
         """Returns up to ``most`` values of a raw column of ids that have a row of their own; none for other columns.
@@ -164,7 +183,9 @@ class Columns:
             is_list = self.request_columns[feature.name].startswith("list")
             ids = values[0] if is_list else values
             # A set of exact types: a bool is an int to isinstance.
-            if type(ids) is not list or set(map(type, ids)) - {int} or feature.oov_id in ids:
+            if type(ids) is not list or set(map(type, ids)) - {int}:
+                return None
+            if not is_list and feature.oov_id in ids:
                 return None
             if ids and not 0 <= min(ids) <= max(ids) < feature.num_embeddings:
                 return None
@@ -272,8 +293,10 @@ def _bags(
     unseen: NDArray[np.bool_] | None,
     *,
     strict: bool,
+    is_raw: bool,
 ) -> tuple[Jagged, NDArray[np.bool_]]:
-    ids = with_oov_row(feature, column.values.astype(np.int64, copy=False), strict=strict)
+    sent = column.values.astype(np.int64, copy=False)
+    ids = with_oov_row(feature, sent, strict=strict)
     lengths = column.lengths
     if not ids.flags.writeable:  # torch warns about read-only memory, such as Arrow's
         ids = ids.copy()
@@ -281,6 +304,9 @@ def _bags(
         ids = np.where(unseen[ids], feature.oov_id, ids)
     # Without an out-of-vocabulary row, oov_id is an ordinary row.
     unknown = np.zeros(len(ids), np.bool_) if strict else ids == feature.oov_id
+    if is_raw and lengths is not None:
+        # A list may be padded with the out-of-vocabulary row itself; the row alone stands for an unknown id.
+        unknown &= sent != feature.oov_id
     bag_lengths = bag_weights = None
     if lengths is not None:
         bag_lengths = torch.from_numpy(lengths.astype(np.int32))

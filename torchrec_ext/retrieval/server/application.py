@@ -89,13 +89,14 @@ class _Endpoints:
     async def bundle(self, request: HttpRequest) -> Response:
         """Describes the live bundle for people and the page. Includes user ids only if the server is private."""
         bundle = self._queued.scorer.bundle
+        private = self._queued.settings.is_private
         users: dict[str, Any] = {"user_key": None, "user_kind": None, "users": 0, "sample_users": []}
         if bundle.users is not None:
             ids = bundle.users.ids
             users.update(user_key=bundle.users.key, user_kind=ids.kind, users=len(ids))
-            if self._queued.settings.is_private:
+            if private:
                 users["sample_users"] = ids.ids(range(min(_SAMPLE, len(ids)))).tolist()
-        column_values = openapi.known_values(bundle)
+        column_values = openapi.known_values(bundle, private=private)
         titles = {name: openapi.item_titles(bundle, values) for name, values in column_values.items()}
         return json_response(
             {
@@ -104,7 +105,7 @@ class _Endpoints:
                 "items": len(bundle.store.ids),
                 **users,
                 "columns": dict(bundle.request_columns),
-                "example_user": openapi.example_user(bundle),
+                "example_user": openapi.example_user(bundle, private=private),
                 "known_values": column_values,
                 "known_titles": {name: texts for name, texts in titles.items() if texts},
                 "categories": list(bundle.items.categories),

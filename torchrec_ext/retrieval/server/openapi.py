@@ -38,7 +38,7 @@ _A_DAY = "2024-01-01"  # of a column of times
 def document(bundle: Bundle, settings: ServerConfig) -> Schema:
     """Returns the OpenAPI 3.1 description of a server with ``bundle``."""
     template = json.loads((files("torchrec_ext.retrieval.server") / "static" / "openapi.json").read_text())
-    live = _live(bundle, settings.limits)
+    live = _live(bundle, settings)
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for status, description in template["statuses"].items():
         live[f"error {status}"] = {"description": description, "content": error}
@@ -53,20 +53,33 @@ def document(bundle: Bundle, settings: ServerConfig) -> Schema:
     return described
 
 
-def known_values(bundle: Bundle) -> dict[str, list[Any]]:
+def known_values(bundle: Bundle, *, private: bool) -> dict[str, list[Any]]:
     """Returns the known values of a user's raw columns of ids, by column, where they are few or are items.
 
     Other values are accepted as well, and count as unknown.
+
+    Args:
+        bundle: live bundle.
+        private: whether no stranger reads them. Without a table of users any column may hold ids of people.
     """
     columns = {}
     for name, kind in bundle.request_columns.items():
+        if _holds_users(bundle, name):
+            continue
         values = bundle.encoders[0].columns.known_values(name, _MOST_NAMED)
-        is_key = bundle.users is not None and name == bundle.users.key
+        are_few = 0 < len(values) <= _FEW and (private or bundle.users is not None)
         # Only lists of them: a single number may be the id of a person, although an item has it too.
         are_items = kind.startswith("list<") and bool(item_titles(bundle, values))
-        if not is_key and (0 < len(values) <= _FEW or are_items):
+        if are_few or are_items:
             columns[name] = values
     return columns
+
+
+def _holds_users(bundle: Bundle, name: str) -> bool:
+    """Returns whether a raw column holds ids of the bundle's users."""
+    if bundle.users is None:
+        return False
+    return name == bundle.users.key or bundle.encoders[0].columns.share_ids(name, bundle.users.key)
 
 
 def item_titles(bundle: Bundle, values: Sequence[Any]) -> list[str]:
@@ -80,8 +93,13 @@ def item_titles(bundle: Bundle, values: Sequence[Any]) -> list[str]:
     return bundle.items.titles_of(positions) if positions.min() >= 0 else []
 
 
-def example_user(bundle: Bundle) -> dict[str, Any]:
-    """Returns raw features of a person whom the model has never seen, as a request gives them without an id."""
+def example_user(bundle: Bundle, *, private: bool) -> dict[str, Any]:
+    """Returns raw features of a person whom the model has never seen, as a request gives them without an id.
+
+    Args:
+        bundle: live bundle.
+        private: see :func:`known_values`.
+    """
     query = bundle.encoders[0]
     features: dict[str, Any] = {}
     if bundle.users is not None:
@@ -97,15 +115,16 @@ def example_user(bundle: Bundle) -> dict[str, Any]:
             if kind.startswith("list<"):
                 # A bag may be empty, other lists have one length.
                 value = [0] * query.list_widths.get(name, 0)
-            first_values = query.columns.known_values(name, 1)
-            if first_values and kind in ("int64", "string"):
-                value = first_values[0]
+            is_shown = not _holds_users(bundle, name) and (private or bundle.users is not None)
+            if is_shown and kind in ("int64", "string"):
+                value = next(iter(query.columns.known_values(name, 1)), value)
         example[name] = value
     return example
 
 
-def _live(bundle: Bundle, limits: Limits) -> Schema:
+def _live(bundle: Bundle, settings: ServerConfig) -> Schema:
     """Returns the values that the file names by ``$live``."""
+    limits = settings.limits
     item_id = _column(bundle.store.ids.kind)
     ids = {"type": "array", "items": item_id, "maxItems": limits.candidates}
     attributes: Schema = {name: _values(attribute, limits) for name, attribute in bundle.items.attributes.items()}
@@ -117,8 +136,8 @@ def _live(bundle: Bundle, limits: Limits) -> Schema:
         "ids": ids,
         "categories": attributes.get(CATEGORIES, {"type": "array", "items": {"type": "string"}, "maxItems": 0}),
         "filter": {"type": "object", "properties": filters, "additionalProperties": False},
-        "user": _user(bundle),
-        "example user": example_user(bundle),
+        "user": _user(bundle, settings.is_private),
+        "example user": example_user(bundle, private=settings.is_private),
         "example items": bundle.store.ids.ids(range(min(2, len(bundle.store.ids)))).tolist(),
         "example item": bundle.store.ids.ids([0]).tolist()[0],
     }
@@ -132,10 +151,10 @@ def _values(attribute: Attribute, limits: Limits) -> Schema:
     return {"type": "array", "items": value, "maxItems": limits.candidates}
 
 
-def _user(bundle: Bundle) -> Schema:
+def _user(bundle: Bundle, private: bool) -> Schema:
     """Returns the schema of raw features: all columns, or the id alone if the bundle has a table of users."""
     columns = {name: _column(kind) for name, kind in bundle.request_columns.items()}
-    for name, values in known_values(bundle).items():
+    for name, values in known_values(bundle, private=private).items():
         columns[name] = {**columns[name], "description": "Other values count as unknown."}
         examples = {"examples": values[:_EXAMPLES]}
         if "items" in columns[name]:
