@@ -141,6 +141,20 @@ def test_a_folder_of_interactions_is_split_by_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.unit
+def test_what_is_not_read_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "mine.train.inter").write_text("user_id:token\titem_id:token\n")
+    with pytest.raises(DataError, match=r"mine\.train\.inter: is RecBole's; write it as parquet"):
+        load_dataset(tmp_path.name, folder=str(tmp_path.parent))
+    rows = pa.table({"user_id": [3, 3, 3], "item_id": [7, 5, 6], "timestamp": [1, 4, 2], "label": [1, 0, 1]})
+    pq.write_table(rows, tmp_path / "inter.parquet")
+    with pytest.warns(UserWarning, match=r"inter\.parquet: column 'label' is not used, .* recipe contextual_ncf"):
+        from_folder(tmp_path, name="mine", history_length=5)
+    pq.write_table(rows, tmp_path / "valid.parquet")
+    with pytest.raises(DataError, match=r"valid\.parquet is not read under .* rename it to validation\.parquet"):
+        from_folder(tmp_path, name="mine", history_length=5)
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("times", [[1.5, 2.5], [1.0, None], [None, None], [True, False], [[1], [2]]])
 def test_times_of_another_type_are_named(tmp_path: Path, times: list[Any]) -> None:
     pq.write_table(pa.table({"user_id": [3, 3], "item_id": [7, 5], "timestamp": times}), tmp_path / "inter.parquet")

@@ -215,6 +215,9 @@ def _recbole(config: DataConfig, ratings: Chunk) -> Protocol:
 def _from_folder(config: DataConfig) -> InteractionData:
     folder = data_folder(config.name, config.folder)
     if folder is None or not is_folder_of_interactions(folder):
+        recbole_files = [] if folder is None else sorted(folder.glob("*.inter"))
+        if recbole_files:
+            raise DataError(f"{recbole_files[0]}: is RecBole's; write it as parquet, as in docs/from/recbole.md")
         place = folder or "data.folder, which is not set"
         if config.name not in NAMES:
             raise DataError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -239,7 +240,8 @@ def _read_files(folder: Path, context: Sequence[str]) -> _Files:
     """Reads ids, and times, from all files of a folder, whatever its layout.
 
     Raises:
-        DataError: a file or a column is missing or damaged, or ids are text in one file and numbers in another.
+        DataError: a file or a column is missing, misnamed or damaged, or ids are text in one file and numbers in
+            another.
     """
     ncf = ncf_files(folder)
     lines = None if (folder / "train.parquet").exists() else line_files(folder)
@@ -247,11 +249,19 @@ def _read_files(folder: Path, context: Sequence[str]) -> _Files:
         raise DataError(
             f"data.context={','.join(context)}: the text files in {folder} have users and items alone; leave it out"
         )
+    if (folder / "valid.parquet").exists():
+        raise DataError(f"{folder}: valid.parquet is not read under this name; rename it to validation.parquet")
     paths: dict[str, Path] = {}
     tables: dict[str, Mapping[str, pa.Array]] = {}
     columns: dict[str, Sequence[str]] = {}
     if (folder / "inter.parquet").exists():
         columns["inter"] = ("user_id", "item_id", "timestamp")
+        if "label" in names_in(folder / "inter.parquet") and "label" not in context:
+            warnings.warn(
+                f"{folder / 'inter.parquet'}: column 'label' is not used, each row is a positive; leave out rows with "
+                "label 0, or split the file for recipe contextual_ncf, which reads labels",
+                stacklevel=2,
+            )
     elif ncf or lines:
         paths = dict(zip(("train", "test", _NEGATIVES), ncf or lines or (), strict=False))
         chunks = read_ncf(ncf) if ncf else [read_lines(path) for path in lines or ()]
