@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
 
 from torchrec_ext.retrieval.bundle.architecture import rebuild
 from torchrec_ext.retrieval.bundle.bundle import Bundle
@@ -180,6 +182,37 @@ def test_what_is_served_is_what_was_trained(name: str, tmp_path: Path) -> None:
     items = [{column: COLUMNS[column][index].tolist() for column in case.item} for index in (0, 3)]
     again = scorer.embed(EmbedRequest(side="candidate", rows=items)).vectors
     torch.testing.assert_close(again, bundle.store.rows(torch.tensor([0, 3])), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_dlrm_of_torchrec_is_served_as_it_was_trained(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"user": (USERS, ["user"], PoolingType.SUM), "item": (ITEMS, ["item", "history"], PoolingType.MEAN)}
+    tables = [
+        EmbeddingBagConfig(name=name, feature_names=names, num_embeddings=rows, embedding_dim=D, pooling=pooling)
+        for name, (rows, names, pooling) in sizes.items()
+    ]
+    model = DLRMTrain(DLRM_DCN(EmbeddingBagCollection(tables=tables), 6, [D], [8, 1], 2, 4))
+    numbers = COLUMNS["profile"]
+    queries = table(["user", "history"]).append_column("dense_features", [numbers.tolist()])
+    catalogue = Catalogue(ids=np.arange(ITEMS), features=pa.table({"item": np.arange(ITEMS)}))
+    export(model, tmp_path / "bundle", catalogue=catalogue, queries=queries)
+    user = {"user": 7, "history": COLUMNS["history"][7].tolist(), "dense_features": numbers[7].tolist()}
+    scores = Scorer(Bundle.load(tmp_path / "bundle")).score(ScoreRequest(user=user, items=list(range(ITEMS)))).scores
+    ids = [torch.full((ITEMS,), 7), torch.arange(ITEMS), torch.from_numpy(COLUMNS["history"][7]).repeat(ITEMS)]
+    lengths = torch.tensor([1, 1, L], dtype=torch.int32).repeat_interleave(ITEMS)
+    features = KeyedJaggedTensor(["user", "item", "history"], torch.cat(ids), lengths=lengths)
+    expected = model.model.eval()(torch.from_numpy(numbers)[[7] * ITEMS], features).flatten()
+    torch.testing.assert_close(torch.tensor(scores), expected, rtol=0, atol=1e-6)
+    with pytest.raises(BundleError, match=r"DLRM_DCN reads dense_features, user, item, history; .*missing: dense_feat"):
+        export(model, tmp_path / "none", catalogue=catalogue, queries=table(["user", "history"]))
+    with pytest.raises(BundleError, match=r"reads dense_features, .* some in both; missing: one side"):
+        export(
+            model,
+            tmp_path / "none",
+            catalogue=Catalogue(ids=np.arange(1), features=pa.table({"x": [1]})),
+            queries=queries.append_column("item", [list(range(USERS))]),
+        )
 
 
 def test_the_service_knows_nothing_of_the_users_class(tmp_path: Path) -> None:
@@ -408,7 +441,7 @@ def test_columns_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     crossed = refused(Crossed(), BOTH, tmp_path / "bundle", query=["user"], item=["item"])
     assert re.search(r":\d+ combines ids or masks of 'user' with the other tower's columns, so 'user' has", crossed)
     lacking = refused(Networks(), BOTH, tmp_path / "bundle", query=["profile"], item=["price"])
-    assert "takes profile, content, of which content is no column; queries have profile" in lacking
+    assert "forward of Networks takes content, which is no column; the columns are profile, price" in lacking
     twice = refused(Networks(), BOTH, tmp_path / "bundle", query=["content"])
     assert "columns ['content']: are columns of queries and of the catalogue" in twice
     ragged = pa.table({"content": [[0.0] * (1 + index % 2) for index in range(ITEMS)]})

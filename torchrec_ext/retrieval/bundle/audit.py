@@ -68,9 +68,8 @@ class LiveModel:
         unwrapped = get_unwrapped_module(model)
         if not isinstance(unwrapped, TowerModel | NextItemModel | TracedModel):
             raise BundleError(
-                f"model: a {type(unwrapped).__name__} cannot be exported; give a TowerModel, a NextItemModel, or a "
-                "module of plain look-ups (a DLRM's: docs/howto/torchrec_dlrm.md), by towers={'user': PATH, 'item': "
-                "PATH}"
+                f"model: a {type(unwrapped).__name__} cannot be exported; give a TowerModel, a NextItemModel, an "
+                "unsharded DLRM, or a module of your own by towers={'user': PATH, 'item': PATH}"
             )
         self.module: TowerModel | NextItemModel | TracedModel = unwrapped
         records = as_towers(unwrapped) if isinstance(unwrapped, NextItemModel) else unwrapped.made_of

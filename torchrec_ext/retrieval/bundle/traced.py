@@ -212,9 +212,8 @@ def _inputs(model: nn.Module, queries: pa.Table, catalogue: pa.Table) -> tuple[s
         missing = [name for name in required_names if name not in names]
         if missing:
             raise BundleError(
-                f"model: forward of {type(model).__name__} takes {listed(required_names)}, of which {listed(missing)} "
-                f"is no column; queries have {listed(queries.column_names)}, catalogue.features "
-                f"{listed(catalogue.column_names)}: name the columns as the arguments; wrap a DLRM"
+                f"model: forward of {type(model).__name__} takes {listed(missing)}, which is no column; the columns "
+                f"are {listed(names)}; name them as the arguments"
             )
     columns = {}
     for name in column_names:

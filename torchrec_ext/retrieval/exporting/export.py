@@ -31,6 +31,7 @@ from torchrec_ext.retrieval.exporting.content import (
     ExportTables,
     NamedUsers,
 )
+from torchrec_ext.retrieval.exporting.dlrm import dlrm_by_columns
 from torchrec_ext.retrieval.store.row_formats import Dtype
 from torchrec_ext.sealed import sync_tree
 from torchrec_ext.tensor_file import Shape
@@ -66,7 +67,9 @@ def export(
 
     Args:
         model: TowerModel or NextItemModel, from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded;
-            with ``towers`` any module of your own, with a forward from columns by name to logits (B,).
+            with ``towers`` any module of your own, with a forward from columns by name to logits (B,). An unsharded
+            DLRM or DLRMTrain of TorchRec needs no ``towers``: its columns are ``dense_features``, and each sparse
+            feature by its name.
         out: folder to make.
         towers: modules of the query tower, then of the candidate tower, in a module of your own: a path or several by
             the tower's name. They must read columns of the queries alone, and of the catalogue alone. Anything else
@@ -102,6 +105,9 @@ def export(
         DataError: the folder exists already, or cannot be written.
     """
     queries = _queries(queries, users)
+    by_columns = dlrm_by_columns(model, queries, catalogue.features) if towers is None else None
+    if by_columns is not None:
+        model, towers = by_columns
     if towers is not None:
         model = _trace(model, towers, candidate, preprocessor, catalogue, queries, oov_ids or {})
         oov_ids = dict.fromkeys(model.features, -1) | dict(oov_ids or {})
