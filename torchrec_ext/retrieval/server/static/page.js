@@ -195,12 +195,6 @@ async function showNearest(id, name) {
   }
 }
 
-function fill(list, empty, lines) {
-  list.classList.remove("waiting");
-  list.replaceChildren(...lines);
-  empty.hidden = lines.length > 0;
-}
-
 function showAnswer(found, ms) {
   at("answer").hidden = false;
   const [best, worst] = [Math.max(...found.scores), Math.min(...found.scores)];
@@ -208,10 +202,13 @@ function showAnswer(found, ms) {
   const chance = (score) => isChance ? 1 / (1 + Math.exp(-score)) : undefined;
   const share = (score) => chance(score) ?? (best > worst ? 0.15 + 0.85 * (score - worst) / (best - worst) : 1);
   const names = found.titles ?? found.items.map((id) => `Item ${id}`);
-  fill(at("items"), at("items-empty"), found.items.map((id, place) => row(id, names[place], found.scores[place], share(found.scores[place]), chance(found.scores[place]))));
+  at("items").classList.remove("waiting");
+  at("items").replaceChildren(...found.items.map((id, place) => row(id, names[place], found.scores[place], share(found.scores[place]), chance(found.scores[place]))));
+  at("items-empty").hidden = found.items.length > 0;
   const liked = found.liked ?? [];
-  fill(at("liked"), at("liked-empty"), liked.map((id, place) => row(id, found.liked_titles?.[place] ?? `Item ${id}`)));
-  at("liked-card").hidden = isNew;
+  at("liked").classList.remove("waiting");
+  at("liked").replaceChildren(...liked.map((id, place) => row(id, found.liked_titles?.[place] ?? `Item ${id}`)));
+  at("liked-card").hidden = liked.length === 0;
   const place = found.items.map(String).indexOf(wanted.get("item"));
   if (place >= 0) showNearest(found.items[place], names[place]);
   wanted.delete("item");
