@@ -790,7 +790,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "nothing": (lambda _: Listed(lambda d, i: ()), "returns a row without a value"),
     "noise": (
         lambda _: Listed(lambda d, i: (i, torch.rand(2))),
-        "returns rows that change from call to call: slot 1 (float32 (2,)) is no drawn id but noise",
+        "returns rows that change from call to call: slot 1 (float32 (2,)) is noise, dropout or augmentation",
     ),
     "rare noise": (
         lambda _: Listed(lambda d, i: (i, d.x[i] + (random.random() < 0.02)), 3000, x=np.zeros(3000)),

@@ -60,7 +60,7 @@ def test_nodes_that_come_and_go_are_refused_on_slurm_alone() -> None:
     for component in (train.hybrid, train.networks):
         app = materialize_appdef(component, ["-j", "1:2x4", "--image", IMAGE])
         line = refused(app, "slurm")
-        assert line.startswith("-j 1:2x...: Slurm gives a job all of its nodes or none, and ends them all with the one")
+        assert line.startswith("-j 1:2x...: Slurm gives a job all of its nodes or none")
         assert line.endswith("; write -j 2x... --max_retries 3, which goes on from the last checkpoint")
         assert check_app(app, "kubernetes") == check_app(app, "local_cwd") == []
     assert check_app(hybrid("-j", "2:2x4"), "slurm") == check_app(hybrid("-j", "2x4"), "slurm") == []

@@ -221,7 +221,7 @@ class Refused(NamedTuple):
 
 _WAITING = r"train\.compile=require: the training step cannot be captured: 2 ranks wait for each other in every step"
 _MEETING = r"train\.compile=require: the training step cannot be captured: ranks meet in every step"
-_SCALED = r"train\.amp=fp16: table '\w+' is sharded, and moved inside the backward"
+_SCALED = r"train\.amp=fp16: table '\w+' is sharded, so its backward moves it"
 _APART = {"ranks": ("2",), "sync": ("local_sgd", "diloco")}
 _STREAMED = ("stream", "bst", "multi_task")
 _OTHER_LOSSES = ("bpr", "hinge", "sampled_softmax", "in_batch", "catalogue")
@@ -247,7 +247,7 @@ REFUSED = [
     Refused({"amp": ("fp16",), "recipe": _ADAGRAD, "sharding": ("auto",), "ranks": ("1",)}, _SCALED),
     Refused(
         {"recipe": ("retrieval", *_ON_LABELLED, *_STREAMED), "sampling": ("popularity", "hard")},
-        r"loader\.sampling='(popularity|hard)' with loader\.negatives=0: no negatives are drawn",
+        r"loader\.sampling='(popularity|hard)' with loader\.negatives=0: it would do nothing",
     ),
     Refused(
         {"recipe": ("session",), "sampling": ("popularity", "hard", "mixed")},
@@ -303,7 +303,7 @@ REFUSED = [
     ),
     Refused(
         {"recipe": ("two_tower",), "sampling": ("popularity", "hard"), "loss": ("in_batch", "catalogue")},
-        r"loader\.sampling='(popularity|hard)' with loader\.negatives=0: no negatives are drawn",
+        r"loader\.sampling='(popularity|hard)' with loader\.negatives=0: it would do nothing",
     ),
     Refused(
         {"recipe": ("two_tower", "retrieval"), "sampling": ("mixed",), "loss": ("catalogue",)},

@@ -468,8 +468,8 @@ def test_the_label_decides_what_is_a_positive(ready: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "broken", "message"),
     [
-        ("session", "", r"was written by rec\.data\.preprocess: its rows have histories.*--recipe stream"),
-        ("two_tower", "roles", r"names no user or no item.*and preprocess again, or take --recipe stream"),
+        ("session", "", r"was written by rec\.data\.preprocess: its rows have no order.*--recipe stream"),
+        ("two_tower", "roles", r"names no user or no item; set .*, or take --recipe stream"),
         ("two_tower", "preprocessor", r"has no preprocessor/, so rec\.data\.preprocess did not write it"),
         ("n_tower", "summary", r"has no summary\.json, so rec\.data\.preprocess did not write it"),
     ],

@@ -260,7 +260,7 @@ def untraceable(error: BaseException) -> CannotAdopt:
         return CannotAdopt(values_needed(line))
     if "sparse tensor" in text.lower():
         return CannotAdopt(
-            f"{line} reads a sparse matrix, which torch.compile does not take; its product is "
+            f"{line} reads a sparse matrix, not taken by torch.compile; its product is "
             "F.embedding_bag(columns, dense, row_starts, mode='sum', per_sample_weights=values)"
         )
     if skipped := _SKIPPED.search(text):

@@ -122,9 +122,9 @@ def _jagged(members: Sequence[tuple[_LookUp, Tensor]]) -> KeyedJaggedTensor:
     for each, ids in members:
         if ids.dim() == 0 or ids.shape[0] != size:
             raise ValueError(
-                f"ids of table '{each.table}' have the shape {tuple(ids.shape)}, beside {tuple(first_ids.shape)} of "
-                f"'{first.table}': all ids must be (B, ...) with the rows of the batch first; reshape them in forward, "
-                "to (B, -1) where they were flattened"
+                f"ids of table '{each.table}' have the shape {tuple(ids.shape)}, beside "
+                f"{tuple(first_ids.shape)} of '{first.table}': all ids must be (B, ...), with the batch "
+                "first; reshape them to (B, -1) in forward"
             )
         # Refuse an id outside of its table, as nn.Embedding does; TorchRec's kernels read row 0 in its place.
         if ids.is_cuda:
@@ -262,8 +262,8 @@ def _trace(model: nn.Module) -> fx.Graph:
     for first, second in zip(graphs[0].nodes, graphs[1].nodes, strict=False):
         if first.format_node() != second.format_node():
             raise CannotAdopt(
-                f"{_line(first)}: forward does something else in train and in eval mode (F.dropout with training= for "
-                "one), of which torch.fx would fix one: take modules, as nn.Dropout"
+                f"{_line(first)}: forward does something else in train and in eval mode (F.dropout with "
+                "training=?); take modules, as nn.Dropout"
             )
     if len(graphs[0].nodes) != len(graphs[1].nodes):
         raise CannotAdopt("forward has other operations in train and in eval mode, of which torch.fx would fix one")

@@ -119,8 +119,8 @@ def find_loop(frame: FrameType | None) -> Loop:
         frame = frame.f_back
     if over_numbers is None:
         raise ValueError(
-            "no `for` loop of the script is around its optimizer's step (a while loop or a trainer of a library is "
-            "not taken); call why_slow.step(train_step, batches) in the script"
+            "no `for` loop of the script is around its optimizer's step; call "
+            "why_slow.step(train_step, batches) in the script"
         )
     return over_numbers
 

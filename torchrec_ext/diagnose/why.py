@@ -153,8 +153,8 @@ class _Request:
         """Diagnoses a step, and applies remedies on request; ``adopted`` makes the captured step."""
         if apply and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
-                f"apply=True on {dist.get_world_size()} ranks: it changes one process alone; leave it out, or run one "
-                "rank; for a recipe on several: torchx run rec.diagnose.why_slow -j 1x2 --apply True"
+                f"apply=True on {dist.get_world_size()} ranks: it changes one process alone; leave it "
+                "out, or run one rank (recipes: rec.diagnose.why_slow --apply True)"
             )
         diagnosis = self.diagnose(fn, batches)
         if apply and diagnosis.verdict not in ("step failed", "loop failed") and not isinstance(batches, Iterator):

@@ -200,8 +200,8 @@ def choose_device(name: str | None, local_rank: int, local_world_size: int, gpus
         return torch.device("cuda", 0)
     if gpus < local_world_size:
         raise ValueError(
-            f"{local_world_size} processes on this host, but torch sees {gpus} GPU(s): launch -j NODESx{max(gpus, 1)}, "
-            "or set device=cpu, or cuda:0 if each sees one of its own; see python -m torchrec_ext.doctor"
+            f"{local_world_size} processes on this host, but torch sees {gpus} GPU(s): launch -j "
+            f"NODESx{max(gpus, 1)}, or set device=cpu, or cuda:0 if each sees its own"
         )
     return torch.device("cuda", local_rank)
 

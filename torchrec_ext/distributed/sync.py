@@ -580,8 +580,8 @@ def refuse_placed_towers(model: nn.Module, config: SyncConfig) -> None:
     placement = placement_of(model)
     if placement is not None and not config.agrees_every_step:
         raise ValueError(
-            f"sync.mode={config.mode}, but plan.towers={placement} gives ranks different towers, which have no mean to "
-            "meet at; leave sync.mode at every_step, or plan.towers at data_parallel"
+            f"sync.mode={config.mode}, but plan.towers={placement} gives ranks different towers, "
+            "without a mean; leave sync.mode at every_step, or plan.towers at data_parallel"
         )
 
 

@@ -175,8 +175,8 @@ class DynamicManagedCollision(ManagedCollisionModule):
             ValueError: always.
         """
         raise ValueError(
-            f"table '{self.table}': dynamic ids are mapped before they are sent to shards; shard the model by "
-            "hybrid_parallel(), not by TorchRec's ManagedCollisionEmbeddingBagCollectionSharder"
+            f"table '{self.table}': dynamic ids are mapped before they are sent to shards; shard the "
+            "model by hybrid_parallel(), not by TorchRec's sharder"
         )
 
     def get_extra_state(self) -> dict[str, Tensor]:
@@ -235,8 +235,8 @@ def with_dynamic_ids(model: nn.Module) -> list[DynamicManagedCollision]:
     for module in owned:
         if module._allow_in_place_embed_weight_update:
             raise ValueError(
-                "allow_in_place_embed_weight_update=True: a row would begin anew before the backward of the id that "
-                "had it; leave it out, and run each forward's backward before the next forward"
+                "allow_in_place_embed_weight_update=True: a row would begin anew before the backward of "
+                "the id that had it; leave it out"
             )
     for collection in collections:
         modules: dict[str, DynamicManagedCollision] = {}

@@ -236,7 +236,7 @@ def _mean_over_ranks(weights: Tensor) -> Tensor:
 def _users(batch: TowerBatch) -> Tensor:
     if batch.users is None:
         raise ValueError(
-            "the model has known=..., and the batch does not name the users of its rows: make the loader with the "
-            "model's schema(), set batch.users, or leave known out"
+            "the model has known=..., and the batch names no users; make the loader with the model's "
+            "schema(), or set batch.users"
         )
     return batch.users

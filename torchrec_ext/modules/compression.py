@@ -36,9 +36,8 @@ class CompressingLayer(nn.Module):
             raise ValueError("widths=[]: there is nothing to compress without bags")
         if config.per_feature and len(set(widths)) > 1:
             raise ValueError(
-                f"compress: per_feature={config.per_feature} with bags {list(widths)} wide: one layer reads every bag, "
-                "so all must be of one width; give the tables one embedding_dim, or take per_feature=0 with flat "
-                "vectors"
+                f"compress: per_feature={config.per_feature} with bags {list(widths)} wide: one layer "
+                "reads every bag; give the tables one embedding_dim, or take per_feature=0"
             )
         self.config = config
         self.features = len(widths)

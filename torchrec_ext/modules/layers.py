@@ -178,8 +178,8 @@ def _check(in_features: int, widths: Sequence[int], normalization: str, dropout:
     hidden = [in_features, *widths[:-1]]
     if residual and not any(before == width for before, width in pairwise(hidden)):
         raise ValueError(
-            f"residual=True with an input of width {in_features} and widths={list(widths)}: no hidden layer is as wide "
-            "as its input; give two neighbouring hidden layers one width, or leave residual out"
+            f"residual=True with an input of width {in_features} and widths={list(widths)}: no hidden "
+            "layer is as wide as its input; give two neighbours one width"
         )
 
 

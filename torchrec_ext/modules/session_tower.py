@@ -459,8 +459,9 @@ def target_slots(
         slot = next((i for i, name in enumerate(session) if names[name] == names[feature] and i not in slots), None)
         if slot is None:
             raise ValueError(
-                f"combine=concat: target feature '{feature}' is read from table '{names[feature]}', and no feature of "
-                f"session={list(session)} is left that is read from it too; give it another tower, or combine=sum"
+                f"combine=concat: target feature '{feature}' is read from table '{names[feature]}', which "
+                f"no feature left in session={list(session)} reads too; give it another tower, or "
+                "combine=sum"
             )
         slots.append(slot)
     return slots

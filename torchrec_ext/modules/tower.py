@@ -279,9 +279,9 @@ def _too_large(tables: Sequence[BaseEmbeddingConfig], error: RuntimeError) -> Ex
         return error
     table = next(table for table in tables if table.name == name)
     return ValueError(
-        f"table '{name}', num_embeddings={table.num_embeddings:,}: {sizes[name] / 1e9:,.1f} GB of weights do not fit "
-        "here; map ids with gaps to rows by rec.data.preprocess (Categorify or HashBucket), or shard with "
-        'device="meta"'
+        f"table '{name}', num_embeddings={table.num_embeddings:,}: "
+        f"{sizes[name] / 1000000000.0:,.1f} GB of weights do not fit here; map ids to rows by "
+        'rec.data.preprocess, or shard with device="meta"'
     )
 
 

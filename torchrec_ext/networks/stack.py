@@ -454,8 +454,8 @@ class Stack(nn.Module):
             alone = float(network(batch)[0])
             if abs(alone - loss) > _TOLERANCE * max(1.0, abs(alone)):
                 raise StackError(
-                    f"'{name}' has a loss of {alone} on its first batch alone and of {loss} in the stack: its forward "
-                    "depends on more than its weights and the batch's tensors, so it cannot be stacked; train it alone"
+                    f"'{name}' has a loss of {alone} on its first batch alone and of {loss} in the stack: its "
+                    "forward depends on more than weights and batch; train it alone"
                 )
 
     def inputs(

@@ -65,8 +65,8 @@ def scaling(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, ru
         return None
     if not sync.agrees_every_step or config.on_nan == "skip" or not isinstance(optimizer, HybridOptimizer):
         raise ValueError(
-            f"train.amp=fp16 with sync.mode={sync.mode} and train.on_nan={config.on_nan}: ranks must agree to leave "
-            "out a step; set sync.mode=every_step and train.on_nan=stop, or train.amp=bf16"
+            f"train.amp=fp16 with sync.mode={sync.mode} and train.on_nan={config.on_nan}: ranks must "
+            "agree to leave out a step; set sync.mode=every_step, or train.amp=bf16"
         )
     return LossScaling(optimizer, runtime.device)
 
@@ -148,8 +148,8 @@ def check_even(loader: Sized, runtime: Runtime) -> None:
     if len(set(lengths)) > 1:
         by_rank = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
         raise UnevenStepsError(
-            f"loader: ranks have unequal numbers of batches in an epoch, {by_rank}, and each step waits for all ranks; "
-            "pad the last batches with rows of weight 0, or drop them"
+            f"loader: ranks have unequal numbers of batches in an epoch, {by_rank}; pad the last "
+            "batches with rows of weight 0, or drop them"
         )
 
 
@@ -330,8 +330,8 @@ def train(
     if managed:
         # A captured step and one without TorchRec's collections do not run the forward that maps them.
         raise ValueError(
-            f"train(): table '{managed[0]}' has managed collision, whose ids the model maps itself; keep your own loop "
-            "or TorchRec's pipeline, or use plain tables and a DynamicIdLoader"
+            f"train(): table '{managed[0]}' has managed collision; keep your own loop or TorchRec's "
+            "pipeline, or use plain tables and a DynamicIdLoader"
         )
     check_even(loader, runtime)
     check_fits(config.trace_steps, config.epochs * len(loader))

@@ -48,8 +48,8 @@ def with_password(url: str | None, file: Path | None, environ: Mapping[str, str]
     before, at_sign, host = rest.partition("@")
     if (at_sign and ":" in before) or re.search(r"[?&]password=", url):
         raise ValueError(
-            "--redis: the address holds a password, which `ps` shows to every user of this machine; write "
-            f"redis://HOST:PORT/DB, and give the password by --redis-password-file FILE or the variable {PASSWORD}"
+            "--redis: the address holds a password, which `ps` shows to all users; leave it out, and "
+            f"give --redis-password-file FILE or the variable {PASSWORD}"
         )
     password = environ.get(PASSWORD, "") if file is None else _read(file)
     if not password:

@@ -411,8 +411,8 @@ def _store_of(rows: TowerGroup, folder: Path) -> EmbeddingStore:
     store = EmbeddingStore.open(folder)
     if store.tower != rows.digest:
         raise ValueError(
-            f"--refresh {folder}: its vectors are by tower {store.tower[:12] or '(none)'}, {', '.join(rows.names)} of "
-            f"this bundle is {rows.digest[:12]}, and rows of two towers do not compare; embed the whole catalogue "
+            f"--refresh {folder}: its vectors are by tower {store.tower[:12] or '(none)'}, "
+            f"{', '.join(rows.names)} of this bundle is {rows.digest[:12]}; embed the whole catalogue "
             f"anew, with --out {folder}"
         )
     return store

@@ -232,8 +232,8 @@ def run_preprocess(job: PreprocessJob) -> Path:
             for file in files:
                 file.check_unchanged()
             raise DataError(
-                f"{files[0].name}: other files came into the log, or left it, while it was read, so that vocabularies "
-                "and rows are not of the same files; start anew, and let new data come into a folder of their own"
+                f"{files[0].name}: files came into the log, or left it, while it was read; start anew, "
+                "and let new data come into a folder of their own"
             )
         _summarise(job, staging / SUMMARY, fitted, rows, missing, unknown, engine, _roles(prepared))
         if job.pictures:

@@ -126,8 +126,8 @@ def check_ids_stay(
     for name in sorted(then["columns"].keys() & origins.keys()):
         if then["columns"][name] != origins[name]:
             raise DataError(
-                f"{where}: column '{name}' came from other steps, or from steps fitted on other rows: its values stand "
-                "for something else now; preprocess with FittedPreprocessor.transform of then, or train anew"
+                f"{where}: column '{name}' came from other steps or rows: its values stand for something "
+                "else; preprocess with FittedPreprocessor.transform of then"
             )
     for name, recorded in then["values"].items():
         values = task.data.id_values.get(name)
@@ -150,8 +150,8 @@ def check_ids_stay(
         if not stay:
             had = "no numbering of its own" if recorded is None else f"{recorded[0]:,} values"
             raise DataError(
-                f"{where}: column '{name}' had {had} in training, whose ids now stand for others; give rows in which "
-                "old values keep their ids, new ones last (FittedPreprocessor.transform), or train anew"
+                f"{where}: column '{name}' had {had} in training, whose ids now stand for others; give "
+                "rows by FittedPreprocessor.transform of the first run, or train anew"
             )
 
 

@@ -292,8 +292,8 @@ def _check_scores(job: Job, task: Task, samples: int, runtime: Runtime) -> None:
     local_steps = job.sync.takes_local_steps and runtime.world_size > 1
     if LOSSES[loss].catalogue and local_steps and hasattr(job.model, "tower_widths"):
         raise ValueError(
-            f"sync.mode={job.sync.mode} with model.loss=catalogue: item towers drift apart between exchanges, so one "
-            "softmax cannot compare them; set sync.mode=every_step, or model.loss=in_batch"
+            f"sync.mode={job.sync.mode} with model.loss=catalogue: item towers drift apart between "
+            "exchanges; set sync.mode=every_step, or model.loss=in_batch"
         )
     if runtime.device.type != "cpu":
         return

@@ -80,8 +80,8 @@ def _check_variables(text: str) -> None:
     for words in text.split("=")[1:-1]:
         if not re.search(r"[,;]\s*\w+$", words):
             raise ValueError(
-                f"--env {text}: TorchX takes no '=' within a value; in PET_RDZV_CONF write ':' for it, as in "
-                "PET_RDZV_CONF=join_timeout:60, and give another variable where the job runs"
+                f"--env {text}: TorchX takes no '=' within a value; write ':' in PET_RDZV_CONF, and set "
+                "another variable where the job runs"
             )
 
 
@@ -140,8 +140,8 @@ def check_app(app: AppDef, scheduler: str, *, workspace: str | None = None) -> l
         if scheduler == "slurm" and role.min_replicas not in (None, role.num_replicas):
             nodes = f"{role.min_replicas}:{role.num_replicas}"
             raise ValueError(
-                f"-j {nodes}x...: Slurm gives a job all of its nodes or none, and ends them all with the one that "
-                f"fails; write -j {role.num_replicas}x... --max_retries 3, which goes on from the last checkpoint"
+                f"-j {nodes}x...: Slurm gives a job all of its nodes or none; write -j {role.num_replicas}"
+                "x... --max_retries 3, which goes on from the last checkpoint"
             )
     if scheduler in WITHOUT_IMAGE and any(role.mounts for role in app.roles):
         return [f"note: --mounts: {scheduler} runs in this machine's own folders and mounts nothing"]
@@ -151,8 +151,8 @@ def check_app(app: AppDef, scheduler: str, *, workspace: str | None = None) -> l
 def _check_for_kubernetes(app: AppDef, workspace: str) -> None:
     if not _LABEL.fullmatch(app.name):
         raise ValueError(
-            f"--name {app.name}: on Kubernetes a job's name begins with a letter, ends with a letter or digit and has "
-            "letters, digits, - _ . alone; write for example two-tower-1"
+            f"--name {app.name}: on Kubernetes a name begins with a letter and has letters, digits, - "
+            "_ . alone; write for example two-tower-1"
         )
     for role in app.roles:
         task = normalize_str(f"{role.name}-{role.num_replicas - 1}")

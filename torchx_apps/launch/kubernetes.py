@@ -320,8 +320,8 @@ def _check_service(role: Role) -> None:
     bundle = role.args[2]
     if not any(PurePosixPath(bundle).is_relative_to(mount.dst_path) for mount in role.mounts):
         raise ValueError(
-            f"--bundle {bundle}: the pods have no such folder; give the volume with the bundle and the path there: "
-            "--mounts type=volume,src=CLAIM,dst=/bundles,readonly --bundle /bundles/NAME"
+            f"--bundle {bundle}: the pods have no such folder; give the volume with it, as in "
+            "--mounts type=volume,src=CLAIM,dst=/bundles,readonly"
         )
 
 

@@ -63,8 +63,8 @@ def members_of(base: Any, vary: Sequence[str], listed: Sequence[str], *, own_row
     requests += [("--member", *_listed(item)) for item in listed]
     if not requests:
         raise ValueError(
-            "no member: give --vary KEY=VALUE,VALUE once or more for all combinations, or --member NAME:KEY=VALUE,... "
-            "for each network; `python -m torchx_apps.train --recipe NAME` trains one"
+            "no member: give --vary KEY=VALUE,VALUE once or more, or --member NAME:KEY=VALUE,... for "
+            "each; one network: python -m torchx_apps.train"
         )
     members = [MemberJob(name, changes, _job(base, flag, changes, own_rows)) for flag, name, changes in requests]
     _check(members)

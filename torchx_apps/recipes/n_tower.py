@@ -76,8 +76,8 @@ def check_towers(text: str) -> None:
         )
     elif text and not all(all(group.split("+")) for group in text.split(",")):
         raise ValueError(
-            f"model.towers={text}: give the features of each tower, such as user_id+city,item_id+daytime, or their "
-            "columns by name, such as 'user:user_id,city item:item_id,price_*'"
+            f"model.towers={text}: give the features of each tower, as in "
+            "user_id+city,item_id+daytime, or 'user:user_id,city item:item_id,price_*'"
         )
 
 

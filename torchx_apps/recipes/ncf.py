@@ -54,8 +54,8 @@ class NCFConfig:
         if self.loss in LOSSES and LOSSES[self.loss].shared:
             others = " or ".join(name for name, kind in LOSSES.items() if not kind.shared)
             raise ValueError(
-                f"model.loss={self.loss}: queries share candidates, and NeuMF runs a network for every pair; take a "
-                f"recipe with model.interaction=dot, such as two_tower or n_tower, or model.loss={others}"
+                f"model.loss={self.loss}: queries share candidates, and NeuMF runs a network for every "
+                f"pair; take recipe two_tower or n_tower, or model.loss={others}"
             )
 
 
@@ -101,8 +101,8 @@ def build_contextual_ncf(config: NCFConfig, data: LabelledData) -> ContextualNCF
     """
     if missing := [name for name in ("user", "item") if f"{name}_id" not in data.vocab]:
         raise ValueError(
-            f"recipe contextual_ncf: the rows of '{data.name}' have no column '{missing[0]}', and NeuMF multiplies a "
-            "user's vector and an item's; take --recipe n_tower, which needs neither"
+            f"recipe contextual_ncf: the rows of '{data.name}' have no column '{missing[0]}', which "
+            "NeuMF multiplies; take --recipe n_tower, which needs none"
         )
     towers = {
         tower: ([name for name in features if name != f"{tower}_id"], dense)

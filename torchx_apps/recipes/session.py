@@ -63,8 +63,8 @@ class SessionConfig:
     def __post_init__(self) -> None:
         if self.loss not in ("sampled_softmax", "catalogue"):
             raise ValueError(
-                f"model.loss={self.loss}: a session predicts its next item by a softmax over the catalogue; take "
-                "model.loss=sampled_softmax, or model.loss=catalogue with loader.negatives=0"
+                f"model.loss={self.loss}: a session predicts its next item by a softmax; take "
+                "sampled_softmax, or catalogue with loader.negatives=0"
             )
 
 
@@ -201,8 +201,8 @@ def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
     history = next((step for step in steps if isinstance(step, History)), None)
     if history is None:
         raise DataError(
-            f"{where}: its preprocessing has no History, so its rows have no session; preprocess the log by "
-            "`--recipe taobao`, or put History(user=, item=, time=, length=, gaps=GAPS) into your preprocessing recipe"
+            f"{where}: its preprocessing has no History, so its rows have no session; preprocess by "
+            "`--recipe taobao`, or add History(..., gaps=GAPS)"
         )
     item = data.roles.item
     tables = data.tables
@@ -214,8 +214,8 @@ def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
     features = [name for name in history.writes if name in data.features]
     if not history.gaps and config.position == "none":
         raise DataError(
-            f"{where} with model.position=none: the sessions have no time gaps, so the order of their steps would be "
-            "lost; preprocess with History(gaps=GAPS), or set model.position=end"
+            f"{where} with model.position=none: the sessions have no time gaps, so their order would "
+            "be lost; set model.position=end, or History(gaps=GAPS)"
         )
     item_features = {tables[name]: name for name in (*reversed(data.towers["item"][0]), item)}
     session_tables = dict.fromkeys(tables[name] for name in features)

@@ -69,8 +69,8 @@ class LabelledTask(Task):
             )
         if schema.catalogue:
             raise ValueError(
-                f"model.loss=catalogue: the rows of '{self.name}' are held in memory beside no catalogue; take the "
-                "recipe stream over rec.data.preprocess's rows, or model.loss=in_batch"
+                f"model.loss=catalogue: the rows of '{self.name}' have no catalogue; take recipe stream "
+                "over rec.data.preprocess's rows, or model.loss=in_batch"
             )
         return ChunkLoader(self.data.train, schema, config=config, rank=rank, world_size=world_size)
 

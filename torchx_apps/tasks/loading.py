@@ -39,8 +39,8 @@ def ranking_task(config: DataConfig, *, progress: bool = True) -> RankingTask:
         return RankingTask(load_config(config, progress=progress))
     if config.context or not config.validation:
         raise ValueError(
-            f"data.name={config.name} was written by rec.data.preprocess, whose recipe says what is context and which "
-            "rows are for validation; leave out data.context and data.validation"
+            f"data.name={config.name} was written by rec.data.preprocess, whose recipe decides on "
+            "context and validation; leave out data.context and data.validation"
         )
     return RankingTask(interactions_of(prepared))
 
@@ -71,8 +71,8 @@ def session_task(config: SequenceConfig, *, progress: bool = True) -> SessionTas
     del progress
     if prepared_folder(config.name, config.folder) is not None:
         raise ValueError(
-            f"data.name={config.name} was written by rec.data.preprocess: its rows have histories, and no order among "
-            "each other that recipe session could read; take --recipe stream, or name a folder with the log itself"
+            f"data.name={config.name} was written by rec.data.preprocess: its rows have no order "
+            "among each other; take --recipe stream, or a folder with the log itself"
         )
     return SessionTask(load_sequences(config))
 

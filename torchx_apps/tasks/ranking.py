@@ -90,8 +90,8 @@ class RankingTask(RankedTask):
         # The schema has a label range where the loss reads labels, and none if it compares rows.
         if config.negatives == 0 and not config.label and schema.label_range is not None:
             raise ValueError(
-                "loader.negatives=0 without loader.label: every row would have label 1; draw negatives, name the "
-                "column with the labels, or use a loss that compares rows, such as model.loss=in_batch"
+                "loader.negatives=0 without loader.label: every row would have label 1; draw negatives, "
+                "set loader.label, or model.loss=in_batch"
             )
 
         def refresh(epoch: int) -> Index:

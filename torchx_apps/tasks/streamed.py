@@ -116,9 +116,8 @@ class StreamedTask(RankedTask):
             if self.figures:
                 setting = f"evaluation.metrics={','.join(evaluator.ranking_names)}"
             raise ValueError(
-                f"{setting}: the catalogue of '{self.name}' is not ranked; that needs Prepared(user=, item=) in its "
-                "preprocessing recipe, data.ranked above 0, and a last tower that reads the item's columns, and no "
-                "others"
+                f"{setting}: the catalogue of '{self.name}' is not ranked; that needs Prepared(user=, "
+                "item=), data.ranked above 0, and a last tower of the item's columns alone"
             )
         return evaluator
 

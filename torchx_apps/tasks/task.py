@@ -356,9 +356,9 @@ class Task(ABC):
         """
         del schema
         raise BundleError(
-            f"the task {type(self).__name__} has no method export_data(schema); write one (see "
-            "torchx_apps.tasks.export_data), or call torchrec_ext.retrieval.exporting.export.export with catalogue "
-            "and users"
+            f"the task {type(self).__name__} has no method export_data(schema); write one as "
+            "torchx_apps.tasks.export_data does, or call "
+            "torchrec_ext.retrieval.exporting.export.export"
         )
 
     def positives(self, config: LoaderConfig, tasks: Sequence[str] = ()) -> list[float]:

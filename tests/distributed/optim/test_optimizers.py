@@ -203,7 +203,7 @@ def test_what_nothing_runs_on_a_sharded_table_is_refused_with_remedies(kind: str
         decided(kind, "row_wise", "cpu")
     assert str(error.value) == (
         f"table 'item_id': FBGEMM has no kernel of {kind} for the cpu; set plan.tables=item_id=data_parallel (fp32), "
-        "or optimizer.per_table=item_id=adagrad (or sgd, row_wise_adagrad)"
+        "or optimizer.per_table=item_id=adagrad"
     )
 
 

@@ -247,7 +247,7 @@ def test_auto_keeps_towers_together_that_share_a_table() -> None:
         (
             lambda: model("shared", META),
             "tower_parallel",
-            "the towers user and item share table 'item', so all towers have one set of ranks; give each a table",
+            "the towers user and item share table 'item'; give each a table",
         ),
     ],
 )

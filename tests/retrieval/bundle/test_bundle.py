@@ -247,7 +247,7 @@ SWAPS: dict[str, tuple[Callable[[Path, Path], Any], Callable[[dict[str, Any]], N
     "the store of another model": (
         lambda b, s: (shutil.rmtree(b / "store"), shutil.copytree(s / "store", b / "store")),
         None,
-        r"store: was made by tower .* another model, or of other preprocessing",
+        r"store: was made by tower .* another model or preprocessing",
     ),
     "the same under this tower's name": (
         lambda b, s: store_with(

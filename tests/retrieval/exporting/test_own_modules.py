@@ -261,7 +261,7 @@ def test_an_unknown_id_is_refused_or_read_as_the_row_that_the_user_names(tmp_pat
     case, nobody = CASES["layers of pairs"], row(CASES["layers of pairs"], 0) | {"user": USERS}
     model, strict = exported("layers of pairs", tmp_path / "strict")
     refused = (
-        rf"column 'user': {USERS} is no row of table .*'gmf_user/weight', which has the rows 0 to {USERS - 1}, and"
+        rf"column 'user': {USERS} is no row of table .*'gmf_user/weight', which has the rows 0 to {USERS - 1}; send"
     )
     with pytest.raises(RequestError, match=refused):
         Scorer(strict).score(ScoreRequest(user=nobody, items=[FIRST]))

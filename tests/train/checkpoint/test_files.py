@@ -267,7 +267,7 @@ def test_a_note_of_another_form_moves_nothing_and_is_refused_by_name(note: str, 
     saved(root, 1)
     (root / "set-aside.json").write_text(note)
     before = sorted(map(str, tmp_path.rglob("*")))
-    message = r"checkpoints/set-aside\.json: must name a folder set-aside-NUMBER beside it and a list of steps"
+    message = r"checkpoints/set-aside\.json: must name a folder set-aside-NUMBER and a list of steps"
     for use in (lambda: Checkpointer(str(root), HERE), lambda: CheckpointFolder(str(root)).steps()):
         with pytest.raises(CheckpointError, match=message):
             use()

@@ -116,4 +116,4 @@ def test_dense_layers_are_the_same_on_every_rank(two_ranks: list[dict[str, Any]]
 def test_a_replicated_table_is_refused_by_name(two_ranks: list[dict[str, Any]]) -> None:
     told = two_ranks[0]["refused"]
     assert all(table in told for table in ("user_id", "history", "item_id"))
-    assert told.endswith("shard them, as with plan.sharding=table_wise, or choose another sync.mode")
+    assert told.endswith("set plan.sharding=table_wise, or another sync.mode")

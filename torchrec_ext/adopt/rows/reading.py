@@ -47,8 +47,8 @@ class DatasetReader:
         kind = type(dataset).__name__
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise CannotAdopt(
-                f"{kind} has no rows by number (an IterableDataset?): Rows.of needs __len__ and __getitem__; write its "
-                "rows into tensors for Rows(columns=...), or parquet larger than memory: ChunkLoader"
+                f"{kind} has no rows by number (an IterableDataset?); write its rows into tensors for "
+                "Rows(columns=...), or into parquet for ChunkLoader"
             )
         try:
             self.num_rows = len(dataset)

@@ -60,9 +60,8 @@ class Rereads:
             mask = self.masks[slot]
             if slot not in self._ids:
                 raise CannotAdopt(
-                    f"{where} returns rows that change from call to call: {self._described(slot)} is no drawn id but "
-                    "noise, dropout or augmentation, or features of what is drawn; make it inside the model. "
-                    f"{GETITEMS}"
+                    f"{where} returns rows that change from call to call: {self._described(slot)} is noise, "
+                    f"dropout or augmentation, or features of what is drawn; make it in the model. {GETITEMS}"
                 )
             if int((~mask).sum()) > MOST_NUMBERS:
                 raise CannotAdopt(

@@ -137,8 +137,8 @@ def _refuse_differences(split: TowerSplit, plain: Mapping[str, Tensor | None]) -
         alike = (parameter.grad is None) == (gradient is None)
         if not alike or bool(((ours - theirs).abs() > allowed).any()):
             raise CannotAdopt(
-                f"the gradient of '{name}' is not that of one process: something between the towers and the loss "
-                "mixes rows, or reads what each rank has alone; leave its sub-network out of towers="
+                f"the gradient of '{name}' is not that of one process: what is above the towers mixes "
+                "rows, or differs by rank; leave its sub-network out of towers="
             )
 
 

@@ -337,9 +337,8 @@ class OutputExchange:
         if len(set(rows)) > 1 or len(set(prints)) > 1:
             sizes = ", ".join(f"{size:.0f}" for size in rows)
             raise CannotAdopt(
-                f"step {self.step}: ranks have different batches (of {sizes} rows), or some are in train and others "
-                "in eval mode: give every rank the same whole batch in the same order (one seed, no "
-                "DistributedSampler)"
+                f"step {self.step}: ranks have different batches (of {sizes} rows) or modes; give every "
+                "rank the same whole batch in the same order, all in train or all in eval mode"
             )
 
     def _shapes(self, rank: int) -> list[torch.Size]:

@@ -149,8 +149,8 @@ class LocalTowers:
             for name, parameter in tower.module.named_parameters():
                 if parameter.grad is not None:
                     raise CannotAdopt(
-                        f"parameter '{tower.path}.{name}' is read outside of its tower, where ranks have old values (a "
-                        "penalty on weights?): use the optimizer's weight_decay, or leave this tower out of towers="
+                        f"parameter '{tower.path}.{name}' is read outside of its tower (a penalty on weights?): "
+                        "use the optimizer's weight_decay, or leave this tower out of towers="
                     )
 
     def exchange_outputs(self, outputs: list[Tensor], header: OutputHeader, problem: Exception | None) -> Tensor:

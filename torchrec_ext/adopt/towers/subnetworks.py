@@ -262,9 +262,8 @@ class UserLoss:
                 device = next((argument.device.type for argument in arguments if isinstance(argument, Tensor)), "cpu")
                 if torch.is_autocast_enabled(device):  # towers run before the loss, and outside of its contexts
                     raise CannotAdopt(
-                        f"{tower.lines[-1]}: tower '{tower.path}' is called under torch.autocast, which does not reach "
-                        "it on its own rank: enter torch.autocast within the tower's own forward, and around what "
-                        "stands above the towers"
+                        f"{tower.lines[-1]}: tower '{tower.path}' is called under torch.autocast, which does not "
+                        "reach its rank: enter autocast within the tower's forward, and around the rest"
                     )
                 result = run(*positional, **keywords)
                 outputs[tower.path], tower.outputs = tree_flatten(result)
@@ -402,16 +401,16 @@ class UserLoss:
                         f"together {both:.6g}, must be their mean: divide it by the rows (reduction='mean')"
                     )
                 raise CannotAdopt(
-                    f"the loss is not a mean over rows: {many} give {first_loss:.6g} and {second_loss:.6g}, both "
-                    f"together {both:.6g}, must be {mean:.6g}; one that compares rows (in-batch softmax) or weights "
-                    "them needs all on one rank"
+                    f"the loss is not a mean over rows: {many} give {first_loss:.6g} and {second_loss:.6g}, "
+                    f"both together {both:.6g}, must be {mean:.6g}; one that compares or weights rows needs "
+                    "all on one rank"
                 )
 
 
 def _reads_computed(tower: Subnetwork) -> CannotAdopt:
     return CannotAdopt(
-        f"{tower.lines[0]}: tower '{tower.path}' reads what forward computes with parameters, from another tower's "
-        "output or at random: move that into the tower, or name the module around both"
+        f"{tower.lines[0]}: tower '{tower.path}' reads what forward computes with parameters, "
+        "another tower or at random: move that into the tower, or name the module around both"
     )
 
 

@@ -341,8 +341,8 @@ def raw_ids(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Arr
         return column
     refuse_lists(path, name, column)
     raise DataError(
-        f"{path}: column '{name}' is {column.type}; ids must be whole numbers or text: convert it where it is written "
-        "(pandas makes fractions of ids where some are missing: astype('Int64'))"
+        f"{path}: column '{name}' is {column.type}; ids must be whole numbers or text: convert it "
+        "where it is written (of pandas: astype('Int64'))"
     )
 
 

@@ -269,8 +269,8 @@ def _read_files(folder: Path, context: Sequence[str]) -> _Files:
             tables[name] = {key: pa.array(column.values) for key, column in chunk.items()}
     elif "label" in names_in(folder / "train.parquet"):
         raise DataError(
-            f"{folder}: train.parquet has a column 'label', so not every row is a positive; use a recipe for labelled "
-            "rows, such as contextual_ncf or n_tower, or leave the rows with label 0 and the column out"
+            f"{folder}: train.parquet has a column 'label', so not every row is a positive; use a "
+            "recipe for labelled rows, such as contextual_ncf"
         )
     else:
         columns |= dict.fromkeys(_NAMES.values(), ("user_id", "item_id"))

@@ -285,8 +285,8 @@ def _with_candidates(data: SequenceData, folder: Path, seed: int) -> SequenceDat
         return data
     if data.test_items > 1:
         raise DataError(
-            f"data.test_items={data.test_items} with {files['test']}: its candidates are those of one test item of a "
-            "user; leave data.test_items out, or take the file away to rank the whole catalogue"
+            f"data.test_items={data.test_items} with {files['test']}: its candidates are those of one "
+            "test item of a user; leave data.test_items out, or take the file away"
         )
     candidates = {split: _negatives(data, split, file) for split, file in files.items() if file.exists()}
     if "validation" not in candidates:

@@ -482,8 +482,8 @@ def interactions_of(data: StreamedData) -> InteractionData:
     roles = data.roles
     if roles.user is None or roles.item is None:
         raise DataError(
-            f"{data.folder}: this recipe ranks, and its preprocessing names no user or no item; set Prepared(user=..., "
-            "item=...) and preprocess again, or take --recipe stream, which predicts labels"
+            f"{data.folder}: this recipe ranks, and its preprocessing names no user or no item; set "
+            "Prepared(user=..., item=...), or take --recipe stream"
         )
     _check_names(data)
     train, validation, test = (_positives(data, split) for split in PARTS)

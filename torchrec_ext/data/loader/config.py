@@ -138,9 +138,9 @@ class LoaderConfig:
         sampler = NEGATIVES.facts(self.sampling)
         if sampler.shared and (self.negatives or not self.shared_negatives):
             raise ValueError(
-                f"loader.sampling={self.sampling!r} with loader.negatives={self.negatives} and loader.shared_negatives="
-                f"{self.shared_negatives}: candidates are shared by the queries; set negatives=0 and shared_negatives "
-                "to 1 or more"
+                f"loader.sampling={self.sampling!r} with loader.negatives={self.negatives} and "
+                f"loader.shared_negatives={self.shared_negatives}: queries share these; set negatives=0 "
+                "and shared_negatives to 1 or more"
             )
         if self.shared_negatives and not sampler.shared:
             sharing = " or ".join(repr(name) for name in NEGATIVES if NEGATIVES.facts(name).shared)
@@ -150,8 +150,8 @@ class LoaderConfig:
             )
         if self.sampling != LoaderConfig.sampling and not sampler.shared and not self.negatives:
             raise ValueError(
-                f"loader.sampling={self.sampling!r} with loader.negatives=0: no negatives are drawn, so it would do "
-                "nothing; leave loader.sampling out, or set loader.negatives to 1 or more"
+                f"loader.sampling={self.sampling!r} with loader.negatives=0: it would do nothing; leave "
+                "loader.sampling out, or set loader.negatives to 1 or more"
             )
         if self.device and sampler.host_only:
             on_device = " or ".join(name for name in NEGATIVES if not NEGATIVES.facts(name).host_only)

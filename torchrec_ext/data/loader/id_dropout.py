@@ -54,8 +54,8 @@ class IdDropout:
         if rates and isinstance(loader, SessionLoader):
             feature, rate = next(iter(rates.items()))
             raise ValueError(
-                f"id_dropout={feature}={rate} with a SessionLoader: its items are ids alone, without features that "
-                "could stand for one that is dropped, and unknown items are no targets; leave id_dropout out"
+                f"id_dropout={feature}={rate} with a SessionLoader: its items have no features to stand "
+                "for a dropped id; leave id_dropout out"
             )
         for name, rate in rates.items():
             if schema.feature(name) is None:

@@ -152,8 +152,8 @@ def _check(config: LoaderConfig) -> None:
             raise ValueError(f"loader.{name}={getattr(config, name)!r}: sequences have no such column; leave it out")
     if NEGATIVES[config.sampling] is not UniformNegatives:
         raise ValueError(
-            f"loader.sampling={config.sampling!r}: candidates that all targets share are drawn uniformly; leave "
-            "loader.sampling out, and set loader.negatives=0 where the whole catalogue should be the candidates"
+            f"loader.sampling={config.sampling!r}: candidates that all targets share are drawn "
+            "uniformly; leave it out, and set loader.negatives=0 for the whole catalogue"
         )
     if config.device:
         raise ValueError(

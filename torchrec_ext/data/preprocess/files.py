@@ -114,8 +114,8 @@ def raw_types(where: str, schema: Mapping[str, pa.DataType], names: Collection[s
         kind = raw_type(schema[name])
         if kind is None:
             raise DataError(
-                f"{where}: column '{name}' is {schema[name]}, must be a bool, an integer of 64 signed bits, a float, "
-                "a string, a timestamp or a list of one of these; convert it where it is written"
+                f"{where}: column '{name}' is {schema[name]}, must be bool, int64, float, string, "
+                "timestamp or a list of these; convert it where it is written"
             )
         types[name] = kind
     return types

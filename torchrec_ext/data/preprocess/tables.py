@@ -78,9 +78,8 @@ def open_source(source: Source, columns: Sequence[str], engine: Engine) -> Opene
     if hasattr(source, "schema") and hasattr(source, "mutate"):
         if not engine.owns(source):
             raise DataError(
-                f"the table was made by another connection than the engine {engine.name}; make it with the engine's "
-                "own, as in `with DuckDB() as engine: engine.ibis.read_csv(...)`, and hand that engine over, or give "
-                "files"
+                f"the table is of another connection than the engine {engine.name}; make it with the "
+                "engine's own, as in engine.ibis.read_csv(...), or give files"
             )
         files = None
         where = "the table"

@@ -50,9 +50,9 @@ def chosen_optimizer(model: nn.Module, optimizer: OptimizerConfig | None) -> Opt
     if optimizer is not None:
         name, (kind, arguments) = next(iter(declared.items()))
         raise ValueError(
-            f"optimizer= is given, but apply_optimizer_in_backward has declared {kind.__name__}({_text(arguments)}) "
-            f"for table '{name}'; leave out one of them: per_table=('{name}=sgd lr=0.1',) of OptimizerConfig says the "
-            "same"
+            f"optimizer= is given, but apply_optimizer_in_backward has declared {kind.__name__}("
+            f"{_text(arguments)}) for table '{name}'; leave out one of them; per_table=('{name}=sgd "
+            "lr=0.1',) says the same"
         )
     return OptimizerConfig(per_table=tuple(_as_override(name, *declaration) for name, declaration in declared.items()))
 
@@ -155,8 +155,8 @@ def _sharding(table: BaseEmbeddingConfig, optimizer: str, sharding: str, device:
         return sharding
     raise ValueError(
         f"table '{table.name}': FBGEMM has no kernel of {optimizer} for the {device}; set "
-        f"plan.tables={table.name}=data_parallel (fp32), or optimizer.per_table={table.name}=adagrad (or sgd, "
-        "row_wise_adagrad)"
+        f"plan.tables={table.name}=data_parallel (fp32), or optimizer.per_table={table.name}"
+        "=adagrad"
     )
 
 

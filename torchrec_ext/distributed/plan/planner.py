@@ -121,8 +121,8 @@ def refuse_unplaced(model: nn.Module, config: PlanConfig, placement: TowerPlacem
     for name, choice in config.choices(tables).items():
         if choice.kernel == "key_value":
             raise PlanError(
-                f"table '{name}': kernel=key_value is planned only, by rec.plan: checkpoints and exports do not read "
-                "tables on an SSD; choose kernel=fused_uvm_caching or fused_uvm"
+                f"table '{name}': kernel=key_value is planned only, by rec.plan; choose "
+                "kernel=fused_uvm_caching or fused_uvm to train"
             )
         if why_on_all_ranks(choice) and (placement is not None or table_copies > 1):
             where = f"sync.table_copies={table_copies}"
@@ -131,9 +131,9 @@ def refuse_unplaced(model: nn.Module, config: PlanConfig, placement: TowerPlacem
             raise PlanError(f"table '{name}': {why_on_all_ranks(choice)}, not with {where}; leave that alone")
     if config.quantised and placement is not None:
         raise PlanError(
-            f"plan.forward_precision={config.forward_precision}, plan.backward_precision={config.backward_precision} "
-            f"with plan.towers={config.towers}: placed towers exchange no embeddings; set the precisions to fp32, or "
-            "leave plan.towers out"
+            f"plan.forward_precision={config.forward_precision}, plan.backward_precision="
+            f"{config.backward_precision} with plan.towers={config.towers}: placed towers exchange no "
+            "embeddings; set fp32, or leave plan.towers out"
         )
 
 

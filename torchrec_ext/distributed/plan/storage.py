@@ -118,6 +118,6 @@ def check_gpus(options: Sequence[ShardingOption], topology: Topology) -> None:
     for device, size in zip(topology.devices, need, strict=True):
         if size > device.storage.hbm:
             raise PlannerError(
-                f"nothing against it, but caches have rows as wide as their widest table, so rank {device.rank} needs "
-                f"{size_text(size)} of its GPU; give tables of one width to plan.kernel=fused_uvm_caching"
+                "nothing against it, but caches have rows as wide as their widest table, so rank "
+                f"{device.rank} needs {size_text(size)} of its GPU; give the cached tables one width"
             )

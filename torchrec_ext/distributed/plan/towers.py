@@ -61,8 +61,8 @@ def tower_placement(model: nn.Module, asked: str, world_size: int) -> TowerPlace
         if len(together) == 1 and len(towers) > 1:
             table, names = next((table, names) for table, names in readers(towers).items() if len(names) > 1)
             raise PlacementError(
-                f"plan.towers=tower_parallel: the towers {' and '.join(names)} share table '{table}', so all towers "
-                "have one set of ranks; give each a table of its own name, or take plan.towers=data_parallel"
+                f"plan.towers=tower_parallel: the towers {' and '.join(names)} share table '{table}'; "
+                "give each a table of its own name, or take plan.towers=data_parallel"
             )
         loads = {}
         for name, unit in together.items():
@@ -114,8 +114,8 @@ def _check_together(setting: str, towers: Mapping[str, Any], placement: TowerPla
             possible = TowerPlacement(ranks=ranks, world_size=placement.world_size)
             where = " and ".join(f"'{name}' on rank(s) {', '.join(map(str, placement.ranks[name]))}" for name in names)
             raise PlacementError(
-                f"plan.towers={setting}: the towers {where} share table '{table}', which has one place; give them the "
-                f"same ranks, as in plan.towers={possible}, or take auto, or tables of different names"
+                f"plan.towers={setting}: the towers {where} share table '{table}', which has one place; "
+                f"give them the same ranks, as in plan.towers={possible}, or take auto"
             )
 
 

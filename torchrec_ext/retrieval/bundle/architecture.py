@@ -70,9 +70,9 @@ def describe_module(module: nn.Module | Made, *, also: Sequence[type[nn.Module]]
     name = record.kind.__name__
     if _allowed_classes(also).get(name) is not record.kind:
         raise BundleError(
-            f"module {record.kind.__module__}.{record.kind.__qualname__}: not one of the classes that a bundle can "
-            f"name ({listed(sorted(_MODULES))}); put Recorded before nn.Module among its bases, and give it to the "
-            f"export and to Bundle.load as also=[{name}]"
+            f"module {record.kind.__module__}.{record.kind.__qualname__}: not one of the classes that "
+            f"a bundle can name ({listed(sorted(_MODULES))}); put Recorded before nn.Module among its "
+            f"bases, and give also=[{name}]"
         )
     if record.arguments is None:
         raise BundleError(

@@ -163,8 +163,8 @@ def _check_towers(records: Mapping[str, Made]) -> None:
     for name, tower in records.items():
         if issubclass(tower.kind, SessionTower) and (tower.arguments or {}).get("target"):
             raise BundleError(
-                f"tower '{name}': its target item is a step of its sequence, so the item has no vector of its own; "
-                "make the model by bst(), whose target has a tower, or rank candidates with the model itself"
+                f"tower '{name}': its target item is a step of its sequence, so the item has no vector of "
+                "its own; make the model by bst(), or rank with the model itself"
             )
     if len(records) < 2:
         raise BundleError(
@@ -295,8 +295,7 @@ def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tenso
         pair = int((positions != audit.positions).argmax())
         raise BundleError(
             f"{where}: item {audit.ids[pair]} is at position {positions[pair]}, in this catalogue at "
-            f"{audit.positions[pair]}: the id map is of another catalogue; write the store with this catalogue, and "
-            "export the bundle again"
+            f"{audit.positions[pair]}: the id map is of another catalogue; export the bundle again"
         )
     rounding = float(rounding)
     most = greatest_loss(vectors, store.dtype)
@@ -310,7 +309,7 @@ def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tenso
     allowed = 1.01 * rounding + tolerance(vectors)
     if not difference <= allowed:
         raise BundleError(
-            f"{where}: the vectors of {len(audit.positions)} audited items differ by {difference:.3g} from this "
-            f"bundle's (at most {allowed:.3g}): the store is stale, or of another tower or catalogue; embed the "
-            "catalogue again"
+            f"{where}: the vectors of {len(audit.positions)} audited items differ by {difference:.3g} "
+            f"from this bundle's (at most {allowed:.3g}): a stale store, or another tower's; embed "
+            "the catalogue again"
         )

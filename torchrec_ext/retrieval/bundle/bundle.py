@@ -212,9 +212,8 @@ class Bundle:
         where = self.folder / name
         if store.tower != tower:
             raise BundleError(
-                f"{where}: was made by tower {store.tower[:12] or '(none)'}, this bundle's is {tower[:12]}: it is a "
-                "store of another model, or of other preprocessing; embed the catalogue with this bundle's tower, or "
-                f"{_ANEW}"
+                f"{where}: was made by tower {store.tower[:12] or '(none)'}, this bundle's is {tower[:12]}"
+                f": a store of another model or preprocessing; {_ANEW}"
             )
         expected = {"digest": entry["digest"], "dtype": entry["dtype"], "width": width}
         for what, value in expected.items():

@@ -86,8 +86,8 @@ def check_index_metric(kind: IndexKind, metric: str) -> None:
     """
     if metric == "top_nn" and not INDEX_KINDS[kind].any_metric:
         raise BundleError(
-            f"index={kind!r}: searches by dot product or cosine, and this model scores by a top NN; take index=exact, "
-            "or train with model.interaction=dot or cosine (recipe retrieval)"
+            f"index={kind!r}: searches by dot product or cosine, and this model scores by a top NN; "
+            "take index=exact, or model.interaction=dot"
         )
 
 

@@ -332,9 +332,9 @@ def with_oov_row(feature: SparseFeature, ids: NDArray[np.int64], *, strict: bool
         return ids
     if strict:
         raise DataError(
-            f"column '{feature.name}': {ids[outside][0]} is no row of table {feature.readers}, which has the "
-            f"rows 0 to {feature.num_embeddings - 1:,}, and no row for unknown ids; send another id, or export "
-            f"the model with oov_ids={{'{feature.name}': ROW}}"
+            f"column '{feature.name}': {ids[outside][0]} is no row of table {feature.readers}, which "
+            f"has the rows 0 to {feature.num_embeddings - 1:,}; send another id, or export the model "
+            f"with oov_ids={{'{feature.name}': ROW}}"
         )
     return np.where(outside, feature.oov_id, ids)
 

@@ -159,9 +159,9 @@ class TracedModel(nn.Module):
             alone = self._model_logits({name: values[among] for name, values in columns.items()})[0]
             if not abs(float(alone - logits[row])) <= _SAME * max(1.0, float(logits.abs().max())):
                 raise BundleError(
-                    f"model: forward's logit of row {row} is {float(logits[row]):.6g} among {len(logits)} rows and "
-                    f"{float(alone):.6g} among 3: it depends on other rows; compute it from its own columns (batch "
-                    "statistics from a buffer)"
+                    f"model: forward's logit of row {row} is {float(logits[row]):.6g} among {len(logits)} "
+                    f"rows and {float(alone):.6g} among 3: it depends on other rows; compute it from its own "
+                    "columns"
                 )
 
 
@@ -416,8 +416,7 @@ class _Split:
                     )
                     raise BundleError(
                         f"towers: {name}={path!r} reads {listed(other)}{_line(mixed)}, which the {owner}, so its "
-                        f"output cannot be {use}; name modules that read columns of {table} alone: the rest of forward "
-                        "is run for each pair"
+                        f"output cannot be {use}; name modules that read columns of {table} alone"
                     )
                 if not any(self._side(node) == tower for node in inside):
                     raise BundleError(

@@ -289,9 +289,8 @@ def check_exportable(towers: Mapping[str, str], skip: Sequence[str] = ()) -> Non
     for name, kind in towers.items():
         if name not in skip and kind not in EXPORTABLE:
             raise ExportError(
-                f"tower '{name}': a {kind} cannot be exported to ONNX, which is written for towers of pooled tables "
-                f"({', '.join(EXPORTABLE)}); leave it out by name (--onnx-skip {name}), and take its vectors from the "
-                "bundle"
+                f"tower '{name}': a {kind} cannot be exported to ONNX, only towers of pooled tables ("
+                f"{', '.join(EXPORTABLE)}); add --onnx-skip {name}, and take its vectors from the bundle"
             )
 
 

@@ -190,9 +190,8 @@ class EmbeddingStore:
         size = os.fstat(self._descriptor.fileno()).st_size
         if size < self._bytes:
             raise StoreError(
-                f"'{self.folder / ROWS}' has {size:,} bytes and had {self._bytes:,} when it was opened: it was changed "
-                "in place. Write with write_store or refresh_store, which leave open versions alone, and open the "
-                "store again"
+                f"'{self.folder / ROWS}' has {size:,} bytes and had {self._bytes:,} when it was opened: "
+                "it was changed in place. Write with write_store or refresh_store, and open it again"
             )
 
 

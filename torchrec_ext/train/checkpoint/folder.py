@@ -299,8 +299,8 @@ class CheckpointFolder:
         if is_folder and isinstance(steps, list) and all(type(step) is int and step >= 0 for step in steps):
             return _Move(str(name), steps)
         raise CheckpointError(
-            f"{path}: must name a folder set-aside-NUMBER beside it and a list of steps, as this package writes it; "
-            "remove the file to leave all checkpoints where they are"
+            f"{path}: must name a folder set-aside-NUMBER and a list of steps; remove the file to "
+            "leave all checkpoints where they are"
         )
 
     def _names_of_step(self, step: int) -> tuple[str, str]:
@@ -558,8 +558,8 @@ def check_shared(folder: str, rank: int, gathered: Callable[[Any], list[Any]]) -
     if blind:
         more = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
         raise CheckpointError(
-            f"folder '{folder}': {blind[0]}{more} cannot see what rank 0 on {views[0][1]} writes; give a folder that "
-            "all hosts share, by an absolute path, with --run_dir, or checkpoint.folder=s3://bucket/runs"
+            f"folder '{folder}': {blind[0]}{more} cannot see what rank 0 on {views[0][1]} writes; "
+            "give a folder that all hosts share: --run_dir, or checkpoint.folder=s3://bucket/runs"
         )
 
 

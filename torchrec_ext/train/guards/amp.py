@@ -62,8 +62,8 @@ class LossScaling:
         for name in optimizer.table_choices:
             if not any(f".{name}." in key for key in replicated):
                 raise ValueError(
-                    f"train.amp=fp16: table '{name}' is sharded, and moved inside the backward by a gradient that is "
-                    "still scaled as the loss is; set train.amp=bf16, or plan.sharding=data_parallel"
+                    f"train.amp=fp16: table '{name}' is sharded, so its backward moves it by scaled "
+                    "gradients; set train.amp=bf16, or plan.sharding=data_parallel"
                 )
 
     def _replicated_keys(self) -> list[str]:

@@ -330,8 +330,8 @@ def _check_targets(rows: Tensor, items: Tensor) -> None:
         index = int(wrong[0]) if len(wrong) else 0
         before = int(rows[index - 1]) if index else "the start"
         raise ValueError(
-            f"target_rows: {int(rows[index])} after {before}; must ascend from 0 without a gap, since every query "
-            "needs a target: sort the targets by query, and number the queries that have one"
+            f"target_rows: {int(rows[index])} after {before}; must ascend from 0 without a gap: sort "
+            "the targets by query, and number the queries that have one"
         )
     # One number for each pair, so that equal pairs are neighbours after one sort.
     num_items = 1 + int(items.max()) if len(items) else 1

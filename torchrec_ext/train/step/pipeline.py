@@ -123,15 +123,14 @@ def make_pipeline(
         replicated = _replicated_tables(model)
         if replicated:
             raise ValueError(
-                f"sync.mode={sync.mode}: table(s) {', '.join(replicated)} are data_parallel, and DDP cannot look up "
-                "the next batch before this one's backward; shard them, as with plan.sharding=table_wise, or choose "
-                "another sync.mode"
+                f"sync.mode={sync.mode}: table(s) {', '.join(replicated)} are data_parallel, whose next "
+                "batch cannot be looked up ahead; set plan.sharding=table_wise, or another sync.mode"
             )
         names = dict(optimizer.optimizers) if isinstance(optimizer, CombinedOptimizer) else {}
         if sync.stash_gradients and "sharded_adam" in names:
             raise ValueError(
-                "sync.stash_gradients: no kernel runs this device's adam, and its first step cannot be left out; set "
-                "optimizer.tables to adagrad, row_wise_adagrad or sgd, or sync.stash_gradients=false"
+                "sync.stash_gradients: no kernel runs this device's adam, so its first step cannot be "
+                "left out; set optimizer.tables=adagrad, or sync.stash_gradients=false"
             )
         make = SemiSyncOnCpu if device.type == "cpu" else GatedSemiSync
         return make(
