@@ -295,8 +295,8 @@ def _bags(
     strict: bool,
     is_raw: bool,
 ) -> tuple[Jagged, NDArray[np.bool_]]:
-    sent = column.values.astype(np.int64, copy=False)
-    ids = with_oov_row(feature, sent, strict=strict)
+    raw_ids = column.values.astype(np.int64, copy=False)
+    ids = with_oov_row(feature, raw_ids, strict=strict)
     lengths = column.lengths
     if not ids.flags.writeable:  # torch warns about read-only memory, such as Arrow's
         ids = ids.copy()
@@ -306,7 +306,7 @@ def _bags(
     unknown = np.zeros(len(ids), np.bool_) if strict else ids == feature.oov_id
     if is_raw and lengths is not None:
         # A list may be padded with the out-of-vocabulary row itself; the row alone stands for an unknown id.
-        unknown &= sent != feature.oov_id
+        unknown &= raw_ids != feature.oov_id
     bag_lengths = bag_weights = None
     if lengths is not None:
         bag_lengths = torch.from_numpy(lengths.astype(np.int32))
