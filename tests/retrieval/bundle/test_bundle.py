@@ -23,6 +23,7 @@ from torchrec import EmbeddingBagConfig
 
 from tests.examples import ITEMS, NO_MANIFESTS, USERS
 from tests.retrieval.bundles import bundle_of, contents, model_of
+from torchrec_ext.data.preprocess import FittedPreprocessor
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
 from torchrec_ext.retrieval.bundle.request_columns import Columns
@@ -604,6 +605,7 @@ def test_it_loads_without_a_process_group_and_without_faiss(pristine: Path) -> N
 import sys
 sys.modules["faiss"] = None  # importing it fails
 import torch, torch.distributed as dist
+from torchrec_ext.data.preprocess import FittedPreprocessor
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 bundle = Bundle.load({str(pristine)!r})
 assert not dist.is_initialized()
@@ -651,7 +653,8 @@ def test_a_row_that_no_training_row_has_read_is_unknown_too() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
-def test_a_row_of_plain_numbers_is_read_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_kept", [False, True], ids=["raw", "kept by a preprocessor"])
+def test_a_row_of_plain_numbers_is_read_as_any_other(monkeypatch: pytest.MonkeyPatch, is_kept: bool) -> None:
     """Or not by the short way at all: unknown ids, other types and wrong values give the same result or error."""
     tables = [
         EmbeddingBagConfig(name="items", feature_names=["item", "liked"], num_embeddings=6, embedding_dim=4),
@@ -659,7 +662,9 @@ def test_a_row_of_plain_numbers_is_read_as_any_other(monkeypatch: pytest.MonkeyP
     ]
     schema = BatchSchema.from_tables(tables, dense=["age", "price"], oov_ids={"item": 4})
     types = {"item": "int64", "liked": "list<int64>", "shop": "int64", "age": "float32", "price": "float64"}
-    columns = Columns(schema, types, unseen={"item": [2, 5], "liked": [3]}, strict=["shop"])
+    preprocessor = FittedPreprocessor(steps=(), keep=tuple(types), raw=types, states=()) if is_kept else None
+    columns = Columns(schema, types, preprocessor, unseen={"item": [2, 5], "liked": [3]}, strict=["shop"])
+    assert columns._is_plain
     plain = {"item": 1, "liked": [1, 2], "shop": 8, "age": 0.1, "price": 1e10}
     changes: dict[str, list[Any]] = {
         "item": [0, 2, 4, 5, 6, -1, 2**63, True, 1.0, "1", None, [1]],

@@ -83,9 +83,10 @@ class Columns:
             self.request_columns = {name: _type_of(name, types) for name in column_names}
             self._is_plain = _is_plain(schema, self.request_columns)
         else:
-            self._is_plain = False
             raw_columns = {name: self._steps.raw[name] for name in self._steps.keep}
             self.request_columns = {**self._steps.request_columns, **raw_columns}
+            # Without steps, every column is kept as it was sent.
+            self._is_plain = not self._steps.steps and _is_plain(schema, self.request_columns)
             _check_outputs(column_names, self._steps)
 
     def read(self, rows: Rows) -> Read:
