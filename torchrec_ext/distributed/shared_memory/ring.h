@@ -409,9 +409,8 @@ class Group : public std::enable_shared_from_this<Group> {
       // It may have sent everything before it ended.
       progress();
       std::lock_guard<std::mutex> lock(mutex_);
-      if (!collectives_.empty() && (owes(*collectives_.front(), peer) || full_)) {
+      if (!collectives_.empty() && (owes(*collectives_.front(), peer) || full_))
         fail_locked("rank " + to_string(peer) + " (process " + to_string(pids_[peer]) + ") has ended");
-      }
     }
   }
 
