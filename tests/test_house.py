@@ -8,10 +8,9 @@ from collections import defaultdict
 
 import pytest
 
-from tests.test_layering import ROOT, imported, sources
+from tests.test_layering import ROOT, imported, parsed, sources
 
 LONGEST_MESSAGE = 200
-MODULES = {name: ast.parse(source) for name, source in sources().items()}
 
 pytestmark = pytest.mark.unit
 
@@ -57,23 +56,23 @@ def on_circles(graph: dict[str, set[str]]) -> set[str]:
 
 def imports() -> dict[str, set[str]]:
     """By module the modules of ours that it imports, also inside functions; packages export lazily and are left out."""
-    packages = {name for name in MODULES if (ROOT / name.replace(".", "/") / "__init__.py").exists()}
+    packages = {name for name in sources() if (ROOT / name.replace(".", "/") / "__init__.py").exists()}
     graph = {}
     for name, source in sources().items():
         if name in packages:
             continue
         found = {target for _, target in imported(name, source, is_package=False)}
         found |= {target.rpartition(".")[0] for target in found}
-        graph[name] = {target for target in found if target in MODULES and target not in packages and target != name}
+        graph[name] = {target for target in found if target in sources() and target not in packages and target != name}
     return graph
 
 
 def test_a_public_class_or_function_is_defined_once() -> None:
     places = defaultdict(list)
-    for module, tree in MODULES.items():
+    for module, source in sources().items():
         if not module.startswith("torchrec_ext"):
             continue  # a component has the name of its app's main
-        for node in tree.body:  # type: ignore[attr-defined]
+        for node in parsed(source).body:
             public = isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
             if public and node.name != "main":
                 places[node.name].append(module)
@@ -85,7 +84,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def test_no_message_is_longer_than_it_may_be() -> None:
-    assert {module: lines for module, tree in MODULES.items() if (lines := long_messages(tree))} == {}
+    assert {module: lines for module, source in sources().items() if (lines := long_messages(parsed(source)))} == {}
 
 
 def test_the_checks_find_what_they_look_for() -> None:

@@ -1,6 +1,8 @@
 """Who may import whom: DESIGN's table, held by reading every import statement, also those inside functions."""
 
 import ast
+import functools
+import json
 import os
 import subprocess
 import sys
@@ -66,6 +68,11 @@ MAY_IMPORT: Mapping[str, set[str]] = {
 APP_ROOMS = ("cli", "tasks", "recipes", "launch", "jobs", "networks")
 
 
+# Four tests of two files read every module's tree, and parsing all takes two seconds.
+parsed = functools.cache(ast.parse)
+
+
+@functools.cache
 def sources() -> dict[str, str]:
     """Every module of ours by its name; a package goes by the name of its folder."""
     found = {}
@@ -79,7 +86,7 @@ def sources() -> dict[str, str]:
 def imported(module: str, source: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything that a module imports, `from a import b` as a.b."""
     package = module if is_package else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -165,7 +172,7 @@ def unguarded(modules: Mapping[str, str]) -> list[str]:
 def top_level(source: str) -> list[str]:
     """The dotted names imported when a module is imported, in order."""
     names = []
-    for node in ast.parse(source).body:
+    for node in parsed(source).body:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -269,45 +276,61 @@ WITHOUT_TORCH = (
     *("torchx_apps.recipes.saved_job", "torchx_apps.tasks.job", "torchx_apps.tasks.loading"),
 )
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "tensordict", "numpy", "pyarrow", "pandas", "duckdb", "ibis")
-# Runs the app of argv, or imports the modules of argv where the first word is "import", and prints what was imported.
+# Imports the modules of argv, then runs each app that a line of stdin names, with its flags, in a fork.
 OBSERVED = """
-import importlib, runpy, sys
-what, *rest = sys.argv[1:]
-status = 0
-if what == "import":
-    for name in rest:
-        importlib.import_module(name)
-else:
-    sys.argv = [what, *rest]
-    try:
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        status = end.code
-print("imported:", *sorted({name.split(".")[0] for name in sys.modules}), file=sys.stderr)
-sys.exit(status)
+import contextlib, importlib, io, json, os, runpy, signal, sys, traceback
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+for line in sys.stdin:
+    if os.fork():
+        if os.wait()[1]:
+            print("null", flush=True)
+        continue
+    signal.alarm(120)
+    app, *flags = json.loads(line)
+    sys.argv = [app, *flags]
+    status, output = 0, io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            if app:
+                runpy.run_module(app, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            status = end.code or 0
+        except BaseException:
+            traceback.print_exc()
+            status = "traceback"
+    print(json.dumps([status, output.getvalue(), sorted({name.split(".")[0] for name in sys.modules})]), flush=True)
+    os._exit(0)
 """
 
 
-def run_observed(*words: str) -> tuple[int, str, set[str]]:
-    """Exit code and output of a process of its own, and the packages that it had imported at its end."""
+@pytest.fixture(scope="module")
+def forking() -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported WITHOUT_TORCH: one for each command line would do that again, for half a second."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    done = subprocess.run(
-        [sys.executable, "-c", OBSERVED, *words],
-        capture_output=True,
+    with subprocess.Popen(
+        [sys.executable, "-c", OBSERVED, *WITHOUT_TORCH],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
         cwd=ROOT,
         env=environment,
-        check=False,
-    )
-    *output, imported = done.stderr.rstrip().splitlines()
-    assert imported.startswith("imported:"), done.stderr
-    return done.returncode, done.stdout + "\n".join(output), set(imported.split()[1:])
+    ) as process:
+        yield process
 
 
-def test_what_a_command_line_needs_imports_no_torch() -> None:
-    status, _, imported = run_observed("import", *WITHOUT_TORCH)
-    assert status == 0
+def run_observed(process: subprocess.Popen[str], *words: str) -> tuple[int | str, str, set[str]]:
+    """Exit code and output of an app, or of none, and the packages that its process had imported at its end."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print(json.dumps(words), file=process.stdin, flush=True)
+    status, output, imported = json.loads(process.stdout.readline())
+    return status, output, set(imported)
+
+
+def test_what_a_command_line_needs_imports_no_torch(forking: subprocess.Popen[str]) -> None:
+    _, _, imported = run_observed(forking, "")
+    assert "torchx_apps" in imported
     assert imported.isdisjoint(HEAVY)
 
 
@@ -352,8 +375,10 @@ def test_what_a_command_line_needs_imports_no_torch() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_command_line_is_answered_without_torch(words: Sequence[str], status: int, answer: str) -> None:
+def test_a_command_line_is_answered_without_torch(
+    words: Sequence[str], status: int, answer: str, forking: subprocess.Popen[str]
+) -> None:
     app, *flags = words
-    result, output, imported = run_observed(f"torchx_apps.{app}", *flags)
+    result, output, imported = run_observed(forking, f"torchx_apps.{app}", *flags)
     assert (result, answer in output) == (status, True), output
     assert imported.isdisjoint(HEAVY)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_layering import parsed
 from torchrec_ext import private_names
 from torchrec_ext.private_names import PRIVATE_NAMES, PrivateNames
 
@@ -18,7 +19,7 @@ PYTHONS = {"_replace", "_asdict", "_fields", "_getframe", "_current_frames", "_e
 
 def trees() -> list[tuple[Path, ast.Module]]:
     paths = [path for top in ("torchrec_ext", "torchx_apps") for path in sorted((ROOT / top).rglob("*.py"))]
-    return [(path, ast.parse(path.read_text())) for path in paths]
+    return [(path, parsed(path.read_text())) for path in paths]
 
 
 def is_private(name: str) -> bool:
@@ -56,12 +57,12 @@ def used(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def test_every_private_name_that_is_used_stands_in_the_table() -> None:
     listed = {name for private in PRIVATE_NAMES for name in private.names}
     listed |= {part.partition(".")[0] for private in PRIVATE_NAMES for part in private.file.split("/")}
-    ours = {name for _, tree in trees() for name in defined(tree)}
+    known = listed | PYTHONS | {name for _, tree in trees() for name in defined(tree)}
     unlisted = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path, tree in trees()
         for line, name in used(tree)
-        if is_private(name) and name not in ours | listed | PYTHONS
+        if is_private(name) and name not in known
     ]
     assert unlisted == []
 
