@@ -156,6 +156,7 @@ def test_a_program_runs_as_it_stands(page: str, name: str, printed: str, folder:
     assert re.search(printed, run_program(program, folder).stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_a_loop_of_your_own_prints_its_loss_and_no_warning(folder: Path) -> None:
     (program,) = (each for each in blocks(README) if each.language == "python" and each.name == "my_train.py")
