@@ -1584,7 +1584,10 @@ JOINED: dict[str, tuple[Callable[..., Tensor], bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ("concatenated", "written") else [pytest.mark.slow]) for name in JOINED],
+)
 def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
