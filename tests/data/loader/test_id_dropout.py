@@ -1,6 +1,7 @@
 """Id dropout: whole bags, the same on any number of ranks and after a resume; and what an unseen item gains by it."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,8 @@ def loader(
 
 def bags(batch: TowerBatch, name: str) -> list[list[int]]:
     part = batch.shared.sparse if batch.shared is not None and name in batch.shared.sparse.keys() else batch.sparse  # noqa: SIM118
-    return [row.tolist() for row in part[name].to_dense()]
+    values, offsets = part[name].values().tolist(), part[name].offsets().tolist()
+    return [values[begin:end] for begin, end in itertools.pairwise(offsets)]
 
 
 def epoch(made: IdDropout | ChunkLoader, names: tuple[str, ...], number: int = 0) -> list[dict[str, list[list[int]]]]:
