@@ -9,6 +9,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+# One thread in each of several workers, and in all that they start: two each on two busy cores take up to 30 times as
+# long. Apps, which a test calls in its own process or another, take all cores where this variable is not set.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
 
 # Hypothesis fails an example that takes longer than .2 s: on a busy machine any may, and a timing is no assertion.
@@ -31,10 +36,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_runtest_setup() -> None:
-    """Sets one thread in each of several workers: two each on two busy cores take up to 30 times as long.
-
-    Before every test: an app's main that an earlier test called in this process has taken all cores.
-    """
+    """Sets one thread in each of several workers, also where an earlier test has set another number."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
 
