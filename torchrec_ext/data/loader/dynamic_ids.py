@@ -201,7 +201,7 @@ class DynamicIdLoader:
             raise IdsChangedError(str(error)) from None
         self._reported = torch.tensor([self.ids.counts["lookups"], self.ids.counts["unknown"]])
 
-    def fitted(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    def fit_state(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
         """Fits a saved state to tables of fewer rows, see :func:`resized`.
 
         Returns:

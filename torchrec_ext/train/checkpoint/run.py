@@ -66,7 +66,7 @@ class DynamicLoader(Protocol):
     def load_ids(self, state: Mapping[str, Any]) -> None:
         """Continues with the ids of a loader's state."""
 
-    def fitted(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+    def fit_state(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
         """Fits a loader's state to tables of fewer rows, and returns the saved row of each of their rows."""
 
     def load_vocabularies(self) -> None:
@@ -403,7 +403,7 @@ def begin_with(
         tensors = empty_tensors(read_index(path), [_LOADER])
         load_tensors(path, tensors, together)
         content = read_checkpoint_manifest(path)["content"]
-        state, sources = loader.fitted(_with_tensors(content["loader"], tensors))
+        state, sources = loader.fit_state(_with_tensors(content["loader"], tensors))
     saved, matched = load_checkpoint(
         path, model_state(model, optimizer), together, allow=config.allow, cold=cold, sources=sources
     )
