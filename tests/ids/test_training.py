@@ -358,7 +358,7 @@ def check_smaller(runtime: Runtime, folder: str, plan: tuple[str, str], tables: 
     assert "table 'user' has 50 rows now" in begin_with(path, new, new_optimizer, together, start, {}, loader)
     checkpointer.close()
     state = whole_state(model_state(new, new_optimizer))
-    fitted, sources = resized({"counts": {"evicted": 0}, "tables": tables}, policies)
+    fitted, sources = resized({"now": STEPS, "counts": {"evicted": 0}, "tables": tables}, policies)
     for name, source in sources.items():
         assert torch.equal(loader.ids.state_dict()["tables"][name]["ids"], fitted["tables"][name]["ids"])
         for slot in ("weight", "sum", "exp_avg", "exp_avg_sq"):
