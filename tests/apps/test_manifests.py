@@ -251,7 +251,10 @@ def test_a_service_with_a_secret_does_not_start_without_its_token() -> None:
             {"port": 80},
             "--port 80: the pods do not run as root, so their port is 1024 to 65535; callers ask the Service",
         ),
-        ({"bundle": "runs/b"}, "--bundle runs/b: the pods have no such folder; give the volume with the bundle and "),
+        (
+            {"bundle": "runs/b"},
+            "--bundle runs/b: the pods have no such folder; give the volume with it",
+        ),
         ({"image": None}, "--image: TorchX's own image, "),
         ({"redis": "redis://:word@host"}, "--redis: the address holds a password, "),
     ],

@@ -298,7 +298,7 @@ def test_a_failed_run_leaves_no_folder(log: Path, tmp_path: Path, capsys: pytest
     ("name", "message"),
     [
         ("part-0.parquet", r"part-0\.parquet: the file changed while it was in use, \d+ bytes became \d+; start anew"),
-        ("part-2.parquet", r"part-0\.parquet: other files came into the log, or left it, while it was read"),
+        ("part-2.parquet", r"part-0\.parquet: files came into the log, or left it, while it was read"),
     ],
 )
 def test_a_log_that_grows_while_it_is_read_is_named(

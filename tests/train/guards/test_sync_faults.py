@@ -125,9 +125,7 @@ def test_loaders_of_unequal_length_are_told_on_every_rank_before_the_first_step(
     first, second = (rank["uneven"] for rank in two_ranks)
     assert first == second
     for told in first.values():
-        assert told.startswith(
-            "loader: ranks have unequal numbers of batches in an epoch, rank 0: 3, rank 1: 4, and each step waits"
-        )
+        assert told.startswith("loader: ranks have unequal numbers of batches in an epoch, rank 0: 3, rank 1: 4; pad")
 
 
 def own_loop(runtime: Runtime) -> str:

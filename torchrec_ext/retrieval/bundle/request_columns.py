@@ -116,7 +116,7 @@ class Columns:
                 weighing,
                 unseen,
                 strict=feature.name in self.strict,
-                is_raw=self._steps is None,
+                is_raw=self._steps is None or feature.name in self._steps.keep,
             )
         for name, width in self.widths.items():
             # The (B, W) numbers of a list column.

@@ -13,6 +13,7 @@ from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from torchrec_ext.batch import skip_fx_notice
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.schema.validation import listed
 
@@ -94,6 +95,7 @@ def dlrm_by_columns(
         return None
     # Brings lagging rows of an adopted step up to date, or raises with a remedy.
     model.state_dict()
+    skip_fx_notice()
     by_columns = DLRMByColumns(dlrm)
     look_ups = by_columns.look_ups
     paths = {_DENSE: "by_columns.dense_arch"}
