@@ -122,6 +122,8 @@ def fresh(options: Options) -> Iterator[Row]:
     users, items, seconds = SIZES[options.quick]
     if os.environ.get("FRESH_S"):
         seconds = int(os.environ["FRESH_S"])
+    # As in the server: the thread that writes events must not keep those that ask from noticing their answers.
+    sys.setswitchinterval(5e-4)
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -153,7 +155,7 @@ def fresh(options: Options) -> Iterator[Row]:
         while look() < known:
             assert trainer.poll() is None, (folder / "trainer.txt").read_text()[-2000:]
             time.sleep(0.2)
-        server_flags = ["torchx_apps.serve", str(current), "--port=0", "--watch=0.2", "--log=events"]
+        server_flags = ["torchx_apps.serve", str(current), "--port=0", "--watch=0.1", "--log=events"]
         server = started(stack, server_flags, cores[-1], folder / "server.txt")
         assert server.stdout is not None
         match = re.search(r":(\d+)/", server.stdout.readline())

@@ -310,14 +310,15 @@ class Publisher:
         self._due = begin + self._publication.seconds
         if self._step == run.at.step or not min(run.loader.ids.live.values()):
             return
-        for record in self._ages.records(run.at.step):
-            run.at.history.append(record)
-            self._log(record)
         self.newest = self._folder / f"step-{run.at.step:010}"
         with run.outside_pipeline():
             self._write(self.newest)
         write_whole(self._folder / CURRENT, f"{self.newest.name}\n".encode())
         self._step = run.at.step
+        # Only now, because servers wait for the bundle and nobody for these figures.
+        for record in self._ages.records(run.at.step):
+            run.at.history.append(record)
+            self._log(record)
         self._ages.add(Bundle.load(self.newest, verify=False))
         self._prune()
         # Training has at least half of the time, however long a publication takes.
