@@ -2,13 +2,13 @@
 
     python benchmarks/all.py [--rounds 3] [--turns 3] [--only NAME ...] [--studies] [--quick] [--results DIR]
 
-A round runs each script once, in a process of its own, so that a row's rounds lie a quarter of an hour apart. A row of
-the results has the median of its rounds, and as `low` and `high` the least and the greatest ratio of any turn. Beside
-the rows stand the commit, the versions, and the machine's own yardsticks, measured before each round: with them the
-ratios of two machines can be told apart. Run it on a machine that does nothing else: it refuses to begin where others
-keep a core busy. `--studies` runs, once, the rows that scripts otherwise leave out, and writes them to
-NAME-studies.json. `quality.py` (hours of training), `zoo.py` (hours of capturing) and `readme_output.py` (the README's
-sample) are run by themselves.
+A round runs each script once, in a process of its own, so that a row's rounds lie a quarter of an hour apart. Results
+are written after each round of a script. A row of the results has the median of its rounds, and as `low` and `high` the
+least and the greatest ratio of any turn. Beside the rows stand the commit, the versions, and the machine's own
+yardsticks, measured before each round: with them the ratios of two machines can be told apart. Run it on a machine that
+does nothing else: it refuses to begin where others keep a core busy. `--studies` runs, once, the rows that scripts
+otherwise leave out, and writes them to NAME-studies.json. `quality.py` (hours of training), `zoo.py` (hours of
+capturing) and `readme_output.py` (the README's sample) are run by themselves.
 """
 
 from __future__ import annotations
@@ -65,11 +65,13 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    about = {"commit": commit(), "date": datetime.date.today().isoformat(), "rounds": options.rounds, "cpu": _cpu()}
+    about: dict[str, Any] = {"commit": commit(), "date": datetime.date.today().isoformat(), "cpu": _cpu()}
     start = time.monotonic()
     yardsticks: list[dict[str, float]] = []
     rounds: dict[str, list[Row]] = {name: [] for name in options.only}
     failed: dict[str, str] = {}
+    tables: dict[str, list[str]] = {}
+    options.results.mkdir(parents=True, exist_ok=True)
     for number in range(1, options.rounds + 1):
         yardsticks.append(machine(options.quick))
         print(f"round {number} of {options.rounds}, {_minutes(start)}: {_yardsticks(yardsticks[-1:])}", flush=True)
@@ -82,15 +84,22 @@ def main() -> int:
             except RuntimeError as error:
                 failed[name] = str(error)
                 print(f"{name} failed: {error}", file=sys.stderr, flush=True)
-    about["machine"] = _spread(yardsticks)
-    options.results.mkdir(parents=True, exist_ok=True)
-    for name, results in rounds.items():
-        if name not in failed and results[0]["rows"]:
-            merged = {**results[0], **about, "rows": merge([result["rows"] for result in results])}
-            (options.results / f"{name}{'-studies' if options.studies else ''}.json").write_text(_as_json(merged))
-            print("\n".join(table(name, merged["rows"])), flush=True)
+            else:
+                # After each round, so that a run that is ended keeps the rounds before.
+                about |= {"rounds": number, "machine": _spread(yardsticks)}
+                tables[name] = _write(name, rounds[name], about, options)
+    print("\n".join(line for lines in tables.values() for line in lines), flush=True)
     print(f"{_minutes(start)}; results in {options.results}" + "".join(f"\nfailed: {name}" for name in failed))
     return 1 if failed else 0
+
+
+def _write(name: str, results: Sequence[Any], about: Mapping[str, Any], options: argparse.Namespace) -> list[str]:
+    """Writes the results of a script's rounds so far; returns their table."""
+    if not results[0]["rows"]:
+        return []
+    merged = {**results[0], **about, "rows": merge([result["rows"] for result in results])}
+    (options.results / f"{name}{'-studies' if options.studies else ''}.json").write_text(_as_json(merged))
+    return list(table(name, merged["rows"]))
 
 
 def _options() -> argparse.Namespace:

@@ -9,7 +9,7 @@ rows x 64, of which 150,000 live and 1 % of the look-ups new, admitted every 8 s
 against the same training with static tables of as many rows, whose batches hold rows; Adagrad by row. Once eager with
 eager look-ups, as in the first seconds of a training, once eager with compiled ones, as later, and once captured.
 `drift`: log loss, test-then-train over the last three quarters of 2 M events on items that appear and fade, with rows
-for a tenth of those that come and half_life=16; one seed a turn. Beside it: a row for every item, the hash trick, and a
+for a tenth of those that come; one seed a turn. Beside it: a row for every item, the hash trick, and a
 vocabulary of the first tenth of the events with one row for all others. `tfra`, only where named: vectors of 16,384 ids
 out of 1 M x 64, and 16,384 new ids with their vectors, by TensorFlow Recommenders Addons in the Python that TFRA_PYTHON
 names, and by ours with an nn.Embedding; 1 thread each. Its 0.8.1 needs `pip install tensorflow-cpu==2.16.2 "numpy<2"
@@ -254,7 +254,7 @@ def drift(options: Options) -> Iterator[Row]:
 
 def log_losses(stream: Stream, capacity: int) -> dict[str, float]:
     """Mean log loss of the last three quarters by what gives items their rows."""
-    ids = DynamicIds({"item": Dynamic(capacity=capacity, half_life=16)})
+    ids = DynamicIds({"item": Dynamic(capacity=capacity)})
     vocabulary = torch.zeros(ITEMS, dtype=torch.int64)
     rows = {"a row for every item": ITEMS, "the hash trick": capacity, "one unknown row": ITEMS, "dynamic": capacity}
     models = {name: Factorization(count) for name, count in rows.items()}
