@@ -201,6 +201,25 @@ def test_a_table_that_has_grown_keeps_its_ids_and_gives_its_new_rows_once() -> N
 
 
 @pytest.mark.unit
+def test_the_order_in_which_tables_are_given_changes_nothing() -> None:
+    """Between two admissions, so that sightings wait, which are saved by the table's number."""
+    tables = {"a": Dynamic(capacity=9, admit_after=2), "b": Dynamic(capacity=6)}
+    ids = DynamicIds(tables, every=2)
+    draws = torch.randint(12, (5, 2, 8), generator=torch.Generator().manual_seed(0))
+    for of_a, of_b in draws[:3]:
+        ids.step({"a": of_a, "b": of_b})
+    resumed = DynamicIds(dict(reversed(tables.items())), every=2)
+    state = copy.deepcopy(ids.state_dict())
+    assert len(state["waiting"])
+    resumed.load_state_dict(state)
+    for of_a, of_b in draws[3:]:
+        ids.step({"a": of_a, "b": of_b})
+        resumed.step({"a": of_a, "b": of_b})
+    for name in tables:
+        for expected, found in zip(ids.live_ids(name), resumed.live_ids(name), strict=True):
+            assert torch.equal(expected, found)
+
+
 def test_the_reserved_id_reads_row_0_for_ever() -> None:
     ids = DynamicIds({"items": Dynamic(capacity=10)})
     rows, notes = ids.step({"items": torch.tensor([EMPTY, 5, EMPTY])})

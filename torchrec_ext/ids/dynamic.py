@@ -319,7 +319,11 @@ class DynamicIds:
         self._sightings.drop()
         is_first = self._world_size == 1 or dist.get_rank(self._group) == 0
         # What waits is a sum over ranks, so one rank has it all.
-        self._waiting = [state["waiting"].to(self._device)] if is_first else []
+        # Tables are numbered as they were given, which may be another order than before.
+        waiting = state["waiting"].to(self._device, copy=True)
+        numbers = torch.tensor([self.names.index(name) for name in saved], device=self._device)
+        waiting[:, 0] = numbers[waiting[:, 0]]
+        self._waiting = [waiting] if is_first else []
         self._index = self._new_index()
         for number, table in enumerate(self._tables):
             table.load_state_dict(saved[table.name], is_first=is_first)
@@ -394,7 +398,7 @@ def _warn_of_refused(table: RowPool, step: int, count: int) -> None:
 
 def _check_saved_tables(saved: Mapping[str, Any], tables: Sequence[RowPool], now: int) -> None:
     names = [table.name for table in tables]
-    if list(saved) != names:
+    if set(saved) != set(names):
         raise ValueError(f"the saved ids are of tables {', '.join(saved)}, not of {', '.join(names)}")
     for table in tables:
         capacity = len(saved[table.name]["ids"])
