@@ -262,8 +262,8 @@ def test_columns_that_name_a_row_describe_nothing() -> None:
         }
     )
     made = side_features(ids, table, 5)
-    assert made.vocab == {"sex": 3}
-    assert made.dense == ("price",)
+    assert made.words.vocab == {"sex": 3}
+    assert tuple(made.words.scales) == ("price",)
     assert made.columns["price"].values.tolist() == [0, -1, 1, -1, 1]
     assert made.columns["sex"].values.tolist() == [0, 2, 1, 1, 2]
 

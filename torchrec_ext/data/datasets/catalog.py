@@ -73,10 +73,11 @@ def fetch(source: Download, target: Path, *, licence: str, progress: bool) -> st
             # On the same file system as the target, so that the file can be renamed.
             with tempfile.TemporaryDirectory(dir=target.parent) as folder:
                 unfinished = Path(folder) / target.name
-                _copy(source, unfinished, licence if progress else None)
+                _copy(source, unfinished, licence, progress)
                 verify(unfinished, source)
                 unfinished.replace(target)
-    except OSError as error:  # urllib's errors are OSErrors too
+    # urllib's errors are OSErrors, too. Some wrap their cause, an OSError of the socket or a text.
+    except OSError as error:
         cause = getattr(error, "reason", None) or error
         return getattr(cause, "strerror", None) or str(cause)
     return None
@@ -92,13 +93,13 @@ def verify(path: Path, source: Download) -> None:
         )
 
 
-def _copy(source: Download, target: Path, licence: str | None) -> None:
+def _copy(source: Download, target: Path, licence: str, progress: bool) -> None:
     with (
         urllib.request.urlopen(source.url, timeout=20) as stream,
         target.open("wb") as out,
-        tqdm(total=source.size, unit="B", unit_scale=True, desc=target.name, disable=licence is None) as bar,
+        tqdm(total=source.size, unit="B", unit_scale=True, desc=target.name, disable=not progress) as bar,
     ):
-        if licence is not None:
+        if progress:
             # Only now: without a connection there is nothing to license.
             bar.write(licence, file=sys.stderr)
         while block := stream.read(1 << 16):
@@ -228,16 +229,17 @@ def _from_folder(config: DataConfig) -> InteractionData:
             f"set '{config.name}' is not on this machine (looked in {place}); put ml-1m.train.rating, "
             "ml-1m.test.rating and ml-1m.test.negative of the NCF paper there, or set data.name=planted"
         )
-    is_published = config.name == "ml-1m-ncf"
+    details: dict[str, Any] = {}
+    if config.name == "ml-1m-ncf":
+        details = {"columns": NCF_COLUMNS, "licence": LICENCE_1M}
     return from_folder(
         folder,
         name=config.name,
         history_length=config.history_length,
         validation=config.validation,
         seed=config.seed,
-        columns=NCF_COLUMNS if is_published else None,
         context=config.context,
-        licence=LICENCE_1M if is_published else None,
+        **details,
     )
 
 
@@ -256,13 +258,13 @@ def find_ml_100k(folder: Path | None, *, offline: bool = False, progress: bool =
     if folder and (folder / "inter.parquet").exists():
         return folder
     target = cache_folder() / "ml-100k" / "ml-100k.zip"
-    for path in filter(None, (folder and folder / target.name, target)):
+    places = [folder / target.name, target] if folder else [target]
+    for path in places:
         if path.exists():
             verify(path, ML_100K)
             return path
-    if offline:
-        reason: str | None = "data.offline is set"
-    else:
+    reason: str | None = "data.offline is set"
+    if not offline:
         reason = fetch(ML_100K, target, licence=LICENCE, progress=progress)
     if reason:
         raise DatasetUnavailable(

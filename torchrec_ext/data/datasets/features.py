@@ -105,7 +105,9 @@ class RowContext:
     @classmethod
     def of(cls, columns: Sequence[ColumnSteps]) -> RowContext:
         """Builds the preprocessor from the fitted steps of each column."""
-        pairs = [pair for column in columns for pair in column.pairs]
+        pairs: list[tuple[Step, Any]] = []
+        for column in columns:
+            pairs += column.pairs
         return cls(steps=FittedPreprocessor.of(pairs, {column.name: column.raw for column in columns}))
 
     @classmethod
@@ -155,8 +157,8 @@ class RowContext:
     @cached_property
     def scales(self) -> dict[str, tuple[float, float]]:
         """Mean and standard deviation of each column of fractions."""
-        scaled = [(step.column, state) for step, state in self.steps.pairs if isinstance(step, Normalize)]
-        return {name: (state["mean"], state["std"]) for name, state in scaled}
+        scaled = {step.column: state for step, state in self.steps.pairs if isinstance(step, Normalize)}
+        return {name: (state["mean"], state["std"]) for name, state in scaled.items()}
 
     @cached_property
     def separators(self) -> dict[str, str]:
@@ -209,12 +211,17 @@ class RowContext:
 
     def sources(self, names: Sequence[str]) -> list[str]:
         """Returns the raw columns behind ``names``, in their order; other names stay. See :meth:`derived`."""
-        source_of = {column: name for name, features in self.times.items() for column in features}
+        source_of: dict[str, str] = {}
+        for name, features in self.times.items():
+            source_of |= dict.fromkeys(features, name)
         return list(dict.fromkeys(source_of.get(name, name) for name in names))
 
     def derived(self, names: Iterable[str]) -> tuple[str, ...]:
         """Returns the columns made of the raw columns ``names``, in their order."""
-        return tuple(column for name in names for column in self.times.get(name, (name,)))
+        columns: list[str] = []
+        for name in names:
+            columns += self.times.get(name, (name,))
+        return tuple(columns)
 
     def steps_of(self, name: str) -> list[tuple[Step, Any]]:
         """Returns the steps on a raw column, with their states."""
@@ -228,10 +235,13 @@ class RowContext:
     def _words(self, name: str, column: Column) -> pa.Array:
         ids = column.values
         words = self.vocabularies[name].values.take(pa.array(ids - 1, mask=ids == 0))
-        if name not in self.separators:
-            return words.cast(pa.bool_()) if self.raw_type(name) == "bool" else words
-        lists = pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), words.fill_null(_UNKNOWN))
-        return pc.binary_join(lists, self.separators[name])
+        if name in self.separators:
+            lists = pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), words.fill_null(_UNKNOWN))
+            return pc.binary_join(lists, self.separators[name])
+        if self.raw_type(name) == "bool":
+            # Its vocabulary holds 0 and 1.
+            return words.cast(pa.bool_())
+        return words
 
 
 def _arrays(rows: RawColumns | Chunk) -> dict[str, pa.Array]:
@@ -268,6 +278,7 @@ def number_steps(name: str, mean: float, deviation: float, *, filled: bool = Fal
 
 def _time_steps(name: str, values: pa.Array) -> ColumnSteps:
     """Returns the step from times to the ids of their hour, weekday or month."""
+    # Dates are times at midnight by now.
     is_midnight = values.cast(pa.int64()).to_numpy() % _DAY == 0
     features = OF_DATES if is_midnight.all() else OF_TIMES
     starts, offsets = offsets_of("UTC")
@@ -283,6 +294,7 @@ def _id_steps_of_values(name: str, values: pa.Array, separator: str | None) -> C
     if not has_lists:
         return id_steps(name, _vocabulary_with_counts(values))
     words = pc.list_flatten(pc.split_pattern(values, separator))
+    # Two separators in a row, and an empty text, hold no value.
     return id_steps(name, _vocabulary_with_counts(words.filter(pc.not_equal(words, ""))), separator)
 
 
@@ -313,6 +325,7 @@ def raw_column(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.
     if pa.types.is_integer(kind):
         return _integers(path, name, column)
     if pa.types.is_floating(kind):
+        # Nulls stay in the column; as 0 they pass the check.
         check_finite(path, name, column.fill_null(0).to_numpy(zero_copy_only=False))
         return column.cast(pa.float32()) if pa.types.is_float16(kind) else column
     first = ""
@@ -452,7 +465,7 @@ def same_types(columns: Mapping[Path, RawColumns]) -> list[dict[str, pa.Array]]:
     Raises:
         DataError: a file lacks a column of the first, or has it in another type.
     """
-    (first, first_columns), *_ = ((path, arrays) for path, arrays in columns.items())
+    first, first_columns = next(iter(columns.items()))
     aligned = []
     for path, arrays in columns.items():
         converted_columns = {}
@@ -500,8 +513,6 @@ def check_finite(path: Path, name: str, values: Array) -> None:
     Raises:
         DataError: a value is not finite; the message names file, column, row and value.
     """
-    if values.dtype.kind != "f":
-        return
     with np.errstate(over="ignore"):
         # A number beyond float32 becomes infinite here, and is meant to.
         bad = ~np.isfinite(values.astype(np.float32, copy=False))
@@ -518,16 +529,6 @@ class SideFeatures(NamedTuple):
 
     columns: Chunk
     words: RowContext
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        """Number of table rows of each sparse column."""
-        return self.words.vocab
-
-    @property
-    def dense(self) -> tuple[str, ...]:
-        """Names of the dense columns."""
-        return tuple(self.words.scales)
 
 
 def side_features(
@@ -559,10 +560,11 @@ def side_features(
         >>> genre_lists = [features.columns["genres"].row(item).tolist() for item in range(4)]
         >>> genre_lists, features.columns["year"].values.tolist()
         ([[], [2, 1], [], [1]], [0, 1, 0, 1])
-        >>> features.vocab
+        >>> features.words.vocab
         {'genres': 3, 'year': 2}
     """
     arrays = _arrays(table)
+    # Mean and deviation are computed in 64 bits, whatever the width in the file.
     for name, array in arrays.items():
         if pa.types.is_floating(array.type):
             arrays[name] = array.cast(pa.float64())
@@ -573,13 +575,12 @@ def side_features(
     raw = {name: arrays[name] for name in columns}
     if words is None:
         words = RowContext.fit(raw, filled=[name for name in columns if raw[name].null_count], separator=SEPARATOR)
-    feature_columns = words.transform(raw) if raw else {}
     # A missing time has a mark of its own, because 0 is a time, too: 1970.
     missing = dict.fromkeys(words.times, MISSING_TIME)
-    return SideFeatures(
-        Chunk({name: _by_id(ids, column, size, missing.get(name, 0)) for name, column in feature_columns.items()}),
-        words,
-    )
+    feature_columns = {}
+    for name, column in words.transform(raw).items():
+        feature_columns[name] = _by_id(ids, column, size, missing.get(name, 0))
+    return SideFeatures(Chunk(feature_columns), words)
 
 
 def check_described(path: Path, key: str, ids: Array) -> None:
@@ -593,6 +594,7 @@ def check_described(path: Path, key: str, ids: Array) -> None:
     Raises:
         DataError: an id has two rows, one of which would be lost.
     """
+    # Stable, so that the message names the first two rows of an id in the order of the file.
     order = np.argsort(ids, kind="stable")
     twice = np.flatnonzero(ids[order[1:]] == ids[order[:-1]])
     if len(twice):
@@ -608,6 +610,7 @@ def vocabulary_of(values: Array | Sequence[str]) -> Vocabulary:
     """Returns the distinct values of a column of text or whole numbers, in sorted order."""
     array = np.asarray(values)
     words = pa.array(array.astype(np.int64) if array.dtype.kind in "iub" else array)
+    # Rows are not counted here: the counts are only written beside the values.
     return Vocabulary(words, pa.array(np.zeros(len(words), np.int64)))
 
 
@@ -619,7 +622,7 @@ def _describes(column: pa.Array) -> bool:
     return bool(pc.count_distinct(column).as_py() <= MOST_DISTINCT * (len(column) - column.null_count))
 
 
-def _by_id(ids: Int64, column: Column, size: int, missing: int = 0) -> Column:
+def _by_id(ids: Int64, column: Column, size: int, missing: int) -> Column:
     """Spreads a column to a row for each id; ids without a row get ``missing`` or an empty list."""
     if not column.ragged:
         values = np.full(size, missing, dtype=column.values.dtype)

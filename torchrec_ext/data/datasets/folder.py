@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate_rows
+from torchrec_ext.data.datasets.config import PARTS
 from torchrec_ext.data.datasets.features import (
     RawColumns,
     RowContext,
@@ -34,7 +35,6 @@ from torchrec_ext.data.datasets.features import (
     times_in,
 )
 from torchrec_ext.data.datasets.interactions import (
-    TEST,
     TRAIN,
     VALIDATION,
     Evaluation,
@@ -50,19 +50,25 @@ from torchrec_ext.data.files.arrow import is_list_type
 from torchrec_ext.data.files.parquet import read_columns
 from torchrec_ext.schema import DataError
 
+# The table of candidates of the test items.
+_NEGATIVES = "test_negatives"
 
-def ncf_files(folder: Path) -> tuple[Path, Path, Path] | None:
-    """Returns the training, test and negative file; None if one of them is missing."""
+
+def ncf_files(folder: Path) -> dict[str, Path]:
+    """Returns the training, test and negative file by the names of our tables; empty if one of them is missing."""
     negative_files = sorted(folder.glob("*.test.negative"))
-    stem = negative_files[0].name.removesuffix(".test.negative") if negative_files else ""
-    files = tuple(folder / f"{stem}{suffix}" for suffix in (".train.rating", ".test.rating", ".test.negative"))
-    if not negative_files or not all(file.exists() for file in files):
-        return None
-    return files[0], files[1], files[2]
+    if not negative_files:
+        return {}
+    stem = negative_files[0].name.removesuffix(".test.negative")
+    train = folder / f"{stem}.train.rating"
+    test = folder / f"{stem}.test.rating"
+    if not train.exists() or not test.exists():
+        return {}
+    return {"train": train, "test": test, _NEGATIVES: negative_files[0]}
 
 
-def read_ncf(files: tuple[Path, Path, Path]) -> tuple[Chunk, Chunk, Chunk]:
-    """Reads (train, test, negatives) with the columns ``user_id`` and ``item_id`` or ``negative``.
+def read_ncf(paths: Mapping[str, Path]) -> dict[str, Chunk]:
+    """Reads the files of :func:`ncf_files`: ``user_id`` and ``item_id``, or ``negative``, of each.
 
     A line of ratings is ``user item rating time``, a line of negatives ``(user,item) negative negative ...``, equally
     many in each line, separated by tabs. User and item are all that is read of ratings.
@@ -70,24 +76,30 @@ def read_ncf(files: tuple[Path, Path, Path]) -> tuple[Chunk, Chunk, Chunk]:
     Raises:
         DataError: a line has another form.
     """
-    parts = []
-    for file in files[:2]:
-        rows = [line.split("\t")[:2] for line in _lines(file)]
-        _check_numbers(file, rows, 2)
-        parts.append(_owned(file, rows, "item_id"))
-    lines = [line.split("\t") for line in _lines(files[2])]
-    # A line begins with (user,item); the user alone is read.
-    owners = [line[0].strip("()").split(",")[0] for line in lines]
-    _check_numbers(files[2], [[owner] for owner in owners], 1)
-    _check_numbers(files[2], [line[1:] for line in lines], len(lines[0]) - 1)
-    rows = [[owner, *line[1:]] for owner, line in zip(owners, lines, strict=True)]
-    return parts[0], parts[1], _owned(files[2], rows, "negative")
+    chunks = {}
+    for name in ("train", "test"):
+        rows = [line.split("\t")[:2] for line in _lines(paths[name])]
+        _check_numbers(paths[name], rows, 2)
+        chunks[name] = _owned(paths[name], rows, "item_id")
+    file = paths[_NEGATIVES]
+    owners: list[list[str]] = []
+    negatives: list[list[str]] = []
+    for line in _lines(file):
+        pair, *fields = line.split("\t")
+        # A line begins with (user,item); the user alone is read.
+        owners.append([pair.strip("()").split(",")[0]])
+        negatives.append(fields)
+    _check_numbers(file, owners, 1)
+    _check_numbers(file, negatives, len(negatives[0]))
+    rows = [owner + fields for owner, fields in zip(owners, negatives, strict=True)]
+    chunks[_NEGATIVES] = _owned(file, rows, "negative")
+    return chunks
 
 
-def line_files(folder: Path) -> tuple[Path, Path] | None:
-    """Returns train.txt and test.txt; None if one of them is missing."""
-    files = (folder / "train.txt", folder / "test.txt")
-    return files if all(file.exists() for file in files) else None
+def line_files(folder: Path) -> dict[str, Path]:
+    """Returns train.txt and test.txt by the names of our tables; empty if one of them is missing."""
+    paths = {"train": folder / "train.txt", "test": folder / "test.txt"}
+    return paths if all(path.exists() for path in paths.values()) else {}
 
 
 def read_lines(file: Path) -> Chunk:
@@ -126,13 +138,16 @@ def _owned(file: Path, rows: list[list[str]], name: str) -> Chunk:
     if not any(counts):
         raise DataError(f"{file}: no line has an item after its user; copy it again")
     users = np.array([fields[0] for fields in rows], dtype=np.int64).repeat(counts)
-    items = np.array([item for fields in rows for item in fields[1:]], dtype=np.int64)
-    return Chunk({"user_id": Column(users), name: Column(items)})
+    items: list[str] = []
+    for fields in rows:
+        items += fields[1:]
+    return Chunk({"user_id": Column(users), name: Column(np.array(items, dtype=np.int64))})
 
 
 # The folder that `rec.data.preprocess` writes next to the rows. Id 0 of these rows is the unknown value.
 PREPROCESSOR = "preprocessor"
-_NAMES = {TRAIN: "train", VALIDATION: "validation", TEST: "test"}
+# The file of each part: TRAIN, VALIDATION and TEST count from 0.
+_NAMES = dict(enumerate(PARTS))
 _SPELLINGS = {
     "user_id": ("user_id", "user"),
     "item_id": ("item_id", "item"),
@@ -144,8 +159,7 @@ _SPELLINGS = {
 def is_folder_of_interactions(folder: Path) -> bool:
     """Says whether a folder has the files of one of the layouts."""
     pairs = all((folder / f"{part}.parquet").exists() for part in ("train", "test"))
-    texts = ncf_files(folder) is not None or line_files(folder) is not None
-    return pairs or (folder / "inter.parquet").exists() or texts
+    return pairs or (folder / "inter.parquet").exists() or bool(ncf_files(folder) or line_files(folder))
 
 
 def from_folder(
@@ -190,6 +204,7 @@ def from_folder(
     columns = columns or {}
     files = _read_files(folder, context)
     pairs = _pairs_of(files, context, validation=validation, seed=seed)
+    # Before the ids become rows, because the training rows decide which items are in the catalogue.
     split = _split(pairs.rows, pairs.part, history_length, seed)
     if (folder / PREPROCESSOR).is_dir():
         _check_placeholder(folder, pairs.rows.take(split.rows[split.part == TRAIN]))
@@ -197,7 +212,7 @@ def from_folder(
     users, _ = _side(files, "users", "user_id", ids.users, columns.get("users"))
     user_names = {"user_id", *users.columns}
     items, titles = _side(files, "items", "item_id", ids.items, columns.get("items"), user_names=user_names)
-    if ambiguous := [word for word in context if word in users.columns or word in items.columns]:
+    if ambiguous := [word for word in context if word in {*users.columns, *items.columns}]:
         raise DataError(
             f"{folder}: data.context names {ambiguous}, which users.parquet or items.parquet has too; rename one of "
             "the columns"
@@ -217,11 +232,9 @@ def from_folder(
         evaluation=pairs.evaluation,
         context=pairs.context,
     )
-    negatives = files.tables.get(_NEGATIVES)
-    return data if negatives is None else _with_candidates(data, ids, negatives, seed)
-
-
-_NEGATIVES = "test_negatives"
+    if _NEGATIVES in files.tables:
+        return _with_candidates(data, ids, files.tables[_NEGATIVES], seed)
+    return data
 
 
 class _Files(NamedTuple):
@@ -244,7 +257,8 @@ def _read_files(folder: Path, context: Sequence[str]) -> _Files:
             another.
     """
     ncf = ncf_files(folder)
-    lines = None if (folder / "train.parquet").exists() else line_files(folder)
+    # LightGCN's files beside train.parquet are not read.
+    lines = {} if (folder / "train.parquet").exists() else line_files(folder)
     if context and (ncf or lines):
         raise DataError(
             f"data.context={','.join(context)}: the text files in {folder} have users and items alone; leave it out"
@@ -252,7 +266,7 @@ def _read_files(folder: Path, context: Sequence[str]) -> _Files:
     if (folder / "valid.parquet").exists():
         raise DataError(f"{folder}: valid.parquet is not read under this name; rename it to validation.parquet")
     paths: dict[str, Path] = {}
-    tables: dict[str, Mapping[str, pa.Array]] = {}
+    chunks: dict[str, Chunk] = {}
     columns: dict[str, Sequence[str]] = {}
     if (folder / "inter.parquet").exists():
         columns["inter"] = ("user_id", "item_id", "timestamp")
@@ -262,11 +276,12 @@ def _read_files(folder: Path, context: Sequence[str]) -> _Files:
                 "label 0, or split the file for recipe contextual_ncf, which reads labels",
                 stacklevel=2,
             )
-    elif ncf or lines:
-        paths = dict(zip(("train", "test", _NEGATIVES), ncf or lines or (), strict=False))
-        chunks = read_ncf(ncf) if ncf else [read_lines(path) for path in lines or ()]
-        for name, chunk in zip(paths, chunks, strict=True):
-            tables[name] = {key: pa.array(column.values) for key, column in chunk.items()}
+    elif ncf:
+        paths = ncf
+        chunks = read_ncf(ncf)
+    elif lines:
+        paths = lines
+        chunks = {name: read_lines(path) for name, path in lines.items()}
     elif "label" in names_in(folder / "train.parquet"):
         raise DataError(
             f"{folder}: train.parquet has a column 'label', so not every row is a positive; use a "
@@ -276,8 +291,12 @@ def _read_files(folder: Path, context: Sequence[str]) -> _Files:
         columns |= dict.fromkeys(_NAMES.values(), ("user_id", "item_id"))
         columns[_NEGATIVES] = ("user_id", "negative")
     columns |= {"users": ("user_id",), "items": ("item_id",)}
+    tables: dict[str, Mapping[str, pa.Array]] = {}
+    for name, chunk in chunks.items():
+        tables[name] = {key: pa.array(column.values) for key, column in chunk.items()}
     for name, keys in columns.items():
         path = folder / f"{name}.parquet"
+        # Without one of these two, reading fails and names it; the others need not exist.
         if name in ("train", "test") or path.exists():
             paths[name] = path
             tables[name] = _read(path, *keys)
@@ -307,6 +326,7 @@ def _without_texts(
     for file, table in tables.items():
         columns = {}
         for name, array in table.items():
+            # Negatives are items, and numbered with them.
             key = "item_id" if name == "negative" else name
             numbers = pc.index_in(array, texts[key]) if key in texts else array
             columns[name] = Column(numbers.to_numpy().astype(np.int64, copy=False))
@@ -337,13 +357,15 @@ def _pairs_of(files: _Files, context: Sequence[str], *, validation: bool, seed: 
     # Without a file of its own, validation is taken from the rows of train.parquet.
     trained = [TRAIN] if VALIDATION in parts else [TRAIN, VALIDATION]
     columns = _context([files.paths[_NAMES[part]] for part in parts], context)
-    by_user = Evaluation(figures=("hr", "recall", "ndcg"), by="user")
-    evaluation = Evaluation() if _NEGATIVES in files.tables else by_user
+    evaluation = Evaluation()
+    if _NEGATIVES not in files.tables:
+        evaluation = Evaluation(figures=("hr", "recall", "ndcg"), by="user")
     # The pairs of all parts, one part after the other, and the part of each.
     rows = concatenate_rows(list(parts.values()), ("user_id", "item_id"))
     sizes = [chunk.num_rows for chunk in parts.values()]
     part = np.repeat(np.array(list(parts), dtype=np.int8), sizes)
     if not validation:
+        # Rows of validation.parquet are trained on, too.
         part[part == VALIDATION] = TRAIN
     elif VALIDATION not in parts:
         part[_one_of_each(rows["user_id"].values, part, seed)] = VALIDATION
@@ -365,7 +387,8 @@ class _Ids(NamedTuple):
 
 def _split(pairs: Chunk, part: NDArray[np.int8] | None, history_length: int, seed: int) -> Split:
     """Splits pairs with any ids; histories hold the index of each item among the sorted items of ``pairs``."""
-    user, item = (np.unique(pairs[name].values, return_inverse=True)[1] for name in ("user_id", "item_id"))
+    _, user = np.unique(pairs["user_id"].values, return_inverse=True)
+    _, item = np.unique(pairs["item_id"].values, return_inverse=True)
     if part is None:
         return leave_one_out(user, item, pairs["timestamp"].values, history_length)
     return with_profiles(user, item, part, history_length, seed)
@@ -379,8 +402,7 @@ def _numbered(files: _Files, pairs: _Interactions, split: Split) -> tuple[_Ids, 
     users = _distinct(user, files.tables.get("users"), "user_id")
     catalogue = _distinct(trained_items, files.tables.get("items"), "item_id")
     negatives = files.tables.get(_NEGATIVES)
-    occurring = item if negatives is None else np.concatenate([item, negatives["negative"].values])
-    outside = np.setdiff1d(occurring, catalogue)
+    outside = np.setdiff1d(_distinct(item, negatives, "negative"), catalogue)
     items = np.concatenate([catalogue, outside])
     ids = _Ids(
         users=np.concatenate([[_nobody(users)], users]),
@@ -395,9 +417,11 @@ def _numbered(files: _Files, pairs: _Interactions, split: Split) -> tuple[_Ids, 
     return ids, pairs.rows.with_columns(rows), split
 
 
-def _distinct(ids: Int64, described: Chunk | None, key: str) -> Int64:
-    """Returns the distinct ids of pairs and of a file that describes them, ascending."""
-    return np.unique(ids if described is None else np.concatenate([ids, described[key].values]))
+def _distinct(ids: Int64, table: Chunk | None, key: str) -> Int64:
+    """Returns the distinct ids of pairs and of another file, ascending."""
+    if table is not None:
+        ids = np.concatenate([ids, table[key].values])
+    return np.unique(ids)
 
 
 def _nobody(ids: Int64) -> int:
@@ -428,27 +452,30 @@ def _context(files: Sequence[Path], names: Sequence[str]) -> dict[str, pa.Array]
     """Reads the columns of context of all files, one file after the other."""
     if not names:
         return None
-    reserved = sorted({"history", *(word for words in _SPELLINGS.values() for word in words)})
+    reserved = sorted({"history"}.union(*_SPELLINGS.values()))
     if wrong := [name for name in names if name in reserved]:
         raise DataError(
             f"data.context names {wrong}: {', '.join(reserved)} have a meaning of their own; name other columns of "
             f"{files[0].name}"
         )
-    columns = same_types({file: _context_in(file, names) for file in files})
-    return {name: pa.concat_arrays([file_columns[name] for file_columns in columns]) for name in names}
+    by_file = same_types({file: _context_in(file, names) for file in files})
+    context = {}
+    for name in names:
+        context[name] = pa.concat_arrays([columns[name] for columns in by_file])
+    return context
 
 
 def _context_in(path: Path, names: Sequence[str]) -> dict[str, pa.Array]:
     """Reads columns of one value per row; True and False are 1 and 0."""
     table = read_columns(path, names)
-    columns = {name: raw_column(path, name, table.column(name)) for name in names}
-    for name, column in columns.items():
+    columns = {}
+    for name in names:
+        column = raw_column(path, name, table.column(name))
         if is_list_type(column.type):
             raise DataError(
                 f"{path}: column '{name}' holds lists; context is one value per row: name another in data.context"
             )
-        if pa.types.is_boolean(column.type):
-            columns[name] = column.cast(pa.int64())
+        columns[name] = column.cast(pa.int64()) if pa.types.is_boolean(column.type) else column
     return columns
 
 
@@ -465,6 +492,7 @@ def _read(path: Path, *names: str) -> dict[str, pa.Array]:
 
 def _whole_times(path: Path, name: str, column: pa.ChunkedArray) -> pa.Array:
     if pa.types.is_integer(column.type):
+        # Of any unit: only their order counts.
         return column.combine_chunks()
     return times_in(path, name, column).cast(pa.int64())
 
@@ -483,25 +511,29 @@ def _side(
     path = files.paths[file]
     id_column = spelled(path, {key: _SPELLINGS[key]})[key]
     described_ids = files.tables[file][key].values
+    # The message names an id as the file writes it.
     check_described(path, id_column, _as_text(described_ids, files.texts.get(key)))
     available = names_in(path)
-    names = [name for name in available if name != id_column] if columns is None else list(columns)
-    title = ["title"] if "title" in available else []
-    table = read_columns(path, list(dict.fromkeys([*names, *title])))
+    names = columns
+    if names is None:
+        names = [name for name in available if name != id_column]
+    has_titles = "title" in available
+    stored = [*names, "title"] if has_titles else names
+    table = read_columns(path, list(dict.fromkeys(stored)))
     rows = rows_among(ids, described_ids)
     raw = {}
     for name in names:
-        raw[f"item_{name}" if name in user_names else name] = raw_column(path, name, table.column(name))
+        # A batch has one column of a name, so the item's is renamed.
+        feature = f"item_{name}" if name in user_names else name
+        raw[feature] = raw_column(path, name, table.column(name))
     features = side_features(rows, raw, len(ids), columns)
-    titles = _titles(rows, table.column("title"), len(ids)) if title else None
+    if not has_titles:
+        return features, None
+    titles = ["(unknown)"] * len(ids)
+    for row, title in zip(rows.tolist(), table.column("title").to_pylist(), strict=True):
+        if title is not None:
+            titles[row] = str(title)
     return features, titles
-
-
-def _titles(ids: Int64, column: pa.ChunkedArray, size: int) -> list[str]:
-    titles = ["(unknown)"] * size
-    for row, title in zip(ids.tolist(), column.to_pylist(), strict=True):
-        titles[row] = titles[row] if title is None else str(title)
-    return titles
 
 
 def _one_of_each(user: Int64, part: NDArray[np.int8], seed: int) -> Int64:

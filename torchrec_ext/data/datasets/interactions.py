@@ -93,7 +93,7 @@ def with_profiles(user: Int64, item: Int64, part: NDArray[np.int8], length: int,
         length: greatest length of a profile.
         seed: seed of the order.
     """
-    # One number for each pair and part, so that np.unique compares both.
+    # One number for each pair and part, so that np.unique compares both. A pair may be in several parts.
     pair = (user * (item.max(initial=0) + 1) + item) * 3 + part
     shuffled = np.random.default_rng(seed).permutation(np.unique(pair, return_index=True)[1])
     rows = shuffled[np.lexsort((part[shuffled], user[shuffled]))].astype(np.int64)
@@ -102,6 +102,7 @@ def with_profiles(user: Int64, item: Int64, part: NDArray[np.int8], length: int,
     part = part[rows]
     first, past_last = _runs(user)
     training = part == TRAIN
+    # Number of training rows before each row.
     before = np.concatenate([[0], training.cumsum()])
     count = before[past_last] - before[first]
     # A user's training items twice in a row: all of them but the one at place p are the count - 1 items from p + 1 on.
@@ -242,9 +243,12 @@ class InteractionData:
         """The values behind each column's ids, in the order of the ids; no entry if values are the ids."""
         if self.prepared is not None:
             return dict(self.prepared.id_values)
-        id_columns = {"user_id": self.user_ids, "item_id": self.item_ids}
-        feature_values = self.context.steps.id_values | self.sides.steps.id_values
-        return feature_values | {name: ids for name, ids in id_columns.items() if ids is not None}
+        values: dict[str, Any] = self.context.steps.id_values | self.sides.steps.id_values
+        if self.user_ids is not None:
+            values["user_id"] = self.user_ids
+        if self.item_ids is not None:
+            values["item_id"] = self.item_ids
+        return values
 
     @property
     def users_by_row(self) -> Array:
@@ -270,7 +274,7 @@ class InteractionData:
 
     def seen(self, users: Int64, *parts: str) -> Column:
         """Returns the items to mask for each of ``users`` (B,): a ragged column of item ids in ``parts`` (train)."""
-        pairs = self.pairs(*(parts or ("train",)))
+        pairs = self.pairs(*parts) if parts else self.known
         return Column.grouped(pairs.items, pairs.users, 1 + int(users.max(initial=0))).take(users)
 
 
@@ -367,8 +371,14 @@ def from_sides(
         ratings=ratings,
         users=Chunk({"user_id": Column(np.arange(len(user_ids))), **users.columns}),
         items=Chunk({"item_id": item_rows, **items.columns}),
-        vocab={"user_id": len(user_ids), **users.vocab, "history": catalogue, "item_id": catalogue, **items.vocab},
-        dense=(*users.dense, *items.dense),
+        vocab={
+            "user_id": len(user_ids),
+            **users.words.vocab,
+            "history": catalogue,
+            "item_id": catalogue,
+            **items.words.vocab,
+        },
+        dense=(*users.words.scales, *items.words.scales),
         user_ids=user_ids,
         item_ids=item_ids,
         outside=outside,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,7 +99,8 @@ class LabelledData:
     @property
     def id_values(self) -> dict[str, Any]:
         """The values behind each column's ids, in the order of the ids; no entry if values are the ids."""
-        return dict(self.words.steps.id_values if self.prepared is None else self.prepared.id_values)
+        source = self.words.steps if self.prepared is None else self.prepared
+        return dict(source.id_values)
 
     @property
     def item_key(self) -> str | None:
@@ -115,15 +116,17 @@ class LabelledData:
     @property
     def tables(self) -> Mapping[str, str]:
         """The table of each sparse column, by column: preprocessed columns of one vocabulary share one."""
-        return {name: name for name in self.features} if self.prepared is None else self.prepared.tables
+        if self.prepared is not None:
+            return dict(self.prepared.tables)
+        return {name: name for name in self.features}
 
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the sparse columns."""
         if self.prepared is not None:
             return tuple(self.prepared.features)
-        described = [name for name in (*self.user_features, *self.item_features) if name not in self.dense]
-        return (*(name for name in _NAMES.values() if name in self.vocab), *described, *self.context)
+        names = (*_NAMES.values(), *self.user_features, *self.item_features, *self.context)
+        return tuple(name for name in names if name in self.vocab)
 
     @property
     def towers(self) -> TowerColumns:
@@ -151,11 +154,10 @@ class LabelledData:
         is_trained = last[rows] >= 0
         last_rows = self.train.take(np.maximum(last[rows], 0))
         fillers = {**self.oov_ids, **dict.fromkeys(self.words.times, MISSING_TIME)}
-        columns = {
-            name: _fill_outside(last_rows[name], is_trained, fillers.get(name, 0))
-            for name in dict.fromkeys((*names, *self.words.sources(names)))
-        }
-        return Chunk({key: Column(rows), **columns})
+        columns = {key: Column(rows)}
+        for name in dict.fromkeys((*names, *self.words.sources(names))):
+            columns[name] = _fill_outside(last_rows[name], is_trained, fillers.get(name, 0))
+        return Chunk(columns)
 
     def trained(self, name: str) -> Int64:
         """Returns the rows of a sparse column's table with an id of a training row, in ascending order."""
@@ -198,8 +200,9 @@ def planted_context(*, rows: int = 60_000, seed: int = 0) -> LabelledData:
     users = 300
     items = 200
     rng = np.random.default_rng([seed, rows, users, items])
-    columns = {"user_id": users, "item_id": items, "hour": 24, "weekday": 7}
-    ids = {name: rng.integers(size, size=rows) for name, size in columns.items()}
+    # Ids are 0 to size - 1, so the row after them is free for the unknown.
+    sizes = {"user_id": users, "item_id": items, "hour": 24, "weekday": 7}
+    ids = {name: rng.integers(size, size=rows) for name, size in sizes.items()}
     taste = rng.normal(size=(users, 4))
     kind = rng.normal(size=(items, 4))
     # How much more an item is wanted at night than at noon.
@@ -213,14 +216,12 @@ def planted_context(*, rows: int = 60_000, seed: int = 0) -> LabelledData:
     tenth = rows // 10
     test = slice(rows - tenth, rows)
     train = everything.slice(0, rows - 2 * tenth)
-    # Ids are 0 to size - 1, so the row after them is free for the unknown.
-    unknown = columns
     return LabelledData(
         name="planted",
         train=train,
-        validation=_untrained_unknown(everything.slice(rows - 2 * tenth, rows - tenth), train, unknown),
-        test=_untrained_unknown(everything.slice(rows - tenth, rows), train, unknown),
-        vocab={name: size + 1 for name, size in columns.items()},
+        validation=_untrained_unknown(everything.slice(rows - 2 * tenth, rows - tenth), train, sizes),
+        test=_untrained_unknown(everything.slice(rows - tenth, rows), train, sizes),
+        vocab={name: size + 1 for name, size in sizes.items()},
         context=("hour", "weekday"),
         best=best_prediction(logits[test], chance[test], label[test]),
     )
@@ -228,25 +229,18 @@ def planted_context(*, rows: int = 60_000, seed: int = 0) -> LabelledData:
 
 def _from_folder(config: LabelledConfig) -> LabelledData:
     folder = data_folder(config.name, config.folder)
-    files = {part: _file(folder, part) for part in PARTS}
-    if missing := [part for part, file in files.items() if file is None]:
+    files = _files(folder) if folder else {}
+    missing = [part for part in PARTS if part not in files]
+    if folder is None or missing:
         raise DatasetUnavailable(
             f"set '{config.name}' is not on this machine: no rows for {', '.join(missing)} in "
             f"{folder or 'any folder: set TORCHREC_EXT_DATA or data.folder'}; put files as in docs/recipes.md there, "
             "or set data.name=planted"
         )
-    assert folder is not None, "a file was found in it"
-    columns_by_file = {file: _read(file) for file in files.values() if file is not None}
-    raw = dict(zip(PARTS, same_types(columns_by_file), strict=True))
+    raw = dict(zip(PARTS, same_types({file: _read(file) for file in files.values()}), strict=True))
     descriptions = _descriptions(folder, files["train"], raw["train"])
     raw = {part: _without_described(files[part], columns, descriptions) for part, columns in raw.items()}
-    # A preprocessor writes 0 for a user or an item that it does not know.
-    placeholder: list[str] = []
-    if (folder / PREPROCESSOR).is_dir():
-        placeholder = [
-            name for name in _NAMES.values() if name in raw["train"] and pa.types.is_integer(raw["train"][name].type)
-        ]
-    sizes, words = _words(raw, placeholder)
+    sizes, words = _words(raw, is_preprocessed=(folder / PREPROCESSOR).is_dir())
     chunks = {part: _numbered(columns, sizes, words) for part, columns in raw.items()}
     sparse = [name for name in words.derived(raw["train"]) if name in sizes or name in words.vocab]
     owned = {owner: _columns_of_owner(config, raw["train"], words, owner) for owner in _NAMES}
@@ -258,19 +252,20 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
         words = words.joined(about.words)
         owned[about.name] = (*owned[about.name], *about.words.names)
         sparse += about.words.vocab
+    # Of ids 0 to N - 1 row N is the unknown one. Hours, weekdays and months all have a row, trained or not.
     unknown = dict(sizes)
     for columns_of_times in words.times.values():
         unknown |= dict.fromkeys(columns_of_times, 0)
     chunks = {part: _untrained_unknown(rows, chunks["train"], unknown) for part, rows in chunks.items()}
     vocab = {name: size + 1 for name, size in sizes.items()} | words.vocab
-    described = {name for names in owned.values() for name in names}
+    owned_names = {*_NAMES.values(), *owned["user"], *owned["item"]}
     return LabelledData(
         name=config.name,
         train=chunks["train"],
         validation=chunks["validation"],
         test=chunks["test"],
         vocab={name: vocab[name] for name in sparse},
-        context=tuple(name for name in sparse if name not in _NAMES.values() and name not in described),
+        context=tuple(name for name in sparse if name not in owned_names),
         dense=tuple(words.scales),
         user_features=owned["user"],
         item_features=owned["item"],
@@ -299,7 +294,7 @@ class _Descriptions(NamedTuple):
         return rows
 
 
-def _descriptions(folder: Path, train: Path | None, rows: RawColumns) -> dict[str, _Descriptions]:
+def _descriptions(folder: Path, train: Path, rows: RawColumns) -> dict[str, _Descriptions]:
     """Reads users.parquet and items.parquet if they exist; returns them by ``user_id`` and ``item_id``.
 
     Args:
@@ -312,7 +307,6 @@ def _descriptions(folder: Path, train: Path | None, rows: RawColumns) -> dict[st
         path = folder / f"{name}s.parquet"
         if not path.exists():
             continue
-        assert train is not None, "its rows were read"
         if key not in rows:
             raise DataError(
                 f"{path}: describes {name}s, and {train.name} has no column '{name}' (it has {listed(rows)}); write "
@@ -325,13 +319,15 @@ def _descriptions(folder: Path, train: Path | None, rows: RawColumns) -> dict[st
         file = read_columns(path)
         other_names: set[str] = set()
         for about in descriptions.values():
-            other_names |= set(about.features.columns)
+            other_names.update(about.features.columns)
         table: dict[str, pa.Array] = {}
         for word in file.column_names:
-            plain = word.replace(".", "_")
-            short = f"{name}_{plain}" if plain in other_names else plain
             if word == words[key]:
                 continue
+            short = word.replace(".", "_")
+            if short in other_names:
+                # Users and items both have it, and a batch has one column of a name.
+                short = f"{name}_{short}"
             if short in _RESERVED:
                 raise DataError(f"{path}: column '{short}' has a meaning of its own in the rows; rename it here")
             if short in table:
@@ -344,7 +340,7 @@ def _descriptions(folder: Path, train: Path | None, rows: RawColumns) -> dict[st
 
 
 def _without_described(
-    path: Path | None, columns: RawColumns, descriptions: Mapping[str, _Descriptions]
+    path: Path, columns: RawColumns, descriptions: Mapping[str, _Descriptions]
 ) -> dict[str, pa.Array]:
     """Drops the raw columns repeated in a file of users or items.
 
@@ -354,13 +350,17 @@ def _without_described(
     row_columns = dict(columns)
     for key, about in descriptions.items():
         file_rows = about.rows_of(columns[key])
-        for name in [name for name in about.words.sources(about.words.names) if name in row_columns]:
+        for name in about.words.sources(about.words.names):
+            if name not in row_columns:
+                continue
             row_values = row_columns.pop(name)
             file_values = about.table[name].take(pa.array(file_rows - 1, mask=file_rows == 0))
             wrong = pc.and_(row_values.is_valid(), pc.invert(_equal(row_values, _plain(file_values))))
             row = wrong.index(True).as_py()
             if row >= 0:
-                says = f"says {file_values[row].as_py()}" if file_rows[row] else f"does not have that {about.name}"
+                says = f"says {file_values[row].as_py()}"
+                if not file_rows[row]:
+                    says = f"does not have that {about.name}"
                 raise DataError(
                     f"{path}: column '{name}', row {row}: {row_values[row].as_py()} for {about.name} "
                     f"{columns[key][row].as_py()}, and {about.path.name} {says}; leave the column out of one of the "
@@ -400,29 +400,31 @@ def _fill_outside(column: Column, mask: NDArray[np.bool_], filler: float) -> Col
     return column.windowed(starts, np.where(mask, stops, starts))
 
 
-def _words(raw: Mapping[str, RawColumns], placeholder: Sequence[str]) -> tuple[dict[str, int], RowContext]:
+def _words(raw: Mapping[str, RawColumns], *, is_preprocessed: bool) -> tuple[dict[str, int], RowContext]:
     """Fits the mapping of all columns but the label to the training rows.
 
     Args:
         raw: raw columns by part.
-        placeholder: columns whose id 0 a preprocessor wrote for the unknown.
+        is_preprocessed: a preprocessor wrote the rows: 0 stands for a user or an item that it does not know.
 
     Returns:
         N of each column whose ids are 0 to N - 1 in all parts together, and the mapping of the other columns.
     """
-    train = {name: column for name, column in raw["train"].items() if name != "label"}
-    integer_names = [
-        name for name, column in train.items() if pa.types.is_integer(column.type) and name not in placeholder
-    ]
-    sizes = {}
-    for name in integer_names:
-        sizes[name] = _size([columns[name].drop_null().to_numpy() for columns in raw.values()])
-    # Ids 0 to N - 1 are table rows as they are, without a vocabulary.
-    sizes = {name: size for name, size in sizes.items() if size}
-    inputs = {name: column for name, column in train.items() if name not in sizes}
-    for name in placeholder:
-        column = inputs[name]
-        inputs[name] = pc.if_else(pc.equal(column, 0), pa.scalar(None, column.type), column)
+    sizes: dict[str, int] = {}
+    inputs: dict[str, pa.Array] = {}
+    for name, column in raw["train"].items():
+        inputs[name] = column
+        if not pa.types.is_integer(column.type):
+            continue
+        if is_preprocessed and name in _NAMES.values():
+            inputs[name] = pc.if_else(pc.equal(column, 0), pa.scalar(None, column.type), column)
+            continue
+        ids = np.unique(np.concatenate([columns[name].drop_null().to_numpy() for columns in raw.values()]))
+        if len(ids) and ids[0] == 0 and ids[-1] == len(ids) - 1:
+            # They are table rows as they are, without a vocabulary.
+            sizes[name] = len(ids)
+            del inputs[name]
+    del inputs["label"]
     filled = [name for name in inputs if any(columns[name].null_count for columns in raw.values())]
     return sizes, RowContext.fit(inputs, filled=filled)
 
@@ -433,22 +435,19 @@ def _numbered(columns: RawColumns, sizes: Mapping[str, int], words: RowContext) 
     return Chunk({**ids, **words.transform(columns), "label": Column(columns["label"].to_numpy())})
 
 
-def _size(parts: list[Array]) -> int:
-    """Returns N if the ids of all parts together are 0 to N - 1, else 0."""
-    ids = np.unique(np.concatenate(parts))
-    is_range = len(ids) > 0 and ids[0] == 0 and ids[-1] == len(ids) - 1
-    return len(ids) if is_range else 0
-
-
 def _untrained_unknown(rows: Chunk, train: Chunk, unknown: Mapping[str, int]) -> Chunk:
     """Replaces ids without a training row by the column's row in ``unknown``."""
     return rows.with_columns({name: rows[name].restricted(train[name].values, row) for name, row in unknown.items()})
 
 
-def _file(folder: Path | None, part: str) -> Path | None:
-    if folder is None:
-        return None
-    return next((folder / name for name in _FILES[part] if (folder / name).exists()), None)
+def _files(folder: Path) -> dict[str, Path]:
+    """Returns the file of each part that has one, in the order of the parts."""
+    files = {}
+    for part, names in _FILES.items():
+        paths = [folder / name for name in names if (folder / name).exists()]
+        if paths:
+            files[part] = paths[0]
+    return files
 
 
 def _read(path: Path) -> dict[str, pa.Array]:
@@ -486,13 +485,10 @@ def _plain(column: pa.Array) -> pa.Array:
 def _labels(path: Path, column: pa.Array) -> pa.Array:
     row = 0
     if _is_number(column):
-        wrong = pc.invert(pc.is_in(column, pa.array([0, 1], column.type)))
-        row = wrong.index(True).as_py()
+        column = column.cast(pa.float64(), safe=False)
+        row = pc.invert(pc.is_in(column, pa.array([0.0, 1.0]))).index(True).as_py()
     if row >= 0:
-        value = column[row].as_py()
-        if _is_number(column) and value is not None:
-            value = float(value)
-        raise DataError(f"{path}: column 'label', row {row}: {value}; must be 0 or 1")
+        raise DataError(f"{path}: column 'label', row {row}: {column[row].as_py()}; must be 0 or 1")
     return column.cast(pa.float32())
 
 
@@ -507,10 +503,12 @@ def without_context(data: LabelledData) -> LabelledData:
     times = [name for name in data.words.sources(names) if name in data.words.times]
 
     def cleared(chunk: Chunk) -> Chunk:
-        return chunk.with_columns(
-            {name: Column(np.zeros_like(chunk[name].values), chunk[name].offsets) for name in names}
-            | {name: Column(np.full_like(chunk[name].values, MISSING_TIME)) for name in times}
-        )
+        columns = {}
+        for name in names:
+            columns[name] = Column(np.zeros_like(chunk[name].values), chunk[name].offsets)
+        for name in times:
+            columns[name] = Column(np.full_like(chunk[name].values, MISSING_TIME))
+        return chunk.with_columns(columns)
 
     return dataclasses.replace(
         data, train=cleared(data.train), validation=cleared(data.validation), test=cleared(data.test), best={}

@@ -121,6 +121,7 @@ def movielens_100k(
     ratings = ratings.with_columns({name: Column(ratings[name].values.astype(np.int64)) for name in ratings})
     rows = {"user_id": _rows("user_id", user_ids, ratings), "item_id": _rows("item_id", item_ids, ratings)}
     if split is not None:
+        # Its histories hold the publisher's ids.
         pool = item_ids.searchsorted(split.history.pool).astype(np.int64) + 1
         split = split._replace(history=split.history.with_pool(pool))
     users = _users(people, user_ids)
@@ -129,24 +130,17 @@ def movielens_100k(
     titles = ["(unknown)"] * size
     categories: list[list[str]] = [[]] * size
     years = np.zeros(movies.num_rows, np.int64)
-    texts = zip(*(movies[name].values for name in ITEM_COLUMNS), strict=True)
-    for index, (row, (title, year, genres)) in enumerate(zip(item_rows.tolist(), texts, strict=True)):
+    texts = [movies[name].values for name in ITEM_COLUMNS]
+    for index, (row, title, year, genres) in enumerate(zip(item_rows.tolist(), *texts, strict=True)):
         titles[row], years[index] = split_title(title, year)
         categories[row] = genres.split()
-    items = side_features(
-        item_rows,
-        {"release_year": pa.array(years, mask=years == 0), "genres": pa.array(movies["class"].values)},
-        size,
-        words=RowContext.of(
-            [
-                id_steps("release_year", vocabulary_of(np.unique(years[years > 0]))),
-                id_steps("genres", vocabulary_of(GENRES), " "),
-            ]
-        ),
-    )
+    raw = {"release_year": pa.array(years, mask=years == 0), "genres": pa.array(movies["class"].values)}
+    year_steps = id_steps("release_year", vocabulary_of(np.unique(years[years > 0])))
+    genre_steps = id_steps("genres", vocabulary_of(GENRES), " ")
+    items = side_features(item_rows, raw, size, words=RowContext.of([year_steps, genre_steps]))
     return from_sides(
         name="ml-100k",
-        ratings=ratings.with_columns({name: Column(values) for name, values in rows.items()}),
+        ratings=ratings.with_columns(rows),
         users=users,
         items=items,
         history_length=history_length,
@@ -162,18 +156,17 @@ def movielens_100k(
 
 def _users(people: Chunk, user_ids: Int64) -> SideFeatures:
     """Returns the features of the users, a row for each of the ascending ``user_ids`` after that of the unknown one."""
+    rows = user_ids.searchsorted(people["user_id"].values) + 1
+    raw = {name: pa.array(people[name].values) for name in ("gender", "occupation", "age")}
     prefixes = []
     for code in people["zip_code"].values:
         prefixes.append("Canada" if code[:1].isalpha() else code[:1])
-    raw = {name: pa.array(people[name].values) for name in ("gender", "occupation", "age")}
+    raw["zip_prefix"] = pa.array(prefixes, pa.string())
+    # Fixed words and scales, so that an id means the same whatever users there are.
     words = {"gender": GENDERS, "occupation": OCCUPATIONS, "zip_prefix": ZIP_PREFIXES}
     steps = [id_steps(name, vocabulary_of(values)) for name, values in words.items()]
-    return side_features(
-        user_ids.searchsorted(people["user_id"].values) + 1,
-        {**raw, "zip_prefix": pa.array(prefixes, pa.string())},
-        len(user_ids) + 1,
-        words=RowContext.of([*steps, number_steps("age", AGE_CENTRE, AGE_SCALE)]),
-    )
+    steps.append(number_steps("age", AGE_CENTRE, AGE_SCALE))
+    return side_features(rows, raw, len(user_ids) + 1, words=RowContext.of(steps))
 
 
 def split_title(title: str, year: str = "") -> tuple[str, int]:
@@ -278,12 +271,13 @@ def _fields(path: Path, name: str, text: str) -> list[list[str]]:
 def _table(rows: Sequence[Sequence[str]], name: str) -> Chunk:
     """Turns lines of fields into the columns of a table, whole numbers or text."""
     columns = {}
-    for (column, kind), values in zip(_COLUMNS[name].items(), zip(*rows, strict=True), strict=True):
+    for index, (column, kind) in enumerate(_COLUMNS[name].items()):
+        values = [fields[index] for fields in rows]
         columns[column] = Column(np.array(values, dtype=np.int64 if kind == "int" else object))
     return Chunk(columns)
 
 
-def _rows(name: str, described: Int64, ratings: Chunk) -> Int64:
+def _rows(name: str, described: Int64, ratings: Chunk) -> Column:
     """Returns (N,) the row, from 1 on, of each rating's id in ``described``.
 
     Raises:
@@ -298,7 +292,7 @@ def _rows(name: str, described: Int64, ratings: Chunk) -> Int64:
             f"set 'ml-100k': {name} {ids[row]} in row {row} of the ratings is not described ({int(bad.sum())} such "
             "rows); drop these rows or add the missing description"
         )
-    return rows + 1
+    return Column(rows + 1)
 
 
 _PARTS = {"train": TRAIN, "valid": VALIDATION, "test": TEST}
@@ -328,9 +322,8 @@ def recbole(ratings: Chunk, file: Path, history_length: int) -> Protocol:
     table = read_parquet(file, {"user_id": "int", "item_id": "int", "split": "string"})
     # A pair becomes one number, user * many + item.
     many = int(max(ratings["item_id"].values.max(), table["item_id"].values.max())) + 1
-    rating_keys, table_keys = (
-        chunk["user_id"].values.astype(np.int64) * many + chunk["item_id"].values for chunk in (ratings, table)
-    )
+    rating_keys = ratings["user_id"].values.astype(np.int64) * many + ratings["item_id"].values
+    table_keys = table["user_id"].values.astype(np.int64) * many + table["item_id"].values
     indices = rows_among(table_keys, rating_keys)
     if len(table_keys) != len(rating_keys) or (indices < 0).any():
         raise DataError(
@@ -355,11 +348,9 @@ def tfrs(tables: tuple[Chunk, Chunk, Chunk], history_length: int, *, validation:
         validation: take a tenth of the training ratings for validation.
     """
     ratings, _, movies = tables
-    titles = [
-        f"{title} {year}"
-        for title, year in zip(movies["movie_title"].values, movies["release_year"].values, strict=True)
-    ]
-    _, first, of_title = np.unique(np.array(titles), return_index=True, return_inverse=True)
+    # The year is a part of the title, as the publisher writes it.
+    titles = movies["movie_title"].values + " " + movies["release_year"].values
+    _, first, of_title = np.unique(titles.astype(str), return_index=True, return_inverse=True)
     ids = movies["item_id"].values.astype(np.int64)
     by_id = np.zeros(ids.max() + 1, dtype=np.int64)
     by_id[ids] = ids[first[of_title]]

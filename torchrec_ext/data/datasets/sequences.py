@@ -94,7 +94,7 @@ class SequenceData:
         if bad.any():
             index = int(bad.argmax())
             raise DataError(
-                f"set '{self.name}': item {values[index]} of {self._user(*self._at(index))} is not in the catalogue "
+                f"set '{self.name}': item {values[index]} of {self._place(index)} is not in the catalogue "
                 f"(ids 1 to {self.num_items}; {int(bad.sum())} such ids); fix the data, or num_items"
             )
         if self.times is not None:
@@ -117,19 +117,20 @@ class SequenceData:
         if falls.any():
             index = int(falls.argmax())
             raise DataError(
-                f"set '{self.name}': time {values[index]} of {self._user(*self._at(index))} is before "
+                f"set '{self.name}': time {values[index]} of {self._place(index)} is before "
                 f"{values[index - 1]}, that of the item before it ({int(falls.sum())} such places); sort each user's "
                 "items by time"
             )
 
-    def _at(self, index: int) -> tuple[int, int]:
-        """Returns the user's row and the step of an index in the values."""
-        user = self.sequences.row_of(index)
-        return user, index - int(self.sequences.lengths[:user].sum())
+    def _user(self, row: int) -> str:
+        user = row if self.user_ids is None else self.user_ids[row]
+        return f"user {user}"
 
-    def _user(self, row: int, step: int | None = None) -> str:
-        user = f"user {row if self.user_ids is None else self.user_ids[row]}"
-        return user if step is None else f"{user}, place {step}"
+    def _place(self, index: int) -> str:
+        """Names the user and the place in the sequence of one of the values."""
+        row = self.sequences.row_of(index)
+        place = index - int(self.sequences.lengths[:row].sum())
+        return f"{self._user(row)}, place {place}"
 
     @property
     def vocab(self) -> dict[str, int]:
@@ -152,7 +153,7 @@ class SequenceData:
         check_choice("part", part, HELD_OUT)
         users = np.flatnonzero(self.sequences.lengths >= self.least)
         k = self.test_items
-        starts, stops = (bounds[users] for bounds in self.sequences.windows)
+        starts, stops = self.sequences.take(users).windows
         stops -= k * HELD_OUT[part]
         before = self.sequences.windowed(starts, stops)
         targets = self.sequences.pool[stops[:, None] + np.arange(k)]
@@ -190,7 +191,7 @@ def training_windows(sequences: Column, max_targets: int) -> Column:
     rows = np.arange(len(pieces)).repeat(pieces)
     # Counted from the end, so that only the first piece of a user is short: 0 for a user's last piece.
     from_end = np.cumsum(pieces)[rows] - 1 - np.arange(len(rows))
-    starts, stops = (bounds[rows] for bounds in sequences.windows)
+    starts, stops = sequences.take(rows).windows
     stops -= from_end * max_targets
     return sequences.windowed(np.maximum(starts, stops - max_targets - 1), stops)
 
@@ -240,9 +241,10 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
         DataError: a file is damaged, lacks a column, or holds a null.
     """
     if config.name == PLANTED:
-        sequences = planted_sequences(seed=config.seed, **generated_sizes(config))
-        best = sequences.best if config.test_items == 1 else {}
-        return dataclasses.replace(sequences, max_length=config.max_length, test_items=config.test_items, best=best)
+        data = planted_sequences(seed=config.seed, **generated_sizes(config))
+        # The best figures are known of one test item alone.
+        best = data.best if config.test_items == 1 else {}
+        return dataclasses.replace(data, max_length=config.max_length, test_items=config.test_items, best=best)
     folder = data_folder(config.name, config.folder)
     if folder is None:
         raise DatasetUnavailable(
@@ -304,14 +306,15 @@ def _negatives(data: SequenceData, split: str, file: Path) -> Int64:
     words = spelled(file, {"user": _SPELLINGS["user"], "negative": ("negative", "item_id", "item")})
     arrays = read_ids(file, words, "a candidate has a user and an item")
     columns: dict[str, Array] = {}
-    for (name, array), ids in zip(arrays.items(), (data.user_ids, items), strict=True):
-        columns[name] = array.to_numpy(zero_copy_only=False)
-        kinds = ["numbers" if values.dtype.kind == "i" else "text" for values in (columns[name], ids)]
-        if kinds[0] != kinds[1]:
+    kinds = {"i": "numbers", "O": "text"}
+    for name, ids in (("user", data.user_ids), ("negative", items)):
+        values: Array = arrays[name].to_numpy(zero_copy_only=False)
+        if values.dtype.kind != ids.dtype.kind:
             raise DataError(
-                f"{file}: the ids in '{words[name]}' are {kinds[0]}, and those in the sequences of '{data.name}' "
-                f"{kinds[1]}; write one type to both files"
+                f"{file}: the ids in '{words[name]}' are {kinds[values.dtype.kind]}, and those in the sequences of "
+                f"'{data.name}' {kinds[ids.dtype.kind]}; write one type to both files"
             )
+        columns[name] = values
     in_catalogue = np.isin(columns["negative"], items)
     if not in_catalogue.all():
         row = int((~in_catalogue).argmax())
@@ -388,9 +391,15 @@ def _best(steps: Int64, lengths: Int64, successor: Int64) -> dict[str, float]:
     available[np.nonzero(before)[0], steps[before]] = False
     # Number of places that the guess takes: none if the user has taken the successor already.
     first = available[rows, guesses].astype(np.int64)
-    gains = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(2, 12)))])
+    # Of each figure the sum of its gains at the first n places, for n from 0 to 10.
+    gains = {
+        "HR@1": np.arange(11.0).clip(max=1),
+        "HR@10": np.arange(11.0),
+        "NDCG@10": np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(2, 12)))]),
+    }
     figures = {}
-    for name, upto in (("HR@1", np.arange(11.0).clip(max=1)), ("HR@10", np.arange(11.0)), ("NDCG@10", gains)):
+    for name, upto in gains.items():
+        # All other items come in any order: each of them has the same share of the gains that are left.
         by_chance = (upto[-1] - upto[first]) / (available.sum(axis=1) - first)
         figures[name] = float(np.where(targets == guesses, upto[1], by_chance).mean())
     return figures

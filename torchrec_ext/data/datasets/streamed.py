@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows, concatenate_rows
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable, data_folder
@@ -74,6 +73,17 @@ class Roles:
     item_features: Sequence[str] = ()
 
 
+class _LabelSums(NamedTuple):
+    """Sums of weights over a split, for the label and each task: of positives, and of those with label 1; of all rows.
+
+    ``every`` (T,), ``clicked`` (T,), ``total``.
+    """
+
+    every: list[float]
+    clicked: list[float]
+    total: float
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StreamedData:
     """Preprocessed rows on disk, split for training and evaluation.
@@ -99,11 +109,11 @@ class StreamedData:
     temporary: Any = None
 
     def __post_init__(self) -> None:
-        roles = self.roles
-        number_columns: list[str] = [name for name in (roles.label, *roles.tasks, roles.weight) if name]
+        kinds = {name: _KINDS[self.preprocessor.outputs[name]] for name in (*self.features, *self.dense)}
+        numbers = (self.roles.label, *self.roles.tasks, self.roles.weight)
         for source in self.splits.values():
-            source.require({name: _KINDS[self.preprocessor.outputs[name]] for name in (*self.features, *self.dense)})
-            source.require(dict.fromkeys(number_columns, _NUMBERS))
+            source.require(kinds)
+            source.require({name: _NUMBERS for name in numbers if name})
 
     @cached_property
     def digest(self) -> str:
@@ -168,7 +178,7 @@ class StreamedData:
         Raises:
             DataError: all rows of a split have weight 0.
         """
-        return {split: (float(every[0]), total) for split, (every, _, total) in self._label_sums.items()}
+        return {split: (sums.every[0], sums.total) for split, sums in self._label_sums.items()}
 
     @property
     def task_positives(self) -> dict[str, dict[str, tuple[float, float]]]:
@@ -178,24 +188,27 @@ class StreamedData:
         """
         names = [self.roles.label, *self.roles.tasks]
         positives = {}
-        for split, (every, clicked, _) in self._label_sums.items():
-            sums = zip(names, every, clicked, strict=True)
-            positives[split] = {name: (float(all_rows), float(clicks)) for name, all_rows, clicks in sums}
+        for split, sums in self._label_sums.items():
+            pairs = zip(sums.every, sums.clicked, strict=True)
+            positives[split] = dict(zip(names, pairs, strict=True))
         return positives
 
     @cached_property
-    def _label_sums(self) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64], float]]:
-        """The weight of positives of label and tasks (T,), of those with label 1 (T,), and of all rows, by split."""
+    def _label_sums(self) -> dict[str, _LabelSums]:
+        """The weights of positives and of all rows, by split; reads the labels of all rows."""
         names = [self.roles.label, *self.roles.tasks]
         weight = self.roles.weight
+        columns = [*names, weight] if weight else names
         sums = {}
         for split, source in self.splits.items():
             every = np.zeros(len(names))
             clicked = np.zeros(len(names))
             total = 0.0
-            for chunk in self.chunks(split, [*names, *([weight] if weight else [])]):
+            for chunk in self.chunks(split, columns):
                 labels = np.stack([chunk[name].values.astype(np.float64) for name in names])
-                weights = chunk[weight].values.astype(np.float64) if weight else np.ones(chunk.num_rows)
+                weights = np.ones(chunk.num_rows)
+                if weight:
+                    weights = chunk[weight].values.astype(np.float64)
                 every += (labels * weights).sum(1)
                 clicked += (labels * labels[0] * weights).sum(1)
                 total += float(weights.sum())
@@ -204,7 +217,7 @@ class StreamedData:
                     f"{source.files[0].name}: column '{weight}' is 0 in all {source.num_rows:,} rows of split "
                     f"'{split}'; give each row that counts a weight above 0"
                 )
-            sums[split] = every, clicked, total
+            sums[split] = _LabelSums(every.tolist(), clicked.tolist(), total)
         return sums
 
     def share(self, split: str) -> float:
@@ -303,11 +316,13 @@ def prepared_folder(name: str, root: str | None) -> Path | None:
 
     Files train.parquet or inter.parquet beside the rows are a set of their own, which is read instead.
     """
+    # A known set is read by its own loader, whatever folder of this name lies where the command runs.
     if name in (*NAMES, "frappe"):
         return None
-    for folder in filter(None, (Path(name), data_folder(name, root))):
-        has_files = any((folder / f"{file}.parquet").exists() for file in ("train", "inter"))
-        if (folder / "train").is_dir() and not has_files:
+    for folder in (Path(name), data_folder(name, root)):
+        if folder is None or not (folder / "train").is_dir():
+            continue
+        if not (folder / "train.parquet").exists() and not (folder / "inter.parquet").exists():
             return folder
     return None
 
@@ -328,9 +343,12 @@ def load_streamed(
         DataError: the folder is not one that rec.data.preprocess wrote, or its files contradict it.
     """
     if config.name == PLANTED:
+        # Removed with the data, which keep it.
         temporary_folder = tempfile.TemporaryDirectory(prefix="torchrec_ext-planted-")
-        best = (generate or planted_folder)(Path(temporary_folder.name), seed=config.seed)
-        return _open(Path(temporary_folder.name), config, labels, best=best, temporary=temporary_folder)
+        folder = Path(temporary_folder.name)
+        write = generate or planted_folder
+        best = write(folder, seed=config.seed)
+        return _open(folder, config, labels, best=best, temporary=temporary_folder)
     folder = Path(config.name)
     if not folder.is_dir():
         folder = data_folder(config.name, config.folder) or folder
@@ -391,20 +409,20 @@ def _roles(folder: Path, summary: Mapping[str, Any], preprocessor: FittedPreproc
                 f"{folder}: task '{name}' is no column of its rows, which keep {listed(preprocessor.keep)}; set "
                 "Prepared.tasks and Preprocessor(keep=[...]), and preprocess the log again"
             )
-    if roles["label"] not in preprocessor.outputs and not labels:
+    if roles["label"] not in preprocessor.outputs:
+        if labels:
+            raise DataError(
+                f"{folder}: its rows have no label: the preprocessing recipe names none that it keeps (it keeps "
+                f"{listed(preprocessor.keep) or 'nothing'}); set Prepared.label and Preprocessor(keep=[...])"
+            )
         roles["label"] = ""
-    elif roles["label"] not in preprocessor.outputs:
-        raise DataError(
-            f"{folder}: its rows have no label: the preprocessing recipe names none that it keeps (it keeps "
-            f"{listed(preprocessor.keep) or 'nothing'}); set Prepared.label and Preprocessor(keep=[...])"
-        )
     return Roles(**roles)
 
 
 def _all_rows(data: StreamedData, split: str) -> Chunk:
     """Reads all rows of a split: ids, numbers and labels; no rows if the folder has no such split."""
-    names = list(dict.fromkeys([*data.features, *data.dense]))
-    if data.roles.label and data.roles.label not in names:
+    names = [*data.features, *data.dense]
+    if data.roles.label:
         names.append(data.roles.label)
     if split not in data.splits:
         # No rows, with the columns that rows have.
@@ -447,6 +465,7 @@ def labelled_rows_of(data: StreamedData, *, context: bool = True) -> LabelledDat
         dense=data.dense,
         user_features=described["user"],
         item_features=described["item"],
+        # Where LabelledData would take the last row: a preprocessor's unknown value has id 0.
         oov_ids=dict.fromkeys(data.features, 0),
         prepared=data,
     )
@@ -486,7 +505,7 @@ def interactions_of(data: StreamedData) -> InteractionData:
             "Prepared(user=..., item=...), or take --recipe stream"
         )
     _check_names(data)
-    train, validation, test = (_positives(data, split) for split in PARTS)
+    rows = {split: _positives(data, split) for split in PARTS}
     item_rows, table = data.items
     if len(item_rows) < table.num_rows - 1:
         raise DataError(
@@ -494,31 +513,35 @@ def interactions_of(data: StreamedData) -> InteractionData:
             "hashed, or the first split is not the training rows; take Categorify for the item, or --recipe "
             "stream"
         )
-    is_known = (train["user_id"].values > 0) & (train["item_id"].values > 0)
-    training_rows = train.take(np.flatnonzero(is_known))
-    if left_out := train.num_rows - training_rows.num_rows:
+    positives = rows["train"]
+    is_known = (positives["user_id"].values > 0) & (positives["item_id"].values > 0)
+    training_rows = positives.take(np.flatnonzero(is_known))
+    if left_out := positives.num_rows - training_rows.num_rows:
         warnings.warn(
-            f"{data.folder}: {left_out:,} of {train.num_rows:,} positives for training have an unknown user or item, "
-            "and are left out; a lower min_count of the preprocessing knows more of them",
+            f"{data.folder}: {left_out:,} of {positives.num_rows:,} positives for training have an unknown user or "
+            "item, and are left out; a lower min_count of the preprocessing knows more of them",
             stacklevel=2,
         )
     if not training_rows.num_rows:
         raise DataError(f"{data.folder}: no training row is a positive: with label 1, and a known user and item")
     outside = len(item_rows) + 1
-    # An unknown item becomes one outside the catalogue, so that a model cannot find it.
-    validation, test = (
-        rows.with_columns({"item_id": Column(np.where(rows["item_id"].values > 0, rows["item_id"].values, outside))})
-        for rows in (validation, test)
-    )
+    for split in ("validation", "test"):
+        ids = rows[split]["item_id"].values
+        # An unknown item becomes one outside the catalogue, so that a model cannot find it.
+        rows[split] = rows[split].with_columns({"item_id": Column(np.where(ids > 0, ids, outside))})
+    # The row outside has the columns of row 0, the unknown item.
     items = concatenate_rows([table, table.take(np.zeros(1, np.int64))], table)
     pairs = Pairs(training_rows["user_id"].values, training_rows["item_id"].values)
+    vocab: dict[str, int] = {}
+    for features, _ in data.towers.values():
+        vocab |= {name: data.vocab[name] for name in features}
     return InteractionData(
         name=data.name,
         train=training_rows,
-        validation=validation,
-        test=test,
+        validation=rows["validation"],
+        test=rows["test"],
         items=items,
-        vocab={name: data.vocab[name] for tower in data.towers.values() for name in tower[0]},
+        vocab=vocab,
         dense=data.dense,
         known=pairs,
         liked=Column.grouped(pairs.items, pairs.users, data.vocab["user_id"]),
@@ -541,6 +564,7 @@ def _values_of(preprocessor: FittedPreprocessor, name: str, rows: int) -> Array 
     if not isinstance(state, Vocabulary):
         return None
     values: Array = state.values.to_numpy(zero_copy_only=False)
+    # Before the values stands that of row 0, the unknown; after them that of the row outside the catalogue.
     nobody = np.array([None], object) if values.dtype == object else np.array([-1])
     return np.concatenate([nobody, values, nobody])[:rows]
 
@@ -564,10 +588,13 @@ def planted_folder(folder: Path, *, seed: int = 0, rows: int = 60_000) -> dict[s
         chunk: Chunk = getattr(data, split)
         rows_of[split] = {name: chunk[name].values for name in (*names, *numbers)}
     requests = data.train.slice(0, 1_000)
-    request_table = pa.table({name: requests[name].values for name in names})
+    tables = {
+        RAW_REQUESTS: pa.table({name: requests[name].values for name in names}),
+        RAW_ITEMS: pa.table({"item_id": data.trained("item_id")}),
+        RAW_USERS: pa.table({"user_id": data.trained("user_id")}),
+    }
     roles = {"label": "label", "weight": None, "user": "user_id", "item": "item_id"}
-    items, users = (pa.table({name: data.trained(name)}) for name in ("item_id", "user_id"))
-    _write_planted(folder, fitted, rows_of, request_table, items, users, roles)
+    _write_planted(folder, fitted, rows_of, tables, roles)
     return dict(data.best)
 
 
@@ -575,12 +602,10 @@ def _write_planted(
     folder: Path,
     fitted: FittedPreprocessor,
     splits: Mapping[str, Mapping[str, Any]],
-    requests: pa.Table,
-    items: pa.Table,
-    users: pa.Table,
+    raw_tables: Mapping[str, pa.Table],
     roles: Mapping[str, Any],
 ) -> None:
-    """Writes rows as rec.data.preprocess would, made of requests' rows by split."""
+    """Writes rows as rec.data.preprocess would, made of requests' rows by split, and raw tables by their path."""
     fitted.save(folder / PREPROCESSOR)
     counts = {}
     for split, rows in splits.items():
@@ -591,9 +616,8 @@ def _write_planted(
         pq.write_table(table, path, row_group_size=_GROUP_ROWS, write_page_checksum=True)
         counts[split] = len(table)
     (folder / "raw").mkdir()
-    pq.write_table(requests, folder / RAW_REQUESTS)
-    pq.write_table(items, folder / RAW_ITEMS)
-    pq.write_table(users, folder / RAW_USERS)
+    for name, table in raw_tables.items():
+        pq.write_table(table, folder / name)
     (folder / SUMMARY).write_text(json.dumps({"recipe": PLANTED, "rows": counts, "roles": roles}) + "\n")
 
 
@@ -636,6 +660,7 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
         "weight": 1.0 + shown_items % 2,
     }
     rows |= _past(columns, clicks, length)
+    # By time, since the log is in its order.
     cuts = [0, int(0.8 * len(clicks)), int(0.9 * len(clicks)), len(clicks)]
     splits = {}
     for split, start, stop in zip(PARTS, cuts[:-1], cuts[1:], strict=True):
@@ -652,11 +677,9 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     raw = dict.fromkeys(columns, "int64") | dict.fromkeys(numbers, "float32")
     fitted = FittedPreprocessor(steps=steps, keep=numbers, raw=raw, states=({}, *vocabularies))
     names = fitted.request_columns
-    requests = pa.table(
-        {name: splits["train"][name][-1_000:] for name in names if name not in ("item_id", "category_id")}
-    )
+    # A request lists its candidates separately, so its rows have no item.
+    requests = {name: splits["train"][name][-1_000:] for name in names if name not in ("item_id", "category_id")}
     training_items = np.unique(splits["train"]["item_id"])
-    items = pa.table({"item_id": training_items, "category_id": training_items % categories})
     roles = {
         "label": labels[0],
         "tasks": labels[1:],
@@ -668,15 +691,22 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     users, last = np.unique(columns["user_id"][::-1], return_index=True)
     latest = _past(columns, size - 1 - last, length, itself=1)
     is_training_user = np.isin(users, splits["train"]["user_id"])
-    user_table = pa.table({"user_id": users, **latest}).filter(pa.array(is_training_user))
-    _write_planted(folder, fitted, splits, requests, items, user_table, roles)
+    raw_tables = {
+        RAW_REQUESTS: pa.table(requests),
+        RAW_ITEMS: pa.table({"item_id": training_items, "category_id": training_items % categories}),
+        RAW_USERS: pa.table({"user_id": users, **latest}).filter(pa.array(is_training_user)),
+    }
+    _write_planted(folder, fitted, splits, raw_tables, roles)
     test = slice(cuts[2], cuts[3])
     odds = log.odds(clicks[test], shown_items[test])
     click_chance = odds / (1 + odds)
     chances = {"click": click_chance, "conversion": click_chance * log.buys(shown_items[test])}
-    best = {name: best_prediction(chance, chance, rows[name][test]) for name, chance in chances.items()}
-    by_label = {f"{name}_{figure}": value for name, of in best.items() for figure, value in of.items()}
-    return best["click"] | by_label
+    # Those of the click stand under their plain names, too, since the click is the label.
+    best = best_prediction(click_chance, click_chance, click[test])
+    for name, chance in chances.items():
+        for figure, value in best_prediction(chance, chance, rows[name][test]).items():
+            best[f"{name}_{figure}"] = value
+    return best
 
 
 def _past(columns: Mapping[str, Int64], clicks: Int64, length: int, itself: int = 0) -> dict[str, pa.Array]:

@@ -40,6 +40,10 @@ def checkerboard(*, users: int = 64, items: int = 64, history_length: int = 50, 
     user, item = (np.indices((users, items)).reshape(2, -1) + 1).astype(np.int64)
     shuffled = rng.permutation(np.flatnonzero((user + item) % 2 == 0))
     ratings = _ratings(user[shuffled], item[shuffled], np.arange(len(shuffled)), np.full(len(shuffled), 5))
+    titles = ["(unknown)"]
+    for number in range(1, items + 1):
+        colour = "black" if number % 2 else "white"
+        titles.append(f"{colour} square {number}")
     data = from_ratings(
         name="checkerboard",
         ratings=ratings,
@@ -48,7 +52,7 @@ def checkerboard(*, users: int = 64, items: int = 64, history_length: int = 50, 
         vocab=_vocab(users, items),
         dense=("age",),
         history_length=history_length,
-        titles=["(unknown)"] + [f"{'black' if i % 2 else 'white'} square {i}" for i in range(1, items + 1)],
+        titles=titles,
     )
     best = {f"{metric}@{k}": 1.0 for metric in ("HR", "NDCG") for k in (1, 5, 10)}
     return dataclasses.replace(data, best=best)
@@ -87,15 +91,11 @@ def planted(
     ratings = _ratings(user, item, _times(rng, user), np.where(matching, 5, 3))
     is_right = rng.random(users) < 0.9
     visible_taste = np.where(is_right, taste[1:], rng.integers(clusters, size=users)) + 1
+    age = (taste[1:] / clusters - 0.5) * 3 + rng.normal(scale=0.5, size=users)
     data = from_ratings(
         name="planted",
         ratings=ratings,
-        users=_users(
-            rng,
-            users,
-            occupation=visible_taste,
-            age=(taste[1:] / clusters - 0.5) * 3 + rng.normal(scale=0.5, size=users),
-        ),
+        users=_users(rng, users, occupation=visible_taste, age=age),
         items=_items(rng, items, genre=kind[1:] + 1),
         vocab=_vocab(users, items),
         dense=("age",),
@@ -119,6 +119,7 @@ def planted_preferences(*, users: int = 2_000, items: int = 800, clusters: int =
             f"items, and users x items of at most {MOST_CELLS:,}"
         )
     taste, kind = _clusters(users, items, clusters, seed)
+    # By taste and kind.
     affinity = np.ones((clusters, clusters))
     affinity[np.arange(clusters), (np.arange(clusters) + 1) % clusters] = 10.0
     np.fill_diagonal(affinity, 60.0)
@@ -163,13 +164,13 @@ def _best(preferences: _Floats, data: InteractionData) -> Mapping[str, float]:
     weights = preferences[users]
     masked_items = data.seen(users, "train", "validation")
     weights[masked_items.owners, masked_items.values] = 0.0
+    # The chance of each test item that is left, greatest first: one of them is the answer.
     top = -np.sort(-weights, axis=1)[:, :10] / weights.sum(axis=1, keepdims=True)
     gain = 1 / np.log2(np.arange(10) + 2)
     figures = {}
-    for k in (1, 5, 10):
-        figures[f"HR@{k}"] = float(top[:, :k].sum(axis=1).mean())
-    for k in (1, 5, 10):
-        figures[f"NDCG@{k}"] = float((top[:, :k] * gain[:k]).sum(axis=1).mean())
+    for name, gains in (("HR", top), ("NDCG", top * gain)):
+        for k in (1, 5, 10):
+            figures[f"{name}@{k}"] = float(gains[:, :k].sum(axis=1).mean())
     return figures
 
 
@@ -194,6 +195,7 @@ def _users(rng: np.random.Generator, users: int, *, occupation: Int64, age: _Flo
 def _items(rng: np.random.Generator, items: int, *, genre: Int64) -> Chunk:
     """Gives every item its genre, and every other item a second one, drawn at random."""
     second = rng.integers(1, GENRES + 1, items)
+    # Drawn for all items, and left out where it is the item's own genre already.
     has_second = (rng.random(items) < 0.5) & (second != genre)
     genres = np.stack([genre, second], axis=1)
     is_genre = np.stack([np.ones(items, dtype=bool), has_second], axis=1)
@@ -235,6 +237,7 @@ def best_prediction(scores: _Floats, chances: _Floats, labels: _Floats) -> dict[
     values, index = np.unique(scores, return_inverse=True)
     positive = np.bincount(index, labels, len(values))
     negative = np.bincount(index, 1 - labels, len(values))
+    # Negatives below each score, half of those that tie.
     below = np.cumsum(negative) - negative / 2
     likelihood = np.where(labels > 0, chances, 1 - chances)
     return {
