@@ -106,7 +106,9 @@ def as_arrow(column: Column) -> pa.Array:
         >>> as_arrow(Column.from_lengths(np.array([3, 7, 5]), np.array([2, 0, 1]))).to_pylist()
         [[3, 7], [], [5]]
     """
-    values = pa.array(column.values, pa.string() if column.values.dtype == object else None)
+    # Arrow would make its null type of texts that are all missing.
+    dtype = pa.string() if column.values.dtype == object else None
+    values = pa.array(column.values, dtype)
     if not column.ragged:
         return values
     return pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), values)
@@ -150,11 +152,12 @@ def _first_null(array: pa.Array) -> int:
 
 def one_piece(data: pa.Array | pa.ChunkedArray) -> pa.Array:
     """Returns a column as one array."""
-    if isinstance(data, pa.ChunkedArray):
-        if data.num_chunks == 1:
-            return data.chunk(0)
-        return pa.concat_arrays(data.chunks) if data.num_chunks else pa.array([], data.type)
-    return data
+    if not isinstance(data, pa.ChunkedArray):
+        return data
+    if data.num_chunks == 1:
+        # Without the copy that combine_chunks makes.
+        return data.chunk(0)
+    return data.combine_chunks()
 
 
 def _numpy(array: pa.Array) -> Array:

@@ -23,7 +23,7 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.columns import Array, Chunk, Float32, Int64
+from torchrec_ext.data.columns import Array, Float32, Int64
 from torchrec_ext.data.files.arrow import Kind, as_int64
 from torchrec_ext.data.files.events_config import EventsConfig
 from torchrec_ext.data.files.sources import ParquetSource
@@ -67,7 +67,9 @@ class Events:
     @classmethod
     def joined(cls, pieces: Sequence[Events]) -> Events:
         """Returns the events of all pieces, one piece after the other."""
-        columns = {name: np.concatenate([vars(piece)[name] for piece in pieces]) for name in vars(pieces[0])}
+        columns = {}
+        for name in vars(pieces[0]):
+            columns[name] = np.concatenate([vars(piece)[name] for piece in pieces])
         return cls(**columns)
 
     def __len__(self) -> int:
@@ -190,8 +192,12 @@ class EventLog:
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     """Returns a key by which names sort, numbers in them by their value."""
-    parts = re.split(r"(\d+)", name)
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part]
+    key = []
+    for part in filter(None, re.split(r"(\d+)", name)):
+        number = int(part) if part.isdecimal() else 0
+        # Text and numbers are never compared with one another: the first entry decides between them.
+        key.append((part.isdecimal(), number, part))
+    return key
 
 
 class _EventFile(ABC):
@@ -225,7 +231,9 @@ class _EventFile(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at a place; raises a DataError if the bytes before it have changed."""
-        self.place = self.size = state["place"]
+        # Of a text file; evidence() finds that of a parquet file.
+        self.size = state["place"]
+        self.place = state["place"]
         if hashlib.sha256(self.evidence()).hexdigest() != state["seal"]:
             raise self.changed()
 
@@ -256,9 +264,9 @@ class _LineFile(_EventFile):
                 table = self._table(lines)
             except pa.ArrowInvalid as error:
                 raise self._fault(lines, str(error)) from None
-            if table.num_rows > len(_line_ends(lines)) + 1 or any(
-                table[name].null_count for name in self.columns.kinds
-            ):
+            nulls = sum(table[name].null_count for name in self.columns.kinds)
+            # Arrow takes several JSON objects in a line, which would be several events.
+            if nulls or table.num_rows > len(_line_ends(lines)) + 1:
                 raise self._fault(lines, "some line has no value, or several events")
             events = Events.of(self.columns, {name: table[name].to_numpy() for name in self.columns.kinds})
             if not ((events.labels >= 0) & (events.labels <= 1)).all():
@@ -278,8 +286,9 @@ class _LineFile(_EventFile):
             if len(self._buffer) > _LONGEST_LINE and not len(ends):
                 raise DataError(f"{self.path}: a line has more than {_LONGEST_LINE:,} bytes; write an event a line")
         if len(ends) < most and not is_last:
+            # A later file exists, so this one is complete, and its last line may have no end.
             return self._buffer
-        return self._buffer[: ends[:most][-1] + 1] if len(ends) else b""
+        return self._buffer[: ends[:most].max(initial=-1) + 1]
 
     def _skip(self, count: int) -> None:
         self._tail = (self._tail + self._buffer[:count])[-_TAIL:]
@@ -349,21 +358,32 @@ class _LineFile(_EventFile):
     def _fault_of_line(self, line: bytes) -> str:
         """Describes what keeps a line from being an event; empty if nothing does."""
         try:
-            values = json.loads(line) if self._header is None else _by_name(self._header, line)
+            values = self._values(line)
         except ValueError as error:
             return f"it cannot be read: {str(error)[:60]}"
         for name, kind in self.columns.kinds.items():
-            value = values.get(name) if isinstance(values, dict) else None
-            if value is None or value == "":
+            number = values.get(name)
+            if not number:
                 return f"it has no '{name}'"
-            # A text in quotes is no number in JSON; in CSV all values are text.
-            number = str(value) if self._header is not None else json.dumps(value)
             if kind == "int" and not (re.fullmatch(r"-?\d+", number) and -(2**63) <= int(number) < 2**63):
                 rule = "must be a whole number of 64 bits with sign; string_ids() makes them of texts"
                 return f"'{name}' is {number[:30]}, {rule}"
             if name == self.columns.label and not _is_share(number):
                 return f"'{name}' is {number[:30]}, must be a number from 0 to 1"
         return ""
+
+    def _values(self, line: bytes) -> dict[str, str]:
+        """Returns the values of a line by name, as they are written, without missing ones; of no event, none."""
+        if self._header is not None:
+            fields = next(csv.reader([line.decode()]))
+            if len(fields) != len(self._header):
+                raise ValueError(f"it has {len(fields)} values, and the header has {len(self._header)}")
+            return dict(zip(self._header, fields, strict=True))
+        event = json.loads(line)
+        if not isinstance(event, dict):
+            return {}
+        # Written anew, a text stands in quotes, by which it is no number.
+        return {name: json.dumps(value) for name, value in event.items() if value not in (None, "")}
 
 
 class _PartFile(_EventFile):
@@ -405,15 +425,16 @@ class _PartFile(_EventFile):
         source = ParquetSource(self.path)
         kinds: dict[str, tuple[Kind, ...]] = {"int": ("int",), "float": ("float", "int", "bool")}
         source.require({name: kinds[kind] for name, kind in self.columns.kinds.items()})
-        return Events.joined([self._events(source.read(group, list(self.columns.kinds))) for group in source.groups])
-
-    def _events(self, rows: Chunk) -> Events:
-        columns: dict[str, Array] = {}
-        for name, kind in self.columns.kinds.items():
-            columns[name] = rows[name].values
-            if kind == "int":
-                columns[name] = as_int64(str(self.path), name, rows[name])
-        return Events.of(self.columns, columns)
+        pieces = []
+        for group in source.groups:
+            rows = source.read(group, list(self.columns.kinds))
+            columns: dict[str, Array] = {}
+            for name, kind in self.columns.kinds.items():
+                columns[name] = rows[name].values
+                if kind == "int":
+                    columns[name] = as_int64(str(self.path), name, rows[name])
+            pieces.append(Events.of(self.columns, columns))
+        return Events.joined(pieces)
 
 
 _FILES: dict[str, type[_EventFile]] = {
@@ -433,10 +454,3 @@ def _is_share(number: str) -> bool:
         return 0 <= float(number) <= 1
     except ValueError:
         return False
-
-
-def _by_name(header: list[str], line: bytes) -> dict[str, str]:
-    values = next(csv.reader([line.decode()]))
-    if len(values) != len(header):
-        raise ValueError(f"it has {len(values)} values, and the header has {len(header)}")
-    return dict(zip(header, values, strict=True))

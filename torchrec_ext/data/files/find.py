@@ -137,7 +137,9 @@ def _local(path: str, endings: Sequence[str]) -> list[DataFile]:
             "missing; give this user the right to read it, or name the files to read"
         ) from error
     if not files:
-        rule = f"the folder has no file that ends in {' or '.join(endings)}" if os.path.isdir(path) else "no such file"
+        rule = "no such file"
+        if os.path.isdir(path):
+            rule = f"the folder has no file that ends in {' or '.join(endings)}"
         raise DataError(f"{path}: {rule}; check the path")
     return files
 
@@ -147,8 +149,9 @@ def _matches(path: str) -> list[str]:
     if not glob.has_magic(path) or os.path.isfile(path):
         return [path]
     segments = Path(path).parts
-    first = next(index for index, segment in enumerate(segments) if glob.has_magic(segment))
+    first = _first_wildcard(segments)
     for index, segment in enumerate(segments[first:], start=first):
+        # ** stands for the folder itself and for all below it.
         inside = (segment, "") if segment == "**" else ("",)
         for folder in glob.glob(os.path.join(".", *segments[:index], *inside), recursive=True):
             if glob.has_magic(segment):
@@ -160,6 +163,14 @@ def _matches(path: str) -> list[str]:
         for match in glob.glob(os.path.join(*segments[: index + 1]), recursive=True):
             _check_link(Path(match))
     return glob.glob(path, recursive=True)
+
+
+def _first_wildcard(segments: Sequence[str]) -> int:
+    """Returns the index of the first segment of a path that is a pattern; their number if none is."""
+    for index, segment in enumerate(segments):
+        if glob.has_magic(segment):
+            return index
+    return len(segments)
 
 
 def _below(path: str, endings: Sequence[str]) -> list[str]:
@@ -174,10 +185,13 @@ def _below(path: str, endings: Sequence[str]) -> list[str]:
         # In place, so that os.walk does not enter hidden folders.
         inside[:] = [name for name in inside if not name.startswith(_HIDDEN)]
         for name in [*inside, *names]:
+            path_inside = Path(folder, name)
             if not name.startswith(_HIDDEN):
-                _check_link(Path(folder, name))
-        files += [str(Path(folder, name)) for name in names if _is_data(name, endings)]
-    return [file for file in files if Path(file).is_file()]
+                _check_link(path_inside)
+            # Pipes and sockets are no files.
+            if _is_data(name, endings) and path_inside.is_file():
+                files.append(str(path_inside))
+    return files
 
 
 def _check_link(path: Path) -> None:
@@ -215,11 +229,14 @@ def _remote(path: str, endings: Sequence[str]) -> list[DataFile]:
     try:
         system, inner = fsspec.core.url_to_fs(path)
         if isinstance(system, fsspec.implementations.local.LocalFileSystem):
-            return [
-                replace(file, name=system.unstrip_protocol(file.path), remote=system) for file in _local(inner, endings)
-            ]
-        matches = system.glob(inner) if glob.has_magic(inner) else [inner]
-        names = sorted({name for match in matches for name in _below_remote(system, match, endings)})
+            # A file:// address gets the checks of local files.
+            files = []
+            for file in _local(inner, endings):
+                files.append(replace(file, name=system.unstrip_protocol(file.path), remote=system))
+            return files
+        unique_names: set[str] = set()
+        for match in system.glob(inner) if glob.has_magic(inner) else [inner]:
+            unique_names.update(_below_remote(system, match, endings))
     except DataError:
         raise
     # Each file system has errors of its own: no such bucket, no right, no network, no driver.
@@ -227,8 +244,9 @@ def _remote(path: str, endings: Sequence[str]) -> list[DataFile]:
         raise DataError(
             f"{path}: cannot be read ({type(error).__name__}: {error}); check address, rights and network"
         ) from error
-    if not names:
+    if not unique_names:
         raise DataError(f"{path}: no file that ends in {' or '.join(endings)}; check the address")
+    names = sorted(unique_names)
     return [DataFile(system.unstrip_protocol(name), name, _partitions(inner, name), system) for name in names]
 
 
@@ -244,11 +262,14 @@ def _listed(system: Any, root: str) -> Iterator[str]:
     from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped, import-not-found, unused-ignore]
     from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
+    # A listing of its own, such as an object store's by prefix, is no such walk.
     find = getattr(type(system), "_find", type(system).find)
     if find not in (AbstractFileSystem.find, AsyncFileSystem._find):
         yield from system.find(root)
         return
-    for entry in system.ls(root, detail=True) if system.isdir(root) else ():
+    if not system.isdir(root):
+        return
+    for entry in system.ls(root, detail=True):
         if entry["type"] == "directory":
             yield from _listed(system, entry["name"])
         else:
@@ -262,11 +283,12 @@ def _is_data(relative: str, endings: Sequence[str]) -> bool:
 
 def _partitions(path: str, name: str) -> dict[str, str]:
     """Returns the hive partitions of a file below ``path``; folders above a named folder do not count."""
-    path_parts = Path(path).parts
-    fixed = next((index for index, segment in enumerate(path_parts) if glob.has_magic(segment)), len(path_parts))
-    segments = Path(name).parts[fixed:-1]
-    pairs = [segment.split("=", 1) for segment in segments if "=" in segment]
-    return {key: unquote(value) for key, value in pairs}
+    partitions = {}
+    for segment in Path(name).parts[_first_wildcard(Path(path).parts) : -1]:
+        key, equals, value = segment.partition("=")
+        if equals:
+            partitions[key] = unquote(value)
+    return partitions
 
 
 def _stamp(path: str) -> tuple[int, int]:

@@ -132,17 +132,13 @@ class FileSource(ABC):
         schema = self._schemas[file]
         if name in schema.names:
             return schema.field(name).type
-        near = difflib.get_close_matches(name, schema.names, n=1)
-        elsewhere = next(
-            (other.name for other, columns in zip(self.files, self._schemas, strict=True) if name in columns.names),
-            None,
-        )
-        if elsewhere:
-            hint = f"{elsewhere} has it"
-        elif near:
+        hint = "rename the column, or write it"
+        if near := difflib.get_close_matches(name, schema.names, n=1):
             hint = f"did you mean '{near[0]}'?"
-        else:
-            hint = "rename the column, or write it"
+        for other, other_schema in zip(self.files, self._schemas, strict=True):
+            if name in other_schema.names:
+                hint = f"{other.name} has it"
+                break
         raise DataError(f"{self.files[file].name}: column '{name}' is missing, the file has {schema.names}; {hint}")
 
     def require(self, columns: Mapping[str, Sequence[Kind]]) -> dict[str, Kind]:
@@ -160,19 +156,21 @@ class FileSource(ABC):
                 f"{self.files[0].name}: column '{name}' is {types[0]}, must be {' or '.join(kinds)}; convert it where "
                 "it is written"
             )
-        other = next((index for index, dtype in enumerate(types) if dtype != types[0]), None)
-        if other is not None:
-            raise DataError(
-                f"{self.files[other].name}: column '{name}' is {types[other]}, in {self.files[0].name} it is "
-                f"{types[0]}; give files with the same types"
-            )
+        for file, dtype in zip(self.files, types, strict=True):
+            if dtype != types[0]:
+                raise DataError(
+                    f"{file.name}: column '{name}' is {dtype}, in {self.files[0].name} it is {types[0]}; give files "
+                    "with the same types"
+                )
         return kind
 
     def _column(self, name: str) -> str:
         """Returns the file's column for ``name``: an array column for its elements."""
         element = element_of(name)
-        is_column = element is None or name in self._partitions or name in self._schemas[0].names
-        return name if is_column or element is None else element.column
+        # A column may have the name of an element, since parquet allows any.
+        if element is None or name in self._partitions or name in self._schemas[0].names:
+            return name
+        return element.column
 
     def read(self, group: RowGroup, names: Sequence[str]) -> Chunk:
         """See :meth:`Source.read`.
@@ -243,8 +241,11 @@ class FileSource(ABC):
             file.check_unchanged()
             if isinstance(error, DataError):
                 raise
-            column = next((name for name in names if not self._readable(part, name)), None)
-            where = part.name + (f", column '{column}'" if column else "")
+            where = part.name
+            for name in names:
+                if not self._readable(part, name):
+                    where += f", column '{name}'"
+                    break
             raise DataError(
                 f"{where} cannot be read: the file is damaged or cut; copy or write it again ({error})"
             ) from error
@@ -272,9 +273,9 @@ def _partition_types(files: Sequence[DataFile]) -> dict[str, pa.DataType]:
                 f"{file.name}: has the hive partitions {listed(sorted(file.partitions))}, {files[0].name} has "
                 f"{listed(sorted(files[0].partitions))}; give files of one layout"
             )
-    values = {name: {file.partitions[name] for file in files} - {NULL_PARTITION} for name in files[0].partitions}
     types = {}
-    for name, texts in values.items():
+    for name in files[0].partitions:
+        texts = {file.partitions[name] for file in files} - {NULL_PARTITION}
         types[name] = pa.int64() if all(map(_is_integer, texts)) else pa.string()
     return types
 
@@ -381,7 +382,8 @@ class ParquetSource(FileSource):
         self._footers: dict[str, pq.FileMetaData] = {}
         super().__init__(paths, **options)
         # Without footers in memory every file would be opened again, so the first stands for all.
-        for file in self.files if self._footers else self.files[:1]:
+        files = self.files if self._footers else self.files[:1]
+        for file in files:
             if self.warns and file.remote is None:
                 warn_of_parquet(file.name, file.path, self._footers.get(file.path) or self._file(file).metadata)
 
@@ -464,19 +466,19 @@ class ArrowSource(FileSource):
             rows = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
             return _Opening(reader.schema, rows, b"")
 
-    def _reader(self, file: DataFile, names: Sequence[str] | None = None, schema: pa.Schema | None = None) -> Any:
+    def _reader(self, file: DataFile, indices: list[int] | None = None) -> Any:
+        """Opens a file for reading some of its columns, all by default."""
         try:
-            indices = None
-            if names is not None and schema is not None:
-                indices = sorted(schema.get_field_index(name) for name in names)
             options = pa.ipc.IpcReadOptions(included_fields=indices, use_threads=False)
-            return pa.ipc.open_file(file.open() if file.remote else self._map(file.path), options=options)
+            stream = file.open() if file.remote else self._map(file.path)
+            return pa.ipc.open_file(stream, options=options)
         except Exception as error:
             raise _unreadable(file, b"ARROW1", "Arrow IPC", error) from error
 
     def read_group(self, group: RowGroup, names: list[str]) -> pa.RecordBatch:
         """See :meth:`FileSource.read_group`."""
-        with self._reader(self.files[group.file], names, self._schemas[group.file]) as reader:
+        indices = sorted(map(self._schemas[group.file].get_field_index, names))
+        with self._reader(self.files[group.file], indices) as reader:
             batch = reader.get_batch(group.number)
         # A damaged offset would otherwise lead out of the file's memory.
         batch.validate(full=True)
