@@ -96,6 +96,7 @@ class Column:
             pool: (V,) values.
             windows: one window for each of B rows.
         """
+        # Without __init__: windows may overlap, and so have no offsets that it could check.
         column = cls.__new__(cls)
         column._pool = pool
         column._windows = windows
@@ -103,10 +104,12 @@ class Column:
         return column
 
     def __len__(self) -> int:
-        return len(self._pool if self._windows is None else self._windows.starts)
+        rows = self._pool if self._windows is None else self._windows.starts
+        return len(rows)
 
     def __repr__(self) -> str:
-        return f"Column({len(self)} rows of {self._pool.dtype}{', ragged' if self.ragged else ''})"
+        kind = ", ragged" if self.ragged else ""
+        return f"Column({len(self)} rows of {self._pool.dtype}{kind})"
 
     @property
     def ragged(self) -> bool:
@@ -313,18 +316,23 @@ class PackedRows:
 
     def __init__(self, chunk: Chunk) -> None:
         self.num_rows = chunk.num_rows
-        pools = {name: column.pool for name, column in chunk.items() if column.ragged}
-        vectors: dict[tuple[str, str], Array] = {}
+        pools: dict[str, Array] = {}
+        # One matrix for each type. Its columns keep their order, so that matrix() finds neighbours side by side.
+        vectors: dict[np.dtype[Any], dict[tuple[str, str], Array]] = {}
         for name, column in chunk.items():
-            arrays = column.windows._asdict() if column.ragged else {"values": column.pool}
-            vectors |= {(name, kind): values for kind, values in arrays.items()}
+            arrays = {"values": column.pool}
+            if column.ragged:
+                # The values behind the windows stay where they are: overlapping histories would be copied.
+                pools[name] = column.pool
+                arrays = column.windows._asdict()
+            for kind, values in arrays.items():
+                vectors.setdefault(values.dtype, {})[name, kind] = values
         self._matrices: list[Array] = []
         positions: dict[tuple[str, str], tuple[int, int]] = {}
-        # One matrix for each type. Its columns keep their order, so that matrix() finds neighbours side by side.
-        for number, dtype in enumerate(dict.fromkeys(values.dtype for values in vectors.values())):
-            names = [name for name, values in vectors.items() if values.dtype == dtype]
-            self._matrices.append(_side_by_side([vectors[name] for name in names]))
-            positions |= {name: (number, index) for index, name in enumerate(names)}
+        for number, of_type in enumerate(vectors.values()):
+            self._matrices.append(np.stack(list(of_type.values()), axis=1))
+            for index, key in enumerate(of_type):
+                positions[key] = number, index
         self._layout = _Layout(tuple(chunk), pools, positions)
 
     def take(self, indices: Int64) -> Chunk:
@@ -391,10 +399,6 @@ class _GatheredRows(Chunk):
         return np.ascontiguousarray(self._matrices[number][:, index])
 
 
-def _side_by_side(vectors: Sequence[Array]) -> Array:
-    return vectors[0][:, None] if len(vectors) == 1 else np.stack(vectors, axis=1)
-
-
 def with_elements(chunk: Chunk, names: Iterable[str], where: str = "", first: int = 0) -> Chunk:
     """Splits each array column with elements among ``names`` into one column per element.
 
@@ -409,24 +413,20 @@ def with_elements(chunk: Chunk, names: Iterable[str], where: str = "", first: in
     """
     widths = {column: width for column, width in widths_of(names, chunk).items() if column in chunk}
     if not widths:
+        # As it is: packed rows make a column only when it is read.
         return chunk
-    columns = {name: column for name, column in chunk.items() if name not in widths}
+    columns = dict(chunk)
     for name, width in widths.items():
-        matrix = _matrix(where, name, chunk[name], width, first)
-        columns |= {f"{name}[{index}]": Column(matrix[:, index]) for index in range(width)}
+        column = columns.pop(name)
+        wrong = column.lengths != width
+        if wrong.any():
+            row = int(wrong.argmax())
+            prefix = f"{where}, " if where else ""
+            raise DataError(
+                f"{prefix}column '{name}', row {first + row}: {column.lengths[row]} numbers, must be {width} in each "
+                f"row, as the model's dense={{'{name}': {width}}} says"
+            )
+        matrix = column.values.reshape(len(column), width)
+        for index in range(width):
+            columns[f"{name}[{index}]"] = Column(matrix[:, index])
     return Chunk(columns)
-
-
-def _matrix(
-    where: str, name: str, column: Column, width: int, first: int
-) -> np.ndarray[tuple[int, int], np.dtype[np.generic]]:
-    """Returns the array column as a matrix (B, W)."""
-    lengths = column.lengths
-    if (lengths != width).any():
-        row = int((lengths != width).argmax())
-        prefix = f"{where}, " if where else ""
-        raise DataError(
-            f"{prefix}column '{name}', row {first + row}: {lengths[row]} numbers, must be {width} in each row, as the "
-            f"model's dense={{'{name}': {width}}} says"
-        )
-    return column.values.reshape(len(column), width)
