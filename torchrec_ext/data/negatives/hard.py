@@ -79,11 +79,15 @@ class HardNegatives(TrainingSampler):
             DataError: the index returned an item that does not exist.
         """
         users = np.arange(self.easy.known.num_users) if users is None else users
-        blocks = [self._best(users[start : start + block], index) for start in range(0, len(users), block)]
-        # users[:0] keeps the type if there are no blocks.
-        owners = np.concatenate([users[:0], *(owners for owners, _ in blocks)])
-        items = np.concatenate([users[:0], *(items for _, items in blocks)])
-        self._hard = KnownPairs(self.easy.known.num_items, owners, items)
+        # Empty first pieces keep the type if there are no blocks.
+        owners = [users[:0]]
+        items = [users[:0]]
+        for start in range(0, len(users), block):
+            block_owners, block_items = self._best(users[start : start + block], index)
+            owners.append(block_owners)
+            items.append(block_items)
+        # Replaced as a whole, because a thread that prefetches may be drawing.
+        self._hard = KnownPairs(self.easy.known.num_items, np.concatenate(owners), np.concatenate(items))
         self.refreshes += 1
 
     def draw(self, users: Int64, positions: Int64, epoch: int, n: int) -> NegativeSample:

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.schema import DataError
 
-_GOLDEN, _ONE, _LAST_BIT = np.uint64(0x9E3779B97F4A7C15), np.uint64(1), np.uint64(63)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ONE = np.uint64(1)
+_LAST_BIT = np.uint64(63)
 # Places whose copies a bitmap is made from: so many stay in the cache.
 _AT_ONCE = 1 << 18
 # Of a user: the start of the pairs, the number of free items, its logarithm, and one number while these are made.
@@ -59,18 +61,23 @@ class KnownPairs:
         self._width = num_items + 1
         _check_users(self.num_users, self._width)
         self._keys = _sorted_once(users * self._width + items)
+        owners = self._keys // self._width
         # One row more than there are users: a user without a known item reads that one.
-        counts = np.bincount(self._keys // self._width, minlength=self.num_users + 1).astype(np.int64)
+        counts = np.bincount(owners, minlength=self.num_users + 1).astype(np.int64)
         self._starts = np.cumsum(counts) - counts
         self._free = num_items - counts
         self._log_free = np.log(self._free, where=self._free > 0, out=np.full(len(counts), -np.inf))
-        owners = self._keys // self._width
         # For each pair the number of not taken items below it: ascending within a user, so a search finds the r-th one
         # not taken.
         self._below = self._keys - 1 - (np.arange(len(self._keys)) - self._starts[owners])
-        small = (self.num_users + 1) * self._width <= MOST_BITS
-        self._bitmap = bitmap(self._keys, (self.num_users + 1) * self._width) if small else None
-        self._filter = _Filter(self._keys[:0] if small else self._keys)
+        self._bitmap: NDArray[np.uint8] | None = None
+        filtered_keys = self._keys
+        bits = (self.num_users + 1) * self._width
+        if bits <= MOST_BITS:
+            self._bitmap = bitmap(self._keys, bits)
+            # The bitmap answers, so the filter stays empty.
+            filtered_keys = filtered_keys[:0]
+        self._filter = _Filter(filtered_keys)
 
     @property
     def pairs(self) -> tuple[Int64, Int64]:
@@ -80,9 +87,8 @@ class KnownPairs:
     def row_of(self, users: Int64) -> Int64:
         """Returns the row of each user in a table of ``num_users`` + 1 rows; unknown users have the last row."""
         # A negative id is a large one without its sign: one pass in place of four.
-        rows: Int64 = np.minimum(users.astype(np.int64, copy=False).view(np.uint64), np.uint64(self.num_users)).view(
-            np.int64
-        )
+        unsigned = users.astype(np.int64, copy=False).view(np.uint64)
+        rows: Int64 = np.minimum(unsigned, np.uint64(self.num_users)).view(np.int64)
         return rows
 
     def free(self, users: Int64) -> Int64:
@@ -114,6 +120,7 @@ class KnownPairs:
         if self._bitmap is not None:
             bits = self._bitmap[keys >> 3] >> (keys & 7).astype(np.uint8)
             return np.asarray(bits & 1, dtype=np.bool_)
+        # The filter drops nearly all absent keys, so that few are searched.
         is_known = self._filter.may_hold(keys)
         candidates = np.nonzero(is_known)
         if len(self._keys):

@@ -105,8 +105,8 @@ class StreamingFrequency:
         if not initial_gap >= 1:
             raise ValueError(f"initial_gap={initial_gap}: must be 1 step or more")
         self._settings = {"buckets": buckets, "rate": rate, "initial_gap": initial_gap, "hashes": hashes, "seed": seed}
-        keys = [stream(seed, number) for number in range(hashes)]
-        self._keys = torch.tensor([signed(key) for key in keys], device=device)[:, None]
+        keys = [signed(stream(seed, number)) for number in range(hashes)]
+        self._keys = torch.tensor(keys, device=device)[:, None]
         self._rows = torch.arange(hashes, device=device)[:, None]
         # One bucket more, for what is not to be counted.
         self.last = torch.zeros(hashes, buckets + 1, dtype=torch.int64, device=device)
@@ -138,13 +138,15 @@ class StreamingFrequency:
         Raises:
             ValueError: the state was made with other settings, which would read other buckets.
         """
-        different = {name: value for name, value in state["settings"].items() if value != self._settings.get(name)}
-        if different:
-            changes = ", ".join(
-                f"{name} was {value} and is {self._settings.get(name)}" for name, value in different.items()
-            )
+        changes = []
+        for name, value in state["settings"].items():
+            setting = self._settings.get(name)
+            if value != setting:
+                changes.append(f"{name} was {value} and is {setting}")
+        if changes:
             raise ValueError(
-                f"the frequencies were estimated with other settings: {changes}; restore these, or start anew"
+                f"the frequencies were estimated with other settings: {', '.join(changes)}; restore these, or start "
+                "anew"
             )
         self.last.copy_(state["last"])
         self.gap.copy_(state["gap"])
@@ -186,13 +188,14 @@ class MixedCandidates(TrainingSampler):
         self.mixed = mixed
         self._log_p: Tensor | None = None
         self._frequency: StreamingFrequency | None = None
+        self._saved: dict[str, Any] | None = None
         if counts is None:
             self._frequency = StreamingFrequency(_BUCKETS * (mixed.num_items + 1), seed=mixed.seed)
+            self._saved = self._frequency.state_dict()
         else:
             self._log_p = torch.from_numpy(np.maximum(counts, 0) / counts[1:].sum()).log()
         self._epoch = 0
         self._counts = False
-        self._saved = None if self._frequency is None else self._frequency.state_dict()
         # The state at the end of the epoch, which a prefetch thread reaches before the caller.
         self._after: dict[str, Any] | None = None
 
@@ -225,9 +228,11 @@ class MixedCandidates(TrainingSampler):
     def begin(self, epoch: int) -> None:
         """Goes to the start of ``epoch``; items of epochs before the state's are not counted again."""
         if self._after is not None and epoch > self._epoch:
-            self._epoch = self._epoch + 1
+            # The epoch before has ended: its estimate is the start of this one.
+            self._epoch += 1
             self._saved = self._after
             self._after = None
+        # Items of an earlier epoch are in the estimate already.
         self._counts = self._epoch <= epoch
         if self._frequency is not None and self._saved is not None:
             self._epoch = max(self._epoch, epoch)

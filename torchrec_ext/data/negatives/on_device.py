@@ -8,7 +8,8 @@ mask says where to take it. On a CPU that is several times the work of the numpy
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,7 +49,10 @@ class DeviceKnownPairs:
         self.num_items = known.num_items
         self._width = known.num_items + 1
         tables = known.tables()
-        self.keys, self.starts, self.free, self.below = (torch.from_numpy(table).to(device) for table in tables[:4])
+        self.keys = torch.from_numpy(tables.keys).to(device)
+        self.starts = torch.from_numpy(tables.starts).to(device)
+        self.free = torch.from_numpy(tables.free).to(device)
+        self.below = torch.from_numpy(tables.below).to(device)
         self.bitmap = None if tables.bitmap is None else torch.from_numpy(tables.bitmap).to(device)
 
     def row_of(self, users: Tensor) -> Tensor:
@@ -62,7 +66,9 @@ class DeviceKnownPairs:
             return (self.bitmap[keys >> 3] >> (keys & 7).to(torch.uint8) & 1).bool()
         if not len(self.keys):
             return torch.zeros_like(keys, dtype=torch.bool)
-        return self.keys[torch.searchsorted(self.keys, keys).clamp_(max=len(self.keys) - 1)] == keys
+        # Without KnownPairs' filter: its search would need the number of candidates on the host, and so a wait.
+        index = torch.searchsorted(self.keys, keys).clamp_(max=len(self.keys) - 1)
+        return self.keys[index] == keys
 
     def nth_free(self, users: Tensor, ranks: Tensor) -> Tensor:
         """See :meth:`KnownPairs.nth_free`; ``users`` and ``ranks`` broadcast."""
@@ -92,14 +98,19 @@ class KnownItems(nn.Module):
         users, items = known.pairs
         # Each user's bits begin at a new byte, so that rows of bytes can be selected.
         row = known.num_items // 8 + 1
-        small = (known.num_users + 1) * row * 8 <= MOST_BITS
-        bits = bitmap(users * row * 8 + items, (known.num_users + 1) * row * 8) if small else None
-        # Not in a checkpoint: they are data.
-        self.register_buffer("bits", None if bits is None else torch.from_numpy(bits).view(-1, row), persistent=False)
+        size = (known.num_users + 1) * row * 8
         counts = np.bincount(users, minlength=known.num_users + 1)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        self.register_buffer("taken", torch.from_numpy(items[:0] if small else items), persistent=False)
-        self.register_buffer("starts", torch.from_numpy(starts[:0] if small else starts), persistent=False)
+        bits = None
+        if size <= MOST_BITS:
+            bits = torch.from_numpy(bitmap(users * row * 8 + items, size)).view(-1, row)
+            # The bitmap answers, so the lists stay empty.
+            items = items[:0]
+            starts = starts[:0]
+        # Not in a checkpoint: they are data.
+        self.register_buffer("bits", bits, persistent=False)
+        self.register_buffer("taken", torch.from_numpy(items), persistent=False)
+        self.register_buffer("starts", torch.from_numpy(starts), persistent=False)
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         """Returns (B, C) bool: whether user b has taken item c, for users (B,) and items (C,), int64."""
@@ -108,9 +119,9 @@ class KnownItems(nn.Module):
         if self.bits is None:
             counts = self.starts[rows + 1] - self.starts[rows]
             owners = torch.repeat_interleave(counts)
-            taken_items = self.taken[
-                torch.arange(len(owners), device=rows.device) + (self.starts[rows] - counts.cumsum(0) + counts)[owners]
-            ]
+            # From an item's place among those of all users to its place in ``taken``.
+            shifts = self.starts[rows] - counts.cumsum(0) + counts
+            taken_items = self.taken[torch.arange(len(owners), device=rows.device) + shifts[owners]]
             ordered = items.sort().values
             indices = torch.searchsorted(ordered, taken_items)
             is_match = ordered[indices.clamp(max=len(ordered) - 1)] == taken_items
@@ -126,7 +137,9 @@ class DeviceNegatives(ABC):
     """A sampler on a device, made by :func:`sampler_on_device`."""
 
     def __init__(self, sampler: RejectionNegatives, device: torch.device, users: Int64 | None) -> None:
-        sampler.known.free(np.arange(sampler.known.num_users) if users is None else users)
+        # Checked now: a draw on the device cannot raise without a wait.
+        checked_users = np.arange(sampler.known.num_users) if users is None else users
+        sampler.known.free(checked_users)
         self.seed = sampler.seed
         self.device = device
         self.known = DeviceKnownPairs(sampler.known, device)
@@ -233,12 +246,11 @@ def sampler_on_device(sampler: Negatives, device: torch.device, *, users: Int64 
         DataError: one of ``users`` has taken every item.
         ValueError: the sampler has no form in torch.
     """
-    kinds: dict[type, Any] = {UniformNegatives: _Uniform, PopularityNegatives: _Popularity}
+    kinds: dict[type, Callable[..., DeviceNegatives]] = {UniformNegatives: _Uniform, PopularityNegatives: _Popularity}
     kind = kinds.get(type(sampler))
     if kind is None:
         names = " or ".join(sampler_class.__name__ for sampler_class in kinds)
         raise ValueError(
             f"sampler={type(sampler).__name__}: must be {names}; draw with it in the loader, or use one of these"
         )
-    device_sampler: DeviceNegatives = kind(sampler, device, users)
-    return device_sampler
+    return kind(sampler, device, users)

@@ -16,10 +16,11 @@ Float64 = NDArray[np.float64]
 UInt64 = NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# The constants of splitmix64.
+_GOLDEN = 0x9E3779B97F4A7C15
 _GOLDEN_64 = np.uint64(_GOLDEN)
-_FIRST_64 = np.uint64(_FIRST)
-_SECOND_64 = np.uint64(_SECOND)
+_FIRST_64 = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND_64 = np.uint64(0x94D049BB133111EB)
 _ONE = np.uint64(1)
 
 
@@ -40,9 +41,10 @@ def alias_table(probabilities: Float64) -> tuple[Float64, Int64]:
     lack = np.cumsum(1 - scaled[light])
     spare = np.cumsum(scaled[heavy] - 1)
     last = len(heavy) - 1
-    alias[light] = heavy[
-        np.minimum(spare.searchsorted(np.concatenate([[0.0], lack[:-1]])[: len(light)], side="right"), last)
-    ]
+    # The light slots before each have taken so much: the heavy slot that is not used up by it fills this one.
+    taken_before = np.concatenate([[0.0], lack[:-1]])[: len(light)]
+    givers = spare.searchsorted(taken_before, side="right")
+    alias[light] = heavy[np.minimum(givers, last)]
     # The light slot at which each heavy one has given all that it had to spare.
     light_ends = lack.searchsorted(spare)
     inner = light_ends < len(light)
