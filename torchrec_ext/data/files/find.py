@@ -203,9 +203,9 @@ def _check_link(path: Path) -> None:
             f"{path}: a link to {os.readlink(path)}, which is not there, so its rows would be missing; put it back, or "
             "remove the link"
         )
-    above = next((parent for parent in path.parents if path.samefile(parent)), None)
-    if above is not None:
-        raise DataError(f"{path}: a link to {above}, a folder above it, which would be read again; remove the link")
+    for above in path.parents:
+        if path.samefile(above):
+            raise DataError(f"{path}: a link to {above}, a folder above it, which would be read again; remove the link")
 
 
 def _check_twins(names: Sequence[str]) -> None:

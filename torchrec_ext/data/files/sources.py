@@ -70,18 +70,15 @@ class FileSource(ABC):
         self.files = find_files(paths, self.endings)
         self.rules = ColumnRules(fill=fill or {}, max_length=max_length or {})
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-            openings = list(pool.map(self.open_file, self.files))
-        self._schemas = [opening.schema for opening in openings]
-        self._evidence = [opening.evidence for opening in openings]
-        for file, schema in zip(self.files, self._schemas, strict=True):
-            check_partitions(file, schema.names)
-        self._partitions = _partition_types(self.files)
+            self._openings = list(pool.map(self.open_file, self.files))
         groups = []
-        for index, (file, opening) in enumerate(zip(self.files, openings, strict=True)):
+        for index, (file, opening) in enumerate(zip(self.files, self._openings, strict=True)):
+            check_partitions(file, opening.schema.names)
             for number, rows in enumerate(opening.rows):
                 if rows:
                     name = f"{file.name}: row group {number}"
                     groups.append(RowGroup(name=name, file=index, number=number, rows=rows))
+        self._partitions = _partition_types(self.files)
         self.groups: Sequence[RowGroup] = tuple(groups)
         if not self.groups:
             raise DataError(f"{self.files[0].name}: zero rows, as in all {len(self.files)} files; write at least one")
@@ -89,8 +86,8 @@ class FileSource(ABC):
     def digest(self) -> str:
         """See :meth:`Source.digest`; from footers, and from blocks of local files."""
         digest = hashlib.sha256()
-        for file, evidence in zip(self.files, self._evidence, strict=True):
-            digest.update(evidence)
+        for file, opening in zip(self.files, self._openings, strict=True):
+            digest.update(opening.evidence)
             digest.update(hashlib.sha256(file.sample()).digest())
         return digest.hexdigest()[:16]
 
@@ -119,7 +116,7 @@ class FileSource(ABC):
     @property
     def columns(self) -> list[str]:
         """Names of the first file's columns, without hive partitions."""
-        return list(self._schemas[0].names)
+        return list(self._openings[0].schema.names)
 
     def type_of(self, name: str, file: int = 0) -> pa.DataType:
         """Returns the type of a column in one of the files.
@@ -129,14 +126,14 @@ class FileSource(ABC):
         """
         if name in self._partitions:
             return self._partitions[name]
-        schema = self._schemas[file]
+        schema = self._openings[file].schema
         if name in schema.names:
             return schema.field(name).type
         hint = "rename the column, or write it"
         if near := difflib.get_close_matches(name, schema.names, n=1):
             hint = f"did you mean '{near[0]}'?"
-        for other, other_schema in zip(self.files, self._schemas, strict=True):
-            if name in other_schema.names:
+        for other, opening in zip(self.files, self._openings, strict=True):
+            if name in opening.schema.names:
                 hint = f"{other.name} has it"
                 break
         raise DataError(f"{self.files[file].name}: column '{name}' is missing, the file has {schema.names}; {hint}")
@@ -168,7 +165,7 @@ class FileSource(ABC):
         """Returns the file's column for ``name``: an array column for its elements."""
         element = element_of(name)
         # A column may have the name of an element, since parquet allows any.
-        if element is None or name in self._partitions or name in self._schemas[0].names:
+        if element is None or name in self._partitions or name in self.columns:
             return name
         return element.column
 
@@ -477,7 +474,8 @@ class ArrowSource(FileSource):
 
     def read_group(self, group: RowGroup, names: list[str]) -> pa.RecordBatch:
         """See :meth:`FileSource.read_group`."""
-        indices = sorted(map(self._schemas[group.file].get_field_index, names))
+        schema = self._openings[group.file].schema
+        indices = sorted(map(schema.get_field_index, names))
         with self._reader(self.files[group.file], indices) as reader:
             batch = reader.get_batch(group.number)
         # A damaged offset would otherwise lead out of the file's memory.
