@@ -286,7 +286,10 @@ class Chunk(Mapping[str, Column]):
 
 def concatenate_rows(chunks: Sequence[Mapping[str, Column]], names: Iterable[str]) -> Chunk:
     """Returns the columns ``names`` of all chunks, the rows of one chunk after those of the other."""
-    return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in names})
+    columns = {}
+    for name in names:
+        columns[name] = concatenate([chunk[name] for chunk in chunks])
+    return Chunk(columns)
 
 
 # Rows that a digest is made of: it need not read all of a large set.

@@ -168,6 +168,7 @@ def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData
         try:
             path = find_ml_100k(data_folder(config.name, config.folder), offline=config.offline, progress=progress)
         except DatasetUnavailable as error:
+            # Added here, because preprocessing looks for the same file and has no data.name.
             raise DatasetUnavailable(f"{error}, or set data.name=planted") from None
         if path.is_dir():
             _warn_if_other(path)

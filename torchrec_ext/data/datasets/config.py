@@ -87,6 +87,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_choice("data.split", self.split, get_args(Split100K))
+        # Of the other sets, times or a file say which rows are held out.
         if not self.validation and (self.name in GENERATED or (self.name == "ml-100k" and self.split != "tfrs")):
             raise ValueError(
                 f"data.validation=False: {self.name} split by {self.split} always has validation rows; leave it out"

@@ -502,6 +502,7 @@ def _plain_text(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def _integers(path: Path, name: str, column: pa.Array) -> pa.Array:
+    # Every other type fits into int64.
     if pa.types.is_uint64(column.type):
         as_int64(str(path), name, Column(column.fill_null(0).to_numpy()))
     return column.cast(pa.int64())

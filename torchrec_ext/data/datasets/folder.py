@@ -110,10 +110,11 @@ def read_lines(file: Path) -> Chunk:
     """
     rows = [line.split() for line in _lines(file)]
     for number, fields in enumerate(rows, start=1):
-        if wrong := [field for field in fields if not field.isdecimal()]:
-            raise DataError(
-                f"{file}: line {number} has '{wrong[0]}', must have a user and items, ids of 0 or more; copy it again"
-            )
+        for field in fields:
+            if not field.isdecimal():
+                raise DataError(
+                    f"{file}: line {number} has '{field}', must have a user and items, ids of 0 or more; copy it again"
+                )
     return _owned(file, rows, "item_id")
 
 
@@ -402,6 +403,7 @@ def _numbered(files: _Files, pairs: _Interactions, split: Split) -> tuple[_Ids, 
     users = _distinct(user, files.tables.get("users"), "user_id")
     catalogue = _distinct(trained_items, files.tables.get("items"), "item_id")
     negatives = files.tables.get(_NEGATIVES)
+    # A candidate may be an item of no pair.
     outside = np.setdiff1d(_distinct(item, negatives, "negative"), catalogue)
     items = np.concatenate([catalogue, outside])
     ids = _Ids(
@@ -426,6 +428,7 @@ def _distinct(ids: Int64, table: Chunk | None, key: str) -> Int64:
 
 def _nobody(ids: Int64) -> int:
     """Returns the greatest negative number outside ``ids``."""
+    # Not simply -1, since ids may be any whole numbers, such as hashes.
     return next(number for number in itertools.count(-1, -1) if number not in ids)
 
 

@@ -391,6 +391,7 @@ def _context_of(context: RawColumns | None, rows: Int64) -> tuple[RowContext, di
     """Fits context to the training rows ``rows``; returns the mapping, and all rows under it."""
     if not context:
         return RowContext(), {}
+    # All rows decide whether a column has missing values; the training rows, by their mean, what these become.
     filled = [name for name, column in context.items() if column.null_count]
     training = {name: column.take(pa.array(rows)) for name, column in context.items()}
     fitted = RowContext.fit(training, filled=filled)
@@ -418,6 +419,7 @@ def _check_known(name: str, column: str, ids: Int64, size: int) -> None:
 def rows_among(ids: Int64, values: Int64) -> Int64:
     """Returns (N,) the row of each of ``values`` (N,) among ``ids`` (rows,), -1 for a value without one."""
     order = np.argsort(ids, kind="stable")
+    # A value above all ids has no place among them: compared with the last one, it is not found.
     indices = np.minimum(ids[order].searchsorted(values), len(ids) - 1)
     return np.where(ids[order][indices] == values, order[indices], -1)
 

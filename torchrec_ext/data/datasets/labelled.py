@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.datasets.catalog import DatasetUnavailable, data_folder
-from torchrec_ext.data.datasets.config import PARTS
+from torchrec_ext.data.datasets.config import PARTS, PLANTED
 from torchrec_ext.data.datasets.config import LabelledConfig as LabelledConfig
 from torchrec_ext.data.datasets.features import (
     MISSING_TIME,
@@ -181,7 +181,7 @@ def load_labelled(config: LabelledConfig) -> LabelledData:
         DataError: a file or a column is missing or damaged, a label is neither 0 nor 1, or a column is of one type in
             one file and of another one in another.
     """
-    data = planted_context(seed=config.seed) if config.name == "planted" else _from_folder(config)
+    data = planted_context(seed=config.seed) if config.name == PLANTED else _from_folder(config)
     return data if config.context else without_context(data)
 
 
@@ -217,7 +217,7 @@ def planted_context(*, rows: int = 60_000, seed: int = 0) -> LabelledData:
     test = slice(rows - tenth, rows)
     train = everything.slice(0, rows - 2 * tenth)
     return LabelledData(
-        name="planted",
+        name=PLANTED,
         train=train,
         validation=_untrained_unknown(everything.slice(rows - 2 * tenth, rows - tenth), train, sizes),
         test=_untrained_unknown(everything.slice(rows - tenth, rows), train, sizes),
@@ -239,6 +239,7 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
         )
     raw = dict(zip(PARTS, same_types({file: _read(file) for file in files.values()}), strict=True))
     descriptions = _descriptions(folder, files["train"], raw["train"])
+    # Before the vocabularies are fitted: what users.parquet and items.parquet say is read from there alone.
     raw = {part: _without_described(files[part], columns, descriptions) for part, columns in raw.items()}
     sizes, words = _words(raw, is_preprocessed=(folder / PREPROCESSOR).is_dir())
     chunks = {part: _numbered(columns, sizes, words) for part, columns in raw.items()}
@@ -333,7 +334,9 @@ def _descriptions(folder: Path, train: Path, rows: RawColumns) -> dict[str, _Des
             if short in table:
                 raise DataError(f"{path}: two columns are '{short}', of which one is written '{word}'; rename one")
             table[short] = raw_column(path, word, file.column(word))
+        # Row 0 is for the ids that the file does not have.
         features = side_features(np.arange(1, len(file) + 1), table, len(file) + 1)
+        # A file of ids alone, or of names and titles, describes nothing.
         if features.words.names:
             descriptions[key] = _Descriptions(name, path, ids[key], table, features)
     return descriptions
@@ -354,6 +357,7 @@ def _without_described(
             if name not in row_columns:
                 continue
             row_values = row_columns.pop(name)
+            # Null for an id that the file does not have, and so equal to nothing.
             file_values = about.table[name].take(pa.array(file_rows - 1, mask=file_rows == 0))
             wrong = pc.and_(row_values.is_valid(), pc.invert(_equal(row_values, _plain(file_values))))
             row = wrong.index(True).as_py()
@@ -417,6 +421,7 @@ def _words(raw: Mapping[str, RawColumns], *, is_preprocessed: bool) -> tuple[dic
         if not pa.types.is_integer(column.type):
             continue
         if is_preprocessed and name in _NAMES.values():
+            # Not a value of the vocabulary: 0 in a held-out row becomes the unknown, too.
             inputs[name] = pc.if_else(pc.equal(column, 0), pa.scalar(None, column.type), column)
             continue
         ids = np.unique(np.concatenate([columns[name].drop_null().to_numpy() for columns in raw.values()]))
@@ -425,7 +430,9 @@ def _words(raw: Mapping[str, RawColumns], *, is_preprocessed: bool) -> tuple[dic
             sizes[name] = len(ids)
             del inputs[name]
     del inputs["label"]
-    filled = [name for name in inputs if any(columns[name].null_count for columns in raw.values())]
+    filled: set[str] = set()
+    for columns in raw.values():
+        filled.update(name for name in inputs if columns[name].null_count)
     return sizes, RowContext.fit(inputs, filled=filled)
 
 

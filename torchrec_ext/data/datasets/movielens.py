@@ -203,7 +203,10 @@ def features_of_items(columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
         {'release_year': [1995], 'genres': ['Animation Comedy']}
     """
     pairs = zip(columns["movie_title"].to_pylist(), columns["release_year"].to_pylist(), strict=True)
-    years = [split_title(title or "", year or "")[1] or None for title, year in pairs]
+    years = []
+    for title, text in pairs:
+        _, year = split_title(title or "", text or "")
+        years.append(year or None)
     return {"release_year": pa.array(years, pa.int64()), "genres": columns["class"]}
 
 
@@ -355,6 +358,7 @@ def tfrs(tables: tuple[Chunk, Chunk, Chunk], history_length: int, *, validation:
     by_id = np.zeros(ids.max() + 1, dtype=np.int64)
     by_id[ids] = ids[first[of_title]]
     ratings = ratings.with_columns({"item_id": Column(by_id[ratings["item_id"].values])})
+    # The tutorial's seed.
     order = np.random.default_rng(42).permutation(ratings.num_rows)
     tenth = ratings.num_rows // 10
     part = np.full(ratings.num_rows, TRAIN, dtype=np.int8)

@@ -555,7 +555,9 @@ def interactions_of(data: StreamedData) -> InteractionData:
 def _positives(data: StreamedData, split: str) -> Chunk:
     rows = _all_rows(data, split)
     label = data.roles.label
-    return rows.take(np.flatnonzero(rows[label].values > 0)) if label else rows
+    if not label:
+        return rows
+    return rows.take(np.flatnonzero(rows[label].values > 0))
 
 
 def _values_of(preprocessor: FittedPreprocessor, name: str, rows: int) -> Array | None:

@@ -54,7 +54,7 @@ def checkerboard(*, users: int = 64, items: int = 64, history_length: int = 50, 
         history_length=history_length,
         titles=titles,
     )
-    best = {f"{metric}@{k}": 1.0 for metric in ("HR", "NDCG") for k in (1, 5, 10)}
+    best = dict.fromkeys(("HR@1", "HR@5", "HR@10", "NDCG@1", "NDCG@5", "NDCG@10"), 1.0)
     return dataclasses.replace(data, best=best)
 
 
@@ -85,6 +85,7 @@ def planted(
     """
     preferences = planted_preferences(users=users, items=items, clusters=clusters, seed=seed)
     rng = np.random.default_rng([seed, users, items, clusters, 1])
+    # Drawn anew: the same seed gives the clusters of the preferences.
     taste, kind = _clusters(users, items, clusters, seed)
     user, item = _draw(rng, preferences)
     matching = taste[user] == kind[item]
