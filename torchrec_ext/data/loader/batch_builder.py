@@ -8,6 +8,7 @@ known_items(): checks the item ids of rows and of draws against the table of ite
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -43,20 +44,20 @@ class BatchBuilder:
     ) -> None:
         self.schema = schema
         self._rows = rows
-        self.items = with_elements(items, schema.dense) if items is not None else Chunk({})
+        self.items = with_elements(items or Chunk({}), schema.dense)
         names = [*schema.keys, *schema.dense, *schema.weight_columns]
         self._item_names = [name for name in names if name in self.items]
         self._user_names = [name for name in names if name not in self.items]
-        self._once = frozenset(name for name in names if name in schema.shared)
 
     def user_batch(self, users: Chunk) -> TowerBatch:
         """Builds B rows with the user's features alone; labels are 0."""
         users = with_elements(users, self._user_names)
-        return self._assemble(self._user_columns(users, 1), users.num_rows, 1, {"labels": np.zeros(users.num_rows)})
+        return self._assemble(self._user_columns(users, 1), np.arange(users.num_rows), 1, {}, {})
 
     def item_batch(self, item_ids: Int64) -> TowerBatch:
         """Builds B rows with the features of the items ``item_ids`` (B,) alone; labels are 0."""
-        return self._assemble(self._item_columns(item_ids), len(item_ids), 1, {"labels": np.zeros(len(item_ids))})
+        row_numbers = np.arange(len(item_ids))
+        return self._assemble(self._item_columns(item_ids, row_numbers), row_numbers, 1, {}, {})
 
     def pairs(
         self,
@@ -89,12 +90,12 @@ class BatchBuilder:
         if candidates is None and self._item_names:
             candidates = users["item_id"].values[:, None]
         width = 1 if candidates is None else candidates.shape[1]
-        size = users.num_rows * width
         if row_numbers is None:
             row_numbers = np.arange(users.num_rows)
         # The dense columns of the rows and of the shared rows as matrices, if `users` store them as such.
         dense: dict[Sequence[str], Array] = {}
         for names in (self.schema.row_dense, self.schema.shared_dense):
+            # Features of items come from `self.items`, so such a matrix has columns from two places.
             if any(name in self.items for name in names):
                 continue
             matrix = users.matrix(names)
@@ -104,79 +105,79 @@ class BatchBuilder:
         columns = self._user_columns(users, width, dense)
         if candidates is not None:
             columns |= self._item_columns(np.ascontiguousarray(candidates).reshape(-1), row_numbers)
-        vectors = {"labels": np.zeros(size, np.float32) if labels is None else labels}
-        has_padding = (padded_rows or users.num_rows) > users.num_rows
         # A batch without weights counts all of its rows, but padding must count for nothing.
-        if weights is not None or has_padding:
-            vectors["weights"] = np.ones(size, np.float32) if weights is None else weights
-        if log_q is not None:
-            vectors["log_q"] = log_q
-        if targets is not None:
-            vectors |= {f"task {name}": targets[:, :, index] for index, name in enumerate(self.schema.tasks)}
-        return self._assemble(columns, users.num_rows, width, vectors, row_numbers, total_weight, padded_rows, dense)
+        if weights is None and padded_rows and padded_rows > users.num_rows:
+            weights = np.ones(users.num_rows * width, np.float32)
+        vectors = {"labels": labels, "weights": weights, "log_q": log_q}
+        if self.schema.tasks:
+            vectors["targets"] = targets
+        return self._assemble(columns, row_numbers, width, vectors, dense, total_weight, padded_rows)
 
     def _user_columns(self, users: Chunk, times: int, matrices: Collection[Sequence[str]] = ()) -> dict[str, _Repeated]:
         """Returns the user's columns, without those in ``matrices``."""
-        left_out = {name for names in matrices for name in names}
+        left_out = set(chain.from_iterable(matrices))
         columns = {}
         for name in self._user_names:
             if name not in left_out and name in users:
-                columns[name] = _Repeated(users[name], 1 if name in self._once else times)
+                columns[name] = _Repeated(users[name], 1 if name in self.schema.shared else times)
         return columns
 
-    def _item_columns(self, item_ids: Int64, row_numbers: Int64 | None = None) -> dict[str, _Repeated]:
+    def _item_columns(self, item_ids: Int64, row_numbers: Int64) -> dict[str, _Repeated]:
         item_ids = known_items(self.schema, self.items.num_rows, item_ids, row_numbers)
         return {name: _Repeated(self.items[name].take(item_ids)) for name in self._item_names}
 
     def _assemble(
         self,
         columns: dict[str, _Repeated],
-        users: int,
+        row_numbers: Int64,
         width: int,
-        vectors: dict[str, Array],
-        row_numbers: Int64 | None = None,
+        vectors: Mapping[str, Array | None],
+        matrices: Mapping[Sequence[str], Array],
         total_weight: float | None = None,
         padded_users: int | None = None,
-        matrices: Mapping[Sequence[str], Array] | None = None,
     ) -> TowerBatch:
-        """Builds ``users`` shared rows with ``width`` rows each, padded to ``padded_users``.
+        """Builds a shared row with ``width`` rows for each of ``row_numbers``, padded to ``padded_users``.
 
         If all of the user's columns are missing, or all of the item's, they are empty; a single missing column is an
         error. Dense columns in ``matrices`` need not be in ``columns``.
         """
-        matrices = matrices or {}
-        for group in (self._user_names, self._item_names):
-            if not any(name in columns for name in group) and not (matrices and group is self._user_names):
-                columns |= {name: self._nothing(name, users, width) for name in group}
-        size = (padded_users or users) * width
+        users = len(row_numbers)
+        if not matrices and columns.keys().isdisjoint(self._user_names):
+            columns |= {name: self._nothing(name, users, width) for name in self._user_names}
+        if columns.keys().isdisjoint(self._item_names):
+            columns |= {name: self._nothing(name, users, width) for name in self._item_names}
+        padded_users = padded_users or users
+        size = padded_users * width
         floats = {}
         for name, values in vectors.items():
-            floats[name] = padded(_tensor(values.reshape(-1).astype(np.float32, copy=False)), size)
-        pad = (padded_users or users) - users
+            if values is not None:
+                # (B, N) becomes (B x N,), and the further tasks' labels (B, N, tasks) become (B x N, tasks).
+                rows = values.reshape(-1, *values.shape[2:])
+                floats[name] = padded(as_tensor(rows.astype(np.float32, copy=False)), size)
+        if "labels" not in floats:
+            floats["labels"] = torch.zeros(size)
+        if self.schema.tasks and "targets" not in floats:
+            floats["targets"] = torch.zeros(size, len(self.schema.tasks))
+        pad = padded_users - users
         bags = {}
         for name in self.schema.keys:
             if name in columns:
-                bags[name] = self._jagged(name, columns, pad if name in self._once else pad * width)
+                bags[name] = self._jagged(name, columns, pad if name in self.schema.shared else pad * width)
         batch = self.schema.assemble(
             bags,
             Dense(
                 self._dense(columns, self.schema.row_dense, size, width, matrices),
-                self._dense(columns, self.schema.shared_dense, size // width, 1, matrices),
+                self._dense(columns, self.schema.shared_dense, padded_users, 1, matrices),
             ),
             labels=floats["labels"],
             weights=floats.get("weights"),
             log_q=floats.get("log_q"),
-            targets=self._targets(floats, size),
+            targets=floats.get("targets"),
             total_weight=total_weight,
             index=width,
-            shared_rows=padded(_tensor(np.arange(users) if row_numbers is None else row_numbers), users + pad),
+            shared_rows=padded(as_tensor(row_numbers), padded_users),
         )
         return batch if self._rows is None else self._rows(batch)
-
-    def _targets(self, floats: Mapping[str, Tensor], size: int) -> Tensor | None:
-        if not self.schema.tasks:
-            return None
-        return torch.stack([floats.get(f"task {name}", torch.zeros(size)) for name in self.schema.tasks], dim=1)
 
     def _dense(
         self,
@@ -191,7 +192,8 @@ class BatchBuilder:
             return torch.empty(size, 0)
         user_matrix = matrices.get(names)
         if user_matrix is not None and width == 1 and len(user_matrix) == size:
-            return torch.from_numpy(user_matrix.astype(np.float32))  # a copy: rows of many steps may be one array
+            # A copy: the rows of many steps may be views of one array.
+            return torch.from_numpy(user_matrix.astype(np.float32))
         matrix = np.zeros((size, len(names)), np.float32)
         if user_matrix is not None:
             matrix.reshape(-1, width, len(names))[: len(user_matrix)] = user_matrix[:, None]
@@ -208,11 +210,12 @@ class BatchBuilder:
         return torch.from_numpy(matrix)
 
     def _nothing(self, name: str, users: int, width: int) -> _Repeated:
+        """Returns zeros for a dense column, and empty bags for the ids of a feature or their weights."""
         size = users if name in self.schema.shared else users * width
         if name in self.schema.dense:
             return _Repeated(Column(np.zeros(size, dtype=np.float32)))
-        kind = np.float32 if name in self.schema.weight_columns else np.int64
-        return _Repeated(Column(np.zeros(0, dtype=kind), np.zeros(size + 1, dtype=np.int64)))
+        # Also of weights, which are cast to float32: without a value the type says nothing.
+        return _Repeated(Column.from_lengths(np.zeros(0, dtype=np.int64), np.zeros(size, dtype=np.int64)))
 
     def _jagged(self, name: str, columns: Mapping[str, _Repeated], pad: int) -> Jagged:
         feature = self.schema.feature(name)
@@ -240,17 +243,21 @@ class _Repeated(NamedTuple):
 
 def _jagged(name: str, repeated: _Repeated, weights: Array | None, pad: int) -> Jagged:
     column, times = repeated
+    # What torch has no tensor of; the schema refuses floats, in batches that were built elsewhere as well.
     if column.pool.dtype.kind not in "iufb":
         raise DataError(f"column '{name}' is {column.pool.dtype}, ids must be integers; map the values to ids first")
-    weighing = None if weights is None else _tensor(weights.astype(np.float32, copy=False))
+    weighing: Tensor | None = None
+    if weights is not None:
+        weighing = as_tensor(weights.astype(np.float32, copy=False))
     if not column.ragged:
-        values = _tensor(column.values if times == 1 else column.values.repeat(times))
+        # Without repetition no copy is made.
+        values = as_tensor(column.values if times == 1 else column.values.repeat(times))
         if weighing is not None:
             weighing = weighing.repeat_interleave(times)
         # One id in each bag needs no lengths, unless padding adds empty bags.
         lengths = padded(torch.ones(len(values), dtype=torch.int32), len(values) + pad) if pad else None
         return Jagged(values, lengths, weighing)
-    values = _tensor(column.values)
+    values = as_tensor(column.values)
     lengths = torch.from_numpy(column.lengths.astype(np.int32))
     if times > 1:
         # Repeat rows by FBGEMM: it copies whole rows, several times faster than a gather by an index per value.
@@ -262,13 +269,12 @@ def _jagged(name: str, repeated: _Repeated, weights: Array | None, pad: int) -> 
 
 
 def _numbers(name: str, column: Column) -> Array:
-    values = column.pool
-    if column.ragged or values.dtype.kind not in "fiub":
-        kind = "ragged" if column.ragged else str(values.dtype)
+    if column.ragged or column.pool.dtype.kind not in "fiub":
+        kind = "ragged" if column.ragged else column.pool.dtype
         raise DataError(
             f"column '{name}' is {kind}, must be one number per row; read it as a sparse feature, or convert it"
         )
-    return values
+    return column.pool
 
 
 def padded(rows: Tensor, size: int) -> Tensor:
@@ -278,21 +284,19 @@ def padded(rows: Tensor, size: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(size - len(rows), *rows.shape[1:])])
 
 
-def _tensor(array: Array) -> Tensor:
+def as_tensor(array: Array) -> Tensor:
     """Converts an array, with a copy if needed: Arrow's memory is read-only, and torch takes no negative strides."""
     return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
 
 
-def known_items(
-    schema: BatchSchema, num_rows: int, ids: Int64, row_numbers: Int64 | None = None, name: str = "item_id"
-) -> Int64:
+def known_items(schema: BatchSchema, num_rows: int, ids: Int64, row_numbers: Int64, name: str = "item_id") -> Int64:
     """Checks item ids and returns them; ``out_of_range="oov"`` replaces ids without features by the ``oov_id``.
 
     Args:
         schema: decides what happens to an id without features.
         num_rows: number of rows of the table of item features.
         ids: (B x W,) item ids, W of each row one after the other.
-        row_numbers: (B,) numbers by which a message names the rows; the index of the id by default.
+        row_numbers: (B,) numbers by which a message names the rows.
         name: column of the ids.
 
     Raises:
@@ -302,12 +306,16 @@ def known_items(
     if not bad.any():
         return ids
     feature = schema.feature(name)
-    oov_id = feature.oov_id if feature else 0
+    oov_id = 0
+    readers = ""
+    # Ids that no table reads are of items all the same: their features are looked up.
+    if feature is not None:
+        oov_id = feature.oov_id
+        readers = f" of table {feature.readers}"
     if schema.out_of_range == "oov":
         return np.where(bad, oov_id, ids)
-    readers = f" of table {feature.readers}" if feature else ""
     index = int(bad.argmax())
-    row = index if row_numbers is None else row_numbers[index * len(row_numbers) // len(ids)]
+    row = row_numbers[index * len(row_numbers) // len(ids)]
     raise DataError(
         f"feature '{name}'{readers}: id {ids[index]} in row {row} has no features (known items: 0 to {num_rows - 1}; "
         f"{int(bad.sum())} such ids of {len(ids)}); fix the data, or set out_of_range='oov' to use item {oov_id}"

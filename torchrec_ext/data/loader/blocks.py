@@ -13,7 +13,6 @@ import mmap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +32,8 @@ SCALAR: tuple[Kind, ...] = ("int",)
 ID_KINDS: tuple[Kind, ...] = ("int", "ints")
 LISTS: tuple[Kind, ...] = ("ints",)
 WEIGHTS: tuple[Kind, ...] = ("floats",)
-_SPARE_BUFFERS = 8  # buffers to reuse for the next blocks
+# Buffers to reuse for the next blocks: a block has two, one of ids and one of floats.
+_SPARE_BUFFERS = 8
 NUMBER_KINDS: tuple[Kind, ...] = ("float", "int", "bool")
 
 
@@ -68,23 +68,32 @@ class BlockLayout:
             without: columns of the schema that the rows need not have.
         """
         label, weight = floats
+        names = [*schema.dense, *schema.tasks]
         bounds: dict[str, tuple[float, float]] = {}
         if schema.label_range:
-            bounds = dict.fromkeys((name for name in (label, *schema.tasks) if name), schema.label_range)
+            bounds = dict.fromkeys(schema.tasks, schema.label_range)
+        if label:
+            names.append(label)
+            if schema.label_range:
+                bounds[label] = schema.label_range
+        # After the label: one column may be both, and a weight may not be negative.
         if weight:
+            names.append(weight)
             bounds[weight] = (0.0, math.inf)
+        # Features last, so that an id of the schema is checked against its table.
         features: dict[str, SparseFeature | None] = dict.fromkeys([*ids, *schema.identities])
         features |= {feature.name: feature for feature in schema.sparse}
-        dense = dict.fromkeys([*schema.dense, *schema.tasks, *(name for name in floats if name)])
+        weights = {}
+        for name in without:
+            features.pop(name, None)
+        for feature in schema.sparse:
+            if feature.weights and feature.name in features:
+                weights[feature.name] = feature.weights
         return cls(
-            features={name: feature for name, feature in features.items() if name not in without},
-            floats=tuple(name for name in dense if name not in without),
+            features=features,
+            floats=tuple(dict.fromkeys(name for name in names if name not in without)),
             out_of_range=schema.out_of_range,
-            weights={
-                feature.name: feature.weights
-                for feature in schema.sparse
-                if feature.weights and feature.name not in without
-            },
+            weights=weights,
             bounds=bounds,
         )
 
@@ -145,19 +154,21 @@ class BlockLayout:
             values = column.values.astype(np.int64, copy=False)
         else:
             values = as_int64(group.name, name, column, group.first)
-        if feature is None or feature.dynamic or not len(values):
-            is_inside = True
-        else:
-            # As unsigned numbers negative ids are the largest: one pass over the column finds both kinds.
-            is_inside = int(values.view(np.uint64).max()) < feature.num_embeddings
-        if feature is not None and not is_inside:
+        # As unsigned numbers negative ids are the largest: one pass over the column finds both kinds.
+        if (
+            feature is not None
+            and not feature.dynamic
+            and len(values)
+            and int(values.view(np.uint64).max()) >= feature.num_embeddings
+        ):
             is_outside = (values < 0) | (values >= feature.num_embeddings)
             if self.out_of_range != "oov":
                 raise _out_of_range(group, feature, column, values, is_outside)
             values = np.where(is_outside, feature.oov_id, values)
+        # Almost always: the values stay a view of Arrow's memory until a shuffle or a batch copies them.
         if values is column.values:
             return column
-        return Column.from_lengths(values, column.lengths) if column.ragged else Column(values)
+        return Column(values, column.offsets)
 
 
 def _out_of_range(group: RowGroup, feature: SparseFeature, column: Column, values: Int64, bad: Array) -> DataError:
@@ -205,16 +216,21 @@ class Memory:
 
     def __init__(self) -> None:
         self._free: list[Array] = []
-        self._lock = threading.Lock()  # the reading thread takes, the one that builds batches gives
+        # The reading thread takes, and the one that builds batches gives.
+        self._lock = threading.Lock()
 
     def take(self, columns: int, rows: int, dtype: np.dtype[np.generic]) -> tuple[Array, Array]:
         """Returns an uninitialised (columns, rows) matrix, and the buffer to :meth:`give` back for it."""
         size = columns * rows * dtype.itemsize
+        buffer = None
         with self._lock:
-            # At most twice the size, so that a small block does not hold the memory of a large one.
-            index = next((number for number, buffer in enumerate(self._free) if size <= buffer.size <= 2 * size), None)
-            buffer = None if index is None else self._free.pop(index)
+            for index, spare in enumerate(self._free):
+                # At most twice the size, so that a small block does not hold the memory of a large one.
+                if size <= spare.size <= 2 * size:
+                    buffer = self._free.pop(index)
+                    break
         if buffer is None:
+            # Not np.empty, whose memory is malloc's; a map of no bytes is refused.
             buffer = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
         return buffer[:size].view(dtype).reshape(columns, rows), buffer
 
@@ -249,7 +265,12 @@ class BlockRows:
         self.buffers: list[Array] = []
         self.numbers = numbers
         self.ragged = ragged
-        self.offsets = {name: offsets for name, column in ragged.items() if (offsets := column.offsets) is not None}
+        self.offsets: dict[str, Int64] = {}
+        # Once a block: a column sums up its offsets anew each time they are read.
+        for name, column in ragged.items():
+            offsets = column.offsets
+            assert offsets is not None
+            self.offsets[name] = offsets
 
 
 class Slice(NamedTuple):
@@ -258,6 +279,15 @@ class Slice(NamedTuple):
     rows: BlockRows
     start: int
     stop: int
+
+    def part(self, vector: Array) -> Array:
+        """Returns the slice of a vector with an entry for each row of the block."""
+        return vector[self.start : self.stop]
+
+    def bags(self, name: str) -> tuple[Array, Int64]:
+        """Returns the ids of a ragged column and its rows' offsets among those of the block."""
+        offsets = self.rows.offsets[name][self.start : self.stop + 1]
+        return self.rows.ragged[name].values[offsets[0] : offsets[-1]], offsets
 
 
 class Assembler:
@@ -290,7 +320,13 @@ class Assembler:
             size: B.
             total_weight: see :class:`TowerBatch`.
         """
-        users, items = (self._identities(slices, size, name) for name in (self.schema.query, self.schema.candidate))
+        targets = shared_dense = index = None
+        if self.schema.tasks:
+            targets = self._matrix(slices, size, self.schema.tasks)
+        if self.schema.shared:
+            shared_dense = self._matrix(slices, size, self.schema.shared_dense)
+            # Rows from files come as they are, so that each has a shared row of its own.
+            index = torch.arange(size)
         return pack(
             self.schema.layout,
             lambda keys, sizes: self._keyed(slices, size, keys),
@@ -298,12 +334,12 @@ class Assembler:
             labels=self._vector(slices, size, self._label),
             weights=self._vector(slices, size, self._weight),
             total_weight=torch.tensor(total_weight),
-            targets=self._matrix(slices, size, self.schema.tasks) if self.schema.tasks else None,
-            users=users,
-            items=items,
+            targets=targets,
+            users=self._identities(slices, size, self.schema.query),
+            items=self._identities(slices, size, self.schema.candidate),
             queries=size if self.schema.candidate else None,
-            shared_dense=self._matrix(slices, size, self.schema.shared_dense) if self.schema.shared else None,
-            index=torch.arange(size) if self.schema.shared else None,
+            shared_dense=shared_dense,
+            index=index,
         )
 
     def _identities(self, slices: Sequence[Slice], size: int, name: str | None) -> Tensor | None:
@@ -314,71 +350,80 @@ class Assembler:
 
     def chunk(self, slices: Sequence[Slice]) -> Chunk:
         """Returns all columns of the rows of ``slices``, for batches with items from elsewhere."""
-        columns = {name: Column(_joined(slices, index)) for name, index in self._float.items()}
-        columns |= {name: Column(_joined_ids(slices, index)) for name, index in self._scalar.items()}
-        ragged = [name for name in self._layout.ids if name not in self._scalar]
-        return Chunk(columns | {name: _joined_ragged(slices, name) for name in ragged})
-
-    def weights(self, slices: Sequence[Slice]) -> float:
-        """Returns the sum of the weights of the rows of ``slices``."""
-        if self._weight is None:
-            return float(_count(slices))
-        name = self._weight
-        vectors = [(piece.rows.floats[piece.rows.float_names.index(name)], piece) for piece in slices]
-        return float(sum(vector[piece.start : piece.stop].sum(dtype=np.float64) for vector, piece in vectors))
+        columns = {}
+        for name, index in self._float.items():
+            columns[name] = Column(joined([piece.part(piece.rows.floats[index]) for piece in slices], np.float32))
+        # After the floats: a column that is both an id and a label is read as an id, exactly.
+        for name, index in self._scalar.items():
+            columns[name] = Column(_joined_ids(slices, index))
+        for name in self._layout.ids:
+            if name not in self._scalar:
+                bags = [piece.bags(name) for piece in slices]
+                values = joined([ids for ids, _ in bags], np.int64)
+                lengths = joined([np.diff(offsets) for _, offsets in bags], np.int64)
+                columns[name] = Column.from_lengths(values, lengths)
+        return Chunk(columns)
 
     def _keyed(self, slices: Sequence[Slice], size: int, keys: Keys) -> KeyedIds:
         count = _count(slices)
-        totals = [self._total(slices, name, count) for name in keys.features]
+        totals = []
+        for name in keys.features:
+            if name is None:
+                totals.append(0)
+            elif name in self._scalar:
+                totals.append(count)
+            else:
+                totals.append(sum(piece.bags(name)[0].size for piece in slices))
         values = torch.empty(sum(totals), dtype=torch.int64)
         lengths = torch.ones(len(keys.features), size, dtype=torch.int32)
         lengths[:, count:] = 0
         self._fill(slices, keys.features, values.numpy(), lengths.numpy(), count)
-        weights = torch.from_numpy(self._weights(slices, keys, totals)) if keys.weighted else None
+        weights = None
+        if keys.weighted:
+            weights = torch.from_numpy(self._weights(slices, keys, totals))
         return KeyedIds(values, lengths.view(-1), weights)
 
     def _weights(self, slices: Sequence[Slice], keys: Keys, totals: Sequence[int]) -> Array:
         """Returns (sum of lengths,) the weight of each id of the keys' features; 1 for features without weights."""
-        arrays = [np.zeros(0, np.float32)]
+        arrays = []
         for name, total in zip(keys.features, totals, strict=True):
             feature = self.schema.feature(name or "")
-            column = feature.weights if feature else None
-            if column:
-                arrays += [_values(piece, column) for piece in slices]
+            if feature and feature.weights:
+                arrays += [piece.bags(feature.weights)[0] for piece in slices]
             else:
                 arrays.append(np.ones(total, np.float32))
-        return np.concatenate(arrays)
-
-    def _total(self, slices: Sequence[Slice], name: str | None, count: int) -> int:
-        """Counts the ids of a feature with ``count`` rows; without a name there are none."""
-        if name is None or name in self._scalar:
-            return count if name else 0
-        return sum(_values(piece, name).size for piece in slices)
+        return joined(arrays, np.float32)
 
     def _fill(
         self, slices: Sequence[Slice], names: Sequence[str | None], values: Int64, lengths: Array, count: int
     ) -> None:
+        """Writes the ids of ``names`` into ``values``, and the lengths of ragged columns into ``lengths``."""
         start = 0
         for run in _runs(names, self._scalar):
+            name = run.names[0]
+            # Columns that follow one another in the blocks' matrix take one copy together.
             if run.first is not None:
                 width = len(run.names)
                 out = values[start : start + width * count].reshape(width, count)
-                for row, piece in _places(slices):
-                    _copy(piece.rows.scalars, run.first, piece, out[:, row : row + piece.stop - piece.start])
+                for place, piece in _places(slices):
+                    _copy(piece.rows.scalars, run.first, piece, out[:, place])
                 start += width * count
-            elif run.names[0] is None:
+            elif name is None:
                 lengths[run.start] = 0
             else:
-                start = _fill_ragged(slices, run.names[0], values, start, lengths[run.start])
+                for place, piece in _places(slices):
+                    ids, offsets = piece.bags(name)
+                    values[start : start + ids.size] = ids
+                    start += ids.size
+                    lengths[run.start, place] = np.diff(offsets)
 
     def _matrix(self, slices: Sequence[Slice], size: int, names: Sequence[str]) -> Tensor:
         dense = torch.zeros(size, len(names))
         count = _count(slices)
         for run in _runs(names, self._float):
             vectors = np.empty((len(run.names), count), np.float32)
-            for row, piece in _places(slices):
-                out = vectors[:, row : row + piece.stop - piece.start]
-                _copy(piece.rows.floats, run.first or 0, piece, out)
+            for place, piece in _places(slices):
+                _copy(piece.rows.floats, run.first or 0, piece, vectors[:, place])
             # Column by column is twice as fast as numpy's copy of a transposed matrix.
             for index, vector in enumerate(vectors, start=run.start):
                 dense.numpy()[:count, index] = vector
@@ -389,11 +434,20 @@ class Assembler:
         if name is None:
             vector[: _count(slices)] = 1
         else:
-            column = self._float[name]
-            for row, piece in _places(slices):
-                values = piece.rows.floats[column][piece.start : piece.stop]
-                vector.numpy()[row : row + len(values)] = values
+            for place, piece in _places(slices):
+                vector.numpy()[place] = piece.part(piece.rows.floats[self._float[name]])
         return vector
+
+
+def summed_weights(slices: Sequence[Slice], name: str) -> float:
+    """Returns the sum of the weights in column ``name`` of the rows of ``slices``."""
+    total = 0.0
+    for piece in slices:
+        # Not at the column's usual place: of other ranks' rows a block may hold the weights alone.
+        column = piece.rows.float_names.index(name)
+        # In float64, as for rows in memory and on a device: all three divide the loss by one number.
+        total += float(piece.part(piece.rows.floats[column]).sum(dtype=np.float64))
+    return total
 
 
 class _Run(NamedTuple):
@@ -406,21 +460,26 @@ class _Run(NamedTuple):
 
 def _runs(names: Sequence[str | None], positions: Mapping[str, int]) -> Iterator[_Run]:
     """Splits ``names`` into the longest runs with consecutive ``positions``."""
-    numbered = []
+    run: _Run | None = None
     for index, name in enumerate(names):
-        # Constant along a run, as both numbers grow by one; a name without a position gets a number of its own.
-        key = positions[name] - index if name and name in positions else -1 - index - len(positions)
-        numbered.append((key, index))
-    for _, run in groupby(numbered, key=lambda pair: pair[0]):
-        indices = [index for _, index in run]
-        yield _Run(indices[0], positions.get(names[indices[0]] or ""), [names[index] for index in indices])
+        first = positions.get(name or "")
+        if run is not None and run.first is not None and first == run.first + len(run.names):
+            run.names.append(name)
+            continue
+        if run is not None:
+            yield run
+        run = _Run(index, first, [name])
+    if run is not None:
+        yield run
 
 
-def _places(slices: Sequence[Slice]) -> Iterator[tuple[int, Slice]]:
+def _places(slices: Sequence[Slice]) -> Iterator[tuple[slice, Slice]]:
+    """Yields each of ``slices`` with the place of its rows in the batch."""
     row = 0
     for piece in slices:
-        yield row, piece
-        row += piece.stop - piece.start
+        stop = row + piece.stop - piece.start
+        yield slice(row, stop), piece
+        row = stop
 
 
 def _count(slices: Sequence[Slice]) -> int:
@@ -436,34 +495,10 @@ def _copy(vectors: Vectors, first: int, piece: Slice, out: Array) -> None:
             row[:] = vector[piece.start : piece.stop]
 
 
-def _values(piece: Slice, name: str) -> Array:
-    offsets = piece.rows.offsets[name]
-    return piece.rows.ragged[name].values[offsets[piece.start] : offsets[piece.stop]]
-
-
-def _fill_ragged(slices: Sequence[Slice], name: str, values: Int64, start: int, lengths: Array) -> int:
-    for row, piece in _places(slices):
-        ids = _values(piece, name)
-        values[start : start + ids.size] = ids
-        start += ids.size
-        offsets = piece.rows.offsets[name][piece.start : piece.stop + 1]
-        lengths[row : row + piece.stop - piece.start] = np.diff(offsets)
-    return start
-
-
-def _joined(slices: Sequence[Slice], index: int) -> Array:
-    return np.concatenate(
-        [piece.rows.floats[index][piece.start : piece.stop] for piece in slices] or [np.zeros(0, np.float32)]
-    )
+def joined(arrays: Sequence[Array], dtype: type[np.generic]) -> Array:
+    """Concatenates arrays; a rank without rows in a step gets an empty one of type ``dtype``."""
+    return np.concatenate(arrays or [np.zeros(0, dtype)])
 
 
 def _joined_ids(slices: Sequence[Slice], index: int) -> Array:
-    return np.concatenate(
-        [piece.rows.scalars[index][piece.start : piece.stop] for piece in slices] or [np.zeros(0, np.int64)]
-    )
-
-
-def _joined_ragged(slices: Sequence[Slice], name: str) -> Column:
-    values = np.concatenate([_values(piece, name) for piece in slices] or [np.zeros(0, np.int64)])
-    lengths = [np.diff(piece.rows.offsets[name][piece.start : piece.stop + 1]) for piece in slices]
-    return Column.from_lengths(values, np.concatenate(lengths or [np.zeros(0, np.int64)]))
+    return joined([piece.part(piece.rows.scalars[index]) for piece in slices], np.int64)

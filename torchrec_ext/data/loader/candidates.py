@@ -6,7 +6,6 @@ SharedCandidates: a step's positives, and after them extra candidates that all q
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -72,26 +71,25 @@ def identified(
     """
     if not schema.identities:
         return batch
-    columns: dict[str, Int64] = {
-        name: rows.chunk[name].values.repeat(width) for name in schema.identities if name in rows.chunk
-    }
-    if candidates is not None:
-        columns[schema.candidate or "item_id"] = candidates.reshape(-1)
-    users: Tensor | None = None
-    items: Tensor | None = None
-    if schema.query in columns:
-        users = _padded_ids(schema, schema.query, columns[schema.query], len(batch))
-    if schema.candidate in columns:
-        items = _padded_ids(schema, schema.candidate, columns[schema.candidate], len(batch))
-    return dataclasses.replace(batch, users=users, items=items, queries=len(batch) if schema.candidate else None)
-
-
-def _padded_ids(schema: BatchSchema, name: str, ids: Int64, size: int) -> Tensor:
-    """Returns (size,) int64, zeros after the ids; one outside its table, unless dynamic, becomes the ``oov_id``."""
-    feature = schema.feature(name)
-    if feature is not None and not feature.dynamic:
-        ids = np.where((ids < 0) | (ids >= feature.num_embeddings), feature.oov_id, ids)
-    return padded(torch.from_numpy(ids), size)
+    columns: dict[str, Tensor] = {}
+    for name in schema.identities:
+        if name == schema.candidate and candidates is not None:
+            ids = candidates.reshape(-1)
+        elif name in rows.chunk:
+            ids = rows.chunk[name].values.repeat(width)
+        else:
+            continue
+        feature = schema.feature(name)
+        # As in the batch's bags: an id outside its table is the unknown one, and dynamic ids are any numbers.
+        if feature is not None and not feature.dynamic:
+            ids = np.where((ids < 0) | (ids >= feature.num_embeddings), feature.oov_id, ids)
+        columns[name] = padded(torch.from_numpy(ids), len(batch))
+    return dataclasses.replace(
+        batch,
+        users=columns.get(schema.query or ""),
+        items=columns.get(schema.candidate or ""),
+        queries=len(batch) if schema.candidate else None,
+    )
 
 
 class OwnCandidates:
@@ -111,7 +109,6 @@ class OwnCandidates:
         # Negatives are drawn for a user, to avoid the user's own items.
         self.ids = ("user_id", "item_id") if config.negatives else ("item_id",)
         self._builder = BatchBuilder(schema, items)
-        self._tasks = schema.tasks
         self._schema = schema
         self._config = config
         self._negatives = negatives
@@ -124,7 +121,8 @@ class OwnCandidates:
         try:
             return self._candidates(rows, numbers, epoch)
         except DataError:
-            return None  # a user of a later step has no negative; that step says so when its turn comes
+            # A user of a later step has no negative; that step says so when its turn comes.
+            return None
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
         """See :meth:`Pairing.batch`; a draw depends on the row's number and not on the step."""
@@ -132,29 +130,26 @@ class OwnCandidates:
         width = 1 + self._config.negatives
         labels = np.zeros((len(rows.numbers), width), dtype=np.float32)
         labels[:, 0] = rows.chunk[self._config.label].values if self._config.label else 1.0
-        row_candidates = rows.candidates or self._candidates(rows.chunk, rows.numbers, epoch)
-        candidates, log_q = row_candidates or (None, None)
+        # The labels of further tasks, 0 for negatives as well.
+        targets = np.zeros((*labels.shape, len(self._schema.tasks)), dtype=np.float32)
+        for index, name in enumerate(self._schema.tasks):
+            targets[:, 0, index] = rows.chunk[name].values
+        candidates = rows.candidates or self._candidates(rows.chunk, rows.numbers, epoch)
+        ids = log_q = None
+        if candidates is not None:
+            ids, log_q = candidates
         batch = self._builder.pairs(
             rows.chunk,
-            candidates,
+            ids,
             labels=labels,
             weights=None if rows.weights is None else rows.weights.repeat(width),
             log_q=log_q,
-            targets=self._targets(rows, width),
+            targets=targets,
             total_weight=rows.total * width / self._share.world_size,
             row_numbers=rows.numbers,
             padded_rows=self._share.rows(self._config.batch_size),
         )
-        return identified(batch, self._schema, rows, width, candidates)
-
-    def _targets(self, rows: StepRows, width: int) -> Array | None:
-        """Returns (B, 1 + N, tasks) the labels of further tasks, 0 for negatives."""
-        if not self._tasks:
-            return None
-        targets = np.zeros((len(rows.numbers), width, len(self._tasks)), dtype=np.float32)
-        for index, name in enumerate(self._tasks):
-            targets[:, 0, index] = rows.chunk[name].values
-        return targets
+        return identified(batch, self._schema, rows, width, ids)
 
     def _candidates(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
         if self._negatives is None or not self._config.negatives:
@@ -171,7 +166,8 @@ class OwnCandidates:
         )
 
 
-Sections = Sequence[tuple[Column | None, int]]  # columns below one another, each in so many rows; None is empty
+# Columns below one another, each in so many rows; None is empty.
+Sections = list[tuple[Column | None, int]]
 
 
 class SharedCandidates:
@@ -223,6 +219,7 @@ class SharedCandidates:
         positives = known_items(self._schema, self._items.num_rows, chunk[key].values, rows.numbers, key)
         padded_extra = self._candidates.draw(epoch, step, rank=self._share.rank, world_size=self._share.world_size)
         size = queries + len(padded_extra)
+        # Items count from 1: 0 fills a rank's share up.
         extra = padded_extra[padded_extra > 0]
         columns: dict[str, Sections] = {}
         for name in [*self._schema.keys, *self._schema.dense]:
@@ -230,13 +227,20 @@ class SharedCandidates:
                 column = self._items[name]
                 columns[name] = [(column.take(positives), queries), (column.take(extra), len(padded_extra))]
             elif name in chunk:
-                columns[name] = [(chunk[name], queries), *self._no_user(name, len(padded_extra))]
+                columns[name] = [(chunk[name], queries)]
+                # Extra candidates have no user.
+                if self._own_shared_rows or name not in self._schema.shared:
+                    columns[name].append((None, len(padded_extra)))
         ids = np.concatenate([positives, extra])
         # The rows of the ids in the padded batch: positives from 0 on, extra candidates behind the padded queries.
         indices = np.concatenate([np.arange(len(positives)), queries + np.arange(len(extra))])
         items = np.zeros(size, np.int64)
         items[indices] = ids
-        row_weights = np.ones(len(positives)) if rows.weights is None else rows.weights
+        labels = weights = np.ones(len(positives))
+        if self._config.label:
+            labels = chunk[self._config.label].values
+        if rows.weights is not None:
+            weights = rows.weights
         if self._own_shared_rows:
             shared_size = size
             index = torch.arange(size)
@@ -247,8 +251,8 @@ class SharedCandidates:
         batch = self._schema.assemble(
             {name: _jagged(sections) for name, sections in columns.items() if name in self._schema.keys},
             {name: _vector(sections) for name, sections in columns.items() if name in self._schema.dense},
-            labels=_spread(_labels(chunk, self._config.label), size),
-            weights=_spread(row_weights, size),
+            labels=_spread(labels, size),
+            weights=_spread(weights, size),
             log_q=_spread(self._candidates.log_q(ids), size, indices),
             total_weight=rows.total / self._share.world_size,
             index=index,
@@ -257,34 +261,28 @@ class SharedCandidates:
         batch = identified(batch, self._schema, rows, candidates=items)
         return dataclasses.replace(batch, queries=queries)
 
-    def _no_user(self, name: str, count: int) -> Sections:
-        if name in self._schema.shared and not self._own_shared_rows:
-            return []
-        return [(None, count)]
-
-
-def _labels(chunk: Chunk, label: str | None) -> Array:
-    return np.ones(chunk.num_rows, np.float32) if label is None else chunk[label].values
-
 
 def _jagged(sections: Sections) -> Jagged:
-    lengths = [np.zeros(size, np.int32) for _, size in sections]
-    for (column, _), section in zip(sections, lengths, strict=True):
+    values = []
+    lengths = []
+    for column, size in sections:
+        section = np.zeros(size, np.int32)
         if column is not None:
             section[: len(column)] = column.lengths
-    values = [column.values for column, _ in sections if column is not None]
+            values.append(column.values)
+        lengths.append(section)
     return Jagged(torch.from_numpy(np.concatenate(values)), torch.from_numpy(np.concatenate(lengths)))
 
 
 def _vector(sections: Sections) -> Tensor:
     vectors = []
     for column, size in sections:
-        vectors.append(_spread(np.zeros(0) if column is None else column.values, size))
+        vectors.append(torch.zeros(size) if column is None else _spread(column.values, size))
     return torch.cat(vectors)
 
 
-def _spread(values: Array, size: int, indices: Int64 | None = None) -> Tensor:
+def _spread(values: Array, size: int, indices: Int64 | slice | None = None) -> Tensor:
     """Returns (size,) float32: the values at ``indices``, by default from 0 on, and zeros elsewhere."""
     vector = torch.zeros(size)
-    vector.numpy()[np.arange(len(values)) if indices is None else indices] = values
+    vector.numpy()[slice(len(values)) if indices is None else indices] = values
     return vector

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 from torchrec_ext.data.negatives.registry import NEGATIVES
 from torchrec_ext.schema.validation import DataError, check_choice, check_least, listed
 
+# At run time the choices of --set loader.sampling; mypy takes no computed Literal.
 if TYPE_CHECKING:
     Sampling: TypeAlias = str
 else:
-    Sampling = Literal[tuple(NEGATIVES)]  # the choices of --set loader.sampling
+    Sampling = Literal[tuple(NEGATIVES)]
 Frequency = Literal["counted", "estimated"]
 _LEAST = {
     "batch_size": 1,
@@ -112,6 +113,17 @@ class LoaderConfig:
         """
         return -(-self.batch_size // world_size) * (1 + self.negatives)
 
+    def num_steps(self, num_rows: int) -> int:
+        """Returns the number of steps of an epoch of ``num_rows`` rows over all ranks.
+
+        Example:
+            >>> LoaderConfig(batch_size=100).num_steps(250), LoaderConfig(batch_size=100, drop_last=True).num_steps(250)
+            (3, 2)
+        """
+        if self.drop_last:
+            return num_rows // self.batch_size
+        return -(-num_rows // self.batch_size)
+
     def check_columns(self, names: Iterable[str], rows: Collection[str]) -> None:
         """Refuses rows without one of the columns ``names``.
 
@@ -129,9 +141,10 @@ class LoaderConfig:
 
         Empty for a column of the schema: it is looked for in the files, and not in a setting.
         """
-        for setting in ("label", "weight"):
-            if getattr(self, setting) == column:
-                return f"loader.{setting}: "
+        if column == self.label:
+            return "loader.label: "
+        if column == self.weight:
+            return "loader.weight: "
         return ""
 
     def _check_sampling(self) -> None:
@@ -148,6 +161,7 @@ class LoaderConfig:
                 f"loader.shared_negatives={self.shared_negatives} with loader.sampling={self.sampling!r}: set "
                 f"sampling={sharing}"
             )
+        # The default may stand there without being asked for, so it is no contradiction.
         if self.sampling != LoaderConfig.sampling and not sampler.shared and not self.negatives:
             raise ValueError(
                 f"loader.sampling={self.sampling!r} with loader.negatives=0: it would do nothing; leave "

@@ -115,22 +115,30 @@ class DynamicIdLoader:
                 space = self._space_of.get(piece.feature)
                 if space is not None:
                     ids_by_space.setdefault(space, []).append(self._raw(piece.feature, ids))
+        # One call for all features: on several ranks each call is an exchange.
         raw = {space: torch.cat(ids) for space, ids in ids_by_space.items()}
-        notes: tuple[Fresh, ...] = ()
+        fresh: tuple[Fresh, ...] | None = None
         if train:
             rows, notes = self.ids.step(raw)
+            notes_by_table: list[Fresh] = []
+            for note in notes:
+                # Sorted: a set of names has another order in each process.
+                notes_by_table += [note._replace(table=table) for table in sorted(self._tables[note.table])]
+            fresh = tuple(notes_by_table)
         else:
             rows = self.ids.rows(raw)
+        # The pieces are visited in the order in which their ids were joined.
         rest = {}
         for space, each in ids_by_space.items():
             rest[space] = iter(torch.split(rows[space], [len(ids) for ids in each]))
         mapped = {}
         for name, part in parts.items():
+            mapped[name] = part.ids
             for number, piece in enumerate(part.pieces):
                 if piece.feature in self._space_of:
                     pieces[name][number] = next(rest[self._space_of[piece.feature]])
-            mapped[name] = with_values(part.ids, torch.cat(pieces[name])) if part.pieces else part.ids
-        fresh = tuple(self._by_table(notes)) if train else None
+            if part.pieces:
+                mapped[name] = with_values(part.ids, torch.cat(pieces[name]))
         return dataclasses.replace(with_parts(batch, mapped), fresh=fresh)
 
     def _raw(self, feature: str, ids: Tensor) -> Tensor:
@@ -138,6 +146,7 @@ class DynamicIdLoader:
         raw_ids = self._raw_ids.get(feature)
         if raw_ids is None:
             return ids
+        # torch checks the range anyway, so the ids are looked at again only to name one.
         try:
             return raw_ids.index_select(0, ids)
         except IndexError:
@@ -146,11 +155,6 @@ class DynamicIdLoader:
                 f"feature '{feature}': id {int(outside[0])} is no row of its vocabulary, which has the rows 0 to "
                 f"{len(raw_ids) - 1}; fix the data"
             ) from None
-
-    def _by_table(self, notes: tuple[Fresh, ...]) -> Iterator[Fresh]:
-        for note in notes:
-            for table in sorted(self._tables[note.table]):
-                yield note._replace(table=table)
 
     def figures(self) -> dict[str, float]:
         """Returns :meth:`DynamicIds.figures` as floats; collective.
@@ -163,7 +167,8 @@ class DynamicIdLoader:
         self._reported = now
         lookups, unknown = recent.tolist()
         figures = {name: float(value) for name, value in self.ids.figures().items()}
-        return {**figures, "ids_unknown": unknown / max(1, lookups)}
+        figures["ids_unknown"] = unknown / max(1, lookups)
+        return figures
 
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step."""
@@ -227,6 +232,7 @@ class DynamicIdLoader:
                 "start.path: its training had no dynamic ids, and no vocabulary says whose its rows are; leave it out"
             )
         tables = {}
+        # A state as of a training with dynamic ids in which no id has been looked up yet.
         for name in self._tables:
             ids = self._raw_ids.get(name)
             if ids is None or int(ids[0]) != EMPTY:

@@ -107,14 +107,18 @@ class StreamPlan:
         """S, if ``places`` does not say otherwise: the same on any number of ranks."""
         if not self.shuffle:
             return 1
-        most = min(self.lanes, len(self.group_rows), self.buffer_rows)
+        lanes = min(self.lanes, len(self.group_rows), self.buffer_rows)
         # A divisor of the batch size: each lane has equally many slots in every batch.
-        return next(count for count in range(most, 0, -1) if self.batch_size % count == 0)
+        while self.batch_size % lanes:
+            lanes -= 1
+        return lanes
 
     @property
     def part_rows(self) -> int:
         """The greatest number of rows to read at once."""
-        return -(-self.buffer_rows // (self.usual_lanes if self.shuffle else self.lanes))
+        # Not of `num_lanes`, which may depend on the number of ranks.
+        lanes = self.usual_lanes if self.shuffle else self.lanes
+        return -(-self.buffer_rows // lanes)
 
     @cached_property
     def lane_slots(self) -> list[int]:
@@ -125,7 +129,9 @@ class StreamPlan:
     def lane_ends(self) -> list[int]:
         """The S + 1 boundaries of the lanes in the sequence of all rows, in proportion to their slots."""
         whole, rest = divmod(self.num_rows, self.batch_size)
-        rest = 0 if self.drop_last else rest
+        if self.drop_last:
+            rest = 0
+        # Of the last step, which is not full, each lane has its share, rounded down as Share.part() rounds a rank's.
         return [whole * slot + slot * rest // self.batch_size for slot in self.lane_slots]
 
     def permutation(self, epoch: int, block: Block) -> Int64 | None:
@@ -137,15 +143,17 @@ class StreamPlan:
 
     def blocks(self, epoch: int) -> list[list[Block]]:
         """Returns the blocks of each lane in an epoch."""
-        count = len(self.group_rows)
-        order = self._random(epoch, 0, 0).permutation(count) if self.shuffle else np.arange(count)
-        starts = np.concatenate([[0], np.cumsum(np.array(self.group_rows)[order])])
+        order = np.arange(len(self.group_rows))
+        least = 1
         # Small row groups are shuffled together in one block; without a shuffle each segment is a block.
-        least = self.part_rows if self.shuffle else 1
-        return [
-            _lane(lane, *ends, order, starts, least, self.part_rows)
-            for lane, ends in enumerate(pairwise(self.lane_ends))
-        ]
+        if self.shuffle:
+            order = self._random(epoch, 0, 0).permutation(len(order))
+            least = self.part_rows
+        starts = np.concatenate([[0], np.cumsum(np.array(self.group_rows)[order])])
+        lanes = []
+        for lane, (begin, end) in enumerate(pairwise(self.lane_ends)):
+            lanes.append(_lane(lane, begin, end, order, starts, least, self.part_rows))
+        return lanes
 
     def pieces(
         self, lanes: Sequence[Sequence[Block]], step: int, rank: int, world_size: int, *, everyone: bool = False
@@ -160,7 +168,9 @@ class StreamPlan:
             everyone: yield the rows of all ranks.
         """
         low, high = self.slots(rank, world_size)
-        for lane in range(self.num_lanes) if everyone else self.lanes_of(rank, world_size):
+        # A rank that needs its own rows alone does not look at the other lanes, of which there may be hundreds.
+        lane_numbers = range(self.num_lanes) if everyone else self.lanes_of(rank, world_size)
+        for lane in lane_numbers:
             first = self.lane_slots[lane]
             last = self.lane_slots[lane + 1]
             # This rank's slots in the lane, and the others' before and after them.
@@ -168,12 +178,14 @@ class StreamPlan:
             for start, stop in pairwise(cuts):
                 mine = low <= start < high
                 if mine or everyone:
+                    # From slots of the batch to rows of the lane, of which each step takes (last - first).
                     shift = step * (last - first) - first
                     yield from _cut(lanes[lane], start + shift, stop + shift, mine)
 
     def lanes_of(self, rank: int, world_size: int) -> range:
         """Returns the lanes with slots of a rank."""
         low, high = self.slots(rank, world_size)
+        # A rank without a slot, as there are with more ranks than rows in a batch.
         if low == high:
             return range(0)
         return range(bisect_right(self.lane_slots, low) - 1, bisect_left(self.lane_slots, high))
@@ -202,20 +214,22 @@ def _lane(lane: int, begin: int, end: int, order: Int64, starts: Int64, least: i
     blocks: list[Block] = []
     segments: list[Segment] = []
     start = position = begin
+    # The row group in which the lane begins.
     index = int(np.searchsorted(starts, begin, side="right")) - 1
     while position < end:
         first = int(starts[index])
         past_last = int(starts[index + 1])
-        stop = min(end, past_last, first + ((position - first) // most + 1) * most)
+        # The next multiple of `most` rows in the row group: a segment is a part that is read at once.
+        part_end = first + ((position - first) // most + 1) * most
+        stop = min(end, past_last, part_end)
         segments.append(Segment(int(order[index]), position - first, stop - first))
         position = stop
         index += stop == past_last
         if position - start >= least or position == end:
-            blocks.append(
-                Block(
-                    lane=lane, number=len(blocks), start=start - begin, stop=position - begin, segments=tuple(segments)
-                )
+            block = Block(
+                lane=lane, number=len(blocks), start=start - begin, stop=position - begin, segments=tuple(segments)
             )
+            blocks.append(block)
             segments = []
             start = position
     return blocks

@@ -87,7 +87,8 @@ def prefetched(source: Iterator[T], depth: int) -> Iterator[T]:
             yield element  # type: ignore[misc]
     finally:
         stop.set()
-        while thread.is_alive():  # it may be waiting to hand over its last element, and then the end
+        # The thread may be waiting to hand over its last element, and then the end.
+        while thread.is_alive():
             while not ready.empty():
                 ready.get_nowait()
             thread.join(0.001)
@@ -100,7 +101,8 @@ def _fill(source: Iterator[T], ready: queue.Queue[tuple[object, BaseException | 
                 return
             ready.put((element, None))
         ready.put((_END, None))
-    except BaseException as error:  # the caller decides what to do with it
+    except BaseException as error:
+        # The caller decides what to do with it, with an interrupt or an exit too.
         ready.put((None, error))
 
 
@@ -131,14 +133,17 @@ class BuiltAhead:
         """Yields the elements of ``source`` in order."""
         while self.depth is None:
             seconds = {}
+            depths = [0, self.DEPTH]
             # In turns, so that a machine that gets slower or faster favours neither way.
-            depths = (0, self.DEPTH) if len(self._gains) % 2 == 0 else (self.DEPTH, 0)
+            if len(self._gains) % 2:
+                depths.reverse()
             for depth in depths:
                 start = time.perf_counter()
                 count = 0
                 for count, element in enumerate(prefetched(islice(source, self.STEPS), depth), start=1):  # noqa: B007
                     yield element
-                if count < self.STEPS:  # the epoch is over
+                # The epoch is over: a turn that it cuts short says nothing.
+                if count < self.STEPS:
                     return
                 seconds[depth] = time.perf_counter() - start
             self._gains.append(seconds[0] / seconds[self.DEPTH])
@@ -165,10 +170,12 @@ class Epochs(ABC):
     def __init__(self, config: LoaderConfig, count: int, what: str) -> None:
         self.config = config
         self._count = count
-        self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
-        # On a GPU copies to the device overlap with the step as well, so a thread pays without a measurement.
         on_gpu = torch.cuda.is_available()
-        depth = BuiltAhead.DEPTH if config.prefetch is None and on_gpu else config.prefetch
+        self._pin = on_gpu if config.pin_memory is None else config.pin_memory
+        depth = config.prefetch
+        # On a GPU copies to the device overlap with the step as well, so a thread pays without a measurement.
+        if depth is None and on_gpu:
+            depth = BuiltAhead.DEPTH
         self.ahead = BuiltAhead(depth)
         self._epoch = 0
         self._step = 0
@@ -194,8 +201,7 @@ class Epochs(ABC):
 
     def __len__(self) -> int:
         """Number of steps in an epoch, the same on every rank."""
-        whole, rest = divmod(self._count, self.config.batch_size)
-        return whole + (rest > 0 and not self.config.drop_last)
+        return self.config.num_steps(self._count)
 
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step."""
@@ -209,8 +215,11 @@ class Epochs(ABC):
         self._start = 0
         self._step = start
         batches = self.epoch_batches(self._epoch, start)
-        ready = (batch.pin_memory() for batch in batches) if self._pin else batches
-        for step, batch in enumerate(self.ahead.of(ready), start=start + 1):
+        # In the thread that builds batches, if there is one: pinning copies them.
+        if self._pin:
+            batches = (batch.pin_memory() for batch in batches)
+        for step, batch in enumerate(self.ahead.of(batches), start=start + 1):
+            # Here and not in the thread: batches that nobody has taken yet do not count.
             self._step = step
             yield batch
 
@@ -231,14 +240,15 @@ class Epochs(ABC):
             ValueError: the state belongs to another stream, whose remaining samples are different ones.
         """
         stream = self.stream_facts()
+        changes = []
         # Facts that the state lacks are not compared: it may come from an earlier version.
-        different = {
-            name: (value, stream.get(name)) for name, value in state["stream"].items() if value != stream.get(name)
-        }
-        if different:
-            changes = ", ".join(f"{name} was {was!r} and is {now!r}" for name, (was, now) in different.items())
+        for name, value in state["stream"].items():
+            if value != stream.get(name):
+                changes.append(f"{name} was {value!r} and is {stream.get(name)!r}")
+        if changes:
             raise ValueError(
-                f"cannot resume in the middle of an epoch: {changes}; restore these settings, or start a new epoch"
+                f"cannot resume in the middle of an epoch: {', '.join(changes)}; restore these settings, or start a "
+                "new epoch"
             )
         self._epoch = int(state["epoch"])
         self._step = int(state["step"])

@@ -45,10 +45,9 @@ class EventRows(NamedTuple):
         count = len(events)
         _, places, sizes = np.unique(events.items, return_inverse=True, return_counts=True)
         log_q = np.log(sizes / count).astype(np.float32)[places]
-        rows = np.arange(count)[:, None]
         # A generator of its own for each batch, so that a resumed run draws the same.
         draws = np.random.default_rng(seed).integers(count, size=(count, negatives))
-        rows = np.concatenate([rows, draws], axis=1)
+        rows = np.concatenate([np.arange(count)[:, None], draws], axis=1)
         items = events.items[rows]
         labels = np.zeros(items.shape, np.float32)
         labels[:, 0] = events.labels
@@ -134,6 +133,7 @@ class EventLoader:
             now = time.monotonic()
             if len(more):
                 last = now
+                # A batch waits from its first event on, not from the look at an empty log.
                 if not len(events):
                     begin = now
                 events = Events.joined([events, more])
@@ -152,17 +152,21 @@ class EventLoader:
     def _batch(self, rows: EventRows) -> TowerBatch:
         count, width = rows.items.shape
         users = torch.from_numpy(rows.users)
-        is_shared = USER in self._schema.shared
-        if not is_shared:
+        index = shared_rows = log_q = None
+        if USER in self._schema.shared:
+            index = width
+            shared_rows = torch.arange(count)
+        else:
             users = users.repeat_interleave(width)
-        log_q = torch.from_numpy(rows.log_q.reshape(-1)) if self._log_q else None
+        if self._log_q:
+            log_q = torch.from_numpy(rows.log_q.reshape(-1))
         return self._schema.assemble(
             {USER: Jagged(users), ITEM: Jagged(torch.from_numpy(rows.items.reshape(-1)))},
             labels=torch.from_numpy(rows.labels.reshape(-1)),
             weights=torch.from_numpy(rows.weights.reshape(-1)),
             log_q=log_q,
-            index=width if is_shared else None,
-            shared_rows=torch.arange(count) if is_shared else None,
+            index=index,
+            shared_rows=shared_rows,
         )
 
     def set_epoch(self, epoch: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,17 @@ import torch
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Array, Chunk, Column, Float32, Int64, concatenate
 from torchrec_ext.data.files.arrow import Source
-from torchrec_ext.data.loader.blocks import Assembler, BlockLayout, BlockRows, Memory, Slice, Vectors
+from torchrec_ext.data.loader.batch_builder import as_tensor
+from torchrec_ext.data.loader.blocks import (
+    Assembler,
+    BlockLayout,
+    BlockRows,
+    Memory,
+    Slice,
+    Vectors,
+    joined,
+    summed_weights,
+)
 from torchrec_ext.data.loader.candidates import Pairing, StepRows
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epoch_order import Block, Piece, Segment, StreamPlan
@@ -43,7 +53,8 @@ class LaneReader:
         self._source = source
         self._part_rows = part_rows
         self._parts: Iterator[Chunk] = iter(())
-        self._next: tuple[int, int] | None = None  # row group and row that the next part begins with
+        # Row group and row that the next of these parts begins with; at first there is none.
+        self._next = (-1, 0)
 
     def read(self, segment: Segment) -> tuple[dict[str, Column], dict[str, Float32]]:
         """Reads the ids and the floats of a segment, see :meth:`BlockLayout.checked`."""
@@ -52,24 +63,24 @@ class LaneReader:
         if group.rows <= self._part_rows:
             chunk = self._source.read(group, self.layout.names)
         else:
-            open_group, row = self._next or (-1, 0)
+            open_group, row = self._next
             if open_group != segment.group or row > segment.start:
                 self._parts = self._source.parts(group, self.layout.names, segment.start, self._part_rows)
                 row = segment.start
-            while row < segment.start:  # other ranks' parts: to begin anew would decode all that lies before them
+            # Skips other ranks' parts: to begin anew would decode all that lies before them.
+            while row < segment.start:
                 row += next(self._parts).num_rows
             chunk = next(self._parts)
-            self._next = segment.group, segment.start + chunk.num_rows
             first = segment.start
+            self._next = (segment.group, first + chunk.num_rows)
         ids, floats = self.layout.checked(dataclasses.replace(group, first=first, rows=chunk.num_rows), chunk)
-        if segment.stop - segment.start == chunk.num_rows:
-            return ids, floats
-        start = segment.start - first
-        stop = segment.stop - first
-        return (
-            {name: column.slice(start, stop) for name, column in ids.items()},
-            {name: values[start:stop] for name, values in floats.items()},
-        )
+        # A lane may begin or end inside of what was read.
+        if segment.stop - segment.start < chunk.num_rows:
+            start = segment.start - first
+            stop = segment.stop - first
+            ids = {name: column.slice(start, stop) for name, column in ids.items()}
+            floats = {name: values[start:stop] for name, values in floats.items()}
+        return ids, floats
 
 
 def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int64, memory: Memory) -> BlockRows:
@@ -84,19 +95,29 @@ def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int6
     """
     parts = [lane.read(segment) for segment in block.segments]
     numbers = np.zeros(0, np.int64)
-    if lane.layout.features:  # others' weights need none
+    # Rows of other ranks, of which the weights alone are read, are in no batch of this one.
+    if lane.layout.features:
         numbers = np.concatenate([np.arange(start, stop) + firsts[group] for group, start, stop in block.segments])
-    if order is not None and len(numbers):
-        numbers = numbers.take(order)
-    ids = {name: [part_ids[name] for part_ids, _ in parts] for name in lane.layout.ids}
-    scalars = [[column.values for column in columns] for columns in ids.values() if not columns[0].ragged]
-    ragged = {name: columns for name, columns in ids.items() if columns[0].ragged}
-    floats = [[part_floats[name] for _, part_floats in parts] for name in lane.layout.floats]
+        if order is not None:
+            numbers = numbers.take(order)
+    scalars = []
+    ragged = {}
+    for name in lane.layout.ids:
+        column = concatenate([ids[name] for ids, _ in parts])
+        if column.ragged:
+            ragged[name] = _shuffled_column(column, order)
+        else:
+            scalars.append(column.values)
+    vectors = []
+    for name in lane.layout.floats:
+        arrays = [floats[name] for _, floats in parts]
+        # One segment is not copied.
+        vectors.append(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
     buffers: list[Array] = []
     rows = BlockRows(
         _shuffled_vectors(scalars, np.int64, order, memory, buffers),
-        {name: _shuffled_column(concatenate(columns), order) for name, columns in ragged.items()},
-        _shuffled_vectors(floats, np.float32, order, memory, buffers),
+        ragged,
+        _shuffled_vectors(vectors, np.float32, order, memory, buffers),
         lane.layout.floats,
         numbers,
     )
@@ -105,16 +126,8 @@ def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int6
 
 
 def _shuffled_vectors(
-    columns: Sequence[Sequence[Array]],
-    dtype: type[np.generic],
-    order: Int64 | None,
-    memory: Memory,
-    buffers: list[Array],
+    vectors: list[Array], dtype: type[np.generic], order: Int64 | None, memory: Memory, buffers: list[Array]
 ) -> Vectors:
-    vectors: list[Array] = []
-    for arrays in columns:
-        # One segment is not copied.
-        vectors.append(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
     if order is None:
         return vectors
     matrix, buffer = memory.take(len(vectors), len(order), np.dtype(dtype))
@@ -132,7 +145,7 @@ def _shuffled_column(column: Column, order: Int64 | None) -> Column:
     lengths, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(
         torch.from_numpy(order.astype(np.int32)),
         torch.from_numpy(column.lengths),
-        torch.from_numpy(column.values if column.values.flags.writeable else column.values.copy()),
+        as_tensor(column.values),
         None,
         len(column.values),
     )
@@ -185,10 +198,15 @@ class Stream:
     def fingerprint(self) -> dict[str, Any]:
         """Returns the sizes of the source behind the order of rows; the loader's settings come on top."""
         plan = self.plan
+        # Little-endian, so that a position that was saved on one machine is one on any other.
         counts = hashlib.sha256(np.array(plan.group_rows, dtype="<i8").tobytes()).hexdigest()[:16]
-        buffered = {"lanes": plan.usual_lanes, "buffer_rows": plan.buffer_rows} if plan.shuffle else {}
-        places = {} if plan.num_lanes == plan.usual_lanes else {"places": plan.num_lanes}
-        return {"rows": plan.num_rows, "row_groups": counts} | buffered | places
+        sizes: dict[str, Any] = {"rows": plan.num_rows, "row_groups": counts}
+        # Without a shuffle the rows have one order, whatever the buffer.
+        if plan.shuffle:
+            sizes |= {"lanes": plan.usual_lanes, "buffer_rows": plan.buffer_rows}
+        if plan.num_lanes != plan.usual_lanes:
+            sizes["places"] = plan.num_lanes
+        return sizes
 
     def steps(self, epoch: int, start: int) -> Iterator[BatchRows]:
         """Yields the rows of each step of an epoch, from step ``start`` on."""
@@ -200,15 +218,19 @@ class Stream:
             pieces = self._pieces(lanes, step)
             keys = dict.fromkeys((piece.block.lane, piece.block.number) for piece in pieces)
             # A lane goes forward only, so a block that this step does not need is not needed again.
-            for key in [key for key in loaded_blocks if key not in keys]:
+            for key in loaded_blocks.keys() - keys:
                 memory.give(loaded_blocks.pop(key))
+            # In the order of the pieces, in which the thread reads the blocks.
             for key in keys:
                 if key not in loaded_blocks:
                     loaded_blocks[key] = next(blocks)
-            slices = [
-                Slice(loaded_blocks[piece.block.lane, piece.block.number], piece.start, piece.stop) for piece in pieces
-            ]
-            local = [rows for rows, piece in zip(slices, pieces, strict=True) if piece.mine]
+            local = []
+            slices = []
+            for piece in pieces:
+                rows = loaded_blocks[piece.block.lane, piece.block.number]
+                slices.append(Slice(rows, piece.start, piece.stop))
+                if piece.mine:
+                    local.append(slices[-1])
             num_rows = min(self.plan.batch_size, self.plan.num_rows - step * self.plan.batch_size)
             yield BatchRows(local, slices, num_rows)
 
@@ -222,18 +244,19 @@ class Stream:
         readers: dict[tuple[int, bool], LaneReader] = {}
         for step in range(start, self.plan.steps):
             for block in dict.fromkeys(piece.block for piece in self._pieces(lanes, step)):
+                # Loaded for an earlier step.
                 if last.get(block.lane, -1) >= block.number:
-                    continue  # loaded for an earlier step
+                    continue
                 last[block.lane] = block.number
                 # Blocks of other ranks are read for their weights alone, by readers of their own.
                 mine = self.plan.reads(block, self._rank, self._world_size)
-                reader = readers.setdefault((block.lane, mine), self._reader(mine))
-                yield load_block(reader, block, self.plan.permutation(epoch, block), self._firsts, memory)
-
-    def _reader(self, mine: bool) -> LaneReader:
-        """Returns a reader of this rank's rows, or of other ranks' weights alone."""
-        layout = self._layout if mine or self._weight is None else self._layout.only(self._weight)
-        return LaneReader(self._source, layout, self.plan.part_rows)
+                if (block.lane, mine) not in readers:
+                    layout = self._layout
+                    if self._weight is not None and not mine:
+                        layout = layout.only(self._weight)
+                    readers[block.lane, mine] = LaneReader(self._source, layout, self.plan.part_rows)
+                order = self.plan.permutation(epoch, block)
+                yield load_block(readers[block.lane, mine], block, order, self._firsts, memory)
 
 
 class StreamedRows:
@@ -264,7 +287,7 @@ class StreamedRows:
     ) -> None:
         ids = pairing.ids if pairing else ()
         # Features of items are looked up in `items`; of the item the rows have the id alone.
-        without = [name for name in items or () if name not in (ids if pairing else ("item_id",))]
+        without = [name for name in items or () if name not in ids]
         layout = BlockLayout.of(schema, ids, (config.label, config.weight), without)
         # A rank decodes its lanes as a whole: with a lane of its own it decodes no rows of others.
         own_lane = share.world_size > config.lanes if config.shuffle else not in_order
@@ -306,17 +329,13 @@ class StreamedRows:
     def batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
         """See :meth:`Batches.batches`."""
         size = self._share.rows(self._config.batch_size)
+        weight = self._config.weight
         for number, step in enumerate(self._stream.steps(epoch, start), start=start):
-            total = self._assembler.weights(step.everyone) if self._config.weight else float(step.num_rows)
+            total = summed_weights(step.everyone, weight) if weight else float(step.num_rows)
             if self._pairing is None:
                 yield self._assembler.batch(step.mine, size, total / self._share.world_size)
-            else:
-                yield self._pairing.batch(self._columns(step, total), epoch, number)
-
-    def _columns(self, step: BatchRows, total: float) -> StepRows:
-        chunk = self._assembler.chunk(step.mine)
-        weight = self._config.weight
-        numbers = np.concatenate(
-            [np.zeros(0, np.int64), *(piece.rows.numbers[piece.start : piece.stop] for piece in step.mine)]
-        )
-        return StepRows(chunk, numbers, chunk[weight].values if weight else None, total)
+                continue
+            chunk = self._assembler.chunk(step.mine)
+            numbers = joined([piece.part(piece.rows.numbers) for piece in step.mine], np.int64)
+            weights = chunk[weight].values if weight else None
+            yield self._pairing.batch(StepRows(chunk, numbers, weights, total), epoch, number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -103,6 +103,7 @@ def drop_ids(batch: TowerBatch, schema: BatchSchema, rates: Mapping[str, float],
         feature = schema.feature(name)
         if feature is not None:
             rows = numbers[name in schema.shared]
+            # A stream for each feature, so that one is dropped whether or not another is.
             uniform = device_uniform(stream(key, _salt(name)), rows, torch.zeros_like(rows))
             dropped[name] = (uniform < rate, feature.oov_id)
     new_ids = {name: _replace_bags(part, dropped) for name, part in parts.items()}
@@ -164,35 +165,37 @@ class BatchBags:
             return []
         offsets = self.ids.offsets()
         starts = torch.tensor([piece.start for piece in self.pieces[1:]], dtype=torch.int64, device=offsets.device)
+        # Places to cut at are read on the host, so one copy brings all of them.
         return list(self.ids.values().tensor_split(offsets[starts].long().cpu()))
 
 
 def parts_of(batch: TowerBatch, schema: BatchSchema) -> dict[str, BatchBags]:
     """Returns the KeyedJaggedTensors of a batch by name: ``sparse``, ``shared``, ``joint`` and ``weighted``."""
     rows = len(batch)
-    keys = batch.sparse.keys()
-    parts = {"sparse": _part(batch.sparse, [[(name, False, rows)] for name in keys])}
-    # Shared rows have one bag for each query; keys of `joint` and `weighted` have those first, then the batch's own.
+    parts = {"sparse": _part(batch.sparse, [(name, False, rows) for name in batch.sparse.keys()])}  # noqa: SIM118
     queries = 0
     if batch.shared is not None:
         shared = batch.shared.sparse
         queries = shared.stride()
-        keys = shared.keys()
-        parts["shared"] = _part(shared, [[(name, True, queries)] for name in keys])
+        parts["shared"] = _part(shared, [(name, True, queries) for name in shared.keys()])  # noqa: SIM118
     for name, ids, pairs in (("joint", batch.joint, schema.joint), ("weighted", batch.weighted, schema.weighted)):
         if ids is not None:
-            parts[name] = _part(ids, [[(pair.shared, True, queries), (pair.row, False, rows)] for pair in pairs])
+            halves: list[tuple[str | None, bool, int]] = []
+            for pair in pairs:
+                # Shared rows have one bag for each query; a key has those first, then the batch's own.
+                halves += [(pair.shared, True, queries), (pair.row, False, rows)]
+            parts[name] = _part(ids, halves)
     return parts
 
 
-def _part(ids: KeyedJaggedTensor, keys: list[list[tuple[str | None, bool, int]]]) -> BatchBags:
+def _part(ids: KeyedJaggedTensor, features: Sequence[tuple[str | None, bool, int]]) -> BatchBags:
     """Splits a KeyedJaggedTensor into pieces.
 
-    ``keys`` names, for each key, the features whose bags follow one another: name, whether it is shared, and its bags.
+    ``features`` are those whose bags follow one another: name, whether it is shared, and its number of bags.
     """
     pieces = []
     start = 0
-    for feature, shared, bags in (half for key in keys for half in key):
+    for feature, shared, bags in features:
         if feature is not None:
             pieces.append(BagRange(feature, shared, start, start + bags))
         start += bags
@@ -204,21 +207,22 @@ def _row_numbers(batch: TowerBatch, parts: Mapping[str, BatchBags]) -> dict[bool
 
     Each depends on the ids of the other too, so that a user is not dropped for a whole epoch or not at all.
     """
-    device = batch.labels.device
-    queries = batch.shared.sparse.stride() if batch.shared is not None else 0
-    own_numbers = {False: torch.zeros(len(batch), dtype=torch.int64, device=device)}
-    own_numbers[True] = torch.zeros(queries, dtype=torch.int64, device=device)
+    queries = 0
+    if batch.shared is not None:
+        queries = batch.shared.sparse.stride()
+    rows = torch.zeros(len(batch), dtype=torch.int64, device=batch.labels.device)
+    numbers = {False: rows, True: rows.new_zeros(queries)}
     for part in parts.values():
-        sums = torch.zeros(part.ids.lengths().numel(), dtype=torch.int64, device=device)
+        sums = rows.new_zeros(part.ids.lengths().numel())
         # A sum of hashes: the order of the ids in a bag does not matter, and an id of 0 counts.
         sums.index_add_(0, part.bags, mixed(part.ids.values().long() + 1))
         for piece in part.pieces:
-            own_numbers[piece.shared].add_(sums[piece.start : piece.stop], alpha=_salt(piece.feature))
+            numbers[piece.shared].add_(sums[piece.start : piece.stop], alpha=_salt(piece.feature))
     if batch.shared is None:
-        return own_numbers
+        return numbers
     index = batch.shared.index
-    rows = mixed(own_numbers[False])
-    return {False: rows + own_numbers[True][index], True: mixed(own_numbers[True]).index_add(0, index, rows)}
+    rows = mixed(rows)
+    return {False: rows + numbers[True][index], True: mixed(numbers[True]).index_add(0, index, rows)}
 
 
 def _replace_bags(part: BatchBags, dropped: Mapping[str, tuple[Tensor, int]]) -> KeyedJaggedTensor:
@@ -253,4 +257,5 @@ def with_values(ids: KeyedJaggedTensor, values: Tensor) -> KeyedJaggedTensor:
 @lru_cache
 def _salt(name: str) -> int:
     """Returns an odd number within int64 for the name of a feature."""
+    # Odd, so that a product with it modulo 2^64 loses no bit. Python's own hash of a text differs from run to run.
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little") | 1

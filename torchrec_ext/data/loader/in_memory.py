@@ -15,7 +15,8 @@ from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.negatives.mixed import MixedCandidates
 from torchrec_ext.schema import BatchSchema
 
-ROWS_AT_ONCE = 4096  # rows of a rank to gather and draw for together: the cost of a numpy call is then small
+# Rows of a rank to gather and draw for together: the cost of a numpy call is then small.
+ROWS_AT_ONCE = 4096
 
 
 def order_of(config: LoaderConfig, num_rows: int, epoch: int) -> Int64:
@@ -80,9 +81,7 @@ class MemoryRows:
         """See :meth:`Batches.batches`."""
         order = order_of(self._config, self.num_rows, epoch)
         size = self._config.batch_size
-        steps = [order[start_row : start_row + size] for start_row in range(0, self.num_rows, size)]
-        if self._config.drop_last and len(steps[-1]) < size:
-            steps = steps[:-1]
+        steps = [order[step * size : (step + 1) * size] for step in range(self._config.num_steps(self.num_rows))]
         if self._observer:
             self._observer.begin(epoch)
         step_rows = self._gather_steps(steps[start:], epoch)
@@ -102,6 +101,7 @@ class MemoryRows:
             global_steps = steps[first : first + at_once]
             local_steps = [rows[self._share.part(len(rows))] for rows in global_steps]
             numbers = np.concatenate(local_steps)
+            # One gather for all of these steps, which are then slices of it.
             chunk = self._rows.take(numbers)
             candidates_ahead = self._pairing.draw_ahead(chunk, numbers, epoch)
             start = 0
@@ -111,9 +111,13 @@ class MemoryRows:
                 total = float(len(global_rows))
                 if self._weights is not None:
                     weights = self._weights[rows]
+                    # Of all ranks' rows: every rank divides its loss by the weight of the global batch.
                     total = float(self._weights[global_rows].sum(dtype=np.float64))
                 candidates = None
                 if candidates_ahead is not None:
-                    candidates = Candidates(*(array[start:stop].copy() for array in candidates_ahead))
+                    ids = candidates_ahead.ids[start:stop]
+                    log_q = candidates_ahead.log_q[start:stop]
+                    # Copies, so that a batch owns its memory.
+                    candidates = Candidates(ids.copy(), log_q.copy())
                 yield StepRows(chunk.slice(start, stop), rows, weights, total, candidates)
                 start = stop

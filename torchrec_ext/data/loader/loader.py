@@ -79,11 +79,15 @@ def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: b
         _check_catalogue(config, has_items=has_items)
         return
     shared = NEGATIVES[config.sampling].shared
-    setting = f"loader.shared_negatives={config.shared_negatives}" if shared else f"loader.negatives={config.negatives}"
+    if shared:
+        setting = f"loader.shared_negatives={config.shared_negatives}"
+        required_kind = "MixedCandidates"
+    else:
+        setting = f"loader.negatives={config.negatives}"
+        required_kind = "a sampler with draw(users, positions, epoch, n)"
     if sampler is None and (shared or config.negatives):
         raise ValueError(f"{setting}, but no sampler was given; pass negatives=, or set it to 0")
     if sampler is not None and isinstance(sampler, MixedCandidates) != shared:
-        required_kind = "MixedCandidates" if shared else "a sampler with draw(users, positions, epoch, n)"
         raise ValueError(
             f"loader.sampling={config.sampling!r} with negatives={type(sampler).__name__}: must be {required_kind}"
         )
@@ -93,10 +97,11 @@ def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: b
             "pass items="
         )
     if isinstance(sampler, MixedCandidates):
-        sampler_settings = (sampler.mixed.extra, sampler.mixed.batch_size)
-        if sampler_settings != (config.shared_negatives, config.batch_size):
+        extra = sampler.mixed.extra
+        batch_size = sampler.mixed.batch_size
+        if (extra, batch_size) != (config.shared_negatives, config.batch_size):
             raise ValueError(
-                f"MixedNegatives(extra={sampler_settings[0]}, batch_size={sampler_settings[1]}) with "
+                f"MixedNegatives(extra={extra}, batch_size={batch_size}) with "
                 f"loader.shared_negatives={config.shared_negatives} and loader.batch_size={config.batch_size}: log_q "
                 "would be that of other batches; give both the same"
             )
@@ -151,13 +156,15 @@ def on_host(
     Raises:
         ValueError: a frequency estimate with a source.
     """
-    pairing: OwnCandidates | SharedCandidates
+    pairing: OwnCandidates | SharedCandidates | None
     if isinstance(sampler, MixedCandidates | CatalogueCandidates):
         assert items is not None, "checked by check_sampler"
         pairing = SharedCandidates(schema, config, items, sampler, share)
     else:
         pairing = OwnCandidates(schema, config, items, sampler, share)
-    estimator = sampler if isinstance(sampler, MixedCandidates) and sampler.estimates else None
+    estimator = None
+    if isinstance(sampler, MixedCandidates) and sampler.estimates:
+        estimator = sampler
     if isinstance(chunk, Chunk):
         return MemoryRows(chunk, schema, config, pairing, share, estimator)
     if estimator:
@@ -165,8 +172,10 @@ def on_host(
             "a frequency estimate with a source of rows: a rank sees its own rows only; give MixedCandidates the "
             "counts of the items, or rows in memory"
         )
-    as_they_are = items is None and not config.negatives
-    return StreamedRows(chunk, schema, config, items, None if as_they_are else pairing, share, in_order=in_order)
+    # Rows that come as they are go straight from their blocks into the batch, each value copied once.
+    if items is None and not config.negatives:
+        pairing = None
+    return StreamedRows(chunk, schema, config, items, pairing, share, in_order=in_order)
 
 
 def batches_on_device(
@@ -193,13 +202,16 @@ def batches_on_device(
         ids = ("user_id", "item_id")
     elif items is not None:
         ids = ("item_id",)
-    without = [name for name in items or () if name not in ids]
-    rows = chunk if isinstance(chunk, Chunk) else read_all(chunk, schema, config, ids, without)
-    candidates = None if items is None else DeviceCandidates(schema, rows, items, sampler, config.negatives, device)
-    return ResidentRows(rows, schema, config, candidates, share, device)
+    if not isinstance(chunk, Chunk):
+        chunk = read_all(chunk, schema, config, ids, [name for name in items or () if name not in ids])
+    candidates = None
+    if items is not None:
+        candidates = DeviceCandidates(schema, chunk, items, sampler, config.negatives, device)
+    return ResidentRows(chunk, schema, config, candidates, share, device)
 
 
-_STREAM_SETTINGS = (  # settings that change which samples a step has
+# Settings that change which samples a step has.
+_STREAM_SETTINGS = (
     "batch_size",
     "negatives",
     "sampling",
@@ -285,11 +297,16 @@ class ChunkLoader(Epochs):
         self._sampler = negatives
         self._refresh = refresh
         device = device or config.device
-        chunk = with_elements(chunk, schema.dense) if isinstance(chunk, Chunk) else chunk
+        # Of files an array column becomes columns of one number where a row group is read.
+        if isinstance(chunk, Chunk):
+            chunk = with_elements(chunk, schema.dense)
+            rows = chunk.num_rows
+        else:
+            rows = sum(group.rows for group in chunk.groups)
         self._chunk = chunk
-        items = None if items is None else with_elements(items, schema.dense)
+        if items is not None:
+            items = with_elements(items, schema.dense)
         # Padding up to a batch that no epoch fills would cost its time and memory.
-        rows = chunk.num_rows if isinstance(chunk, Chunk) else sum(group.rows for group in chunk.groups)
         fitting_config = dataclasses.replace(config, batch_size=min(config.batch_size, max(rows, 1)))
         if device is None:
             self._rows = on_host(chunk, schema, fitting_config, items, negatives, share, in_order=in_order)
@@ -304,6 +321,7 @@ class ChunkLoader(Epochs):
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step; from the second epoch on refreshes hard negatives."""
         super().set_epoch(epoch)
+        # An epoch that was resumed on another number of ranks keeps its order; the next one has this number's.
         if isinstance(self._rows, StreamedRows):
             self._rows.follow(None)
         if epoch and self._refresh is not None and isinstance(self._sampler, Refreshable):
@@ -341,9 +359,10 @@ class ChunkLoader(Epochs):
         super().load_state_dict(state)
         if isinstance(self._sampler, Stateful):
             self._sampler.load_state_dict(state["sampler"])
+        # Saved after an epoch's last step but before its end: an estimate has still to count the epoch.
         if isinstance(self._sampler, MixedCandidates) and self._start == len(self):
             for _ in self._rows.batches(self._epoch, self._start):
-                pass  # an estimate counts the epoch, if it was not yet over
+                pass
 
     def stream_facts(self) -> dict[str, Any]:
         """Returns the settings and facts behind the stream of samples, without epoch and sampler's state."""
@@ -371,7 +390,9 @@ def training_loader(
         ValueError: a sampler of hard negatives without ``refresh``, which would stay uniform for ever.
     """
     refreshed = NEGATIVES[config.sampling].refreshed and config.negatives > 0
-    if refreshed and refresh is None:
+    if not refreshed:
+        refresh = None
+    elif refresh is None:
         raise ValueError(
             f"loader.sampling={config.sampling!r} without refresh: nobody says which items are hard; pass refresh="
         )
@@ -386,7 +407,7 @@ def training_loader(
         config=config,
         items=data.items,
         negatives=negatives,
-        refresh=refresh if refreshed else None,
+        refresh=refresh,
         rank=rank,
         world_size=world_size,
         device=device,

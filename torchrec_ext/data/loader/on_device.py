@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrec_ext.batch import DrawnStep, Jagged, KeyedIds, Keys, Resident, TowerBatch, concatenated, pack
 from torchrec_ext.data.columns import Array, Chunk, Column, concatenate_rows
 from torchrec_ext.data.files.arrow import RowGroup, Source
-from torchrec_ext.data.loader.batch_builder import known_items, padded
+from torchrec_ext.data.loader.batch_builder import as_tensor, known_items, padded
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share
@@ -52,12 +52,21 @@ class DeviceTable:
     ) -> None:
         self.num_rows = num_rows
         self._device = device
-        scalar = [name for name in ids if not ids[name].ragged]
-        self._scalar = {name: index for index, name in enumerate(scalar)}
+        self._scalar: dict[str, int] = {}
         self._float = {name: index for index, name in enumerate(floats)}
-        self._ids = self._matrix([ids[name].values for name in self._scalar], torch.int64)
+        self._ragged: dict[str, _Ragged] = {}
+        vectors: list[Array] = []
+        for name, column in ids.items():
+            offsets = column.offsets
+            if offsets is None:
+                self._scalar[name] = len(vectors)
+                vectors.append(column.values)
+            else:
+                bounds = torch.from_numpy(offsets).to(device)
+                values = as_tensor(column.values).to(device)
+                self._ragged[name] = _Ragged(values, bounds[:-1], bounds.diff().int())
+        self._ids = self._matrix(vectors, torch.int64)
         self._numbers = self._matrix(list(floats.values()), torch.float32)
-        self._ragged = {name: self._bag(column) for name, column in ids.items() if column.ragged}
         self.ragged = tuple(self._ragged)
 
     @property
@@ -87,6 +96,7 @@ class DeviceTable:
                 device.
         """
         bags = {}
+        # A row's ids lie side by side, so that it is one read; a feature's ids have to follow one another.
         matrix = self._ids.index_select(0, rows).t().contiguous()
         for name in names:
             if name in self._scalar:
@@ -105,33 +115,29 @@ class DeviceTable:
         return {name: columns[:, index] for name, index in self._float.items()}
 
     def _matrix(self, columns: list[Array], dtype: torch.dtype) -> Tensor:
-        stacked = torch.from_numpy(np.stack(columns, axis=1)) if columns else torch.empty(self.num_rows, 0)
-        return stacked.to(self._device, dtype)
-
-    def _bag(self, column: Column) -> _Ragged:
-        values = column.values
-        offsets = column.offsets
-        assert offsets is not None
-        writeable = values if values.flags.writeable else values.copy()
-        bounds = torch.from_numpy(offsets).to(self._device)
-        return _Ragged(torch.from_numpy(writeable).to(self._device), bounds[:-1], bounds.diff().int())
+        # numpy stacks no empty list.
+        if not columns:
+            return torch.empty(self.num_rows, 0, dtype=dtype, device=self._device)
+        return torch.from_numpy(np.stack(columns, axis=1)).to(self._device, dtype)
 
 
 def _gather_bags(column: _Ragged, rows: Tensor, total: int) -> Jagged:
     lengths = column.lengths.index_select(0, rows)
     ends = lengths.long().cumsum(0)
+    # The index of each id: its place in the result, moved by its row's distance from there.
     shift = (column.starts.index_select(0, rows) - ends + lengths).repeat_interleave(lengths, output_size=total)
     return Jagged(column.values.index_select(0, shift + torch.arange(total, device=rows.device)), lengths)
 
 
-_ROWS_AT_ONCE = 1 << 16  # rows drawn at a time while an epoch's bags are counted
+# Rows drawn at a time while an epoch's bags are counted.
+_ROWS_AT_ONCE = 1 << 16
 
 
 class Drawn(NamedTuple):
     """``ids`` (B, 1 + N) int64, the positive first, and their ``log_q``, float32, or None without negatives."""
 
     ids: Tensor
-    log_q: Tensor | None
+    log_q: Tensor | None = None
 
 
 class DeviceCandidates:
@@ -183,7 +189,7 @@ class DeviceCandidates:
         """Draws the candidates of the rows with the numbers ``rows`` (B,)."""
         positives = self._positives.index_select(0, rows)
         if self._sampler is None:
-            return Drawn(positives[:, None], None)
+            return Drawn(positives[:, None])
         users = self._users.index_select(0, rows)
         if self._host is not None:
             host_draw = self._host.draw(users.numpy(), rows.numpy(), epoch, self._count)
@@ -200,15 +206,19 @@ class DeviceCandidates:
 
     def lengths(self, rows: Tensor, epoch: int) -> dict[str, Tensor]:
         """Returns, for each ragged feature of the items, (B,) the number of ids of all candidates of a row."""
-        blocks: dict[str, list[Tensor]] = {name: [rows[:0]] for name in self.table.ragged}
-        for block in torch.split(rows, _ROWS_AT_ONCE) if blocks else ():
+        # Nothing is drawn twice if there is nothing to count.
+        if not self.table.ragged:
+            return {}
+        blocks: dict[str, list[Tensor]] = {name: [] for name in self.table.ragged}
+        for block in torch.split(rows, _ROWS_AT_ONCE):
             ids = self.draw(block, epoch).ids
             for name, parts in blocks.items():
                 parts.append(self.table.lengths(name, ids.reshape(-1)).view(ids.shape).sum(dim=1))
         return {name: torch.cat(parts) for name, parts in blocks.items()}
 
 
-_STEPS_AHEAD = 64  # steps drawn at a time
+# Steps drawn at a time: one draw for many small steps.
+_STEPS_AHEAD = 64
 
 
 class _Counts(NamedTuple):
@@ -259,23 +269,28 @@ class ResidentRows:
         self._candidates = candidates
         ids: tuple[str, ...] = ()
         without: list[str] = []
+        items: DeviceTable | None = None
+        # The bags of None are empty.
+        ragged: set[str | None] = {None}
         if candidates is not None:
             ids = candidates.ids
-            without = candidates.features  # looked up among the items, not in the rows
+            items = candidates.table
+            ragged.update(items.ragged)
+            # Looked up among the items, not in the rows.
+            without = candidates.features
         layout = BlockLayout.of(schema, ids, (config.label, config.weight), without)
         config.check_columns(layout.names, rows)
         where = RowGroup(name="the rows in memory", file=0, number=0, rows=rows.num_rows)
         self._table = DeviceTable(*layout.checked(where, rows), rows.num_rows, device)
+        ragged.update(self._table.ragged)
         self._width = 1 + config.negatives
-        self._tables = _Tables(self._table, candidates.table if candidates else None)
+        self._tables = _Tables(self._table, items)
         # The keys of a full batch whose bags may hold any number of ids.
-        tables = self._tables
-        ragged = {None, *tables.rows.ragged, *(tables.items.ragged if tables.items else ())}
         lists = []
         for keys in filter(None, schema.layout):
             halves = len(keys.features) // max(len(keys.keys), 1)
             for index, key in enumerate(keys.keys):
-                if ragged & set(keys.features[index * halves : (index + 1) * halves]):
+                if not ragged.isdisjoint(keys.features[index * halves : (index + 1) * halves]):
                     lists.append(key)
         self._lists = tuple(lists)
 
@@ -294,19 +309,20 @@ class ResidentRows:
     def _batches(self, numbers: Tensor, epoch: int, start: int) -> Iterator[TowerBatch]:
         """Yields the batches of the rows ``numbers``, an epoch's order, from step ``start`` on."""
         size = self._config.batch_size
-        count = self.num_rows // size if self._config.drop_last else -(-self.num_rows // size)
-        global_rows = [numbers[step * size : (step + 1) * size] for step in range(start, count)]
+        steps = range(start, self._config.num_steps(self.num_rows))
+        global_rows = [numbers[step * size : (step + 1) * size] for step in steps]
         local_rows = [rows[self._share.part(len(rows))] for rows in global_rows]
         counts_of_steps = self._counts(local_rows, epoch)
         for rows, local, counts in zip(global_rows, local_rows, counts_of_steps, strict=True):
-            candidates = self._candidates.draw(local, epoch) if self._candidates else None
+            candidates = None
+            if self._candidates is not None:
+                candidates = self._candidates.draw(local, epoch)
             batch = self._batch(self._tables, local, candidates, counts.totals, self._total_weight(rows))
+            # A session's buckets depend on its lengths: known on the host, they spare a wait for the device.
             if self._device.type != "cpu":
-                size = len(batch)
-                batch.host_lengths = {
-                    name: padded(lengths.repeat_interleave(self._width), size)
-                    for name, lengths in counts.lengths.items()
-                }
+                batch.host_lengths = {}
+                for name, lengths in counts.lengths.items():
+                    batch.host_lengths[name] = padded(lengths.repeat_interleave(self._width), len(batch))
             yield batch
 
     @property
@@ -346,22 +362,24 @@ class ResidentRows:
     def assemble(self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]) -> TowerBatch:
         """See :class:`Resident`; ``drawn`` holds the rows' numbers, the global batch's weight, and the candidates."""
         rows, total_weight, *candidate_tensors = drawn
-        items = self._candidates.table.over(*tensors[2:]) if self._candidates else None
-        candidates = None
+        items: DeviceTable | None = None
+        if self._candidates is not None:
+            items = self._candidates.table.over(*tensors[2:])
+        candidates: Drawn | None = None
+        # The ids of the candidates, and their log q if some of them are drawn.
         if candidate_tensors:
-            candidate_ids, *log_q = candidate_tensors
-            candidates = Drawn(candidate_ids, log_q[0] if log_q else None)
+            candidates = Drawn(*candidate_tensors)
         return self._batch(_Tables(self._table.over(*tensors[:2]), items), rows, candidates, {}, total_weight)
 
     def together(self, others: Sequence[Resident]) -> ResidentRows | None:
         """See :class:`Resident`; draws may differ, as by their seed."""
-        if self._share.world_size > 1 or not all(
-            isinstance(other, ResidentRows)
-            and other._layout == self._layout
-            and all(map(torch.equal, self.tensors, other.tensors))
-            for other in others
-        ):
+        if self._share.world_size > 1:
             return None
+        for other in others:
+            if not isinstance(other, ResidentRows) or other._layout != self._layout:
+                return None
+            if not all(map(torch.equal, self.tensors, other.tensors)):
+                return None
         combined = copy.copy(self)
         combined._config = dataclasses.replace(self._config, batch_size=(1 + len(others)) * self._config.batch_size)
         return combined
@@ -376,25 +394,25 @@ class ResidentRows:
 
     def _counts(self, local_rows: list[Tensor], epoch: int) -> list[_Counts]:
         """Counts, for each step, the ids in the bags of each ragged column."""
-        rows = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *local_rows])
-        # Of the whole epoch: one copy from the device for each column, not for each step.
-        lengths = {name: self._table.lengths(name, rows).cpu() for name in self._table.ragged}
-        by_row = {name: self._times(name) * of_rows for name, of_rows in lengths.items()}
-        if self._candidates is not None:
-            by_row |= {name: of_rows.cpu() for name, of_rows in self._candidates.lengths(rows, epoch).items()}
         counts = [_Counts({}, {}) for _ in local_rows]
+        if self.fixed:
+            return counts
+        rows = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *local_rows])
         sizes = [len(local) for local in local_rows]
-        for name, of_rows in by_row.items():
-            for count, part in zip(counts, torch.split(of_rows, sizes), strict=True):
+        # Of the whole epoch: one copy from the device for each column, not for each step.
+        for name in self._table.ragged:
+            lengths = torch.split(self._table.lengths(name, rows).cpu(), sizes)
+            for count, part in zip(counts, lengths, strict=True):
                 count.totals[name] = int(part.sum())
-        for name in lengths.keys() - self._schema.shared:
-            for count, part in zip(counts, torch.split(lengths[name], sizes), strict=True):
-                count.lengths[name] = part
+                # Repeated for each candidate, unless all of them share the row.
+                if name not in self._schema.shared:
+                    count.totals[name] *= self._width
+                    count.lengths[name] = part
+        if self._candidates is not None:
+            for name, of_rows in self._candidates.lengths(rows, epoch).items():
+                for count, part in zip(counts, torch.split(of_rows.cpu(), sizes), strict=True):
+                    count.totals[name] = int(part.sum())
         return counts
-
-    def _times(self, name: str) -> int:
-        """Returns how often a batch repeats a row's value of a column."""
-        return 1 if name in self._schema.shared else self._width
 
     def _total_weight(self, global_rows: Tensor) -> Tensor:
         """Returns the weight of the global batch divided by R, () on the device."""
@@ -410,15 +428,18 @@ class ResidentRows:
         users = self._share.rows(self._config.batch_size)
         width = self._width
         bags, numbers, log_q = self._columns(tables, rows, candidates, totals)
-        shared_dense = index = None
+        shared_dense = index = targets = None
         if self._schema.shared:
             shared_dense = self._dense(numbers, users, self._schema.shared_dense)
             index = torch.arange(users, device=self._device).repeat_interleave(width, output_size=users * width)
-        labels, weights = (torch.zeros(users, width, device=self._device) for _ in range(2))
+        labels = torch.zeros(users, width, device=self._device)
+        weights = torch.zeros(users, width, device=self._device)
         row_users, row_items = self._identities(tables, rows, candidates)
         columns = tables.rows.numbers(rows)
         labels[: len(rows), 0] = columns[self._config.label] if self._config.label else 1.0
         weights[: len(rows)] = columns[self._config.weight][:, None] if self._config.weight else 1.0
+        if self._schema.tasks:
+            targets = self._targets(columns, users)
         return pack(
             self._schema.layout,
             lambda keys, sizes: self._ids(bags, keys, sizes),
@@ -427,11 +448,12 @@ class ResidentRows:
             weights=weights.view(-1),
             total_weight=total_weight,
             log_q=log_q,
-            targets=self._targets(columns, users) if self._schema.tasks else None,
+            targets=targets,
             users=row_users,
             items=row_items,
             queries=users * width if self._schema.candidate else None,
-            lists=self._lists if len(rows) == users else None,  # bags of padding are empty
+            # With padding no key has one id in each bag.
+            lists=self._lists if len(rows) == users else None,
             shared_dense=shared_dense,
             index=index,
         )
@@ -448,10 +470,11 @@ class ResidentRows:
             columns["item_id"] = candidates.ids.reshape(-1)
         users = columns.get(self._schema.query or "")
         items = columns.get(self._schema.candidate or "")
-        return (
-            None if users is None else padded(users, size),
-            None if items is None else padded(items, size),
-        )
+        if users is not None:
+            users = padded(users, size)
+        if items is not None:
+            items = padded(items, size)
+        return users, items
 
     def _repeat(self, rows: Tensor) -> Tensor:
         """Repeats each of ``rows`` once for each of its candidates."""
@@ -481,15 +504,15 @@ class ResidentRows:
         for name, values in tables.rows.numbers(rows).items():
             if name in shared:
                 numbers[name] = values
-        if candidates is None or tables.items is None:
-            return bags, numbers, None
-        ids = candidates.ids.reshape(-1)
-        bags = bags | tables.items.bags(ids, names, totals)
-        numbers = numbers | tables.items.numbers(ids)
-        if candidates.log_q is None:
-            return bags, numbers, None
-        size = self._share.rows(self._config.batch_size) * self._width
-        return bags, numbers, padded(candidates.log_q.reshape(-1), size)
+        log_q = None
+        if candidates is not None and tables.items is not None:
+            ids = candidates.ids.reshape(-1)
+            bags |= tables.items.bags(ids, names, totals)
+            numbers |= tables.items.numbers(ids)
+            if candidates.log_q is not None:
+                size = self._share.rows(self._config.batch_size) * self._width
+                log_q = padded(candidates.log_q.reshape(-1), size)
+        return bags, numbers, log_q
 
     def _ids(self, bags: Mapping[str, Jagged], keys: Keys, sizes: Sequence[int]) -> KeyedIds:
         columns = {}
@@ -500,12 +523,13 @@ class ResidentRows:
                 weights = bags[feature.weights].values
             columns[name] = bags[name]._replace(weights=weights)
         ids = concatenated(keys, sizes, columns, self._device)
-        counts = [len(columns[name].values) if name else 0 for name in keys.features]
+        halves = len(keys.features) // max(len(keys.keys), 1)
+        counts = [0] * len(keys.keys)
         # A key may join the bags of two features; told its ids, the KeyedJaggedTensor does not wait for the device.
-        halves = len(counts) // len(keys.keys) if counts else 1
-        return ids._replace(
-            length_per_key=[sum(counts[first : first + halves]) for first in range(0, len(counts), halves)]
-        )
+        for index, feature_name in enumerate(keys.features):
+            if feature_name is not None:
+                counts[index // halves] += len(columns[feature_name].values)
+        return ids._replace(length_per_key=counts)
 
     def _dense(self, numbers: Mapping[str, Tensor], size: int, names: Sequence[str]) -> Tensor:
         if not names:
@@ -530,5 +554,8 @@ def read_all(
     chunks = []
     for group in source.groups:
         columns, floats = layout.checked(group, source.read(group, layout.names))
-        chunks.append(columns | {name: Column(values) for name, values in floats.items() if name not in columns})
+        for name, values in floats.items():
+            # A column that is both an id and a label stays an id, whose integers are exact.
+            columns.setdefault(name, Column(values))
+        chunks.append(columns)
     return concatenate_rows(chunks, chunks[0])

@@ -65,14 +65,15 @@ class SessionLoader(Epochs):
         self._schema = schema
         self._num_items = num_items
         super().__init__(config, len(sequences), "sequences")
+        # Padding up to a batch that no epoch fills would cost its time and memory.
         self._size = min(config.batch_size, self.num_samples)
 
     def stream_facts(self) -> dict[str, Any]:
         """Returns the settings and sizes behind the stream, without the epoch."""
-        names = ("batch_size", "negatives", "shuffle", "drop_last", "seed")
-        sizes = {"sequences": len(self._sequences), "items": self._num_items}
-        settings = {name: getattr(self.config, name) for name in names}
-        return sizes | {"content": self._content} | settings
+        facts: dict[str, Any] = {"sequences": len(self._sequences), "items": self._num_items, "content": self._content}
+        for name in ("batch_size", "negatives", "shuffle", "drop_last", "seed"):
+            facts[name] = getattr(self.config, name)
+        return facts
 
     @cached_property
     def _content(self) -> str:
@@ -94,12 +95,12 @@ class SessionLoader(Epochs):
             torch.from_numpy(self._sequences.take(local_rows).values),
             padded(torch.from_numpy(self._lengths[local_rows]), size).int(),
         )
-        # Candidates belong to the step, but TorchRec wants them as bags of its rows.
-        spread_candidates = Jagged(torch.from_numpy(candidates), _spread(len(candidates), size))
-        # The targets of all ranks: every item of a sequence but the first.
+        # Candidates belong to the step, but TorchRec wants them as bags of its rows, here of equal lengths.
+        lengths_of_candidates = torch.diff(torch.arange(size + 1) * len(candidates) // size).int()
+        # The targets of all ranks: every item of a sequence but the first. Each rank divides its loss by them.
         targets = float((lengths - 1).sum())
         return self._schema.assemble(
-            {"session": session, "candidates": spread_candidates},
+            {"session": session, "candidates": Jagged(torch.from_numpy(candidates), lengths_of_candidates)},
             labels=torch.ones(size),
             weights=(torch.arange(size) < len(local_rows)).float(),
             total_weight=targets / self._share.world_size,
@@ -130,8 +131,10 @@ def deal(lengths: Int64, world_size: int) -> Int64:
     """
     ranks = np.zeros(len(lengths), dtype=np.int64)
     loads = np.zeros(world_size, dtype=np.int64)
+    # One round for each sequence of a batch, to deal all of them to one rank.
     if world_size == 1:
         return ranks
+    # Stable sorts: each rank deals by itself, and all have to agree on ties.
     order = np.argsort(-lengths, kind="stable")
     for start in range(0, len(lengths), world_size):
         round_rows = order[start : start + world_size]
@@ -139,11 +142,6 @@ def deal(lengths: Int64, world_size: int) -> Int64:
         ranks[round_rows] = round_ranks
         loads[round_ranks] += lengths[round_rows]
     return ranks
-
-
-def _spread(count: int, rows: int) -> torch.Tensor:
-    """Returns (rows,) lengths with the sum ``count``, as equal as possible."""
-    return torch.diff(torch.arange(rows + 1) * count // rows).int()
 
 
 def _check(config: LoaderConfig) -> None:
