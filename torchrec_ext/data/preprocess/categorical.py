@@ -7,7 +7,9 @@ engine has, with the same result.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +20,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.preprocess.columns import ID_LISTS, IDS, Cells, Mask, Types, element, is_list_column, map_texts
+from torchrec_ext.data.preprocess.columns import (
+    ID_LISTS,
+    IDS,
+    Cells,
+    Mask,
+    Types,
+    element,
+    id_type,
+    is_list_column,
+    map_texts,
+)
 from torchrec_ext.data.preprocess.step import ColumnStep, Step, StepContext, StepState, Table
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import check_least
@@ -50,6 +62,7 @@ class Vocabulary:
             return np.zeros(len(values), dtype=np.int64)
         if not self._texts:
             places = ordered.searchsorted(values)
+            # Beyond the last value: any place does, since the value there is another.
             places[places == len(ordered)] = 0
             return np.where(valid & (ordered[places] == values), ids[places], 0)
         # Texts are found by their hashes, which take 8 bytes each and no object.
@@ -57,7 +70,8 @@ class Vocabulary:
         result = np.zeros(len(values), dtype=np.int64)
         places = ordered.searchsorted(keys)
         ends = ordered.searchsorted(keys, side="right")
-        for _ in range(int((ends - places).max(initial=0))):  # once, unless texts have one hash
+        # Once, unless two texts have one hash.
+        for _ in range(int((ends - places).max(initial=0))):
             rows = np.flatnonzero((places < ends) & (result == 0))
             candidates = ids[places[rows]]
             # Equal hashes do not make equal texts.
@@ -85,6 +99,7 @@ class Vocabulary:
         return ordered, ids
 
 
+# As many texts as a block of rows has, so that a vocabulary of any size needs no more objects than a block.
 _TEXTS_AT_ONCE = 65_536
 
 
@@ -148,22 +163,23 @@ class Categorify(Step):
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns integers, as many per row as there were values."""
         remedy = "bucket a number with Bucketize, or cast the column where it is written"
-        kinds = [types.need(self, name, IDS | ID_LISTS, remedy) for name in self.reads]
-        for name, kind in zip(self.reads, kinds, strict=True):
-            if element(kind) != element(kinds[0]):
+        results = {}
+        for name, output in zip(self.reads, self.writes, strict=True):
+            kind = types.need(self, name, IDS | ID_LISTS, remedy)
+            if element(kind) != element(types[self.column]):
                 raise DataError(
                     f"{types.where}: column '{name}' is {kind}, but shares a vocabulary with '{self.column}', which "
-                    f"is {kinds[0]}; give both one type, or each its own Categorify"
+                    f"is {types[self.column]}; give both one type, or each its own Categorify"
                 )
-        return {
-            name: "list<int64>" if is_list_column(kind) else "int64"
-            for name, kind in zip(self.writes, kinds, strict=True)
-        }
+            results[output] = id_type(kind)
+        return results
 
     def fit(self, table: Table, types: Types, run: StepContext) -> Vocabulary:
         """Counts the values."""
         column = table[self.column]
-        values = table.select(value=column.unnest() if is_list_column(types[self.column]) else column)
+        if is_list_column(types[self.column]):
+            column = column.unnest()
+        values = table.select(value=column)
         values = values.filter(values.value.notnull())
         counts = values.group_by("value").aggregate(count=lambda t: t.count())
         if self.min_count > 1:
@@ -188,26 +204,30 @@ class Categorify(Step):
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: Vocabulary) -> Mapping[str, Cells]:
         """Looks the values up."""
-        return {
-            output: cells[name].with_values(state.ids(cells[name].values, cells[name].valid))
-            for name, output in zip(self.reads, self.writes, strict=True)
-        }
+        results = {}
+        for name, output in zip(self.reads, self.writes, strict=True):
+            column = cells[name]
+            results[output] = column.with_values(state.ids(column.values, column.valid))
+        return results
 
     def vocab(self, state: Vocabulary) -> Mapping[str, int]:
         """Returns the size of the vocabulary for each column."""
         return dict.fromkeys(self.writes, len(state))
 
 
-_MOST = 2**31 - 1  # bytes of all texts in an array with offsets of 32 bits
+# Bytes of all texts in an array with offsets of 32 bits.
+_MOST = 2**31 - 1
 
 
 def _as_one_array(data: pa.ChunkedArray, dtype: pa.DataType) -> pa.Array:
     if pa.types.is_string(dtype):
-        size = pc.sum(pc.binary_length(data)).as_py() or 0  # null without a value
+        # Null without a value.
+        size = pc.sum(pc.binary_length(data)).as_py() or 0
         if size > _MOST:
             dtype = pa.large_string()
     pieces = [chunk.cast(dtype) for chunk in data.chunks]
-    return pa.concat_arrays(pieces) if pieces else pa.array([], dtype)
+    # Arrow concatenates no empty list.
+    return pa.concat_arrays(pieces or [pa.array([], dtype)])
 
 
 def _replace(table: Table, name: str, output: str, vocabulary: Table) -> Table:
@@ -234,7 +254,8 @@ def _replace_elements(table: Table, name: str, output: str, vocabulary: Table, l
     return joined.mutate({output: ibis.coalesce(joined["__ids__"], empty)}).drop("__list__", "__ids__")
 
 
-_DIGITS = 15  # hexadecimal ones: 60 bits are never negative as int64
+# Hexadecimal ones: 60 bits are never negative as int64.
+_DIGITS = 15
 
 
 def hashed_id(text: str, buckets: int, salt: str) -> int:
@@ -255,7 +276,9 @@ def md5(text: str) -> str:
 def hashed_id_expression(text: Any, buckets: int, salt: str, engine: Engine) -> Any:
     """Returns :func:`hashed_id` as an Ibis expression over a string column; null stays null."""
     if salt:
-        text = engine.text(salt) + text
+        import ibis
+
+        text = ibis.literal(salt) + text
     return (engine.hex_to_int(text.hexdigest("md5").substr(0, _DIGITS)) % buckets + 1).cast("int64")
 
 
@@ -280,10 +303,8 @@ class HashBucket(ColumnStep):
 
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns integers, as many per row as there were values."""
-        kind = types.need(
-            self, self.column, IDS | ID_LISTS, "bucket a number with Bucketize, or cast it where it is written"
-        )
-        return {self.writes[0]: "list<int64>" if is_list_column(kind) else "int64"}
+        remedy = "bucket a number with Bucketize, or cast it where it is written"
+        return {self.writes[0]: id_type(types.need(self, self.column, IDS | ID_LISTS, remedy))}
 
     def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
         """Hashes each value, or each element."""
@@ -292,6 +313,7 @@ class HashBucket(ColumnStep):
             return hashed_id_expression(value.cast("string"), self.buckets, self.salt, run.engine).fill_null(0)
 
         column = table[self.column]
+        # A null element keeps its place in a list, as id 0.
         ids = column.map(hashed) if is_list_column(types[self.column]) else hashed(column)
         return table.mutate({self.writes[0]: ids})
 
@@ -347,11 +369,9 @@ class Cross(Step):
 
     def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
         """Hashes the columns' digests: of one length, they keep ("ab", "c") and ("a", "bc") apart."""
-        first, *rest = (table[name].cast("string").hexdigest("md5") for name in self.columns)
-        for digest in rest:
-            first = first + digest
+        digests = [table[name].cast("string").hexdigest("md5") for name in self.columns]
         # Null if a column is null, as a concatenation with null is null.
-        ids = hashed_id_expression(first, self.buckets, self.salt, run.engine)
+        ids = hashed_id_expression(functools.reduce(operator.add, digests), self.buckets, self.salt, run.engine)
         return table.mutate({self.writes[0]: ids.fill_null(0)})
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
@@ -359,10 +379,10 @@ class Cross(Step):
         columns = [cells[name] for name in self.columns]
         valid = np.logical_and.reduce([column.valid for column in columns])
         rows = zip(*(column.values.tolist() for column in columns), strict=True)
-        ids = [
-            hashed_id("".join(md5(str(value)) for value in row), self.buckets, self.salt) if is_valid else 0
-            for row, is_valid in zip(rows, valid.tolist(), strict=True)
-        ]
+        ids = []
+        for row, is_valid in zip(rows, valid.tolist(), strict=True):
+            digests = "".join(md5(str(value)) for value in row)
+            ids.append(hashed_id(digests, self.buckets, self.salt) if is_valid else 0)
         return {self.writes[0]: columns[0].with_values(np.array(ids, dtype=np.int64))}
 
     def vocab(self, state: StepState) -> Mapping[str, int]:

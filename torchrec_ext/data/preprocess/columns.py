@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -28,6 +28,15 @@ ID_LISTS = frozenset({"list<int64>", "list<string>"})
 NUMBERS = frozenset({"int64", "float64"})
 TIMES = frozenset({"timestamp[s]", "timestamp[ms]", "timestamp[us]", "timestamp[ns]"})
 _WORKING = {"bool": "int64", "float32": "float64"}
+# In this order: a float64 is a floating number too.
+_TYPE_TESTS = (
+    ("bool", pa.types.is_boolean),
+    ("int64", pa.types.is_integer),
+    ("float64", pa.types.is_float64),
+    ("float32", pa.types.is_floating),
+    ("string", pa.types.is_string),
+    ("string", pa.types.is_large_string),
+)
 
 
 def raw_type(dtype: pa.DataType) -> str | None:
@@ -42,17 +51,16 @@ def raw_type(dtype: pa.DataType) -> str | None:
         return raw_type(dtype.value_type)
     if types.is_list(dtype) or types.is_large_list(dtype) or types.is_fixed_size_list(dtype):
         inner = raw_type(dtype.value_type)
-        return None if inner is None or inner.startswith("list") else f"list<{inner}>"
+        # No step and no batch reads lists of lists.
+        if inner is None or is_list_column(inner):
+            return None
+        return f"list<{inner}>"
     if types.is_timestamp(dtype):
         return f"timestamp[{dtype.unit}]"
+    # Half of its values do not fit int64.
     if types.is_uint64(dtype):
-        return None  # half of its values do not fit
-    for name, test in (("bool", types.is_boolean), ("int64", types.is_integer), ("float64", types.is_float64)):
-        if test(dtype):
-            return name
-    if types.is_floating(dtype):
-        return "float32"
-    return "string" if types.is_string(dtype) or types.is_large_string(dtype) else None
+        return None
+    return next((name for name, test in _TYPE_TESTS if test(dtype)), None)
 
 
 @lru_cache
@@ -61,10 +69,8 @@ def arrow_type(raw: str) -> pa.DataType:
     if is_list_column(raw):
         return pa.list_(arrow_type(element(raw)))
     if raw in TIMES:
-        return pa.timestamp(raw[len("timestamp[") : -1], "UTC")
-    return {"bool": pa.bool_(), "float32": pa.float32(), "float64": pa.float64(), "string": pa.string()}.get(
-        raw, pa.int64()
-    )
+        return pa.timestamp(time_unit(raw), "UTC")
+    return pa.type_for_alias(raw)
 
 
 def working_type(raw: str) -> str:
@@ -74,7 +80,9 @@ def working_type(raw: str) -> str:
         >>> working_type("list<float32>"), working_type("bool"), working_type("string")
         ('list<float64>', 'int64', 'string')
     """
-    return f"list<{working_type(element(raw))}>" if is_list_column(raw) else _WORKING.get(raw, raw)
+    if is_list_column(raw):
+        return f"list<{working_type(element(raw))}>"
+    return _WORKING.get(raw, raw)
 
 
 def is_list_column(name: str) -> bool:
@@ -85,6 +93,16 @@ def is_list_column(name: str) -> bool:
 def element(name: str) -> str:
     """Returns the type of one value of a list column, or the type of a scalar column itself."""
     return name[len("list<") : -1] if is_list_column(name) else name
+
+
+def id_type(name: str) -> str:
+    """Returns the type of the ids of a column's values: a list of as many if it is a list column."""
+    return "list<int64>" if is_list_column(name) else "int64"
+
+
+def time_unit(name: str) -> str:
+    """Returns the unit of a type of ``TIMES``: s, ms, us or ns."""
+    return name[len("timestamp[") : -1]
 
 
 def check_case(names: Collection[str]) -> None:
@@ -104,12 +122,17 @@ def check_case(names: Collection[str]) -> None:
 
 def missing_column(where: str, name: str, names: Collection[str]) -> DataError:
     """Returns the error for a missing column, with the nearest name."""
-    near = difflib.get_close_matches(name, list(names), n=1)
-    hint = f"did you mean '{near[0]}'?" if near else "rename the column, or write it"
+    hint = did_you_mean(name, names, "rename the column, or write it")
     return DataError(f"{where}: column '{name}' is missing, it has {sorted(names)}; {hint}")
 
 
-class Types(Mapping[str, str]):
+def did_you_mean(name: str, names: Iterable[str], otherwise: str) -> str:
+    """Returns the remedy for an unknown name: the nearest of ``names``, or ``otherwise`` if none is near."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean '{near[0]}'?" if near else otherwise
+
+
+class Types(dict[str, str]):
     """The working type of every column at one point of a preprocessor.
 
     Args:
@@ -118,21 +141,12 @@ class Types(Mapping[str, str]):
     """
 
     def __init__(self, where: str, types: Mapping[str, str]) -> None:
+        super().__init__(types)
         self.where = where
-        self._types = dict(types)
-
-    def __getitem__(self, name: str) -> str:
-        return self._types[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._types)
-
-    def __len__(self) -> int:
-        return len(self._types)
 
     def with_columns(self, types: Mapping[str, str]) -> Types:
         """Returns these types with some columns added or changed."""
-        return Types(self.where, {**self._types, **types})
+        return Types(self.where, {**self, **types})
 
     def need(self, step: Any, name: str, allowed: Collection[str], remedy: str) -> str:
         """Returns the type of a column; it must be one of ``allowed``.
@@ -140,9 +154,9 @@ class Types(Mapping[str, str]):
         Raises:
             DataError: the column is missing or has another type.
         """
-        if name not in self._types:
-            raise missing_column(self.where, name, self._types)
-        kind = self._types[name]
+        if name not in self:
+            raise missing_column(self.where, name, self)
+        kind = self[name]
         if kind not in allowed:
             raise DataError(
                 f"{self.where}: column '{name}' is {kind}, {step} takes {', '.join(sorted(allowed))}; {remedy}"
@@ -160,8 +174,8 @@ _TAKES = {
     "float64": {"int64", "float64", "float32"},
     "string": {"string"},
 }
-_AS_NUMPY = {"int64": np.int64, "float64": np.float64}
-_EXACT = {"float32": 2**24, "float64": 2**53}  # the greatest integer below which each has a number
+# The greatest integer up to which each has a number for every integer.
+_EXACT = {"float32": 2**24, "float64": 2**53}
 
 
 class _Plain(NamedTuple):
@@ -198,11 +212,16 @@ class Cells:
     valid: Mask
     lengths: Int64 | None = None
 
+    @classmethod
+    def full(cls, values: Array, lengths: Int64 | None = None) -> Cells:
+        """Builds cells without a null."""
+        return cls(values=values, valid=np.ones(len(values), dtype=bool), lengths=lengths)
+
     def with_values(self, values: Array, valid: Mask | None = None) -> Cells:
-        """Returns the same rows with other values."""
-        return Cells(
-            values=values, valid=np.ones(len(values), dtype=bool) if valid is None else valid, lengths=self.lengths
-        )
+        """Returns the same rows with other values; by default none of them is null."""
+        if valid is None:
+            return Cells.full(values, self.lengths)
+        return Cells(values=values, valid=valid, lengths=self.lengths)
 
     def numbers(self) -> tuple[NDArray[np.float64], Mask]:
         """Returns the values as float64, and a mask of the numbers: null, NaN and the infinities count as missing."""
@@ -212,7 +231,10 @@ class Cells:
     def rows(self) -> list[Array]:
         """Returns the values of each row of a list column."""
         assert self.lengths is not None
-        return np.split(self.values, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
+        # numpy splits an array at no place into one part.
+        if not len(self.lengths):
+            return []
+        return np.split(self.values, np.cumsum(self.lengths)[:-1])
 
     def column(self) -> Column:
         """Returns the cells as a column of a chunk."""
@@ -234,14 +256,17 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
     if plain is not None:
         return plain
     if isinstance(data, str | bytes | Mapping) or not hasattr(data, "__iter__"):
-        raise DataError(f"column '{name}': {_short(data)} is one value; give a list with one entry per row")
-    data = data if hasattr(data, "__getitem__") else list(data)
+        raise DataError(f"column '{name}': {short_text(data)} is one value; give a list with one entry per row")
+    # A set or a generator has no rows to name in a message.
+    if not hasattr(data, "__getitem__"):
+        data = list(data)
     try:
         array = _typed(data, raw)
     except _REFUSALS:
         raise _type_error(name, data, raw) from None
     lengths = None
     if is_list_column(raw):
+        # A null list is empty; flatten() leaves its values out as well.
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
         array = array.flatten()
     valid = array.is_valid().to_numpy(zero_copy_only=False)
@@ -265,29 +290,36 @@ def _plain(data: list[Any], raw: str) -> Cells | None:
     if not kinds <= reading.takes:
         return None
     if most is None:
+        # An integer beyond int64 is Arrow's to refuse.
         try:
             values = np.array(data, reading.dtype)
-        except OverflowError:  # beyond int64
+        except OverflowError:
             return None
+    # So is one without an exact float.
     elif int in kinds and not all(-most <= value <= most for value in data if type(value) is int):
-        return None  # an integer without an exact float is Arrow's to refuse
+        return None
     else:
-        with np.errstate(over="ignore"):  # beyond float32 is infinite, as to Arrow
+        # Beyond float32 is infinite, as to Arrow.
+        with np.errstate(over="ignore"):
             values = np.array(data, reading.dtype).astype(reading.working, copy=False)
-    return Cells(values=values, valid=np.ones(len(values), np.bool_), lengths=lengths)
+    return Cells.full(values, lengths)
 
 
 def _numpy(array: pa.Array, raw: str) -> Array:
     if raw == "string":
         texts: Array = array.to_numpy(zero_copy_only=False)
         return texts
-    if raw not in ("bool", "int64", "float32", "float64"):
+    kind: type[np.generic] = np.int64
+    if raw in TIMES:
         array = array.cast(pa.int64())
     elif raw == "bool":
         array = array.cast(pa.int8())
+    elif raw != "int64":
+        kind = np.float64
+    # With a null Arrow would make floats, and large integers would lose digits.
     if array.null_count:
         array = array.fill_null(0)
-    values: Array = array.to_numpy(zero_copy_only=False).astype(_AS_NUMPY.get(working_type(raw), np.int64), copy=False)
+    values: Array = array.to_numpy(zero_copy_only=False).astype(kind, copy=False)
     return values
 
 
@@ -301,6 +333,7 @@ def _typed(data: Sequence[Any], raw: str) -> pa.Array:
         return as_times(array).cast(target_type, safe=False)
     if not _stands_for(array.type, raw):
         raise TypeError(f"it is {array.type}")
+    # A time of a finer unit loses what the column's unit cannot hold.
     return array.cast(target_type, safe=element(raw) not in TIMES)
 
 
@@ -325,16 +358,20 @@ def as_times(array: pa.Array) -> pa.Array:
     """
     target_type = pa.timestamp("us", "UTC")
     if not pa.types.is_string(array.type):
-        naive = pa.types.is_date(array.type) or array.type.tz is None
-        array = array.cast(pa.timestamp("us"), safe=False) if naive else array
+        # A date or a time without a zone counts as one in UTC.
+        if pa.types.is_date(array.type) or array.type.tz is None:
+            array = array.cast(pa.timestamp("us"), safe=False)
         return array.cast(target_type, safe=False)
     wrong = pc.fill_null(pc.invert(pc.match_substring_regex(array, _ISO_8601)), fill_value=False)
     row = pc.index(wrong, True).as_py()
     if row < 0:
         try:
             return _from_iso(array)
-        except pa.ArrowInvalid:  # there is no such day
-            row = next(row for row in range(len(array)) if not _is_time(array.slice(row, 1)))
+        # There is no such day, and Arrow does not say in which row.
+        except pa.ArrowInvalid:
+            row = 0
+            while _is_time(array.slice(row, 1)):
+                row += 1
     error = ValueError(_ISO_RULE)
     error.row = row  # type: ignore[attr-defined]
     raise error
@@ -357,14 +394,14 @@ def _is_time(array: pa.Array) -> bool:
 
 @lru_cache
 def _stands_for(dtype: pa.DataType, raw: str) -> bool:
-    if pa.types.is_null(dtype.value_type if pa.types.is_list(dtype) else dtype):
+    values = dtype.value_type if pa.types.is_list(dtype) else dtype
+    # Nulls alone are of any type.
+    if pa.types.is_null(values):
         return True
     kind = raw_type(dtype)
-    return (
-        kind is not None
-        and is_list_column(kind) == is_list_column(raw)
-        and element(kind) in _TAKES.get(element(raw), TIMES | {"int64"})
-    )
+    if kind is None or is_list_column(kind) != is_list_column(raw):
+        return False
+    return element(kind) in _TAKES.get(element(raw), TIMES | {"int64"})
 
 
 def _type_error(name: str, data: Sequence[Any], raw: str) -> DataError:
@@ -378,7 +415,7 @@ def _type_error(name: str, data: Sequence[Any], raw: str) -> DataError:
             why = complaint
             break
     return DataError(
-        f"column '{name}', row {row}: value {_short(data[row])} is not {raw} ({why}); send values of that type"
+        f"column '{name}', row {row}: value {short_text(data[row])} is not {raw} ({why}); send values of that type"
     )
 
 
@@ -390,9 +427,9 @@ def _complaint(value: Any, raw: str) -> str:
     return ""
 
 
-def _short(value: Any) -> str:
-    value = value.as_py() if isinstance(value, pa.Scalar) else value
-    text = ascii(value) if isinstance(value, str) else repr(value)
+def short_text(value: Any) -> str:
+    """Returns at most 80 characters of a value for a message, all of them ASCII."""
+    text = ascii(value.as_py() if isinstance(value, pa.Scalar) else value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -18,12 +18,14 @@ import numpy as np
 import pyarrow as pa
 
 from torchrec_ext.data.files.find import NULL_PARTITION
-from torchrec_ext.data.preprocess.files import ROW_GROUP, Files, Sink
+from torchrec_ext.data.preprocess.columns import element, is_list_column
+from torchrec_ext.data.preprocess.files import GROUPS_PER_FILE, ROW_GROUP, Files, Sink
 from torchrec_ext.schema import DataError
 
 # An ibis Table. Ibis is imported by the engines alone, when files are processed.
 Table = Any
-ROW = "__row__"  # the place of a row in its files, if the engine knows it
+# The place of a row in its files, if the engine knows it.
+ROW = "__row__"
 
 
 class Engine(Protocol):
@@ -49,9 +51,6 @@ class Engine(Protocol):
     def write(self, expression: Table, sink: Sink) -> int:
         """Writes the rows of an expression to the sink's folder; returns their number."""
 
-    def text(self, value: str) -> Any:
-        """Returns a string literal."""
-
     def hex_to_int(self, digits: Any) -> Any:
         """Converts up to 15 hexadecimal digits to int64."""
 
@@ -76,21 +75,13 @@ def connected(engine: Any, *, threads: int | None = None, memory: str | None = N
     Raises:
         DataError: the engine is unknown or not installed.
     """
+    # An engine, not a session: it stays open, because whoever made it goes on with it.
     if hasattr(engine, "hex_to_int"):
         yield cast(Engine, engine)
         return
-    opened = _open(engine, threads, memory)
-    try:
-        yield opened
-    finally:
-        opened.close()
-
-
-def _open(engine: Any, threads: int | None, memory: str | None) -> Engine:
     if engine == "duckdb":
-        return DuckDB(threads=threads, memory=memory)
-
-    if (
+        opened: DuckDB | Spark = DuckDB(threads=threads, memory=memory)
+    elif (
         isinstance(engine, str)
         and engine != "spark"
         and not engine.startswith(("local", "spark://", "yarn", "k8s://", "mesos://"))
@@ -98,7 +89,10 @@ def _open(engine: Any, threads: int | None, memory: str | None) -> Engine:
         raise DataError(
             f"engine={engine!r}: there is no such engine; write duckdb, spark or a Spark master URL such as local[4]"
         )
-    return Spark(engine)
+    else:
+        opened = Spark(engine)
+    with opened:
+        yield opened
 
 
 def need_ibis(package: str = "duckdb") -> Any:
@@ -147,12 +141,13 @@ class DuckDB:
         # Thousands of small batches pass through the stream: with the default, 1 MB, its two sides wait for each other.
         settings["streaming_buffer_size"] = "64MB"
         for name, value in settings.items():
-            if value is not None:
-                text = _quoted(str(value), "'")
-                try:
-                    self.ibis.con.execute(f"SET {name}={text}")
-                except Exception as error:
-                    raise DataError(f"DuckDB refuses {name}={value!r} ({error}); choose another") from error
+            if value is None:
+                continue
+            text = _quoted(str(value), "'")
+            try:
+                self.ibis.con.execute(f"SET {name}={text}")
+            except Exception as error:
+                raise DataError(f"DuckDB refuses {name}={value!r} ({error}); choose another") from error
 
     def __enter__(self) -> DuckDB:
         return self
@@ -162,6 +157,7 @@ class DuckDB:
 
     def read(self, files: Files) -> Table:
         """Opens files as a table with its rows in order."""
+        # A file system is registered once for all of its files.
         remotes = {id(file.remote): file.remote for file in files.files if file.remote is not None}
         for system in remotes.values():
             self.ibis.con.register_filesystem(system)
@@ -175,7 +171,10 @@ class DuckDB:
         partitions = files.files[0].partitions
         expressions = []
         for name, dtype in files.schema.items():
-            expressions.append(_partition(name, files) if name in partitions else _column(name, dtype))
+            if name in partitions:
+                expressions.append(_partition(name, files))
+            else:
+                expressions.append(_column(name, dtype))
         columns = ", ".join(expressions)
         name = f"files_{next(self._names)}"
         # A file has fewer than 2**40 rows.
@@ -223,15 +222,11 @@ class DuckDB:
         reader: pa.RecordBatchReader = open_reader(ROW_GROUP)
         return reader
 
-    def text(self, value: str) -> Any:
-        """Returns a string literal."""
-        import ibis
-
-        return ibis.literal(value)
-
     def hex_to_int(self, digits: Any) -> Any:
         """Converts by a cast: DuckDB reads 0x... as a number."""
-        return (self.text("0x") + digits).cast("int64")
+        import ibis
+
+        return (ibis.literal("0x") + digits).cast("int64")
 
     def is_finite(self, column: Any) -> Any:
         """Calls DuckDB's own function: isnan and comparisons are answered from statistics without NaN.
@@ -253,17 +248,20 @@ def _quoted(text: str, mark: str) -> str:
 
 def _column(name: str, dtype: pa.DataType) -> str:
     quoted = _quoted(name, '"')
+    # Ibis 12 does not know DuckDB's nanoseconds with a zone.
     if pa.types.is_timestamp(dtype) and dtype.unit == "ns" and dtype.tz:
-        return f"CAST({quoted} AS TIMESTAMP_NS) AS {quoted}"  # Ibis 12 does not know DuckDB's type with a zone
+        return f"CAST({quoted} AS TIMESTAMP_NS) AS {quoted}"
     return quoted
 
 
 def _partition(name: str, files: Files) -> str:
     """Returns a hive partition of each file by the file's index: DuckDB's own would count folders above the log too."""
-    texts = [file.partitions[name] for file in files.files]
-    values = ", ".join("NULL" if text == NULL_PARTITION else _quoted(text, "'") for text in texts)
+    texts = []
+    for file in files.files:
+        text = file.partitions[name]
+        texts.append("NULL" if text == NULL_PARTITION else _quoted(text, "'"))
     quoted = _quoted(name, '"')
-    return f"CAST([{values}] AS VARCHAR[])[CAST(file_index AS BIGINT) + 1] AS {quoted}"
+    return f"CAST([{', '.join(texts)}] AS VARCHAR[])[CAST(file_index AS BIGINT) + 1] AS {quoted}"
 
 
 Expr = Any
@@ -305,6 +303,7 @@ def step_function(x: Expr, starts: Sequence[Expr], values: Sequence[int]) -> Exp
 
     if not len(starts):
         return ibis.literal(int(values[0]), type="int64")
+    # Halves, so that 200 starts make an expression 8 deep and not 200.
     middle = len(starts) // 2
     below = step_function(x, starts[:middle], values[: middle + 1])
     above = step_function(x, starts[middle + 1 :], values[middle + 1 :])
@@ -353,24 +352,23 @@ class Spark:
 
         active = SparkSession.getActiveSession()
         self._own = isinstance(session, str) and active is None
-        # With a session active, Spark's builder returns that one, whatever the master.
-        if (
-            active is not None
-            and isinstance(session, str)
-            and session not in ("spark", active.conf.get("spark.master", session))
-        ):
-            raise DataError(
-                f"engine={session!r}: a Spark session is active here with the master "
-                f"{active.conf.get('spark.master')}, and a process has one; give engine='spark' to use it, or stop it "
-                "first"
-            )
-        self.session = _start(session, SparkSession) if isinstance(session, str) else session
+        self.session = session
+        if isinstance(session, str):
+            # With a session active, Spark's builder returns that one, whatever the master.
+            if active is not None and session not in ("spark", active.conf.get("spark.master", session)):
+                raise DataError(
+                    f"engine={session!r}: a Spark session is active here with the master "
+                    f"{active.conf.get('spark.master')}, and a process has one; give engine='spark' to use it, or "
+                    "stop it first"
+                )
+            self.session = _start(session, SparkSession)
         if self._own:
             # Spark warns of long plans, and of folders with a dot, as ours are.
             self.session.sparkContext.setLogLevel("ERROR")
-        # To be put back by close(): a session that was active before is the user's.
-        self._before = {name: self.session.conf.get(name, None) for name in _SETTINGS}
+        self._before: dict[str, Any] = {}
         for name, value in _SETTINGS.items():
+            # To be put back by close(): a session that was active before is the user's.
+            self._before[name] = self.session.conf.get(name, None)
             self.session.conf.set(name, value)
         self.ibis = ibis.pyspark.connect(self.session)
         self._names = itertools.count()
@@ -409,9 +407,10 @@ class Spark:
 
     def register(self, table: pa.Table) -> Table:
         """Makes a view of the table."""
+        # Before version 4 Spark takes no Arrow tables.
         try:
             frame = self.session.createDataFrame(table)
-        except TypeError:  # before Spark 4
+        except TypeError:
             frame = self.session.createDataFrame(table.to_pandas())
         return self._view(frame)
 
@@ -431,8 +430,9 @@ class Spark:
         options = {
             "parquet.page.write-checksum.enabled": "true",
             "parquet.block.row.count.limit": str(ROW_GROUP),
-            "maxRecordsPerFile": str(64 * ROW_GROUP),
+            "maxRecordsPerFile": str(GROUPS_PER_FILE * ROW_GROUP),
         }
+        # To append, since the folder is there already, empty.
         frame.write.options(**options).mode("append").parquet(_address(str(sink.folder)))
         return self._look_over(sink)
 
@@ -451,10 +451,10 @@ class Spark:
                 return column.isNull()
             return column.isNull() | f.isnan(column) | (f.abs(column) == float("inf"))
 
-        counts = [
-            f.sum(bad(name, kind).cast("long")).alias(str(index))
-            for index, (name, kind) in enumerate(sink.columns.items())
-        ]
+        # In one pass over the result. Names by number, because a column may be called anything.
+        counts: list[Any] = []
+        for name, kind in sink.columns.items():
+            counts.append(f.sum(bad(name, kind).cast("long")).alias(str(len(counts))))
         row = output.agg(f.count(f.lit(1)), *counts).first()
         for name, count in zip(sink.columns, row[1:], strict=True):
             if count:
@@ -470,12 +470,6 @@ class Spark:
         frame.createOrReplaceTempView(name)
         self._views.append(name)
         return self.ibis.table(name)
-
-    def text(self, value: str) -> Any:
-        """Returns a string literal."""
-        import ibis
-
-        return ibis.literal(value)
 
     def hex_to_int(self, digits: Any) -> Any:
         """Converts by Spark's ``conv`` to decimal digits, and casts these."""
@@ -499,8 +493,8 @@ class Spark:
 
 
 def _spark_type(kind: str) -> str:
-    if kind.startswith("list"):
-        return f"array<{_spark_type(kind[5:-1])}>"
+    if is_list_column(kind):
+        return f"array<{_spark_type(element(kind))}>"
     return {"int64": "bigint", "float32": "float", "float64": "double"}.get(kind, kind)
 
 
@@ -519,9 +513,10 @@ def _start(master: str, session: Any) -> Any:
         builder = builder.master(master)
     try:
         return builder.getOrCreate()
-    except Exception as error:  # PySpark has no common type: no Java, no master, no right
-        first = str(error).strip().splitlines()
+    # PySpark's errors have no common type: no Java, no master, no right.
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(
-            f"engine={master!r}: Spark did not start ({first[0] if first else type(error).__name__}); check the master "
-            "URL, and that Java 17 or newer is installed"
+            f"engine={master!r}: Spark did not start ({lines[0]}); check the master URL, and that Java 17 or newer is "
+            "installed"
         ) from error

@@ -105,12 +105,12 @@ def raw_types(where: str, schema: Mapping[str, pa.DataType], names: Collection[s
     for name in names:
         if name not in schema:
             raise missing_column(where, name, schema.keys())
-        twin = next((other for other in schema if other != name and other.lower() == name.lower()), None)
-        if twin:
-            raise DataError(
-                f"{where}: columns '{name}' and '{twin}' differ in case alone, which no engine tells apart; rename "
-                "one where they are written"
-            )
+        for other in schema:
+            if other != name and other.lower() == name.lower():
+                raise DataError(
+                    f"{where}: columns '{name}' and '{other}' differ in case alone, which no engine tells apart; "
+                    "rename one where they are written"
+                )
         kind = raw_type(schema[name])
         if kind is None:
             raise DataError(
@@ -122,7 +122,8 @@ def raw_types(where: str, schema: Mapping[str, pa.DataType], names: Collection[s
 
 
 ROW_GROUP = 65_536
-_GROUPS_PER_FILE = 64  # 4 M rows
+# 4 M rows.
+GROUPS_PER_FILE = 64
 Progress = Callable[[int], None]
 
 
@@ -162,6 +163,7 @@ class Sink:
 
     def missing(self, name: str, row: int | None, count: int) -> DataError:
         """Returns the error for a result without a value."""
+        # Spark writes by itself, and counts such rows afterwards.
         where = "" if row is None else f" of row {row}"
         return DataError(
             f"column '{name}': the result{where} is missing: null, NaN or beyond float32 ({count:,} such rows so far); "
@@ -170,7 +172,8 @@ class Sink:
 
     def _add(self, batch: pa.RecordBatch) -> None:
         # An engine may return a small literal as int32 although its Ibis type is int64.
-        batch = batch.cast(self._schema) if batch.schema != self._schema else batch
+        if batch.schema != self._schema:
+            batch = batch.cast(self._schema)
         for name in self.columns:
             bad = _missing(batch.column(name))
             if bad is not None:
@@ -197,9 +200,9 @@ class Sink:
                 self._writer_of_group(table.schema).write_table(table.slice(start, ROW_GROUP), row_group_size=ROW_GROUP)
 
     def _writer_of_group(self, schema: pa.Schema) -> pq.ParquetWriter:
-        if self._writer is None or self._groups % _GROUPS_PER_FILE == 0:
+        if self._writer is None or self._groups % GROUPS_PER_FILE == 0:
             self._close()
-            path = self.folder / f"part-{self._groups // _GROUPS_PER_FILE:05}.parquet"
+            path = self.folder / f"part-{self._groups // GROUPS_PER_FILE:05}.parquet"
             self._writer = pq.ParquetWriter(path, schema, **_encoding(schema))
         self._groups += 1
         return self._writer
@@ -211,13 +214,16 @@ class Sink:
 
 def _encoding(schema: pa.Schema) -> dict[str, Any]:
     """Encodes ids as differences: smaller and faster, to write and read, than dictionaries of mostly distinct ids."""
-    leaves = {field.name: field.type for field in schema}
-    texts = [name for name, dtype in leaves.items() if pa.types.is_string(dtype)]
-    packed = {
-        f"{name}.list.element" if pa.types.is_list(dtype) else name: "DELTA_BINARY_PACKED"
-        for name, dtype in leaves.items()
-        if pa.types.is_integer(getattr(dtype, "value_type", dtype))
-    }
+    texts = []
+    packed = {}
+    for field in schema:
+        if pa.types.is_string(field.type):
+            texts.append(field.name)
+        elif pa.types.is_integer(field.type):
+            packed[field.name] = "DELTA_BINARY_PACKED"
+        elif pa.types.is_list(field.type) and pa.types.is_integer(field.type.value_type):
+            # Parquet's own name of the elements of a list.
+            packed[f"{field.name}.list.element"] = "DELTA_BINARY_PACKED"
     return {
         "write_page_checksum": True,
         "use_dictionary": texts,
@@ -238,6 +244,7 @@ def _missing(column: pa.Array) -> np.ndarray[Any, Any] | None:
     inside = _missing(column.flatten())
     if inside is None:
         return None
+    # The row of each missing element.
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
     rows = np.zeros(len(column), dtype=bool)
     rows[np.repeat(np.arange(len(column)), lengths)[inside]] = True

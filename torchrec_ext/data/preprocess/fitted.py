@@ -12,7 +12,6 @@ of the columns, and the SHA-256 of every vocabulary; ``preprocessor.sha256`` hol
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,17 @@ import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.preprocess.categorical import Categorify, Cross, HashBucket, Vocabulary
-from torchrec_ext.data.preprocess.columns import TIMES, Cells, Types, element, missing_column, read_cells, working_type
+from torchrec_ext.data.preprocess.columns import (
+    TIMES,
+    Cells,
+    Types,
+    did_you_mean,
+    element,
+    missing_column,
+    read_cells,
+    short_text,
+    working_type,
+)
 from torchrec_ext.data.preprocess.engines import FLOAT32_MAX, ROW, Engine, as_float32, connected
 from torchrec_ext.data.preprocess.files import Progress, Sink, Source
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
@@ -37,7 +46,7 @@ from torchrec_ext.data.preprocess.lists import Lists
 from torchrec_ext.data.preprocess.numeric import Bucketize, FillMissing, LogClip, Normalize
 from torchrec_ext.data.preprocess.step import Chain, Step, StepState, Table
 from torchrec_ext.data.preprocess.tables import Opened, open_sources
-from torchrec_ext.data.preprocess.times import PER_SECOND, TimeFeatures, whole_seconds
+from torchrec_ext.data.preprocess.times import TimeFeatures, per_second, whole_seconds
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 from torchrec_ext.sealed import existing_folder, json_digest, measure_file
@@ -84,9 +93,15 @@ class FittedPreprocessor:
     @cached_property
     def outputs(self) -> dict[str, str]:
         """Types of the result's columns by name: ids are ``int64`` or ``list<int64>``, numbers ``float32``."""
-        step_columns = dict.fromkeys(name for step in self.steps for name in step.writes)
-        kept_types = {name: "int64" if self.raw[name] in {*TIMES, "bool"} else self.raw[name] for name in self.keep}
-        return {name: self.types[-1][name].replace("float64", "float32") for name in step_columns} | kept_types
+        outputs = {}
+        for step in self.steps:
+            for name in step.writes:
+                outputs[name] = self.types[-1][name].replace("float64", "float32")
+        for name in self.keep:
+            raw = self.raw[name]
+            # Times become seconds.
+            outputs[name] = "int64" if raw in TIMES or raw == "bool" else raw
+        return outputs
 
     @cached_property
     def vocab(self) -> dict[str, int]:
@@ -109,7 +124,9 @@ class FittedPreprocessor:
         for number, (step, state) in enumerate(self.pairs):
             for name in step.writes:
                 vocabulary_of.pop(name, None)
-            vocabulary_of |= {name: number if isinstance(state, Vocabulary) else name for name in step.vocab(state)}
+            # By number at first: a later step may replace the column that would name it.
+            for name in step.vocab(state):
+                vocabulary_of[name] = number if isinstance(state, Vocabulary) else name
         first_columns: dict[int | str, str] = {}
         return {name: first_columns.setdefault(vocabulary, name) for name, vocabulary in vocabulary_of.items()}
 
@@ -185,8 +202,9 @@ class FittedPreprocessor:
             data, past = open_sources(source, events, columns, event_columns, opened)
             data.check_types(self.raw, "in fitting")
             # The folder `out` is replaced at the end: no file in it may be a source.
-            for files in (data.files, past.files):
-                keep_sources(out, files.files if files else ())
+            for opened_source in (data, past):
+                if opened_source.files:
+                    keep_sources(out, opened_source.files.files)
             sink = Sink(staging, self.outputs, self.remedies(), progress)
             with past.blaming(), data.blaming():
                 table = _apply_steps(self, data, past.table, opened)
@@ -226,22 +244,22 @@ class FittedPreprocessor:
         # A step may read a column of `keep`; the result has it as it was sent.
         for name in self.keep:
             cells.pop(name, None)
-        cells.update({name: _seconds(column, self.raw[name]) for name, column in kept_cells.items()})
-        return Chunk(
-            {
-                name: _result_cells(name, cells[name], kind, self).column()
-                for name, kind in self.outputs.items()
-                if name in cells
-            }
-        )
+        for name, column in kept_cells.items():
+            if self.raw[name] in TIMES:
+                column = column.with_values(column.values // per_second(self.raw[name]), column.valid)
+            cells[name] = column
+        columns = {}
+        # Columns of `keep` may be missing, such as the label.
+        for name, kind in self.outputs.items():
+            if name in cells:
+                columns[name] = _result_cells(name, cells[name], kind, self).column()
+        return Chunk(columns)
 
     def remedies(self) -> dict[str, str]:
         """Returns the remedy for a missing value, by column of the result."""
-        step_remedies = {
-            name: f"put FillMissing(column='{name}', ...) before it" for step in self.steps for name in step.writes
-        }
+        remedies = {name: f"put FillMissing(column='{name}', ...) before it" for name in self.outputs}
         kept_remedy = "it is kept as it is: fill it where it is written, or do not keep it"
-        return step_remedies | dict.fromkeys(self.keep, kept_remedy)
+        return remedies | dict.fromkeys(self.keep, kept_remedy)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Writes JSON and parquet; see :mod:`torchrec_ext.data.preprocess.fitted`. The folder is whole or not there.
@@ -281,7 +299,8 @@ class FittedPreprocessor:
             return _from_json(folder, json.loads(text))
         except DataError:
             raise
-        except Exception as error:  # the digests fit: somebody wrote it by hand
+        # The digests fit, so somebody wrote it by hand.
+        except Exception as error:
             kind = type(error).__name__
             raise DataError(
                 f"{folder / _MAIN}: is not that of a preprocessor ({kind}: {error}); save it again"
@@ -311,23 +330,17 @@ def _check_sizes(cells: Mapping[str, Cells]) -> None:
         )
 
 
-def _seconds(cells: Cells, raw: str) -> Cells:
-    if raw not in TIMES:
-        return cells
-    per_second = PER_SECOND[raw[len("timestamp[") : -1]]
-    return cells.with_values(cells.values // per_second, cells.valid)
-
-
 def _result_cells(name: str, cells: Cells, kind: str, fitted: FittedPreprocessor) -> Cells:
     """Casts values to the result's type; raises a DataError if one is missing."""
     values = cells.values
     valid = cells.valid
+    # What is beyond float32 is checked before the cast, which would make it infinite.
     if element(kind) in ("float32", "float64"):
-        limit = FLOAT32_MAX if element(kind) == "float32" else np.inf
         with np.errstate(invalid="ignore"):
-            valid = valid & np.isfinite(values) & (np.abs(values) <= limit)
-        if element(kind) == "float32":
-            values = np.where(valid, values, 0.0).astype(np.float32)
+            valid = valid & np.isfinite(values)
+            if element(kind) == "float32":
+                valid &= np.abs(values) <= FLOAT32_MAX
+                values = np.where(valid, values, 0.0).astype(np.float32)
     if not valid.all():
         index = int((~valid).argmax())
         row = cells.column().row_of(index)
@@ -355,36 +368,35 @@ def _apply_steps(fitted: FittedPreprocessor, data: Opened, events: Table, engine
         table = chain.apply(number, table)
         if number % _STEPS_PER_STAGE == _STEPS_PER_STAGE - 1:
             table = engine.stage(table)
-    results = {name: _result(fitted, table, name, kind, engine) for name, kind in fitted.outputs.items()}
-    row = {ROW: table[ROW]} if ROW in table.columns else {}
-    return table.select(**results, **row, **{name: table[name] for name in raw})
-
-
-def _result(fitted: FittedPreprocessor, table: Table, name: str, kind: str, engine: Engine) -> Any:
-    if name in fitted.keep:
-        column = table[f"__raw_{name}__"]
-        if fitted.raw[name] in TIMES:
-            return whole_seconds(column)
-        return as_float32(column, engine) if kind == "float32" else column
-    if kind == "float32":
-        return as_float32(table[name], engine)
-    return table[name].map(lambda value: as_float32(value, engine)) if kind == "list<float32>" else table[name]
+    results = {}
+    for name, kind in fitted.outputs.items():
+        column = table[name]
+        if name in fitted.keep:
+            column = table[f"__raw_{name}__"]
+            if fitted.raw[name] in TIMES:
+                column = whole_seconds(column)
+        if kind == "float32":
+            column = as_float32(column, engine)
+        elif kind == "list<float32>" and name not in fitted.keep:
+            column = column.map(lambda value: as_float32(value, engine))
+        results[name] = column
+    if ROW in table.columns:
+        results[ROW] = table[ROW]
+    return table.select(**results, **{name: table[name] for name in raw})
 
 
 def _check_rows(data: Opened, table: Table, predicate: Any, column: str, rule: str, engine: Engine) -> None:
     """Raises a DataError for a row refused by a step."""
     bad = table.filter(predicate)
     has_order = ROW in table.columns
-    first = bad.select(column, ROW).order_by([ROW]).limit(1) if has_order else bad.select(column).limit(1)
-    rows = engine.collect(first).to_pylist()
+    # The first such row, whatever the engine's threads find first.
+    first = bad.select(column, ROW).order_by([ROW]) if has_order else bad.select(column)
+    rows = engine.collect(first.limit(1)).to_pylist()
     if not rows:
         return
     # The column holds the file's index times 2**40 and the row in the file.
     row = f", row {rows[0][ROW] % 2**40}" if has_order else ""
-    value = ascii(rows[0][column])
-    if len(value) >= 80:
-        value = value[:77] + "..."
-    raise DataError(f"{data.where}: column '{column}'{row}: {value}: {rule}")
+    raise DataError(f"{data.where}: column '{column}'{row}: {short_text(rows[0][column])}: {rule}")
 
 
 def _ordering(data: Opened, table: Table, name: str) -> Any:
@@ -411,8 +423,10 @@ STEPS: Mapping[str, type[Step]] = {
 }
 _CODECS = ("SNAPPY", "UNCOMPRESSED")
 _ENCODINGS = {"PLAIN", "RLE", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
-_MAX_EXPANSION = 64  # bytes in memory for each byte of a vocabulary's file; 3 to 5 are usual
-_ALLOWANCE = 2**24  # further bytes in memory for any file, however small
+# Bytes in memory for each byte of a vocabulary's file; 3 to 5 are usual.
+_MAX_EXPANSION = 64
+# Further bytes in memory for any file, however small.
+_ALLOWANCE = 2**24
 _MAIN = "preprocessor.json"
 DIGEST = "preprocessor.sha256"
 
@@ -441,15 +455,20 @@ def _save_step(number: int, step: Step, state: StepState, folder: Path) -> dict[
 def _load_step(folder: Path, entry: Mapping[str, Any]) -> tuple[Step, StepState]:
     name = entry["step"]
     if name not in STEPS:
-        near = difflib.get_close_matches(name, STEPS, n=1)
-        hint = f"did you mean {near[0]}?" if near else "install the version of torchrec_ext that wrote it"
+        hint = did_you_mean(name, STEPS, "install the version of torchrec_ext that wrote it")
         raise DataError(f"{folder / _MAIN}: there is no step {name!r}, known are {listed(STEPS)}; {hint}")
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in entry["fields"].items()}
+    fields = dict(entry["fields"])
+    # JSON has no tuples.
+    for key, value in fields.items():
+        if isinstance(value, list):
+            fields[key] = tuple(value)
     try:
         step = STEPS[name](**fields)
     except (TypeError, ValueError) as error:
         raise DataError(f"{folder / _MAIN}: step {name}: {error}; fit it again") from error
-    return step, _vocabulary(folder, entry) if "vocabulary" in entry else entry["state"]
+    if "vocabulary" in entry:
+        return step, _vocabulary(folder, entry)
+    return step, entry["state"]
 
 
 def _vocabulary(folder: Path, entry: Mapping[str, Any]) -> Vocabulary:

@@ -74,11 +74,10 @@ def keep_sources(out: Path, files: Iterable[DataFile]) -> None:
     Raises:
         DataError: naming the file.
     """
-    inside = next(
-        (file.name for file in files if not file.remote and out.resolve() in Path(file.path).resolve().parents), None
-    )
-    if inside:
-        raise DataError(f"{out}: holds {inside}, which is being read; choose another folder for the result")
+    for file in files:
+        # Resolved, because either path may lead over a link.
+        if not file.remote and out.resolve() in Path(file.path).resolve().parents:
+            raise DataError(f"{out}: holds {file.name}, which is being read; choose another folder for the result")
 
 
 def _check_free(out: Path, overwrite: bool, mark: str) -> None:

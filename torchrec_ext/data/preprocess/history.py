@@ -10,9 +10,8 @@ import numpy as np
 
 from torchrec_ext.data.preprocess.columns import IDS, NUMBERS, TIMES, Cells, Types
 from torchrec_ext.data.preprocess.engines import exact, number, step_function
-from torchrec_ext.data.preprocess.lists import list_of
 from torchrec_ext.data.preprocess.step import Step, StepContext, StepState, Table
-from torchrec_ext.data.preprocess.times import PER_SECOND, whole_seconds
+from torchrec_ext.data.preprocess.times import per_second, whole_seconds
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import check_least
 
@@ -63,12 +62,12 @@ class History(Step):
         if list(self.gaps) != sorted(set(self.gaps)) or min(self.gaps, default=1) < 1:
             raise ValueError(f"History('{self.output}'): gaps={self.gaps}: must rise, from 1 on")
         names = [*self.sent, f"{self.output}_gap"]
-        double = next((name for name in names if names.count(name) > 1), None)
-        if double:
-            raise ValueError(
-                f"History('{self.output}'): also={self.also}: two lists would be called '{double}'; give each column "
-                "once, and rename one that is called items, times or gap"
-            )
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"History('{self.output}'): also={self.also}: two lists would be called '{name}'; give each column "
+                    "once, and rename one that is called items, times or gap"
+                )
 
     @property
     def sent(self) -> tuple[str, ...]:
@@ -88,7 +87,8 @@ class History(Step):
     @property
     def reads(self) -> tuple[str, ...]:
         """Names of the columns of an event."""
-        return (self.user, self.item, self.time, *([self.where] if self.where else []), *self.also)
+        where = (self.where,) if self.where else ()
+        return (self.user, self.item, self.time, *where, *self.also)
 
     @property
     def event_reads(self) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class History(Step):
     @property
     def writes(self) -> tuple[str, ...]:
         """``output``, the lists of ``also``, and the gaps."""
-        return (*self.ids, *([f"{self.output}_gap"] if self.gaps else []))
+        return (*self.ids, f"{self.output}_gap") if self.gaps else self.ids
 
     def meaning(self, state: StepState) -> Mapping[str, Any]:
         """Returns all fields but ``length``: in a longer list an id stands for the same item."""
@@ -113,9 +113,9 @@ class History(Step):
         types.need(self, self.time, TIMES | {"int64"}, "convert it to a timestamp, or to seconds since 1970")
         if self.where:
             types.need(self, self.where, NUMBERS, "give a column of numbers")
-        kinds = [items, *(types.need(self, name, IDS, "give a column of ids") for name in self.also)]
-        list_types = {name: list_of(kind) for name, kind in zip(self.ids, kinds, strict=True)}
-        return list_types | ({f"{self.output}_gap": "list<int64>"} if self.gaps else {})
+        kinds = [items, *(types.need(self, name, IDS, "give a column of ids") for name in self.also), "int64"]
+        # `writes` is in the order of the events' columns: item, those of `also`, and the gap if there is one.
+        return {name: f"list<{kind}>" for name, kind in zip(self.writes, kinds, strict=False)}
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns the number of buckets of the gaps + 1, row 0 included."""
@@ -140,10 +140,11 @@ class History(Step):
             values = range(1, len(self.gaps) + 2)
             gap = self.writes[-1]
             lists[gap] = lists[gap].map(lambda second: step_function(now - second, self.gaps, values))
-        # Ibis's names of the types, for the empty lists of rows without a history.
-        kinds = {name: kind.replace("list", "array") for name, kind in self.types(types).items()}
-        filled = {name: ibis.coalesce(tail, ibis.literal([], type=kinds[name])) for name, tail in lists.items()}
-        return joined.mutate(filled).select(*dict.fromkeys([*input_columns, *self.writes]))
+        # Rows without a history have empty lists; Ibis calls a list an array.
+        for name, kind in self.types(types).items():
+            empty = ibis.literal([], type=kind.replace("list", "array"))
+            lists[name] = ibis.coalesce(lists[name], empty)
+        return joined.mutate(lists).select(*dict.fromkeys([*input_columns, *self.writes]))
 
     def _events(self, run: StepContext, types: Types) -> Table:
         rows = run.events
@@ -153,14 +154,14 @@ class History(Step):
         columns |= {f"also_{index}": rows[name] for index, name in enumerate(self.also)}
         if self.gaps:
             columns["second"] = _seconds(rows[self.time], types[self.time])
-        events = rows.select(**columns)
-        conditions = [events[name].notnull() for name in events.columns]
-        return events.filter(*conditions)
+        return rows.select(**columns).drop_null()
 
     def request_types(self, raw: Mapping[str, str]) -> Mapping[str, str]:
         """Returns the types of the row's time and of the user's events."""
-        lists = {name: f"list<{raw[column]}>" for name, column in zip(self.sent, self.columns, strict=True)}
-        return {self.time: raw[self.time], **lists}
+        kinds = {self.time: raw[self.time]}
+        for name, column in zip(self.sent, self.columns, strict=True):
+            kinds[name] = f"list<{raw[column]}>"
+        return kinds
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
         """Computes the same from the events in the request."""
@@ -171,28 +172,25 @@ class History(Step):
         is_event = np.logical_and.reduce([each.valid for each in lists])
         event_masks = lists[0].with_values(is_event).rows()
         rows = zip(now.values.tolist(), now.valid.tolist(), event_masks, *(each.rows() for each in lists), strict=True)
-        tails = [self._tail(*fields) for fields in rows]
-        lengths = np.array([len(tail) for tail in tails], dtype=np.int64)
-        events = [event for tail in tails for event in tail]
-        columns = list(zip(*events, strict=True)) or [()] * len(lists)
-        times, items, *also = columns  # the order in which a tail is sorted
-
-        def listed(values: Any, dtype: Any) -> Cells:
-            return Cells(values=np.array(values, dtype=dtype), valid=np.ones(len(values), dtype=bool), lengths=lengths)
-
-        kinds = [lists[0], *lists[2:]]
-        results = {
-            name: listed(values, each.values.dtype)
-            for name, values, each in zip(self.ids, [items, *also], kinds, strict=True)
-        }
+        events: list[Any] = []
+        lengths = np.zeros(len(now.values), dtype=np.int64)
+        for index, fields in enumerate(rows):
+            tail = self._tail(*fields)
+            events += tail
+            lengths[index] = len(tail)
+        # The columns of the events in the order in which a tail is sorted; of no events there are none to transpose.
+        times, items, *also = list(zip(*events, strict=True)) or [()] * len(lists)
+        results = {}
+        for name, values, each in zip(self.ids, [items, *also], [lists[0], *lists[2:]], strict=True):
+            results[name] = Cells.full(np.array(values, dtype=each.values.dtype), lengths)
         if self.gaps:
-            per_second = _per_second(types[self.time])
-            row_times = now.values.repeat(lengths) // per_second
-            event_times = np.array(times, dtype=np.int64) // per_second
+            size = per_second(types[self.time])
+            row_times = now.values.repeat(lengths) // size
+            event_times = np.array(times, dtype=np.int64) // size
             # Clipped as `transform` does, so that no difference is beyond 64 bits.
             gaps = np.clip(row_times, -_FARTHEST, _FARTHEST) - np.clip(event_times, -_FARTHEST, _FARTHEST)
             buckets = np.searchsorted(np.array(self.gaps), gaps, side="right") + 1
-            results[self.writes[-1]] = listed(buckets, np.int64)
+            results[self.writes[-1]] = Cells.full(buckets.astype(np.int64, copy=False), lengths)
         return results
 
     def _tail(self, now: int, valid: bool, event_mask: Any, items: Any, times: Any, *also: Any) -> list[Any]:
@@ -204,11 +202,6 @@ class History(Step):
         return sorted(events)[-self.length :]
 
 
-def _per_second(kind: str) -> int:
-    """Returns the units per second of a type of times; 1 for integers, to leave gaps in their own unit."""
-    return PER_SECOND[kind[10:-1]] if kind in TIMES else 1
-
-
 def _seconds(column: Any, kind: str) -> Any:
     """Returns times in whole seconds, integers in their own unit."""
     return whole_seconds(column) if kind in TIMES else column.clip(-_FARTHEST, _FARTHEST)
@@ -216,13 +209,14 @@ def _seconds(column: Any, kind: str) -> Any:
 
 def _check_lengths(names: Sequence[str], lists: Sequence[Cells]) -> None:
     """Refuses lists without exactly one value per item."""
-    lengths: list[Any] = [cells.lengths for cells in lists]
-    for name, other in zip(names[1:], lengths[1:], strict=True):
-        if not np.array_equal(lengths[0], other):
-            row = int((lengths[0] != other).argmax())
+    expected: Any = lists[0].lengths
+    for name, cells in zip(names, lists, strict=True):
+        lengths: Any = cells.lengths
+        if not np.array_equal(expected, lengths):
+            row = int((expected != lengths).argmax())
             what = "time" if name == names[1] else "value"
             raise DataError(
-                f"column '{names[0]}', row {row}: {lengths[0][row]} items, but '{name}' has {other[row]}; send one "
+                f"column '{names[0]}', row {row}: {expected[row]} items, but '{name}' has {lengths[row]}; send one "
                 f"{what} for each item"
             )
 
@@ -231,6 +225,7 @@ def _histories(moments: Table, events: Table, length: int, columns: Sequence[str
     """Returns (__user__, __time__, __COLUMN__ ...) of each moment with earlier events, one list per column."""
     import ibis
 
+    # By time and then by the ids, so that the order does not depend on the engine or on the files.
     order = [events[name] for name in events.columns if name not in ("user", "second")]
     # The list at an event's number is the history of a moment with so many events before it.
     latest = ibis.window(group_by=events.user, order_by=order, preceding=length - 1, following=0)
@@ -248,5 +243,5 @@ def _histories(moments: Table, events: Table, length: int, columns: Sequence[str
     counted = both.mutate(before=both.event.sum().over(upto))
     counted = counted.filter((counted.event == 0) & (counted.before > 0))
     joined = counted.inner_join(tails, [counted.user == tails.user, counted.before == tails.number])
-    lists = {f"__{name}__": tails[f"__{name}__"] for name in columns}
-    return joined.select(__user__=counted.user, __time__=counted.time, **lists)
+    lists = [tails[f"__{name}__"] for name in columns]
+    return joined.select(*lists, __user__=counted.user, __time__=counted.time)

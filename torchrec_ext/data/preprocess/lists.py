@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.preprocess.columns import Cells, Types, element, is_list_column
+from torchrec_ext.data.preprocess.columns import Cells, Types
 from torchrec_ext.data.preprocess.step import ColumnStep, StepContext, StepState, Table
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import check_choice, check_least
@@ -93,18 +93,17 @@ class Lists(ColumnStep):
             # 1 for the last element of a row: the last ones are kept.
             from_end = np.cumsum(lengths)[row] - np.arange(len(values))
             values = values[from_end <= kept_lengths[row]]
-        return {self.writes[0]: Cells(values=values, valid=np.ones(len(values), dtype=bool), lengths=kept_lengths)}
+        return {self.writes[0]: Cells.full(values, kept_lengths)}
 
     def _split(self, cells: Cells) -> Cells:
-        pairs = zip(cells.values.tolist(), cells.valid.tolist(), strict=True)
-        parts: list[list[str]] = []
-        for text, is_valid in pairs:
-            # The text of a null cell means nothing.
-            elements = text.split(self.separator) if is_valid else []
-            parts.append([element for element in elements if element])
-        values = np.array([element for row in parts for element in row], dtype=object)
-        lengths = np.array([len(row) for row in parts], dtype=np.int64)
-        return Cells(values=values, valid=np.ones(len(values), dtype=bool), lengths=lengths)
+        elements: list[str] = []
+        lengths = np.zeros(len(cells.values), dtype=np.int64)
+        # The text of a null cell means nothing.
+        for row in np.flatnonzero(cells.valid):
+            texts = [text for text in cells.values[row].split(self.separator) if text]
+            elements += texts
+            lengths[row] = len(texts)
+        return Cells.full(np.array(elements, dtype=object), lengths)
 
     def _cut_lengths(self, lengths: Int64) -> Int64:
         if self.max_length is None:
@@ -113,8 +112,3 @@ class Lists(ColumnStep):
             row = int((lengths > self.max_length).argmax())
             raise DataError(f"column '{self.column}', row {row}: {lengths[row]} elements, {self._rule()}")
         return np.minimum(lengths, self.max_length)
-
-
-def list_of(kind: str) -> str:
-    """Returns the type of a list of values of type ``kind``."""
-    return kind if is_list_column(kind) else f"list<{element(kind)}>"

@@ -47,14 +47,13 @@ def mean_and_std(step: Any, values: Values, where: str, engine: Engine) -> tuple
         DataError: no value is a number, or the sum overflows.
     """
     values = values.filter(values.x.notnull())
-    row = engine.collect(
-        values.aggregate(n=values.count(), mean=values.x.mean(), std=values.x.std(how="pop"))
-    ).to_pylist()[0]
+    statistics = values.aggregate(n=values.count(), mean=values.x.mean(), std=values.x.std(how="pop"))
+    row = engine.collect(statistics).to_pylist()[0]
     _check_not_empty(step, row["n"], where)
+    mean = row["mean"]
+    std = row["std"]
     # An engine answers an overflow with infinity, NaN or null.
-    mean = math.nan if row["mean"] is None else row["mean"]
-    std = math.nan if row["std"] is None else row["std"]
-    if not (math.isfinite(mean) and math.isfinite(std)):
+    if mean is None or std is None or not math.isfinite(mean) or not math.isfinite(std):
         raise DataError(f"{where}: {step}: the sum of its values is beyond float64; clip the column first with LogClip")
     return rounded(mean), rounded(std)
 
@@ -141,6 +140,7 @@ class Bucketize(_NumberStep):
             raise ValueError(f"Bucketize('{self.column}'): give either boundaries or quantiles")
         check_least(f"Bucketize('{self.column}'): quantiles", self.quantiles, 2)
         edges = list(self.boundaries or ())
+        # NaN is not in order with any number, so it is looked for first.
         if not all(map(math.isfinite, edges)) or edges != sorted(set(edges)):
             raise ValueError(
                 f"Bucketize('{self.column}'): boundaries={self.boundaries}: must rise, each finite and given once"
@@ -225,6 +225,7 @@ class LogClip(_NumberStep):
         """Computes the same in numpy."""
         x, is_number = cells[self.column].numbers()
         x = np.clip(np.where(is_number, x, self.low), self.low, self.high)
+        # By way of 32 bits, as `transform` does.
         if self.log:
             x = np.log(x - self.low + 1.0).astype(np.float32).astype(np.float64)
         return {self.writes[0]: cells[self.column].with_values(x, is_number)}
@@ -253,7 +254,8 @@ class Normalize(_NumberStep):
         """Fits mean and standard deviation."""
         values = table.select(x=self._number(table, types, run))
         mean, std = mean_and_std(self, values, types.where, run.engine)
-        return {"mean": mean, "std": std or 1.0}  # 0 for a column with one value
+        # It is 0 for a column with one value.
+        return {"mean": mean, "std": std or 1.0}
 
     def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
         """Subtracts the mean and divides by the deviation."""
@@ -295,8 +297,12 @@ class FillMissing(ColumnStep):
             )
         if self.statistic is not None:
             check_choice(f"FillMissing('{self.column}'): statistic", self.statistic, get_args(Statistic))
+        # An integer too, since a column of floats takes it.
         if isinstance(self.value, int | float) and not abs(self.value) <= sys.float_info.max:
-            raise ValueError(f"FillMissing('{self.column}'): value={_short(self.value)}: must be finite")
+            text = str(self.value)
+            if len(text) >= 40:
+                text = f"{text[:20]}... of {len(text)} digits"
+            raise ValueError(f"FillMissing('{self.column}'): value={text}: must be finite")
 
     @property
     def fit_reads(self) -> tuple[str, ...]:
@@ -306,10 +312,10 @@ class FillMissing(ColumnStep):
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns the column's own type; float for a mean or a median."""
         numeric = self.statistic in ("mean", "median")
-        kind = types.need(
-            self, self.column, NUMBERS if numeric else NUMBERS | {"string"}, "choose another value or statistic"
-        )
+        allowed = NUMBERS if numeric else NUMBERS | {"string"}
+        kind = types.need(self, self.column, allowed, "choose another value or statistic")
         fits: Any = {"string": str, "int64": int, "float64": (int, float)}[kind]
+        # To Python a bool is an int.
         if self.value is not None and (isinstance(self.value, bool) or not isinstance(self.value, fits)):
             raise DataError(
                 f"{types.where}: column '{self.column}' is {kind}, {self} has value={self.value!r}; give a value of "
@@ -326,10 +332,13 @@ class FillMissing(ColumnStep):
         if self.statistic is None:
             return {"value": self.value}
         kind = types[self.column]
+        x = table[self.column]
+        # Integers and texts stay what they are: as a float a large integer would be another one.
+        if kind == "float64" or self.statistic != "most_common":
+            x = number(x, kind, run.engine)
+        values = table.select(x=x)
         if self.statistic == "most_common":
-            x = number(table[self.column], kind, run.engine) if kind == "float64" else table[self.column]
-            return {"value": most_common(self, table.select(x=x), types.where, run.engine)}
-        values = table.select(x=number(table[self.column], kind, run.engine))
+            return {"value": most_common(self, values, types.where, run.engine)}
         if self.statistic == "mean":
             return {"value": mean_and_std(self, values, types.where, run.engine)[0]}
         return {"value": quantiles_of(self, values, [0.5], types.where, run.engine)[0]}
@@ -342,12 +351,8 @@ class FillMissing(ColumnStep):
         if kind == "float64":
             # Makes NaN and the infinities null.
             column = number(column, types[self.column], run.engine)
-            filler = exact(value)
-        elif kind == "string":
-            filler = run.engine.text(value)
-        else:
-            filler = value
-        return table.mutate({self.writes[0]: column.fill_null(filler)})
+            value = exact(value)
+        return table.mutate({self.writes[0]: column.fill_null(value)})
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
@@ -356,11 +361,7 @@ class FillMissing(ColumnStep):
         is_present = column.valid
         if self.types(types)[self.writes[0]] == "float64":
             values, is_present = column.numbers()
+        # A copy: the cells may be the request's own memory.
         values = values.copy()
         values[~is_present] = state["value"]
         return {self.writes[0]: column.with_values(np.asarray(values))}
-
-
-def _short(value: float) -> str:
-    text = str(value)
-    return text if len(text) < 40 else f"{text[:20]}... of {len(text)} digits"

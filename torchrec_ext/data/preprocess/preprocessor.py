@@ -71,6 +71,7 @@ class Preprocessor:
         file_columns: dict[str, None] = {}
         step_columns: set[str] = set()
         for step in self.steps:
+            # A column that an earlier step wrote comes from there.
             file_columns.update(dict.fromkeys(name for name in step.reads if name not in step_columns))
             step_columns |= set(step.writes)
         return (*file_columns, *(name for name in self.keep if name not in file_columns))
@@ -111,5 +112,7 @@ class Preprocessor:
                 for number, step in enumerate(self.steps):
                     if progress:
                         progress(str(step))
-                    states.append(step.fit(chain.before(number, step.fit_reads), types[number], chain.run(number)))
+                    # Only the steps behind the columns of this one are run again over the rows.
+                    table = chain.before(number, step.fit_reads)
+                    states.append(step.fit(table, types[number], chain.run(number)))
         return FittedPreprocessor(steps=tuple(self.steps), keep=tuple(self.keep), raw=data.raw, states=tuple(states))

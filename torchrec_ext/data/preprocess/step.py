@@ -137,6 +137,7 @@ class Chain:
 
     def run(self, number: int) -> StepContext:
         """Returns the context of step number ``number``."""
+        # A function, since most steps need no part of their table.
         return StepContext(engine=self.engine, events=self.events, column=lambda name: self.before(number, (name,)))
 
     def apply(self, number: int, table: Table) -> Table:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torchrec_ext.data.preprocess.columns import is_list_column, working_type
+from torchrec_ext.data.preprocess.columns import TIMES, is_list_column, working_type
 from torchrec_ext.data.preprocess.engines import ROW, Engine
 from torchrec_ext.data.preprocess.files import Files, Source, raw_types, scan
 from torchrec_ext.data.preprocess.step import Table
@@ -50,6 +50,7 @@ class Opened:
 
     def blaming(self) -> AbstractContextManager[None]:
         """Names the damaged file when the engine fails on it."""
+        # A table has no files that could be read again.
         return self.files.blaming() if self.files else nullcontext()
 
 
@@ -95,13 +96,10 @@ def open_source(source: Source, columns: Sequence[str], engine: Engine) -> Opene
     if table is None:
         assert files is not None
         table = engine.read(files)
-    row_column = {ROW: table[ROW]} if ROW in table.columns else {}
-    return Opened(
-        table=table.select(**{name: _working(table[name], raw[name]) for name in columns}, **row_column),
-        raw=raw,
-        where=where,
-        files=files,
-    )
+    expressions = {name: _working(table[name], raw[name]) for name in columns}
+    if ROW in table.columns:
+        expressions[ROW] = table[ROW]
+    return Opened(table=table.select(**expressions), raw=raw, where=where, files=files)
 
 
 def _working(column: Any, raw: str) -> Any:
@@ -109,8 +107,9 @@ def _working(column: Any, raw: str) -> Any:
     import ibis
 
     if is_list_column(raw):
-        dtype = f"array<{working_type(raw)[5:-1]}>"
+        dtype = working_type(raw).replace("list", "array")
         return ibis.coalesce(column.cast(dtype), ibis.literal([], type=dtype))
-    if raw.startswith("timestamp"):
+    # Times keep their unit, which steps take from the type.
+    if raw in TIMES:
         return column
     return column.cast(working_type(raw))

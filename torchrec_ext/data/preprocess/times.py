@@ -8,7 +8,6 @@ hour, also after a government has changed its mind between fitting and serving.
 from __future__ import annotations
 
 import datetime
-import difflib
 import operator
 import zoneinfo
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.preprocess.columns import TIMES, Cells, Mask, Types
+from torchrec_ext.data.preprocess.columns import TIMES, Cells, Mask, Types, did_you_mean, time_unit
 from torchrec_ext.data.preprocess.engines import floor_div, floor_mod, step_function
 from torchrec_ext.data.preprocess.step import Step, StepContext, StepState, Table
 
@@ -44,12 +43,8 @@ def offsets_of(zone: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     try:
         zone_info = zoneinfo.ZoneInfo(zone)
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
-        near = difflib.get_close_matches(zone, zoneinfo.available_timezones(), n=1)
-        hint = (
-            f"did you mean '{near[0]}'?"
-            if near
-            else "write a name such as UTC or Europe/Berlin (pip install tzdata has them)"
-        )
+        otherwise = "write a name such as UTC or Europe/Berlin (pip install tzdata has them)"
+        hint = did_you_mean(zone, zoneinfo.available_timezones(), otherwise)
         raise ValueError(f"zone={zone!r}: there is no such time zone; {hint}") from None
     begin = int(datetime.datetime(_FIRST_ZONES, 1, 1, tzinfo=datetime.timezone.utc).timestamp())
     end = int(datetime.datetime(_LAST_ZONES, 1, 1, tzinfo=datetime.timezone.utc).timestamp())
@@ -141,49 +136,53 @@ class TimeFeatures(Step):
     def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
         """Computes in whole numbers; the calendar is the engine's."""
         input_columns = table.columns
-        table = table.mutate(__second__=second_of(table[self.column], types[self.column], PER_SECOND[self.unit]))
+        table = table.mutate(__second__=second_of(table[self.column], types[self.column], self.unit))
         offset = step_function(table["__second__"], state["starts"], state["offsets"])
         # A stage, so that the query has the zone's hundred conditions once and not in every feature.
         table = run.engine.stage(table.mutate(__local__=table["__second__"] + offset))
         local = table["__local__"]
-        features = {
-            f"{self.column}_{feature}": _expression(feature, local).cast("int64").fill_null(0)
-            for feature in self.features
-        }
+        features = {}
+        for name, feature in zip(self.writes, self.features, strict=True):
+            features[name] = _expression(feature, local).cast("int64").fill_null(0)
         return table.mutate(**features).select(*dict.fromkeys([*input_columns, *self.writes]))
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
         times = cells[self.column]
-        kind = types[self.column]
-        unit = kind[len("timestamp[") : -1] if kind in TIMES else self.unit
-        per_second = PER_SECOND[unit]
-        second = times.values // per_second
+        second = times.values // per_second(types[self.column], self.unit)
         in_range: Mask = times.valid & (second >= _FIRST) & (second < _LAST)
+        # Any time does where there is none: its numbers are replaced below.
         second = np.where(in_range, second, 0)
+        starts = np.array(state["starts"], dtype=np.int64)
         offsets = np.array(state["offsets"], dtype=np.int64)
-        local = second + offsets[np.searchsorted(np.array(state["starts"], dtype=np.int64), second, side="right")]
-        return {
-            f"{self.column}_{feature}": times.with_values(np.where(in_range, _numbers(feature, local), 0))
-            for feature in self.features
-        }
+        local = second + offsets[np.searchsorted(starts, second, side="right")]
+        results = {}
+        for name, feature in zip(self.writes, self.features, strict=True):
+            results[name] = times.with_values(np.where(in_range, _numbers(feature, local), 0))
+        return results
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns the number of values of each feature + 1, row 0 included."""
-        return {f"{self.column}_{feature}": SIZES[feature] + 1 for feature in self.features}
+        return {name: SIZES[feature] + 1 for name, feature in zip(self.writes, self.features, strict=True)}
 
 
-def second_of(column: Any, kind: str, per_second: int = 1) -> Any:
+def per_second(kind: str, unit: Unit = "s") -> int:
+    """Returns the units per second of a type of times, or of integers counted in ``unit``."""
+    return PER_SECOND[time_unit(kind) if kind in TIMES else unit]
+
+
+def second_of(column: Any, kind: str, unit: Unit = "s") -> Any:
     """Returns whole seconds since 1970, rounded down, of times or integers; null outside the years 1900 to 2199."""
     import ibis
 
     if kind in TIMES:
         column = whole_seconds(column)
-        per_second = 1
+        unit = "s"
+    size = PER_SECOND[unit]
     # Beyond these limits first: a division of greater numbers would not be exact.
-    in_range = (column >= _FIRST * per_second) & (column < _LAST * per_second)
+    in_range = (column >= _FIRST * size) & (column < _LAST * size)
     column = ibis.ifelse(in_range, column, ibis.null("int64"))
-    return column if per_second == 1 else floor_div(column, per_second)
+    return column if size == 1 else floor_div(column, size)
 
 
 def whole_seconds(times: Any) -> Any:
@@ -195,10 +194,11 @@ def _of_the_week(feature: Feature, local: Any, div: Callable[..., Any], mod: Cal
     """Returns a feature that needs no calendar, by an engine's or numpy's divisions rounded down; None for others."""
     if feature == "hour":
         return div(mod(local, _DAY), 3600) + 1
+    # 1970 began on a Thursday, three days or 72 hours after Monday, which is 1.
     if feature == "weekday":
-        return mod(div(local, _DAY) + 3, 7) + 1  # 1970 began on a Thursday, Monday is 1
+        return mod(div(local, _DAY) + 3, 7) + 1
     if feature == "hour_of_week":
-        return mod(div(local, 3600) + 72, 168) + 1  # 72 hours from Monday to Thursday
+        return mod(div(local, 3600) + 72, 168) + 1
     return None
 
 
@@ -216,6 +216,9 @@ def _numbers(feature: Feature, local: Int64) -> Int64:
         return numbers
     seconds: Any = local.astype("datetime64[s]")
     months = seconds.astype("datetime64[M]")
+    # Months since 1970, which began in January.
     if feature == "month":
         return np.asarray(months.astype(np.int64) % 12 + 1)
-    return np.asarray((seconds.astype("datetime64[D]") - months.astype("datetime64[D]")).astype(np.int64) + 1)
+    # Days since the first of the month.
+    days = seconds.astype("datetime64[D]") - months.astype("datetime64[D]")
+    return np.asarray(days.astype(np.int64) + 1)
