@@ -39,6 +39,7 @@ def hashed(offsets: NDArray[np.int64], content: NDArray[np.uint8], key: bytes) -
         row = int(lengths.argmax())
         raise ValueError(f"ids: row {row} has {lengths[row]:,} bytes; an id may have {_LONGEST:,}")
     hashes = [np.zeros(0, np.uint64)]
+    # In blocks, because the four states of a string take more memory than most ids.
     for start in range(0, len(lengths), _BLOCK):
         rows = slice(start, start + _BLOCK)
         hashes.append(_hash_block(offsets[:-1][rows], lengths[rows], content, key))
@@ -56,12 +57,15 @@ def _hash_block(
     # A view with one word from each byte on, without a copy.
     words: NDArray[np.uint64] = np.ndarray((end - begin + 1,), "<u8", padded, strides=(1,))
     halves = np.frombuffer(key, "<u8").tolist()
-    state = [np.full(len(starts), constant ^ halves[index % 2], np.uint64) for index, constant in enumerate(_SIP)]
+    state = [np.full(len(starts), constant ^ half, np.uint64) for constant, half in zip(_SIP, 2 * halves, strict=True)]
     # The last word of a string has its length as highest byte.
     ends = lengths.astype(np.uint64) << np.uint64(56)
     for number in range(int(lengths.max()) // _WORD + 1):
         remaining = lengths - _WORD * number
-        rows: Any = slice(None) if remaining.min() >= 0 else np.flatnonzero(remaining >= 0)
+        # A slice gives views, an index array copies: it is only for strings of different lengths.
+        rows: Any = slice(None)
+        if remaining.min() < 0:
+            rows = np.flatnonzero(remaining >= 0)
         word = words[starts[rows] - begin + _WORD * number]
         last = np.flatnonzero(remaining[rows] < _WORD)
         bits = remaining[rows][last].astype(np.uint64) << np.uint64(3)
@@ -105,7 +109,8 @@ def _rotate(values: Hashes, left_shift: np.uint64, right_shift: np.uint64) -> Ha
 
 IdArray = NDArray[np.int64]
 KnownIds = NDArray[Any] | Sequence[int] | Sequence[str]
-_INTEGERS = {name: np.dtype(np.int64) for name in ("ids", "sorted", "order")}
+_INTEGERS = dict.fromkeys(("ids", "sorted", "order"), np.dtype(np.int64))
+_ASCENDING = {"ids": np.dtype(np.int64)}  # they are their own sorted copy
 _STRINGS = {
     "offsets": np.dtype(np.int64),
     "bytes": np.dtype(np.uint8),
@@ -135,11 +140,13 @@ class IdMap:
     def __init__(self, arrays: dict[str, NDArray[Any]], key: bytes = b"") -> None:
         self.arrays = arrays
         self.key = key
-        self.kind = "str" if "offsets" in arrays else "int64"
-        if self.kind == "str":
+        if "offsets" in arrays:
+            self.kind = "str"
+            # Arrow reads the arrays in place, so the strings of a map are those of the mapped file.
             buffers = (pa.py_buffer(arrays["offsets"]), pa.py_buffer(arrays["bytes"]))
             self._strings = pa.LargeStringArray.from_buffers(len(arrays["offsets"]) - 1, *buffers)
         else:
+            self.kind = "int64"
             self._first = _first_of_consecutive(arrays)
 
     @classmethod
@@ -159,9 +166,7 @@ class IdMap:
         # Ascending ids are their own sorted copy.
         if np.all(ids[1:] > ids[:-1]):
             return cls({"ids": ids})
-        order = np.argsort(ids, kind="stable")
-        ascending = ids[order]
-        twins = np.flatnonzero(ascending[1:] == ascending[:-1])
+        order, ascending, twins = _sort(ids)
         _refuse_duplicates(twins, order, lambda position: ids[position])
         return cls({"ids": ids, "sorted": ascending, "order": order})
 
@@ -176,21 +181,13 @@ class IdMap:
             digest.update(content[offsets[0] : offsets[-1]].tobytes())
             key = digest.digest()
             hashes = hashed(offsets, content, key)
-            order = np.argsort(hashes, kind="stable")
-            ascending = hashes[order]
-            twins = np.flatnonzero(ascending[1:] == ascending[:-1])
+            order, ascending, twins = _sort(hashes)
             firsts = strings.take(pa.array(order[twins]))
             seconds = strings.take(pa.array(order[twins + 1]))
             same = _equal(firsts, seconds)
             _refuse_duplicates(twins[same], order, lambda position: strings[position].as_py())
             if not len(twins):
-                arrays: dict[str, NDArray[Any]] = {
-                    "offsets": offsets,
-                    "bytes": content,
-                    "sorted": ascending,
-                    "order": order,
-                }
-                return cls(arrays, key)
+                return cls({"offsets": offsets, "bytes": content, "sorted": ascending, "order": order}, key)
         first = strings[int(order[twins[0]])].as_py()
         second = strings[int(order[twins[0] + 1])].as_py()
         raise ValueError(
@@ -198,7 +195,9 @@ class IdMap:
         )
 
     def __len__(self) -> int:
-        return len(self._strings) if self.kind == "str" else len(self.arrays["ids"])
+        if self.kind == "str":
+            return len(self._strings)
+        return len(self.arrays["ids"])
 
     def positions(self, ids: KnownIds) -> IdArray:
         """Returns (N,) int64 positions of ids, -1 for an unknown one.
@@ -226,8 +225,11 @@ class IdMap:
             positions[positions.view(np.uint64) >= len(self)] = -1
             return positions
         ascending = self.arrays.get("sorted", self.arrays["ids"])
+        # An id beyond the last one is compared with the last, and differs.
         index = np.minimum(np.searchsorted(ascending, ids), len(ascending) - 1)
-        positions = self.arrays["order"][index] if "order" in self.arrays else index
+        positions = index
+        if "order" in self.arrays:
+            positions = self.arrays["order"][index]
         return np.where(ascending[index] == ids, positions, -1)
 
     def _string_positions(self, ids: pa.LargeStringArray) -> IdArray:
@@ -322,23 +324,24 @@ class IdMap:
             header = json.loads((folder / "ids.json").read_text())
             names = [str(name) for name in header["arrays"]]
             seed = header["seed"]
-            arrays = {
-                name: np.asarray(np.load(folder / f"ids_{name}.npy", mmap_mode="r", allow_pickle=False))
-                for name in names
-            }
+            arrays: dict[str, NDArray[Any]] = {}
+            for name in names:
+                arrays[name] = np.asarray(np.load(folder / f"ids_{name}.npy", mmap_mode="r", allow_pickle=False))
             # Refuse wrong types and lengths, to prevent reads beyond an array's end.
-            expected_types = _STRINGS if "offsets" in arrays else _INTEGERS
             types = {name: array.dtype for name, array in arrays.items() if array.ndim == 1}
-            if types not in (expected_types, {name: kind for name, kind in expected_types.items() if name == "ids"}):
+            is_text = "offsets" in arrays
+            expected_types = _STRINGS if is_text else _INTEGERS
+            if types != expected_types and (is_text or types != _ASCENDING):
                 raise ValueError(f"its arrays are {types}, must be {expected_types}")
-            rows = len(arrays["offsets"]) - 1 if "offsets" in arrays else len(arrays["ids"])
-            lengths = [len(array) for name, array in arrays.items() if name in ("sorted", "order")]
-            if any(length != rows for length in lengths):
-                raise ValueError(f"its arrays have {[len(array) for array in arrays.values()]} entries, of {rows} ids")
-            if "offsets" in arrays and not 0 <= arrays["offsets"][0] <= arrays["offsets"][-1] <= len(arrays["bytes"]):
-                raise ValueError(f"its strings end at {arrays['offsets'][-1]}, there are {len(arrays['bytes'])} bytes")
-            if "offsets" not in arrays:
+            rows = len(arrays["offsets"]) - 1 if is_text else len(arrays["ids"])
+            lengths = {name: len(array) for name, array in arrays.items()}
+            if not {lengths.get("sorted", rows), lengths.get("order", rows)} <= {rows}:
+                raise ValueError(f"its arrays have {list(lengths.values())} entries, of {rows} ids")
+            if not is_text:
                 return cls(arrays)
+            first, last = arrays["offsets"][[0, -1]]
+            if not 0 <= first <= last <= lengths["bytes"]:
+                raise ValueError(f"its strings end at {last}, there are {lengths['bytes']} bytes")
             if isinstance(seed, int):  # written before the hash had a key
                 return cls.build(cls(arrays)._strings)
             key = bytes.fromhex(seed)
@@ -362,9 +365,11 @@ def checked_ids(ids: KnownIds) -> IdArray | pa.LargeStringArray:
             return np.frombuffer(struct.pack(f"{len(ids)}q", *ids), np.int64)
         except struct.error:  # some ids are not int64 numbers
             pass
-    texts = isinstance(ids, list | tuple) and len(ids) and isinstance(ids[0], str)
-    # A numpy string array would give every id the width of the longest.
-    array = np.array(ids, dtype=object) if texts else np.asarray(ids)
+    if isinstance(ids, list | tuple) and len(ids) and isinstance(ids[0], str):
+        # A numpy string array would give every id the width of the longest.
+        array = np.array(ids, dtype=object)
+    else:
+        array = np.asarray(ids)
     if array.ndim != 1:
         raise ValueError(f"ids: shape {array.shape}; must be (N,), one id for each row")
     if not array.size:
@@ -404,6 +409,13 @@ def _first_of_consecutive(arrays: dict[str, NDArray[Any]]) -> int | None:
     if int(ids[-1]) - int(ids[0]) != len(ids) - 1:
         return None
     return int(ids[0])
+
+
+def _sort(keys: NDArray[Any]) -> tuple[IdArray, NDArray[Any], IdArray]:
+    """Returns the stable order of keys, the keys in it, and the indices of those equal to their successor."""
+    order = np.argsort(keys, kind="stable")
+    ascending = keys[order]
+    return order, ascending, np.flatnonzero(ascending[1:] == ascending[:-1])
 
 
 def _refuse_duplicates(twins: IdArray, order: IdArray, name: Callable[[int], object]) -> None:

@@ -73,7 +73,8 @@ class RedisStore:
         scheme, mark, rest = url.partition("://")
         host, _, options = rest.partition("?")
         # If a password contains both ? and @, the begin of the host is ambiguous: hide everything.
-        self.where = f"{scheme}{mark}{'...' if '@' in options else host.rpartition('@')[2]}"
+        shown = "..." if "@" in options else host.rpartition("@")[2]
+        self.where = f"{scheme}{mark}{shown}"
         try:
             # One immediate retry: a connection that the server closed while idle fails once, without delay.
             self._redis = redis.Redis.from_url(
@@ -86,7 +87,10 @@ class RedisStore:
             ) from None
         self.tower = tower
         self._prefix = f"{name}:{tower}:"
-        self._expiry_ms = None if expiry_s is None else max(1, round(1000 * expiry_s))
+        self._expiry_ms: int | None = None
+        if expiry_s is not None:
+            # Redis refuses an expiry of 0 ms.
+            self._expiry_ms = max(1, round(1000 * expiry_s))
         self._batch = batch
         self._width = width
         self.malformed = 0
@@ -104,19 +108,21 @@ class RedisStore:
         for batch in self._send_batches("mget", self._keys(ids)):
             values += batch
         exists = np.array([value is not None for value in values], dtype=np.bool_)
-        sizes = {len(value) for value in values if value is not None}
-        if len(sizes) > 1 or any(size % 4 for size in sizes):
+        contents = [value for value in values if value is not None]
+        sizes = sorted(set(map(len, contents)))
+        if len(sizes) > 1 or sum(sizes) % 4:
             raise StoreError(
-                f"{self.where}: vectors under '{self._prefix}*' have {sorted(sizes)} bytes; one tower has one width"
+                f"{self.where}: vectors under '{self._prefix}*' have {sizes} bytes; one tower has one width"
             )
-        size = sizes.pop() if sizes else 0
-        # Missing vectors are filled with zeros.
-        content = b"".join(value or bytes(size) for value in values)
-        vectors = np.frombuffer(content, "<f4").reshape(len(values), size // 4)
-        return torch.from_numpy(vectors.copy()), exists
+        width = sum(sizes) // 4
+        # Missing vectors are zeros.
+        vectors = np.zeros((len(values), width), "<f4")
+        vectors[exists] = np.frombuffer(b"".join(contents), "<f4").reshape(len(contents), width)
+        return torch.from_numpy(vectors), exists
 
     def _find_vectors(self, ids: Sequence[int] | Sequence[str], width: int) -> tuple[Tensor, NDArray[np.bool_]]:
-        keys, size = self._keys(ids), 4 * width
+        keys = self._keys(ids)
+        size = 4 * width
         # Only the first bytes, since a value of gigabytes would delay all; a key of another type gives an error of its
         # own in the answer.
         values = self._send_pipeline(
@@ -151,6 +157,7 @@ class RedisStore:
             for row in block:
                 pipe.set(keys[row], rows[row].tobytes(), px=self._expiry_ms)
 
+        # A round trip for each batch, unlike look-ups: a pipeline holds all its commands in memory.
         for start in range(0, len(keys), self._batch):
             block = range(start, min(start + self._batch, len(keys)))
             self._send_pipeline(functools.partial(write, block=block))
@@ -200,9 +207,8 @@ class RedisStore:
                 if isinstance(answer, Exception) and not str(answer).startswith(allowed_error or ""):
                     raise answer
             return answers
-        except (
-            redis.exceptions.AuthenticationError
-        ) as error:  # a subclass of ConnectionError, although the server does answer
+        # A subclass of ConnectionError, although the server does answer, so it comes first.
+        except redis.exceptions.AuthenticationError as error:
             raise StoreError(f"{self.where} refuses: {error}") from None
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
             raise StoreUnreachable(f"{self.where} does not answer ({error}); is redis-server running there?") from None

@@ -10,7 +10,8 @@ from torch import Tensor
 from torchrec_ext.schema.validation import check_choice
 
 Dtype = str  # a name in ROW_FORMATS
-QUERIES, K = 64, 100
+QUERIES = 64
+K = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,7 @@ class Int8Rows(RowFormat):
     def encode(self, vectors: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns rows (N, D) int8 and scales (N,) float32; a row of zeros has the scale 1."""
         scales = vectors.abs().amax(dim=1) / 127
+        # A row of zeros would be divided by 0.
         scales = torch.where(scales > 0, scales, torch.ones_like(scales))
         numbers = (vectors / scales[:, None]).round().clamp(-127, 127)
         return numbers.to(torch.int8), scales
@@ -125,7 +127,7 @@ def encode(vectors: Tensor, dtype: Dtype) -> tuple[Tensor, Tensor | None]:
     target_format = ROW_FORMATS[dtype]
     wrong = ~(vectors.abs() <= target_format.greatest)  # NaN compares false
     if wrong.any():
-        row, column = (int(index) for index in wrong.nonzero()[0])
+        row, column = wrong.nonzero()[0].tolist()
         rule = "must be finite"
         if vectors[row].isfinite().all():
             rule = f"{dtype} holds up to {target_format.greatest:,.0f}; use fp32 or int8"
@@ -169,6 +171,7 @@ class LossMeter:
             self._greatest = max(self._greatest, float(difference.max()))
             self._sum += float(difference.sum(dtype=torch.float64))
         if self.queries is not None:
+            # The same queries over both, so that what differs between the lists is rounding alone.
             self._best[0] = self._merge_best(self._best[0], self.queries @ vectors.T)
             self._best[1] = self._merge_best(self._best[1], self.queries @ stored.T)
         self._numbers += difference.numel()
@@ -186,10 +189,9 @@ class LossMeter:
     def loss(self) -> Loss:
         """Returns the loss of all rows so far."""
         recall = None
-        if self._best[0] is not None and self._best[1] is not None:
-            exact = self._best[0][1]
-            stored = self._best[1][1]
-            hits = (exact[:, :, None] == stored[:, None, :]).any(dim=2)
+        exact, stored = self._best
+        if exact is not None and stored is not None:
+            hits = (exact[1][:, :, None] == stored[1][:, None, :]).any(dim=2)
             recall = float(hits.float().mean())
         return Loss(
             greatest=self._greatest, mean=self._sum / max(1, self._numbers), recall=recall, k=K, rows=self._rows

@@ -19,8 +19,8 @@ from torchrec_ext.distributed.runtime import available_memory
 from torchrec_ext.retrieval.store.ids import IdMap, KnownIds
 from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, Loss, LossMeter, decode, encode
 from torchrec_ext.retrieval.store.versions import (
+    ATTEMPTS,
     StoreError,
-    attempts,
     check_version_files,
     current,
     new_version,
@@ -96,11 +96,11 @@ class EmbeddingStore:
             raise StoreError(f"'{folder}' is damaged: {count} rows, {len(self.ids)} ids; write the store again")
         self._descriptor, rows, matrix = _map_numbers(folder / ROWS, self.format.numbers, count * self.width)
         self._matrix = matrix.view(count, self.width)
+        self._maps = [rows]
         self.scales: Tensor | None = None
-        scales: mmap.mmap | None = None
         if self.format.scaled:
             _, scales, self.scales = _map_numbers(folder / SCALES, torch.float32, count)
-        self._maps: list[mmap.mmap] = [mapping for mapping in (rows, scales) if mapping is not None]
+            self._maps.append(scales)
         self._bytes = count * self.width * self._matrix.element_size()
 
     @classmethod
@@ -115,7 +115,7 @@ class EmbeddingStore:
             StoreError: there is no store, or a damaged, truncated or newer one.
         """
         folder = Path(folder)
-        for _ in attempts():
+        for _ in range(ATTEMPTS):
             name = current(folder)
             try:
                 return cls(folder / name, verify=verify)
@@ -162,7 +162,9 @@ class EmbeddingStore:
     def _decoded(self, rows: Tensor, positions: Tensor | slice) -> Tensor:
         if self.format.exact:
             return rows
-        scales = None if self.scales is None else self.scales[positions]
+        scales = self.scales
+        if scales is not None:
+            scales = scales[positions]
         return decode(rows, scales)
 
     def populate(self) -> bool:
@@ -171,10 +173,11 @@ class EmbeddingStore:
         Returns:
             False if the rows stay on disk because they would take more than half of the free memory.
         """
-        if sum(map(len, self._maps)) > available_memory() // _SHARE:
+        mappings = [mapping for mapping in self._maps if mapping is not None]
+        if sum(map(len, mappings)) > available_memory() // _SHARE:
             return False
         self.check()
-        for mapping in self._maps:
+        for mapping in mappings:
             # Read the file from start to end, and enter its pages into this process's page table.
             mapping.madvise(mmap.MADV_WILLNEED)
             for start in range(0, len(mapping), _PIECE):
@@ -277,12 +280,13 @@ def _assign_positions(id_map: IdMap, ids: KnownIds) -> tuple[IdMap, NDArray[np.i
 
 def _tombstone_positions(id_map: IdMap, deleted: KnownIds, written_positions: NDArray[np.int64]) -> NDArray[np.int64]:
     positions = id_map.positions(deleted)
-    for wrong, why in (
-        (positions < 0, "is not in the store"),
-        (np.isin(positions, written_positions), "is also among the ids to write"),
-    ):
+    problems = {
+        "is not in the store": positions < 0,
+        "is also among the ids to write": np.isin(positions, written_positions),
+    }
+    for problem, wrong in problems.items():
         if wrong.any():
-            raise ValueError(f"deleted: {np.asarray(deleted)[wrong][0]!s} {why}; leave it out")
+            raise ValueError(f"deleted: {np.asarray(deleted)[wrong][0]!s} {problem}; leave it out")
     return positions
 
 

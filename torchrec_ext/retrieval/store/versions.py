@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 _FORMAT = 1
 _POINTER = "CURRENT"
 _NAME = re.compile(r"v(\d{8})")
-_TRIES = 20  # attempts to open a version while a writer replaces and removes it
+ATTEMPTS = 20  # to open the current version while writers replace and remove it
 _MOST_BYTES = 2**20  # limit of a manifest; it lists a dozen files
 
 
@@ -37,8 +37,7 @@ class StoreError(ValueError):
 
 def versions(folder: Path) -> list[str]:
     """Returns the names of the complete versions, oldest first."""
-    entries = folder.iterdir() if folder.is_dir() else []
-    return sorted(path.name for path in entries if _NAME.fullmatch(path.name) and (path / MANIFEST).exists())
+    return sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}") if _NAME.fullmatch(path.parent.name))
 
 
 def current(folder: Path) -> str:
@@ -140,8 +139,10 @@ def publish_version(path: Path, content: dict[str, Any], digests: dict[str, str]
     """
     files = {}
     for name, file in files_below(path).items():
-        entry = {"bytes": file.stat().st_size, "sha256": digests[name]} if name in digests else None
-        files[name] = entry or measure_file(file)
+        if name in digests:
+            files[name] = {"bytes": file.stat().st_size, "sha256": digests[name]}
+        else:
+            files[name] = measure_file(file)
         sync_to_disk(file)
     # The order survives a crash at any point: first the files, then the manifest, then the folder's final name, and
     # last the pointer, so that it never names an incomplete version.
@@ -170,11 +171,6 @@ def prune_store(folder: Path | str, keep: int = 2) -> list[str]:
             (folder / name / MANIFEST).unlink()
             shutil.rmtree(folder / name)
     return old_versions
-
-
-def attempts() -> range:
-    """Counts the attempts to follow the pointer, in case a version is removed before it is open."""
-    return range(_TRIES)
 
 
 @contextlib.contextmanager

@@ -55,8 +55,9 @@ def write_store(
         id_map = IdMap.build(writer.ids)
         id_map.save(path)
         np.save(path / LIVE, np.ones(len(id_map), np.bool_))
-        loss = None if writer.meter is None else writer.meter.loss().as_dict()
-        content = {"rows": len(id_map), "width": writer.width, "dtype": dtype, "tower": tower, "loss": loss}
+        content = {"rows": len(id_map), "width": writer.width, "dtype": dtype, "tower": tower, "loss": None}
+        if writer.meter is not None:
+            content["loss"] = writer.meter.loss().as_dict()
         return EmbeddingStore(publish_version(path, content, writer.digests))
 
 
@@ -74,9 +75,12 @@ class RowWriter:
         self._queries = queries
         self.meter: LossMeter | None = None
         self._ids: list[Any] = []
-        names = [ROWS, SCALES] if ROW_FORMATS[dtype].scaled else [ROWS]
-        self._files: dict[str, IO[bytes]] = {name: (folder / name).open("wb") for name in names}
-        self._sha = {name: hashlib.sha256() for name in names}
+        self._files: dict[str, IO[bytes]] = {}
+        # Digests are computed on the way: publishing would read a catalogue's rows again, about 1 s for each GB.
+        self._sha = {}
+        for name in (ROWS, SCALES) if ROW_FORMATS[dtype].scaled else (ROWS,):
+            self._files[name] = (folder / name).open("wb")
+            self._sha[name] = hashlib.sha256()
         self._rows = 0
 
     def add(self, ids: KnownIds, vectors: NDArray[Any] | Tensor) -> None:
@@ -88,16 +92,15 @@ class RowWriter:
         block = self._as_block(vectors, len(ids))
         if len(ids):
             # A copy, since the caller may reuse the block's memory.
-            own_ids = ids if isinstance(ids, pa.Array) else np.array(ids)
-            self._ids.append(checked_ids(own_ids))
+            self._ids.append(checked_ids(ids if isinstance(ids, pa.Array) else np.array(ids)))
         try:
             rows, scales = encode(block, self.dtype)
         except ValueError as error:
             raise ValueError(f"{error} (of the block whose first row is row {self._rows})") from None
         if not ROW_FORMATS[self.dtype].exact:
             if self.meter is None:
-                queries = some_of(block) if self._queries is None else self._queries
-                self.meter = LossMeter(queries)
+                # Rows of the block stand in for queries, which only an export has.
+                self.meter = LossMeter(some_of(block) if self._queries is None else self._queries)
             self.meter.add(block, decode(rows, scales))
         self._write(ROWS, rows)
         if scales is not None:
@@ -116,9 +119,10 @@ class RowWriter:
         return block.contiguous()
 
     def _write(self, name: str, rows: Tensor) -> None:
-        data = rows.contiguous().view(torch.uint8).numpy().data if rows.numel() else b""
-        self._files[name].write(data)
-        self._sha[name].update(data)
+        if rows.numel():  # an empty tensor has no bytes to view
+            data = rows.contiguous().view(torch.uint8).numpy().data
+            self._files[name].write(data)
+            self._sha[name].update(data)
 
     @property
     def ids(self) -> NDArray[Any] | pa.Array:
@@ -127,10 +131,10 @@ class RowWriter:
         Raises:
             ValueError: some blocks have integers and others strings.
         """
-        strings = [isinstance(block, pa.Array) for block in self._ids]
-        if any(strings) and not all(strings):
+        kinds = {isinstance(block, pa.Array) for block in self._ids}
+        if len(kinds) > 1:
             raise ValueError("ids: some blocks have int64 ids and others str; all ids of a catalogue are of one type")
-        if any(strings):
+        if kinds == {True}:
             return pa.concat_arrays(self._ids)
         return np.concatenate([*self._ids, np.zeros(0, np.int64)])
 
@@ -199,7 +203,8 @@ def embed(
         if _ascend(store.ids):
             return store
         return _join_shares([store], folder, dtype, digest)
-    folders = [(shares or folder.parent) / f"{folder.name}.share{each}" for each in range(world_size)]
+    shares = shares or folder.parent
+    folders = [shares / f"{folder.name}.share{number}" for number in range(world_size)]
     write_store(folders[rank], embedded_blocks, tower=digest)
     wait = barrier or (lambda: None)
     wait()  # until every share is complete
@@ -224,20 +229,24 @@ def _ascend(ids: IdMap) -> bool:
 
 def _join_shares(shares: Sequence[EmbeddingStore], folder: Path, dtype: Dtype, digest: str) -> EmbeddingStore:
     """Merges all shares into one store, in ascending order of ids; reads them block by block."""
+    return write_store(folder, _sorted_blocks(shares), dtype=dtype, tower=digest)
+
+
+def _sorted_blocks(shares: Sequence[EmbeddingStore]) -> Iterator[Block]:
     # An empty share has no width, and its ids are int64 even if those of the others are strings.
     filled_shares = [share for share in shares if len(share)]
-    ids = np.concatenate([share.ids.ids() for share in filled_shares] or [np.zeros(0, np.int64)])
+    if not filled_shares:
+        return
+    ids = np.concatenate([share.ids.ids() for share in filled_shares])
     order = np.argsort(ids, kind="stable")
-    ends = np.cumsum([len(share) for share in filled_shares])
-
-    def rows(positions: np.ndarray) -> Tensor:
+    ends = np.cumsum(list(map(len, filled_shares)))
+    for start in range(0, len(order), _ROWS):
+        # Positions among the rows of all shares, one share after the other.
+        positions = order[start : start + _ROWS]
         owner = np.searchsorted(ends, positions, side="right")
         vectors = torch.empty(len(positions), filled_shares[0].width)
         for number, share in enumerate(filled_shares):
             indices = np.flatnonzero(owner == number)
             first = ends[number] - len(share)
             vectors[torch.from_numpy(indices)] = share.rows(torch.from_numpy(positions[indices] - first))
-        return vectors
-
-    blocks = (order[start : start + _ROWS] for start in range(0, len(order), _ROWS))
-    return write_store(folder, ((ids[block], rows(block)) for block in blocks), dtype=dtype, tower=digest)
+        yield ids[positions], vectors
