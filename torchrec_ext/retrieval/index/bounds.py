@@ -65,12 +65,15 @@ class ScoreBounds:
     def of_rows(cls, blocks: Iterable[Tensor], shape: tuple[int, int]) -> ScoreBounds:
         """Copies float32 rows, streamed in blocks, ``shape`` (I, D) in total."""
         codes = torch.empty(shape, dtype=torch.int8)
-        scales, errors, norms = (torch.empty(shape[0]) for _ in range(3))
+        scales = torch.empty(shape[0])
+        errors = torch.empty(shape[0])
+        norms = torch.empty(shape[0])
         start = 0
         for block in blocks:
             rows = slice(start, start + len(block))
             coded, scale = encode(block, "int8")
             assert scale is not None
+            # In float64, so that the errors are those of the codes; the factors cover the rounding to float32.
             near = coded.double() * scale.double()[:, None]
             codes[rows] = coded
             scales[rows] = scale
@@ -96,7 +99,7 @@ class ScoreBounds:
         queries = first[:: max(1, len(first) // _TRIAL_QUERIES)][:_TRIAL_QUERIES].numpy()
         k = max(1, min(_TRIAL_K, len(self.codes) // (2 * _SHARE)))
         results = self.greatest(queries, k, rows)
-        if any(result is None for result in results):
+        if None in results:
             return False
         codes = self.codes[: len(first)]
         scores = np.empty(len(first), np.float32)
@@ -146,8 +149,11 @@ class ScoreBounds:
         coded[: len(searches)] = [query.codes for query in searches]
         products, scores = self._memory(len(coded) * min(_ROWS, size))
         for block, block_maxima in zip(self._blocks(), self._block_maxima, strict=True):
-            if allowed is not None and not allowed[block].any():
-                continue
+            mask: Bools | None = None
+            if allowed is not None:
+                mask = allowed[block]
+                if not mask.any():
+                    continue
             count = block.stop - block.start
             of_block = products[: len(coded) * count].view(-1, count)
             _int8_products(torch.from_numpy(coded), self.codes[block], of_block)
@@ -159,7 +165,6 @@ class ScoreBounds:
                 if excluded:
                     out = excluded[index]
                     values[out[(out >= block.start) & (out < block.stop)] - block.start] = -np.inf
-                mask = None if allowed is None else allowed[block]
                 query.add(block.start, values, self._errors[block], self._norms[block], block_maxima, rows, mask)
         return [query.result() for query in searches]
 
@@ -194,8 +199,9 @@ class _Query:
         self.scale = float(max(exact.max(), -exact.min())) / 127
         products = (norm * greatest, norm * greatest / max(self.scale, _LEAST))
         self.bounded = self.scale > _LEAST and min(products) > _LEAST and max(products) < _GREATEST
-        self.codes = np.rint(exact / self.scale) if self.bounded else np.zeros(len(query))
+        self.codes = np.zeros(len(query))
         if self.bounded:
+            self.codes = np.rint(exact / self.scale)
             error = exact - self.codes * self.scale
             self.of_errors = norm / self.scale * (1 + slack)
             self.of_norms = (float(error @ error) ** 0.5 + slack * norm) / self.scale
@@ -228,7 +234,11 @@ class _Query:
             allowed: (n,) bool, True for positions to return; None for all.
         """
         above = np.inf  # rows with a copy score from here on are computed already
-        for guess in _guesses(copy_scores, self._k, allowed) if self._kth_product is None else ():
+        guesses: list[float] = []
+        # The first block has no threshold yet: computing its best rows by the copy gives one.
+        if self._kth_product is None:
+            guesses = _guesses(copy_scores, self._k, allowed)
+        for guess in guesses:
             self._compute(start, _between(copy_scores, guess, above, allowed), rows)
             above = guess
             if self._kth_product is not None:
@@ -239,6 +249,7 @@ class _Query:
             return
         threshold = self._kth_product / self.scale
         block_threshold = threshold - self.of_errors * block_maxima[0] - self.of_norms * block_maxima[1]
+        # First by the block's widest bound, one comparison a row; only the survivors are bounded one by one.
         if block_threshold < above:
             survivors = _between(copy_scores, block_threshold, above, allowed)
             reach = self.of_errors * errors[survivors] + self.of_norms * norms[survivors]
@@ -267,9 +278,14 @@ class _Query:
 
 def _between(scores: Float32s, low: float, high: float, allowed: Bools | None) -> Positions:
     """Returns (M,) indices of the allowed scores from ``low`` to below ``high``."""
-    indices = np.flatnonzero(scores >= low if high == np.inf else (scores >= low) & (scores < high))
+    inside = scores >= low
+    if high != np.inf:
+        inside &= scores < high
+    indices = np.flatnonzero(inside)
     # They are few: looking them up takes a hundredth of the time of writing -inf to half of the scores.
-    return indices if allowed is None else indices[allowed[indices]]
+    if allowed is not None:
+        indices = indices[allowed[indices]]
+    return indices
 
 
 def _guesses(scores: Float32s, k: int, allowed: Bools | None) -> list[float]:
@@ -279,8 +295,12 @@ def _guesses(scores: Float32s, k: int, allowed: Bools | None) -> list[float]:
     if allowed is not None:
         sample = np.where(allowed[positions], sample, np.float32(-np.inf))
     sample = np.sort(sample)[::-1]
-    ranks = [min(_SAMPLE, 2 * k * times * _SAMPLE // len(scores) + 4 * times) for times in (1, 4, 16)]
-    return [max(float(sample[rank - 1]), _LOWEST) for rank in ranks]
+    guesses = []
+    for times in (1, 4, 16):
+        # Rather too low: a guess that K rows do not reach is followed by the next.
+        rank = min(_SAMPLE, 2 * k * times * _SAMPLE // len(scores) + 4 * times)
+        guesses.append(max(float(sample[rank - 1]), _LOWEST))
+    return guesses
 
 
 @functools.cache

@@ -6,13 +6,13 @@ TopK keeps the greatest scores over blocks of candidates, exact to the last tie.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 
 from torchrec_ext.retrieval.index.bounds import Bools, Float32s, ScoreBounds
 from torchrec_ext.retrieval.index.projection import Projection
@@ -151,13 +151,16 @@ class Blockwise:
         with torch.inference_mode():
             prepared = self.prepared(queries)
             candidate_mask = self.candidate_mask(allowed)
-            mask = None if candidate_mask is None else candidate_mask.numpy()
             excluded_positions = [positions.numpy() for positions in excluded or ()]
-            if mask is not None:
+            mask: Bools | None = None
+            if candidate_mask is not None:
+                mask = candidate_mask.numpy()
                 count = np.count_nonzero(mask)
                 if count <= self.size * self._few_share:
                     return self._search_few(prepared, k, np.flatnonzero(mask), excluded_positions)
-                mask = None if count == self.size else mask
+                # Every block would be masked for nothing.
+                if count == self.size:
+                    mask = None
             if self._bounds is None:
                 return self._search_all(prepared, k, mask, excluded_positions)
             results = []
@@ -167,10 +170,10 @@ class Blockwise:
                 if best is None:
                     results.append(self._search_all(query, k, mask, excluded_positions[row : row + 1]))
                     continue
-                positions, products = (torch.from_numpy(array)[None] for array in best)
-                scores = pad_candidates(products + self.constant(query), k, -torch.inf)
-                results.append((scores, pad_candidates(positions, k, -1)))
-        return torch.cat([scores for scores, _ in results]), torch.cat([positions for _, positions in results])
+                positions, products = best
+                scores = torch.from_numpy(products)[None] + self.constant(query)
+                results.append(pad_results(scores, torch.from_numpy(positions)[None], k))
+        return join_results(results)
 
     def candidate_mask(self, allowed: Tensor | None) -> Tensor | None:
         """Returns (I,) bool, True for live positions that are allowed; None for all positions."""
@@ -206,27 +209,28 @@ class Blockwise:
     def _search_all(
         self, prepared: Tensor, k: int, mask: Bools | None, excluded_positions: Sequence[NDArray[np.int64]]
     ) -> tuple[Tensor, Tensor]:
-        best = TopK(len(prepared), min(k, max(1, self.size)))
+        best = TopK(len(prepared), k)
         # One buffer for all blocks: allocating one per block costs as much as finding its greatest scores.
         buffer = torch.empty(len(prepared) * min(self._rows, self.size))
         for start, stop in self.blocks():
             # Filling scores with -inf where the mask is False would take a quarter of the time of the products.
-            allowed = None if mask is None else mask[start:stop]
-            if allowed is not None and not allowed.any():
-                continue
+            allowed: Bools | None = None
+            if mask is not None:
+                allowed = mask[start:stop]
+                if not allowed.any():
+                    continue
             scores = buffer[: len(prepared) * (stop - start)].view(len(prepared), -1)
             self._score(prepared, self.block(start, stop), slice(start, stop), scores)
             for row, positions in zip(scores.numpy(), excluded_positions, strict=False):
                 row[positions[(positions >= start) & (positions < stop)] - start] = -np.inf
             best.add(start, scores, allowed)
-        best_scores, best_positions = best.result()
-        return pad_candidates(best_scores, k, -torch.inf), pad_candidates(best_positions, k, -1)
+        return best.result()
 
     def _search_few(
         self, prepared: Tensor, k: int, allowed: NDArray[np.int64], excluded_positions: Sequence[NDArray[np.int64]]
     ) -> tuple[Tensor, Tensor]:
         """Scores the positions ``allowed`` (N,), ascending, and no others."""
-        best = TopK(len(prepared), min(k, max(1, len(allowed))))
+        best = TopK(len(prepared), k)
         for start in range(0, len(allowed), self._rows):
             positions = allowed[start : start + self._rows]
             scores = torch.empty(len(prepared), len(positions))
@@ -236,8 +240,7 @@ class Blockwise:
             best.add(start, scores)
         best_scores, indices = best.result()
         # Index -1 of the padding reads the last entry, -1.
-        best_positions = torch.from_numpy(np.append(allowed, -1)[indices.numpy()])
-        return pad_candidates(best_scores, k, -torch.inf), pad_candidates(best_positions, k, -1)
+        return best_scores, torch.from_numpy(np.append(allowed, -1)[indices.numpy()])
 
     def _score(self, prepared: Tensor, rows: Tensor, positions: slice | Tensor, out: Tensor) -> None:
         if self._bounds is None:
@@ -310,17 +313,25 @@ def check_request(
         )
     if excluded is not None and len(excluded) != len(queries):
         raise ValueError(f"excluded: {len(excluded)} sets of positions for {len(queries)} queries; give one for each")
-    for positions in (each.numpy() for each in excluded or ()):
+    for each in excluded or ():
+        positions = each.numpy()
         if len(positions) and (positions.min() < 0 or positions.max() >= size):
             wrong = int(positions[(positions < 0) | (positions >= size)][0])
             raise ValueError(f"excluded: {wrong} is not a position (0 to {size - 1}); leave out unknown ids, -1")
 
 
-def pad_candidates(values: Tensor, k: int, value: float) -> Tensor:
-    """Pads (Q, K or fewer) to (Q, K)."""
-    if values.shape[1] == k:
-        return values
-    return torch.nn.functional.pad(values, (0, k - values.shape[1]), value=value)
+def pad_results(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Pads scores and positions (Q, K or fewer) to (Q, K), with -inf and -1."""
+    if scores.shape[1] == k:
+        return scores, positions
+    padding = (0, k - scores.shape[1])
+    return pad(scores, padding, value=-torch.inf), pad(positions, padding, value=-1)
+
+
+def join_results(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Joins the scores and positions (1, K) of one query each to (Q, K)."""
+    scores, positions = zip(*results, strict=True)
+    return torch.cat(scores), torch.cat(positions)
 
 
 _BLOCK = 2**24  # bytes of float32 rows read at a time
@@ -378,16 +389,17 @@ class ExactIndex(Blockwise):
         self.width = _width(source)
         super().__init__(source, _bytes(source) // (4 * max(1, self.width)))
         self.metric = metric
-        self._inverse_norms = self._norms().clamp(min=_EPS).reciprocal() if metric == "cosine" else None
-
-    def _norms(self) -> Tensor:
-        norms = [self.block(start, stop).norm(dim=1) for start, stop in self.blocks()]
-        return torch.cat([torch.empty(0), *norms])
+        if metric == "cosine":
+            # Stored rows stay as they are, in the mapped file: a product with 1 / norm follows each score.
+            norms = [self.block(start, stop).norm(dim=1) for start, stop in self.blocks()]
+            self._inverse_norms = torch.cat([torch.empty(0), *norms]).clamp(min=_EPS).reciprocal()
 
     def rows(self, start: int, stop: int) -> Tensor:
         """See :meth:`Blockwise.rows`."""
         block = self.block(start, stop)
-        return normalize(block) if self.metric == "cosine" else block
+        if self.metric == "cosine":
+            return normalize(block)
+        return block
 
     def prepared(self, queries: Tensor) -> Tensor:
         """See :meth:`Blockwise.prepared`.
@@ -399,7 +411,9 @@ class ExactIndex(Blockwise):
             raise ValueError(
                 f"queries: {queries.shape[1]} wide, the stored vectors are {self.width}; give the query tower's outputs"
             )
-        return normalize(queries) if self.metric == "cosine" else queries
+        if self.metric == "cosine":
+            return normalize(queries)
+        return queries
 
     def fill_scores(self, queries: Tensor, rows: Tensor, positions: slice | Tensor, out: Tensor) -> None:
         """See :meth:`Blockwise.fill_scores`."""
@@ -486,15 +500,22 @@ class ScoredIndex(Blockwise):
 
 def _padded(rows: Tensor) -> Tensor:
     padding = -len(rows) % _LANES
-    return torch.nn.functional.pad(rows, (0, 0, 0, padding)) if padding else rows
+    if padding:
+        rows = pad(rows, (0, 0, 0, padding))
+    return rows
 
 
 def _width(source: EmbeddingStore | Tensor) -> int:
-    return source.shape[1] if isinstance(source, Tensor) else source.width
+    if isinstance(source, Tensor):
+        return source.shape[1]
+    return source.width
 
 
 def _bytes(source: EmbeddingStore | Tensor) -> int:
-    return _BLOCK if isinstance(source, Tensor) or source.format.exact else _DECODED
+    """Returns the bytes of a block of rows."""
+    if isinstance(source, Tensor) or source.format.exact:
+        return _BLOCK
+    return _DECODED
 
 
 def _products(queries: Tensor, rows: Tensor, out: Tensor) -> None:
@@ -517,7 +538,7 @@ def _products(queries: Tensor, rows: Tensor, out: Tensor) -> None:
 def check_metric(metric: str) -> None:
     """Raises ValueError unless the metric is dot or cosine."""
     if metric not in ("dot", "cosine"):
-        remedy = f"one of {', '.join(get_args(Metric)[:2])}"
+        remedy = "one of dot, cosine"
         if metric == "top_nn":
             remedy = "a top NN is searched by ScoredIndex"
         raise ValueError(f"metric={metric!r}: must be dot or cosine, that of the model's loss; {remedy}")

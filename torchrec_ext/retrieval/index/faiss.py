@@ -12,7 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_ext.retrieval.index.exact import FEW, ExactIndex, Metric, check_metric, check_request, pad_candidates
+from torchrec_ext.retrieval.index.exact import (
+    FEW,
+    ExactIndex,
+    Metric,
+    check_metric,
+    check_request,
+    join_results,
+    pad_results,
+)
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.retrieval.store.versions import StoreError
 
@@ -147,11 +155,13 @@ def filled_index(
         k: neighbours per search; HNSW needs room for them.
     """
     rows = vectors
+    metric = faiss.METRIC_INNER_PRODUCT
     if lift:
         squares = np.einsum("id,id->i", vectors, vectors)
         rows = lifted(vectors, norm=float(np.sqrt(squares.max())))
+        metric = faiss.METRIC_L2
     count, width = rows.shape
-    index = FAISS_KINDS[kind].make(faiss, count, width, faiss.METRIC_L2 if lift else faiss.METRIC_INNER_PRODUCT)
+    index = FAISS_KINDS[kind].make(faiss, count, width, metric)
     if not index.is_trained:
         index.train(rows)
     index.add(rows)
@@ -185,7 +195,8 @@ def _lists(count: int) -> int:
 
 def selector(allowed: Tensor | None, excluded: Tensor | None) -> list[Any]:
     """Returns FAISS's filter as the last object of a list, after the objects it refers to; keep all of them alive."""
-    faiss, filters = faiss_module(), []
+    faiss = faiss_module()
+    filters = []
     if allowed is not None:
         filters.append(faiss.IDSelectorBitmap(np.packbits(allowed.numpy(), bitorder="little")))
     if excluded is not None:
@@ -295,7 +306,9 @@ class FaissIndex:
             except ValueError:  # this way does not reach the recall
                 costs.append((float("inf"), 0.0))
             else:
-                query_rows = lifted(queries.numpy()) if lift else queries.numpy()
+                query_rows = queries.numpy()
+                if lift:
+                    query_rows = lifted(query_rows)
                 # At equal cost the greater recall decides.
                 cost = FAISS_KINDS[kind].cost(trial._index, trial.setting, query_rows)
                 costs.append((cost, -trial.measured_recall))
@@ -326,16 +339,19 @@ class FaissIndex:
                 f"queries: {len(queries)}; needs 2 or more, one half to choose a setting and one to measure it"
             )
         halves = [torch.split(half, _AT_ONCE) for half in (queries[::2], queries[1::2])]
-        truths = [torch.cat([self._exact.search(block, self.k)[1] for block in half]) for half in halves]
+        truths = []
+        for half in halves:
+            truths.append(torch.cat([self._exact.search(block, self.k)[1] for block in half]))
 
         def recalls_at(index: int, half: int) -> Tensor:
             """Returns (Q,) recalls of a half's queries at a setting."""
             self.setting = settings[index]
-            results = torch.cat([self._search(block, self.k, None)[1] for block in halves[half]])
+            results = torch.cat([self._search(block, self.k)[1] for block in halves[half]])
             hits = (truths[half][:, :, None] == results[:, None, :]).any(dim=2) & (truths[half] >= 0)
             return hits.sum(dim=1) / (truths[half] >= 0).sum(dim=1).clamp(min=1)
 
-        low, high = 0, len(settings) - 1
+        low = 0
+        high = len(settings) - 1
         while low < high:
             middle = (low + high) // 2
             if float(recalls_at(middle, 0).mean()) >= recall:
@@ -365,63 +381,50 @@ class FaissIndex:
         if candidate_mask is not None and np.count_nonzero(candidate_mask) <= self.size * FEW:
             return self._exact.search(queries, k, allowed=allowed, excluded=excluded)
         if candidate_mask is None and excluded is None:
-            return self._fill_from_exact(queries, k, *self._search(queries, k, None), None, None)
+            scores, positions = self._search(queries, k)
+            # Results are sorted, so a short one ends with -1.
+            short = positions.numpy()[:, -1] < 0
+            if short.any():
+                scores[short], positions[short] = self._exact.search(queries[short], k)
+            return scores, positions
         results = []
+        # One by one, because FAISS takes one filter for all queries of a search.
         for row, query in enumerate(queries[:, None]):
-            excluded_here = None if excluded is None else [excluded[row]]
-            found_rows = self._search(
-                query, k, selector(candidate_mask, None if excluded_here is None else excluded_here[0])
-            )
-            results.append(self._fill_from_exact(query, k, *found_rows, allowed, excluded_here))
-        return torch.cat([scores for scores, _ in results]), torch.cat([positions for _, positions in results])
+            excluded_positions = None
+            excluded_sets = None
+            if excluded is not None:
+                excluded_positions = excluded[row]
+                excluded_sets = [excluded_positions]
+            result = self._search(query, k, selector(candidate_mask, excluded_positions))
+            if int(result[1][0, -1]) < 0:
+                result = self._exact.search(query, k, allowed=allowed, excluded=excluded_sets)
+            results.append(result)
+        return join_results(results)
 
-    def _fill_from_exact(
-        self,
-        queries: Tensor,
-        k: int,
-        scores: Tensor,
-        positions: Tensor,
-        allowed: Tensor | None,
-        excluded_sets: Sequence[Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Replaces results with fewer than K entries by those of the exact search."""
-        # Results are sorted, so a short one ends with -1.
-        if int(positions.numpy()[:, -1].min()) < 0:
-            short = positions[:, -1] < 0
-            excluded_of_short = None
-            if excluded_sets is not None:
-                excluded_of_short = [each for each, few in zip(excluded_sets, short.tolist(), strict=True) if few]
-            scores[short], positions[short] = self._exact.search(
-                queries[short], k, allowed=allowed, excluded=excluded_of_short
-            )
-        return scores, positions
-
-    def _search(self, queries: Tensor, k: int, filters: Any) -> tuple[Tensor, Tensor]:
-        faiss = faiss_module()
+    def _search(self, queries: Tensor, k: int, filters: Sequence[Any] = ()) -> tuple[Tensor, Tensor]:
+        """Returns the best K candidates of the index, scored by their stored rows; see :func:`selector`."""
         query_rows = self._exact.prepared(queries).numpy()
         kind = FAISS_KINDS[self.kind]
         candidate_count = min(self.size, k * kind.refined)
-        parameters = kind.parameters(
-            faiss, self.setting, candidate_count, {} if filters is None else {"sel": filters[-1]}
-        )
-        candidates = self._index.search(
-            lifted(query_rows) if self.lifted else query_rows, candidate_count, params=parameters
-        )[1]
-        # The best K candidates by the scores of their stored rows, like `Index.search`.
-        cosine = self.metric == "cosine"
+        options = {}
+        if filters:
+            options["sel"] = filters[-1]
+        parameters = kind.parameters(faiss_module(), self.setting, candidate_count, options)
+        index_queries = query_rows
+        if self.lifted:
+            index_queries = lifted(query_rows)
+        _, candidates = self._index.search(index_queries, candidate_count, params=parameters)
         # In ascending order, so that the stable sort below puts the smaller position first among ties.
         candidates.sort(axis=1)
         rows = _rows(self._exact.source, np.maximum(candidates, 0))
         scores: NDArray[np.float32] = np.matmul(rows, query_rows[:, :, None])[:, :, 0]
-        if cosine:
+        if self.metric == "cosine":
             scores /= np.maximum(np.sqrt(np.einsum("qcd,qcd->qc", rows, rows)), _EPS)
         scores[candidates < 0] = -np.inf
         order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        # From a query's columns to places in the flat arrays.
         order += np.arange(0, candidates.size, candidates.shape[1])[:, None]
-        best_scores = torch.from_numpy(scores.take(order))
-        return pad_candidates(best_scores, k, -torch.inf), pad_candidates(
-            torch.from_numpy(candidates.take(order)), k, -1
-        )
+        return pad_results(torch.from_numpy(scores.take(order)), torch.from_numpy(candidates.take(order)), k)
 
     def save(self, folder: Path) -> None:
         """Creates ``folder`` and writes the index and its setting to it."""

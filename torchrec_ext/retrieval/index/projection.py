@@ -128,7 +128,8 @@ class _FM(_Linear):
         self.query_inputs = self.interaction.first_order.in_features - width
 
     def query(self, query: Tensor) -> Tensor:
-        machine, width = self.interaction, self.width
+        machine = self.interaction
+        width = self.width
         weight: Tensor = machine.first_order.weight[0]
         towers = query.view(*query.shape[:-1], -1, width)
         total = towers.sum(dim=-2)
@@ -153,14 +154,17 @@ class _TopMLP(Projection):
         self.right = candidate_half.contiguous()
         self.bias = first.bias
         self.rest = layers[1:-1]
-        self.last = layers[-1] if len(layers) > 1 else None
+        self.last: Any = None
+        self._weight: Any = None
+        if len(layers) > 1:
+            self.last = layers[-1]
+            self._weight = self.last.weight[0]
         self.projected = first.out_features <= width
         self.width = min(first.out_features, width)
         self.query_width = first.out_features
         self.query_inputs = first.in_features - width
         # For score_in_place(): plain attributes, because a module's attribute look-up is slow.
         self._layers = tuple(self.rest)
-        self._weight: Any = None if self.last is None else self.last.weight[0]
         self._by_numpy = type(self.interaction.activation) in (nn.ReLU, nn.Identity)
 
     def query(self, query: Tensor) -> Tensor:
