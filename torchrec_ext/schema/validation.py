@@ -1,12 +1,13 @@
 """DataError, which every check of the data raises, OutOfRange, and names listed for a message.
 
-check_choice(), check_least(): the two checks that most settings need.
+check_choice(), check_least(): the two checks that most settings need. did_you_mean(): the remedy for a wrong name.
 
 This module imports no torch, because settings use its names.
 """
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 from collections.abc import Iterable
 from typing import Literal
@@ -26,6 +27,17 @@ def listed(names: Iterable[str]) -> str:
         ('user, item', 'xx, ...')
     """
     return textwrap.shorten(", ".join(names), 100, placeholder=" ...")
+
+
+def did_you_mean(name: str, names: Iterable[str], otherwise: str, *, cutoff: float = 0.6) -> str:
+    """Returns a question with the nearest of ``names`` for a message, or the words ``otherwise`` if none is near.
+
+    Example:
+        >>> did_you_mean("yaer", ["user", "year"], "there are user, year"), did_you_mean("x", ["year"], "there is year")
+        ("did you mean 'year'?", 'there is year')
+    """
+    match = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
+    return f"did you mean {match[0]!r}?" if match else otherwise
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:

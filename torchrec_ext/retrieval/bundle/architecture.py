@@ -45,6 +45,7 @@ INTERACTION_CLASSES: tuple[type[nn.Module], ...] = (
 )
 _MODULES = {kind.__name__: kind for kind in (*TOWERS, *INTERACTION_CLASSES, SessionEncoder)}
 _TABLES = {kind.__name__: kind for kind in (EmbeddingBagConfig, EmbeddingConfig)}
+_ARGUMENTS: dict[str, Any] = {**_TABLES, "Compression": Compression}
 _TABLE_FIELDS = ("name", "feature_names", "num_embeddings", "embedding_dim", "data_type", "pooling")
 # About a table's initial values, which its weights replace.
 _INITIAL = ("init_fn", "weight_init_max", "weight_init_min")
@@ -104,12 +105,14 @@ def rebuild(description: Any, *, also: Sequence[type[nn.Module]] = ()) -> nn.Mod
 
 
 def _allowed_classes(also: Sequence[type[nn.Module]]) -> dict[str, type[nn.Module]]:
+    classes = dict(_MODULES)
     for kind in also:
         if kind.__name__ in _MODULES or not issubclass(kind, Recorded):
             raise BundleError(
                 f"also: {kind.__name__} must be Recorded, and have a name of its own (not {listed(sorted(_MODULES))})"
             )
-    return {**_MODULES, **{kind.__name__: kind for kind in also}}
+        classes[kind.__name__] = kind
+    return classes
 
 
 def _describe_value(where: str, value: Any, also: Sequence[type[nn.Module]]) -> Any:
@@ -118,6 +121,7 @@ def _describe_value(where: str, value: Any, also: Sequence[type[nn.Module]]) -> 
     if isinstance(value, nn.Module):
         return describe_module(value, also=also)
     if isinstance(value, EmbeddingBagConfig | EmbeddingConfig):
+        # Fields that a bundle does not have must be as in a new table, or the bundle would compute otherwise.
         plain = type(value)(num_embeddings=1, embedding_dim=1, feature_names=[])
         for field in dataclasses.fields(value):
             differs = getattr(value, field.name) != getattr(plain, field.name)
@@ -127,7 +131,9 @@ def _describe_value(where: str, value: Any, also: Sequence[type[nn.Module]]) -> 
                     "cannot hold; serve it from a copy of the table without"
                 )
         fields = {name: getattr(value, name) for name in _TABLE_FIELDS if hasattr(value, name)}
-        fields |= {name: fields[name].value for name in ("data_type", "pooling") if name in fields}
+        fields["data_type"] = value.data_type.value
+        if isinstance(value, EmbeddingBagConfig):
+            fields["pooling"] = value.pooling.value
         return {"class": type(value).__name__, "arguments": fields}
     if isinstance(value, Compression):
         return {"class": "Compression", "arguments": dataclasses.asdict(value)}
@@ -162,16 +168,14 @@ def _build_value(where: str, value: Any, also: Sequence[type[nn.Module]], depth:
             f"{where}: {_shorten(value)} is neither a class with arguments nor a mapping; export the bundle again"
         )
     name = value["class"]
-    arguments = {
-        key: _build_value(f"{where}.{name}.{key}", each, also, depth + 1) for key, each in value["arguments"].items()
-    }
-    classes = _allowed_classes(also)
-    kind: Any = classes.get(name) or {**_TABLES, "Compression": Compression}.get(name)
-    if kind is None:
+    arguments = {}
+    for key, each in value["arguments"].items():
+        arguments[key] = _build_value(f"{where}.{name}.{key}", each, also, depth + 1)
+    classes: dict[str, Any] = {**_ARGUMENTS, **_allowed_classes(also)}
+    if name not in classes:
         raise BundleError(
-            f"{where}: class {name!r} is not one that a bundle may name "
-            f"({listed(sorted({*classes, *_TABLES, 'Compression'}))}); if it is your own, give it to Bundle.load as "
-            "also=[...]"
+            f"{where}: class {name!r} is not one that a bundle may name ({listed(sorted(classes))}); if it is your "
+            "own, give it to Bundle.load as also=[...]"
         )
     _check_sizes(f"{where}.{name}", arguments, table=name in _TABLES)
     try:
@@ -179,10 +183,10 @@ def _build_value(where: str, value: Any, also: Sequence[type[nn.Module]], depth:
             arguments["data_type"] = DataType(arguments["data_type"])
             if "pooling" in arguments:
                 arguments["pooling"] = PoolingType(arguments["pooling"])
-        elif "device" in inspect.signature(kind).parameters:
+        elif "device" in inspect.signature(classes[name]).parameters:
             arguments["device"] = torch.device("meta")
         with torch.device("meta"):
-            return kind(**arguments)
+            return classes[name](**arguments)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError, ZeroDivisionError) as error:
         raise BundleError(
             f"{where}: {name} cannot be made of {_shorten(arguments)}: {error}; export the bundle again"
@@ -206,7 +210,9 @@ def _check_sizes(where: str, arguments: Mapping[str, Any], *, table: bool) -> No
 
 def _shorten(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
+    if len(text) > 120:
+        text = f"{text[:117]}..."
+    return text
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -239,7 +245,9 @@ def fill_dense(where: Path, module: nn.Module, tensors: Mapping[str, Tensor], ta
     expected = {name: value for name, value in module.state_dict().items() if name not in tables}
     for name in sorted({*expected, *tensors}):
         if name not in tensors or name not in expected:
-            problem = "is missing" if name in expected else "belongs to no module"
+            problem = "is missing"
+            if name not in expected:
+                problem = "belongs to no module"
             raise BundleError(
                 f"{where}: weight '{name}' {problem}: these weights are of another model; export the bundle again"
             )
@@ -265,8 +273,11 @@ class Int8Table(nn.Module):
     def __init__(self, holder: nn.Module, rows: Tensor, scales: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(rows, requires_grad=False)
+        # A plain attribute: a buffer would be one of the weights that fill_dense() expects.
         self.scales = scales
-        self._mode: str | None = holder.mode if isinstance(holder, nn.EmbeddingBag) else None
+        self._mode: str | None = None
+        if isinstance(holder, nn.EmbeddingBag):
+            self._mode = holder.mode
 
     def rows(self, ids: Tensor) -> Tensor:
         """Returns (len(ids), D) float32 rows."""
@@ -303,21 +314,26 @@ def map_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None
     Raises:
         BundleError: a file is of another table.
     """
-    # A list, because _replace() changes the modules that values_by_table() walks through.
+    # A list, because replacing a table changes the modules that values_by_table() walks through.
     for name, holder, weight in list(values_by_table(model)):
         if name not in files:
             raise BundleError(f"{folder}: table '{name}' has no file; export the bundle again")
-        path = folder / files[name]
-        tensors = read_tensors(path)
+        file = folder / files[name]
+        tensors = read_tensors(file)
         rows = tensors.get("weight")
         scales = tensors.get("scale")
         if rows is not None and scales is not None and _is_int8(rows, scales, weight):
-            _replace(model, holder, Int8Table(holder, rows, scales))
+            table = Int8Table(holder, rows, scales)
+            for path, module in list(model.named_modules(remove_duplicate=False)):
+                if module is holder:
+                    model.set_submodule(path, table)
             continue
         if rows is None or rows.shape != weight.shape or rows.dtype != weight.dtype:
-            content = "no tensor 'weight'" if rows is None else f"{tuple(rows.shape)} {rows.dtype}"
+            content = "no tensor 'weight'"
+            if rows is not None:
+                content = f"{tuple(rows.shape)} {rows.dtype}"
             raise BundleError(
-                f"{path}: {content}, table '{name}' is {tuple(weight.shape)} {weight.dtype}: it is of another model, "
+                f"{file}: {content}, table '{name}' is {tuple(weight.shape)} {weight.dtype}: it is of another model, "
                 "or was cast; export the bundle again"
             )
         holder.weight = nn.Parameter(rows, requires_grad=False)
@@ -327,13 +343,6 @@ def _is_int8(rows: Tensor, scales: Tensor, weight: Tensor) -> bool:
     if rows.shape != weight.shape or scales.shape != weight.shape[:1]:
         return False
     return rows.dtype == torch.int8 and scales.dtype == torch.float32
-
-
-def _replace(model: nn.Module, holder: nn.Module, table: Int8Table) -> None:
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if child is holder:
-                setattr(parent, name, table)
 
 
 def table_paths(model: nn.Module) -> list[str]:

@@ -78,18 +78,22 @@ class LiveModel:
         self.candidate = candidate or self._names[-1]
         if self.candidate not in records:
             raise BundleError(f"candidate={self.candidate!r}: is not a tower of the model; they are {listed(records)}")
-        self.names = [*(name for name in records if name != self.candidate), self.candidate]
+        # The candidate's tower comes last in a bundle.
+        self.names = [name for name in records if name != self.candidate]
+        self.names.append(self.candidate)
         self.rounding = max([TOLERANCE, *map(_rounding, model.modules())])
         self.rows = dict(rows or {})
         self.towers = {name: describe_module(records[name], also=also) for name in self.names}
         for tower in self.towers.values():
-            for table in tower["arguments"].get("tables", ()) if self.rows else ():
+            for table in tower["arguments"].get("tables", ()):
                 arguments = table["arguments"]
                 if arguments["name"] in self.rows:
                     arguments["num_embeddings"] = len(self.rows[arguments["name"]])
         self._order = [self.names.index(name) for name in self._names]
         inner = unwrapped.interaction
-        self.metric: Metric = (inner.metric if isinstance(inner, InteractionLayer) else None) or "top_nn"
+        self.metric: Metric = "top_nn"
+        if isinstance(inner, InteractionLayer) and inner.metric is not None:
+            self.metric = inner.metric
         self.interaction = describe_module(how_made(inner), also=also)
         if self.names != self._names:
             widths = [int(rebuild(self.towers[name], also=also).out_features) for name in self.names]  # type: ignore[arg-type]
@@ -116,7 +120,7 @@ class LiveModel:
     def model_ids(self, sparse: Mapping[str, Jagged]) -> dict[str, Jagged]:
         """Returns ids of the bundle as rows of the model's tables."""
         ids = dict(sparse)
-        for feature in self.module.schema().sparse if self.rows else ():
+        for feature in self.module.schema().sparse:
             rows = self.rows.get(feature.tables[0])
             if rows is not None and feature.name in ids:
                 ids[feature.name] = ids[feature.name]._replace(values=rows[ids[feature.name].values])
@@ -176,7 +180,9 @@ PAIRS = 256
 LOGIT_SHARE = 0.05  # of the greatest logit, by which int8 may change one: in a bundle's tables, or between ranks
 TOLERANCE = 1e-5  # of a logit, relative to the greatest: float32 sums in another order, as another machine adds them
 _FOLDER = "audit"
-_QUERIES, _CANDIDATES, _EXPECTED = (f"{_FOLDER}/{name}.arrow" for name in ("queries", "candidates", "expected"))
+_QUERIES = f"{_FOLDER}/queries.arrow"
+_CANDIDATES = f"{_FOLDER}/candidates.arrow"
+_EXPECTED = f"{_FOLDER}/expected.arrow"
 
 
 @dataclass(frozen=True)
@@ -238,9 +244,10 @@ class Audit:
             raise BundleError(f"{folder / _FOLDER}: its files have different numbers of rows; export the bundle again")
         if not len(expected):
             raise BundleError(f"{folder / _FOLDER}: has no pairs, so nothing is proven by it; export the bundle again")
-        ids, positions, expected_logits = (expected[name].to_numpy() for name in ("id", "position", "logit"))
-        audit = cls(queries, candidates, positions.copy(), ids)
-        return audit, torch.from_numpy(expected_logits.astype(np.float32))
+        # A copy, because torch warns about read-only memory, such as Arrow's.
+        positions = expected["position"].to_numpy().copy()
+        audit = cls(queries, candidates, positions, expected["id"].to_numpy())
+        return audit, torch.from_numpy(expected["logit"].to_numpy().astype(np.float32))
 
 
 @torch.no_grad()

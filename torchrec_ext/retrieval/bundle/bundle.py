@@ -262,10 +262,12 @@ class Bundle:
 
 
 def _check_weights(folder: Path, module: nn.Module) -> None:
-    tables = {id(weight): name for name, _, weight in values_by_table(module)}
-    for name, holder, _ in values_by_table(module):
-        scales = holder.scales if isinstance(holder, Int8Table) else None
-        row = _first_nonfinite_row(scales)
+    tables = {}
+    for name, holder, weight in values_by_table(module):
+        tables[id(weight)] = name
+        if not isinstance(holder, Int8Table):
+            continue
+        row = _first_nonfinite_row(holder.scales)
         if row is not None:
             raise BundleError(f"{folder}: table '{name}', row {row}: its scale is NaN or infinity; {_ANEW}")
     for name, weight in module.state_dict(keep_vars=True).items():
@@ -345,6 +347,7 @@ def _check_users(
             who = "the user of whom nothing is known"
             table_row = -1
         try:
+            # A request's other columns come from its caller, so those of an audited query stand in for them.
             query.read({**context, **users.rows([table_row])})
         except (ValueError, TypeError, OverflowError) as error:
             raise BundleError(
@@ -372,7 +375,8 @@ def _odd_rows(column: pa.ChunkedArray) -> Iterator[int]:
         masks += [pc.is_nan(values), pc.is_inf(values)]
     for mask in masks:
         index = pc.index(mask, True).as_py()
-        if index >= 0 and is_list:
+        if index < 0:
+            continue
+        if is_list:
             index = pc.list_parent_indices(column)[index].as_py()
-        if index >= 0:
-            yield index
+        yield index

@@ -123,8 +123,10 @@ _Layer = Callable[[_Floats], _Floats]
 def _arrays(table: nn.Module) -> tuple[NDArray[Any], _Floats | None]:
     """Returns a table's rows, and their scales if it is int8."""
     weight: Any = table.weight
-    scales = table.scales.numpy() if isinstance(table, Int8Table) else None
-    return weight.detach().numpy(), scales
+    rows = weight.detach().numpy()
+    if isinstance(table, Int8Table):
+        return rows, table.scales.numpy()
+    return rows, None
 
 
 def _numpy_layers(network: nn.Module) -> list[_Layer] | None:
@@ -141,9 +143,9 @@ def _numpy_layers(network: nn.Module) -> list[_Layer] | None:
 
 
 def _numpy_layer(layer: nn.Module) -> _Layer | None:
-    if type(layer) is nn.Linear and layer.weight.dtype == torch.float32:
+    if type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and layer.bias is not None:
         weight: _Floats = layer.weight.detach().numpy()
-        bias = np.zeros(len(weight), np.float32) if layer.bias is None else layer.bias.detach().numpy()
+        bias: _Floats = layer.bias.detach().numpy()
         return lambda row: weight.dot(row) + bias
     if type(layer) is nn.ReLU:
         return lambda row: np.maximum(row, 0)
@@ -215,8 +217,10 @@ class Architecture:
 
     def as_json(self) -> dict[str, Any]:
         """Returns JSON values: the towers as a list, because their order matters; ``unseen`` only if not empty."""
-        values = {**vars(self), "towers": [[name, description] for name, description in self.towers.items()]}
-        return {name: value for name, value in values.items() if name != "unseen" or value}
+        values = {**vars(self), "towers": list(map(list, self.towers.items()))}
+        if not self.unseen:
+            del values["unseen"]
+        return values
 
     @classmethod
     def open(cls, folder: Path) -> Architecture:
@@ -230,10 +234,12 @@ class Architecture:
             # The types are checked here, once, because the file may come from anybody and later code relies on them.
             towers = {str(name): description for name, description in values.pop("towers")}
             architecture = cls(towers=towers, **values)
-            mappings = (getattr(architecture, name) for name in ("tables", "oov_ids", "types", "unseen"))
-            fits = len(towers) >= 2 and all(isinstance(mapping, dict) for mapping in mappings)
-            fits = fits and all(type(row) is int for rows in architecture.unseen.values() for row in rows)
-        except (TypeError, ValueError, KeyError):
+            fits = len(towers) >= 2
+            for name in ("tables", "oov_ids", "types", "unseen"):
+                fits = fits and isinstance(getattr(architecture, name), dict)
+            for rows in architecture.unseen.values():
+                fits = fits and set(map(type, rows)) <= {int}
+        except (TypeError, ValueError, KeyError, AttributeError):
             fits = False
         if not fits:
             raise BundleError(f"{folder / ARCHITECTURE}: does not describe two towers or more; export the bundle again")
@@ -255,7 +261,9 @@ class RowEncoder:
         self._types = types
         towers: Any = model.towers.values()
         self.width = sum(int(tower.out_features) for tower in towers)
-        self._plain = [PlainTower(tower) for tower in towers] if all(map(is_plain, towers)) else None
+        self._plain: list[PlainTower] | None = None
+        if all(map(is_plain, towers)):
+            self._plain = [PlainTower(tower) for tower in towers]
 
     @property
     def request_columns(self) -> dict[str, str]:
@@ -317,9 +325,10 @@ class RowEncoder:
                 raise DataError(f"column '{min(tower.computed_ids)}': {without_row}")
         sparse = {}
         for feature in self.columns.schema.sparse:
-            weights = None if feature.weights is None else torch.zeros(0)
-            bag = Jagged(torch.tensor([feature.oov_id]), None, weights)
+            bag = Jagged(torch.tensor([feature.oov_id]), None, None)
             if self.listed(feature):
+                # A feature with weights is always a list.
+                weights = torch.zeros(0) if feature.weights is not None else None
                 bag = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), weights)
             sparse[feature.name] = bag
         dense = {name: torch.zeros(1) for name in self.columns.schema.dense}
@@ -337,10 +346,14 @@ def raw_request_columns(
 ) -> Columns:
     """Returns the reader of raw rows into the columns of ``model``."""
     keys = model.schema().keys
-    rows = {name: row for name, row in architecture.oov_ids.items() if name in keys}
-    schema = model.schema(oov_ids={name: row for name, row in rows.items() if row >= 0})
-    strict = [name for name, row in rows.items() if row < 0]
-    return Columns(schema, architecture.types, preprocessor, architecture.unseen, strict)
+    oov_ids: dict[str, int] = {}
+    strict = []
+    for name, row in architecture.oov_ids.items():
+        if name in keys and row < 0:
+            strict.append(name)
+        elif name in keys:
+            oov_ids[name] = row
+    return Columns(model.schema(oov_ids=oov_ids), architecture.types, preprocessor, architecture.unseen, strict)
 
 
 def open_encoder(
@@ -405,11 +418,10 @@ def tower_digest(architecture: Architecture, names: Sequence[str], files: Mappin
     for name in names:
         read_tables |= set(named_tables(architecture.towers[name]))
     table_names = sorted(read_tables)
-    digests = [files[architecture.tables[name]]["sha256"] for name in table_names]
-    digests += [files[architecture.dense_file(name)]["sha256"] for name in names]
-    for name, entry in sorted(files.items()):
-        if name.startswith(f"{PREPROCESSOR_FILE}/"):
-            digests.append(entry["sha256"])
+    paths = [architecture.tables[name] for name in table_names]
+    paths += map(architecture.dense_file, names)
+    paths += [path for path in sorted(files) if path.startswith(f"{PREPROCESSOR_FILE}/")]
+    digests = [files[path]["sha256"] for path in paths]
     descriptions = {name: architecture.towers[name] for name in names}
     # Only if not empty, so that bundles from before this field keep their digests.
     unseen = [dict(architecture.unseen)] if architecture.unseen else []

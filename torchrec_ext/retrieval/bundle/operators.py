@@ -125,8 +125,9 @@ def _check_recurrent(
     """Refuses wrong shapes, because the operator reads beyond the end of a short weight."""
     if values.dim() != 3:
         raise ValueError(f"the sequence is {tuple(values.shape)}, must have 3 dimensions")
-    rows = values.shape[not batch_first]
-    steps = values.shape[bool(batch_first)]
+    steps, rows, inputs = values.shape
+    if batch_first:
+        rows, steps, inputs = values.shape
     directions = 2 if bidirectional else 1
     states = [state] if isinstance(state, Tensor) else list(state)
     if not 0 < steps <= _MOST_PIECES:
@@ -145,9 +146,10 @@ def _check_recurrent(
         raise ValueError(
             f"{len(weights)} weights, must be {layers * directions * len(layer_shapes)} for {layers} layers"
         )
-    for layer in range(layers):
-        inputs = values.shape[2] if layer == 0 else width * directions
+    for _ in range(layers):
         expected += [(gates, inputs), *layer_shapes[1:]] * directions
+        # Every further layer reads both directions of the one below it.
+        inputs = width * directions
     for each, shape in zip([*states, *weights], expected, strict=True):
         if tuple(each.shape) != shape or each.dtype != values.dtype:
             raise ValueError(f"a weight or state is {tuple(each.shape)} {each.dtype}, must be {shape} {values.dtype}")

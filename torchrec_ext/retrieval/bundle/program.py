@@ -12,7 +12,8 @@ values without a JSON form: ``=mean`` a text, ``dtype.float32``, ``inf``, ``-inf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,27 +74,26 @@ class Program:
         results: Sequence[str],
     ) -> None:
         self._inputs = dict(inputs)
-        self._constants = {
-            name: torch.empty(size, dtype=dtype, device="meta") for name, (dtype, size) in constants.items()
-        }
+        self._constants = _on_meta(constants)
         self._results = list(results)
         self._steps: list[tuple[str, str, list[Any], dict[str, Any]]] = []
         self._blocks: dict[int, list[int]] = {}
-        existing = {"rows", *inputs, *constants}
+        existing = {"rows", *inputs, *constants, *_DTYPES, *_NUMBERS}
         for number, (name, arguments, options) in enumerate(nodes):
             if name not in OPERATORS:
                 raise ValueError(f"operator {name!r} is not one that a bundle may name")
             if not options.keys().isdisjoint(PLACES):
                 raise ValueError(f"operator {name!r}: no program says where its values are; leave out {PLACES}")
+            texts = list(_texts([*arguments, *options.values()]))
+            tables = [text for text in texts if text[:1] == "&"]
             # At run time a table is a module, not a tensor, so only a look-up can read it.
-            is_look_up = name == "embedding.default" and str(arguments[0])[:1] == "&"
-            others = [list(arguments)[is_look_up:], list(options.values())]
-            if any(text[:1] == "&" for text in _texts(others)):
+            if tables and (name != "embedding.default" or tables != list(arguments)[:1]):
                 raise ValueError(f"operator {name!r} reads a whole table; only embedding.default reads tables")
-            _check_references([list(arguments), list(options.values())], existing)
+            _check_references(texts, existing)
             self._steps.append((f"#{number}", name, list(arguments), dict(options)))
             existing.add(f"#{number}")
         _check_references(self._results, existing)
+        # Other sizes than 1 too: a program may fit one row, and no others.
         for rows in _TRIAL_ROWS:
             self.blocks(rows)
 
@@ -112,7 +112,8 @@ class Program:
         blocks = self.blocks(values["rows"])
         if len(blocks) == 1:
             return self._run(values)
-        parts, start = [], 0
+        parts = []
+        start = 0
         for rows in blocks:
             inputs = {name: values[name][start : start + rows] for name in self._inputs}
             parts.append(self._run({**values, **inputs, "rows": rows}))
@@ -153,18 +154,17 @@ class Program:
         counter = _Counter(limit)
         # Inference mode would hide an operator's parts from the counter.
         with torch.inference_mode(False), torch.no_grad():
-            inputs = {
-                name: torch.empty(rows, *size, dtype=dtype, device="meta")
-                for name, (dtype, size) in self._inputs.items()
-            }
+            inputs = _on_meta(self._inputs, rows)
             try:
                 with counter:
                     results = self._run({**inputs, **self._constants, "rows": rows}, meta=True)
             except _TooMuchError:
                 return _Cost(2 * MOST_BYTES, limit), []
         for reference, result in zip(self._results, results, strict=True):
-            if not isinstance(result, Tensor) or result.dim() < 1 or len(result) != rows:
-                shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            shape: Any = type(result).__name__
+            if isinstance(result, Tensor):
+                shape = tuple(result.shape)
+            if isinstance(shape, str) or shape[:1] != (rows,):
                 raise ValueError(f"result {reference} of {rows} rows is {shape}, must have as many rows")
         return _Cost(counter.bytes, counter.operations), results
 
@@ -186,6 +186,11 @@ class Program:
                 reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
                 raise ValueError(f"node {reference} ({name}): {reason[:120]}") from error
         return [values[result] for result in self._results]
+
+
+def _on_meta(shapes: Mapping[str, Shape], *rows: int) -> dict[str, Tensor]:
+    """Returns tensors without memory, with a leading dimension of ``rows`` if given."""
+    return {name: torch.empty((*rows, *size), dtype=dtype, device="meta") for name, (dtype, size) in shapes.items()}
 
 
 class _TooMuchError(Exception):
@@ -215,7 +220,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A look-up reads only the rows it returns, not the whole table.
             if packet not in _LOOK_UPS:
                 elements = max(elements, sum(each.numel() for each in inputs))
-            self.bytes += sum(each.numel() * each.element_size() for each in outputs)
+            self.bytes += sum(each.nbytes for each in outputs)
             self.operations += elements * _OF_AN_ELEMENT
             if packet in flop_registry:
                 self.operations += int(flop_registry[packet](*args, **options, out_val=result))
@@ -248,9 +253,9 @@ def _look_up(table: nn.Module, ids: Tensor) -> Tensor:
     return embedding(ids, table.weight)  # type: ignore[arg-type]
 
 
-def _check_references(argument: Any, existing: set[str]) -> None:
-    for text in _texts(argument):
-        if text[:1] != "=" and text not in {*existing, *_DTYPES, *_NUMBERS}:
+def _check_references(texts: Sequence[str], existing: Collection[str]) -> None:
+    for text in texts:
+        if text[:1] != "=" and text not in existing:
             raise ValueError(f"{text!r} refers to nothing that was computed before")
 
 
@@ -309,28 +314,30 @@ class ProgramTower(Recorded, nn.Module):
         self.tables = list(tables)
         self.out_features = out_features
         self._columns = {name: (dtype, tuple(size)) for name, (dtype, *size) in columns.items()}
-        self.list_widths = {name: size[0] for name, (_, size) in self._columns.items() if size}
-        self._ids = {name for table in tables for name in table.feature_names}
-        self.computed_ids = [
-            name for name, (dtype, _) in self._columns.items() if dtype == "int64" and name not in self._ids
-        ]
+        self._ids: set[str] = set()
+        self.kept = _Weights(weights)
+        constants = _shapes("$", weights)
+        for table in tables:
+            self._ids |= set(table.feature_names)
+            shape = (table.num_embeddings, table.embedding_dim)
+            constants[f"&{table.name}"] = (data_type_to_dtype(table.data_type), shape)
+        self.list_widths: dict[str, int] = {}
+        self.computed_ids: list[str] = []
         dense: list[str] = []
-        for name, (_, size) in self._columns.items():
+        for name, (dtype, size) in self._columns.items():
+            if size:
+                self.list_widths[name] = size[0]
             if name in self._ids:
                 continue
+            if dtype == "int64":
+                self.computed_ids.append(name)
             if size:
                 dense += [f"{name}[{index}]" for index in range(size[0])]
             else:
                 dense.append(name)
         self.dense = tuple(dense)
         self.embeddings = EmbeddingBagCollection(tables=self.tables) if tables else None
-        self.kept = _Weights(weights)
-        inputs = {f"@{name}": (_DTYPES[f"dtype.{dtype}"], size) for name, (dtype, size) in self._columns.items()}
-        constants = _shapes(weights)
-        for table in tables:
-            size = (table.num_embeddings, table.embedding_dim)
-            constants[f"&{table.name}"] = (data_type_to_dtype(table.data_type), size)
-        self._program = Program(nodes, inputs, constants, outputs)
+        self._program = Program(nodes, _shapes("@", columns), constants, outputs)
         if self._program.result_width != out_features:
             raise ValueError(f"out_features={out_features}: the outputs are {self._program.result_width} wide")
 
@@ -340,12 +347,13 @@ class ProgramTower(Recorded, nn.Module):
         Raises:
             ValueError: a list of another length than W, or a whole number beyond float32's exact range.
         """
-        columns, start = {}, 0
+        columns = {}
+        start = 0
         for name, (dtype, size) in self._columns.items():
             if name in self._ids:
                 columns[name] = _ids_of(name, sparse[name].values(), sparse[name].lengths(), size)
                 continue
-            width = size[0] if size else 1
+            width = math.prod(size)
             block = dense[:, start : start + width].reshape(-1, *size)
             start += width
             if dtype == "int64":
@@ -372,8 +380,9 @@ class ProgramTower(Recorded, nn.Module):
         return torch.cat([result.reshape(len(dense), -1).float() for result in results], dim=1)
 
 
-def _shapes(weights: Mapping[str, Sequence[Any]]) -> dict[str, Shape]:
-    return {f"${name}": (_DTYPES[f"dtype.{dtype}"], tuple(size)) for name, (dtype, *size) in weights.items()}
+def _shapes(mark: str, sizes: Mapping[str, Sequence[Any]]) -> dict[str, Shape]:
+    """Returns dtype and shape of each weight or column by reference: ``mark`` and its name."""
+    return {f"{mark}{name}": (_DTYPES[f"dtype.{dtype}"], tuple(size)) for name, (dtype, *size) in sizes.items()}
 
 
 def _check_columns(columns: Mapping[str, Sequence[Any]]) -> None:
@@ -382,14 +391,14 @@ def _check_columns(columns: Mapping[str, Sequence[Any]]) -> None:
         is_shape = len(size) <= 1 and all(type(width) is int for width in size)
         if dtype not in ("int64", "float32") or not is_shape:
             raise ValueError(f"column '{name}': {[dtype, *size]} is not int64 or float32, and a width or none")
-        width = size[0] if size else 1
+        width = math.prod(size)
         total += max(1, width)
         if width < 0 or total > _WIDEST_ROW:
             raise ValueError(f"column '{name}': width {width:,}; a row may have 0 to {_WIDEST_ROW:,} numbers in all")
 
 
 def _ids_of(name: str, ids: Tensor, lengths: Tensor, size: Sequence[int]) -> Tensor:
-    width = size[0] if size else 1
+    width = math.prod(size)
     wrong = (lengths != width).nonzero()
     if len(wrong):
         row = int(wrong[0])
@@ -425,20 +434,21 @@ class ProgramTop(InteractionLayer):
         self._inputs = [(tower, tuple(size)) for tower, *size in inputs]
         self.kept = _Weights(weights)
         for tower, width in enumerate(self.widths):
-            numbers = sum(torch.Size(size).numel() for index, size in self._inputs if index == tower)
+            numbers = sum(math.prod(size) for index, size in self._inputs if index == tower)
             if not 0 <= numbers <= width:
                 raise ValueError(f"inputs: {numbers} numbers of tower {tower}, which gives {width}")
         shapes = {f"@{index}": (torch.float32, size) for index, (_, size) in enumerate(self._inputs)}
-        self._program = Program(nodes, shapes, _shapes(weights), [output])
+        self._program = Program(nodes, shapes, _shapes("$", weights), [output])
         if self._program.result_width != 1:
             raise ValueError(f"output: {self._program.result_width} numbers a row, must be one logit")
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the towers' outputs [(B, D1), (B, D2)]."""
-        rows, starts = len(outputs[0]), [0, 0]
+        rows = len(outputs[0])
+        starts = [0, 0]  # of each tower's next input
         values: dict[str, Any] = {**self.kept.by_reference(), "rows": rows}
         for index, (tower, size) in enumerate(self._inputs):
-            width = torch.Size(size).numel()
+            width = math.prod(size)
             block = outputs[tower][:, starts[tower] : starts[tower] + width]
             values[f"@{index}"] = block.reshape(rows, *size)
             starts[tower] += width

@@ -70,24 +70,27 @@ class Columns:
         self.schema = schema
         self.strict = frozenset(strict)
         self.unseen = {name: np.asarray(rows, np.int64) for name, rows in (unseen or {}).items()}
-        # Per feature: the raw column of its weights and (num_embeddings,) whether a row is unseen, both mostly None.
-        self._bags = [
-            (feature, feature.weights, _mask(self.unseen.get(feature.name), feature.num_embeddings))
-            for feature in schema.sparse
-        ]
+        # Per feature: (num_embeddings,) whether a row is unseen, mostly None.
+        self._features = [(each, _mask(self.unseen.get(each.name), each.num_embeddings)) for each in schema.sparse]
         names = types.keys() if preprocessor is None else preprocessor.outputs.keys()
         self.widths = widths_of(schema.dense, names)
         column_names = [*schema.keys, *source_columns(schema.dense, names), *schema.weight_columns]
-        self._steps = None if preprocessor is None else steps_for_columns(preprocessor, column_names)
-        if self._steps is None:
+        self._steps: FittedPreprocessor | None = None
+        self._vocabularies: list[tuple[set[str], Vocabulary]] = []  # with the raw columns that each is of
+        if preprocessor is None:
+            self._as_sent: Collection[str] = column_names
             self.request_columns = {name: _type_of(name, types) for name in column_names}
             self._is_plain = _is_plain(schema, self.request_columns)
         else:
-            raw_columns = {name: self._steps.raw[name] for name in self._steps.keep}
-            self.request_columns = {**self._steps.request_columns, **raw_columns}
+            self._steps = steps = steps_for_columns(preprocessor, column_names)
+            self._as_sent = steps.keep
+            for step, state in steps.pairs:
+                if isinstance(state, Vocabulary):
+                    self._vocabularies.append((set(step.reads), state))
+            self.request_columns = {**steps.request_columns, **{name: steps.raw[name] for name in steps.keep}}
             # Without steps, every column is kept as it was sent.
-            self._is_plain = not self._steps.steps and _is_plain(schema, self.request_columns)
-            _check_outputs(column_names, self._steps)
+            self._is_plain = not steps.steps and _is_plain(schema, self.request_columns)
+            _check_outputs(column_names, steps)
 
     def read(self, rows: Rows) -> Read:
         """Reads B raw rows.
@@ -102,26 +105,28 @@ class Columns:
         for name in self.request_columns:
             if name not in rows:
                 raise missing_column("the request", name, rows.keys())
-        plain = self._read_plain(rows) if self._is_plain else None
-        if plain is not None:
-            return plain
+        if self._is_plain:
+            plain = self._read_plain(rows)
+            if plain is not None:
+                return plain
         columns = self._unprocessed(rows) if self._steps is None else _preprocessed(self._steps, rows)
         size = _rows_of(columns)
         result = Read({}, {}, {}, size)
-        for feature, weight_column, unseen in self._bags:
-            weighing = None if weight_column is None else columns[weight_column].values
-            result.sparse[feature.name], result.unknown[feature.name] = _bags(
-                feature,
-                columns[feature.name],
-                weighing,
-                unseen,
-                strict=feature.name in self.strict,
-                is_raw=self._steps is None or feature.name in self._steps.keep,
+        for feature, unseen in self._features:
+            name = feature.name
+            weights = None
+            if feature.weights is not None:
+                weights = columns[feature.weights].values
+            is_strict = name in self.strict
+            result.sparse[name], result.unknown[name] = _bags(
+                feature, columns[name], weights, unseen, strict=is_strict, is_raw=name in self._as_sent
             )
         for name, width in self.widths.items():
             # The (B, W) numbers of a list column.
             column = columns[name]
-            lengths = np.ones(len(column.values), np.int64) if column.lengths is None else column.lengths
+            lengths = column.lengths
+            if lengths is None:
+                lengths = np.ones(len(column.values), np.int64)
             if (lengths != width).any():
                 row = int((lengths != width).argmax())
                 raise DataError(
@@ -147,37 +152,41 @@ class Columns:
 
     def share_ids(self, name: str, other: str) -> bool:
         """Returns whether two raw columns hold ids of one kind: they share a vocabulary or a table."""
-        for step, state in () if self._steps is None else self._steps.pairs:
-            if isinstance(state, Vocabulary) and {name, other} <= set(step.reads):
-                return True
-        tables: list[set[str]] = []
-        for column in (name, other):
-            features = self.features_of(column)
-            tables.append({table for each in self.schema.sparse if each.name in features for table in each.tables})
-        return not tables[0].isdisjoint(tables[1])
+        if any({name, other} <= columns for columns, _ in self._vocabularies):
+            return True
+        return not self._tables_of(name).isdisjoint(self._tables_of(other))
+
+    def _tables_of(self, column: str) -> set[str]:
+        features = self.features_of(column)
+        tables: set[str] = set()
+        for feature in self.schema.sparse:
+            if feature.name in features:
+                tables |= set(feature.tables)
+        return tables
 
     def known_values(self, name: str, most: int) -> list[Any]:
         """Returns up to ``most`` values of a raw column of ids that have a row of their own; none for other columns.
 
         Values of a vocabulary come in its order, the most frequent first.
         """
-        for step, state in () if self._steps is None else self._steps.pairs:
-            if isinstance(state, Vocabulary) and name in step.reads:
-                return state.values[:most].to_pylist()  # type: ignore[no-any-return]
-        is_raw = self._steps is None or name in self._steps.keep
-        for feature, _, unseen in self._bags:
-            if is_raw and feature.name == name:
+        for columns, vocabulary in self._vocabularies:
+            if name in columns:
+                return vocabulary.values[:most].to_pylist()  # type: ignore[no-any-return]
+        for feature, unseen in self._features:
+            if feature.name == name and name in self._as_sent:
                 # A table may have millions of rows, so look at its first ones only.
                 rows = np.arange(min(feature.num_embeddings, 2 * most))
-                rows = rows if unseen is None else rows[~unseen[rows]]
-                rows = rows if name in self.strict else rows[rows != feature.oov_id]
+                if unseen is not None:
+                    rows = rows[~unseen[rows]]
+                if name not in self.strict:
+                    rows = rows[rows != feature.oov_id]
                 return rows[:most].tolist()  # type: ignore[no-any-return]
         return []
 
     def _read_plain(self, rows: Rows) -> Read | None:
         """Reads one row of Python's own numbers, all ids known, in a third of the time; None for any others."""
         result = Read({}, {}, {}, 1)
-        for feature, _, unseen in self._bags:
+        for feature, unseen in self._features:
             values = rows[feature.name]
             if type(values) is not list or len(values) != 1:
                 return None
@@ -193,7 +202,9 @@ class Columns:
             array = np.array(ids, np.int64)
             if unseen is not None and unseen[array].any():
                 return None
-            lengths = torch.from_numpy(np.array([len(ids)], np.int32)) if is_list else None
+            lengths = None
+            if is_list:
+                lengths = torch.from_numpy(np.array([len(ids)], np.int32))
             result.sparse[feature.name] = Jagged(torch.from_numpy(array), lengths, None)
             result.unknown[feature.name] = np.zeros(1, np.bool_)
         for name in self.schema.dense:
@@ -227,12 +238,9 @@ def _is_plain(schema: BatchSchema, types: Mapping[str, str]) -> bool:
 
 
 def _preprocessed(steps: FittedPreprocessor, rows: Rows) -> dict[str, Values]:
-    chunk = steps.online(rows)
     columns = {}
-    for name in chunk:
-        column = chunk[name]
-        lengths = column.lengths if column.ragged else None
-        columns[name] = Values(column.values, lengths)
+    for name, column in steps.online(rows).items():
+        columns[name] = Values(column.values, column.lengths if column.ragged else None)
     return columns
 
 
@@ -303,8 +311,10 @@ def _bags(
         ids = ids.copy()
     if unseen is not None and unseen[ids].any():
         ids = np.where(unseen[ids], feature.oov_id, ids)
+    unknown = ids == feature.oov_id
     # Without an out-of-vocabulary row, oov_id is an ordinary row.
-    unknown = np.zeros(len(ids), np.bool_) if strict else ids == feature.oov_id
+    if strict:
+        unknown = np.zeros(len(ids), np.bool_)
     if is_raw and lengths is not None:
         # A list may be padded with the out-of-vocabulary row itself; the row alone stands for an unknown id.
         unknown &= raw_ids != feature.oov_id

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.store.ids import IdArray, IdMap
-from torchrec_ext.schema.validation import listed
+from torchrec_ext.schema.validation import did_you_mean, listed
 
 _BATCH_ROWS = 65_536
 _FEATURES = "features.arrow"
@@ -54,14 +53,14 @@ class UserTable:
         Raises:
             ValueError: a row outside -1 to U - 1.
         """
-        row_numbers = [int(row) for row in rows]
-        for row in row_numbers:
+        slices = []
+        for row in map(int, rows):
             if not -1 <= row < len(self):
                 raise ValueError(
                     f"rows: {row} is not a user of this bundle, which has {len(self):,} (0 to {len(self) - 1})"
                 )
-        # Slices of the memory-mapped table copy no column. The table's last row is for unknown users.
-        slices = [self._features.slice(row if row >= 0 else len(self), 1) for row in row_numbers]
+            # Slices of the memory-mapped table copy no column. The table's last row, -1 here, is for unknown users.
+            slices.append(self._features.slice(row % len(self._features), 1))
         return pa.concat_tables(slices or [self._features.slice(0, 0)]).to_pydict()  # type: ignore[no-any-return]
 
     def block(self, start: int, stop: int) -> pa.RecordBatch:
@@ -78,14 +77,17 @@ class UserTable:
 
     def positions(self) -> Iterator[tuple[str, pa.ChunkedArray]]:
         """Yields the names and columns of both lists of positions."""
-        yield from ((name, self._items[name]) for name in _POSITIONS)
+        for name in _POSITIONS:
+            yield name, self._items[name]
 
     def features(self) -> Iterator[tuple[str, pa.ChunkedArray]]:
         """Yields the names and raw columns; their last row is for unknown users."""
         yield from zip(self._features.column_names, self._features.columns, strict=True)
 
     def _list(self, column: str, row: int) -> IdArray:
-        positions = self._items[column][row].values if row >= 0 else None
+        positions = None
+        if row >= 0:
+            positions = self._items[column][row].values
         if positions is None:
             return np.zeros(0, np.int64)
         return positions.to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[no-any-return]
@@ -129,10 +131,8 @@ def write_users(
     """
     folder.mkdir(parents=True)
     ids.save(folder)
-    last = pa.table(
-        {name: pa.array([unknown[name]], type=features.schema.field(name).type) for name in features.column_names}
-    )
-    write_table(folder / _FEATURES, pa.concat_tables([features, last]))
+    last = {field.name: pa.array([unknown[field.name]], type=field.type) for field in features.schema}
+    write_table(folder / _FEATURES, pa.concat_tables([features, pa.table(last)]))
     write_table(folder / _ITEMS, pa.table({"seen": seen, "liked": liked}))
 
 
@@ -159,15 +159,21 @@ class Attribute:
         is_valid = values.is_valid()
         owners = owners[is_valid.to_numpy(zero_copy_only=False)]
         values = values.filter(is_valid)
-        kind = pa.int64() if pa.types.is_integer(values.type) else pa.large_string()
-        values = values.cast(kind)
-        distinct = pc.unique(values).sort()
-        self.values = IdMap.build(distinct if kind == pa.large_string() else distinct.to_numpy())
-        self._type = str if self.values.kind == "str" else int
+        self._type: type[int] | type[str] = str
+        if pa.types.is_integer(values.type):
+            self._type = int
+            values = values.cast(pa.int64())
+            distinct = pc.unique(values).sort()
+            self.values = IdMap.build(distinct.to_numpy())
+        else:
+            values = values.cast(pa.large_string())
+            distinct = pc.unique(values).sort()
+            self.values = IdMap.build(distinct)
         codes = pc.index_in(values, value_set=distinct).to_numpy()
+        # The items of value C are those from bound C to bound C + 1.
         self._positions = owners[np.argsort(codes, kind="stable")].astype(np.int32)
-        self._ends = np.cumsum(np.bincount(codes, minlength=len(distinct)))
-        counts = np.diff(self._ends, prepend=0)
+        counts = np.bincount(codes, minlength=len(distinct))
+        self._bounds = np.cumsum(np.append(0, counts))
         frequent = np.flatnonzero(counts * _DENSE >= self._size).tolist()
         names = self.values.ids(frequent).tolist()
         self._bits = {value: self._pack([code]) for value, code in zip(names, frequent, strict=True)}
@@ -180,7 +186,9 @@ class Attribute:
         """
         for value in values:
             if isinstance(value, bool) or not isinstance(value, self._type):
-                what = "strings" if self._type is str else "whole numbers"
+                what = "strings"
+                if self._type is int:
+                    what = "whole numbers"
                 raise ValueError(f"{str(value)[:50]!r} is {type(value).__name__}; its values are {what}")
         rare = [value for value in values if value not in self._bits]
         codes = self.values.positions(rare)
@@ -197,14 +205,12 @@ class Attribute:
             return np.zeros(-(-self._size // 8), np.uint8)
         mask = np.zeros(self._size, np.bool_)
         for code in codes:
-            start = self._ends[code - 1] if code else 0
-            mask[self._positions[start : self._ends[code]]] = True
+            mask[self._positions[self._bounds[code] : self._bounds[code + 1]]] = True
         return np.packbits(mask, bitorder="little")
 
     def _explain(self, value: int | str) -> str:
-        names = [str(each) for each in self.values.ids(range(min(_MOST_NAMES, len(self.values))))]
-        match = get_close_matches(str(value)[:50], names, n=1)
-        remedy = f"did you mean {match[0]!r}?" if match else f"there are {listed(names) or 'no values'}"
+        names = list(map(str, self.values.ids(range(min(_MOST_NAMES, len(self.values))))))
+        remedy = did_you_mean(str(value)[:50], names, f"there are {listed(names) or 'no values'}")
         return f"no item has {str(value)[:50]!r}; {remedy}"
 
 
@@ -245,8 +251,7 @@ class ItemTable:
         """
         if name not in self.attributes:
             names = [*self.attributes, NOT]
-            match = get_close_matches(name[:50], names, n=1, cutoff=0.5)
-            remedy = f"did you mean {match[0]!r}?" if match else f"there are {listed(names)}"
+            remedy = did_you_mean(name[:50], names, f"there are {listed(names)}", cutoff=0.5)
             raise ValueError(f"the items have no such attribute; {remedy}")
         return self.attributes[name]
 
@@ -277,14 +282,14 @@ def write_items(
         columns[TITLE] = pa.array(titles, type=pa.string())
     if categories is not None:
         columns[CATEGORIES] = pa.array(categories, type=pa.list_(pa.string()))
-    for field in attributes.schema if attributes is not None else ():
-        if field.name in (*columns, TITLE, NOT):
-            raise BundleError(f"catalogue: an attribute cannot have the name '{field.name}'; give it another one")
-        if raw_type(field.type) not in ATTRIBUTE_TYPES:
-            raise BundleError(
-                f"catalogue: attribute '{field.name}' is {field.type}, must be whole numbers, text or lists of them"
-            )
     if attributes is not None:
+        for field in attributes.schema:
+            if field.name in (*columns, TITLE, NOT):
+                raise BundleError(f"catalogue: an attribute cannot have the name '{field.name}'; give it another one")
+            if raw_type(field.type) not in ATTRIBUTE_TYPES:
+                raise BundleError(
+                    f"catalogue: attribute '{field.name}' is {field.type}, must be whole numbers, text or lists of them"
+                )
         columns |= dict(zip(attributes.column_names, attributes.columns, strict=True))
     write_table(path, pa.table(columns))
 
@@ -326,9 +331,9 @@ def read_table(path: Path) -> pa.Table:
         raise BundleError(
             f"{path}: cannot be read as an Arrow file ({error}); export the bundle again, or copy it anew"
         ) from None
-    wrong = next((field for field in table.schema if raw_type(field.type) is None), None)
-    if wrong is not None:
-        raise BundleError(
-            f"{path}: column '{wrong.name}' is {wrong.type}, which no bundle has; export the bundle again"
-        )
+    for field in table.schema:
+        if raw_type(field.type) is None:
+            raise BundleError(
+                f"{path}: column '{field.name}' is {field.type}, which no bundle has; export the bundle again"
+            )
     return table

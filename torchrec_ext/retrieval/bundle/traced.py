@@ -105,7 +105,7 @@ class TracedModel(nn.Module):
         self.made_of: dict[str, Made] = {name: how_made(tower) for name, tower in self.towers.items()}
         self._tables = [table for tower in self.towers.values() for table in tower.tables]  # type: ignore[union-attr]
         self.eval().requires_grad_(False)
-        example = {name: values for name, (values, _) in columns.items()}
+        example = {name: column.values for name, column in columns.items()}
         oov_rows = {name: row for name, row in oov_ids.items() if row >= 0}
         for feature in BatchSchema.from_tables(self._tables, oov_ids=oov_rows).sparse:
             ids = with_oov_row(feature, example[feature.name].numpy(), strict=feature.name not in oov_rows)
@@ -173,11 +173,12 @@ def _paths(model: nn.Module, towers: Mapping[str, Modules]) -> dict[str, list[st
             f"towers={dict(towers)!r}: {len(towers)} names; give two, of what reads the queries and of what reads the "
             "candidates, each with the path of its module, or of several"
         )
-    paths = {name: [each] if isinstance(each, str) else list(each) for name, each in towers.items()}
-    for name, modules in paths.items():
-        if not name.isidentifier() or not modules:
+    paths = {}
+    for name, modules in towers.items():
+        paths[name] = [modules] if isinstance(modules, str) else list(modules)
+        if not name.isidentifier() or not paths[name]:
             raise BundleError(f"towers={dict(towers)!r}: '{name}' must be a word, and have a module's path")
-        for path in modules:
+        for path in paths[name]:
             if path not in module_paths:
                 raise BundleError(
                     f"towers: {name}={path!r} is no module of {type(model).__name__}: {listed(module_paths)}"
@@ -197,18 +198,20 @@ def _inputs(model: nn.Module, queries: pa.Table, catalogue: pa.Table) -> tuple[s
         raise BundleError(f"columns {both}: are columns of queries and of the catalogue; rename them in one")
     names: dict[str, tuple[pa.Table, bool]] = dict.fromkeys(queries.column_names, (queries, False))
     names |= dict.fromkeys(catalogue.column_names, (catalogue, True))
-    parameters = [each for each in inspect.signature(model.forward).parameters.values() if each.name != "self"]
+    parameters = dict(inspect.signature(model.forward).parameters)
+    # A forward that was replaced by a plain function has it.
+    parameters.pop("self", None)
     required_names = []
-    for each in parameters:
-        is_variadic = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        if each.default is each.empty and not is_variadic:
-            required_names.append(each.name)
+    for name, parameter in parameters.items():
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_variadic:
+            required_names.append(name)
     call = ""
     if len(required_names) == 1 and required_names[0] not in names:
         call = required_names[0]
         column_names = [name for name, (table, _) in names.items() if _is_numeric(table[name].type)]
     else:
-        column_names = [each.name for each in parameters if each.name in names]
+        column_names = [name for name in parameters if name in names]
         missing = [name for name in required_names if name not in names]
         if missing:
             raise BundleError(
@@ -282,11 +285,10 @@ def _trace(model: nn.Module, call: str, columns: Mapping[str, _Column]) -> Expor
                 f"model: forward of {type(model).__name__} fixes the number of rows to {_ROWS}; read sizes as "
                 "x.shape[0] instead of len(x), and -1 instead of a number where tensors are viewed or expanded"
             ) from None
-        lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
         raise BundleError(
             f"model: forward of {type(model).__name__} cannot be traced{_line_of(str(error))}: {type(error).__name__}: "
-            f"{' '.join(lines)[:300]}; `if` on values, .item() and boolean masks become torch.where or sums with "
-            "weights of 0 and 1"
+            f"{' '.join(str(error).split())[:300]}; `if` on values, .item() and boolean masks become torch.where or "
+            "sums with weights of 0 and 1"
         ) from None
     return program
 
@@ -333,14 +335,15 @@ class _Split:
                 self.reads[node] = frozenset()
             elif node.op != "output":
                 self.reads[node] = frozenset().union(*(self.reads[each] for each in node.all_input_nodes))
-        (result,) = (node.args[0] for node in program.graph.nodes if node.op == "output")
+        result: Any = program.graph.output_node().args[0]
         self.result = result[0] if isinstance(result, list | tuple) else result
         self._check_result(result)
-        self.pairwise = self._pairwise_nodes(self.result)
-        frontier: dict[Node, None] = {}
+        self.pairwise = _reachable([self.result], lambda node: self._side(node) == 2)
+        crossing: dict[Node, None] = {}
         for node in self.pairwise:
-            frontier |= dict.fromkeys(each for each in node.all_input_nodes if self._side(each) in (0, 1))
-        self.frontier = sorted(frontier, key=lambda node: self._side(node) or 0)
+            crossing |= dict.fromkeys(node.all_input_nodes)
+        # The values of one side that the pairwise nodes read, the query's first, each side's in their order.
+        self.frontier = [node for side in (0, 1) for node in crossing if self._side(node) == side]
         for node in self.frontier:
             self._check_crossing(node)
 
@@ -351,25 +354,24 @@ class _Split:
             return 2
         return next(iter(sides), None)
 
-    def _pairwise_nodes(self, node: Node) -> list[Node]:
-        """Returns the nodes of both sides that lead to ``node``, in the order of the graph."""
-        return _reachable([node], lambda each: self._side(each) == 2)
-
     def _check_result(self, result: Any) -> None:
-        value = self.result.meta.get("val") if isinstance(self.result, Node) else None
         several = isinstance(result, list | tuple) and len(result) != 1
-        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        shape: tuple[Any, ...] = ()
+        if isinstance(self.result, Node) and isinstance(self.result.meta.get("val"), Tensor):
+            shape = tuple(self.result.meta["val"].shape)
         # In the trace the number of rows is symbolic, so a plain int is not one logit for each row.
         one_for_each_row = len(shape) in (1, 2) and not isinstance(shape[0], int) and shape[1:] in ((), (1,))
         if several or not one_for_each_row:
-            answer = "several values" if several else shape or "no tensor"
+            answer: Any = shape or "no tensor"
+            if several:
+                answer = "several values"
             raise BundleError(
                 f"model: forward returns {answer}, must be logits (B,) or (B, 1), one for each row; wrap it in a "
                 "module whose forward returns those"
             )
-        sides = {int(self.columns[name].candidate) for name in self.reads[self.result]}
-        if sides != {0, 1}:
-            table = "catalogue.features" if sides == {0} else "queries"
+        side = self._side(self.result)
+        if side != 2:
+            table = "catalogue.features" if side == 0 else "queries"
             used = listed(sorted(self.reads[self.result]))
             raise BundleError(
                 f"model: forward's logits depend on no column of {table}, but on {used} "
@@ -380,14 +382,16 @@ class _Split:
         value = node.meta["val"]
         tower = self._side(node) or 0
         line = next(filter(None, map(_line, (node, *node.users, *self.pairwise))), "")
-        table = "catalogue" if tower else "queries"
+        table = "queries"
+        if tower:
+            table = "catalogue"
         column_list = listed(f"'{name}'" for name in sorted(self.reads[node]))
         if not isinstance(value, Tensor) or not value.dim() or isinstance(value.shape[0], int):
             raise BundleError(
                 f"model: forward{line} combines {column_list} of the {table} over all rows of the batch, as an "
                 "in-batch softmax does; return the logit of each row, and leave the rest to the loss"
             )
-        if any(not isinstance(size, int) for size in value.shape[1:]):
+        if not all(isinstance(size, int) for size in value.shape[1:]):
             raise BundleError(
                 f"model: forward{line}: a value of {column_list} has shape {tuple(value.shape)}, must be (B, ...)"
             )
@@ -411,9 +415,7 @@ class _Split:
                 inside = [node for node in self.reads if _inside(node, path)]
                 mixed = next((node for node in inside if self._side(node) == 2), None)
                 if mixed is not None:
-                    other = sorted(
-                        column for column in self.reads[mixed] if self.columns[column].candidate != bool(tower)
-                    )
+                    other = sorted(name for name in self.reads[mixed] if self.columns[name].candidate != bool(tower))
                     raise BundleError(
                         f"towers: {name}={path!r} reads {listed(other)}{_line(mixed)}, which the {owner}, so its "
                         f"output cannot be {use}; name modules that read columns of {table} alone"
@@ -503,7 +505,9 @@ class _Split:
         # In float64, so rounding is near 1e-16 and leaves no doubt at 1e-9.
         same = torch.allclose(logits, scale * dots, rtol=0, atol=1e-9 * max(1.0, float(logits.abs().max())))
         # The random points determine the factor only within floating-point error, so 0.1 would become 0.1000000000002.
-        return round(scale, 12) if same and scale > 0 else None
+        if not same or scale <= 0:
+            return None
+        return round(scale, 12)
 
     def _top_mlp(self, widths: Sequence[int]) -> TopMLP | None:
         """Returns the interaction as a TopMLP with a splittable first layer, if it is one: cat, layers, one logit."""
@@ -540,9 +544,9 @@ class _Split:
         matrices: list[Any] = [linear[0] for linear in weights]
         if len(matrices[-1]) != 1:
             return None
-        columns = dict(
-            zip(concatenated, torch.split(matrices[0], [_width(node) for node in concatenated], dim=1), strict=True)
-        )
+        # forward may concatenate in any order, a TopMLP takes the query's values first.
+        blocks = torch.split(matrices[0], list(map(_width, concatenated)), dim=1)
+        columns = dict(zip(concatenated, blocks, strict=True))
         matrices[0] = torch.cat([columns[node] for node in self.frontier], dim=1)
         kind: Any = _ACTIVATIONS[activation]
         top = TopMLP(widths, [len(each) for each in matrices[:-1]], activation=kind, activate_input=input_too)
