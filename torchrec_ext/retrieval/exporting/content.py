@@ -185,7 +185,9 @@ class BundleContent:
     @cached_property
     def _missing(self) -> NDArray[Any]:
         trained = self.catalogue.trained
-        return np.zeros(0) if trained is None else trained[self.ids.positions(trained) < 0]
+        if trained is None:
+            return np.zeros(0)
+        return trained[self.ids.positions(trained) < 0]
 
     @property
     def missing(self) -> int:
@@ -207,6 +209,7 @@ class BundleContent:
             tables={name: f"tables/{number:03}.safetensors" for number, name in enumerate(sorted(table_names))},
             oov_ids=dict(self.oov_ids),
             unseen={name: list(rows) for name, rows in self.unseen.items()},
+            # Reversed, because the last type of a column stays: a column of both tables has the query's.
             types={field.name: _raw(field) for field in reversed(fields)},
         )
 
@@ -296,15 +299,13 @@ class BundleContent:
 
     def _coverage(self) -> dict[str, Any]:
         """Returns the manifest's entries for users and items."""
-        trained = self.catalogue.trained
-        return {
-            "users": None if self.users is None else {"key": self.users.key, "count": len(self.users.ids)},
-            "coverage": {
-                "items": len(self.ids),
-                "trained": None if trained is None else len(np.unique(trained)),
-                "missing": self.missing,
-            },
-        }
+        users: dict[str, Any] | None = None
+        if self.users is not None:
+            users = {"key": self.users.key, "count": len(self.users.ids)}
+        trained: int | None = None
+        if self.catalogue.trained is not None:
+            trained = len(np.unique(self.catalogue.trained))
+        return {"users": users, "coverage": {"items": len(self.ids), "trained": trained, "missing": self.missing}}
 
     def _write_weights(
         self,
@@ -322,7 +323,7 @@ class BundleContent:
             with TensorWriter(folder / self.architecture.tables[name], {"weight": shapes[name]}) as out:
                 for _, row, rows in table:
                     out.write("weight", row, rows)
-                    done_bytes += rows.numel() * rows.element_size()
+                    done_bytes += rows.nbytes
                     self.progress("tables", done_bytes, total_bytes)
         for name in self.architecture.towers:
             (folder / self.architecture.dense_file(name)).write_bytes(save(self.live.of_tower(name, dense)))
@@ -349,7 +350,7 @@ class BundleContent:
                     assert scales is not None
                     out.write("weight", start, int8_rows)
                     out.write("scale", start, scales)
-            bytes_before += rows.numel() * rows.element_size()
+            bytes_before += rows.nbytes
             bytes_after += sum(shape.bytes for shape in shapes.values())
         return {"dtype": "int8", "bytes": bytes_after, "bytes_trained": bytes_before}
 
@@ -420,9 +421,8 @@ class BundleContent:
             digest = projection_digest(self.architecture, files)
             blocks = ((ids, split.candidates(block)) for ids, block in self._vectors(candidate))
             projected = write_store(folder / PROJECTED, blocks, dtype=self.settings.store, tower=digest)
-            differences["projected_difference"] = audits.largest_difference(
-                projected.rows(positions), split.candidates(vectors)
-            )
+            expected = split.candidates(vectors)
+            differences["projected_difference"] = audits.largest_difference(projected.rows(positions), expected)
             entries[PROJECTED] = _entry(projected)
         return store, {**entries, "audit": differences}
 
@@ -431,10 +431,8 @@ class BundleContent:
         features = self.catalogue.features
         for start in range(0, len(ids), _BLOCK_ROWS):
             rows = features.slice(start, _BLOCK_ROWS)
-            yield (
-                ids[start : start + _BLOCK_ROWS],
-                candidate.embed({name: rows[name].combine_chunks() for name in rows.column_names}),
-            )
+            columns = {name: rows[name].combine_chunks() for name in rows.column_names}
+            yield ids[start : start + _BLOCK_ROWS], candidate.embed(columns)
             self.progress("vectors", min(start + _BLOCK_ROWS, len(ids)), len(ids))
 
 

@@ -60,9 +60,11 @@ class _LookUps(nn.Module):
     def __init__(self, collection: EmbeddingBagCollection) -> None:
         super().__init__()
         configs = collection.embedding_bag_configs()
-        self.features = [name for config in configs for name in config.feature_names]
-        # Position of each feature's table.
-        self.places = [place for place, config in enumerate(configs) for _ in config.feature_names]
+        self.features: list[str] = []
+        self.places: list[int] = []  # position of each feature's table
+        for place, config in enumerate(configs):
+            self.features += config.feature_names
+            self.places += [place] * len(config.feature_names)
         self._means = [config.pooling is PoolingType.MEAN for config in configs]
         weights: list[Any] = [collection.embedding_bags[config.name].weight for config in configs]
         self.tables = nn.ModuleList(map(nn.Embedding.from_pretrained, weights))
@@ -71,8 +73,10 @@ class _LookUps(nn.Module):
         pooled = []
         for name, place in zip(self.features, self.places, strict=True):
             rows = self.tables[place](columns[name])
-            if rows.dim() == 3:
-                rows = rows.mean(1) if self._means[place] else rows.sum(1)
+            if rows.dim() == 3 and self._means[place]:
+                rows = rows.mean(1)
+            elif rows.dim() == 3:
+                rows = rows.sum(1)
             pooled.append(rows)
         return torch.stack(pooled, 1)
 

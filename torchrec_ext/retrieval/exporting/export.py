@@ -105,9 +105,10 @@ def export(
         DataError: the folder exists already, or cannot be written.
     """
     queries = _queries(queries, users)
-    by_columns = dlrm_by_columns(model, queries, catalogue.features) if towers is None else None
-    if by_columns is not None:
-        model, towers = by_columns
+    if towers is None:
+        by_columns = dlrm_by_columns(model, queries, catalogue.features)
+        if by_columns is not None:
+            model, towers = by_columns
     if towers is not None:
         model = _trace(model, towers, candidate, preprocessor, catalogue, queries, oov_ids or {})
         oov_ids = dict.fromkeys(model.features, -1) | dict(oov_ids or {})
@@ -214,11 +215,14 @@ class ExportRanks:
     """
 
     def __init__(self) -> None:
-        many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.rank = dist.get_rank() if many else 0
-        self.size = dist.get_world_size() if many else 1
-        # A group of its own: gloo sends CPU tensors, and the default group's timeout is too short.
-        self.group = dist.new_group(backend="gloo", timeout=_PATIENCE) if many else None
+        self.rank = 0
+        self.size = 1
+        self.group: Any = None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self.rank = dist.get_rank()
+            self.size = dist.get_world_size()
+            # A group of its own: gloo sends CPU tensors, and the default group's timeout is too short.
+            self.group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     def gathered(self, value: Any) -> list[Any]:
         """Returns each rank's value, in rank order, on every rank."""
@@ -258,25 +262,22 @@ class LiveWeights:
         for shard in local_shards(model):
             self._shards.setdefault(shard.config.name, []).append(shard)
         local_pieces: dict[str, list[_Piece]] = {}
+        local_shapes: dict[str, Shape] = {}
         for name, shards in self._shards.items():
             local_pieces[name] = [_piece(ranks.rank, shard) for shard in shards]
-        kinds: dict[str, Shape] = {}
-        for name, shards in self._shards.items():
             config = shards[0].config
-            kinds[name] = Shape((config.num_embeddings, config.embedding_dim), shards[0].tensor.dtype)
-        everyone = ranks.gathered((local_pieces, kinds))
+            local_shapes[name] = Shape((config.num_embeddings, config.embedding_dim), shards[0].tensor.dtype)
         self.tables: dict[str, Shape] = {}
         self._pieces: dict[str, list[_Piece]] = {}
-        for pieces, shapes in everyone:
-            self.tables |= {name: shape for name, shape in shapes.items() if name not in self.tables}
+        for pieces, shapes in ranks.gathered((local_pieces, local_shapes)):
+            self.tables |= shapes
             for name, more in pieces.items():
                 self._pieces.setdefault(name, []).extend(more)
         self.tables = dict(sorted(self.tables.items()))
-        self._pieces = {name: _choose_pieces(name, pieces, self.tables[name]) for name, pieces in self._pieces.items()}
-        for name, exported in self._rows_of.items():
-            if name in self.tables:
-                whole = self.tables[name]
-                self.tables[name] = Shape((len(exported), whole.size[1]), whole.dtype)
+        for name, whole in self.tables.items():
+            self._pieces[name] = _choose_pieces(name, self._pieces[name], whole)
+            if name in self._rows_of:
+                self.tables[name] = Shape((len(self._rows_of[name]), whole.size[1]), whole.dtype)
         unwrapped = get_unwrapped_module(model)
         tables: set[str] = set()
         for path, collection in collections(model):
@@ -299,7 +300,9 @@ class LiveWeights:
         step = max(BLOCK_BYTES // max(self.tables[name].row_bytes, 1), 1)
         for start in range(0, size, step):
             stop = min(start + step, size)
-            rows = self._rows_of[name][start:stop] if name in self._rows_of else torch.arange(start, stop)
+            rows = torch.arange(start, stop)
+            if name in self._rows_of:
+                rows = self._rows_of[name][start:stop]
             block = torch.empty(stop - start, width, dtype=self.tables[name].dtype)
             for piece in self._pieces[name]:
                 places = ((rows >= piece.row) & (rows < piece.row + piece.rows)).nonzero().squeeze(1)

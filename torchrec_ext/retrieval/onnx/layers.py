@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.export import Dim
 from torch.nn.functional import embedding
 from torchrec import EmbeddingBagConfig, PoolingType
 
@@ -88,7 +89,7 @@ def write_onnx(
     """
     require_onnx()
     if dynamic is None:
-        rows = torch.export.Dim("rows", min=2)
+        rows = Dim("rows", min=2)
         dynamic = tuple({0: rows} if value.dim() > 1 else None for value in examples.values())
     if module.training:
         raise ValueError("module: is in training mode, in which dropout and batch statistics act; call module.eval()")
@@ -112,7 +113,7 @@ def write_onnx(
         # Show the root cause: torch's own message begins with advice to its developers.
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        first = (str(cause).strip().splitlines() or [""])[0][:300]
+        first = str(cause).strip().partition("\n")[0][:300]
         raise ExportError(
             f"{type(module).__name__} cannot be exported to ONNX: {type(cause).__name__}: {first}"
         ) from error
@@ -199,12 +200,12 @@ class PaddedTower(nn.Module):
         tower: Any = encoder.model.towers[name]
         self._tables: list[EmbeddingBagConfig] = [*tower.bags, *tower.lists]
         names = {table.name for table in self._tables}
-        weights_by_table = {table: weight for table, _, weight in values_by_table(encoder.model) if table in names}
-        rows = [weight.detach() for weight in weights_by_table.values()]
+        rows = {table: weight.detach() for table, _, weight in values_by_table(encoder.model) if table in names}
         if replaces_unseen:
-            rows = [_with_unseen(weight, table, encoder) for table, weight in zip(weights_by_table, rows, strict=True)]
-        self.weights = nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in rows)
-        self._indices = {table: index for index, table in enumerate(weights_by_table)}
+            rows = {table: _with_unseen(weight, table, encoder) for table, weight in rows.items()}
+        self.weights = nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in rows.values())
+        # By number: a table's name may hold characters that no parameter can be called by.
+        self._indices = {table: index for index, table in enumerate(rows)}
         self._weighted: dict[str, str] = tower.weights
         self._dense: list[str] = list(tower.dense)
         self.attention = tower.attention
@@ -212,14 +213,14 @@ class PaddedTower(nn.Module):
         self.mlp = tower.mlp
         self.out_features = int(tower.out_features)
         features_by_name = {feature.name: feature for feature in encoder.columns.schema.sparse}
-        self._features = {
-            feature: features_by_name[feature] for table in self._tables for feature in table.feature_names
-        }
+        self._features: dict[str, SparseFeature] = {}
+        for config in self._tables:
+            self._features |= {name: features_by_name[name] for name in config.feature_names}
         self._listed = {name: encoder.listed(feature) for name, feature in self._features.items()}
-        self.inputs = [*self._ids(), *(Input(column, ("B",), "float32", "a number") for column in self._dense)]
+        self.inputs = self._inputs()
         self.eval()
 
-    def _ids(self) -> list[Input]:
+    def _inputs(self) -> list[Input]:
         inputs = []
         for number, (name, feature) in enumerate(self._features.items()):
             rows = f"0 to {feature.num_embeddings - 1}; any other is unknown and takes row {feature.oov_id}"
@@ -234,25 +235,32 @@ class PaddedTower(nn.Module):
                 inputs.append(
                     Input(self._weighted[name], ("B", length), "float32", f"weight of each {name}; any number at {PAD}")
                 )
-        return inputs
+        return inputs + [Input(column, ("B",), "float32", "a number") for column in self._dense]
 
     def forward(self, *columns: Tensor) -> Tensor:
         """Returns (B, D) outputs from the columns, in the order of ``inputs``."""
-        columns_by_name = dict(zip((each.name for each in self.inputs), columns, strict=True))
-        pools = iter(() if self.attention is None else self.attention.pools)
+        columns_by_name = dict(zip([each.name for each in self.inputs], columns, strict=True))
+        # The tower has one pool for each list under attention, in the order of its tables.
+        pools: Iterator[Any] = iter(())
+        if self.attention is not None:
+            pools = iter(self.attention.pools)
         pooled_rows = []
         for table in self._tables:
+            weight = self.weights[self._indices[table.name]]
             for name in table.feature_names:
-                rows = embedding(
-                    _replace_unknown(columns_by_name[name], self._features[name]),
-                    self.weights[self._indices[table.name]],
-                ).float()
+                ids = columns_by_name[name]
+                feature = self._features[name]
+                # The padding, -1, reads a row too; its values are masked later.
+                known_ids = torch.where((ids < 0) | (ids >= feature.num_embeddings), feature.oov_id, ids)
+                rows = embedding(known_ids, weight).float()
                 if isinstance(table, EmbeddingBagConfig):
                     pooled_rows.append(self._pool(name, table.pooling, rows, columns_by_name))
                 else:
-                    pooled_rows.append(_attend(next(pools), *self._bags(name, rows, columns_by_name[name])))
+                    pooled_rows.append(_attend(next(pools), *self._bags(name, rows, ids)))
         row = torch.cat([*pooled_rows, *(columns_by_name[name][:, None] for name in self._dense)], dim=1)
-        return self.mlp(row if self.compress is None else self.compress(row))  # type: ignore[no-any-return]
+        if self.compress is not None:
+            row = self.compress(row)
+        return self.mlp(row)  # type: ignore[no-any-return]
 
     def _bags(self, name: str, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (B, L, D) rows, and a mask (B, L), False for padding."""
@@ -264,7 +272,9 @@ class PaddedTower(nn.Module):
         if not self._listed[name]:  # a bag of one is its row
             return rows
         is_id = columns_by_name[name] != PAD
-        weights = columns_by_name[self._weighted[name]] if name in self._weighted else torch.ones_like(rows[..., 0])
+        weights = torch.ones_like(rows[..., 0])
+        if name in self._weighted:
+            weights = columns_by_name[self._weighted[name]]
         pooled = (rows * torch.where(is_id, weights, 0.0)[..., None]).sum(dim=1)
         if pooling == PoolingType.MEAN:
             return pooled / is_id.sum(dim=1).clamp(min=1)[:, None]
@@ -282,14 +292,17 @@ class PaddedTower(nn.Module):
             if name in self._weighted:
                 assert bags.weights is not None, "a feature with weights was read with them"
                 columns[self._weighted[name]] = _pad(bags.weights, bags, 0)
-        return {each.name: columns.get(each.name, rows.dense.get(each.name)) for each in self.inputs}  # type: ignore[misc]
+        return columns | {name: rows.dense[name] for name in self._dense}
 
     def row(self, rows: Read) -> list[Tensor]:
         """Converts one parsed row into inputs, each list padded to two ids or more."""
         columns: list[Tensor] = []
         for name, listed in self._listed.items():
             bag = rows.sparse[name]
-            columns.append(_pad_row(bag.values, PAD) if listed else bag.values)
+            values = bag.values
+            if listed:
+                values = _pad_row(values, PAD)
+            columns.append(values)
             if name in self._weighted and bag.weights is not None:
                 columns.append(_pad_row(bag.weights, 0))
         return columns + [rows.dense[name] for name in self._dense]
@@ -308,8 +321,10 @@ class PaddedTower(nn.Module):
 
 def shapes_of(inputs: list[Input]) -> tuple[Any, ...]:
     """Returns the ``dynamic_shapes`` of a :class:`PaddedTower`: one dimension per axis letter."""
-    letters = {letter: torch.export.Dim(letter, min=2) for each in inputs for letter in each.shape}
-    shapes = [{axis: letters[letter] for axis, letter in enumerate(each.shape)} for each in inputs]
+    letters: dict[str, Any] = {}
+    shapes = []
+    for each in inputs:
+        shapes.append({axis: letters.setdefault(letter, Dim(letter, min=2)) for axis, letter in enumerate(each.shape)})
     return (tuple(shapes),)  # one argument: forward's *columns
 
 
@@ -335,17 +350,13 @@ def _with_unseen(weight: Tensor, table: str, encoder: RowEncoder) -> Tensor:
     unseen = [columns.unseen.get(feature.name, np.zeros(0, np.int64)) for feature in features]
     if not any(map(len, unseen)):
         return weight
-    if any(not np.array_equal(rows, unseen[0]) for rows in unseen):
+    if not all(np.array_equal(rows, unseen[0]) for rows in unseen):
         raise ValueError(
             f"table '{table}': {len(features)} features read it and have seen different ids; leave the tower out"
         )
     rows = weight.clone()
     rows[torch.from_numpy(unseen[0])] = weight[features[0].oov_id]
     return rows
-
-
-def _replace_unknown(ids: Tensor, feature: SparseFeature) -> Tensor:
-    return torch.where((ids < 0) | (ids >= feature.num_embeddings), feature.oov_id, ids)
 
 
 def _attend(pool: AttentionPooling, rows: Tensor, is_id: Tensor) -> Tensor:
@@ -368,6 +379,6 @@ def _pad(values: Tensor, bags: Jagged, filler: float) -> Tensor:
     """Returns the values of bags padded to (B, L), L the longest and at least 1."""
     assert bags.lengths is not None, "a list was read with its lengths"
     lengths = bags.lengths.long()
-    longest = max(int(lengths.max()) if len(lengths) else 0, 1)
+    longest = max([1, *lengths.tolist()])
     inside = torch.arange(longest)[None] < lengths[:, None]
     return torch.full(inside.shape, filler, dtype=values.dtype).masked_scatter(inside, values)

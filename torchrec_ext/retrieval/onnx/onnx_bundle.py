@@ -7,8 +7,8 @@ an example program.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,9 @@ def check_onnx(bundle: Bundle, folder: Path | str) -> dict[str, float]:
         outputs[name] = expected
         if name in description["towers"]:
             path = folder / description["towers"][name]["file"]
-            outputs[name], differences[name] = _check_tower(
-                f"tower '{name}'", path, PaddedTower(encoder, name).columns(audit_rows), expected
-            )
+            columns = PaddedTower(encoder, name).columns(audit_rows)
+            # From the file, so that the top NN is checked with what its callers will give it.
+            outputs[name], differences[name] = _check_tower(f"tower '{name}'", path, columns, expected)
     if TOP in description:
         differences[TOP] = _check_top(bundle, folder, description, outputs, logits)
     return differences
@@ -190,21 +190,25 @@ def readme(description: Mapping[str, Any]) -> str:
         text += f"| {name} | `{graph['file']}` | {inputs} | {_axes(graph['output'])} | {difference_text} |\n"
     for file, array in description.get("arrays", {}).items():
         text += f"| {array['meaning']} | `{file}` | | {_axes(array)} | |\n"
-    columns = {
-        role: ", ".join(f"`{name}` {kind}" for name, kind in types.items())
-        for role, types in description["raw_columns"].items()
-    }
-    text += _LISTS.format(codes=(_CODES if description["preprocessed"] else _RAW).format(**columns))
-    is_complete = "top" in description and set(description["query_towers"]) <= set(description["towers"])
-    return text + (_PROGRAM if is_complete else f"\nLeft out: {', '.join(description['skipped'])}.\n")
+    columns = {}
+    for role, types in description["raw_columns"].items():
+        columns[role] = ", ".join(f"`{name}` {kind}" for name, kind in types.items())
+    codes = _CODES if description["preprocessed"] else _RAW
+    text += _LISTS.format(codes=codes.format(**columns))
+    # The program runs every part.
+    if "top" in description and set(description["query_towers"]) <= set(description["towers"]):
+        return text + _PROGRAM
+    return f"{text}\nLeft out: {', '.join(description['skipped'])}.\n"
 
 
 def _axes(value: Mapping[str, Any]) -> str:
     shape = ", ".join(map(str, value["shape"]))
-    return f"({shape}{',' if len(value['shape']) == 1 else ''}) {value['dtype']}"
+    comma = "," if len(value["shape"]) == 1 else ""
+    return f"({shape}{comma}) {value['dtype']}"
 
 
-_EXAMPLES, _BLOCK = 8, 65536
+_EXAMPLES = 8
+_BLOCK = 65_536  # rows copied at a time
 _INLINE = 2**30  # most bytes of weights inside one file; protobuf's limit is 2 GiB
 
 
@@ -297,15 +301,20 @@ def check_exportable(towers: Mapping[str, str], skip: Sequence[str] = ()) -> Non
 def _write_towers(bundle: Bundle, folder: Path, skip: Sequence[str]) -> dict[str, Any]:
     description = {}
     (folder / "towers").mkdir()
-    names = [(encoder, name) for encoder in bundle.encoders for name in encoder.model.towers]
-    for number, (encoder, name) in enumerate(names):
+    towers: list[tuple[RowEncoder, str]] = []
+    for encoder in bundle.encoders:
+        towers += [(encoder, name) for name in encoder.model.towers]
+    for number, (encoder, name) in enumerate(towers):
         if name in skip:
             continue
         tower = PaddedTower(encoder, name)
-        file = f"towers/{name if name.isidentifier() else f'{number:03}'}.onnx"
-        size = sum(value.numel() * value.element_size() for value in tower.parameters())
-        arguments = (tower, example_of(tower.inputs), shapes_of(tower.inputs), folder / file)
-        _name_errors(f"tower '{name}'", partial(write_onnx, *arguments, external=size > _INLINE))
+        # A tower's name may hold characters that no file name can have.
+        stem = name if name.isidentifier() else f"{number:03}"
+        file = f"towers/{stem}.onnx"
+        size = sum(value.nbytes for value in tower.parameters())
+        with _name_errors(f"tower '{name}'"):
+            example = example_of(tower.inputs)
+            write_onnx(tower, example, shapes_of(tower.inputs), folder / file, external=size > _INLINE)
         description[name] = {
             "file": file,
             "inputs": [vars(each) for each in tower.inputs],
@@ -326,9 +335,11 @@ def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
         TOP: pairs_module(projection, widths),
     }
     for name, (module, example) in parts.items():
-        _name_errors(TOP, partial(write_onnx, module, example, None, folder / f"{name}.onnx"))
-    ids = _write_rows(bundle.projected, folder)
+        with _name_errors(TOP):
+            write_onnx(module, example, None, folder / f"{name}.onnx")
     stored = bundle.projected
+    ids = _write_rows(stored, folder)
+    id_type = "int64" if ids.dtype.kind == "i" else "str"
     query = projection.query_width or width
     return {
         "query": _file(
@@ -353,10 +364,7 @@ def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
             "candidates.npy": _value(
                 "candidates", ["I", projection.width], f"stored rows of the catalogue, from {stored.dtype}"
             ),
-            "ids.npy": {
-                **_value("ids", ["I"], "what the items are called"),
-                "dtype": "int64" if ids.dtype.kind == "i" else "str",
-            },
+            "ids.npy": {**_value("ids", ["I"], "what the items are called"), "dtype": id_type},
         },
     }
 
@@ -369,7 +377,9 @@ def _write_rows(stored: EmbeddingStore, folder: Path) -> NDArray[Any]:
         rows[start : start + _BLOCK] = stored.block(start, start + _BLOCK).numpy()
     rows.flush()
     ids = stored.ids.ids()
-    ids = ids.astype(str) if ids.dtype == object else ids
+    # Objects would need pickle, which a reader should not load from others.
+    if ids.dtype == object:
+        ids = ids.astype(str)
     np.save(folder / "ids.npy", ids, allow_pickle=False)
     return ids
 
@@ -399,9 +409,10 @@ def _write_examples(bundle: Bundle, folder: Path, description: Mapping[str, Any]
     np.savez(folder / "examples.npz", **arrays)
 
 
-def _name_errors(what: str, export: Callable[[], object]) -> None:
+@contextmanager
+def _name_errors(what: str) -> Iterator[None]:
     try:
-        export()
+        yield
     except ExportError as error:
         name = what.removeprefix("tower ").strip("'")
         raise ExportError(f"{what}: {error}; leave it out by name (--onnx-skip {name})") from error
