@@ -97,7 +97,11 @@ class _Endpoints:
             if private:
                 users["sample_users"] = ids.ids(range(min(_SAMPLE, len(ids)))).tolist()
         column_values = openapi.known_values(bundle, private=private)
-        titles = {name: openapi.item_titles(bundle, values) for name, values in column_values.items()}
+        titles = {}
+        for name, values in column_values.items():
+            texts = openapi.item_titles(bundle, values)
+            if texts:
+                titles[name] = texts
         return json_response(
             {
                 "digest": bundle.manifest.digest,
@@ -107,7 +111,7 @@ class _Endpoints:
                 "columns": dict(bundle.request_columns),
                 "example_user": openapi.example_user(bundle, private=private),
                 "known_values": column_values,
-                "known_titles": {name: texts for name, texts in titles.items() if texts},
+                "known_titles": titles,
                 "categories": list(bundle.items.categories),
                 "limits": vars(self._queued.settings.limits),
             }
@@ -171,7 +175,8 @@ async def _content(request: HttpRequest, limits: Limits, deadline: float) -> byt
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limits.body_bytes:
         raise _too_long(limits)
-    body, more = bytearray(), True
+    body = bytearray()
+    more = True
     while more:
         message = await _received(request.receive, limits, deadline)
         if message["type"] == "http.disconnect":
@@ -187,6 +192,7 @@ async def _received(receive: Receive, limits: Limits, deadline: float) -> Messag
     """Returns the next piece of the body, without the task that ``asyncio.wait_for`` makes even if it is there."""
     task = asyncio.current_task()
     assert task is not None
+    # Cancels the handler itself, with a word by which its own timer is known from any other cancellation.
     timer = asyncio.get_running_loop().call_later(max(0.0, deadline - time.monotonic()), task.cancel, _LATE)
     try:
         return await receive()
@@ -212,17 +218,17 @@ def _body_too_late(limits: Limits) -> Refusal:
 
 
 def _as_json(answer: Answer) -> dict[str, Any]:
+    values = dict(vars(answer))
     if isinstance(answer, Embedded):
-        return {**vars(answer), "vectors": answer.vectors.tolist()}
-    if isinstance(answer, Nearest):
-        return {name: value for name, value in vars(answer).items() if name != "titles" or value}
-    values = {**vars(answer), **vars(answer.cold)}
-    del values["cold"]
+        values["vectors"] = answer.vectors.tolist()
+    elif not isinstance(answer, Nearest):
+        values |= vars(values.pop("cold"))
     if isinstance(answer, Recommendation):
         values["answered"] = len(answer.items)
-        for name in ("titles", "liked", "liked_titles"):
-            if not values[name]:
-                del values[name]
+    # Only in answers to requests that ask for them.
+    for name in ("titles", "liked", "liked_titles"):
+        if not values.get(name, True):
+            del values[name]
     return values
 
 
@@ -260,7 +266,8 @@ class Guard:
         queued = self._queued
         status = 0
         path = scope["path"]
-        scope["app"] = self  # makes Starlette's routes raise for 404 and 405
+        # Starlette's routes raise for 404 and 405 if there is an app, so these answers are our own too.
+        scope["app"] = self
 
         async def send_counted(message: Message) -> None:
             nonlocal status

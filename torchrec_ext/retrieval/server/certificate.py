@@ -7,6 +7,7 @@ required rate for some seconds. The client shares the machine with it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -58,7 +59,9 @@ class Target:
     def parse(cls, p99: str, rate: float) -> Target:
         """Returns the target of the flags ``--p99`` and ``--qps``."""
         match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(ms|s)", p99.strip())
-        p99_ms = float(match[1]) * _UNITS_MS[match[2]] if match else 0.0
+        p99_ms = 0.0
+        if match:
+            p99_ms = float(match[1]) * _UNITS_MS[match[2]]
         if not p99_ms > 0:
             raise ValueError(f"--p99 {p99[:40]!r}: must be a time above 0 with its unit, such as 5ms or 0.1s")
         if not 0 < rate <= 1e6:
@@ -92,15 +95,19 @@ class MeasuredChoice:
 
     def line(self, target: Target) -> str:
         """Returns a line for people."""
-        times = f"p50 {self.load.percentile(50):.3g} ms, p99 {self.load.percentile(99):.3g} ms"
-        failures = f", {len(self.load.failed)} failed" if self.load.failed else ""
-        missed = f", finds {self.recall:.0%} of the 10 best" if self.recall < 1 else ""
-        return f"  {self.name}: {times}{failures}{missed}{'; holds' if self.holds(target) else ''}"
+        text = f"  {self.name}: p50 {self.load.percentile(50):.3g} ms, p99 {self.load.percentile(99):.3g} ms"
+        if self.load.failed:
+            text += f", {len(self.load.failed)} failed"
+        if self.recall < 1:
+            text += f", finds {self.recall:.0%} of the 10 best"
+        if self.holds(target):
+            text += "; holds"
+        return text
 
 
 def _name_of(settings: ServerConfig) -> str:
-    workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
-    return f"{workers}, stage {settings.stage}, {settings.bundle.name}"
+    plural = "s" if settings.workers > 1 else ""
+    return f"{settings.workers} worker{plural}, stage {settings.stage}, {settings.bundle.name}"
 
 
 def choices(settings: ServerConfig, bundles: Sequence[Path], stages: Sequence[Any], cores: int) -> list[ServerConfig]:
@@ -111,12 +118,12 @@ def choices(settings: ServerConfig, bundles: Sequence[Path], stages: Sequence[An
         >>> [(each.stage, each.bundle.name, each.workers) for each in found][:3]
         [('exact', 'b', 1), ('exact', 'b', 2), ('exact', 'fp16', 1)]
     """
+    # Powers of two, and all cores.
     workers = sorted({min(1 << power, cores) for power in range(cores.bit_length() + 1)})
-    found = []
-    for stage in stages:
-        for bundle in bundles:
-            found += [dataclasses.replace(settings, bundle=bundle, stage=stage, workers=count) for count in workers]
-    return found
+    candidates = []
+    for stage, bundle, count in itertools.product(stages, bundles, workers):
+        candidates.append(dataclasses.replace(settings, bundle=bundle, stage=stage, workers=count))
+    return candidates
 
 
 def certify(
@@ -143,18 +150,16 @@ def certify(
     for settings in candidates:
         try:
             with _serving(settings) as service:
-                questions = list(requests) or service.questions()
-                found = MeasuredChoice(
-                    settings=settings, load=service.load(questions, target.rate), recall=service.stage_recall()
-                )
+                load = service.load(requests, target.rate)
+                choice = MeasuredChoice(settings=settings, load=load, recall=service.stage_recall())
         except ValueError as error:
             refused = str(error)
             # Such as a bundle of --also whose query tower did not make the --vectors.
             say(f"  {_name_of(settings)}: left out: {refused}")
             continue
-        measured.append(found)
-        say(found.line(target))
-        if found.holds(target):
+        measured.append(choice)
+        say(choice.line(target))
+        if choice.holds(target):
             return settings
     if not measured:
         raise ValueError(refused)
@@ -173,10 +178,9 @@ def certify(
 def _reachable(best: MeasuredChoice, target: Target, requests: Sequence[bytes]) -> float:
     """Returns the greatest of the halved rates that the choice answers in time; 0 if it does at none."""
     with _serving(best.settings) as service:
-        questions = list(requests) or service.questions()
         for halvings in range(1, _HALVINGS + 1):
             rate = target.rate * 0.5**halvings
-            if dataclasses.replace(best, load=service.load(questions, rate)).holds(target):
+            if dataclasses.replace(best, load=service.load(requests, rate)).holds(target):
                 return rate
     return 0.0
 
@@ -188,8 +192,9 @@ class _Service:
     port: int
     log: Path
 
-    def load(self, questions: Sequence[bytes], rate: float) -> Load:
-        """Asks at a rate, after a second that is not counted."""
+    def load(self, requests: Sequence[bytes], rate: float) -> Load:
+        """Asks at a rate, for the users of the bundle if there are no requests; a first second is not counted."""
+        questions = list(requests) or self.questions()
         warm = ask(self.port, rate, _WARM_S, questions)
         if warm.failed and len(warm.failed) == len(warm.ms):
             raise ValueError(f"the service refuses the requests, with status {warm.failed[0]}: see --requests")
@@ -209,7 +214,9 @@ class _Service:
     def stage_recall(self) -> float:
         """Returns the recall that the worker has measured of its first stage."""
         match = re.search(r'"stage_recall_at_10": ([\d.]+)', self.log.read_text())
-        return float(match[1]) if match else 1.0
+        if match is None:  # an exact stage is not measured
+            return 1.0
+        return float(match[1])
 
 
 @contextmanager
@@ -221,7 +228,7 @@ def _serving(settings: ServerConfig) -> Iterator[_Service]:
     """
     listening = listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
-    # On this machine alone it tells the users of the bundle.
+    # Under loopback names alone the server is private, and so tells ids of the bundle's users to ask for.
     settings = dataclasses.replace(settings, token=None, allowed_hosts=LOOPBACK, log_requests=False, drain_s=0)
     parent, child = _SPAWN.Pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -231,9 +238,11 @@ def _serving(settings: ServerConfig) -> Iterator[_Service]:
         child.close()
         listening.close()
         try:
-            answer = parent.recv() if parent.poll(settings.start_s) else "the service was not ready in time"
-            if answer:
-                raise ValueError(answer)
+            reason = "the service was not ready in time"
+            if parent.poll(settings.start_s):
+                reason = parent.recv()
+            if reason:
+                raise ValueError(reason)
             yield _Service(port, log)
         except EOFError:
             raise ValueError("the service ended before it was ready") from None
@@ -246,7 +255,7 @@ def _serving(settings: ServerConfig) -> Iterator[_Service]:
 def _run(settings: ServerConfig, listening: socket.socket, parent: Connection, log: Path) -> None:
     """Runs a service; sends an empty text when it is ready, or the reason why it cannot begin."""
     with log.open("w") as file:
-        # Its workers inherit this one, and what they say of the measurement is nobody's.
+        # The workers inherit it: their lines about a measurement are not for the operator.
         os.dup2(file.fileno(), sys.stderr.fileno())
     try:
         Supervisor(settings, listening, Log()).run(lambda _: parent.send(""))

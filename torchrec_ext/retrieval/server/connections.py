@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import chain
 from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -32,10 +33,10 @@ class Connections:
     def __init__(self, limits: Limits, closed: Callable[[str], None]) -> None:
         self.limits = limits
         self.closed = closed
-        self._idle_unadmitted: dict[
-            BoundedProtocol, None
-        ] = {}  # idle, without an admitted request; the longest idle first
-        self._idle_admitted: dict[BoundedProtocol, None] = {}  # idle, with one
+        # Idle connections without and with an admitted request. Dicts keep the order of insertion, so the first key
+        # has been idle longest, and drop any key at once, unlike a queue.
+        self._idle_unadmitted: dict[BoundedProtocol, None] = {}
+        self._idle_admitted: dict[BoundedProtocol, None] = {}
 
     def protocol(self) -> type[BoundedProtocol]:
         """Returns the protocol class for uvicorn's argument ``http``, one instance per connection."""
@@ -44,8 +45,7 @@ class Connections:
     def opened(self, connection: BoundedProtocol) -> None:
         """Makes room for a new connection, or closes it."""
         if len(connection.connections) > self.limits.connections:
-            # Dicts keep the order of insertion, so the first key has been idle longest.
-            longest = next(iter(self._idle_unadmitted), None) or next(iter(self._idle_admitted), None)
+            longest = next(chain(self._idle_unadmitted, self._idle_admitted), None)
             if longest is None:
                 connection.answer(_busy(self.limits), "connections")
                 connection.transport.close()
@@ -61,7 +61,10 @@ class Connections:
 
     def idle(self, connection: BoundedProtocol, admitted: bool) -> None:
         """Marks a connection as idle after an answer."""
-        (self._idle_admitted if admitted else self._idle_unadmitted)[connection] = None
+        if admitted:
+            self._idle_admitted[connection] = None
+        else:
+            self._idle_unadmitted[connection] = None
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -97,7 +100,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stage = self._stage or "head"
         super().data_received(data)
         # The parser makes no callback before a header's end, so a growing header must be counted here.
-        self._pending_bytes = 0 if self._calls != calls else self._pending_bytes + len(data)
+        self._pending_bytes += len(data)
+        if self._calls != calls:
+            self._pending_bytes = 0
         if not self._refused and self._head_bytes + self._pending_bytes > self.worker.limits.header_bytes:
             self._refuse()
         if not self.transport.is_closing():
@@ -210,9 +215,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
         if self._stage is not None:
-            # The application itself answers a late body.
             limits = self.worker.limits
-            wait_ms = limits.header_ms + (limits.time_ms if self._stage == "body" else 0.0)
+            wait_ms = limits.header_ms
+            # The application itself answers a late body.
+            if self._stage == "body":
+                wait_ms += limits.time_ms
             self._timer = self.loop.call_later(wait_ms / 1e3, self.close, "silent")
 
 

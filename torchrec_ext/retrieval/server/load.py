@@ -20,7 +20,7 @@ _PATIENCE_S = 30.0
 
 @dataclass
 class Load:
-    """What came of the requests of one run: milliseconds of each, and the reasons of those that failed."""
+    """Times of a run's requests in milliseconds, and the reasons of failures."""
 
     ms: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -52,9 +52,11 @@ def ask(port: int, rate: float, seconds: float, requests: Sequence[bytes]) -> Lo
     Threads that block wake some 0.1 ms after their time; timers of asyncio are whole milliseconds, and its client took
     1.2 ms of a request here, which is no part of the service.
     """
-    load, start = Load(), time.perf_counter() + 0.1
+    load = Load()
+    start = time.perf_counter() + 0.1  # when every thread is there
     due = [(start + number / rate, requests[number % len(requests)]) for number in range(max(1, int(rate * seconds)))]
     with ThreadPoolExecutor(CONNECTIONS) as threads:
+        # list(), because only reading a result raises what its thread has raised.
         list(threads.map(lambda thread: one_after_the_other(port, due[thread::CONNECTIONS], load), range(CONNECTIONS)))
     return load
 
@@ -85,8 +87,7 @@ def answered(connection: socket.socket) -> tuple[bytes, bytes]:
         received += _more(connection)
     head, _, body = received.partition(b"\r\n\r\n")
     length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
-    size = int(length[1]) if length else 0
-    while len(body) < size:
+    while length and len(body) < int(length[1]):
         body += _more(connection)
     return head.split(b" ", 2)[1], body
 

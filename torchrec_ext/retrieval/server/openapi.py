@@ -90,7 +90,9 @@ def item_titles(bundle: Bundle, values: Sequence[Any]) -> list[str]:
     if not is_whole or set(map(type, values)) != {kind}:
         return []
     positions = bundle.store.ids.positions(values)
-    return bundle.items.titles_of(positions) if positions.min() >= 0 else []
+    if positions.min() < 0:
+        return []
+    return bundle.items.titles_of(positions)
 
 
 def example_user(bundle: Bundle, *, private: bool) -> dict[str, Any]:
@@ -155,12 +157,13 @@ def _user(bundle: Bundle, private: bool) -> Schema:
     """Returns the schema of raw features: all columns, or the id alone if the bundle has a table of users."""
     columns = {name: _column(kind) for name, kind in bundle.request_columns.items()}
     for name, values in known_values(bundle, private=private).items():
-        columns[name] = {**columns[name], "description": "Other values count as unknown."}
-        examples = {"examples": values[:_EXAMPLES]}
-        if "items" in columns[name]:
-            columns[name]["items"] = {**columns[name]["items"], **examples}
+        column = {**columns[name], "description": "Other values count as unknown."}
+        if "items" in column:
+            # A copy: all columns of a type share its schema.
+            column["items"] = {**column["items"], "examples": values[:_EXAMPLES]}
         else:
-            columns[name] |= examples
+            column["examples"] = values[:_EXAMPLES]
+        columns[name] = column
     described: Schema = {"type": "object", "properties": columns, "additionalProperties": False}
     required = list(columns)
     if bundle.users is not None:
@@ -193,4 +196,6 @@ def _fill(value: Any, live: Schema) -> Any:
     if _LIVE not in value:
         return filled
     part = live[value[_LIVE]]
-    return {**part, **filled} if filled else part
+    if filled:
+        part = {**part, **filled}
+    return part

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from torchrec_ext.retrieval.scorer.requests import (
@@ -18,6 +17,7 @@ from torchrec_ext.retrieval.scorer.requests import (
 )
 from torchrec_ext.retrieval.server.responses import Refusal, over_limit
 from torchrec_ext.retrieval.server.settings import Limits
+from torchrec_ext.schema.validation import did_you_mean
 
 Body = Mapping[str, Any]
 _INT64 = 2**63
@@ -35,7 +35,9 @@ def read_object(content: bytes) -> Body:
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        why = str(error)
+        if isinstance(error, RecursionError):
+            why = "it is nested too deeply"
         raise Refusal(400, "not_json", f"the body is not JSON: {why[:200]}; send a JSON object") from None
     if not isinstance(body, dict):
         raise Refusal(422, "invalid", f'the body: {_kind(body)}; send a JSON object, such as {{"user": {{...}}}}')
@@ -51,9 +53,8 @@ def request_of(kind: Callable[..., Request], body: Body, limits: Limits) -> Requ
     readers = _READERS[kind]
     for name in body:
         if name not in readers:
-            match = get_close_matches(name[:_NAME], list(readers), n=1, cutoff=0.5)
-            question = f"did you mean {match[0]!r}?" if match else f"there are {', '.join(readers)}"
-            raise _invalid(name[:_NAME], f"there is no such field; {question}")
+            remedy = did_you_mean(name[:_NAME], readers, f"there are {', '.join(readers)}", cutoff=0.5)
+            raise _invalid(name[:_NAME], f"there is no such field; {remedy}")
     values = {name: readers[name](name, value, limits) for name, value in body.items()}
     for name in _REQUIRED[kind]:
         if name not in values:
@@ -119,9 +120,8 @@ def _ids(name: str, value: Any, limits: Limits, what: str = "ids") -> list[Id]:
     ids = _list(name, value, limits.candidates, "candidates", f"{what}, all whole numbers or all strings")
     kinds = set(map(type, ids))  # without a Python loop over up to 10,000 ids
     if kinds - {int} and kinds - {str}:
-        names = []
-        for kind in kinds:
-            names.append("null" if kind is type(None) else _kind(kind()).removeprefix("it is "))
+        # An empty value of each type, of which _kind() says the name.
+        names = [_kind(kind()).removeprefix("it is ") for kind in kinds]
         listed = " and ".join(sorted(names))
         raise _invalid(name, f"it holds {listed}; must be {what}, all whole numbers or all strings")
     if kinds == {int} and (max(ids) >= _INT64 or min(ids) < -_INT64):

@@ -83,6 +83,7 @@ class QueuedScorer:
         """Returns whether a header has the token; False if the server has no token."""
         token = self.settings.token
         expected = f"Bearer {token}".encode()
+        # In constant time, so that the time of an answer says nothing about the token.
         return token is not None and hmac.compare_digest(authorization.encode("latin-1", "replace"), expected)
 
     def close(self) -> None:
@@ -162,11 +163,15 @@ class QueuedScorer:
         """Estimates a request's seconds; 0 if a full queue of such requests fits into the time limit."""
         cost_s = self.scorer.cost_s(request)
         limits = self.settings.limits
-        return cost_s if cost_s * limits.queue > limits.time_ms / 1e3 else 0.0
+        if cost_s * limits.queue > limits.time_ms / 1e3:
+            return cost_s
+        return 0.0
 
     def _admit(self, request: Request) -> None:
         """Refuses a request that cannot finish in time, because it would also delay others."""
         cost_ms = 1e3 * self._cost_s(request)
+        if not cost_ms:
+            return
         most = self.settings.limits.time_ms
         if cost_ms > most:
             what, remedy = self._costly(request)
@@ -174,8 +179,8 @@ class QueuedScorer:
                 f"{what} takes {cost_ms:,.0f} ms here, and the limit is {most:g} ms; {remedy} or a greater --time-ms"
             )
             raise over_limit("time_ms", most, message, status=413)
-        waiting_ms = 1e3 * self._batcher.backlog_s if cost_ms else 0.0
-        if cost_ms and waiting_ms + cost_ms > most:
+        waiting_ms = 1e3 * self._batcher.backlog_s
+        if waiting_ms + cost_ms > most:
             message = (
                 f"the requests before this one take {waiting_ms:,.0f} ms and it takes {cost_ms:,.0f}, and the limit "
                 f"is {most:g} ms; come back in a second, ask for less, or add workers"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torchrec_ext.retrieval.server.last_good import LastGood
 from torchrec_ext.retrieval.server.settings import ServerConfig
-from torchrec_ext.retrieval.server.worker import ALIVE, FAILED, SERVING, run_worker
+from torchrec_ext.retrieval.server.worker import FAILED, READY, SERVING, run_worker
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy locks held by other threads
 _TICK_S = 0.2
@@ -140,14 +140,20 @@ class Supervisor:
 
     def _hear(self, worker: _Worker, patience_s: float = _TICK_S) -> None:
         """Reads a worker's messages: ready, failed, heartbeat, and its served bundle."""
+        # Only a worker that is still starting is waited for.
+        if worker.digest or worker.failure:
+            patience_s = 0.0
         try:
-            while worker.pipe.poll(0.0 if worker.digest or worker.failure else patience_s):
+            while worker.pipe.poll(patience_s):
+                patience_s = 0.0
                 kind, text = worker.pipe.recv()
                 worker.last_heartbeat = time.monotonic()
                 if kind == SERVING:
                     self._last_good.keep(Path(text))
-                elif kind != ALIVE:
-                    worker.failure, worker.digest = (text, "") if kind == FAILED else ("", text)
+                elif kind == READY:
+                    worker.digest = text
+                elif kind == FAILED:
+                    worker.failure = text
         except (EOFError, OSError):
             worker.process.join(1.0)
 
@@ -189,11 +195,14 @@ class Supervisor:
         now = time.monotonic()
         if worker.restart_time is None:
             # Pauses of 1, 2, 4 and up to 30 s: a bundle that ends every worker must not keep the machine busy.
-            lived = now - worker.start_time > _LONGEST_PAUSE_S
-            self._pause_s = 0.0 if lived else min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S)
+            self._pause_s = min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S)
+            if now - worker.start_time > _LONGEST_PAUSE_S:
+                self._pause_s = 0.0
             worker.restart_time = now + self._pause_s
             status = worker.process.exitcode
-            why = worker.failure or (_CUT_OFF if status == -signal.SIGBUS else None)
+            why: str | None = worker.failure or None
+            if status == -signal.SIGBUS:
+                why = why or _CUT_OFF
             self._log("worker_ended", worker=worker.process.pid, status=status, why=why)
             forget_worker(worker.process.pid or 0)
         if now >= worker.restart_time:
@@ -231,11 +240,13 @@ class Supervisor:
                 if not worker.digest and time.monotonic() > start + _STARTING_S:
                     worker.process.kill()
             wait(alive, timeout=_TICK_S)
-        statuses = [
-            worker.process.exitcode for worker in self._workers if worker.digest and worker.restart_time is None
-        ]
+        statuses = []
+        for worker in self._workers:
+            # Others did not serve at the end: never ready, or ended before and logged then.
+            if worker.digest and worker.restart_time is None:
+                statuses.append(worker.process.exitcode)
         self._log("ended", statuses=statuses)
-        return 1 if any(statuses) else 0
+        return int(any(statuses))
 
 
 def say(line: str) -> None:

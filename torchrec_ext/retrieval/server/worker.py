@@ -64,8 +64,10 @@ def run_worker(
         try:
             queued, watch = _prepare(settings, last_good)
         except Exception as error:
+            failure = str(error)
             # ValueError and OSError have messages for users; for other errors the class says more than the message.
-            failure = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+            if not isinstance(error, ValueError | OSError):
+                failure = f"{type(error).__name__}: {failure}"
         else:
             queued.log_bundle()
     if failure is not None:
@@ -131,7 +133,9 @@ def _prepare(settings: ServerConfig, last_good: Sequence[Path]) -> tuple[QueuedS
         # Taken before loading, to notice a pointer that moves during the load.
         loaded_identity = identity(pointer)
         bundle = Bundle.load(bundle_folder(pointer))
-        key = None if bundle.users is None else bundle.users.key
+        key: str | None = None
+        if bundle.users is not None:
+            key = bundle.users.key
         vectors = user_vectors(settings.vectors, settings.redis, bundle.query_digest, key=key)
         return QueuedScorer(settings, bundle, vectors=vectors), loaded_identity
 
@@ -256,7 +260,8 @@ def bundle_folder(pointer: Path) -> Path:
     if pointer.is_file():
         with pointer.open("rb") as file:
             text = file.read(_LONGEST_POINTER).decode(errors="replace").strip()
-        target = pointer.parent / text if text else pointer
+        if text:
+            target = pointer.parent / text
     # Unlike Path.is_dir(), returns False for an invalid name.
     if not os.path.isdir(target):
         what = f"it names {str(target)[:200]!r}, which is not a folder"
@@ -357,4 +362,8 @@ class Watcher(threading.Thread):
         try:
             self._swap(self._load(bundle_folder(self._pointer)))
         except Exception as error:
-            self._refuse(f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error))
+            reason = str(error)
+            # ValueErrors have messages for users.
+            if not isinstance(error, ValueError):
+                reason = f"{type(error).__name__}: {reason}"
+            self._refuse(reason)
