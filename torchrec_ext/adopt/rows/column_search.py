@@ -25,6 +25,7 @@ COMPARED = 4096  # rows that are compared if reading all would take too long
 _SECONDS = 8.0  # that reading all rows may take
 _LONG_S = 30.0  # of a pass over all rows that is announced
 _READ_AGAIN = 190
+_DISPUTED = 16  # rows that are read to tell two sources apart
 _CALLS = 8  # of each row whose draws are read
 _MOST_BYTES = 1 << 26  # of the rows that are compared
 _MOST_COLUMNS = 256  # of a matrix that are looked at one by one
@@ -48,6 +49,7 @@ class _Source:
     def rows(self, rows: Tensor) -> Tensor | None:
         """Returns the values of ``rows`` (C,), (C, ...); None where they are no numbers of one shape."""
         where = rows if self._index is None else self._index[rows]
+        # Of a list these rows alone, because a tensor of all of it takes long.
         if isinstance(self._value, list | tuple):
             return _array([self._value[row] for row in where.tolist()])
         values = _array(self._value)
@@ -56,8 +58,9 @@ class _Source:
     def whole(self) -> Tensor | None:
         """Returns the values of all rows, (N, ...)."""
         if self._whole is None:
-            values = _array(self._value)
-            self._whole = values if values is None or self._index is None else values[self._index]
+            self._whole = _array(self._value)
+            if self._whole is not None and self._index is not None:
+                self._whole = self._whole[self._index]
         return self._whole
 
 
@@ -90,28 +93,33 @@ def _array(value: Any) -> Tensor | None:
         return None
     if array.dtype.kind not in "biuf" or array.ndim == 0:
         return None
+    # torch takes neither a foreign byte order nor, without a warning, memory that cannot be written.
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     return torch.from_numpy(native if native.flags.writeable else native.copy())
 
 
 def _sources(dataset: Any, rows: int) -> list[_Source]:
     """Returns the attributes of a Dataset that hold a value for each row."""
-    lengths: list[tuple[str, Any, int]] = []
+    values: list[tuple[str, Any]] = []
     for path, value in held_by(dataset):
-        series = hasattr(value, "iloc") and not is_frame(value)
-        if isinstance(value, list | tuple | np.ndarray) or series or (isinstance(value, Tensor) and value.dim()):
-            if isinstance(value, np.ndarray) and not value.ndim:
-                continue
-            lengths.append((path, value, len(value)))
-    direct = [_Source(path, value) for path, value, length in lengths if length == rows]
-    orders = [order for source in direct if (order := _order(source)) is not None]
-    through = [
-        _Source(path, value, order)
-        for order in orders
-        for path, value, length in lengths
-        if length > int(order.max()) and (length != rows or not torch.equal(order, torch.arange(rows)))
-    ]
-    return [*direct, *through]
+        if isinstance(value, np.ndarray | Tensor):
+            has_rows = value.ndim > 0
+        else:
+            has_rows = isinstance(value, list | tuple) or (hasattr(value, "iloc") and not is_frame(value))
+        if has_rows:
+            values.append((path, value))
+    direct = [_Source(path, value) for path, value in values if len(value) == rows]
+    through = []
+    for source in direct:
+        order = _order(source)
+        if order is None:
+            continue
+        is_plain = torch.equal(order, torch.arange(rows))
+        for path, value in values:
+            # In the plain order, values of as many rows are among the direct ones already.
+            if len(value) > int(order.max()) and not (is_plain and len(value) == rows):
+                through.append(_Source(path, value, order))
+    return direct + through
 
 
 def _order(source: _Source) -> Tensor | None:
@@ -119,8 +127,9 @@ def _order(source: _Source) -> Tensor | None:
     if not source.path.endswith("indices"):
         return None
     values = source.whole()
-    able = values is not None and values.dim() == 1 and not values.is_floating_point() and values.dtype != torch.bool
-    return values.long() if able and values is not None and int(values.min()) >= 0 else None
+    if values is None or values.dim() != 1 or values.is_floating_point() or values.dtype == torch.bool:
+        return None
+    return values.long() if int(values.min()) >= 0 else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -157,7 +166,7 @@ class Slot:
         """
         if len(self.pieces) == 1 and self.pieces[0] is not None:
             piece = pieces[self.pieces[0]].to(self.dtype)
-            shape = self.shape if not self.repeat else torch.Size((1, *self.shape[1:]))
+            shape = torch.Size((1, *self.shape[1:])) if self.repeat else self.shape
             return piece.reshape(len(piece), *shape).expand(size, *self.shape)
         numbers = []
         index = 0
@@ -184,13 +193,18 @@ class Slot:
 
     def describe(self, constants: Mapping[str, Tensor]) -> str:
         """Returns what the slot is made of in words."""
-        if len(self.pieces) == 1 and self.pieces[0] in constants:
-            values = constants[str(self.pieces[0])].reshape(-1).tolist()
-            return f"constant {values if len(values) <= 8 else f'{values[:4]} and so on'}"
-        if len(self.pieces) == 1:
-            text = f"column `{self.pieces[0]}`" if self.pieces[0] else "drawn"
-            return f"{text} {self.repeat} times" if self.repeat else text
-        return ", ".join(f"{run} drawn" if isinstance(run, int) else f"`{run}`" for run in self._runs())
+        if len(self.pieces) > 1:
+            texts = []
+            for run in self._runs():
+                texts.append(f"{run} drawn" if isinstance(run, int) else f"`{run}`")
+            return ", ".join(texts)
+        (name,) = self.pieces
+        if name is None:
+            return "drawn"
+        if name in constants:
+            values = constants[name].reshape(-1).tolist()
+            return f"constant {values}" if len(values) <= 8 else f"constant {values[:4]} and so on"
+        return f"column `{name}` {self.repeat} times" if self.repeat else f"column `{name}`"
 
 
 @dataclass(frozen=True)
@@ -202,10 +216,10 @@ class SlotPiece:
 
     def of(self, values: Sequence[Tensor]) -> Tensor:
         """Returns the numbers (C, *P) in the slots' values (C, *S)."""
-        mine = values[self.slot]
+        slot_values = values[self.slot]
         if isinstance(self.index, int):
-            return mine.flatten(1)[:, self.index]
-        return mine if self.index == "all" else mine[:, 0]
+            return slot_values.flatten(1)[:, self.index]
+        return slot_values if self.index == "all" else slot_values[:, 0]
 
 
 @dataclass(kw_only=True)
@@ -233,7 +247,7 @@ class Reading:
 
     def values(self, rows: Tensor) -> dict[str, Tensor]:
         """Returns the rows (B,) of all columns, and the constants, by name."""
-        return {**{name: column[rows] for name, column in self.columns.items()}, **self.constants}
+        return {name: column[rows] for name, column in self.columns.items()} | self.constants
 
     def wrong(self, rows: Tensor, slot_values: Sequence[Tensor]) -> SlotPiece | None:
         """Compares ``slot_values`` of ``rows`` (B,) with columns and constants; returns a differing piece, or None."""
@@ -277,20 +291,19 @@ class ColumnSearch:
         self._speaks = speaks
         self._random = np.random.default_rng(0)
         size = sum(leaf.nbytes for leaf in reader.leaves(0))
-        self._compared = max(2, min(reader.num_rows, compared or COMPARED, max(256, _MOST_BYTES // max(size, 1))))
+        affordable = max(256, _MOST_BYTES // max(size, 1))
+        self._compared = max(2, min(reader.num_rows, compared or COMPARED, affordable))
         self._quickly = compared is None
         # What holds numbers, and each column of a matrix besides, since a draw may exclude by one.
-        sources = _sources(reader.dataset, reader.num_rows)
+        self._sources: list[_Source] = []
         ends = torch.tensor([0, self._reader.num_rows - 1])
-        able = []
-        for source in sources:
+        for source in _sources(reader.dataset, reader.num_rows):
             values = source.rows(ends)
             if values is None:
                 continue
-            able.append(source)
+            self._sources.append(source)
             if values.dim() == 2 and values.shape[1] <= _MOST_COLUMNS:
-                able += [_MatrixColumn(source, index) for index in range(values.shape[1])]
-        self._sources = able
+                self._sources += [_MatrixColumn(source, index) for index in range(values.shape[1])]
         self._refuted: set[SlotPiece] = set()
 
     def sample(self) -> Reading:
@@ -303,7 +316,8 @@ class ColumnSearch:
         self._read()
         self._seconds_of_all = (time.perf_counter() - start) / len(self._rows) * self._reader.num_rows
         self._solve()
-        while len(rows := np.setdiff1d(np.concatenate([np.zeros(0, np.int64), *self._disputes]), self._rows.numpy())):
+        # Rows in which two candidates for a slot differ decide between them.
+        while len(rows := np.setdiff1d(self._disputes, self._rows.numpy())):
             self._read_more(rows)
             self._solve()
         self._result.compared = len(self._rows)
@@ -336,7 +350,8 @@ class ColumnSearch:
         while (self._own_columns or all_too) and (refuted := self._wrong_after_writing()):
             self._refuted.add(refuted)
             self._solve()
-        if not self._result.columns:  # a batch is as large as what a column gives for it
+        # A batch is as large as what a column gives for it, so there must be one.
+        if not self._result.columns:
             self._result.columns["row"] = torch.zeros(self._reader.num_rows, dtype=torch.bool)
         return self._result
 
@@ -349,8 +364,10 @@ class ColumnSearch:
             rows_read = np.unique(np.concatenate([[0, rows - 1], some, self._extremes()]))
         again = np.sort(self._random.choice(len(rows_read), min(len(rows_read), _READ_AGAIN), replace=False))
         seed_everything(0)
-        self._rows, self._values = torch.from_numpy(rows_read), self._reader.rows(rows_read)
-        rereads = Rereads(self._reader, rows_read[again], [values[torch.from_numpy(again)] for values in self._values])
+        self._rows = torch.from_numpy(rows_read)
+        self._values = self._reader.rows(rows_read)
+        values_again = [values[torch.from_numpy(again)] for values in self._values]
+        rereads = Rereads(self._reader, rows_read[again], values_again)
         rereads.check()
         self._draw_masks = rereads.masks
 
@@ -358,7 +375,7 @@ class ColumnSearch:
         seed_everything(len(self._rows))
         values = self._reader.rows(rows)
         self._rows = torch.cat([self._rows, torch.from_numpy(rows)])
-        self._values = [torch.cat(pair) for pair in zip(self._values, values, strict=True)]
+        self._values = list(map(torch.cat, zip(self._values, values, strict=True)))
 
     def _extremes(self) -> NDArray[np.int64]:
         """Returns rows in which a column is least, greatest, no number, or has a rare value."""
@@ -368,7 +385,8 @@ class ColumnSearch:
             if whole is None or whole.dim() != 1:
                 continue
             values = whole.numpy(force=True)
-            rows.append(np.array([values.argmin(), values.argmax(), (values != values).argmax()]))
+            is_nan = values != values
+            rows.append(np.array([values.argmin(), values.argmax(), is_nan.argmax()]))
             if values.dtype.kind in "biu" and int(values.max()) - int(values.min()) < _MOST_COLUMNS:
                 rows.append(np.unique(values, return_index=True)[1])
         return np.concatenate(rows)
@@ -377,7 +395,7 @@ class ColumnSearch:
         """Finds the pieces of each slot, as far as the rows read so far show them."""
         self._result = Reading()
         self._paths: dict[tuple[str, torch.dtype], str] = {}
-        self._disputes: list[NDArray[np.int64]] = []
+        self._disputes: list[int] = []
         self._own_columns: dict[str, SlotPiece] = {}
         for slot in range(len(self._values)):
             self._result.slots.append(self._slot(slot))
@@ -387,34 +405,35 @@ class ColumnSearch:
         draw_mask = self._draw_masks[slot].flatten().tolist()
         repeat = values.dim() > 1 and values.shape[1] > 1 and equal(values, values[:, :1].expand_as(values))
         pieces: tuple[str | None, ...]
+        times = 0
         if any(draw_mask):
-            found: list[str | None] = []
+            numbers: list[str | None] = []
             for index, varies in enumerate(draw_mask):
                 piece = SlotPiece(slot, index)
-                found.append(None if varies else self._known(piece) or self._to_write(piece))
-            pieces = tuple(found)
+                numbers.append(None if varies else self._known(piece) or self._to_write(piece))
+            pieces = tuple(numbers)
         else:
             whole = SlotPiece(slot, "repeat" if repeat else "all")
             column = self._known(whole)
+            pieces = (column,)
+            # What is no column as a whole may be several columns beside each other.
             if column is None and not repeat and 1 < values[0].numel() <= MOST_NUMBERS:
-                each = [self._known(SlotPiece(slot, index)) for index in range(values[0].numel())]
-                pieces = tuple(each) if None not in each else (self._to_write(whole),)
-            else:
-                pieces = (column or self._to_write(whole),)
+                pieces = tuple(self._known(SlotPiece(slot, index)) for index in range(values[0].numel()))
+            if None in pieces:
+                pieces = (self._to_write(whole),)
+            if repeat and pieces[0] in self._result.columns:
+                times = values.shape[1]
         name = self._shown(slot, pieces)
-        return Slot(
-            name=name,
-            dtype=values.dtype,
-            shape=values.shape[1:],
-            pieces=pieces,
-            repeat=values.shape[1] if repeat and len(pieces) == 1 and pieces[0] in self._result.columns else 0,
-        )
+        return Slot(name=name, dtype=values.dtype, shape=values.shape[1:], pieces=pieces, repeat=times)
 
     def _shown(self, slot: int, pieces: tuple[str | None, ...]) -> str:
-        columns = {piece for piece in pieces if piece is not None and piece not in self._result.constants}
-        name = self._reader.names[slot] or (columns.pop() if len(columns) == 1 else f"slot {slot}")
-        names = {other.name for other in self._result.slots}
-        return name if name not in names else f"{name} (slot {slot})"
+        name = self._reader.names[slot]
+        if not name:
+            columns = set(pieces) - {None, *self._result.constants}
+            name = str(columns.pop()) if len(columns) == 1 else f"slot {slot}"
+        if any(name == other.name for other in self._result.slots):
+            name = f"{name} (slot {slot})"
+        return name
 
     def _piece_name(self, piece: SlotPiece) -> str:
         name = self._reader.slot_name(piece.slot)
@@ -435,20 +454,23 @@ class ColumnSearch:
         if piece in self._refuted:
             return None
         matches = [source for source in self._sources if self._holds(source, values)]
-        constant = values[:1] if equal(values, values[:1].expand_as(values)) else None
-        if constant is None and not matches:
-            return None
-        first = constant if constant is not None else _as(matches[0].whole(), values)
+        first = values[:1]
+        is_constant = equal(values, first.expand_as(values))
+        if not is_constant:
+            if not matches:
+                return None
+            first = _as(matches[0].whole(), values)
         for source in matches:
             rows = ~_equal_rows(_as(source.whole(), values), first)
-            self._disputes.append(rows.nonzero().reshape(-1)[:16].numpy())
-        if constant is not None:
-            name = self._piece_name(piece)
-            self._result.constants[name] = constant.clone()
-            return name
-        return self._column(piece, matches[0], first)
+            self._disputes += rows.nonzero().reshape(-1)[:_DISPUTED].tolist()
+        if not is_constant:
+            return self._column(piece, matches[0], first)
+        name = self._piece_name(piece)
+        self._result.constants[name] = first.clone()
+        return name
 
     def _holds(self, source: _Source, values: Tensor) -> bool:
+        # Eight rows tell most sources apart, and all rows of a list take long.
         for rows in (slice(8), slice(None)):
             source_rows = source.rows(self._rows[rows])
             expected = values[rows]
@@ -466,11 +488,11 @@ class ColumnSearch:
             key = self._reader.names[piece.slot] if not isinstance(piece.index, int) else None
             short = source.path.rsplit(".", 1)[-1]
             short = short.rpartition("['")[2].rstrip("']") if short.endswith("']") else short
+            used = {*self._result.columns, *self._result.constants}
             names = (key, short, source.path, f"slot {piece.slot} {source.path}")
-            self._paths[path_and_dtype] = next(
-                name for name in names if name and name not in {*self._result.columns, *self._result.constants}
-            )
-            self._result.columns[self._paths[path_and_dtype]] = values
+            name = next(name for name in names if name and name not in used)
+            self._paths[path_and_dtype] = name
+            self._result.columns[name] = values
         return self._paths[path_and_dtype]
 
     def _wrong_after_writing(self) -> SlotPiece | None:
@@ -478,15 +500,16 @@ class ColumnSearch:
         reader = self._reader
         start = time.perf_counter()
         self._check_memory()
-        for name, piece in self._own_columns.items():
-            shape = piece.of(self._values).shape[1:]
-            self._result.columns[name] = torch.empty((reader.num_rows, *shape), dtype=self._values[piece.slot].dtype)
+        for name in self._own_columns:
+            column = self._result.columns[name]
+            self._result.columns[name] = column.new_empty((reader.num_rows, *column.shape[1:]))
         for block in self._blocks():
             slot_values = reader.rows(block)
             rows = torch.from_numpy(block)
             for name, piece in self._own_columns.items():
                 self._result.columns[name][rows] = piece.of(slot_values)
-            if (wrong := self._result.wrong(rows, slot_values)) is not None:
+            wrong = self._result.wrong(rows, slot_values)
+            if wrong is not None:
                 return wrong
         self._check_steady()
         self._result.compared = reader.num_rows
@@ -503,24 +526,25 @@ class ColumnSearch:
         return None
 
     def _blocks(self) -> Iterator[NDArray[np.int64]]:
-        starts = range(0, self._reader.num_rows, COMPARED)
-        title = f"rows: writing {', '.join(self._own_columns)}" if self._own_columns else "rows: comparing all"
+        title = "rows: comparing all"
+        if self._own_columns:
+            title = f"rows: writing {', '.join(self._own_columns)}"
         options: dict[str, Any] = {"delay": 2.0, "unit": "row", "leave": False}
         options["disable"] = None if self._speaks else True  # None: if this is no terminal
         with tqdm(total=self._reader.num_rows, desc=title, **options) as progress:
-            for start in starts:
+            for start in range(0, self._reader.num_rows, COMPARED):
                 block = np.arange(start, min(start + COMPARED, self._reader.num_rows))
                 yield block
                 progress.update(len(block))
 
     def _check_steady(self) -> None:
         for name, piece in self._own_columns.items():
-            same = _equal_rows(self._result.columns[name][self._rows], piece.of(self._values))
-            if not same.all():
+            changed = self._rows[~_equal_rows(self._result.columns[name][self._rows], piece.of(self._values))]
+            if len(changed):
                 raise CannotAdopt(
                     f"{self._reader.where} returns rows that change from call to call: "
-                    f"{self._reader.slot_name(piece.slot)} of row {int(self._rows[int((~same).int().argmax())])} is "
-                    f"another in the second reading. {GETITEMS}"
+                    f"{self._reader.slot_name(piece.slot)} of row {changed[0]} is another in the second reading. "
+                    f"{GETITEMS}"
                 )
 
     def _check_memory(self) -> None:
@@ -561,6 +585,7 @@ def drawn_rows(
         (C,) the row of each call, and (C, n) what it drew.
     """
     generator = np.random.default_rng(1)
+    # Several calls of each row show whether it draws from the same few items each time.
     rows = generator.choice(among, min(len(among), max(calls // _CALLS, 1)), replace=False)
     again = max(_CALLS, calls // len(rows))
     rows = np.sort(rows).repeat(again).astype(np.int64)

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.rows.column_search import ColumnSearch, Reading, equal
-from torchrec_ext.adopt.rows.evidence import UNSEEN, Evidence, evidence_of, read_draws, with_enough_draws
+from torchrec_ext.adopt.rows.evidence import UNSEEN, Evidence, evidence_of, p_values, read_draws, with_enough_draws
 from torchrec_ext.adopt.rows.law import Ids, Law, NegativeDraws, integers, is_key
 from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader
 
@@ -60,9 +60,12 @@ class ReadDataset:
             # All that can be refused is refused now: writing all rows may take minutes.
             SlotLayout(self.reader, sample, collate_fn)
             self._check_kind(law, sample)
-            draws = None if sample.drawn is None else read_draws(self.reader, sample, search.rows)
-            if draws is not None and isinstance(law, Law) and search.own_columns:
-                self._check_early(law, sample, search.own_columns, draws)
+            draws = None
+            if sample.drawn is not None:
+                # Of rows of the sample: no other row is read before the law is checked.
+                draws = read_draws(self.reader, sample, search.rows)
+                if isinstance(law, Law) and search.own_columns:
+                    self._check_early(law, sample, search.own_columns, draws)
             self.reading = search.run()
             self.layout = SlotLayout(self.reader, self.reading, collate_fn)
             if draws is not None:
@@ -71,7 +74,7 @@ class ReadDataset:
 
     def _check_kind(self, law: Any, reading: Reading) -> None:
         if reading.drawn is None and law is not None:
-            text = repr(law) if law == "check" else law
+            text = "'check'" if law == "check" else law
             raise CannotAdopt(f"negatives={text}: {self.reader.where} draws nothing; leave negatives out")
         if law is not None and law != "check" and not isinstance(law, Law):
             raise CannotAdopt(f"negatives={law!r}: must be Uniform(...), Popular(...) or 'check'")
@@ -91,7 +94,9 @@ class ReadDataset:
             integers({**attributes, **own}, name, argument)
         # A range of ids and the column of a mapping's keys are looked for in all columns of integers.
         looks = law.items is None or (law.by is None and isinstance(law.exclude, Mapping))
-        needs_own = any(name in own for _, name in names) or (looks and any(map(is_key, own.values())))
+        needs_own = not own.keys().isdisjoint(name for _, name in names)
+        if looks and any(map(is_key, own.values())):
+            needs_own = True
         if attributes and not needs_own:
             evidence = evidence_of(self.reader, replace(sample, columns=attributes), draws, self._call)
             evidence.refuse(self._draws(law, evidence))
@@ -112,9 +117,11 @@ class ReadDataset:
             raise CannotAdopt(str(evidence))
         draws = self._draws(law, evidence, seed)
         findings = evidence.refuse(draws)
-        tested = [finding.p for finding in findings if finding.p is not None]
-        unseen = [finding.text for finding in findings if finding.p is None and finding.text.startswith(UNSEEN)]
-        least = f"least p={min(tested):.2g} of {len(tested)} tests" if tested else "no test could be made"
+        tested = p_values(findings)
+        unseen = [finding.text for finding in findings if finding.text.startswith(UNSEEN)]
+        least = "no test could be made"
+        if tested:
+            least = f"least p={min(tested):.2g} of {len(tested)} tests"
         return draws, [f"{evidence.size} of {self.reader.kind} do not contradict it ({least})", *unseen]
 
     def check(self, seed: int, epoch: int) -> None:
@@ -164,7 +171,9 @@ class SlotLayout:
                     f"collate_fn returns another structure for {size} rows: {structure} and {spec}. {GETITEMS}"
                 )
             spec = structure
-            choices = able if not choices else [a & b for a, b in zip(choices, able, strict=True)]
+            choices = choices or able
+            for ways, able_ways in zip(choices, able, strict=True):
+                ways.intersection_update(able_ways)
         for index, ways in enumerate(choices):
             if not ways:
                 raise CannotAdopt(
@@ -172,17 +181,29 @@ class SlotLayout:
                     f"{GETITEMS}"
                 )
         self._spec = spec
-        self._ways = [min(ways, key=lambda way: (way[0] != index, way)) for index, ways in enumerate(choices)]
-        names = [self._slots[slot].name for slot, _ in self._ways]
-        self.names = tuple(f"{name} ({index})" if name in names[:index] else name for index, name in enumerate(names))
-        slots = [self._slots[slot] for slot, _ in self._ways]
-        self.repeats = {name: slot.repeat for name, slot in zip(self.names, slots, strict=True) if slot.repeat}
+        self._ways: list[tuple[int, str]] = []
+        self.repeats: dict[str, int] = {}
+        names: list[str] = []
+        for index, ways in enumerate(choices):
+            # Of equal slots the one in the tensor's own place.
+            way = min(ways, key=lambda way: (way[0] != index, way))
+            self._ways.append(way)
+            slot = self._slots[way[0]]
+            name = slot.name
+            if name in names:
+                name = f"{name} ({index})"
+            names.append(name)
+            if slot.repeat:
+                self.repeats[name] = slot.repeat
+        self.names = tuple(names)
 
     def make(self, pieces: dict[str, Tensor]) -> Any:
         """Returns a batch from the rows of columns and from constants, see :class:`Rows`."""
         size = max(len(piece) for piece in pieces.values())
-        built = {slot: self._slots[slot].build(pieces, pieces.get("negatives"), size) for slot, _ in self._ways}
-        leaves = [built[slot].flatten(0, 1) if way == "cat" else built[slot] for slot, way in self._ways]
+        leaves = []
+        for slot, way in self._ways:
+            leaf = self._slots[slot].build(pieces, pieces.get("negatives"), size)
+            leaves.append(leaf.flatten(0, 1) if way == "cat" else leaf)
         return pytree.tree_unflatten(leaves, self._spec)
 
 

@@ -35,6 +35,7 @@ UNLIKELY = 1e-6  # evidence of a smaller p-value contradicts a law
 _SEEN = -math.log(UNLIKELY)  # of so many expected events, none has that probability
 _BINS = 64
 _GROUPS = 16
+_MOST_COLUMNS = 8  # on which draws are tested to depend
 UNSEEN = "cannot be seen"  # begins what a test says where it has no power
 _CELL = 5.0  # least expected number in a cell of a chi-square test
 _DRAWS = 24_000
@@ -89,8 +90,9 @@ class Evidence:
         findings = self.against(draws)
         against = [finding for finding in findings if finding.p is not None and finding.p < UNLIKELY]
         if against:
-            lines = [f"negatives: {self.what}, and not {draws.describe()}:", *(f"  {each}" for each in against)]
-            raise CannotAdopt("\n".join([*lines, *self.proposal()]))
+            lines = [f"negatives: {self.what}, and not {draws.describe()}:"]
+            lines += [f"  {finding}" for finding in against]
+            raise CannotAdopt("\n".join(lines + self.proposal()))
         return findings
 
     @property
@@ -100,22 +102,18 @@ class Evidence:
 
     def against(self, draws: NegativeDraws) -> list[LawTest]:
         """Tests the draws against a law."""
-        numbers, there = numbers_of(draws.ids, self.ids.reshape(-1))
+        numbers, there = numbers_of(draws.ids, self.ids)
+        # One draw that the law never makes refutes it, whatever the tests below say.
         if not there.all():
-            wrong = self.ids.reshape(-1)[~there]
-            return [
-                LawTest(
-                    0.0, f"{len(wrong):,} of {self.size} are not among {describe_ids(draws.ids)}, such as {wrong[0]}"
-                )
-            ]
-        numbers = numbers.reshape(self.ids.shape)
+            wrong = self.ids[~there]
+            text = f"{len(wrong):,} of {self.size} are not among {describe_ids(draws.ids)}, such as {wrong[0]}"
+            return [LawTest(0.0, text)]
         is_excluded = draws.known.contains(draws.keys[self.rows][:, None], numbers)
         if is_excluded.any():
             call, index = np.argwhere(is_excluded)[0]
             pair = f"{self.ids[call, index]} in row {self.rows[call]}"
-            return [
-                LawTest(0.0, f"{is_excluded.sum():,} of {self.size} are items that the law excludes, such as {pair}")
-            ]
+            text = f"{is_excluded.sum():,} of {self.size} are items that the law excludes, such as {pair}"
+            return [LawTest(0.0, text)]
         return [
             *self._ends(draws, numbers),
             *self._excluded(draws),
@@ -127,7 +125,9 @@ class Evidence:
 
     def _bins(self, draws: NegativeDraws, groups: int) -> int:
         most = _BINS if groups == 1 else _GROUPS
-        return max(2, min(most, len(draws.ids), self.ids.size // int(4 * _CELL * groups)))
+        # Four times the least number on average, so that few cells are left out.
+        enough = self.ids.size // int(4 * _CELL * groups)
+        return max(2, min(most, len(draws.ids), enough))
 
     def _by_popularity(self, draws: NegativeDraws) -> Ids:
         counts = np.zeros(len(draws.ids) + 1, np.int64)
@@ -143,11 +143,16 @@ class Evidence:
         """Tests whether the least and the greatest ids of the law are drawn."""
         findings = []
         index = np.arange(len(draws.ids) + 1)
-        for word, beyond in (("below the least", index < numbers.min()), ("above the greatest", index > numbers.max())):
-            expected = draws.chances(self.rows, beyond.astype(np.int64), 2)[:, 1].sum() * self.ids.shape[1]
+        least = numbers.min()
+        greatest = numbers.max()
+        ends = [("below the least", least, index < least), ("above the greatest", greatest, index > greatest)]
+        for words, number, beyond in ends:
+            # Number 0 is no item.
             if beyond[1:].any():
-                last = draws.ids[(numbers.min() if "least" in word else numbers.max()) - 1]
-                text = f"{expected:,.1f} draws expected {word} that was drawn, {last:,}"
+                chances = draws.chances(self.rows, beyond.astype(np.int64), 2)[:, 1]
+                expected = chances.sum() * self.ids.shape[1]
+                text = f"{expected:,.1f} draws expected {words} that was drawn, {draws.ids[number - 1]:,}"
+                # The Poisson probability of none.
                 findings.append(LawTest(math.exp(-expected), text))
         if self.ids.size / len(draws.ids) < _SEEN:
             text = f"{UNSEEN} in {self.size} of {len(draws.ids):,} ids: a range too long or short by one or a few"
@@ -159,6 +164,7 @@ class Evidence:
         findings = []
         for other in self.exclusions:
             expected, count = self.hits(draws, other)
+            # It is 0 where the law excludes these pairs too, but for rounding.
             if expected > 1e-9:
                 text = f"{count:,} draws are of {other.code}, {expected:,.1f} expected"
                 findings.append(LawTest(_poisson(count, expected), text))
@@ -183,7 +189,7 @@ class Evidence:
         count = self.ids.shape[1]
         rows, first, calls = np.unique(self.rows, return_index=True, return_counts=True)
         _, second, third = draws.moments(self.rows)
-        within = int(_equal_pairs(np.arange(len(self.rows)), numbers))
+        within = _equal_pairs(np.arange(len(self.rows)), numbers)
         findings = []
         if count > 1:
             expected = second.sum() * math.comb(count, 2)
@@ -195,7 +201,7 @@ class Evidence:
                 findings.append(LawTest(_tail(within, expected, spread), text))
             if expected < _SEEN:
                 findings.append(LawTest(None, f"{UNSEEN} in {self.size}: whether a row's draws can repeat"))
-        between = int(_equal_pairs(np.searchsorted(rows, self.rows), numbers)) - within
+        between = _equal_pairs(np.searchsorted(rows, self.rows), numbers) - within
         totals = calls * count
         pairs = totals * (totals - 1) // 2 - calls * math.comb(count, 2)
         expected = (pairs * second[first]).sum()
@@ -216,9 +222,7 @@ class Evidence:
         def test(name: str, groups: Ids, bins_seen: Ids, expected: Floats) -> None:
             size = int(groups.max()) + 1
             observed = np.bincount(groups * width + bins_seen, minlength=size * width)
-            of_groups = np.zeros((size, width))
-            for group in range(size):
-                of_groups[group] = expected[groups == group].sum(axis=0)
+            of_groups = np.stack([expected[groups == group].sum(axis=0) for group in range(size)])
             p = _chi_square(observed, of_groups.reshape(-1))
             findings.append(LawTest(p, f"chi-square against {name}, {size} x {width} bins"))
 
@@ -229,13 +233,15 @@ class Evidence:
             before = binned[:, :-1].reshape(-1)
             after = binned[:, 1:].reshape(-1)
             following = np.repeat(chances, count - 1, axis=0)
-            if not draws.law.replace:  # the draw before is not drawn again
+            if not draws.law.replace:
+                # The draw before is not drawn again, and one item fewer is free.
                 free = np.repeat(draws.known.free(draws.keys[self.rows]), count - 1)[:, None]
                 following = (following * free - (before[:, None] == np.arange(width))) / np.maximum(free - 1, 1)
             test("the draw before", before, after, following)
         test("the call before", np.repeat(binned[:-1, 0], count), binned[1:].reshape(-1), every[count:])
         test("the row's number", np.repeat(_quantile_bins(self.rows), count), binned.reshape(-1), every)
-        for name, column in list(self.columns.items())[:8]:
+        for name, column in list(self.columns.items())[:_MOST_COLUMNS]:
+            # Of a row of several numbers, by the first.
             values = column.reshape(len(column), -1)[torch.from_numpy(self.rows), 0].numpy(force=True)
             test(f"'{name}'", np.repeat(_quantile_bins(values), count), binned.reshape(-1), every)
         return findings
@@ -245,13 +251,14 @@ class Evidence:
         trials = []
         for law, code in self._laws():
             try:
-                findings = self.against(
-                    NegativeDraws(law, self.columns, self.positive, self.ids.shape[1], 0, self.exclusions)
-                )
+                draws = NegativeDraws(law, self.columns, self.positive, self.ids.shape[1], 0, self.exclusions)
+                findings = self.against(draws)
             except CannotAdopt:
+                # Rows without an item left to draw, for one.
                 continue
-            trials.append((min((f.p for f in findings if f.p is not None), default=1.0), law, code, findings))
-            if trials[-1][0] >= UNLIKELY:
+            least = min(p_values(findings), default=1.0)
+            trials.append((least, law, code, findings))
+            if least >= UNLIKELY:
                 break
         if not trials:
             return [f"{self.size}, of the ids {self.ids.min():,} to {self.ids.max():,}: no law here could be tried."]
@@ -272,18 +279,23 @@ class Evidence:
         """Returns the laws to try, the simplest first, with what a user writes for each."""
         whole = self._range()
         text = f"range({whole.start}, {whole.stop})" if whole.start else str(whole.stop)
-        pairs = self._left_out(NegativeDraws(Uniform(whole), self.columns, self.positive, self.ids.shape[1]))
-        exclude, by, code = (pairs.exclude, pairs.by, pairs.code) if pairs else (None, None, "exclude=None")
-        catalogues: list[tuple[range | str, str]] = [(whole, text)]
-        if self.positive is not None:
-            catalogues.append((self.positive, f'"{self.positive}"'))
-        laws: list[tuple[Law, str]] = []
-        for items, argument in catalogues:
-            laws.append((Uniform(items, exclude, by), f"Uniform({argument}, {code})"))
-            laws.append((Uniform(items, exclude, by, replace=False), f"Uniform({argument}, {code}, replace=False)"))
-        for exponent in (0.75, 1.0, 0.5) if self.positive is not None else ():
-            law = Popular(whole, exclude, by, counted=str(self.positive), exponent=exponent)
-            laws.append((law, f'Popular({text}, {code}, counted="{self.positive}", exponent={exponent})'))
+        draws = NegativeDraws(Uniform(whole), self.columns, self.positive, self.ids.shape[1])
+        pairs = self._left_out(draws) or draws.exclusion
+        exclude = pairs.exclude
+        by = pairs.by
+        code = pairs.code
+        laws: list[tuple[Law, str]] = [
+            (Uniform(whole, exclude, by), f"Uniform({text}, {code})"),
+            (Uniform(whole, exclude, by, replace=False), f"Uniform({text}, {code}, replace=False)"),
+        ]
+        name = self.positive
+        if name is None:
+            return laws
+        laws.append((Uniform(name, exclude, by), f'Uniform("{name}", {code})'))
+        laws.append((Uniform(name, exclude, by, replace=False), f'Uniform("{name}", {code}, replace=False)'))
+        for exponent in (0.75, 1.0, 0.5):
+            law = Popular(whole, exclude, by, counted=name, exponent=exponent)
+            laws.append((law, f'Popular({text}, {code}, counted="{name}", exponent={exponent})'))
         return laws
 
     def _left_out(self, draws: NegativeDraws, least: float = _SEEN) -> Exclusion | None:
@@ -291,29 +303,35 @@ class Evidence:
         never = []
         for other in self.exclusions:
             expected, count = self.hits(draws, other)
+            # A mapping is there for this, so it is proposed also where too few draws could show it.
             mapping = isinstance(other.exclude, Mapping)
             if not count and expected > 0 and (expected >= least or mapping):
                 never.append((expected >= least, mapping, expected, other))
         return max(never, key=lambda case: case[:3])[3] if never else None
 
     def expected(self) -> float | None:
-        """Returns how many draws would be of the known pairs that are never drawn, if they could be."""
+        """Returns the expected draws of known pairs if these were not excluded; None if some are drawn."""
         draws = NegativeDraws(Uniform(self._range()), self.columns, self.positive, self.ids.shape[1])
         pairs = self._left_out(draws, least=0.0)
         return None if pairs is None else self.hits(draws, pairs)[0]
 
     def _range(self) -> range:
-        values = [self.ids.reshape(-1)]
+        values = self.ids.reshape(-1)
         if self.positive is not None:
-            values.append(integers(self.columns, self.positive, "positive"))
-        return range(min(int(v.min()) for v in values), max(int(v.max()) for v in values) + 1)
+            values = np.concatenate([values, integers(self.columns, self.positive, "positive")])
+        return range(int(values.min()), int(values.max()) + 1)
 
     def hits(self, draws: NegativeDraws, other: Exclusion) -> tuple[float, int]:
         """Returns how many draws are expected to be of other pairs, and how many are."""
-        numbers, there = numbers_of(draws.ids, self.ids.reshape(-1))
+        numbers, there = numbers_of(draws.ids, self.ids)
         pairs, chances = draws.expected(self.rows, other)
-        is_hit = pairs.contains(other.keys[self.rows][:, None], numbers.reshape(self.ids.shape))
-        return float(chances.sum() * self.ids.shape[1]), int((is_hit & there.reshape(is_hit.shape)).sum())
+        is_hit = pairs.contains(other.keys[self.rows][:, None], numbers)
+        return float(chances.sum() * self.ids.shape[1]), int((is_hit & there).sum())
+
+
+def p_values(findings: Sequence[LawTest]) -> list[float]:
+    """Returns the p-values of the tests that could see something."""
+    return [finding.p for finding in findings if finding.p is not None]
 
 
 def _equal_bins(items: int, count: int) -> Ids:
@@ -331,8 +349,8 @@ def _quantile_bins(values: NDArray[Any]) -> Ids:
 
 def _equal_pairs(groups: Ids, numbers: Ids) -> int:
     """Returns the number of pairs of equal numbers (C, n) within a group, (C,)."""
-    keys = (groups[:, None] * (int(numbers.max()) + 1) + numbers).reshape(-1)
-    counts = np.unique(keys, return_counts=True)[1]
+    keys = groups[:, None] * (int(numbers.max()) + 1) + numbers
+    _, counts = np.unique(keys, return_counts=True)
     return int((counts * (counts - 1) // 2).sum())
 
 
@@ -350,6 +368,7 @@ def _chi_square(observed: Ids, expected: Floats) -> float | None:
     """Returns the p-value of counts; cells of less than 5 expected are left out, but for those that cannot be hit."""
     if (observed[expected < 1e-9] > 0).any():
         return 0.0
+    # The statistic follows a chi-square law only where each cell expects some.
     cells = expected >= _CELL
     if cells.sum() < 2:
         return None
@@ -366,6 +385,7 @@ def _poisson(observed: int, expected: float) -> float:
 
 def _tail(observed: int, expected: float, variance: float) -> float:
     """Returns the two-sided p-value of a number of equal pairs: Poisson where few are expected, normal above."""
+    # Pairs of one item come together, which a Poisson law does not know: with many the variance counts.
     if expected < 100:
         return _poisson(observed, float(expected))
     return math.erfc(abs(observed - expected) / math.sqrt(2 * variance))
@@ -385,7 +405,8 @@ def read_draws(reader: DatasetReader, reading: Reading, among: Ids, calls: int =
     """
     slot = reading.drawn
     assert slot is not None
-    calls = calls or min(max(_DRAWS // slot.drawn, _FEWEST_CALLS), _DRAWS)
+    if not calls:
+        calls = min(max(_DRAWS // slot.drawn, _FEWEST_CALLS), _DRAWS)
     return drawn_rows(reader, slot, reading.slots.index(slot), calls, among)
 
 
@@ -430,16 +451,18 @@ def with_enough_draws(reader: DatasetReader, reading: Reading, evidence: Evidenc
 def _positive(reading: Reading, ids: Ids) -> str | None:
     """Returns the column of the positives: beside the draws, or that whose ids hold most of what is drawn."""
     assert reading.drawn is not None
-    columns_beside = {piece for piece in reading.drawn.pieces if piece in reading.columns}
+    columns_beside = reading.columns.keys() & set(reading.drawn.pieces)
     if len(columns_beside) == 1:
         return columns_beside.pop()
-    shares = {
-        name: float(np.isin(ids, integers(reading.columns, name, "positive")).mean())
-        for name, column in reading.columns.items()
-        if is_key(column)
-    }
-    best = max(shares, key=lambda name: shares[name], default=None)
-    return best if best is not None and shares[best] > 0.5 else None
+    best = None
+    most = 0.5  # most of the draws, or ids of something else share a few numbers with them
+    for name, column in reading.columns.items():
+        if is_key(column):
+            share = float(np.isin(ids, integers(reading.columns, name, "positive")).mean())
+            if share > most:
+                best = name
+                most = share
+    return best
 
 
 def _exclusions(reader: DatasetReader, reading: Reading, positive: str | None) -> Iterator[Exclusion]:
@@ -455,10 +478,13 @@ def _exclusions(reader: DatasetReader, reading: Reading, positive: str | None) -
             continue
         for name in keys:
             exclusion = of_mapping(pairs, reading.columns, name, code)
+            # The column holds the keys if most rows have one; a look at the first is enough.
             if (exclusion.keys[:1000] >= 0).mean() > 0.5:
                 yield exclusion
     if positive is not None:
-        yield from (of_columns(reading.columns, name, positive) for name in [*keys, positive])
+        # By itself too: a Dataset may leave out nothing but the row's own positive.
+        for name in [*keys, positive]:
+            yield of_columns(reading.columns, name, positive)
 
 
 def _maps_ids(pairs: Mapping[Any, Any]) -> bool:

@@ -129,9 +129,9 @@ def integers(columns: Mapping[str, Tensor], name: str, argument: str) -> Ids:
     """
     able = [column for column, tensor in columns.items() if is_key(tensor)]
     if name not in able:
-        remedy = f"; if your Dataset has no attribute equal to it, set self.{name} = ..." if name.isidentifier() else ""
-        if name in columns:
-            remedy = ""
+        remedy = ""
+        if name.isidentifier() and name not in columns:
+            remedy = f"; if your Dataset has no attribute equal to it, set self.{name} = ..."
         raise CannotAdopt(
             f"{argument}='{name}': must be a column of one integer a row: {', '.join(able) or 'none'}{remedy}"
         )
@@ -145,6 +145,7 @@ def is_key(column: Tensor) -> bool:
 
 def numbers_of(ids: Ids, values: Ids) -> tuple[Ids, NDArray[np.bool_]]:
     """Returns the numbers, from 1, of ``values`` in ``ids`` (I,) ascending, and whether each is there."""
+    # Most catalogues are a range, in which nothing needs to be searched.
     if len(ids) == ids[-1] - ids[0] + 1:
         numbers = values - ids[0]
         there = (numbers >= 0) & (numbers < len(ids))
@@ -182,11 +183,13 @@ def excluded(
         none = np.zeros(0, np.int64)
         rows = len(next(iter(columns.values())))
         return Exclusion(np.full(rows, -1), none, none, None, None, "exclude=None", "nothing excluded")
+    # Pairs of the Dataset itself were read before, under the name that the user knows.
     same = [other for other in exclusions if other.exclude is pairs and law.by in (None, other.by)]
     if len(same) == 1:
         return same[0]
     if isinstance(pairs, Mapping):
-        return of_mapping(pairs, columns, law.by or _holder(pairs, columns, positive), "the mapping")
+        by = law.by or _holder(pairs, columns, positive)
+        return of_mapping(pairs, columns, by, "the mapping")
     if isinstance(pairs, tuple) and len(pairs) == 2 and all(isinstance(name, str) for name in pairs):
         return of_columns(columns, *pairs)
     raise CannotAdopt(
@@ -198,7 +201,8 @@ def excluded(
 def of_columns(columns: Mapping[str, Tensor], user: str, item: str) -> Exclusion:
     """Returns the pairs that two columns make."""
     keys = integers(columns, user, "exclude")
-    if keys.min() < 0 or keys.max() > 4 * len(keys):  # each number up to the greatest takes memory
+    # KnownPairs has a row for each number up to the greatest.
+    if keys.min() < 0 or keys.max() > 4 * len(keys):
         keys = np.unique(keys, return_inverse=True)[1].astype(np.int64)
     text = f"without the items that stand in '{item}' with the same '{user}'"
     items = integers(columns, item, "exclude")
@@ -228,6 +232,7 @@ def of_mapping(pairs: Mapping[Any, Collection[int]], columns: Mapping[str, Tenso
     return Exclusion(keys, of_pairs, items, pairs, by, f'exclude={name}, by="{by}"', text)
 
 
+_LOOKED_AT = 1000  # rows by which columns are told apart
 _NO_MAPPING = "exclude must map ids to collections of ids, such as {3: {17, 40}}"
 
 
@@ -241,19 +246,23 @@ def _keys(pairs: Mapping[Any, Any]) -> Ids:
 def _holder(pairs: Mapping[Any, Collection[int]], columns: Mapping[str, Tensor], positive: str | None) -> str:
     """Returns the column that holds a mapping's keys: its values are keys, and the rows' positives are their items."""
     users = _keys(pairs)
-    names = [name for name, tensor in columns.items() if is_key(tensor) and name != positive]
-    values = {name: integers(columns, name, "by") for name in names}
-    names = [name for name in names if np.isin(np.unique(values[name]), users).all()]
+    names = []
+    for name, tensor in columns.items():
+        if is_key(tensor) and name != positive and np.isin(integers(columns, name, "by"), users).all():
+            names.append(name)
+    # Of several columns with such values, the one whose rows have their positives in the mapping.
     if positive is not None and len(names) > 1:
-        items = integers(columns, positive, "positive")[:1000].tolist()
-        of_rows = {name: [pairs[key] for key in values[name][:1000].tolist()] for name in names}
-        names = [
-            name for name in names if all(i in user_items for i, user_items in zip(items, of_rows[name], strict=True))
-        ]
+        items = integers(columns, positive, "positive")[:_LOOKED_AT].tolist()
+        names = [name for name in names if _hold(pairs, integers(columns, name, "by")[:_LOOKED_AT].tolist(), items)]
     if len(names) != 1:
         many = f"each of {', '.join(names)}" if names else "no column"
         raise CannotAdopt(f"exclude is a mapping, and {many} could hold its keys: name the column, by='user'")
     return names[0]
+
+
+def _hold(pairs: Mapping[Any, Collection[int]], keys: list[int], items: list[int]) -> bool:
+    """Says whether a mapping has each of the items (C,) under its key."""
+    return all(item in pairs[key] for key, item in zip(keys, items, strict=True))
 
 
 class NegativeDraws:
@@ -315,6 +324,7 @@ class NegativeDraws:
         for index in range(self.count):
             free_left = free - index
             rank = np.minimum((numbers[:, index] * free_left).astype(np.int64), free_left - 1)
+            # From the least on: each item drawn before moves the free ones above it down by one.
             for before in np.sort(ranks[:, :index], axis=1).T:
                 rank += rank >= before
             ranks[:, index] = rank
@@ -346,15 +356,15 @@ class NegativeDraws:
         users, items = self.known.of(keys)
         known_shares = np.bincount(users * count + bins[items], self.share[items], len(keys) * count)
         free_shares = np.bincount(bins[1:], self.share[1:], count) - known_shares.reshape(len(keys), count)
+        # What rounding leaves of a bin without a free item is no probability.
         free_shares = np.where(free_shares < 1e-12, 0.0, free_shares)
         chances: Floats = (free_shares / free_shares.sum(axis=1, keepdims=True))[inverse.reshape(-1)]
         return chances
 
     def expected(self, rows: Ids, other: Exclusion) -> tuple[KnownPairs, Floats]:
         """Returns the pairs of another exclusion, and (C,) the probability that a draw in ``rows`` (C,) is of them."""
-        is_read = np.zeros(max(other.users.max(initial=0), other.keys.max(initial=0)) + 2, np.bool_)
-        is_read[other.keys[rows]] = True  # the last is that of -1
-        some = is_read[other.users]
+        # Pairs of users without a row here need not be sorted.
+        some = np.isin(other.users, other.keys[rows])
         numbers, there = numbers_of(self.ids, other.items[some])
         pairs = KnownPairs(len(self.ids), other.users[some][there], numbers[there])
         which, items = pairs.of(other.keys[rows])
@@ -384,6 +394,7 @@ def _catalogue(items: Items, columns: Mapping[str, Tensor], positive: str | None
         values = np.concatenate([integers(columns, positive, "positive"), pairs.items])
         return np.arange(values.min(), values.max() + 1, dtype=np.int64)
     count = items if isinstance(items, int) else len(items)
+    # True is an int in Python.
     if isinstance(items, bool) or count < 1:
         raise CannotAdopt(f"items={items}: must be a number of 1 or more, a range, ids, or the name of a column")
     if isinstance(items, int):

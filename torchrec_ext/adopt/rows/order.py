@@ -35,8 +35,9 @@ class RowOrder:
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"rank={self.rank}: must be 0 to ranks - 1 = {self.ranks - 1}")
         if self.num_rows < self.ranks or (self.drop_last and self.num_rows < self.ranks * self.batch_size):
+            least = self.batch_size if self.drop_last else 1
             raise ValueError(
-                f"{self.num_rows} rows are not a batch of {self.batch_size if self.drop_last else 1} for each of "
+                f"{self.num_rows} rows are not a batch of {least} for each of "
                 f"{self.ranks} ranks: take fewer ranks or a smaller batch_size"
             )
 
@@ -92,7 +93,9 @@ class LoaderOrder:
         """
         seed = _epoch_seed(self.seed, epoch)
         with self.reader.untouched(generators_alone=True):
+            # numpy's seed has 32 bits.
             seed_everything(seed % 2**32)
+            # A sampler may draw from a generator of its own, also the one inside a BatchSampler.
             samplers: tuple[Any, ...] = (self.sampler, getattr(self.sampler, "sampler", None))
             for sampler in samplers:
                 generator = getattr(sampler, "generator", None)
@@ -101,11 +104,12 @@ class LoaderOrder:
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
             batches = [torch.tensor(list(rows), dtype=torch.int64) for rows in self.sampler]
-        rows = [row for batch in batches for row in batch.tolist()]
-        outside = [row for row in rows if not 0 <= row < self.reader.num_rows]
-        if outside:
+        rows = torch.cat([torch.zeros(0, dtype=torch.int64), *batches])
+        outside = rows[(rows < 0) | (rows >= self.reader.num_rows)]
+        if len(outside):
             raise CannotAdopt(f"the loader's sampler gives row {outside[0]}: must be 0 to {self.reader.num_rows - 1}")
-        if self.draws and len(rows) > len(set(rows)):
+        # Draws are a function of the row and the epoch.
+        if self.draws and len(rows) > len(set(rows.tolist())):
             raise CannotAdopt(
                 "the loader's sampler takes a row twice in an epoch, whose negatives would be the same; draw them in "
                 "the loss, or take shuffle=True"
@@ -140,17 +144,17 @@ def sampler_of(loader: DataLoader[Any], settings: dict[str, Any]) -> tuple[Any, 
     sampler = loader.sampler
     batches = loader.batch_sampler
     size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
-    if loader.batch_size is not None and (
-        type(sampler) is SequentialSampler
-        or (type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size)
-    ):
-        return None, {**settings, "shuffle": type(sampler) is RandomSampler, "drop_last": loader.drop_last}
+    # Of torch's own samplers, by the class itself: one derived from them may do anything.
+    shuffles = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size
+    if loader.batch_size is not None and (shuffles or type(sampler) is SequentialSampler):
+        return None, {**settings, "shuffle": shuffles, "drop_last": loader.drop_last}
     kind = type(batches if loader.batch_size is None else sampler).__name__
     try:
         fixed = hasattr(batches, "batch_size") and len(batches) >= 0  # type: ignore[arg-type]
     except TypeError:  # its sampler has no length
         fixed = False
-    if not fixed and not isinstance(loader.dataset, IterableDataset):  # which is refused for what it is
+    # An IterableDataset is refused for what it is, by DatasetReader.
+    if not fixed and not isinstance(loader.dataset, IterableDataset):
         raise CannotAdopt(f"Rows.of(loader): its {kind} makes batches of no fixed size; give it batch_size, __len__")
     if settings.get("ranks", 1) > 1:
         raise CannotAdopt(f"Rows.of(loader, ranks=...): its {kind} does not say whose rows are whose; leave ranks out")

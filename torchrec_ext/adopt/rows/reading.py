@@ -6,11 +6,12 @@ import builtins
 import contextlib
 import copy
 import io
+import operator
 import os
 import random
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,11 +56,12 @@ class DatasetReader:
         except (TypeError, NotImplementedError) as error:
             raise CannotAdopt(f"{kind} has no __len__ ({error}): Rows.of needs the number of rows") from None
         if self.num_rows < 2:
+            rows = "1 row" if self.num_rows == 1 else f"{self.num_rows} rows"
             raise CannotAdopt(
-                f"{kind} has {self.num_rows} row{'' if self.num_rows == 1 else 's'}: columns cannot be told from "
-                "constants by fewer than 2; train on it as it is"
+                f"{kind} has {rows}: columns cannot be told from constants by fewer than 2; train on it as it is"
             )
-        self.dataset, self.kind = dataset, kind
+        self.dataset = dataset
+        self.kind = kind
         self.where = f"{kind}.__getitem__{_line(dataset)}"
         self._first: Any = None
         self._spec: Any = None
@@ -76,7 +78,9 @@ class DatasetReader:
         values, spec = _flat(value)
         tensors = [self._tensor(leaf, index) for index, leaf in enumerate(values)]
         if self._spec is None:
-            self._first, self._spec, self._kinds = value, spec, [(tensor.dtype, tensor.shape) for tensor in tensors]
+            self._first = value
+            self._spec = spec
+            self._kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
             if not tensors:
                 raise CannotAdopt(f"{self.where} returns a row without a value: {value!r}")
         if spec != self._spec:
@@ -104,8 +108,11 @@ class DatasetReader:
     @property
     def names(self) -> list[str | None]:
         """The key of each value of a row that is a dict, None for others."""
-        paths = pytree.tree_flatten_with_path(self._first)[0]
-        return [str(path[-1].key) if path and isinstance(path[-1], pytree.MappingKey) else None for path, _ in paths]
+        names: list[str | None] = []
+        for path, _ in pytree.tree_flatten_with_path(self._first)[0]:
+            last: Any = path[-1] if path else None
+            names.append(str(last.key) if isinstance(last, pytree.MappingKey) else None)
+        return names
 
     def slot_name(self, slot: int) -> str:
         """Returns the key of a value of a row, or its number."""
@@ -114,16 +121,20 @@ class DatasetReader:
     def batch(self, rows: Sequence[int], collate: Callable[[list[Any]], Any]) -> tuple[list[Tensor], Any]:
         """Returns the values of ``rows`` slot by slot, and what ``collate`` makes of the same rows."""
         values = [self.dataset[row] for row in rows]
-        leaves = [[self._tensor(value, i) for i, value in enumerate(pytree.tree_leaves(row))] for row in values]
-        return [torch.stack(slot) for slot in zip(*leaves, strict=True)], collate(values)
+        slots = zip(*map(pytree.tree_leaves, values), strict=True)
+        stacked = [torch.stack([self._tensor(value, index) for value in slot]) for index, slot in enumerate(slots)]
+        return stacked, collate(values)
 
     def _tensor(self, value: Any, slot: int) -> Tensor:
         if isinstance(value, Tensor) and value.layout == torch.strided:
             return value.detach()
         if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
             return torch.from_numpy(np.array(value))
-        if isinstance(value, bool | int | float):
-            return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        # default_collate makes float64 of Python's numbers.
+        if isinstance(value, float):
+            return torch.tensor(value, dtype=torch.float64)
+        if isinstance(value, bool | int):
+            return torch.tensor(value)
         raise CannotAdopt(
             f"{self.where} returns a {type(value).__name__} in slot {slot}: a row must be of tensors, arrays and "
             "numbers; leave out what the step does not read, and give texts numbers"
@@ -139,7 +150,8 @@ class DatasetReader:
         Raises:
             CannotAdopt: reading rows opened files or changed the Dataset.
         """
-        snapshot, opened = _Snapshot(self.dataset, generators_alone), _Opened()
+        snapshot = _Snapshot(self.dataset, generators_alone)
+        opened = _Opened()
         try:
             with opened:
                 yield
@@ -235,16 +247,17 @@ def _reads() -> int:
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields the values of an object, each with the text after the object's name."""
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping | list | tuple):
         if len(value) <= _MANY:
-            yield from ((f"[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, list | tuple):
-        if len(value) <= _MANY:
-            yield from ((f"[{index}]", item) for index, item in enumerate(value))
+            items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)
+            for key, item in items:
+                yield f"[{key!r}]", item
     elif is_frame(value):
-        yield from ((f"[{name!r}]", value[name]) for name in value.columns)
+        for name in value.columns:
+            yield f"[{name!r}]", value[name]
     elif not isinstance(value, type | Tensor | np.ndarray) and not callable(value) and not hasattr(value, "iloc"):
-        yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
+        for name, item in getattr(value, "__dict__", {}).items():
+            yield f".{name}", item
 
 
 def held_by(value: Any, path: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
@@ -303,23 +316,28 @@ class _Snapshot:
     def _restored_objects(self) -> Iterator[str]:
         for path, value, before in self._objects:
             after = vars(value)
+            # This object stands for an attribute that is not there, because None may be a value.
             changed = [name for name in {**before, **after} if before.get(name, self) is not after.get(name, self)]
             if changed:
                 after.clear()
                 after.update(before)
-                yield f"self.{f'{path}.' if path else ''}{changed[0]}"
+                yield ".".join(filter(None, ("self", path, changed[0])))
 
     def _restored_containers(self) -> Iterator[str]:
         for path, value, before in self._containers:
             if _alike(value, before):
                 continue
-            new = (
-                [] if not isinstance(value, defaultdict) else [item for key, item in value.items() if key not in before]
-            )
-            looked_up = isinstance(value, defaultdict) and len(value) == len(before) + len(new)
+            is_look_up = False
+            if isinstance(value, defaultdict):
+                # A look-up in a defaultdict makes an empty entry.
+                new = [item for key, item in value.items() if key not in before]
+                is_look_up = len(value) == len(before) + len(new) and not any(new)
             value.clear()
-            value.extend(before) if isinstance(value, list) else value.update(before)
-            if not looked_up or any(new):  # a look-up in a defaultdict makes an empty entry
+            if isinstance(value, list):
+                value.extend(before)
+            else:
+                value.update(before)
+            if not is_look_up:
                 yield f"self.{path}"
 
     def _restored_arrays(self) -> Iterator[str]:
@@ -338,7 +356,6 @@ def _alike(value: Any, before: Any) -> bool:
         return False
     if isinstance(value, set):
         return bool(value == before)
-    items = zip(value.items(), before.items(), strict=True) if isinstance(value, dict) else None
-    if items is not None:
-        return all(key is old_key and item is old for (key, item), (old_key, old) in items)
-    return all(item is old for item, old in zip(value, before, strict=True))
+    if isinstance(value, dict):
+        return all(map(operator.is_, value, before)) and all(map(operator.is_, value.values(), before.values()))
+    return all(map(operator.is_, value, before))

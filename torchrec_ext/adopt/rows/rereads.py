@@ -38,7 +38,10 @@ class Rereads:
         self._changes = _changes(self._values)
         self.masks = [changes.any(dim=0) for changes in self._changes]
         self._slots = [slot for slot, mask in enumerate(self.masks) if mask.any()]
-        self._ids = [slot for slot in self._slots if not _is_no_id(values[slot])]
+        self._ids = []
+        for slot in self._slots:
+            if not values[slot].is_floating_point() and values[slot].dtype != torch.bool:
+                self._ids.append(slot)
 
     def _read(self, rows: NDArray[np.int64], seeds: Iterable[int]) -> list[list[Tensor]]:
         readings = []
@@ -53,6 +56,7 @@ class Rereads:
         Raises:
             CannotAdopt: the message says why.
         """
+        # Causes with a remedy of their own come first: below, the same rows are noise or several draws.
         self._check_each_row()
         self._check_features()
         where = self._reader.where
@@ -89,8 +93,9 @@ class Rereads:
             return
         rows = self._rows[stays]
         first = [values[torch.from_numpy(stays)] for values in self._values[0]]
+        more = self._read(rows, range(ROUNDS, ROUNDS + _MORE_ROUNDS))
         # Where a row's number decides between a positive and a negative, as `row % 5`, no draw moves the positives.
-        rows = rows[self._that_stay(_changes([first, *self._read(rows, range(ROUNDS, ROUNDS + _MORE_ROUNDS))]))]
+        rows = rows[self._that_stay(_changes([first, *more]))]
         if len(rows) < least:
             return
         raise CannotAdopt(
@@ -100,8 +105,8 @@ class Rereads:
 
     def _that_stay(self, changes: Sequence[Tensor]) -> NDArray[np.bool_]:
         """Returns which rows (C,) have drawn ids, and the same ones in each reading."""
-        changed = torch.stack([changes[slot].reshape(len(changes[slot]), -1).any(dim=1) for slot in self._ids])
-        return ~changed.any(dim=0).numpy()
+        changed = torch.cat([changes[slot].reshape(len(changes[slot]), -1) for slot in self._ids], dim=1)
+        return ~changed.any(dim=1).numpy()
 
     def _check_features(self) -> None:
         """Refuses a slot that follows from a drawn id, such as features of the drawn item."""
@@ -122,6 +127,7 @@ class Rereads:
         if values.shape[2 : 2 + len(shape)] != shape:
             return False
         values = values.reshape(keys.numel(), -1)
+        # Each value is compared with the one that its id came with first.
         _, first, groups = np.unique(keys.flatten().numpy(), return_index=True, return_inverse=True)
         same = not differs(values, values[torch.from_numpy(first[groups])]).any()
         return same and len(groups) - len(first) >= _REPEATED
@@ -135,11 +141,8 @@ def differs(first: Tensor, second: Tensor) -> Tensor:
 def _changes(readings: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Returns which numbers (C, *S) of each slot differ from the first reading in another one."""
     first, *others = readings
-    return [
-        torch.stack([differs(values[slot], before) for values in others]).any(dim=0)
-        for slot, before in enumerate(first)
-    ]
-
-
-def _is_no_id(values: Tensor) -> bool:
-    return values.is_floating_point() or values.dtype == torch.bool
+    changes = [torch.zeros_like(before, dtype=torch.bool) for before in first]
+    for values in others:
+        for slot, before in enumerate(first):
+            changes[slot] |= differs(values[slot], before)
+    return changes

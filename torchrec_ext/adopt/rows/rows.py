@@ -146,6 +146,7 @@ class Rows:
                 remedy.
         """
         sampler = None
+        # The call as a line to paste, which an error ends with ``negatives=``.
         call = f"Rows.of(dataset, batch_size={batch_size}"
         if isinstance(dataset, DataLoader):
             loader = dataset
@@ -156,6 +157,7 @@ class Rows:
             collate_fn = loader.collate_fn
         check_positive(batch_size=batch_size, compared=COMPARED if compared is None else compared)
         assert batch_size is not None
+        # All ranks read the same rows, and one of them says what it finds.
         speaks = not settings.get("rank", 0)
         source = ReadDataset(dataset, collate_fn, compared, call, negatives, speaks)
         if speaks and source.reading.notes:
@@ -169,7 +171,7 @@ class Rows:
         if confirmation is not None:
             rows._negatives, rows._notes = confirmation
             if speaks:
-                print("\n".join(f"rows: {note}" for note in [rows._negatives.describe(), *rows._notes]), flush=True)
+                print("rows:", "\nrows: ".join([rows._negatives.describe(), *rows._notes]), flush=True)
         if sampler is not None:
             rows._order = LoaderOrder(sampler, source.reader, seed, draws=rows._negatives is not None)
         rows._dataset = source
@@ -210,7 +212,8 @@ class Rows:
         """Returns the (B, n) negatives of rows (B,) in an epoch; None where nothing is drawn."""
         if self._negatives is None:
             return None
-        return torch.from_numpy(self._negatives.draw(indices.numpy(force=True), epoch)).to(indices.device)
+        drawn = self._negatives.draw(indices.numpy(force=True), epoch)
+        return torch.from_numpy(drawn).to(indices.device)
 
     def steps(self) -> Iterator[RowStep]:
         """Returns the steps of an epoch: the next, or the rest of the one whose state was loaded."""
@@ -225,6 +228,7 @@ class Rows:
     def _rest(self, epoch: int) -> Iterator[RowStep]:
         batches = self._order.batches(epoch)[self._step :]
         ahead = 1
+        # One call of numpy draws for several steps.
         if self._negatives is not None:
             ahead = min(max(1, _DRAWN_AHEAD // (self.batch_size * self._negatives.count)), _STEPS_AHEAD)
         for start in range(0, len(batches), ahead):
@@ -232,7 +236,7 @@ class Rows:
             draws_ahead = self.draw(torch.cat(some), epoch)
             parts: Sequence[Tensor | None] = [None] * len(some)
             if draws_ahead is not None:
-                parts = torch.split(draws_ahead, [len(indices) for indices in some])
+                parts = torch.split(draws_ahead, list(map(len, some)))
             for indices, draws in zip(some, parts, strict=True):
                 self._step += 1
                 yield RowStep(indices, draws)
@@ -241,6 +245,7 @@ class Rows:
         for step in self.steps():
             batch = self._batch(step.indices, step.draws, self.tensors)
             batch = pytree.tree_map_only(Tensor, Tensor.contiguous, batch)
+            # Not by isinstance: a named tuple stays one.
             yield tuple(batch) if type(batch) in (tuple, list) else batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -264,14 +269,15 @@ class Rows:
 
     def describe(self) -> str:
         """Describes in lines the source of each tensor of a batch, and the rows compared."""
-        kind = "rows" if self._dataset is None else f"rows of {self._dataset.reader.kind}"
-        lines = [f"{self.num_rows:,} {kind} as columns, {self.batch_size} a step, {len(self):,} steps an epoch"]
+        kind = "rows"
         if self._dataset is None:
-            lines += [f"  {name}: {tuple(column.shape)}, {column.dtype}" for name, column in self.columns.items()]
+            lines = [f"{name}: {tuple(column.shape)}, {column.dtype}" for name, column in self.columns.items()]
         else:
+            kind = f"rows of {self._dataset.reader.kind}"
             reading = self._dataset.reading
-            lines += [f"  {slot.name}: {slot.describe(self._constants)}" for slot in reading.slots]
-            lines.append(f"  {reading.seen(self.num_rows)}")
+            lines = [f"{slot.name}: {slot.describe(self._constants)}" for slot in reading.slots]
+            lines.append(reading.seen(self.num_rows))
         if self._negatives is not None:
-            lines.append(f"  negatives: {self._negatives.describe()}")
-        return "\n".join([*lines, *(f"  {note}" for note in self._notes)])
+            lines.append(f"negatives: {self._negatives.describe()}")
+        title = f"{self.num_rows:,} {kind} as columns, {self.batch_size} a step, {len(self):,} steps an epoch"
+        return "\n  ".join([title, *lines, *self._notes])
