@@ -181,7 +181,8 @@ class TracedCall:
             if isinstance(inner, CannotCaptureError):
                 raise inner from None
             # Dynamo leaves out packages as pandas whole, and of these also what it can trace.
-            if self._skips and (skipped := _SKIPPED.search(str(error))) and _is_of_a_package(skipped[2]):
+            skipped = _SKIPPED.search(str(error))
+            if self._skips and skipped and _is_of_a_package(skipped[2]):
                 self._set(dont_skip_tracing=True)
                 return self(*args)
             if inner is not None:
@@ -211,12 +212,16 @@ def changed_between_calls() -> str:
     """Names the change since Dynamo's last graph that made it trace anew."""
     from torch._dynamo.utils import guard_failures
 
-    reasons = [text for texts in guard_failures.values() for text in texts]
-    guard = first_line(ValueError(reasons[-1])).partition(": ")[2] if reasons else ""
-    value = re.findall(r"(?:\['(\w+)'\]|\.(\w+)|'(\w+)')\)? *(?:==|!=|is |in )", guard.partition("#")[0])
-    name = next((text for text in value[-1] if text), "") if value else ""
-    line = _users_line(reasons[-1]) if reasons else UNKNOWN
-    what = f"'{name}'" if name else "a value"
+    line = UNKNOWN
+    what = "a value"
+    reasons = list(itertools.chain.from_iterable(guard_failures.values()))
+    if reasons:
+        line = _users_line(reasons[-1])
+        guard = first_line(ValueError(reasons[-1])).partition(": ")[2]
+        # The last name before a comparison: a key, an attribute or a string, of which one group is not empty.
+        names = re.findall(r"(?:\['(\w+)'\]|\.(\w+)|'(\w+)')\)? *(?:==|!=|is |in )", guard.partition("#")[0])
+        if names:
+            what = f"'{''.join(names[-1])}'"
     return f"{line}: {what} changes from step to step; give it to the step as a tensor"
 
 
@@ -251,7 +256,8 @@ def untraceable(error: BaseException) -> CannotAdopt:
             f"{line}: the loss is scaled by a GradScaler; return the loss itself, and compute in 16 bits by "
             "autocast=lambda: torch.autocast('cpu', torch.bfloat16)"
         )
-    if missing := re.search(r"ModuleNotFoundError: No module named '([^']*)'", text):
+    missing = re.search(r"ModuleNotFoundError: No module named '([^']*)'", text)
+    if missing:
         return CannotAdopt(
             f"the user's module '{missing[1]}' is not in sys.modules, so torch.compile cannot find its globals; run "
             "the script as python SCRIPT, or import it"
@@ -263,7 +269,8 @@ def untraceable(error: BaseException) -> CannotAdopt:
             f"{line} reads a sparse matrix, not taken by torch.compile; its product is "
             "F.embedding_bag(columns, dense, row_starts, mode='sum', per_sample_weights=values)"
         )
-    if skipped := _SKIPPED.search(text):
+    skipped = _SKIPPED.search(text)
+    if skipped:
         what = f"it leaves out {skipped[1]}()"
     return CannotAdopt(f"{line} cannot be traced by torch.compile ({what[:80]}); move it out of the loss and forward")
 
@@ -279,11 +286,10 @@ def values_needed(line: str) -> str:
 def _users_line(text: str) -> str:
     """Returns the last of the user's lines in a text with lines of a traceback, as ``FILE:LINE (CODE)``."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', text)
-    users = [frame for frame in frames if is_users_file(frame[0])]
-    if not users:
-        return UNKNOWN
-    file, number, code = users[-1]
-    return f"{file}:{number} ({code.strip()})"
+    for file, number, code in reversed(frames):
+        if is_users_file(file):
+            return f"{file}:{number} ({code.strip()})"
+    return UNKNOWN
 
 
 def _line_of(node: fx.Node) -> str:
@@ -335,66 +341,77 @@ class ForwardGraph:
         real = real_inputs(module, examples)
         names = {id(parameter): name for name, parameter in trained.items()}
         leaves = {id(leaf): index for index, leaf in enumerate(batch) if isinstance(leaf, Tensor)}
-        self.parameters = {names[id(tensor)]: i for i, tensor in enumerate(real) if id(tensor) in names}
-        places = set(self.parameters.values())
-        others = {i: leaves.get(id(each)) for i, each in enumerate(real) if i not in places}
-        self.of_batch = {index: leaf for index, leaf in others.items() if leaf is not None}
-        self._check({index: real[index] for index in others}, model, with_gradient)
-        self._loss = next((node for node in module.graph.nodes if node.target is the_loss), None)
+        self.parameters: dict[str, int] = {}
+        self.of_batch: dict[int, int] = {}
+        for index, tensor in enumerate(real):
+            # Each is known by its identity: a graph's inputs have names of Dynamo's own.
+            if id(tensor) in names:
+                self.parameters[names[id(tensor)]] = index
+                continue
+            if id(tensor) in leaves:
+                self.of_batch[index] = leaves[id(tensor)]
+            self._check(index, tensor, model, with_gradient)
+        self._refuse_constants()
+        self._loss = next(iter(self._calls(the_loss)), None)
         self.look_ups: dict[str, list[fx.Node]] = {}
         self.matrices: dict[str, str] = {}
         self.penalties: set[str] = set()
-        modules = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-        tables = {id(module.weight) for module in modules}
+        tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
         for name, index in self.parameters.items():
             self._look_at_readers(name, self._placeholders[index], id(trained[name]) in tables)
-        # The inputs that decide how many entries a mask has.
-        masks: dict[int, tuple[str, Tensor]] = {}
-        changing = {*self.of_batch, *self.parameters.values()}
-        for mask in (node for node in self._module.graph.nodes if node.target is the_mask):
+        self.masks: dict[int, tuple[str, Tensor]] = {}
+        # The inputs that decide how many entries a mask has must stay as they are.
+        changing = {self._placeholders[index] for index in (*self.of_batch, *self.parameters.values())}
+        for mask in self._calls(the_mask):
             line = _line_of(mask)
             before = _ancestors(mask)
-            inputs = [index for index, node in enumerate(self._placeholders) if node in before]
-            if changing & set(inputs) or self._draws(before, real):
+            if changing & before or self._draws(before, real):
                 raise CannotAdopt(values_needed(line))
-            masks |= {index: (line, real[index].detach().clone()) for index in inputs}
-        self.masks = masks
-        self.row_nodes = [node for node in module.graph.nodes if node.target is the_rows]
+            for index, node in enumerate(self._placeholders):
+                if node in before:
+                    self.masks[index] = line, real[index].detach().clone()
+        self.row_nodes = self._calls(the_rows)
         self.raw_ids = self._ids_alone(real) if self.row_nodes else module
         self.reached = self._reached(real)
+        # A parameter that the loss does not reach is not updated: it is read where it is, as a buffer is.
         self.parameters = {name: index for name, index in self.parameters.items() if name in self.reached}
         results: Any = module.graph.output_node().args[0]
         not_outer = {*self.parameters.values(), *self.of_batch}
         self.outer = [index for index in range(len(real)) if index not in not_outer]
         self.outputs: list[Tensor] = [node.meta["example_value"] for node in results]
 
-    def _check(self, inputs: Mapping[int, Any], model: nn.Module, with_gradient: Collection[int]) -> None:
-        of_model = {id(parameter) for parameter in model.parameters()}
+    def _calls(self, function: Any) -> list[Any]:
+        """Returns the nodes of the graph that call a function."""
+        return [node for node in self._module.graph.nodes if node.target is function]
+
+    def _check(self, index: int, tensor: Any, model: nn.Module, with_gradient: Collection[int]) -> None:
+        """Refuses an input that is no trained parameter and that a captured step cannot take."""
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        for index, tensor in inputs.items():
-            leaf = self.of_batch.get(index)
-            if not isinstance(tensor, Tensor):
-                raise CannotAdopt(f"forward reads a {type(tensor).__name__} that changes; give it as a tensor")
-            if tensor.device != device or tensor.layout is not torch.strided:
-                raise CannotAdopt(
-                    f"the step reads a tensor on {tensor.device} of layout {tensor.layout}; give dense ones on {device}"
-                )
-            if leaf in with_gradient:
-                continue
-            if leaf is not None and tensor.requires_grad:
-                raise CannotAdopt(
-                    "a tensor of the batch requires a gradient, which a captured step does not give; detach it"
-                )
-            if tensor.requires_grad and id(tensor) not in of_model:
-                line = _line_of(next(iter(self._placeholders[index].users)))
-                raise CannotAdopt(
-                    f"{line} reads a tensor of shape {tuple(tensor.shape)} that requires a gradient and is not the "
-                    "model's; put all modules of the loss into one: adopt(nn.ModuleList([model, other]), ...)"
-                )
-        constants = [node for node in self._module.graph.nodes if node.op == "get_attr"]
-        if constants:
-            line = _line_of(constants[0])
-            raise CannotAdopt(f"{line} reads a tensor as a constant; make it a buffer of the model")
+        leaf = self.of_batch.get(index)
+        if not isinstance(tensor, Tensor):
+            raise CannotAdopt(f"forward reads a {type(tensor).__name__} that changes; give it as a tensor")
+        if tensor.device != device or tensor.layout is not torch.strided:
+            raise CannotAdopt(
+                f"the step reads a tensor on {tensor.device} of layout {tensor.layout}; give dense ones on {device}"
+            )
+        if leaf in with_gradient or not tensor.requires_grad:
+            return
+        if leaf is not None:
+            raise CannotAdopt(
+                "a tensor of the batch requires a gradient, which a captured step does not give; detach it"
+            )
+        # A parameter of the model that no optimizer moves needs no gradient here.
+        if not any(tensor is parameter for parameter in model.parameters()):
+            line = _line_of(next(iter(self._placeholders[index].users)))
+            raise CannotAdopt(
+                f"{line} reads a tensor of shape {tuple(tensor.shape)} that requires a gradient and is not the "
+                "model's; put all modules of the loss into one: adopt(nn.ModuleList([model, other]), ...)"
+            )
+
+    def _refuse_constants(self) -> None:
+        for node in self._module.graph.nodes:
+            if node.op == "get_attr":
+                raise CannotAdopt(f"{_line_of(node)} reads a tensor as a constant; make it a buffer of the model")
 
     def _look_at_readers(self, name: str, parameter: fx.Node, is_table: bool) -> None:
         """Notes the look-ups of a parameter, and of a table the line that reads it otherwise."""
@@ -413,11 +430,14 @@ class ForwardGraph:
         Raises:
             CannotAdopt: ids depend on weights, on rows or on random numbers, or are written in place.
         """
-        nodes = set[fx.Node]().union(*(_ancestors(node) for node in self.row_nodes))
-        weights = {self._placeholders[index] for index in self.parameters.values()}
-        calls = [node for node in nodes if node.op != "placeholder"]
-        in_place = {node for node in calls if node.target in _WRITES or str(node.target).endswith("_")}
-        if nodes & {*self.row_nodes, *weights, *in_place} or self._draws(nodes, real):
+        nodes = set[fx.Node]().union(*map(_ancestors, self.row_nodes))
+        refused = {self._placeholders[index] for index in self.parameters.values()}
+        refused.update(self.row_nodes)
+        for node in nodes:
+            # Methods such as add_ write in place; names of placeholders may end like that too.
+            if node.op != "placeholder" and (node.target in _WRITES or str(node.target).endswith("_")):
+                refused.add(node)
+        if nodes & refused or self._draws(nodes, real):
             raise CannotAdopt(
                 f"{_line_of(self.row_nodes[0])}: dynamic ids must come from the batch alone, not from weights, rows, "
                 "random numbers or writes in place; compute them in the Dataset"
@@ -447,11 +467,14 @@ class ForwardGraph:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # Outside of Dynamo's trace, whose own fake tensors would be mixed with these.
         with torch._guards.tracing(None), mode, torch.enable_grad():
             copies = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in real]
             leaves = {name: copies[index].requires_grad_() for name, index in self.parameters.items()}
             loss, outputs = self.run(copies, {})
-            roots = [each for each in ([loss] if self._loss is not None else outputs) if each.requires_grad]
+            if self._loss is not None:
+                outputs = [loss]
+            roots = [each for each in outputs if each.requires_grad]
             if not roots or not leaves:
                 return set()
             seeds = [torch.ones_like(root) for root in roots]
@@ -472,18 +495,25 @@ class ForwardGraph:
         Returns:
             The loss, (), of a graph that has one, and the graph's outputs.
         """
-        tables = {node: name for name, nodes in self.look_ups.items() if name in reading for node in nodes}
-        runner = _Runner(self._module, tables, reading, repeated, dict(zip(self.row_nodes, rows, strict=False)))
+        tables: dict[fx.Node, str] = {}
+        for name, nodes in self.look_ups.items():
+            if name in reading:
+                tables |= dict.fromkeys(nodes, name)
+        rows_of_nodes = dict(zip(self.row_nodes, rows, strict=False))
+        runner = _Runner(self._module, tables, reading, repeated, rows_of_nodes)
         outputs = runner.run(*tensors, enable_io_processing=False)
-        return (outputs[0] if self._loss is None else runner.env[self._loss]), list(outputs)
+        loss = outputs[0] if self._loss is None else runner.env[self._loss]
+        return loss, list(outputs)
 
 
 def real_inputs(module: fx.GraphModule, examples: Sequence[Tensor]) -> list[Any]:
     """Returns the user's own tensors behind the inputs of a graph."""
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    sources = [node.meta.get("grapharg") for node in placeholders]
-    pairs = zip(sources, examples, strict=True)
-    return [example if source is None else source.example for source, example in pairs]
+    inputs = []
+    for node, example in zip(placeholders, examples, strict=True):
+        source = node.meta.get("grapharg")
+        inputs.append(example if source is None else source.example)
+    return inputs
 
 
 def _arguments(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -495,6 +525,7 @@ def _is_look_up(node: fx.Node, parameter: fx.Node) -> bool:
     if node.target not in (F.embedding, F.embedding_bag):
         return False
     arguments = _arguments(node, node.args, node.kwargs)
+    # A parameter may also be read as ids, or as the weights of a bag.
     if arguments["weight"] is not parameter or arguments["input"] is parameter:
         return False
     if arguments.get("max_norm") is not None or arguments.get("scale_grad_by_freq"):
@@ -557,8 +588,9 @@ class _Runner(fx.Interpreter):
         try:
             if n in self._tables:
                 args, kwargs = self.fetch_args_kwargs_from_env(n)
-                arguments = _arguments(n, args, kwargs)
-                result = look_up(self._reading[self._tables[n]], arguments, n.target is F.embedding_bag, self._repeated)
+                table = self._reading[self._tables[n]]
+                is_bag = n.target is F.embedding_bag
+                result = look_up(table, _arguments(n, args, kwargs), is_bag, self._repeated)
             else:
                 result = super().run_node(n)
         except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode):
@@ -582,13 +614,16 @@ def look_up(table: Reader, arguments: Mapping[str, Any], is_bag: bool, repeated:
     padding = arguments.get("padding_idx")
     offsets = arguments.get("offsets")
     weights = arguments.get("per_sample_weights")
-    alone = offsets is None and weights is None
-    repeats = repeated.repeats_of(ids) if repeated is not None and alone else 1
+    repeats = 1
+    # Lists and weights of bags are not known to repeat with their ids.
+    if repeated is not None and offsets is None and weights is None:
+        repeats = repeated.repeats_of(ids)
     once = ids if repeats == 1 else ids.view(-1, repeats, *ids.shape[1:])[:, 0]
     rows, dim = weight.shape
     # A negative id would be read from the end; this one is out of range.
     flat = torch.where(once < 0, rows, once).reshape(-1).long()
     vectors = table.read(flat)
+    # The row of the padding is read but never trained, as by torch.
     if padding is not None:
         vectors = torch.where((flat == padding)[:, None], vectors.detach(), vectors)
     vectors = vectors.reshape([*once.shape, dim])
@@ -608,9 +643,12 @@ def _pooled(vectors: Tensor, ids: Tensor, mode: str, padding: int | None, weight
         vectors = vectors * weights[..., None]
     if padding is None:
         return vectors.mean(1) if mode == "mean" else vectors.sum(1)
+    # Padding takes no part in a bag, also not in the number by which a mean divides.
     counts = ids != padding
     pooled = (vectors * counts[..., None]).sum(1)
-    return pooled / counts.sum(1).clamp(min=1)[:, None] if mode == "mean" else pooled
+    if mode == "mean":
+        pooled = pooled / counts.sum(1).clamp(min=1)[:, None]
+    return pooled
 
 
 def _pooled_lists(
@@ -628,4 +666,6 @@ def _pooled_lists(
         return bags(vectors, mode, weights)
     counts = (ids != padding).to(vectors.dtype)[:, None]
     pooled = bags(vectors * counts, "sum", weights)
-    return pooled / bags(counts, "sum").clamp(min=1) if mode == "mean" else pooled
+    if mode == "mean":
+        pooled = pooled / bags(counts, "sum").clamp(min=1)
+    return pooled

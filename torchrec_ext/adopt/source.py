@@ -87,12 +87,13 @@ class DrawnBatch(NamedTuple):
 
     def parts(self) -> list[Tensor]:
         """Returns the tensors of which the batch is made."""
-        return [tensor for tensor in (self.indices, self.draws) if tensor is not None]
+        return [self.indices] if self.draws is None else [self.indices, self.draws]
 
     def args(self) -> tuple[Any, ...]:
         """Returns the arguments of the user's function."""
         device = self.resident.tensors[0].device
-        batch = self.resident.assemble(self.resident.tensors, [tensor.to(device) for tensor in self.parts()])
+        parts = [tensor.to(device) for tensor in self.parts()]
+        batch = self.resident.assemble(self.resident.tensors, parts)
         return pytree.tree_map_only(Tensor, Tensor.contiguous, batch)  # type: ignore[no-any-return]
 
     def example(self) -> tuple[Any, ...]:
@@ -172,46 +173,52 @@ class AdoptedSource(StepSource):
         graph, batch, tensors, rows = item
         outer = graph.outer
         of_batch = graph.of_batch
-        outer_tensors = [tensors[index].detach() for index in outer]
-        drawn_batch = batch if isinstance(batch, DrawnBatch) else None
-        parts = drawn_batch.parts() if drawn_batch else [tensors[index].detach() for index in of_batch]
+        drawn_batch = None
+        columns: list[Tensor] = []
+        shapes: tuple[tuple[int, ...], ...] = ()
+        if isinstance(batch, DrawnBatch):
+            drawn_batch = batch
+            parts = batch.parts()
+            columns = batch.resident.tensors
+            # Dynamo has one graph for each shape of a batch, but for those that are made inside the step.
+            shapes = tuple(tuple(tensor.shape) for tensor in parts)
+        else:
+            parts = [tensors[index].detach() for index in of_batch]
         # Dynamic ids are looked up before the step, which takes their rows.
-        given = [*parts, *rows]
-        columns = drawn_batch.resident.tensors if drawn_batch else []
+        step_tensors = [*parts, *rows]
+        given = len(step_tensors)
+        outer_tensors = item.outer()
         on_gpu = self.memory.device.type == "cuda"
-        # A CUDA graph reads the addresses of its capture: what is not of the batch must be where it was.
-        addresses = tuple(tensor.data_ptr() for tensor in outer_tensors) if on_gpu else ()
-        # Dynamo has one graph for each shape of a batch, but for those that are made inside the step.
-        shapes = tuple(tuple(tensor.shape) for tensor in parts) if drawn_batch else ()
+        if on_gpu:
+            # A CUDA graph reads the addresses of its capture: what is not of the batch must be where it was.
+            addresses = tuple(tensor.data_ptr() for tensor in outer_tensors)
+            resident = outer_tensors + columns
+        else:
+            addresses = ()
+            resident = columns
+            step_tensors += outer_tensors
         key = _Key(graph.number, shapes, addresses)
 
         def make(resident: Sequence[Tensor], tensors: Sequence[Tensor]) -> _Values:
-            outer_values = resident[: len(outer)] if on_gpu else tensors[len(given) :]
-            step_rows = tensors[len(parts) : len(given)]
+            outer_values = resident[: len(outer)] if on_gpu else tensors[given:]
+            step_rows = tensors[len(parts) : given]
             inputs = dict(zip(outer, outer_values, strict=True))
             if drawn_batch is None:
                 inputs |= dict(zip(of_batch, tensors, strict=False))
                 return _Values(graph, inputs, RepeatedRows((), {}), step_rows)
             args = drawn_batch.resident.assemble(resident[len(resident) - len(columns) :], tensors[: len(parts)])
             leaves = pytree.tree_leaves(args)
-            columns_of = drawn_batch.resident.rows
-            repeats = {
-                id(leaf): columns_of.repeats[name]
-                for name, leaf in zip(columns_of.names, leaves, strict=False)
-                if name in columns_of.repeats and leaf.dim() and len(leaf) == len(parts[0]) * columns_of.repeats[name]
-            }
+            repeats = _repeats(drawn_batch.resident.rows, leaves, len(parts[0]))
             inputs |= {index: leaves[leaf] for index, leaf in of_batch.items()}
             return _Values(graph, inputs, RepeatedRows(args, repeats), step_rows)
 
-        first = parts[0] if parts else None
-        count = len(first) if first is not None and first.dim() else 0
-        step_tensors, resident = (given, [*outer_tensors, *columns]) if on_gpu else ([*given, *outer_tensors], columns)
+        count = len(parts[0]) if parts and parts[0].dim() else 0
         return StepInputs(key, key, count, step_tensors, make, resident)
 
     def forward(self, tensors: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
         """Returns the loss, (), and the outputs of the graph, on ``tensors`` in place of the model's."""
         loss, outputs = self.run(tensors, batch)
-        return loss, [output.detach() if isinstance(output, Tensor) else output for output in outputs]
+        return loss, pytree.tree_map_only(Tensor, Tensor.detach, outputs)
 
     def train(self, step: CapturedStep, inputs: StepInputs) -> tuple[Tensor, Any]:
         """Makes a captured step; returns the loss, (), and the outputs of the graph."""
@@ -222,8 +229,8 @@ class AdoptedSource(StepSource):
         graph = values.graph
         weights = {parameter.name: parameter.weight for parameter in self.memory.parameters} | tensors
         inputs = values.tensors | {index: weights[name] for name, index in graph.parameters.items()}
+        in_order = [inputs[index] for index in range(len(inputs))]
         with values.repeated:
-            in_order = [inputs[index] for index in range(len(inputs))]
             return graph.run(in_order, self.reading, values.repeated, values.rows)
 
     def look_ups(self, inputs: StepInputs) -> dict[str, int]:
@@ -231,9 +238,10 @@ class AdoptedSource(StepSource):
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        copies = [[mode.from_tensor(tensor) for tensor in each] for each in (inputs.resident, inputs.tensors)]
+        resident = list(map(mode.from_tensor, inputs.resident))
+        tensors = list(map(mode.from_tensor, inputs.tensors))
         with torch._guards.tracing(None), mode:
-            return super().look_ups(dataclasses.replace(inputs, resident=copies[0], tensors=copies[1]))
+            return super().look_ups(dataclasses.replace(inputs, resident=resident, tensors=tensors))
 
     def no_gradient(self, names: Sequence[str]) -> None:
         """Refuses a capture if a parameter that eager steps updated gets no gradient.
@@ -246,6 +254,17 @@ class AdoptedSource(StepSource):
                 f"{module_line(self._model, names[0])} had a gradient in an eager step and has none in the captured "
                 "one; let the same parameters take part in every step"
             )
+
+
+def _repeats(rows: Rows, leaves: Sequence[Any], size: int) -> dict[int, int]:
+    """Returns how often the leaves of a batch of ``size`` rows repeat each value, by their ids; others are left out."""
+    repeats = {}
+    for name, leaf in zip(rows.names, leaves, strict=False):
+        count = rows.repeats.get(name)
+        # Concatenated, a row's values repeat along the first dimension; stacked, they have one of their own.
+        if count is not None and leaf.dim() and len(leaf) == size * count:
+            repeats[id(leaf)] = count
+    return repeats
 
 
 @dataclass
@@ -306,7 +325,8 @@ class RepeatedRows(TorchFunctionMode):
         for leaf in pytree.tree_leaves(batch):
             if id(leaf) in repeats and leaf.dim() == 2 and leaf.is_floating_point():
                 count = repeats[id(leaf)]
-                self._note(leaf, [self._made_of(leaf.view(-1, count, leaf.shape[1])[:, 0], count)])
+                rows = leaf.view(-1, count, leaf.shape[1])[:, 0]
+                self._note(leaf, [self._made_of(rows, count)])
 
     def repeats_of(self, ids: Tensor) -> int:
         """Returns how often ids repeat each value along their first dimension."""
@@ -328,38 +348,52 @@ class RepeatedRows(TorchFunctionMode):
 
     def _columns(self, matrix: Any) -> list[_Columns]:
         """Returns the columns of a matrix with repeated rows; empty without any, or after a write."""
-        known_matrix, version, columns = self._repeated_columns.get(id(matrix), (matrix, 0, []))
-        if not columns:
+        if id(matrix) not in self._repeated_columns:
             return []
-        is_changed = known_matrix._version != version or any(c.rows._version != c.version for c in columns)
-        return [] if is_changed else columns
+        known_matrix, version, columns = self._repeated_columns[id(matrix)]
+        if known_matrix._version != version or any(c.rows._version != c.version for c in columns):
+            return []
+        return columns
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls ``func``, but for a layer on repeated rows."""
         kwargs = kwargs or {}
         if func is torch.nn.functional.linear and len(args) > 1 and args[1].dim() == 2:
             columns = self._columns(args[0])
-            plain = not torch.is_autocast_enabled(args[0].device.type)  # which rounds each product
-            if plain and sum(column.saved for column in columns) >= _SAVED:
+            # Under autocast each product is rounded, so that their sum is another one.
+            is_exact = not torch.is_autocast_enabled(args[0].device.type)
+            if is_exact and sum(column.saved for column in columns) >= _SAVED:
                 return self._linear(columns, *args[1:], **kwargs)
         result = func(*args, **kwargs)
-        if func is torch.cat and args and all(isinstance(each, Tensor) and each.dim() == 2 for each in args[0]):
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-            pieces = [self._columns(each) for each in args[0]]
-            if dim in (1, -1) and any(pieces):
-                pairs = zip(args[0], pieces, strict=True)
-                self._note(result, [c for each, of_one in pairs for c in of_one or [self._made_of(each)]])
+        if func is torch.cat and args:
+            self._note_concatenation(result, *args, **kwargs)
         return result
+
+    def _note_concatenation(self, result: Any, tensors: Sequence[Any], dim: int = 0, **_: Any) -> None:
+        """Follows repeated columns into a matrix of several matrices beside each other."""
+        if dim not in (1, -1) or not all(isinstance(each, Tensor) and each.dim() == 2 for each in tensors):
+            return
+        columns: list[_Columns] = []
+        for each in tensors:
+            columns += self._columns(each) or [self._made_of(each)]
+        if any(column.repeats > 1 for column in columns):
+            self._note(result, columns)
 
     def _linear(self, columns: list[_Columns], weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns the layer's output (B, m), each repeated row multiplied once; the bias is added once."""
         blocks = torch.split(weight, [column.rows.shape[1] for column in columns], 1)
         total = bias
+        # Columns that repeat alike are one product.
         for repeats in sorted({column.repeats for column in columns}, reverse=True):
-            pairs = [pair for pair in zip(columns, blocks, strict=True) if pair[0].repeats == repeats]
-            rows, block = (torch.cat(each, 1) for each in ([c.rows for c, _ in pairs], [b for _, b in pairs]))
-            product = torch.nn.functional.linear(rows, block)
-            product = product if repeats == 1 else product.repeat_interleave(repeats, 0)
+            rows = []
+            weights = []
+            for column, block in zip(columns, blocks, strict=True):
+                if column.repeats == repeats:
+                    rows.append(column.rows)
+                    weights.append(block)
+            product = torch.nn.functional.linear(torch.cat(rows, 1), torch.cat(weights, 1))
+            if repeats > 1:
+                product = product.repeat_interleave(repeats, 0)
             total = product if total is None else product + total
         assert total is not None
         return total

@@ -64,11 +64,11 @@ class HoistedTables(nn.Module):
     def __init__(self, lookups: Sequence[_LookUp], tables: Mapping[str, tuple[nn.Parameter, str]]) -> None:
         super().__init__()
         self._lookups = list(lookups)
-        members: dict[str, dict[str, list[str]]] = {}
+        features: dict[str, dict[str, list[str]]] = {}
         for each in lookups:
-            members.setdefault(each.collection, {}).setdefault(each.table, []).append(each.feature)
-        for collection, features in members.items():
-            self.add_module(collection, _collection(features, tables))
+            features.setdefault(each.collection, {}).setdefault(each.table, []).append(each.feature)
+        for collection, features_of_tables in features.items():
+            self.add_module(collection, _collection(features_of_tables, tables))
 
     def forward(self, *ids: Tensor) -> tuple[Tensor, ...]:
         """Looks up ids, (B, ...) or for a bag (B, L) int each, and returns rows, (B, ..., D) or for a bag (B, D).
@@ -78,16 +78,17 @@ class HoistedTables(nn.Module):
             IndexError: an id outside of its table.
         """
         results: dict[str, Any] = {}
-        for name, collection in self.named_children():  # all of them before the first is waited for
-            members = [(each, ids[index]) for index, each in enumerate(self._lookups) if each.collection == name]
+        # All collections are asked before the first is waited for: a sharded one answers when it is read.
+        for name, collection in self.named_children():
+            members = [pair for pair in zip(self._lookups, ids, strict=True) if pair[0].collection == name]
             results[name] = collection(_jagged(members))
-        pooled = results["bags"].to_dict() if "bags" in results else {}
-        return tuple(
-            pooled[each.feature]
-            if each.collection == "bags"
-            else results[each.collection][each.feature].values().view(*shaped_ids.shape, -1)
-            for each, shaped_ids in zip(self._lookups, ids, strict=True)
-        )
+        if "bags" in results:
+            results["bags"] = results["bags"].to_dict()
+        rows = []
+        for each, shaped_ids in zip(self._lookups, ids, strict=True):
+            result = results[each.collection][each.feature]
+            rows.append(result if each.collection == "bags" else result.values().view(*shaped_ids.shape, -1))
+        return tuple(rows)
 
 
 def _collection(features: Mapping[str, list[str]], tables: Mapping[str, tuple[nn.Parameter, str]]) -> nn.Module:
@@ -96,10 +97,14 @@ def _collection(features: Mapping[str, list[str]], tables: Mapping[str, tuple[nn
     for name, names in features.items():
         weight, pooling = tables[name]
         rows, columns = weight.shape
-        sizes = {"num_embeddings": rows, "embedding_dim": columns, "name": name, "feature_names": names}
+        config: dict[str, Any] = {"num_embeddings": rows, "embedding_dim": columns, "name": name}
         # A weight that has no memory is drawn as nn.Embedding draws it.
-        sizes["init_fn"] = nn.init.normal_ if weight.is_meta else GivenRows(weight)
-        configs.append(EmbeddingBagConfig(**sizes, pooling=_POOLING[pooling]) if pooling else EmbeddingConfig(**sizes))
+        config["init_fn"] = nn.init.normal_ if weight.is_meta else GivenRows(weight)
+        if pooling:
+            config["pooling"] = _POOLING[pooling]
+        kind = EmbeddingBagConfig if pooling else EmbeddingConfig
+        configs.append(kind(**config, feature_names=names))
+    # Without memory of its own: the user's weights take its place below.
     meta = torch.device("meta")
     collection: Any
     if isinstance(configs[0], EmbeddingBagConfig):
@@ -181,6 +186,7 @@ def adopt_tables(model: nn.Module) -> nn.Module:
         weight: Any = modules[node.target].weight
         pooling = getattr(modules[node.target], "mode", "")
         name = names[id(weight)]
+        # A collection pools all look-ups of a table alike.
         if tables.setdefault(name, (weight, pooling))[1] != pooling:
             raise CannotAdopt(
                 f"{_line(node)}: '{node.target}' shares its weight with a table that is pooled otherwise: look both up "
@@ -190,28 +196,27 @@ def adopt_tables(model: nn.Module) -> nn.Module:
         collection = "bags" if pooling else f"rows_{weight.shape[1]}"
         lookups.append(_LookUp(table=name, feature=f"{name}_{count}", rows=len(weight), collection=collection))
     hoisted = _hoist(graph, nodes, ids)
-    holders = {node.target for node in hoisted.nodes if node.op in ("call_module", "get_attr")} - {"tables"}
-    root = {target: operator.attrgetter(target)(model) for target in sorted(holders)}
-    adopted = fx.GraphModule({**root, "tables": HoistedTables(lookups, tables)}, hoisted, type(model).__name__)
+    paths = {node.target for node in hoisted.nodes if node.op in ("call_module", "get_attr")}
+    root: dict[str, Any] = {path: operator.attrgetter(path)(model) for path in sorted(paths - {"tables"})}
+    root["tables"] = HoistedTables(lookups, tables)
+    adopted = fx.GraphModule(root, hoisted, type(model).__name__)
     adopted.training = model.training
     return adopted
 
 
 def _refuse_table(path: str, table: nn.Embedding | nn.EmbeddingBag) -> None:
-    refused = {
-        f"padding_idx={table.padding_idx}": (table.padding_idx is not None, "mask its rows in forward"),
-        f"max_norm={table.max_norm}": (table.max_norm is not None, "normalise the rows in forward"),
-        "scale_grad_by_freq=True": (table.scale_grad_by_freq, "leave it out"),
-        "mode='max'": (getattr(table, "mode", "") == "max", "take nn.Embedding and amax in forward"),
-        "a frozen weight": (not table.weight.requires_grad, "make it a buffer of a module of your own"),
-        f"a {table.weight.dtype} weight": (table.weight.dtype != torch.float32, "call float() first"),
-        "a forward of its own": (
-            type(table).forward not in (nn.Embedding.forward, nn.EmbeddingBag.forward),
-            "put what it does beside the look-up into another module",
-        ),
-        "hooks": (bool(table._forward_hooks or table._forward_pre_hooks), "put them on another module"),
-    }
-    for what, (is_refused, remedy) in refused.items():
+    own_forward = type(table).forward not in (nn.Embedding.forward, nn.EmbeddingBag.forward)
+    refused = [
+        (table.padding_idx is not None, f"padding_idx={table.padding_idx}", "mask its rows in forward"),
+        (table.max_norm is not None, f"max_norm={table.max_norm}", "normalise the rows in forward"),
+        (table.scale_grad_by_freq, "scale_grad_by_freq=True", "leave it out"),
+        (getattr(table, "mode", "") == "max", "mode='max'", "take nn.Embedding and amax in forward"),
+        (not table.weight.requires_grad, "a frozen weight", "make it a buffer of a module of your own"),
+        (table.weight.dtype != torch.float32, f"a {table.weight.dtype} weight", "call float() first"),
+        (own_forward, "a forward of its own", "put what it does beside the look-up into another module"),
+        (table._forward_hooks or table._forward_pre_hooks, "hooks", "put them on another module"),
+    ]
+    for is_refused, what, remedy in refused:
         if is_refused:
             raise CannotAdopt(f"table '{path}' has {what}, which TorchRec's collections do not have: {remedy}")
 
@@ -226,8 +231,10 @@ class _Tracer(fx.Tracer):
         return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        holds = any(isinstance(child, _TABLES) for child in m.modules())
-        return isinstance(m, _TABLES) or (super().is_leaf_module(m, module_qualified_name) and not holds)
+        # torch.nn's own modules are leaves, but an nn.Sequential may hold a table.
+        if any(isinstance(child, _TABLES) for child in m.modules()):
+            return isinstance(m, _TABLES)
+        return super().is_leaf_module(m, module_qualified_name)
 
 
 def _trace(model: nn.Module) -> fx.Graph:
@@ -251,11 +258,9 @@ def _trace(model: nn.Module) -> fx.Graph:
             "the values of tensors (torch.where in place of if), nor call what reads them"
         ) from None
     finally:
+        # Not by train(): modules of one model may be in different modes.
         for module, training in modes:
             module.training = training
-    before.update(
-        {name: value for name, value in python_attributes(model).items() if name.split(".")[-1] == "training"}
-    )
     changed = changed_attribute(before, python_attributes(model))
     if changed is not None:
         raise CannotAdopt(f"forward sets the attribute '{changed}', which torch.fx would fix: make it a buffer")
@@ -295,9 +300,9 @@ def _ids_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> fx.Node:
     arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     for name in names[1:]:
         if arguments.get(name) is not None:
+            more = ", and weigh the rows of an nn.Embedding in forward" if name == "per_sample_weights" else ""
             raise CannotAdopt(
-                f"{_line(node)}: table '{node.target}' is looked up with {name}: give ids as (B, L)"
-                + (", and weigh the rows of an nn.Embedding in forward" if "weights" in name else "")
+                f"{_line(node)}: table '{node.target}' is looked up with {name}: give ids as (B, L){more}"
             )
     if not isinstance(arguments["input"], fx.Node):
         raise CannotAdopt(
@@ -311,6 +316,7 @@ def _names(modules: Mapping[str, Any]) -> dict[int, str]:
     names: dict[int, str] = {}
     for path, module in modules.items():
         name = path.replace(".", "_") or "table"
+        # "a.b" and "a_b" would be one name, and some are methods of ModuleDict.
         while name in names.values() or hasattr(nn.ModuleDict, name):
             name += "_table"
         names.setdefault(id(module.weight), name)
@@ -324,7 +330,7 @@ def _hoist(graph: fx.Graph, nodes: Sequence[fx.Node], ids: Sequence[fx.Node]) ->
     end = max(order[node] for node in nodes)
     later: set[fx.Node] = set(nodes)  # what needs rows
     for node in graph.nodes:
-        if any(each in later for each in node.all_input_nodes):
+        if not later.isdisjoint(node.all_input_nodes):
             later.add(node)
         in_place = node.op == "call_method" and re.fullmatch(r"[a-z]\w*[a-z0-9]_", str(node.target))
         if order[node] <= end and (in_place or node.target in _IN_PLACE or "out" in node.kwargs):
