@@ -38,6 +38,7 @@ class StepTimes:
         """Describes the time of a step on each rank, compared with one process."""
         phases = self.phases
         loads = [each["towers"] for each in phases]
+        # The rank that comes last waits for nobody.
         exchange = min(each["exchange"] for each in phases)
         lines = [
             f"adopt_towers: {self.step:.2f} ms a step on {len(phases)} rank(s), {self.one_process:.2f} ms in one "
@@ -91,10 +92,14 @@ def compare_with_one_process(local: LocalTowers, example: Sequence[Any]) -> Step
         local.gradients(example)
         step.append(time.perf_counter() - start)
         phases.append(dict(local.seconds))
-    medians = {name: 1e3 * statistics.median(each[name] for each in phases) for name in phases[0]}
+    medians = {}
+    for name in phases[0]:
+        medians[name] = 1e3 * statistics.median(each[name] for each in phases)
+    medians_of_steps = 1e3 * statistics.median(one_process), 1e3 * statistics.median(step)
     every: list[Any] = [None] * split.runtime.world_size
-    dist.all_gather_object(every, (1e3 * statistics.median(one_process), 1e3 * statistics.median(step), medians))
-    return StepTimes(min(each[0] for each in every), max(each[1] for each in every), [each[2] for each in every])
+    dist.all_gather_object(every, (*medians_of_steps, medians))
+    one_process_ms, step_ms, phases_ms = zip(*every, strict=True)
+    return StepTimes(min(one_process_ms), max(step_ms), phases_ms)
 
 
 def _plain_gradients(split: TowerSplit, example: Sequence[Any]) -> dict[str, Tensor | None]:
@@ -123,16 +128,20 @@ def _forget(split: TowerSplit) -> None:
 def _refuse_differences(split: TowerSplit, plain: Mapping[str, Tensor | None]) -> None:
     """Refuses gradients of this rank's parameters that are not those of one process."""
     parameters = dict(split.model.named_parameters())
-    local = {id(value) for tower in split.local for value in tower.module.parameters()} | set(map(id, split.top))
-    greatest = max((float(_dense(each).abs().max()) for each in plain.values() if each is not None), default=0.0)
+    local = set(map(id, split.top))
+    for tower in split.local:
+        local.update(map(id, tower.module.parameters()))
+    greatest = max((float(_dense(each).abs().max()) for each in plain.values()), default=0.0)
     for name, gradient in plain.items():
         parameter = parameters[name]
         if id(parameter) not in local:
             continue
         ours = _dense(parameter.grad)
         theirs = _dense(gradient)
-        rounding = torch.finfo(split.dtype).eps  # of outputs, which are in 16 bits under autocast
+        # Of outputs, which are in 16 bits under autocast.
+        rounding = torch.finfo(split.dtype).eps
         share = max(torch.finfo(parameter.dtype).eps ** 0.5, 8 * rounding)
+        # Where a gradient is nothing but rounding, the greatest of all says how much that is.
         allowed = share * (float(theirs.abs().max()) + greatest / 10)
         alike = (parameter.grad is None) == (gradient is None)
         if not alike or bool(((ours - theirs).abs() > allowed).any()):

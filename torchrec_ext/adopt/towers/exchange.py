@@ -85,12 +85,16 @@ class OutputExchange:
             self._sum_dtype = torch.promote_types(self._sum_dtype, parameter.dtype)
         self._rank = runtime.rank
         self._ranks = runtime.world_size
-        self._widths = [sum(tower.width for tower in towers if tower.rank == rank) for rank in range(self._ranks)]
+        self._widths = [0] * self._ranks
+        for tower in towers:
+            self._widths[tower.rank] += tower.width
         self._width = self._widths[self._rank]
         self.grow(rows)
         self._total_sizes = [2 + len(self._top), *(parameter.numel() for parameter in self._top)]
         self._total = sum(self._total_sizes)
         self.small = self._total * self._ranks <= _SMALL and self._sum_dtype == dtype
+        # A small total stands in front of the outputs' gradients in their messages.
+        self._start = self._total if self.small else 0
         self.step = 0
         self.due = False
         self.met = False
@@ -113,8 +117,12 @@ class OutputExchange:
 
     def shares(self, rows: int) -> list[slice]:
         """Returns the rows of each rank; a rank for which there is none reads the first row, with weight 0."""
-        ends = [rows * rank // self._ranks for rank in range(self._ranks + 1)]
-        return [slice(start, stop) if stop > start else slice(0, 1) for start, stop in itertools.pairwise(ends)]
+        shares = []
+        for rank in range(self._ranks):
+            start = rows * rank // self._ranks
+            stop = rows * (rank + 1) // self._ranks
+            shares.append(slice(start, stop) if stop > start else slice(0, 1))
+        return shares
 
     def counts(self, rows: int) -> list[int]:
         """Returns the number of rows of each rank's share."""
@@ -122,6 +130,7 @@ class OutputExchange:
 
     def weight(self, rows: int) -> float:
         """Returns the share of this rank's rows in a batch of so many."""
+        # Not by shares(): a rank without rows has one there, and none here.
         return (rows * (self._rank + 1) // self._ranks - rows * self._rank // self._ranks) / rows
 
     def fits(self, rows: int) -> bool:
@@ -138,6 +147,7 @@ class OutputExchange:
 
     def header(self, header: OutputHeader) -> Tensor:
         """Returns the head of an exchange of outputs, in the dtype of the outputs."""
+        # Its bits in place of its numbers, which 16 bits could not hold.
         return torch.tensor(header, dtype=torch.float64).view(self.dtype).to(self._runtime.device)
 
     @property
@@ -148,14 +158,14 @@ class OutputExchange:
 
     def blanks(self, rows: int, *, late: bool) -> list[Tensor]:
         """Returns zeros in the shapes that a step receives; ``late`` adds the norm and a large total."""
-        # The shares of ranks without rows have a row, too.
-        count = self._ranks * (self._total if self.small else 0) + sum(self.counts(rows)) * self._width
-        result = [self.empty(sum(self.message_sizes)).zero_(), self.empty(count).zero_()]
-        if late:
-            size = 1 if self.small else 1 + self._total
-            dtype = torch.float32 if self.small else self._sum_dtype
-            result.append(torch.zeros(size, dtype=dtype, device=self._runtime.device))
-        return result
+        outputs = self.empty(sum(self.message_sizes)).zero_()
+        gradients = self.empty(sum(self._gradient_sizes(rows))).zero_()
+        if not late:
+            return [outputs, gradients]
+        norm = self.zero()
+        if not self.small:
+            norm = torch.zeros(1 + self._total, dtype=self._sum_dtype, device=self._runtime.device)
+        return [outputs, gradients, norm]
 
     def zero(self) -> Tensor:
         """Returns (1,) zero in place of a norm without a limit."""
@@ -182,40 +192,49 @@ class OutputExchange:
     def received(self, flat: Tensor, rows: int) -> list[Tensor]:
         """Returns the outputs of all towers for this rank's rows, (b, ...) each, as leaves that take gradients."""
         size = self.counts(rows)[self._rank]
-        leaves = []
+        of_ranks = []
         for rank, (piece, width) in enumerate(zip(torch.split(flat, self.message_sizes), self._widths, strict=True)):
+            # In front stands the header, and behind the rows the room for a larger batch.
             body = piece[len(piece) - self.capacity * width :]
-            leaves.append(iter(self._split(rank, body[: size * width], size)))
-        return [next(leaves[tower.rank]).detach().requires_grad_() for tower in self._towers for _ in tower.shapes]
+            of_ranks.append(iter(self._split(rank, body[: size * width], size)))
+        leaves = []
+        for tower in self._towers:
+            for _ in tower.shapes:
+                leaves.append(next(of_ranks[tower.rank]).detach().requires_grad_())
+        return leaves
 
     def total(self, loss: Tensor, gradients: Sequence[Tensor | None], *, failed: bool = False) -> Tensor:
         """Returns the flat all-reduce buffer: the loss, flags, and the gradients of all outside of the towers."""
         flags = [float(failed), *(float(gradient is not None) for gradient in gradients)]
         pieces = [loss.detach().reshape(1), torch.tensor(flags, device=self._runtime.device)]
         for parameter, gradient in zip(self._top, gradients, strict=True):
-            pieces.append((torch.zeros_like(parameter) if gradient is None else gradient).reshape(-1))
+            summand = torch.zeros_like(parameter) if gradient is None else gradient
+            pieces.append(summand.reshape(-1))
         return torch.cat([piece.to(self._sum_dtype) for piece in pieces])
 
     def returning(self, gradients: Sequence[Tensor], total: Tensor) -> list[Tensor]:
         """Splits the gradients of :meth:`received` into messages per rank, each with a small total in front."""
         leaves = iter(gradients)
         total_pieces = torch.split(total, self._total_sizes) if self.small else ()
-        going: list[list[Tensor]] = [list(total_pieces) for _ in self._widths]
+        to_ranks: list[list[Tensor]] = [list(total_pieces) for _ in self._widths]
         for tower in self._towers:
-            going[tower.rank] += [next(leaves).reshape(-1) for _ in tower.shapes]
-        return [self.empty(0), *(piece for pieces in going for piece in pieces)]
+            to_ranks[tower.rank] += [next(leaves).reshape(-1) for _ in tower.shapes]
+        # Without towers and with a large total there is nothing else to concatenate.
+        return [self.empty(0), *itertools.chain(*to_ranks)]
 
     def arrived(self, flat: Tensor, rows: int) -> tuple[list[Tensor], Tensor | None]:
         """Returns the gradients (B, ...) of this rank's outputs from all ranks, and the sum of a small total."""
-        start = self._total if self.small else 0
         by_rank = torch.split(flat, self._gradient_sizes(rows))
         shapes = self._shapes(self._rank)
         gradients = [self.empty(rows * shape.numel()).zero_().view(rows, *shape) for shape in shapes]
         for share, piece in zip(self.shares(rows), by_rank, strict=True):
-            leaves = self._split(self._rank, piece[start:], share.stop - share.start)
+            leaves = self._split(self._rank, piece[self._start :], share.stop - share.start)
             for gradient, each in zip(gradients, leaves, strict=True):
+                # Added, because ranks without rows of their own read the first row, with weight 0.
                 gradient[share] += each
-        return gradients, torch.stack([piece[:start] for piece in by_rank]).sum(0) if self.small else None
+        if not self.small:
+            return gradients, None
+        return gradients, torch.stack([piece[: self._start] for piece in by_rank]).sum(0)
 
     def split_total(self, total: Tensor) -> list[Tensor]:
         """Returns the gradients of everything outside of the towers from a total."""
@@ -241,25 +260,28 @@ class OutputExchange:
         sizes = self.message_sizes
         flat = self._exchange(pieces, sizes, [sizes[self._rank]] * len(sizes), "the outputs of its towers")
         if self._record.next is None:
-            heads = [piece[: len(self.header(OutputHeader()))] for piece in torch.split(flat, sizes)]
-            self._compare([head.clone().view(torch.float64).tolist() for head in heads], problem)
+            size = len(self.header(OutputHeader()))
+            headers = []
+            for piece in torch.split(flat, sizes):
+                # A copy, because a view as float64 needs an aligned offset.
+                headers.append(piece[:size].clone().view(torch.float64).tolist())
+            self._compare(headers, problem)
         return flat
 
     def exchange_gradients(self, pieces: Sequence[Tensor], rows: int) -> Tensor:
         """Sends :meth:`returning`. Collective."""
-        start = self._total if self.small else 0
         size = self.counts(rows)[self._rank]
-        counts_sent = [start + size * width for width in self._widths]
+        counts_sent = [self._start + size * width for width in self._widths]
         return self._exchange(pieces, self._gradient_sizes(rows), counts_sent, "the gradients of the outputs")
 
     def _gradient_sizes(self, rows: int) -> list[int]:
         """Returns the numbers of an exchange of gradients that come from each rank."""
-        start = self._total if self.small else 0
-        return [start + count * self._width for count in self.counts(rows)]
+        return [self._start + count * self._width for count in self.counts(rows)]
 
     def sum_begun(self, total: Tensor) -> Any:
         """Begins to sum a large total over the ranks, in place; returns what :meth:`sum_ended` takes. Collective."""
         if self._record.next is None:
+            # The sum is made in place, and what was sent is compared when the exchange is replayed.
             return total.clone(), total, dist.all_reduce(total, async_op=True)
         return total, None, None
 
@@ -354,7 +376,11 @@ class OutputExchange:
 
 def squared_norm(gradients: Sequence[Tensor], exchange: OutputExchange) -> Tensor:
     """Returns the sum of the squares of some gradients, (1,)."""
-    squares = [(g.coalesce().values() if g.is_sparse else g).float().square().sum() for g in gradients]
+    squares = []
+    for gradient in gradients:
+        # A row that a sparse gradient holds twice counts as the sum of both.
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        squares.append(values.float().square().sum())
     return torch.stack(squares).sum().reshape(1) if squares else exchange.zero()
 
 
@@ -375,6 +401,6 @@ def raise_together(problem: Exception | None, world_size: int, step: int) -> Non
     dist.all_gather_object(texts, None if problem is None else f"{type(problem).__name__}: {problem}")
     if problem is not None:
         raise problem
-    rank = next((rank for rank, text in enumerate(texts) if text is not None), None)
-    if rank is not None:
-        raise CannotAdopt(f"step {step}: rank {rank} raised {texts[rank]}; no weight was changed")
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise CannotAdopt(f"step {step}: rank {rank} raised {text}; no weight was changed")

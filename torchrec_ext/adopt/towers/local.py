@@ -101,7 +101,9 @@ class LocalTowers:
                     outputs += tower.run(arguments, rows)
             clock("towers")
         except Exception as error:
-            problem, outputs = error, []
+            # The others wait for this rank's outputs, so that it sends none and says so.
+            problem = error
+            outputs = []
             header = header._replace(failed=1.0)
         received = exchange.received(self.exchange_outputs(outputs, header, problem), rows)
         clock("exchange")
@@ -117,20 +119,29 @@ class LocalTowers:
         except Exception as error:
             problem = error
         clock("top")
-        # A rank that failed sends zeros with a flag, because the others wait for its gradients.
-        gradients = [None if problem else parameter.grad for parameter in top]
-        weighed = torch.zeros_like(loss) if problem else loss.detach() * weight
+        gradients: list[Tensor | None] = [parameter.grad for parameter in top]
+        weighed = loss.detach() * weight
+        if problem is not None:
+            # A rank that failed sends zeros with a flag, because the others wait for its gradients.
+            gradients = [None] * len(top)
+            weighed = torch.zeros_like(loss)
         total = exchange.total(weighed, gradients, failed=problem is not None)
-        returned = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in received]
+        returned = []
+        for leaf in received:
+            returned.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
         arrived = exchange.exchange_gradients(exchange.returning(returned, total), rows)
+        # A large total is summed while the towers' backward runs.
         begun = None if exchange.small else exchange.sum_begun(total)
         of_outputs, summed = exchange.arrived(arrived, rows)
         clock("exchange")
         try:
+            # An output of frozen weights has no backward.
             pairs = [pair for pair in zip(outputs, of_outputs, strict=True) if pair[0].requires_grad]
             if pairs:
-                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+                tensors, gradients_of_tensors = zip(*pairs, strict=True)
+                torch.autograd.backward(tensors, gradients_of_tensors)
         except BaseException:
+            # The others have all that they need of this rank, and make the step.
             self.fail()
             raise
         clock("towers")
@@ -140,6 +151,7 @@ class LocalTowers:
         if failed:
             exchange.raise_together(problem)
         for parameter, ranks, gradient in zip(top, used, exchange.split_total(summed), strict=True):
+            # One without a gradient on any rank has none in one process, which optimizers tell from zero.
             parameter.grad = gradient if ranks else None
         clock("exchange")
         return summed[0].to(loss.dtype), tree_map_only(Tensor, Tensor.detach, aux)

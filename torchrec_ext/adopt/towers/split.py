@@ -74,7 +74,7 @@ class TowerSplit:
         self.top = [each for each in self.moved_parameters() if id(each) not in inside and each.requires_grad]
         leaves, self._spec = tree_flatten(tuple(example))
         self.rows = batch_rows(leaves)
-        self._kinds = [_kind(leaf) for leaf in leaves]
+        self._kinds = list(map(_kind, leaves))
         # UserLoss.refuse_sums() compares the losses of two rows and two others with that of all four.
         if self.rows < 4:
             raise CannotAdopt(f"the example has {self.rows} row(s): give a real batch, of 4 rows or more")
@@ -91,6 +91,7 @@ class TowerSplit:
         outputs = self.loss.observe(leaves, self._spec, self.rows)
         self.dtype = outputs[0].dtype
         dtypes = sorted({str(output.dtype) for output in outputs})
+        # One message holds the outputs of all towers of a rank.
         if len(dtypes) > 1:
             raise CannotAdopt(f"the towers return {' and '.join(dtypes)}, which travel together: return one dtype")
         self.loss.refuse_sums(leaves, self._spec, outputs, self.rows)
@@ -110,8 +111,9 @@ class TowerSplit:
             CannotAdopt: its structure, or the kind of a leaf, is another.
         """
         if spec != self._spec:
-            shapes = (" ".join(str(each).split()) for each in (spec, self._spec))
-            raise CannotAdopt(f"step {step}: the batch has the structure {', the example had '.join(shapes)}")
+            # A long structure prints on several lines.
+            text = " ".join(f"{spec}, the example had {self._spec}".split())
+            raise CannotAdopt(f"step {step}: the batch has the structure {text}")
         for index, (leaf, kind) in enumerate(zip(leaves, self._kinds, strict=True)):
             if _kind(leaf) != kind:
                 raise CannotAdopt(
@@ -123,9 +125,9 @@ class TowerSplit:
     def refuse_different_ranks(self, example: Sequence[Any]) -> None:
         """Refuses ranks with different models, optimizers, towers or examples. Collective."""
         # Names and values of all that ranks must have in common, the most telling difference first.
-        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         facts = [("towers", str({tower.path: tower.rank for tower in self.towers}))]
-        facts += [("the number of parameters and buffers", str(len(tensors)))]
+        facts.append(("the number of parameters and buffers", str(len(tensors))))
         facts += [(f"the shape of '{name}'", f"{tuple(value.shape)} {value.dtype}") for name, value in tensors.items()]
         facts += [(f"requires_grad of '{name}'", str(value.requires_grad)) for name, value in tensors.items()]
         facts += [(f"the values of '{name}'", _digest(value)) for name, value in tensors.items()]
@@ -133,18 +135,21 @@ class TowerSplit:
             counts = [len(group["params"]) for group in optimizer.param_groups]
             facts.append(("the optimizer", f"{type(optimizer).__name__} of {counts} parameters"))
             for number, group in enumerate(optimizer.param_groups):
-                facts += [(f"{k} of parameter group {number}", str(v)) for k, v in group.items() if k != "params"]
+                for setting, value in group.items():
+                    if setting != "params":
+                        facts.append((f"{setting} of parameter group {number}", str(value)))
         values = fingerprint(tree_flatten(tuple(example))[0])
         facts.append(("the example", f"{self.rows} rows, {self._kinds}, values {values!r}"))
         facts.append(("the mode", f"training={self.model.training}"))
         every: list[Any] = [None] * self.runtime.world_size
         dist.all_gather_object(every, facts)
         for rank, others in enumerate(every):
-            for (name, value), (other_name, other) in itertools.zip_longest(every[0], others, fillvalue=("", "none")):
-                if (name, value) != (other_name, other):
+            for first, other in itertools.zip_longest(every[0], others, fillvalue=("", "none")):
+                if first != other:
                     raise CannotAdopt(
-                        f"ranks 0 and {rank} differ in {name or other_name}: {value} and {other}; all ranks need the "
-                        "same: call torch.manual_seed with one seed before the model is made, or load one checkpoint"
+                        f"ranks 0 and {rank} differ in {first[0] or other[0]}: {first[1]} and {other[1]}; all ranks "
+                        "need the same: call torch.manual_seed with one seed before the model is made, or load one "
+                        "checkpoint"
                     )
 
     def _refuse_kinds(self) -> None:

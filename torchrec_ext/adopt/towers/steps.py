@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from torchrec_ext.adopt.captures import Captures, Check, weakly
 from torchrec_ext.adopt.checks import ForwardWatch
@@ -50,13 +50,13 @@ class _TowerCall(NamedTuple):
     header: OutputHeader
 
     @property
-    def graphs(self) -> list[ForwardGraph]:
-        """The graphs."""
-        return [call.graph for call in (self.towers, self.top) if call is not None]
+    def calls(self) -> list[GraphCall]:
+        """The calls of both graphs, or of the loss's alone."""
+        return [self.top] if self.towers is None else [self.towers, self.top]
 
     def outer(self) -> list[Tensor]:
         """Returns all inputs except the batch's and updated parameters."""
-        return [*(self.towers.outer() if self.towers else []), *self.top.outer()]
+        return list(itertools.chain.from_iterable(call.outer() for call in self.calls))
 
 
 class TowerRankStep(RankStep):
@@ -105,13 +105,19 @@ class TowerRankStep(RankStep):
         """Limits the norm of all ranks' gradients. Collective."""
         exchange = self._local.exchange
         top = set(map(id, self._local.split.top))
-        parameters = [p for p in self._local.split.moved_parameters() if p.grad is not None]
-        of_towers = squared_norm([p.grad for p in parameters if id(p) not in top], exchange)
-        of_top = squared_norm([p.grad for p in parameters if id(p) in top], exchange)
-        norm = (exchange.sum_of(of_towers) + of_top).sqrt().squeeze(0)
+        of_towers: list[Any] = []
+        of_top: list[Any] = []
+        for parameter in self._local.split.moved_parameters():
+            if parameter.grad is not None:
+                gradients = of_top if id(parameter) in top else of_towers
+                gradients.append(parameter.grad)
+        # Only towers differ by rank: gradients outside of them are sums over the ranks already.
+        squares = exchange.sum_of(squared_norm(of_towers, exchange)) + squared_norm(of_top, exchange)
+        norm = squares.sqrt().squeeze(0)
+        # As torch.nn.utils.clip_grad_norm_ does.
         factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in parameters:
-            parameter.grad.mul_(factor)
+        for gradient in of_towers + of_top:
+            gradient.mul_(factor)
 
     def repeated(self, batch: AnyBatch) -> tuple[tuple[Tensor, Any], str]:
         """Makes the eager step on the captured one's received messages; names a message that differs."""
@@ -183,6 +189,7 @@ class TowersTrace:
             arguments = local.arguments(args, rows)
             self._batch = GivenBatch(tuple(arguments))
             outputs = self._captures.call_traced(self._towers, towers, arguments)
+            # Dynamo orders a graph's outputs as it likes: where the towers return each blank shows which it is.
             blanks = list(map(id, self._blanks))
             self._places = tuple(blanks.index(id(output)) for output in tree_leaves(outputs))
         self._batch = GivenBatch((*share, *received))
@@ -221,10 +228,11 @@ class TowersTrace:
         check(tensors)
         top = GraphCall(graph, self._batch, tensors)
         call = _TowerCall(self._tower_call, self._places, top, count, self._header)
-        numbers = tuple(each.number for each in call.graphs)
+        graphs = [each.graph for each in call.calls]
+        numbers = tuple(each.number for each in graphs)
         if numbers not in self._updates:
             self._captures.settle()
-            self._updates[numbers] = self._captures.update_of(call.graphs)
+            self._updates[numbers] = self._captures.update_of(graphs)
         update = self._updates[numbers]
         outputs = self._captures.run(update, call)
         assert isinstance(update.source, TowersSource)
@@ -282,14 +290,16 @@ class TowersSource(AdoptedSource):
         """
         if isinstance(item, StepInputs):
             return item
-        inputs = [super(TowersSource, self).inputs(call) for call in (item.towers, item.top) if call is not None]
+        inputs: list[StepInputs] = []
+        tensors: list[Tensor] = []
+        for call in item.calls:
+            inputs.append(super().inputs(call))
+            tensors += inputs[-1].tensors
         counts = [len(each.tensors) for each in inputs]
         self._header = item.header
         rows = int(item.header.rows)
-        messages = [
-            self._exchange.header(item.header),
-            *self._exchange.blanks(rows, late=len(self.cuts) > 2),
-        ]
+        tensors.append(self._exchange.header(item.header))
+        tensors += self._exchange.blanks(rows, late=len(self.cuts) > 2)
 
         def make(resident: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
             *values, (self._head, *self._arrived) = _pieces(tensors, counts)
@@ -297,8 +307,8 @@ class TowersSource(AdoptedSource):
             towers = values_of_graphs[0] if item.towers else None
             return towers, item.places, values_of_graphs[-1], item.first_received, rows
 
+        # The capacity is the size of what is sent.
         key = (tuple(each.key for each in inputs), item.places, self._exchange.capacity)
-        tensors = [*(tensor for each in inputs for tensor in each.tensors), *messages]
         return StepInputs(key, key, rows, tensors, make)
 
     def train(self, step: CapturedStep, inputs: StepInputs) -> tuple[Tensor, Any]:
@@ -325,49 +335,68 @@ class TowersSource(AdoptedSource):
         self._messages = [torch.cat(self._exchange.outgoing(self._head, self._outputs, rows))]
         self._received = self._exchange.received(self._arrived[0], rows)
         self._weight = self._exchange.weight(rows)
-        of_batch = top.graph.of_batch.items()
-        arrived = {index: self._received[leaf - first] for index, leaf in of_batch if leaf >= first}
-        top = top._replace(tensors=top.tensors | arrived)
-        loss, aux = super().run(tensors, top)
-        return loss, (self._messages, [each.detach() if isinstance(each, Tensor) else each for each in aux])
+        inputs_of_top = dict(top.tensors)
+        for index, leaf in top.graph.of_batch.items():
+            if leaf >= first:
+                inputs_of_top[index] = self._received[leaf - first]
+        loss, aux = super().run(tensors, top._replace(tensors=inputs_of_top))
+        return loss, (self._messages, tree_map_only(Tensor, Tensor.detach, aux))
 
     def gradients(self, loss: Tensor, leaves: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor | None]]:
         """Returns the gradients of the whole batch's loss, by the names of the parameters."""
-        names = [name for name, of_one in leaves.items() for _ in of_one]
-        flat = [leaf for of_one in leaves.values() for leaf in of_one]
+        names = []
+        flat = []
+        for name, of_one in leaves.items():
+            names += [name] * len(of_one)
+            flat += of_one
         loss = loss * self._weight
-        first = torch.autograd.grad(loss, [*self._received, *flat], allow_unused=True)
-        for name, grad in zip(names, first[len(self._received) :], strict=True):
-            if grad is not None and name not in self._top:
+        grads = torch.autograd.grad(loss, [*self._received, *flat], allow_unused=True)
+        of_received = grads[: len(self._received)]
+        of_top: dict[str, Tensor | None] = dict.fromkeys(self._top)
+        for name, grad in zip(names, grads[len(self._received) :], strict=True):
+            if name in of_top:
+                of_top[name] = grad
+            elif grad is not None:
                 raise CannotAdopt(f"{module_line(self._model, name)} is read outside of its tower")
-        of_top = dict(zip(names, first[len(self._received) :], strict=True))
-        total = self._exchange.total(loss, [of_top.get(name) for name in self._top])
-        pairs = zip(self._received, first, strict=False)
-        returned = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in pairs]
+        total = self._exchange.total(loss, list(of_top.values()))
+        # An output that the loss does not read gets zeros, because the others' messages have a place for it.
+        returned = []
+        for leaf, grad in zip(self._received, of_received, strict=True):
+            returned.append(torch.zeros_like(leaf) if grad is None else grad)
         self._messages += [total, torch.cat(self._exchange.returning(returned, total))]
         gradients, summed = self._exchange.arrived(self._arrived[1], self._rows)
-        pairs_with_gradient = [pair for pair in zip(self._outputs, gradients, strict=True) if pair[0].requires_grad]
-        second: Sequence[Tensor | None] = [None] * len(flat)
-        if pairs_with_gradient and flat:
-            outputs = [output for output, _ in pairs_with_gradient]
-            second = torch.autograd.grad(outputs, flat, [grad for _, grad in pairs_with_gradient], allow_unused=True)
+        outputs = []
+        grads_of_outputs = []
+        for output, grad in zip(self._outputs, gradients, strict=True):
+            if output.requires_grad:
+                outputs.append(output)
+                grads_of_outputs.append(grad)
+        of_towers: Sequence[Tensor | None] = [None] * len(flat)
+        if outputs and flat:
+            of_towers = torch.autograd.grad(outputs, flat, grads_of_outputs, allow_unused=True)
         if len(self.cuts) > 2:
-            gradients_of_towers = [grad for name, grad in zip(names, second, strict=True) if grad is not None]
-            self._messages.append(
-                squared_norm(gradients_of_towers, self._exchange) if self.clip_norm else self._exchange.zero()
-            )
+            if self.clip_norm:
+                norm = squared_norm([grad for grad in of_towers if grad is not None], self._exchange)
+            else:
+                norm = self._exchange.zero()
+            self._messages.append(norm)
+            # The sum of the norms, and behind it a large total.
             self._norm = self._arrived[2][:1]
-            total_arrived = self._arrived[2][1:]
-            summed = total_arrived if summed is None else summed
+            if summed is None:
+                summed = self._arrived[2][1:]
         assert summed is not None
         of_top.update(zip(self._top, self._exchange.split_total(summed), strict=True))
-        by_leaf = iter([of_top[name] if name in self._top else grad for name, grad in zip(names, second, strict=True)])
-        return {name: [next(by_leaf) for _ in of_one] for name, of_one in leaves.items()}
+        result: dict[str, list[Tensor | None]] = {name: [] for name in leaves}
+        for name, of_tower in zip(names, of_towers, strict=True):
+            result[name].append(of_top.get(name, of_tower))
+        return result
 
     def squared_norm(self, grads: Mapping[str, list[Tensor]]) -> Tensor:
         """Returns the sum of the squares, (), of all ranks' gradients."""
+        # The norm that has arrived is that of all towers.
+        norm = self._norm.squeeze(0)
         top = {name: of_one for name, of_one in grads.items() if name in self._top}
-        return self._norm.squeeze(0) + (super().squared_norm(top) if top else 0.0)
+        return norm + super().squared_norm(top) if top else norm
 
     def meet(self, cut: int, message: Tensor, total: Tensor) -> Tensor:
         """Exchanges the results of a step at a cut, and returns the received message. Collective.
@@ -438,8 +467,10 @@ class _InParts(StepEngine):
         input_count = len(memory) + len(inputs)
         graph, _ = self.trace(step, [*memory, *inputs])
         pieces, results = split_at(graph, source.cuts)
-        fast = [self.compile(piece.graph, unaliased(piece.examples)) for piece in pieces]
-        count = 1 + max([input_count, *(number for piece in pieces for number in piece.outputs)])
+        compiled = [self.compile(piece.graph, unaliased(piece.examples)) for piece in pieces]
+        # Room for the inputs and for what the pieces give to one another, by its number.
+        count = 1 + max(input_count, *itertools.chain.from_iterable(piece.outputs for piece in pieces))
+        # What arrives takes the place of the last inputs, which are blank.
         first_arrived = input_count - len(source.cuts)
 
         def run(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -449,7 +480,7 @@ class _InParts(StepEngine):
                 return values[results[index]]  # type: ignore[no-any-return,index]
 
             for number, piece in enumerate(pieces):
-                call = piece.graph if self.plain else fast[number]
+                call = piece.graph if self.plain else compiled[number]
                 try:
                     with torch.no_grad():
                         outputs = call(*[values[index] for index in piece.inputs])

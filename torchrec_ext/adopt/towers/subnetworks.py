@@ -1,13 +1,12 @@
 """Subnetwork: a module within a user's model, and what a run of the user's own loss shows of it.
 
-user_line(), raising_line(): the line of the user's code that led to where the package is, or to an exception.
-
 python_attributes(), changed_attribute(): which attributes of a model's modules a forward sets.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -30,18 +29,23 @@ def python_attributes(model: nn.Module) -> dict[str, Any]:
     :func:`changed_attribute` compares them to refuse a forward by name. StateCopy puts attributes back without names.
     """
     module_attributes = {*vars(nn.Module()), "forward"}
-    return {
-        f"{path}.{name}".lstrip("."): (value, len(value)) if isinstance(value, list | dict | set) else value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if name not in module_attributes
-    }
+    attributes: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in module_attributes:
+                continue
+            # A container that grows is seen by its length: its entries are not copied.
+            is_container = isinstance(value, list | dict | set)
+            attributes[f"{path}.{name}".lstrip(".")] = (value, len(value)) if is_container else value
+    return attributes
 
 
 def changed_attribute(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
     """Returns the path of a changed attribute, such as ``user.calls``; None if there is none."""
-    names = (name for name in {**before, **after} if not _same(before.get(name), after.get(name)))
-    return next(names, None)
+    for name in {**before, **after}:
+        if not _same(before.get(name), after.get(name)):
+            return name
+    return None
 
 
 def _same(before: Any, after: Any) -> bool:
@@ -97,7 +101,10 @@ class Subnetwork:
             leaves: leaves of the batch.
             computed: leaves of the arguments, if the user's code computes some of them.
         """
-        arguments = computed or [leaves[each.index] if isinstance(each, _Leaf) else each for each in self.arguments]
+        arguments = list(computed or self.arguments)
+        for index, argument in enumerate(arguments):
+            if isinstance(argument, _Leaf):
+                arguments[index] = leaves[argument.index]
         return tree_unflatten(arguments, self.inputs)  # type: ignore[arg-type,no-any-return]
 
     def run(self, arguments: tuple[Any, Any], rows: int) -> list[Tensor]:
@@ -138,9 +145,9 @@ def subnetworks(model: nn.Module, ranks: Mapping[str, int], world_size: int) -> 
             raise CannotAdopt(f"towers: the model has no module '{path}'; it has {names}, and what is in them")
         if not isinstance(rank, int) or not 0 <= rank < world_size:
             raise CannotAdopt(f"towers: '{path}' is on rank {rank!r}, but the job has ranks 0 to {world_size - 1}")
-        outer = next((other for other in ranks if path.startswith(f"{other}.")), None)
-        if outer is not None:
-            raise CannotAdopt(f"towers: '{path}' is within '{outer}': name one of them")
+        for outer in ranks:
+            if path.startswith(f"{outer}."):
+                raise CannotAdopt(f"towers: '{path}' is within '{outer}': name one of them")
         module = modules[path]
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             raise CannotAdopt(f"tower '{path}' has hooks, which would run on every rank: put them on a module in it")
@@ -152,9 +159,11 @@ def subnetworks(model: nn.Module, ranks: Mapping[str, int], world_size: int) -> 
 def _refuse_shared(modules: Mapping[str, nn.Module], towers: Sequence[Subnetwork]) -> None:
     readers: dict[int, tuple[str, int | None]] = {}
     for path, module in modules.items():
-        tower = next((t for t in towers if path == t.path or path.startswith(f"{t.path}.")), None)
-        rank = None if tower is None else tower.rank
-        if tower is None and isinstance(module, _BatchNorm):
+        rank = None  # of what is outside of the towers
+        for tower in towers:
+            if f"{path}.".startswith(f"{tower.path}."):
+                rank = tower.rank
+        if rank is None and isinstance(module, _BatchNorm):
             raise CannotAdopt(
                 f"'{path}' is a {type(module).__name__} outside of the towers, where each rank would normalise its own "
                 "rows: move it into a tower, or take LayerNorm"
@@ -177,14 +186,14 @@ def outer_buffers(model: nn.Module, towers: Sequence[Subnetwork]) -> dict[str, T
 
 def batch_rows(leaves: Sequence[Any]) -> int:
     """Returns B, which the first dimension of every tensor of a batch must be."""
-    tensors = [(index, leaf) for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    if not tensors:
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    if first is None:
         raise CannotAdopt("the batch has no tensor: give tensors with one row for each row of the batch")
-    rows = len(tensors[0][1]) if tensors[0][1].dim() else 0
-    for index, tensor in tensors:
-        if tensor.dim() == 0 or len(tensor) != rows or rows == 0:
+    rows = len(first) if first.dim() else 0
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != rows or rows == 0):
             raise CannotAdopt(
-                f"leaf {index} of the batch has the shape {tuple(tensor.shape)}, the first has {rows} rows: every "
+                f"leaf {index} of the batch has the shape {tuple(leaf.shape)}, the first has {rows} rows: every "
                 "tensor of a batch has one row for each row; keep others in the model, as buffers"
             )
     return rows
@@ -255,12 +264,14 @@ class UserLoss:
             def forward(*positional: Any, **keywords: Any) -> Any:
                 tower.lines.append(user_line())
                 arguments, tower.inputs = tree_flatten((positional, keywords))
-                if any(isinstance(argument, Tensor) and argument.requires_grad for argument in arguments):
+                tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+                if any(tensor.requires_grad for tensor in tensors):
                     raise _reads_computed(tower)
                 tower.arguments = [_Leaf(numbers[id(a)]) if id(a) in numbers else a for a in arguments]
-                tower.computed = any(isinstance(argument, Tensor) for argument in tower.arguments)
-                device = next((argument.device.type for argument in arguments if isinstance(argument, Tensor)), "cpu")
-                if torch.is_autocast_enabled(device):  # towers run before the loss, and outside of its contexts
+                tower.computed = any(id(tensor) not in numbers for tensor in tensors)
+                device = tensors[0].device.type if tensors else "cpu"
+                # Towers run before the loss, and outside of its contexts.
+                if torch.is_autocast_enabled(device):
                     raise CannotAdopt(
                         f"{tower.lines[-1]}: tower '{tower.path}' is called under torch.autocast, which does not "
                         "reach its rank: enter autocast within the tower's forward, and around the rest"
@@ -288,6 +299,7 @@ class UserLoss:
             for value, expected in zip(inputs.get(tower.path, ()), tower.arguments, strict=False):
                 if isinstance(expected, Tensor) and not torch.equal(value, expected):
                     raise _reads_computed(tower)
+            # They are of the example alone: each batch has its own, see read_inputs().
             tower.arguments = [None if isinstance(each, Tensor) else each for each in tower.arguments]
 
     @torch.no_grad()
@@ -324,9 +336,8 @@ class UserLoss:
         Raises:
             CannotAdopt: the user's code calls a tower otherwise than on the example.
         """
-        calls = dict.fromkeys((tower.path for tower in self._towers), 0)
-        pieces = iter(outputs)
-        finished = {tower.path: [next(pieces) for _ in tower.shapes] for tower in self._towers}
+        finished = self._by_tower(outputs)
+        calls = dict.fromkeys(finished, 0)
 
         def returning(tower: Subnetwork) -> Callable[..., Any]:
             def forward(*positional: Any, **keywords: Any) -> Any:
@@ -355,11 +366,16 @@ class UserLoss:
         Args:
             outputs: leaves of the outputs of all towers.
         """
-        pieces = iter(outputs)
+        # In place, because the functions hold this dict, and Dynamo would trace others anew.
+        self._finished.update(self._by_tower(outputs))
         for tower in self._towers:
-            self._finished[tower.path] = [next(pieces) for _ in tower.shapes]
             self._stand_ins.setdefault(tower.module, self._stand_in(tower))
         return standing(self._stand_ins)
+
+    def _by_tower(self, outputs: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+        """Returns the leaves of each tower's output, of those of all towers, by its path."""
+        leaves = iter(outputs)
+        return {tower.path: list(itertools.islice(leaves, len(tower.shapes))) for tower in self._towers}
 
     def _stand_in(self, tower: Subnetwork) -> Callable[..., Any]:
         finished = self._finished
@@ -387,12 +403,15 @@ class UserLoss:
         def loss_of(index: Tensor) -> float:
             index = index.to(outputs[0].device)
             rows_of_batch = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            return float(self.with_outputs(rows_of_batch, spec, [output[index] for output in outputs])[0])
+            loss, _ = self.with_outputs(rows_of_batch, spec, [output[index] for output in outputs])
+            return float(loss)
 
         for first, second in splits:
-            both, first_loss, second_loss = (loss_of(index) for index in (torch.cat([first, second]), first, second))
+            both = loss_of(torch.cat([first, second]))
+            first_loss = loss_of(first)
+            second_loss = loss_of(second)
             mean = (first_loss * len(first) + second_loss * len(second)) / (len(first) + len(second))
-            allowed = 1e-5 * max(map(abs, (both, first_loss, second_loss))) + 1e-7
+            allowed = 1e-5 * max(abs(both), abs(first_loss), abs(second_loss)) + 1e-7
             if abs(both - mean) > allowed:
                 many = f"{len(first)} and {len(second)} rows"
                 if abs(both - first_loss - second_loss) <= allowed:
@@ -443,9 +462,12 @@ def nothing_moves(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator
 
     StateCopy would also copy the weights. A tower's tables may be large, and nothing in the block changes them.
     """
-    parameters = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    parameters.update({id(p): p for p in model.parameters()})
-    gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
+    # Optimizers may move parameters of other modules too. A parameter is hashed by its identity.
+    parameters = set(model.parameters())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters.update(group["params"])
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     modes = [(module, module.training) for module in model.modules()]
     put_back_generators = copy_global_generators()

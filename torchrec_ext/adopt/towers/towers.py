@@ -222,22 +222,28 @@ class TowerWeights:
     def _broadcast_state(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], rank: int) -> None:
         """Broadcasts the state that an optimizer has of some parameters."""
         runtime = self._split.runtime
-        kinds: list[Any] = [[]]
+        # First what there is: numbers themselves, and the forms of tensors.
+        forms = []
         for parameter in parameters:
-            state = optimizer.state.get(parameter, {}).items()
-            kinds[0].append({k: (v.shape, v.dtype, v.device.type) if isinstance(v, Tensor) else [v] for k, v in state})
-        dist.broadcast_object_list(kinds, src=rank, device=runtime.device)
-        for parameter, state in zip(parameters, kinds[0], strict=True):
+            form: dict[str, Any] = {}
+            for key, value in optimizer.state.get(parameter, {}).items():
+                is_tensor = isinstance(value, Tensor)
+                form[key] = (is_tensor, (value.shape, value.dtype, value.device.type) if is_tensor else value)
+            forms.append(form)
+        message: list[Any] = [forms]
+        dist.broadcast_object_list(message, src=rank, device=runtime.device)
+        for parameter, form in zip(parameters, message[0], strict=True):
             if runtime.rank != rank:
                 optimizer.state.pop(parameter, None)
-            for key, kind in state.items():
-                if isinstance(kind, list):
-                    optimizer.state[parameter][key] = kind[0]
+            for key, (is_tensor, value) in form.items():
+                if not is_tensor:
+                    optimizer.state[parameter][key] = value
                     continue
                 if runtime.rank != rank:
+                    shape, dtype, device = value
                     # Adam counts its steps on the CPU, also for parameters on a GPU.
-                    device = "cpu" if kind[2] == "cpu" else parameter.device
-                    optimizer.state[parameter][key] = torch.empty(kind[0], dtype=kind[1], device=device)
+                    place = "cpu" if device == "cpu" else parameter.device
+                    optimizer.state[parameter][key] = torch.empty(shape, dtype=dtype, device=place)
                 self._broadcast(optimizer.state[parameter][key], rank)
 
 
