@@ -253,23 +253,26 @@ class Checkpointer:
 
     def _gather_layout(self, state: ModelState) -> dict[str, Any]:
         """Gathers paths of layers and widths of columns, because a rank without a shard does not know them."""
-        layers = [
-            name.removeprefix("dense.") for name in state.tensors if name.startswith("dense.") and "@" not in name
-        ]
+        layers = set()
+        for name in state.tensors:
+            # Names with @ are an optimizer's state of a layer.
+            if name.startswith("dense.") and "@" not in name:
+                layers.add(name.removeprefix("dense."))
         widths = {name: list(row_state.widths) for name, row_state in state.row_states.items()}
         layers_of_all: set[str] = set()
         widths_of_all: dict[str, list[int]] = {}
         for layers_of_rank, widths_of_rank in self.together.gathered((layers, widths)):
-            layers_of_all |= set(layers_of_rank)
+            layers_of_all |= layers_of_rank
             widths_of_all |= widths_of_rank
+        # Sorted, because the manifest's digest must not depend on the order of a set.
         return {"layers": sorted(layers_of_all), "row_parts": widths_of_all}
 
 
 def _size_in_bytes(state: State) -> int:
-    tensors: list[Tensor] = []
+    size = 0
     for value in state.values():
         if isinstance(value, Parts):
-            tensors += [shard.tensor for shard in value.parts]
+            size += sum(shard.tensor.nbytes for shard in value.parts)
         else:
-            tensors.append(value)
-    return sum(tensor.nbytes for tensor in tensors)
+            size += value.nbytes
+    return size

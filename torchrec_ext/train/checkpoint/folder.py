@@ -215,12 +215,13 @@ class CheckpointFolder:
 
     def clean(self) -> list[str]:
         """Removes unfinished checkpoints, and returns their names."""
-        entries = self._entries()
-        unfinished = [name for name, _, whole in entries if not whole]
-        for name in unfinished:
-            self.files.rm(f"{self.root}/{name}", recursive=True)
+        unfinished = []
+        for name, _, is_whole in self._entries():
+            if not is_whole:
+                self.files.rm(f"{self.root}/{name}", recursive=True)
+                unfinished.append(name)
         # A kill between the commit and the renaming of a step that was saved twice leaves both.
-        for step in {step for _, step, whole in entries if whole}:
+        for step in self.steps():
             self._settle(step)
         return unfinished
 
@@ -244,8 +245,11 @@ class CheckpointFolder:
         ahead = sorted(newer for newer in self.steps() if newer > step)
         if not ahead:
             return None
-        numbers = [int(match[1]) for match in map(_ASIDE.fullmatch, self._names()) if match]
-        name = f"set-aside-{max(numbers, default=0) + 1}"
+        number = 1
+        for other in self._names():
+            if match := _ASIDE.fullmatch(other):
+                number = max(number, int(match[1]) + 1)
+        name = f"set-aside-{number}"
         self.note(_MOVE_NOTE, {"folder": name, "steps": ahead})
         self._finish_setting_aside()
         steps = ", ".join(f"{newer:,}" for newer in ahead)
@@ -264,6 +268,7 @@ class CheckpointFolder:
             paths += self._names_of_step(step)
         for path in paths:
             source = f"{self.root}/{_name_of(path)}"
+            # An interrupted attempt has moved it already, or the step was saved once.
             if not self.files.exists(source):
                 continue
             if not self.remote:
@@ -343,6 +348,7 @@ class CheckpointFolder:
 
     def noted(self, name: str) -> Any:
         """Returns the content written by :meth:`note`; None if it is missing or damaged."""
+        # Behind an address there is no atomic write, so a note may be cut short.
         with (
             contextlib.suppress(OSError, ValueError, RecursionError),
             self.files.open(f"{self.root}/{name}", "r") as stream,
@@ -386,14 +392,16 @@ class CheckpointFolder:
             return []
         names = self._names()
         entries = []
-        move = self._pending_move() if _MOVE_NOTE in names else None
         # All steps of a pending move leave the list at once, so that a resume never sees half of them.
-        moved_steps = [] if move is None else move.steps
+        moved_steps: list[int] = []
+        if _MOVE_NOTE in names and (move := self._pending_move()) is not None:
+            moved_steps = move.steps
         for name in names:
             match = _STEP_NAME.fullmatch(name.removesuffix(_PARTIAL).removesuffix(_AGAIN))
             if match and int(match[1]) not in moved_steps:
-                whole = not name.endswith(_PARTIAL) and self._is_whole(f"{self.root}/{name}")
-                entries.append((name, int(match[1]), whole))
+                # A partial folder never counts, not even if a kill came between its manifest and its new name.
+                is_whole = not name.endswith(_PARTIAL) and self._is_whole(f"{self.root}/{name}")
+                entries.append((name, int(match[1]), is_whole))
         return entries
 
 
@@ -425,7 +433,10 @@ class CheckpointRanks:
     def __init__(self, runtime: Runtime) -> None:
         self.rank = runtime.rank
         self.ranks = runtime.world_size
-        self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if runtime.world_size > 1 else None
+        self.group: dist.ProcessGroup | None = None
+        # A thread meets the other ranks here while the training uses the group of all.
+        if runtime.world_size > 1:
+            self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def gathered(self, value: Any) -> list[Any]:
         """Returns each rank's value, in rank order, on every rank."""
@@ -441,6 +452,7 @@ class CheckpointRanks:
         if self.rank == 0:
             try:
                 outcome = action()
+            # Any failure must reach the other ranks, which wait for the outcome.
             except Exception as error:
                 outcome = error
         outcome = self.gathered(outcome)[0]
@@ -491,9 +503,10 @@ def damage(path: str, together: CheckpointRanks) -> str | None:
     try:
         listed = read_checkpoint_manifest(path)["files"]
         wrong = damaged(url_to_fs(path)[0], path, listed, sorted(listed)[together.rank :: together.ranks])
+    # The list of files is a dict, but its entries may have another form.
     except (CheckpointError, KeyError, TypeError, AttributeError) as error:
         wrong = str(error)
-    return next((wrong_on_rank for wrong_on_rank in together.gathered(wrong) if wrong_on_rank), None)
+    return next(filter(None, together.gathered(wrong)), None)
 
 
 def newest_good(folder: CheckpointFolder, together: CheckpointRanks, say: Callable[[str], None] = print) -> str | None:
@@ -546,7 +559,9 @@ def check_shared(folder: str, rank: int, gathered: Callable[[Any], list[Any]]) -
         CheckpointError: on every rank alike, naming ranks, hosts and remedy.
     """
     files, root = _file_system(folder)
-    probe = _write_probe(files, root) if rank == 0 else None
+    probe = None
+    if rank == 0:
+        probe = _write_probe(files, root)
     name, wrong = gathered(probe)[0]
     if wrong:
         raise CheckpointError(f"folder '{folder}' cannot be written: {wrong}")
@@ -554,9 +569,14 @@ def check_shared(folder: str, rank: int, gathered: Callable[[Any], list[Any]]) -
     views = gathered((sees_file, socket.gethostname()))
     if rank == 0:
         files.rm(f"{root}/{name}")
-    blind = [f"rank {number} on {host}" for number, (sees, host) in enumerate(views) if not sees]
+    blind = []
+    for number, (sees, host) in enumerate(views):
+        if not sees:
+            blind.append(f"rank {number} on {host}")
     if blind:
-        more = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
+        more = ""
+        if len(blind) > 1:
+            more = f" and {len(blind) - 1} more"
         raise CheckpointError(
             f"folder '{folder}': {blind[0]}{more} cannot see what rank 0 on {views[0][1]} writes; "
             "give a folder that all hosts share: --run_dir, or checkpoint.folder=s3://bucket/runs"
@@ -582,6 +602,7 @@ def _wait_for_file(files: AbstractFileSystem, path: str) -> bool:
     """Waits for a file; returns whether it appeared in time."""
     end = time.monotonic() + _LATE_S
     while True:
+        # fsspec's drivers keep the listing of a folder.
         files.invalidate_cache()
         if files.exists(path):
             return True

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torchrec_ext.train.checkpoint.config import Change
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks, read_checkpoint_manifest, read_index
-from torchrec_ext.train.checkpoint.state import LoadPlanner, LocalShard, ModelState, Parts, State
+from torchrec_ext.train.checkpoint.state import LoadPlanner, LocalShard, ModelState, Parts, State, table_in_name
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, reader
 
 # A kind of difference that no setting allows: without dynamic ids it is not known which rows would go.
@@ -85,7 +85,7 @@ def match(
     for name, size in model_sizes.items():
         kind = _kind(name, size, saved_sizes.get(name), saved, sources)
         if kind == "more_rows":
-            result.grown[name.split(".")[1]] = saved_sizes[name][0]
+            result.grown[table_in_name(name)] = saved_sizes[name][0]
         if kind != "fits":
             differences[_line(name, size, saved_sizes.get(name))] = kind
         if kind in ("fits", "more_rows"):
@@ -100,13 +100,15 @@ def match(
     for name in saved_shapes:
         if name in model_names:
             continue
+        line = f"{name} is not in this model"
+        table = table_in_name(name)
         if name.startswith("dense."):
-            differences[f"{name} is not in this model"] = "fewer_layers"
-        elif name.startswith("tables."):
-            is_other_table = name.split(".")[1] not in state.tables
-            differences[f"{name} is not in this model"] = "fewer_tables" if is_other_table else None
-        elif name.startswith("ids.") and name.split(".")[1] in state.tables.keys() - state.ids.keys():
-            differences[f"{name} is not in this model"] = None
+            differences[line] = "fewer_layers"
+        elif table and table not in state.tables:
+            differences[line] = "fewer_tables"
+        # The table is there, but its optimizer keeps another state, or its ids are no longer dynamic.
+        elif table or (name.startswith("ids.") and name.split(".")[1] in state.tables.keys() - state.ids.keys()):
+            differences[line] = None
     for table in state.ids:
         if f"ids.{table}.ids" not in saved_shapes:
             differences[f"ids.{table}.ids was not saved"] = None
@@ -120,22 +122,31 @@ def _kind(
     """Returns ``fits``, the kind of change that ``allow`` must name, else a change nothing can allow."""
     if size == before:
         return "fits"
-    if name.startswith("tables."):
+    table = table_in_name(name)
+    if table:
         if before is None:
-            return None if name.split(".")[1] in saved["tables"] else "new_tables"
+            # The state of a saved table under another optimizer: no setting makes it up.
+            if table in saved["tables"]:
+                return None
+            return "new_tables"
         if not size or size[0] == before[0] or size[1:] != before[1:]:
             return None
         if size[0] > before[0]:
             return "more_rows"
-        return "fewer_rows" if name.split(".")[1] in sources else _LOST_ROWS
+        if table in sources:
+            return "fewer_rows"
+        return _LOST_ROWS
     if before is None and name.startswith("dense."):
-        weight = name.partition("@")[0].removeprefix("dense.")
-        return None if "@" in name and weight in saved["layers"] else "new_layers"
+        weight, at, _ = name.removeprefix("dense.").partition("@")
+        if not at or weight not in saved["layers"]:
+            return "new_layers"
     return None
 
 
 def _line(name: str, size: tuple[int, ...], before: tuple[int, ...] | None) -> str:
-    return f"{name} was not saved" if before is None else f"{name} is {size}, saved as {before}"
+    if before is None:
+        return f"{name} was not saved"
+    return f"{name} is {size}, saved as {before}"
 
 
 def _clip_rows(value: Any, size: tuple[int, ...]) -> Any:
@@ -157,13 +168,20 @@ def _refuse(
     # Every rank refuses the same differences: if only one raised, the others would wait for it in the load.
     everything: dict[str, str | None] = {}
     for lines in by_rank:
-        everything |= {line: kind for line, kind in lines.items() if _on_all_ranks(line, by_rank)}
-    refused = [line for line, kind in everything.items() if kind not in allow]
-    result.said = [line for line in everything if line not in refused]
+        everything |= lines
+    refused = []
+    refused_kinds = set()
+    for line, kind in everything.items():
+        if not _on_all_ranks(line, by_rank):
+            continue
+        if kind in allow:
+            result.said.append(line)
+        else:
+            refused.append(line)
+            refused_kinds.add(kind)
     if refused:
         # Only differences that the user may allow are part of the remedy.
-        refused_kinds = {kind for line, kind in everything.items() if line in refused and kind}
-        kinds = sorted(refused_kinds & set(get_args(Change)))
+        kinds = sorted(set(get_args(Change)) & refused_kinds)
         remedy = ""
         if _LOST_ROWS in refused_kinds:
             remedy = "; a table may only grow: give it the saved number of rows or more"
@@ -179,8 +197,9 @@ def _fitting(lines: Sequence[str], room: int) -> str:
     """Joins the first lines that fit into ``room`` characters, at least one, and counts the others."""
     text = ""
     for count in range(min(len(lines), 8), 0, -1):
-        more = f"; and {len(lines) - count} more" if count < len(lines) else ""
-        text = "; ".join(lines[:count]) + more
+        text = "; ".join(lines[:count])
+        if count < len(lines):
+            text += f"; and {len(lines) - count} more"
         if len(text) <= room:
             break
     return text
@@ -219,9 +238,12 @@ def inherited(saved: Tensor, widths: Sequence[int], start: int, stop: int) -> Te
         >>> inherited(torch.tensor([[1.0, 3.0]]), (8, 8), 0, 16), inherited(torch.tensor([[1.0, 3.0]]), (8, 8), 8, 12)
         (tensor([[2.]]), tensor([[3.]]))
     """
-    ends = list(accumulate(widths))
-    shared = [min(stop, end) - max(start, end - width) for width, end in zip(widths, ends, strict=True)]
-    weights = torch.tensor([max(columns, 0) for columns in shared], dtype=torch.float64) / (stop - start)
+    shared = []
+    for width, end in zip(widths, accumulate(widths), strict=True):
+        columns = min(stop, end) - max(start, end - width)
+        # Below 0 for a saved part that lies beside the new one.
+        shared.append(max(columns, 0))
+    weights = torch.tensor(shared, dtype=torch.float64) / (stop - start)
     return (saved.double() @ weights.to(saved.device)).to(saved.dtype).unsqueeze(1)
 
 
@@ -269,15 +291,18 @@ def load_checkpoint(
     for name in matched.row_states:
         row_state = state.row_states[name]
         widths = saved["row_parts"][name]
-        rows = matched.grown.get(name.split(".")[1], row_state.rows)
+        rows = matched.grown.get(table_in_name(name), row_state.rows)
         parts = _saved_rows(row_state.parts, rows)
         # With the same split of the columns the load is in place, without a conversion.
         if tuple(widths) == row_state.widths:
             to_load[name] = Parts((rows, len(widths)), parts)
         else:
-            lengths = {shard.offsets[0]: len(shard.tensor) for shard in parts}
-            buffers = [LocalShard(torch.empty(length, len(widths)), (row, 0)) for row, length in lengths.items()]
-            other_splits[name] = Parts((rows, len(widths)), buffers)
+            # Parts of this rank with the same rows share a buffer, which has all saved columns.
+            buffers = {}
+            for shard in parts:
+                row = shard.offsets[0]
+                buffers[row] = LocalShard(torch.empty(len(shard.tensor), len(widths)), (row, 0))
+            other_splits[name] = Parts((rows, len(widths)), list(buffers.values()))
     cold_rows = _cold_rows(state, matched, cold or {})
     load_tensors(path, {**to_load, **other_splits}, together)
     if cold_rows:
@@ -289,8 +314,9 @@ def load_checkpoint(
     _merge(state, other_splits, saved)
     _grow(state, matched, cold_rows)
     for name, metadata in index.state_dict_metadata.items():
-        table = name.split(".")[1] if name.startswith("tables.") else ""
+        table = table_in_name(name)
         size = getattr(metadata, "size", ())
+        # A count of steps has no rows to move.
         if table in sources and len(size) == 2:
             _load_moved(path, state, name, size, sources[table], saved["row_parts"].get(name, ()), together)
     return saved, matched
@@ -357,18 +383,23 @@ def _load_moved(
     """
     row_state = state.row_states.get(name)
     # A rank without a shard of the table has no tensor of it, and takes part all the same.
-    parts = row_state.parts if row_state else getattr(state.tensors.get(name), "parts", [])
+    parts = getattr(row_state or state.tensors.get(name), "parts", [])
     for shard in parts:
         shard.tensor.zero_()
     for start in range(0, size[0], _MOST_ROWS):
         count = min(_MOST_ROWS, size[0] - start)
+        # By their first column: shards with the same columns read the same rows.
         blocks: dict[int, Tensor] = {}
         for shard in parts:
-            column, width = (0, size[1]) if row_state else (shard.offsets[1], shard.tensor.shape[1])
+            column = shard.offsets[1]
+            width = shard.tensor.shape[1]
+            # A row state needs the numbers of all saved parts of a row.
+            if row_state:
+                column = 0
+                width = size[1]
             blocks.setdefault(column, torch.empty(count, width, dtype=shard.tensor.dtype))
-        load_tensors(
-            path, {name: Parts(size, [LocalShard(each, (start, at)) for at, each in blocks.items()])}, together
-        )
+        pieces = [LocalShard(block, (start, column)) for column, block in blocks.items()]
+        load_tensors(path, {name: Parts(size, pieces)}, together)
         for shard in parts:
             row, part = shard.offsets
             places = source[row : row + len(shard.tensor)] - start
@@ -395,7 +426,7 @@ def _cold_rows(state: ModelState, matched: Match, cold: Mapping[str, int]) -> di
 def _grow(state: ModelState, matched: Match, cold_rows: Mapping[str, Parts]) -> None:
     for name, value in {**state.tensors, **state.row_states}.items():
         parts = getattr(value, "parts", None)
-        table = name.split(".")[1] if name.startswith("tables.") else ""
+        table = table_in_name(name)
         if table not in matched.grown or parts is None:
             continue
         # Optimizer state has no row for unseen ids: it begins at 0.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -174,13 +174,14 @@ class RunCheckpoints:
             )
         if self._resume is None:
             return Position()
-        index = read_index(self._resume).state_dict_metadata
-        sums = [name for name in index if name.startswith("rank.") and name.endswith(".sums")]
+        index = read_index(self._resume)
+        names = index.state_dict_metadata
+        sums = [name for name in names if name.startswith("rank.") and name.endswith(".sums")]
         prefixes = [_LOADER, f"rank.{run.runtime.rank}."]
         # Another number of ranks shares all sums, see _share_sums().
         if len(sums) != run.runtime.world_size:
             prefixes += sums
-        extra = empty_tensors(read_index(self._resume), prefixes)
+        extra = empty_tensors(index, prefixes)
         saved = self._checkpointer.load(self._resume, model_state(run.model, run.optimizer), extra)
         content = self._with_evaluation(counted_from_one(saved["content"]))
         position = Position(**content["position"])
@@ -188,7 +189,7 @@ class RunCheckpoints:
         if saved["world_size"] == run.runtime.world_size:
             _restore_rank(extra, run)
         elif sums:
-            _share_sums({name: extra[name] for name in sums}, run)
+            _share_sums([extra[name] for name in sums], run)
         try:
             run.loader.load_state_dict(_with_tensors(content["loader"], extra))
         except IdsChangedError as error:
@@ -284,10 +285,11 @@ class RunCheckpoints:
         if self._last_saved_step == run.at.step:
             return
         run.settle()
-        extra: State = dict(_state_of_rank(run))
+        extra = _state_of_rank(run)
         content = {
             **self._about,
             "versions": package_versions(),
+            # Checkpoints without it count epochs from 0, see counted_from_one().
             "epochs_from": 1,
             "position": vars(run.at),
             "watch": run.watch.state_dict(),
@@ -341,18 +343,23 @@ def _state_of_rank(run: CheckpointedRun) -> State:
 
 
 def _restore_rank(states: State, run: CheckpointedRun) -> None:
-    states_of_rank = {name.rpartition(".")[2]: state for name, state in states.items() if name.startswith("rank.")}
-    torch.set_rng_state(states_of_rank["cpu"])  # type: ignore[arg-type]
-    run.window.sums.copy_(states_of_rank["sums"])  # type: ignore[arg-type]
-    if "cuda" in states_of_rank and run.runtime.device.type == "cuda":
-        torch.cuda.set_rng_state(states_of_rank["cuda"], run.runtime.device)  # type: ignore[arg-type]
+    prefix = f"rank.{run.runtime.rank}."
+    torch.set_rng_state(states[f"{prefix}cpu"])  # type: ignore[arg-type]
+    run.window.sums.copy_(states[f"{prefix}sums"])  # type: ignore[arg-type]
+    # A run saved on a GPU may go on without one, and the other way round.
+    cuda = states.get(f"{prefix}cuda")
+    if cuda is not None and run.runtime.device.type == "cuda":
+        torch.cuda.set_rng_state(cuda, run.runtime.device)  # type: ignore[arg-type]
 
 
-def _share_sums(by_rank: State, run: CheckpointedRun) -> None:
+def _share_sums(by_rank: Sequence[Any], run: CheckpointedRun) -> None:
     """Continues the next record with the sums of another number of ranks, so that no row is lost."""
-    saved = torch.stack([sums.cpu() for sums in by_rank.values()])  # type: ignore[union-attr]
-    rows = float(saved[:, 2].sum()) if run.runtime.rank == 0 else 0.0
-    run.window.sums.copy_(torch.tensor([*saved[:, :2].mean(0).tolist(), rows], dtype=torch.float64))
+    saved = torch.stack([sums.cpu() for sums in by_rank])
+    # A record takes the mean of the ranks' losses and steps, and adds up their rows.
+    shared = torch.cat([saved[:, :2].mean(0), saved[:, 2:].sum(0)])
+    if run.runtime.rank > 0:
+        shared[2] = 0
+    run.window.sums.copy_(shared)
 
 
 def _without_tensors(tree: Any, path: str, tensors: State) -> Any:

@@ -34,6 +34,19 @@ from torchrec_ext.ids.managed_collision import DynamicManagedCollision
 _BLOCK_BYTES = 32 * 2**20
 
 
+def table_in_name(name: str) -> str:
+    """Returns the table of a name in a state; empty if the name is not of a table.
+
+    Example:
+        >>> table_in_name("tables.user_id.exp_avg"), table_in_name("dense.mlp.weight")
+        ('user_id', '')
+    """
+    kind, _, rest = name.partition(".")
+    if kind != "tables":
+        return ""
+    return rest.partition(".")[0]
+
+
 class LocalShard(NamedTuple):
     """One rectangle of a larger tensor, beginning at ``offsets`` of it."""
 
@@ -63,10 +76,10 @@ class Parts:
 
     def map(self, function: Any) -> Parts:
         """Returns the same rectangles with ``function(tensor, number)`` in place of each tensor."""
-        return Parts(
-            self.shape,
-            [LocalShard(function(shard.tensor, number), shard.offsets) for number, shard in enumerate(self.parts)],
-        )
+        shards = []
+        for number, shard in enumerate(self.parts):
+            shards.append(LocalShard(function(shard.tensor, number), shard.offsets))
+        return Parts(self.shape, shards)
 
     def rectangle(self, offsets: Sequence[int]) -> Tensor:
         """Returns the whole rectangle beginning at ``offsets``, to load into."""
@@ -134,7 +147,9 @@ class LoadPlanner(DefaultLoadPlanner):
         """Returns the tensor to load into."""
         value = self.state_dict[index.fqn]
         # A read item counts its offsets from the rectangle's, even if they lie in a later block.
-        return value.rectangle(index.offset or ()) if isinstance(value, Parts) else value
+        if isinstance(value, Parts):
+            value = value.rectangle(index.offset or ())
+        return value
 
 
 def _own_storage(block: Tensor) -> Tensor:
@@ -238,6 +253,7 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
     rows: dict[str, RowState] = {}
     for single in _split_combined(optimizer):
         torch_optimizer = getattr(single, "_optimizer", None)
+        # A load fills tensors in place, so the state must be there before the first step.
         if isinstance(single, KeyedOptimizerWrapper) and torch_optimizer is not None and not torch_optimizer.state:
             make_first_state(torch_optimizer)
         for key, parameter in single.params.items():
@@ -246,11 +262,13 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
                     _add_table_state(tensors, rows, configs[key], slot, value, parameter)
                 else:
                     tensors[f"dense.{key}@{slot}"] = value
-    adam_tables = {name.split(".")[1] for name in tensors if name.endswith(".exp_avg")}
-    kernels = {f"tables.{name}.step": kernel for name, kernel in _kernels(model) if name in adam_tables}
+    kernels = {}
+    for table, kernel in _kernels(model):
+        step = f"tables.{table}.step"
+        # A count that is among the tensors already is torch's own, and needs no copy of the kernel's.
+        if f"tables.{table}.exp_avg" in tensors and step not in tensors:
+            kernels[step] = kernel
     paths = {config.name: unhosted(get_unwrapped_module(model), path) for path, config in configs.items()}
-    # A count that is among the tensors already is torch's own, and needs no copy of the kernel's.
-    kernels = {name: kernel for name, kernel in kernels.items() if name not in tensors}
     modules = get_unwrapped_module(model).modules()
     ids = {module.table: module for module in modules if isinstance(module, DynamicManagedCollision)}
     return ModelState(tensors, rows, tables, paths, kernels, ids)
@@ -261,15 +279,17 @@ def _configs_by_path(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfi
     for path, collection in collections(model):
         configs = {config.name: config for config in table_configs(collection)}
         for key in collection.state_dict():
-            name = f"{path}.{key}" if path else key
-            yield name, configs[key.split(".")[1]]
+            # A model may be a collection itself, at the empty path.
+            yield f"{path}.{key}".lstrip("."), configs[key.split(".")[1]]
 
 
 def _split_combined(optimizer: KeyedOptimizer | None) -> list[KeyedOptimizer]:
     """Splits a combined optimizer; the kernels' one stays combined, because its keys are full paths."""
+    if optimizer is None:
+        return []
     if isinstance(optimizer, CombinedOptimizer):
         return [single for _, single in optimizer._optims]
-    return [] if optimizer is None else [optimizer]
+    return [optimizer]
 
 
 def _slots(state: Mapping[str, Any], table: BaseEmbeddingConfig | None) -> dict[str, Any]:
@@ -277,8 +297,10 @@ def _slots(state: Mapping[str, Any], table: BaseEmbeddingConfig | None) -> dict[
     prefix = f"{table.name}." if table else ""
     slots = {name.removeprefix(prefix): value for name, value in state.items()}
     if "momentum1" in slots:
+        name = "sum"
         # Adam's kernels have a second moment, Adagrad's none.
-        name = "exp_avg" if "exp_avg_sq" in slots else "sum"
+        if "exp_avg_sq" in slots:
+            name = "exp_avg"
         slots[name] = slots.pop("momentum1")
     if table and "sum" in slots:
         # torch's Adagrad counts steps for a decay of its rate, which no setting offers; kernels do not count.
@@ -295,47 +317,46 @@ def _add_table_state(
         tensors[name] = value
     elif isinstance(value, (ShardedTensor, DTensor)):
         # If a table has copies, its state is a DTensor, but its weight is a ShardedTensor of one copy.
-        places = [begin for _, begin in _local_pieces(weight)]
-        shards = [tensor for tensor, _ in _local_pieces(value)]
+        shards = []
+        for piece, weight_piece in zip(_local_pieces(value), _local_pieces(weight), strict=True):
+            shards.append(LocalShard(piece.tensor, weight_piece.offsets))
         if value.size() == weight.size():
-            tensors[name] = Parts(
-                shape, [LocalShard(tensor, begin) for tensor, begin in zip(shards, places, strict=True)]
-            )
+            tensors[name] = Parts(shape, shards)
         else:
-            rows[name] = _row_state(config, weight, zip(shards, places, strict=True))
+            rows[name] = _row_state(config, weight, shards)
     elif value.shape == shape:
         tensors[name] = Parts(shape, [LocalShard(value, (0, 0))])
     else:
         rows[name] = RowState((config.embedding_dim,), config.num_embeddings, [LocalShard(value.view(-1, 1), (0, 0))])
 
 
-def _local_pieces(tensor: ShardedTensor | DTensor) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Returns this rank's tensors, each with its offsets."""
+def _local_pieces(tensor: ShardedTensor | DTensor) -> list[LocalShard]:
+    """Returns this rank's pieces of a sharded tensor."""
     if isinstance(tensor, ShardedTensor):
-        return [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in tensor.local_shards()]
-    # This is TorchRec's LocalShardsWrapper. A rank without a shard has an offset nevertheless, hence strict=False.
+        return [LocalShard(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in tensor.local_shards()]
+    # This is TorchRec's LocalShardsWrapper. A rank without a shard has an offset nevertheless, which map() leaves out.
     local: Any = tensor.to_local()
-    return [(tensor, tuple(begin)) for tensor, begin in zip(local.local_shards(), local.local_offsets(), strict=False)]
+    return list(map(LocalShard, local.local_shards(), map(tuple, local.local_offsets())))
 
 
-def _row_state(
-    config: BaseEmbeddingConfig, weight: ShardedTensor, shards: Iterable[tuple[Tensor, tuple[int, ...]]]
-) -> RowState:
+def _row_state(config: BaseEmbeddingConfig, weight: ShardedTensor, shards: Iterable[LocalShard]) -> RowState:
     widths = {}
     for metadata in weight.metadata().shards_metadata:
         # A rank may have a shard without rows, whose columns are no part.
         if metadata.shard_sizes[0]:
             widths[metadata.shard_offsets[1]] = metadata.shard_sizes[1]
-    places = sorted(widths)
+    widths = dict(sorted(widths.items()))
+    places = list(widths)
     parts = []
     for tensor, (row, column) in shards:
         if tensor.numel():
             parts.append(LocalShard(tensor.view(-1, 1), (row, places.index(column))))
-    return RowState(tuple(widths[column] for column in places), config.num_embeddings, parts)
+    return RowState(tuple(widths.values()), config.num_embeddings, parts)
 
 
 def _kernels(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the table and the kernel of each shard of this rank."""
     for _, collection in collections(model):
         for module in kernels_of(collection):
-            yield from ((table.name, module.emb_module) for table in module.config.embedding_tables)
+            for table in module.config.embedding_tables:
+                yield table.name, module.emb_module

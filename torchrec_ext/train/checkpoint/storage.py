@@ -42,9 +42,11 @@ class CheckpointError(ValueError):
 
 def cause(error: BaseException) -> str:
     """Returns the first failed rank's error in one line."""
+    # torch wraps the errors of a step of saving or loading by rank, each with its traceback.
     failures = list(getattr(error, "failures", {}).values())
-    first_error = failures[0][0] if failures else error
-    return f"{type(first_error).__name__}: {first_error}".splitlines()[0]
+    if failures:
+        error = failures[0][0]
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 # Opcodes of pickle that no index has: some reserve any amount of memory, others call more than `_ALLOWED_NAMES`.

@@ -67,7 +67,10 @@ def load_vectors(
             it have been written.
     """
     shards = [shard for shard in local_shards(model) if shard.config.name == table]
-    config = shards[0].config if shards else None
+    config = None
+    # A rank without a shard reads the file too, and checks what it can.
+    if shards:
+        config = shards[0].config
     if blocks is None:
         blocks = read_vectors(path)
     count = 0
@@ -109,9 +112,12 @@ def _check_vectors(path: Path, table: str, config: object, ids: Tensor, vectors:
 
 
 def _read_numpy(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
-    loaded = np.load(path, mmap_mode="r", allow_pickle=False)
-    vectors = loaded["vectors"] if path.suffix == ".npz" else loaded
-    ids = loaded["ids"] if path.suffix == ".npz" else None
+    # Mapped, because a .npy file may be larger than memory. A pickle in it would run code.
+    vectors = np.load(path, mmap_mode="r", allow_pickle=False)
+    ids = None
+    if path.suffix == ".npz":
+        ids = vectors["ids"]
+        vectors = vectors["vectors"]
     for start in range(0, len(vectors), BLOCK):
         block = torch.from_numpy(np.array(vectors[start : start + BLOCK], dtype=np.float32))
         if ids is None:
@@ -126,10 +132,15 @@ def _read_safetensors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
 
     with safe_open(path, framework="pt") as file:
         vectors = file.get_slice("vectors")
-        ids = file.get_tensor("ids").long() if "ids" in file.keys() else None  # noqa: SIM118  (no iteration over the file)
+        ids = None
+        # The file has keys(), but no iteration.
+        if "ids" in file.keys():  # noqa: SIM118
+            ids = file.get_tensor("ids").long()
         for start in range(0, vectors.get_shape()[0], BLOCK):
             block = vectors[start : start + BLOCK].float()
-            block_ids = torch.arange(start, start + len(block)) if ids is None else ids[start : start + BLOCK]
+            block_ids = torch.arange(start, start + len(block))
+            if ids is not None:
+                block_ids = ids[start : start + BLOCK]
             yield block_ids, block
 
 
@@ -164,20 +175,23 @@ def publish_weights(
     """
     saved = read_checkpoint_manifest(path)
     index = read_index(path)
-    names = dict(_weight_names(saved, index.state_dict_metadata))
-    metadata: dict[str, Any] = {name: index.state_dict_metadata[saved_name] for name, saved_name in names.items()}
+    metadata: Mapping[str, Any] = index.state_dict_metadata
+    names = dict(_weight_names(saved, metadata))
+    shapes = {}
+    for name, saved_name in names.items():
+        tensor = metadata[saved_name]
+        shapes[name] = Shape(tuple(tensor.size), tensor.properties.dtype)
     try:
-        with TensorWriter(
-            file, {name: Shape(tuple(tensor.size), tensor.properties.dtype) for name, tensor in metadata.items()}
-        ) as out:
+        # All shapes come first, because a safetensors file begins with the place of each tensor.
+        with TensorWriter(file, shapes) as out:
             for name, saved_name in names.items():
-                for row, block in _read_blocks(path, saved_name, metadata[name]):
+                for row, block in _read_blocks(path, saved_name, metadata[saved_name]):
                     out.write(name, row, block)
                     if progress is not None:
                         progress(block.nbytes)
     except OSError as error:
         raise CheckpointError(f"'{file}' cannot be written: {error.strerror or error}") from None
-    return {name: tuple(tensor.size) for name, tensor in metadata.items()}
+    return {name: shape.size for name, shape in shapes.items()}
 
 
 def _weight_names(saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -198,7 +212,9 @@ def _read_blocks(path: str, name: str, metadata: Any) -> Iterator[tuple[int, Ten
         starts = sorted({chunk.offsets[0] for chunk in metadata.chunks})
         end = size[0]
     for start, stop in zip(starts, [*starts[1:], end], strict=True):
-        shape = (stop - start, *size[1:]) if size else ()
+        shape: tuple[int, ...] = ()
+        if size:
+            shape = (stop - start, *size[1:])
         block = torch.empty(shape, dtype=metadata.properties.dtype)
         target: Any = block
         # A scalar or vector was saved as one block, so it is loaded as a plain tensor.
