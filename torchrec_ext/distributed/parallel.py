@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -36,6 +36,7 @@ from torchrec_ext.distributed.optim.declared import (
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer, first_few, keyed_optimizers
 from torchrec_ext.distributed.optim.sharded import decay_sharded_rows, read_past_caches, sharded_adams
 from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
+from torchrec_ext.distributed.plan.tower_plan import table_shardings
 from torchrec_ext.distributed.runtime import Runtime, calm_gloo
 from torchrec_ext.distributed.sharders import Codecs, sharders
 from torchrec_ext.distributed.shared_memory.sharing import sharing_as_all_ranks_do
@@ -55,8 +56,7 @@ def settle_buckets(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and module.process_group.size() > 2:
-            parameters = [parameter for parameter in module._module_parameters if parameter.requires_grad]
-            size = sum(parameter.nbytes for parameter in parameters)
+            size = sum(parameter.nbytes for parameter in module._module_parameters if parameter.requires_grad)
             if size <= dist._DEFAULT_FIRST_BUCKET_BYTES:
                 module.reducer._push_all_rebuilt_params()
 
@@ -101,6 +101,7 @@ def hybrid_parallel(
             has one that cannot be expressed.
     """
     dynamic = _dynamic_tables(model, table_copies)
+    # plan_sharding() chooses in the same way, and would refuse our choice beside the caller's declarations.
     requested_optimizer = optimizer
     optimizer = chosen_optimizer(model, optimizer)
     if requested_optimizer is None and runtime.is_main:
@@ -112,6 +113,7 @@ def hybrid_parallel(
     choices = declare_table_optimizer(model, optimizer, emulated)
     # Taken while all layers are there: a plan may leave this rank without some towers.
     layers = optimizer.for_layers(dense_layers(model))
+    # Before sharding: a host tower is sharded with the tables that it looks up for others.
     host_look_ups(model, plan)
     tower_sharder = TowerSharder(timedelta(seconds=runtime.timeout_s))
     if table_copies > 1 and not choices:
@@ -132,6 +134,7 @@ def hybrid_parallel(
         all_sharders = [tower_sharder, *sharders(codecs)]
         with _ddp_notice_ignored(), sharing_as_all_ranks_do():
             sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=all_sharders)
+    # torch logs it at the first KeyedJaggedTensor of a process, and means TorchRec.
     skip_fx_notice()
     # TorchRec calls deprecated collectives and ShardedTensor in every step, and its caller cannot choose others. Of
     # torch's and TorchRec's own modules alone, and at the end of the list: filters of the user's own come first.
@@ -150,6 +153,7 @@ def hybrid_parallel(
         # It stands on the checkpoint's view of tables and optimizer state, which stands on this package.
         from torchrec_ext.train.step.fresh_rows import FreshRows
 
+        # One for all tables: it finds the shards of the whole model.
         begin_rows = FreshRows(sharded, hybrid_optimizer)
         for ids in dynamic:
             ids.begin_rows = begin_rows
@@ -177,8 +181,9 @@ def _of_collections(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     modules = dict(model.named_modules())
     collections_only = {}
     for path, tables in plan.plan.items():
-        is_managed = isinstance(modules.get(path), BaseManagedCollisionEmbeddingCollection)
-        collections_only[f"{path}._embedding_module".lstrip(".") if is_managed else path] = tables
+        if isinstance(modules.get(path), BaseManagedCollisionEmbeddingCollection):
+            path = f"{path}._embedding_module".lstrip(".")
+        collections_only[path] = tables
     return ShardingPlan(collections_only)
 
 
@@ -218,13 +223,16 @@ def _without_kernel(
 ) -> dict[str, Choice]:
     """Returns the optimizers of sharded tables without a kernel; refuses optimizers that nothing runs."""
     tables = {table.name: table for table in tables_of(model)}
-    modules = [module for module in plan.plan.values() if isinstance(module, EmbeddingModuleShardingPlan)]
-    planned: dict[str, str] = {}
-    for module in modules:
-        planned |= {name: sharding.sharding_type for name, sharding in module.items() if name in tables}
+    planned = {}
+    for name, sharding in table_shardings(plan).items():
+        if name in tables:
+            planned[name] = sharding.sharding_type
     kinds = shardings([tables[name] for name in planned], choices, planned, device)
-    sharded = {name: choices[name] for name, kind in kinds.items() if kind != "data_parallel"}
-    return {name: choice for name, choice in sharded.items() if not has_kernel(choice.kind, device)}
+    without_kernel = {}
+    for name, kind in kinds.items():
+        if kind != "data_parallel" and not has_kernel(choices[name].kind, device):
+            without_kernel[name] = choices[name]
+    return without_kernel
 
 
 def _optimizer(
@@ -235,12 +243,15 @@ def _optimizer(
     emulated: Mapping[str, Choice],
 ) -> HybridOptimizer:
     """Combines the fused optimizers with those of the replicated tables and dense layers."""
-    paths = tuple(f"{path}." if path else "" for path, _ in collections(model.module))
+    # A model may be a collection itself, at the empty path, with which all names begin.
+    paths = tuple(f"{path}.".lstrip(".") for path, _ in collections(model.module))
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     tables = {name: value for name, value in parameters.items() if name.startswith(paths)}
     dense = {name: value for name, value in parameters.items() if name not in tables}
     towers = next((module for module in model.module.modules() if isinstance(module, ShardedTowers)), None)
-    holders = None if towers is None else towers.holders(model.module, parameters)
+    holders = None
+    if towers is not None:
+        holders = towers.holders(model.module, parameters)
     # A parameter of a collection is called PATH.TABLE.weight.
     table_choices = {name: choices[name.split(".")[-2]] for name in tables}
     return HybridOptimizer(

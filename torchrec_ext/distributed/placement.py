@@ -140,6 +140,7 @@ class TowerPlacement:
         return max(sums.values())
 
     def __str__(self) -> str:
+        # A text that parse() takes, since plans and trials are named by it.
         return ",".join(f"{tower}:{_text(ranks)}" for tower, ranks in self.ranks.items())
 
 
@@ -160,7 +161,9 @@ def parse_ranks(text: str) -> dict[str, tuple[int, ...]]:
         names, colon, ranges = entry.strip().partition(":")
         for tower in names.split("+"):
             if not tower or not colon or not ranges:
-                fault = f"gives the tower '{tower}' no rank" if tower else "names no tower"
+                fault = "names no tower"
+                if tower:
+                    fault = f"gives the tower '{tower}' no rank"
                 raise PlacementError(
                     f"{text!r} {fault}; write {', '.join(PLACEMENTS)}, or ranks such as user:0-1,item:2+3"
                 )
@@ -189,5 +192,8 @@ def _text(ranks: Sequence[int]) -> str:
     # Within a run of consecutive ranks, a rank minus its index is constant.
     for _, pairs in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
         run = [rank for _, rank in pairs]
-        texts.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
+        text = str(run[0])
+        if len(run) > 1:
+            text += f"-{run[-1]}"
+        texts.append(text)
     return "+".join(texts)

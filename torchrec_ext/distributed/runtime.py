@@ -4,6 +4,8 @@ available_memory(): bytes that this host, or the container that a process runs i
 
 peak_resident(): bytes of the most memory that this process has had resident.
 
+gather_objects(), max_over_ranks(): values of all ranks, on every rank.
+
 calm_gloo(): keeps gloo's threads from interrupting each other where ranks are as many as cores.
 """
 
@@ -18,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -110,6 +112,7 @@ class Runtime:
         if "RANK" in os.environ:
             dist.init_process_group(runtime.backend, timeout=timedelta(seconds=timeout_s))
         else:
+            # A store in memory: one process needs no port.
             dist.init_process_group(
                 runtime.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s)
             )
@@ -154,9 +157,13 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
     # The cores that this process may run on: a container or taskset may leave it fewer than the host has.
     cores = len(os.sched_getaffinity(0))
     check_least("threads", threads)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = 0
+    if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
     own_device = choose_device(device, local_rank, local_world_size, gpus, os.environ.get(GPUS, ""))
-    backend = "nccl" if own_device.type == "cuda" else "gloo"
+    backend = "gloo"
+    if own_device.type == "cuda":
+        backend = "nccl"
     if threads is None:
         threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores // local_world_size)
     return Runtime(
@@ -169,6 +176,24 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
         threads=threads,
         cores=cores,
     )
+
+
+def gather_objects(value: Any, world_size: int) -> list[Any]:
+    """Returns the values of all ranks, in rank order, on every rank. Collective."""
+    values = [value] * world_size
+    # A single rank may have no process group.
+    if world_size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def max_over_ranks(value: float, runtime: Runtime) -> float:
+    """Returns the greatest value of all ranks, on every rank. Collective."""
+    if runtime.world_size == 1:
+        return value
+    greatest = torch.tensor(value, dtype=torch.float64, device=runtime.device)
+    dist.all_reduce(greatest, dist.ReduceOp.MAX)
+    return float(greatest)
 
 
 def choose_device(name: str | None, local_rank: int, local_world_size: int, gpus: int, given: str = "") -> torch.device:
@@ -211,7 +236,8 @@ def available_memory() -> int:
     limits = [
         _line("/proc/meminfo", "MemAvailable:") * 1024 or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     ]
-    limit, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    limit = _number("/sys/fs/cgroup/memory.max")
+    used = _number("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:
         # The kernel gives these pages back when memory is short, so they count as free.
         cache = _line("/sys/fs/cgroup/memory.stat", "inactive_file")
@@ -233,7 +259,11 @@ def _line(path: str, name: str) -> int:
         lines = Path(path).read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
+    for line in lines:
+        words = line.split()
+        if words and words[0] == name:
+            return int(words[1])
+    return 0
 
 
 def _number(path: str) -> int | None:

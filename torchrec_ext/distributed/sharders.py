@@ -160,11 +160,14 @@ def codecs_of(config: PlanConfig) -> Codecs | None:
     """
     if not config.quantised:
         return None
-    scale = config.backward_loss_scale
+    scale: float | None = config.backward_loss_scale
+    # Without a scale TorchRec's codec leaves two passes over the gradients out.
+    if scale == 1:
+        scale = None
     precisions = QCommsConfig(
         forward_precision=CommType(config.forward_precision),
         backward_precision=CommType(config.backward_precision),
-        backward_loss_scale=None if scale == 1 else scale,
+        backward_loss_scale=scale,
     )
     return {op.name: get_qcomm_codecs(precisions) for op in CODED_OPS}
 
@@ -250,8 +253,11 @@ class ShardedBags(ShardedEmbeddingBagCollection):
         for name, mean in zip(self._embedding_names, self._means, strict=True):
             # TorchRec names an output FEATURE@TABLE if several tables read the feature.
             feature = name.split("@")[0]
+            divisor = ones
             # 1e-6 keeps the 0 of an empty bag.
-            columns.append(by_key[feature] + 1e-6 if mean else ones)
+            if mean:
+                divisor = by_key[feature] + 1e-6
+            columns.append(divisor)
         return torch.stack(columns, dim=1).repeat_interleave(
             self._dim_per_key, dim=1, output_size=sum(self._embedding_dims)
         )
@@ -302,8 +308,7 @@ class EqualVariableReduceScatter(VariableBatchPooledEmbeddingsReduceScatter):
         """
         splits = []
         for sizes in batch_size_per_rank_per_feature:
-            numbers = [rows * width for rows, width in zip(sizes, embedding_dims, strict=True)]
-            splits.append(sum(numbers))
+            splits.append(sum(rows * width for rows, width in zip(sizes, embedding_dims, strict=True)))
         if len(set(splits)) < 2:
             return super().forward(local_embs, batch_size_per_rank_per_feature, embedding_dims)
         return _padded(local_embs, splits, self._pg, self._codecs)
@@ -325,7 +330,7 @@ def _padded(local: Tensor, splits: list[int], group: dist.ProcessGroup, codecs: 
 def _take_unequal_batches(output_dist: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Replaces TorchRec's reduce-scatters, which it creates in the first forward of a row-wise output dist."""
     # TorchRec's classes name the method that creates their reduce-scatters in the singular or the plural.
-    if not any(True for _ in output_dist.children()):
+    if next(output_dist.children(), None) is None:
         create = "_create_output_dist_modules"
         if isinstance(output_dist, RwPooledEmbeddingDist):
             create = "_create_output_dist_module"

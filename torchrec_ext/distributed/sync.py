@@ -19,8 +19,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCol
 from torchrec.optim.keyed import KeyedOptimizer
 from typing_extensions import Self
 
-from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, HybridOptimizer
-from torchrec_ext.distributed.plan.tower_plan import TowerPlan
+from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, HybridOptimizer, first_few
+from torchrec_ext.distributed.plan.tower_plan import TowerPlan, table_shardings
+from torchrec_ext.distributed.runtime import gather_objects
 from torchrec_ext.distributed.sync_config import MODES as MODES
 from torchrec_ext.distributed.sync_config import OptimizerState, check_warmup
 from torchrec_ext.distributed.sync_config import SyncConfig as SyncConfig
@@ -65,6 +66,7 @@ class Averager:
         Args:
             more: further tensors, as many on every rank.
         """
+        # Most rows of a large table are unchanged, and equal on all ranks already.
         rows = self._changed_rows()
         slices = [table[index] for table, index in zip(self._large, rows, strict=True)]
         means = _means([*slices, *self._whole, *more])
@@ -92,6 +94,7 @@ def _means(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     if not tensors:
         return iter(())
     flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
+    # A sum, divided afterwards, because gloo has no mean.
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
@@ -152,13 +155,22 @@ class LocalOptimizers:
             self._step = optimizer
             self._optimizers = list(optimizer.optimizers)
             self.after_step = optimizer.after_step
-        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+        tables = set()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                tables.add(id(module.weight))
+        self.replicated_tables: list[Any] = []
+        self.dense_parameters: list[Any] = []
+        # Several optimizers may move one weight, which is averaged once.
         trainable: dict[int, Any] = {}
         for each in self._optimizers:
             for group in each.param_groups:
                 trainable |= {id(weight): weight for weight in group["params"] if weight.requires_grad}
-        self.replicated_tables: list[Any] = [weight for key, weight in trainable.items() if key in tables]
-        self.dense_parameters: list[Any] = [weight for key, weight in trainable.items() if key not in tables]
+        for key, weight in trainable.items():
+            if key in tables:
+                self.replicated_tables.append(weight)
+            else:
+                self.dense_parameters.append(weight)
 
     @property
     def state(self) -> dict[Any, Any]:
@@ -171,7 +183,10 @@ class LocalOptimizers:
     def __enter__(self) -> Self:
         self._agree()
         # Optimizers step in the order in which they are listed, so the last one ends a step of the loop.
-        self._hook = None if self._step else self._optimizers[-1].register_step_post_hook(self._stepped)
+        self._hook = None
+        # An adopted step calls its functions itself.
+        if self._step is None:
+            self._hook = self._optimizers[-1].register_step_post_hook(self._stepped)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -187,15 +202,16 @@ class LocalOptimizers:
         """Gives all ranks the weights of rank 0."""
         tensors = self._model.state_dict()
         # Shapes are compared first, because a broadcast between unequal shapes fails or hangs without naming a tensor.
-        shapes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        for rank, other in enumerate(shapes):
-            different = [name for name in {**shapes[0], **other} if shapes[0].get(name) != other.get(name)]
-            if different:
-                raise ValueError(
-                    f"model: rank 0 has '{different[0]}' of {shapes[0].get(different[0])} and rank {rank} of "
-                    f"{other.get(different[0])}; make the same module on all ranks"
-                )
+        shapes_of_rank = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        first, *others = gather_objects(shapes_of_rank, dist.get_world_size())
+        for rank, other in enumerate(others, 1):
+            # One of them may lack a name.
+            for name in {**first, **other}:
+                if first.get(name) != other.get(name):
+                    raise ValueError(
+                        f"model: rank 0 has '{name}' of {first.get(name)} and rank {rank} of {other.get(name)}; make "
+                        "the same module on all ranks"
+                    )
         for tensor in tensors.values():
             dist.broadcast(tensor, 0)
 
@@ -227,7 +243,9 @@ class EveryStep:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.checks: list[Callable[[], None]] = []
-        self._copies = model if isinstance(model, DMPCollection) else None
+        self._copies: DMPCollection | None = None
+        if isinstance(model, DMPCollection):
+            self._copies = model
 
     @classmethod
     def from_config(cls, model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig) -> EveryStep:
@@ -343,18 +361,18 @@ class LocalSGD(EveryStep):
         if warmup > 1 and not isinstance(optimizer, HybridOptimizer):
             raise ValueError(f"warmup={warmup}: a module that is not sharded takes no steps together; leave it out")
         self._model = model
-        self._optimizer: HybridOptimizer | LocalOptimizers = (
-            optimizer if isinstance(optimizer, HybridOptimizer) else LocalOptimizers(model, optimizer)
-        )
+        self._optimizer: HybridOptimizer | LocalOptimizers
+        if isinstance(optimizer, HybridOptimizer):
+            self._optimizer = optimizer
+        else:
+            self._optimizer = LocalOptimizers(model, optimizer)
         self._every = every
         self._warmup = warmup
         self._average_state = optimizer_state == "average"
-        kinds: set[str] = set()
-        for tables in _module_plans(model):
-            # A TowerPlan has no tables of its own: the plans of its towers' collections stand beside it.
-            if not isinstance(tables, TowerPlan):
-                kinds |= {sharding.sharding_type for sharding in tables.values()}
-        self._shards_tables = bool(kinds - {"data_parallel"})
+        self._shards_tables = False
+        if isinstance(model, DistributedModelParallel):
+            shardings = table_shardings(model.plan).values()
+            self._shards_tables = any(sharding.sharding_type != "data_parallel" for sharding in shardings)
         self._averager: Averager | None = None
         self._steps = self._since = self._fault_step = 0
         self._leave = ExitStack()
@@ -431,6 +449,7 @@ class LocalSGD(EveryStep):
         self._leave.callback(setattr, self._optimizer, "apart", False)
         self._leave.callback(setattr, self._optimizer, "fault", None)
         statistics = self._normalise_apart()
+        # Made now, because its copies of large tables count as equal on all ranks, and the next step is local.
         self._averager = Averager(self._optimizer.replicated_tables, [*self._optimizer.dense_parameters, *statistics])
 
     def _normalise_apart(self) -> list[Tensor]:
@@ -445,9 +464,10 @@ class LocalSGD(EveryStep):
                 layer.process_group = alone
         statistics: list[Any] = []
         for layer in layers:
-            statistics += [layer.running_mean, layer.running_var]
-        # A layer without running statistics has None.
-        return [statistic for statistic in statistics if statistic is not None]
+            # A layer without running statistics has None in place of each.
+            if layer.running_mean is not None:
+                statistics += [layer.running_mean, layer.running_var]
+        return statistics
 
     def _sync(self) -> None:
         for check in self.checks:
@@ -487,9 +507,8 @@ class LocalSGD(EveryStep):
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         fault, most, least = worst.tolist()
         if fault or most != -least:
-            reports: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(reports, _Report(self._steps, self._optimizer.fault, self._fault_step))
-            raise _error(reports)
+            report = _Report(self._steps, self._optimizer.fault, self._fault_step)
+            raise _error(gather_objects(report, dist.get_world_size()))
 
 
 class DiLoCo(LocalSGD):
@@ -587,14 +606,11 @@ def refuse_placed_towers(model: nn.Module, config: SyncConfig) -> None:
 
 def placement_of(model: nn.Module) -> Any:
     """Returns the placement of towers on ranks of their own, a :class:`TowerPlan`'s; None if ranks run all towers."""
-    return next((plan.placement for plan in _module_plans(model) if isinstance(plan, TowerPlan)), None)
-
-
-def _module_plans(model: nn.Module) -> Iterable[Any]:
-    """Returns TorchRec's plan of each module with tables; nothing for a model that is not sharded."""
-    if not isinstance(model, DistributedModelParallel):
-        return ()
-    return model.plan.plan.values()  # type: ignore[no-any-return]
+    if isinstance(model, DistributedModelParallel):
+        for plan in model.plan.plan.values():
+            if isinstance(plan, TowerPlan):
+                return plan.placement
+    return None
 
 
 def data_parallel_modules(model: DistributedModelParallel) -> Iterator[DistributedDataParallel]:
@@ -616,11 +632,15 @@ class _Report(NamedTuple):
 
 
 def _error(reports: list[_Report]) -> ValueError:
-    faults = [f"{report.fault} on rank {rank}" for rank, report in enumerate(reports) if report.fault is not None]
+    faults = []
+    fault_steps = []
+    for rank, report in enumerate(reports):
+        if report.fault is not None:
+            faults.append(f"{report.fault} on rank {rank}")
+            fault_steps.append(report.fault_step)
     if faults:
-        more = f" and {len(faults) - 3} more ranks" if len(faults) > 3 else ""
-        first = min(report.fault_step for report in reports if report.fault is not None)
-        return GradientNotFiniteError("; ".join(faults[:3]) + more, first)
+        # Ranks that are apart go bad at different steps, and the first one counts.
+        return GradientNotFiniteError(first_few(faults, "; "), min(fault_steps))
     steps = ", ".join(f"rank {rank}: {report.steps}" for rank, report in enumerate(reports))
     return UnevenStepsError(
         f"ranks have taken unequal numbers of steps, {steps}: every rank's loader must give as many batches"

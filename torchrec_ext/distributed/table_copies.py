@@ -99,7 +99,9 @@ def copies_of_tables(
         sharders: TorchRec's sharders, as for DistributedModelParallel.
     """
     # TorchRec's constructor refuses any device but a GPU.
-    make = CollectionOnCpu if runtime.device.type == "cpu" else DMPCollection
+    make = DMPCollection
+    if runtime.device.type == "cpu":
+        make = CollectionOnCpu
     assert dist.group.WORLD is not None
     return make(
         module=model,

@@ -73,7 +73,8 @@ def local_shards(module: nn.Module) -> Iterator[Shard]:
         configs = {config.name: config for config in table_configs(collection)}
         for key, value in collection.state_dict().items():
             config = configs[key.split(".")[1]]
-            fqn = f"{path}.{key}" if path else key
+            # A model may be a collection itself, at the empty path.
+            fqn = f"{path}.{key}".lstrip(".")
             if isinstance(value, ShardedTensor):
                 for shard in value.local_shards():
                     row, column = shard.metadata.shard_offsets
@@ -101,6 +102,7 @@ def fill_tables(module: nn.Module, rows: Callable[[str, BaseEmbeddingConfig, int
         columns = slice(shard.column, shard.column + width)
         for start in range(shard.row, end, _BLOCK_ROWS):
             stop = min(start + _BLOCK_ROWS, end)
+            # Whole rows are drawn, so that a split of the columns does not change the draws.
             block = rows(shard.fqn, shard.config, start, stop)[:, columns]
             shard.tensor[start - shard.row : stop - shard.row].copy_(block)
 
@@ -119,6 +121,7 @@ class GivenRows:
         """Does nothing: only :func:`initialise_tables` knows which rows a block of a shard has."""
 
     def __deepcopy__(self, memo: Any) -> GivenRows:
+        # A trial copies the model, and need not copy the rows with it.
         return self
 
 

@@ -60,10 +60,13 @@ def placements(loads: Mapping[str, float], world_size: int) -> list[TowerPlaceme
         loads: work of each tower for a row, in any unit.
         world_size: number of ranks.
     """
-    proposed = {str(placement): placement for placement in _placements(loads, world_size)}
     everywhere = tuple(range(world_size))
-    separate = [each for each in proposed.values() if set(each.ranks.values()) != {everywhere}]
-    return separate[:_MOST_PLACED]
+    # By their text, since several ways may lead to one placement.
+    proposed: dict[str, TowerPlacement] = {}
+    for placement in _placements(loads, world_size):
+        if set(placement.ranks.values()) != {everywhere}:
+            proposed[str(placement)] = placement
+    return list(proposed.values())[:_MOST_PLACED]
 
 
 def _placements(loads: Mapping[str, float], world_size: int) -> Iterator[TowerPlacement]:
@@ -79,18 +82,19 @@ def _placements(loads: Mapping[str, float], world_size: int) -> Iterator[TowerPl
     everywhere = tuple(range(world_size))
     for size in range(len(loads) - 1, 0, -1):
         for names in combinations(loads, size):
-            ranks = TowerPlacement.apart({name: loads[name] for name in names}, world_size).ranks
-            # One tower alone gets the last half of the ranks, or it would be on every rank too.
+            ranks = dict.fromkeys(loads, everywhere)
             if size == 1:
-                ranks = {names[0]: tuple(range(world_size // 2, world_size))}
-            yield TowerPlacement(ranks={name: ranks.get(name, everywhere) for name in loads}, world_size=world_size)
+                # One tower alone gets the last half of the ranks, or it would be on every rank too.
+                ranks[names[0]] = everywhere[world_size // 2 :]
+            else:
+                ranks |= TowerPlacement.apart({name: loads[name] for name in names}, world_size).ranks
+            yield TowerPlacement(ranks=ranks, world_size=world_size)
 
 
 def _in_order(counts: Mapping[str, int], world_size: int) -> TowerPlacement:
     free = iter(range(world_size))
-    return TowerPlacement(
-        ranks={name: tuple(islice(free, count)) for name, count in counts.items()}, world_size=world_size
-    )
+    ranks = {name: tuple(islice(free, count)) for name, count in counts.items()}
+    return TowerPlacement(ranks=ranks, world_size=world_size)
 
 
 def tower_loads(model: nn.Module) -> dict[str, float]:
@@ -126,24 +130,25 @@ class Decision:
         """
         rows = []
         for candidate in self.candidates:
-            is_taken = candidate is self.taken
-            trial_text = "" if candidate.refused else f"{candidate.trial_ms:.2f}"
-            note = "taken" if is_taken else candidate.refused
-            row = [candidate.towers, candidate.sharding, trial_text]
+            row = {"towers": candidate.towers, "tables": candidate.sharding, "tried ms": ""}
+            note = candidate.refused
+            if not candidate.refused:
+                row["tried ms"] = f"{candidate.trial_ms:.2f}"
             if measured_ms is not None:
-                row.append(f"{measured_ms:.2f}" if is_taken else "")
-            rows.append([*row, note])
-        headers = ["towers", "tables", "tried ms"]
-        if measured_ms is not None:
-            headers.append("measured ms")
-        headers.append("")
-        table = str(tabulate(rows, headers=headers, disable_numparse=True))
+                row["measured ms"] = ""
+            if candidate is self.taken:
+                note = "taken"
+                if measured_ms is not None:
+                    row["measured ms"] = f"{measured_ms:.2f}"
+            rows.append({**row, "": note})
+        table = str(tabulate(rows, headers="keys", disable_numparse=True))
         best = self.taken
-        possible = [other for other in self.candidates if not other.refused]
-        others = [other for other in possible if (other.towers == EVERYWHERE) != (best.towers == EVERYWHERE)]
         against = ""
-        if others:
-            against = f", against {others[0].trial_ms:.2f} ms with towers={others[0].towers}"
+        # Candidates are in order, so the first of the other kind is its fastest.
+        for other in self.candidates:
+            if not other.refused and (other.towers == EVERYWHERE) != (best.towers == EVERYWHERE):
+                against = f", against {other.trial_ms:.2f} ms with towers={other.towers}"
+                break
         return f"{table}\ntowers={best.towers}, tables {best.sharding}: {best.trial_ms:.2f} ms a step{against}"
 
 
@@ -189,7 +194,8 @@ def auto_plan(
     Raises:
         PlanError: the tables fit under no placement.
     """
-    everywhere = model if everywhere is None else everywhere
+    if everywhere is None:
+        everywhere = model
     why_apart_is_refused = together or why_together(model, runtime)
 
     # Tables that do not fit on all ranks together fit under no placement: refused before anything is tried.
@@ -204,6 +210,7 @@ def auto_plan(
         for placement in placements(tower_loads(model), runtime.world_size):
             candidates.append(Candidate(towers=str(placement), sharding=kinds[0]))
     plans: set[str] = set()
+    # Candidates with one plan would only be measured twice.
     distinct: list[Candidate] = []
     refused: list[Candidate] = []
     # Trials draw random numbers, and the training after them must draw what it would have drawn without them.
@@ -214,8 +221,10 @@ def auto_plan(
         for candidate in candidates:
             is_flat = candidate.towers == EVERYWHERE
             candidate_config = as_config(config, candidate)
+            whole_model = model
+            if is_flat:
+                whole_model = everywhere
             try:
-                whole_model = everywhere if is_flat else model
                 plan = plan_sharding(whole_model, runtime, candidate_config, optimizer=optimizer, batch_size=len(batch))
                 # TorchRec's planner may choose a plan that is there already.
                 if str(plan) not in plans:
@@ -225,10 +234,13 @@ def auto_plan(
             except ValueError as error:
                 # This is a PlanError, or an optimizer that runs under no such sharding.
                 refused.append(dataclasses.replace(candidate, refused=str(error).splitlines()[0]))
+        # All samples are there before the first is timed: their steps take turns.
         times = trials.ms([as_config(config, candidate) for candidate in distinct], _TRIAL_S)
     if why_apart_is_refused:
         refused.append(Candidate(towers="tower_parallel", sharding=kinds[0], refused=why_apart_is_refused))
-    timed = [dataclasses.replace(candidate, trial_ms=ms) for candidate, ms in zip(distinct, times, strict=True)]
+    timed = []
+    for candidate, ms in zip(distinct, times, strict=True):
+        timed.append(dataclasses.replace(candidate, trial_ms=ms))
     decision = decide([*timed, *refused])
     return as_config(config, decision.taken), decision
 

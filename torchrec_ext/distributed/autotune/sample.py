@@ -44,7 +44,8 @@ class Sample:
     @classmethod
     def of(cls, model: nn.Module, batch: TowerBatch, more: Sequence[TowerBatch] = ()) -> Sample:
         """Makes the sample of an unsharded ``model``, which is not changed."""
-        # How many rows of each table may be kept so that all together take BYTES or less.
+        # How many rows of each table may be kept so that all together take BYTES or less, by bisection: large tables
+        # are cut to one number of rows, and small ones stay.
         tables = tables_of(model)
         rows = 1
         high = max((table.num_embeddings for table in tables), default=1)
@@ -64,7 +65,8 @@ class Sample:
             for name, value in vars(module).items():
                 if isinstance(value, list) and value and all(isinstance(item, BaseEmbeddingConfig) for item in value):
                     setattr(module, name, [_fewer(table, rows) for table in value])
-        return cls(small, _wrap_batch(batch, rows), tuple(_wrap_batch(other, rows) for other in more))
+        first, *others = [_wrap_batch(each, rows) for each in (batch, *more)]
+        return cls(small, first, tuple(others))
 
 
 def _fewer(table: BaseEmbeddingConfig, rows: int) -> BaseEmbeddingConfig:
@@ -73,6 +75,7 @@ def _fewer(table: BaseEmbeddingConfig, rows: int) -> BaseEmbeddingConfig:
 
 def _smaller(collection: nn.Module, rows: int) -> nn.Module:
     tables: list[Any] = [_fewer(table, rows) for table in table_configs(collection)]
+    # Sharding allocates each rank's rows alone.
     device = torch.device("meta")
     if isinstance(collection, EmbeddingBagCollection):
         bags: nn.Module = EmbeddingBagCollection(tables=tables, is_weighted=collection.is_weighted(), device=device)

@@ -24,7 +24,7 @@ from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.runtime import Runtime, max_over_ranks
 from torchrec_ext.distributed.sharders import codecs_of
 
 # Steps that fill the pipeline.
@@ -103,10 +103,14 @@ class Trials:
             seconds: approximate time to spend on each.
         """
         steps = [self._steps[config] for config in configs]
-        # Ranks must make equally many steps, or a collective would wait for ever. So all compute with the slowest time.
-        first_s = [self._slowest(self._mean_s(step)) for step in steps]
-        in_a_row = [min(max(int(_IN_A_ROW_S / max(spent, 1e-6)), 1), 8) for spent in first_s]
-        round_s = sum(spent * count for spent, count in zip(first_s, in_a_row, strict=True))
+        in_a_row = []
+        round_s = 0.0
+        for step in steps:
+            # Ranks must make equally many steps, or a collective would wait for ever. So all go by the slowest time.
+            step_s = max_over_ranks(self._mean_s(step), self._runtime)
+            count = min(max(int(_IN_A_ROW_S / max(step_s, 1e-6)), 1), 8)
+            in_a_row.append(count)
+            round_s += step_s * count
         # Computed from times that are equal on all ranks, so that all ranks make equally many rounds.
         least, most = _ROUNDS
         rounds = min(max(int(seconds * len(steps) / max(round_s, 1e-6)), least), most)
@@ -117,7 +121,12 @@ class Trials:
                 if dist.is_initialized():
                     dist.barrier()
                 times.append(self._mean_s(step, count))
-        return [1e3 * statistics.median(map(self._slowest, times)) for times in samples]
+        medians = []
+        for times in samples:
+            # The slowest rank's time is that of the step, and the median forgets rounds that other processes disturbed.
+            slowest = [max_over_ranks(seconds, self._runtime) for seconds in times]
+            medians.append(1e3 * statistics.median(slowest))
+        return medians
 
     def _mean_s(self, step: Callable[[], object], count: int = 1) -> float:
         """Returns the mean seconds of ``count`` steps."""
@@ -132,20 +141,13 @@ class Trials:
         if self._runtime.device.type == "cuda":
             torch.cuda.synchronize(self._runtime.device)
 
-    def _slowest(self, seconds: float) -> float:
-        """Returns the greatest number of seconds of all ranks."""
-        if self._runtime.world_size == 1:
-            return seconds
-        slowest = torch.tensor(seconds, dtype=torch.float64, device=self._runtime.device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return float(slowest)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # They hold the pipelines, and with them the tables.
         self._steps.clear()
         while self._pipelines:
             self._pipelines.pop().detach()

@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torchrec_ext.schema.validation import check_choice
@@ -51,8 +52,8 @@ class Override:
             >>> towers.fits("user_id", "towers.user.embeddings"), towers.fits("item_id", "towers.user_2.embeddings")
             (True, False)
         """
-        modules = path.split(".")
-        candidates = [name, *(".".join(modules[:end]) for end in range(1, len(modules) + 1))]
+        # The path of each module from the top down: a, a.b, a.b.c.
+        candidates = [name, *accumulate(path.split("."), "{}.{}".format)]
         return any(fnmatchcase(candidate, self.pattern) for candidate in candidates)
 
 
@@ -89,6 +90,7 @@ def parse_override(field: str, item: str, kinds: Sequence[str]) -> Override:
                 raise ValueError(f"{field}: {item!r}: the optimizer {key!r} must be one of {', '.join(kinds)}")
             changes["kind"] = key
         elif key in _NUMBERS:
+            # NaN is refused below, and so is a text that is no number.
             try:
                 value = float(text)
             except ValueError:
@@ -136,6 +138,7 @@ class Choice:
         """Returns the class and arguments for TorchRec's choice of an FBGEMM kernel, without weight decay."""
         from torchrec_ext.distributed.optim.kinds import FUSED
 
+        # FBGEMM's own weight decay follows another rule for each optimizer, see decay_sharded_rows().
         arguments: dict[str, Any] = {"lr": self.lr}
         if self.kind != "sgd":
             arguments["eps"] = self.eps
@@ -147,6 +150,7 @@ class Choice:
         """Returns class and arguments for a table of :class:`ShardedAdam`, kept out of the kernel of SGD tables."""
         from torchrec import optim as placeholders
 
+        # A step of SGD leaves the gradient in the rows, from which ShardedAdam reads it.
         return placeholders.SGD, self.fused()[1]
 
     def unfused(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -168,6 +172,7 @@ class Choice:
     @property
     def state_numbers(self) -> tuple[int, int]:
         """Numbers of optimizer state per weight, and per row of a table or of its shard; 32 bits each."""
+        # The others have Adam's two moments for each weight.
         numbers = {"adagrad": (1, 0), "row_wise_adagrad": (0, 1), "sgd": (0, 0), "partial_row_wise_adam": (1, 1)}
         return numbers.get(self.kind, (2, 0))
 
@@ -236,11 +241,14 @@ class OptimizerConfig:
                 raise ValueError(f"{name}={value}: must be a number of 0 or more")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas}: must be two numbers of at least 0 and below 1, such as 0.9,0.999")
+        # They are parsed here for their errors alone, so that a wrong text is refused with the other settings.
         self._overrides("per_table")
         self._overrides("per_layer")
 
     def _overrides(self, field: Literal["per_table", "per_layer"]) -> list[Override]:
-        kinds = get_args(TableOptimizer if field == "per_table" else DenseOptimizer)
+        kinds = get_args(DenseOptimizer)
+        if field == "per_table":
+            kinds = get_args(TableOptimizer)
         return [parse_override(field, item, kinds) for item in getattr(self, field)]
 
     def for_tables(self, model: nn.Module) -> dict[str, Choice]:
@@ -251,7 +259,10 @@ class OptimizerConfig:
         """
         from torchrec_ext.distributed.tables import collections, table_configs
 
-        names = {table.name: path for path, collection in collections(model) for table in table_configs(collection)}
+        paths = {}
+        for path, collection in collections(model):
+            for table in table_configs(collection):
+                paths[table.name] = path
         default = Choice(
             kind=self.tables,
             lr=self.tables_lr,
@@ -260,7 +271,7 @@ class OptimizerConfig:
             weight_decay=self.tables_weight_decay,
             l2=self.tables_l2,
         )
-        return _decide("table", default, self._overrides("per_table"), names)
+        return _decide("table", default, self._overrides("per_table"), paths)
 
     def for_layers(self, names: Iterable[str]) -> dict[str, Choice]:
         """Returns the optimizer of each dense parameter, by its name.
@@ -283,9 +294,8 @@ def _decide(what: str, default: Choice, overrides: list[Override], paths: Mappin
             )
     choices = {}
     for name, path in paths.items():
-        fitting = [override for override in overrides if override.fits(name, path)]
-        choices[name] = default.changed(fitting)
-    for name, choice in choices.items():
+        choice = default.changed(override for override in overrides if override.fits(name, path))
+        choices[name] = choice
         if choice.l2 and choice.kind != "adam":
             raise ValueError(
                 f"{what} '{name}': l2={choice.l2} with the optimizer {choice.kind}: it moves every row at every step, "

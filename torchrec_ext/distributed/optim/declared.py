@@ -43,8 +43,11 @@ def chosen_optimizer(model: nn.Module, optimizer: OptimizerConfig | None) -> Opt
     Raises:
         ValueError: both are given, or a declaration cannot be expressed by OptimizerConfig.
     """
-    declarations = {name: _declared(parameter) for name, parameter in _tables_of(model)}
-    declared = {name: declaration for name, declaration in declarations.items() if declaration is not None}
+    declared: dict[str, Declaration] = {}
+    for name, parameter in _tables_of(model):
+        declaration = _declared(parameter)
+        if declaration is not None:
+            declared[name] = declaration
     if not declared:
         return optimizer or OptimizerConfig()
     if optimizer is not None:
@@ -64,7 +67,8 @@ def undeclared(model: nn.Module) -> list[str]:
 
 def _tables_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for _, collection in collections(model):
-        yield from ((name.split(".")[1], parameter) for name, parameter in collection.named_parameters())
+        for name, parameter in collection.named_parameters():
+            yield name.split(".")[1], parameter
 
 
 def _declared(parameter: nn.Parameter) -> Declaration | None:
@@ -91,6 +95,7 @@ def _as_override(name: str, kind: type[torch.optim.Optimizer], arguments: Mappin
             f"table '{name}': apply_optimizer_in_backward has declared {kind.__name__}({_text(others)}); only lr and "
             f"eps of {supported_kinds} can be taken over; give optimizer=OptimizerConfig(...) instead"
         )
+    # By repr(), whose text a float survives unchanged.
     return f"{name}={KINDS[kind]} lr={float(settings['lr'])!r} eps={float(settings['eps'])!r}"
 
 
@@ -117,12 +122,14 @@ def declare_table_optimizer(
     for _, collection in collections(model):
         for name, parameter in collection.named_parameters():
             setattr(parameter, _CALLERS, _declared(parameter))
+            # A second declaration would be added to the first, and TorchRec refuse both.
             for tag in _TAGS:
                 if hasattr(parameter, tag):
                     delattr(parameter, tag)
             table = name.split(".")[1]
-            choice = choices[table]
-            kind, arguments = choice.emulated() if table in emulated else choice.fused()
+            kind, arguments = choices[table].fused()
+            if table in emulated:
+                kind, arguments = choices[table].emulated()
             apply_optimizer_in_backward(kind, [parameter], arguments)
     return choices
 
@@ -147,6 +154,7 @@ def shardings(
 def _sharding(table: BaseEmbeddingConfig, optimizer: str, sharding: str, device: str) -> str:
     if has_kernel(optimizer, device) or sharding == "data_parallel":
         return sharding
+    # ShardedAdam's moments have the type of the table: in half precision an eps of 1e-8 would be 0.
     emulated = optimizer in EMULATED and table.data_type == DataType.FP32
     small = table.num_embeddings * table.embedding_dim <= REPLICATED_WEIGHTS
     if sharding == "auto" and (small or not emulated) and refused_because(table, "data_parallel", device) is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.distributed.optim.kinds import rows_with_gradient
 from torchrec_ext.distributed.optim.sharded import ShardedAdam
+from torchrec_ext.distributed.runtime import gather_objects
 
 
 class GradientNotFiniteError(ValueError):
@@ -43,13 +45,18 @@ class _CheckedGradients:
 
     @classmethod
     def of(cls, gradients: list[Tensor]) -> _CheckedGradients:
-        return cls(gradients, [gradient._version for gradient in gradients], get_total_norm(gradients))
+        return cls(gradients, _versions(gradients), get_total_norm(gradients))
 
     def holds_for(self, gradients: list[Tensor]) -> bool:
         """Whether these are the same tensors, and nothing has been written to them since."""
         if len(gradients) != len(self.gradients) or not all(map(operator.is_, gradients, self.gradients)):
             return False
-        return self.versions == [gradient._version for gradient in gradients]
+        return self.versions == _versions(gradients)
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    # torch counts the writes to a tensor for autograd.
+    return [tensor._version for tensor in tensors]
 
 
 class HybridOptimizer(CombinedOptimizer):
@@ -98,7 +105,8 @@ class HybridOptimizer(CombinedOptimizer):
         holders: Mapping[str, int] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__([fused, *tables, *dense, *(("sharded_adam", adam) for adam in sharded)])
+        sharded_by_name = [("sharded_adam", adam) for adam in sharded]
+        super().__init__([fused, *tables, *dense, *sharded_by_name])
         self._sharded = sharded
         self._holders = holders
         self._device = device
@@ -110,10 +118,15 @@ class HybridOptimizer(CombinedOptimizer):
         for _, keyed in (*tables, *dense):
             self._names |= {parameter: name for name, parameter in keyed.params.items()}
             self._unfused_groups += keyed.param_groups
-        self.dense_groups: list[dict[str, Any]] = [group for _, keyed in dense for group in keyed.param_groups]
-        dense_ids = {id(group) for group in self.dense_groups}
+        self.dense_groups: list[dict[str, Any]] = []
+        for _, keyed in dense:
+            self.dense_groups += keyed.param_groups
+        # By identity, because two groups may have equal settings.
+        dense_ids = set(map(id, self.dense_groups))
         self.table_groups: list[dict[str, Any]] = [group for group in self.param_groups if id(group) not in dense_ids]
-        self._tables = {parameter for _, keyed in tables for parameter in keyed.params.values()}
+        self._tables: set[Any] = set()
+        for _, keyed in tables:
+            self._tables.update(keyed.params.values())
         self.replicated_tables: list[nn.Parameter] = [weight for weight in self._names if weight in self._tables]
         self.dense_parameters: list[nn.Parameter] = [weight for weight in self._names if weight not in self._tables]
         self.gradient_norm: Tensor | None = None
@@ -139,6 +152,7 @@ class HybridOptimizer(CombinedOptimizer):
         if self.leave_out:
             self.leave_out = False
             return
+        # Before the check, which may raise: the kernels have left gradients in place of rows.
         for adam in self._sharded:
             adam.take()
         if self._gradient_is_good():
@@ -164,6 +178,7 @@ class HybridOptimizer(CombinedOptimizer):
 
     def _norm(self, parameters: list[Any]) -> Tensor:
         """Returns the norm of the gradient of the whole model, the same on every rank."""
+        # Good for one step: the next one has other gradients.
         checked = self._checked
         self._checked = None
         if self._holders is None:
@@ -198,25 +213,31 @@ class HybridOptimizer(CombinedOptimizer):
 
     def bad_gradients(self) -> list[str]:
         """Returns the names of this rank's parameters with a gradient that is not finite."""
-        gradients = {name: parameter.grad for parameter, name in self._names.items() if parameter.grad is not None}
+        gradients = self._gradients()
+        # One norm is cheaper than a check of each gradient, and the step needs it anyway.
         self._checked = _CheckedGradients.of(list(gradients.values()))
         if torch.isfinite(self._checked.norm):
             return []
-        bad = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
         # Each gradient may be finite while the sum of their squares is not.
-        return bad or list(gradients)
+        return _not_finite(gradients) or list(gradients)
 
     def explain_gradient(self) -> str:
         """Names the gradients that are not finite, in one line. Collective if ranks hold different towers."""
-        grads = {name: parameter.grad for parameter, name in self._names.items() if parameter.grad is not None}
-        bad = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
+        gradients = self._gradients()
+        bad = _not_finite(gradients)
         if self._holders is not None:
-            ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, bad)
-            bad = list(dict.fromkeys(name for names in ranks for name in names))
+            bad_by_rank = gather_objects(bad, dist.get_world_size())
+            bad = list(dict.fromkeys(chain.from_iterable(bad_by_rank)))
         # Each gradient may be finite while the sum of their squares is not.
-        bad = bad or list(grads)
+        bad = bad or list(gradients)
         return f"the gradient of {first_few(bad)} is not finite"
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: parameter.grad for parameter, name in self._names.items() if parameter.grad is not None}
+
+
+def _not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 
 
 def first_few(texts: Sequence[str], separator: str = ", ") -> str:
@@ -226,8 +247,10 @@ def first_few(texts: Sequence[str], separator: str = ", ") -> str:
         >>> first_few(["a", "b"]), first_few(["a", "b", "c", "d", "e"])
         ('a, b', 'a, b, c and 2 more')
     """
-    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
-    return separator.join(texts[:3]) + more
+    text = separator.join(texts[:3])
+    if len(texts) > 3:
+        text += f" and {len(texts) - 3} more"
+    return text
 
 
 @torch.no_grad()
@@ -263,12 +286,14 @@ def keyed_optimizers(
         parameters: parameters by name.
         choices: optimizer of each parameter, by the same name.
     """
-    kinds = list(dict.fromkeys(choices[key].kind for key in parameters))
+    by_kind: dict[str, dict[str, nn.Parameter]] = {}
+    for key, parameter in parameters.items():
+        by_kind.setdefault(choices[key].kind, {})[key] = parameter
     optimizers = []
-    for kind in kinds:
-        members = {key: value for key, value in parameters.items() if choices[key].kind == kind}
+    for kind, members in by_kind.items():
         groups = _groups(members, choices)
         factory = choices[next(iter(members))].unfused()[0]
+        # As defaults, because a lambda would read the variables of the last round.
         keyed = KeyedOptimizerWrapper(members, lambda _, make=factory, groups=groups: _optimizer(make, groups))
         optimizers.append((f"{name}_{kind}", keyed))
     return optimizers

@@ -51,6 +51,7 @@ class RowAdam(torch.optim.Optimizer):
             for table in group["params"]:
                 if table.grad is not None:
                     state = self.state[table]
+                    # A group has further entries, such as the weight decay that HybridOptimizer applies itself.
                     rule = {name: group[name] for name in self.defaults}
                     _start(state, table, rule["row_wise"])
                     rows = rows_with_gradient(table.grad)
@@ -59,7 +60,9 @@ class RowAdam(torch.optim.Optimizer):
 
 def _start(state: dict[str, Any], table: Tensor, row_wise: bool) -> None:
     if not state:
-        shape = (len(table), 1) if row_wise else table.shape
+        shape = table.shape
+        if row_wise:
+            shape = torch.Size([len(table), 1])
         state["step"] = torch.zeros(())
         state["exp_avg"] = torch.zeros(table.shape, dtype=table.dtype, device=table.device)
         state["exp_avg_sq"] = torch.zeros(shape, dtype=table.dtype, device=table.device)

@@ -37,8 +37,10 @@ def decay_sharded_rows(model: nn.Module, choices: Mapping[str, Choice]) -> None:
         for module in kernels_of(collection):
             decays = []
             for table in module.config.embedding_tables:
-                choice = choices.get(table.name)
-                decays.append(choice.weight_decay if choice is not None else 0.0)
+                decay = 0.0
+                if table.name in choices:
+                    decay = choices[table.name].weight_decay
+                decays.append(decay)
             if any(decays):
                 module.emb_module.register_forward_hook(_Decay(decays), with_kwargs=True)
 
@@ -98,6 +100,7 @@ class _Decay:
     def _shrink(
         self, kernel: SplitTableBatchedEmbeddingBagsCodegen, indices: Tensor, offsets: Tensor, grad: Tensor
     ) -> None:
+        # Asked in each backward, because a schedule changes it.
         lr = kernel.get_learning_rate()
         tables = kernel.split_embedding_weights()
         rows_by_table = _rows_with_gradient(kernel, indices, offsets, grad)
@@ -157,6 +160,7 @@ class RowGradients:
         kernel.register_forward_hook(self._after_forward, with_kwargs=True)
 
     def _before_forward(self, *_: Any) -> None:
+        # Until a step puts the rows back, the tables hold gradients in their place.
         if any(self._saved_rows):
             raise RuntimeError(
                 "a backward was not followed by a step of the optimizer, which puts the rows of its tables back"
@@ -222,25 +226,27 @@ class ShardedAdam(KeyedOptimizer):
         self._gradients = RowGradients(module.emb_module)
         self._rates = module.fused_optimizer.param_groups[0]
         self._row_gradients: list[tuple[Tensor, Tensor]] = []
-        names = [table.name for table in module.config.embedding_tables]
-        tables = [table.data for table in module.emb_module.split_embedding_weights()]
-        moments = []
-        for table, (_, _, location, _) in zip(tables, module.emb_module.embedding_specs, strict=True):
-            moments.append({name: _zeros_beside(table, location) for name in _MOMENTS})
+        self._shards = []
+        moments_by_table: dict[str, list[dict[str, Tensor]]] = {}
+        steps: dict[str, Tensor] = {}
+        weights = module.emb_module.split_embedding_weights()
+        specs = module.emb_module.embedding_specs
+        # A kernel has several shards of a table whose columns are split: they share a count of steps.
+        for config, table, (_, _, location, _) in zip(module.config.embedding_tables, weights, specs, strict=True):
+            name = config.name
+            moments = {moment: _zeros_beside(table.data, location) for moment in _MOMENTS}
+            moments_by_table.setdefault(name, []).append(moments)
+            steps.setdefault(name, torch.zeros(()))
+            self._shards.append(_AdamShard(choices[name], table.data, moments, steps[name]))
+        params: dict[str, Any] = {}
         state: dict[Any, dict[str, Any]] = {}
-        steps = {}
         for key, weight in module.fused_optimizer.params.items():
             name = key.split(".")[-2]
-            moments_of_shards = [moments[number] for number, table in enumerate(names) if table == name]
-            steps[name] = torch.zeros(())
+            params[f"{path}.{key}".lstrip(".")] = weight
             state[weight] = {"step": steps[name]}
             for moment in _MOMENTS:
-                state[weight][moment] = _like(weight, [shard[moment] for shard in moments_of_shards])
-        self._shards = []
-        for name, table, table_moments in zip(names, tables, moments, strict=True):
-            self._shards.append(_AdamShard(choices[name], table, table_moments, steps[name]))
-        prefix = f"{path}." if path else ""
-        super().__init__({f"{prefix}{key}": weight for key, weight in module.fused_optimizer.params.items()}, state, [])
+                state[weight][moment] = _like(weight, [shard[moment] for shard in moments_by_table[name]])
+        super().__init__(params, state, [])
 
     def take(self) -> None:
         """Restores the tables to their values before the backward, and keeps their gradient for the step."""
@@ -281,6 +287,7 @@ class _AdamShard(NamedTuple):
         beta1, beta2 = choice.betas
         first = self.moments["exp_avg"]
         second = self.moments["exp_avg_sq"]
+        # The penalty gives all rows a gradient; without it, those outside the batch only have their moments decay.
         if choice.l2:
             whole = (self.table * choice.l2).index_add_(0, rows, gradient)
             first.lerp_(whole, 1 - beta1)
@@ -297,6 +304,7 @@ def _zeros_beside(table: Tensor, location: EmbeddingLocation) -> Tensor:
     """Returns zeros of the shape of a table, on the GPU only if its rows are there."""
     if location != EmbeddingLocation.MANAGED:
         return torch.zeros_like(table)
+    # A table is in host memory because the GPU has no room for it, let alone for two moments of its size.
     in_host_memory = torch.ops.fbgemm.new_unified_tensor(table, table.shape, False)
     return torch.zeros(table.shape, device=table.device, out=in_host_memory)
 
@@ -318,7 +326,8 @@ def sharded_adams(model: nn.Module, choices: Mapping[str, Choice]) -> list[Shard
     optimizers = []
     for path, collection in collections(model):
         for module in kernels_of(collection):
-            names = [table.name for table in module.config.embedding_tables]
-            if any(name in choices for name in names):
+            names = {table.name for table in module.config.embedding_tables}
+            # TorchRec puts tables with one optimizer into a kernel, so all or none of them are here.
+            if not names.isdisjoint(choices):
                 optimizers.append(ShardedAdam(path, module, choices))
     return optimizers

@@ -96,6 +96,7 @@ def forecast(draft: Draft, model: nn.Module, cluster: Cluster, optimizer: Optimi
         for rank, added in _shards(option, table, choices[option.name], cluster):
             sums = {name: getattr(ranks[rank], name) + value for name, value in added.items()}
             ranks[rank] = dataclasses.replace(ranks[rank], **sums)
+    # A CPU has no memory but its host's, also for dense layers.
     if cluster.device == "cpu":
         return [dataclasses.replace(rank, host=rank.total) for rank in ranks]
     return ranks
@@ -142,7 +143,7 @@ def _input_share(option: ShardingOption, cluster: Cluster) -> float:
 
 def _dense_bytes(model: nn.Module, optimizer: OptimizerConfig) -> int:
     """Returns the bytes of weights, gradients and optimizer state of everything but tables."""
-    paths = tuple(f"{path}." if path else "" for path, _ in collections(model))
+    paths = tuple(f"{path}.".lstrip(".") for path, _ in collections(model))
     dense = {name: parameter for name, parameter in model.named_parameters() if not name.startswith(paths)}
     if not dense:
         return 0
@@ -165,22 +166,23 @@ def forecast_text(ranks: list[RankForecast], cluster: Cluster) -> str:
     rows = []
     for same in groups.values():
         first = same[0]
-        sizes = [first.weights, first.state, first.buffers, first.dense]
+        sizes = {
+            "tables": first.weights,
+            "state": first.state,
+            "buffers": first.buffers,
+            "dense layers": first.dense,
+        }
         if cluster.device == "cuda":
-            sizes.append(first.device)
-        sizes.append(first.host)
+            sizes["on the GPU"] = first.device
+        sizes["in host memory"] = first.host
         if on_ssd:
-            sizes.append(first.ssd)
-        times = [f"{first.lookup_ms:.3f}", f"{first.exchange_ms:.3f}"]
-        rows.append([ranges([rank.rank for rank in same]), *map(size_text, sizes), *times])
-    headers = ["rank", "tables", "state", "buffers", "dense layers"]
-    if cluster.device == "cuda":
-        headers.append("on the GPU")
-    headers.append("in host memory")
-    if on_ssd:
-        headers.append("on the SSD")
-    headers += ["look-up ms", "exchange ms"]
-    text = str(tabulate(rows, headers=headers, disable_numparse=True))
+            sizes["on the SSD"] = first.ssd
+        row = {"rank": ranges([rank.rank for rank in same])}
+        row.update(zip(sizes, map(size_text, sizes.values()), strict=True))
+        row["look-up ms"] = f"{first.lookup_ms:.3f}"
+        row["exchange ms"] = f"{first.exchange_ms:.3f}"
+        rows.append(row)
+    text = str(tabulate(rows, headers="keys", disable_numparse=True))
     slowest = max(ranks, key=lambda rank: rank.ms)
     has = f"{size_text(cluster.host_bytes)} of host memory"
     if cluster.device == "cuda":
@@ -244,6 +246,7 @@ def kernel_fits(plan: Callable[[Kernel, int], Sequence[RankForecast]], cluster: 
     for kernel in ("fused", *OFF_THE_GPU):
         fit = KernelFit(kernel=kernel)  # type: ignore[arg-type]
         devices = cluster.world_size
+        # The cluster itself is tried however large it is.
         while not fit.devices and devices <= max(_MOST_TRIED, cluster.world_size):
             with suppress(PlanError):
                 largest = max(plan(fit.kernel, devices), key=lambda rank: rank.total)
@@ -301,6 +304,7 @@ def compare(
         try:
             ranks = known[sharding] if sharding in known else plan(sharding)
         except PlanError as error:
+            # The first clause alone fits into a cell of the table.
             reason = str(error).splitlines()[0].removeprefix("no sharding plan fits: ").partition(";")[0]
             alternatives.append(dataclasses.replace(alternative, refused=reason))
         else:
@@ -323,12 +327,15 @@ def alternatives_text(alternatives: Sequence[Alternative], taken: Sharding, *, a
         if option.refused:
             rows.append([option.sharding, "", option.refused])
             continue
-        mark = " (taken)" if option.sharding == taken else ""
-        rows.append([option.sharding + mark, f"{option.ms:.3f}", size_text(option.largest)])
+        name: str = option.sharding
+        if name == taken:
+            name += " (taken)"
+        rows.append([name, f"{option.ms:.3f}", size_text(option.largest)])
     headers = ["sharding", "ms of the slowest rank", "largest rank, or why not"]
     text = str(tabulate(rows, headers=headers, disable_numparse=True))
     current = next(option for option in alternatives if option.sharding == taken)
     best = min(alternatives, key=lambda option: option.ms)
+    # TorchRec's estimates are off by more than the last 5 %.
     if not advise or best.refused or best.ms > 0.95 * current.ms:
         return text
     how = f"{best.ms:.3f} against {current.ms:.3f} ms"

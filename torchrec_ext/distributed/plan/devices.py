@@ -62,7 +62,10 @@ class Cluster:
                 f"world_size={self.world_size} with local_world_size={self.local_world_size}: every host has as many "
                 "devices, so the one must be a multiple of the other"
             )
-        home = "hbm_gb" if self.device == "cuda" else "ddr_gb"
+        # Tables must have some memory to lie in: a GPU's, or a CPU's host's.
+        home = "ddr_gb"
+        if self.device == "cuda":
+            home = "hbm_gb"
         for name in ("hbm_gb", "ddr_gb", "ssd_gb", "intra_gb_s", "inter_gb_s", "memory_gb_s"):
             value = getattr(self, name)
             least = "at least"

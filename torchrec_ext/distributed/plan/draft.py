@@ -258,6 +258,7 @@ def refuse_exchange(draft: Draft, tables: Sequence[BaseEmbeddingConfig], config:
     precisions = (
         f"plan.forward_precision={config.forward_precision}, plan.backward_precision={config.backward_precision}"
     )
+    # Nothing would be quantised, although it was asked for.
     if all(option.sharding_type == "data_parallel" for option in draft.options):
         raise PlanError(
             f"{precisions}: every table is data_parallel, so ranks exchange no embeddings; shard one, as with "
@@ -353,7 +354,8 @@ class Request(NamedTuple):
             PlanError: a table cannot be sharded as asked on these ranks.
         """
         tables = [table for table in self.tables if table.name in names]
-        request = self._replace(tables=tables, asked={table.name: self.asked[table.name] for table in tables})
+        asked = {table.name: self.asked[table.name] for table in tables}
+        request = self._replace(tables=tables, asked=asked)
         winning = {name: constraint for name, constraint in constraints.items() if name in request.asked}
         return request._replace(constraints=_winning(request.derived(runtime), winning))
 
@@ -407,9 +409,13 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
         constraints=request.constraints,
         debug=False,
     )
+    # TorchRec logs it by the root logger, whose other messages are the user's.
     logging.getLogger().addFilter(_not_of_replicated_tables)
     try:
-        by_host = any(set(BY_HOST) & set(each.sharding_types or ()) for each in request.constraints.values())
+        requested_types: set[str] = set()
+        for constraint in request.constraints.values():
+            requested_types.update(constraint.sharding_types or ())
+        by_host = not requested_types.isdisjoint(BY_HOST)
         plan = planner.plan(model, sharders(request.codecs, by_host=by_host))
         # The attributes by which tables of one sharding type share a cache, by table name.
         kinds: dict[str, Hashable] = {}
@@ -505,20 +511,20 @@ def _constraint(
         if types is None and not kernel:
             return None
         return ParameterConstraints(sharding_types=types, **kernel)
+    pieces = 1
+    over = "ranks"
     if sharding == "grid_shard":
         pieces = runtime.world_size // runtime.local_world_size
         over = "hosts"
-    else:
-        pieces = runtime.world_size if "column" in sharding else 1
-        over = "ranks"
+    elif "column" in sharding:
+        pieces = runtime.world_size
     if pieces == 1:
         return ParameterConstraints(sharding_types=[sharding], **kernel)
     # FBGEMM's kernels need a multiple of 4 columns, and no rank should hold two pieces of a table.
-    widths = range(4, table.embedding_dim, 4)
-    fitting = [width for width in widths if table.embedding_dim % width == 0 and width * pieces >= table.embedding_dim]
-    if not fitting:
-        raise PlanError(
-            f"table '{table.name}': {table.embedding_dim} columns cannot be split over {pieces} {over} into equal "
-            f"multiples of 4; choose another type, such as plan.tables={table.name}=row_wise, or embedding_dim"
-        )
-    return ParameterConstraints(sharding_types=[sharding], min_partition=fitting[0], **kernel)
+    for width in range(4, table.embedding_dim, 4):
+        if table.embedding_dim % width == 0 and width * pieces >= table.embedding_dim:
+            return ParameterConstraints(sharding_types=[sharding], min_partition=width, **kernel)
+    raise PlanError(
+        f"table '{table.name}': {table.embedding_dim} columns cannot be split over {pieces} {over} into equal "
+        f"multiples of 4; choose another type, such as plan.tables={table.name}=row_wise, or embedding_dim"
+    )

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 from torch import nn
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from torchrec.distributed.types import ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from torchrec_ext.distributed.plan.devices import GB as GB
-from torchrec_ext.distributed.plan.tower_plan import TowerPlan
+from torchrec_ext.distributed.plan.tower_plan import TowerPlan, table_shardings
 from torchrec_ext.distributed.tables import ROWS_PER_LOOKUP, row_by_row, tables_of
 
 MB = 1024**2
@@ -31,9 +31,10 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
     rows = []
     per_rank = [0.0] * world_size
     planned = list(_planned(plan, model))
+    kernels = {sharding.compute_kernel for _, sharding in planned}
     off: dict[str, list[float]] = {}
     for kernel, home in _HOMES.items():
-        if any(sharding.compute_kernel == kernel for _, sharding in planned):
+        if kernel in kernels:
             off[home] = [0.0] * world_size
     for table, sharding in planned:
         sizes_off = off.get(_HOMES.get(sharding.compute_kernel, ""))
@@ -46,8 +47,10 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
         if off:
             row.append(sharding.compute_kernel)
         rows.append([*row, _where(table, sharding, world_size)])
-    tower_plans = [module for module in plan.plan.values() if isinstance(module, TowerPlan)]
-    towers = "".join(f"\ntowers run on the ranks {tower_plan.placement}" for tower_plan in tower_plans)
+    towers = ""
+    for module in plan.plan.values():
+        if isinstance(module, TowerPlan):
+            towers += f"\ntowers run on the ranks {module.placement}"
     if not rows:
         return f"no table to shard: each rank holds all layers{towers and ' of its towers'}{towers}"
     totals = ", ".join(_by_rank(per_rank))
@@ -58,7 +61,9 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
         headers.append("kernel")
     headers.append("where")
     readable = tabulate(rows, headers=headers, disable_numparse=True)
-    sweeps = _sweeps(plan, model, captured_rows) if captured_rows else ""
+    sweeps = ""
+    if captured_rows:
+        sweeps = _sweeps(plan, model, captured_rows)
     return f"{readable}\nweights on {totals}{towers}{sweeps}"
 
 
@@ -89,7 +94,9 @@ def _sweeps(plan: ShardingPlan, model: nn.Module, rows: int) -> str:
             whole.append(table.name)
     if not by_row:
         return f"\na captured step of {rows:,} rows moves every table as a whole"
-    others = f", the others as a whole ({', '.join(whole)})" if whole else ""
+    others = ""
+    if whole:
+        others = f", the others as a whole ({', '.join(whole)})"
     return (
         f"\na captured step of {rows:,} rows moves only the rows it reads of tables with more than {ROWS_PER_LOOKUP} "
         f"rows per look-up ({', '.join(by_row)}){others}"
@@ -106,7 +113,9 @@ def _by_rank(sizes: Sequence[float]) -> list[str]:
         groups.setdefault(size, []).append(rank)
     lines = []
     for size, ranks in groups.items():
-        noun = "rank" if len(ranks) == 1 else "ranks"
+        noun = "rank"
+        if len(ranks) > 1:
+            noun = "ranks"
         lines.append(f"{noun} {ranges(ranks)}: {size}")
     return lines
 
@@ -126,7 +135,10 @@ def ranges(ranks: Sequence[int]) -> str:
             runs.append([rank])
     texts = []
     for run in runs[:4]:
-        texts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+        text = str(run[0])
+        if len(run) > 1:
+            text += f"-{run[-1]}"
+        texts.append(text)
     text = ", ".join(texts)
     rest = sum(map(len, runs[4:]))
     if rest:
@@ -149,7 +161,9 @@ def size_text(size: int) -> str:
 
 def bytes_per_weight(table: BaseEmbeddingConfig) -> int:
     """Returns the bytes of one weight: 2 for fp16 and bf16 tables, else 4."""
-    return 2 if table.data_type in (DataType.FP16, DataType.BF16) else 4
+    if table.data_type in (DataType.FP16, DataType.BF16):
+        return 2
+    return 4
 
 
 def table_bytes(table: BaseEmbeddingConfig) -> int:
@@ -159,10 +173,7 @@ def table_bytes(table: BaseEmbeddingConfig) -> int:
 
 def _planned(plan: ShardingPlan, model: nn.Module) -> Iterator[tuple[BaseEmbeddingConfig, ParameterSharding]]:
     # By name: a plan may have other paths for tables that several towers share.
-    modules = [module for module in plan.plan.values() if isinstance(module, EmbeddingModuleShardingPlan)]
-    shardings: dict[str, ParameterSharding] = {}
-    for module in modules:
-        shardings |= module
+    shardings = table_shardings(plan)
     for table in tables_of(model):
         if table.name in shardings:
             yield table, shardings[table.name]
@@ -178,6 +189,7 @@ def _shards(sharding: ParameterSharding) -> list[tuple[int, list[int], list[int]
 
 def _elements_per_rank(table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: int) -> dict[int, int]:
     shards = _shards(sharding)
+    # A plan may leave out the ranks of a table that all of them replicate.
     if not shards:
         return dict.fromkeys(sharding.ranks or range(world_size), table.num_embeddings * table.embedding_dim)
     sums: dict[int, int] = {}

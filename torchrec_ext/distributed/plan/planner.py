@@ -87,6 +87,7 @@ def plan_sharding(
     # The planner runs on rank 0 alone. TorchRec's collective_plan would leave the other ranks waiting where it fails.
     if runtime.rank == 0:
         try:
+            # Measured on rank 0: hosts of one job are taken to be equal.
             usable = int(_capacity(config, runtime) * (1 - config.reserve))
             host = int(available_memory() / runtime.local_world_size * (1 - config.reserve))
             topology = functools.partial(_topology, host=host)
@@ -178,6 +179,7 @@ def small_tables_whole(
     replicated = ShardingType.DATA_PARALLEL.value
     impossible = any(refused_because(table, replicated, "cpu") for table in tables)
     free = all((choice.sharding, choice.kernel) == ("auto", "auto") for choice in requests)
+    # A limit of the norm would take in the tables, which it leaves out while they are sharded.
     if weights > SMALL_WEIGHTS or impossible or not free or optimizer.clip_norm:
         return {}
     return {table.name: ParameterConstraints(sharding_types=[replicated]) for table in tables}
@@ -226,9 +228,12 @@ def _sharded(model: nn.Module, config: PlanConfig, device: str) -> dict[str, Par
     communication where all tables are.
     """
     tables = [table.name for table in tables_of(model)]
-    requests = config.choices(tables).items()
-    free = [name for name, choice in requests if choice.sharding == "auto" and choice.kernel != "dense"]
-    return {name: ParameterConstraints(sharding_types=free_to_shard(device)) for name in free}
+    constraints = {}
+    for name, choice in config.choices(tables).items():
+        # The kernel dense runs data_parallel tables alone.
+        if choice.sharding == "auto" and choice.kernel != "dense":
+            constraints[name] = ParameterConstraints(sharding_types=free_to_shard(device))
+    return constraints
 
 
 def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:
@@ -244,9 +249,11 @@ def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:
 
 def _on_own_device(plan: ModuleShardingPlan, runtime: Runtime) -> ModuleShardingPlan:
     if isinstance(plan, TowerPlan):
-        tables = {}
+        tables: dict[str, dict[str, ModuleShardingPlan]] = {}
         for tower, modules in plan.tables.items():
-            tables[tower] = {path: _on_own_device(module, runtime) for path, module in modules.items()}
+            tables[tower] = {}
+            for path, module in modules.items():
+                tables[tower][path] = _on_own_device(module, runtime)
         return dataclasses.replace(plan, tables=tables)
     if not isinstance(plan, EmbeddingModuleShardingPlan):
         return plan

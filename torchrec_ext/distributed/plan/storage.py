@@ -45,9 +45,11 @@ class TableStorage(EmbeddingStorageEstimator):
 
     def estimate(self, sharding_options: Sequence[ShardingOption], *arguments: Any, **keywords: Any) -> None:
         """Sets the storage of each shard of each option."""
-        tables = {id(option.tensor): option.tensor for option in sharding_options}.values()
-        # TorchRec counts no state for a table without an optimizer.
-        declared = [(table, vars(table).pop(_DECLARED)) for table in tables if hasattr(table, _DECLARED)]
+        declared = []
+        for option in sharding_options:
+            # TorchRec counts no state for a table without an optimizer. All options of a table have one tensor.
+            if hasattr(option.tensor, _DECLARED):
+                declared.append((option.tensor, vars(option.tensor).pop(_DECLARED)))
         try:
             super().estimate(sharding_options, *arguments, **keywords)
         finally:

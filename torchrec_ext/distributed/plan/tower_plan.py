@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchrec.distributed.types import ModuleShardingPlan
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+)
 
 from torchrec_ext.distributed.placement import TowerPlacement
 
@@ -21,3 +26,13 @@ class TowerPlan(ModuleShardingPlan):
 
     placement: TowerPlacement
     tables: Mapping[str, Mapping[str, ModuleShardingPlan]]
+
+
+def table_shardings(plan: ShardingPlan) -> dict[str, ParameterSharding]:
+    """Returns the sharding of each table by its name, whatever the path of its collection."""
+    shardings: dict[str, ParameterSharding] = {}
+    for module in plan.plan.values():
+        # A TowerPlan has no tables of its own: the plans of its towers' collections are there too.
+        if isinstance(module, EmbeddingModuleShardingPlan):
+            shardings |= module
+    return shardings

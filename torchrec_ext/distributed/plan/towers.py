@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -112,7 +113,11 @@ def _check_together(setting: str, towers: Mapping[str, Any], placement: TowerPla
             ranks = {name: placement.ranks[name] for name in towers}
             ranks |= dict.fromkeys(unit, tuple(sorted(ranks_of_unit)))
             possible = TowerPlacement(ranks=ranks, world_size=placement.world_size)
-            where = " and ".join(f"'{name}' on rank(s) {', '.join(map(str, placement.ranks[name]))}" for name in names)
+            places = []
+            for name in names:
+                ranks_of_tower = ", ".join(map(str, placement.ranks[name]))
+                places.append(f"'{name}' on rank(s) {ranks_of_tower}")
+            where = " and ".join(places)
             raise PlacementError(
                 f"plan.towers={setting}: the towers {where} share table '{table}', which has one place; "
                 f"give them the same ranks, as in plan.towers={possible}, or take auto"
@@ -152,9 +157,11 @@ def draft_towers(
     for name in sorted(towers, key=lambda name: -_weights(by_tower[name])):
         members = placement.ranks[name]
         # Describe these ranks as a job of their own, with one rank a host if hosts hold unequal numbers of them.
-        hosts = [rank // runtime.local_world_size for rank in members]
-        counts = {hosts.count(host) for host in hosts}
-        on_each_host = counts.pop() if len(counts) == 1 else 1
+        hosts = Counter(rank // runtime.local_world_size for rank in members)
+        counts = set(hosts.values())
+        on_each_host = 1
+        if len(counts) == 1:
+            on_each_host = counts.pop()
         tower_ranks = dataclasses.replace(runtime, world_size=len(members), local_world_size=on_each_host)
         names = [table.name for table in tables_of(by_tower[name])]
         tower_request = request.on(names, tower_ranks, {**_possible(request), **constraints})
@@ -164,6 +171,7 @@ def draft_towers(
         if not names:
             continue
         try:
+            # A topology has one size of memory for all ranks, so that of the fullest counts.
             drafted = draft(
                 by_tower[name],
                 tower_request,
@@ -177,11 +185,11 @@ def draft_towers(
             for shard in option.shards:
                 # On a CPU, tables are in host memory, and there is no HBM.
                 free[members[shard.rank]] -= shard.storage.hbm or shard.storage.ddr
-        plans = {path: drafted.plan.get_plan_for_module(path) for path, _ in collections(by_tower[name])}
-        tables[name] = {
-            path: EmbeddingModuleShardingPlan({name: _table_over_all(s, members, runtime) for name, s in plan.items()})
-            for path, plan in plans.items()
-        }
+        for path, _ in collections(by_tower[name]):
+            shardings = EmbeddingModuleShardingPlan()
+            for table, sharding in drafted.plan.get_plan_for_module(path).items():
+                shardings[table] = _table_over_all(sharding, members, runtime)
+            tables[name][path] = shardings
     rest = _only(model, [path for path, _ in collections(model) if not _in_towers(model, path)])
     others = [table.name for table in tables_of(rest)]
     modules: dict[str, Any] = {}
@@ -207,8 +215,11 @@ def _collections_by_tower(towers: Towers, placement: TowerPlacement) -> dict[str
 def _in_towers(model: nn.Module, path: str) -> bool:
     """Whether the collection at ``path`` belongs to a tower, or to shared tables for a tower to host."""
     names = path.split(".")
-    above = (model.get_submodule(".".join(names[:end])) for end in range(len(names)))
-    return any(isinstance(module, Towers | SharedTables) for module in above)
+    # From the model itself, at the empty path, down to the module above the collection.
+    for end in range(len(names)):
+        if isinstance(model.get_submodule(".".join(names[:end])), Towers | SharedTables):
+            return True
+    return False
 
 
 def _weights(tower: nn.Module) -> int:
@@ -244,7 +255,10 @@ def _only(model: nn.Module, paths: Iterable[str]) -> nn.Module:
 
 
 def _table_over_all(sharding: ParameterSharding, members: tuple[int, ...], runtime: Runtime) -> ParameterSharding:
-    ranks = None if sharding.ranks is None else [members[rank] for rank in sharding.ranks]
+    """Returns a sharding with ranks of the job in place of ranks of the tower."""
+    ranks = sharding.ranks
+    if ranks is not None:
+        ranks = [members[rank] for rank in ranks]
     spec = sharding.sharding_spec
     if isinstance(spec, EnumerableShardingSpec):
         shards = []

@@ -107,8 +107,10 @@ def compile_to(path: Path, *flags: str) -> None:
     except OSError as error:
         raise LibraryError(f"the compiler {command[0]} does not start: {error.strerror}") from None
     except subprocess.CalledProcessError as error:
-        lines = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines()[-1:]
-        raise LibraryError(f"{command[0]} fails: {lines[0][:150] if lines else 'without a word'}") from None
+        lines = error.stderr.splitlines()
+        # The first error is the cause of the others; without any, the last line says most.
+        why = next((line for line in lines if "error" in line), "".join(lines[-1:]))
+        raise LibraryError(f"{command[0]} fails: {why[:150] or 'without a word'}") from None
     # A file that is there is whole.
     unfinished.replace(path)
 

@@ -55,7 +55,8 @@ def share_memory(group: dist.ProcessGroup | None = None) -> bool:
     """
     if not dist.is_initialized():
         raise ValueError("share_memory(): there is no process group; call it after dist.init_process_group('gloo')")
-    group = dist.group.WORLD if group is None else group
+    if group is None:
+        group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError("share_memory(): this rank is not in the group; call it on the group's ranks alone")
     obstacle = obstacle_to_sharing(group)
@@ -77,8 +78,9 @@ def sharing_as_all_ranks_do() -> Iterator[None]:
     yield
     if dist.group.WORLD is not None and shares_memory(dist.group.WORLD):
         # Every rank has made its groups in the same order.
-        for group in [group for group in groups if group not in earlier]:
-            obstacle_to_sharing(group)
+        for group in list(groups):
+            if group not in earlier:
+                obstacle_to_sharing(group)
 
 
 def obstacle_to_sharing(group: dist.ProcessGroup) -> str:
@@ -89,17 +91,22 @@ def obstacle_to_sharing(group: dist.ProcessGroup) -> str:
     """
     if shares_memory(group):
         return ""
-    gloo = group._get_backend(_CPU) if _CPU in group._device_types else None
+    gloo: Any = None
+    kind = "no backend of CPU tensors"
+    if _CPU in group._device_types:
+        gloo = group._get_backend(_CPU)
+        kind = f"{gloo.name()} for CPU tensors"
     if not isinstance(gloo, dist.ProcessGroupGloo):
-        kind = "no backend of CPU tensors" if gloo is None else f"{gloo.name()} for CPU tensors"
         raise ValueError(f"share_memory(): the group has {kind}, and takes the place of gloo alone")
     if group.size() == 1:
         return "the group has one rank"
     memory, pids, obstacle = _common_memory(group)
+    # Gloo goes into the backend, which hands it the collectives that it does not do itself.
     if not obstacle:
         timeout = gloo.options._timeout
         backend = library.load().make_backend(memory, group.rank(), group.size(), pids, timeout, gloo)
         group._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, backend)
+    # The mapping stays without the descriptor.
     if memory >= 0:
         os.close(memory)
     return obstacle
@@ -108,9 +115,15 @@ def obstacle_to_sharing(group: dist.ProcessGroup) -> str:
 def _common_memory(group: dist.ProcessGroup) -> tuple[int, list[int], str]:
     """Returns a descriptor of memory that all ranks have open, their processes, and an obstacle. Collective."""
     ranks: list[_Rank] = _gathered(group, _described())
-    pids = [rank.pid for rank in ranks]
-    obstacles = [f"on rank {number}: {rank.obstacle}" for number, rank in enumerate(ranks) if rank.obstacle]
-    others = [str(number) for number, rank in enumerate(ranks) if rank.host != ranks[0].host]
+    pids = []
+    obstacles = []
+    others = []
+    for number, rank in enumerate(ranks):
+        pids.append(rank.pid)
+        if rank.obstacle:
+            obstacles.append(f"on rank {number}: {rank.obstacle}")
+        if rank.host != ranks[0].host:
+            others.append(str(number))
     if others:
         obstacles = [f"rank {', '.join(others[:3])} is on another host than rank 0, or of another user or container"]
     if group.size() > _MOST_RANKS:
@@ -124,8 +137,9 @@ def _common_memory(group: dist.ProcessGroup) -> tuple[int, list[int], str]:
     descriptor, token, obstacle = _gathered(group, offer)[0]
     if not obstacle and group.rank() > 0:
         memory, obstacle = _opened(f"/proc/{pids[0]}/fd/{descriptor}", token)
-    obstacles = [text for text in _gathered(group, obstacle) if text]
-    return memory, pids, obstacles[0] if obstacles else ""
+    # All ranks take the first one's obstacle, so that none stays with gloo alone.
+    obstacle = next(filter(None, _gathered(group, obstacle)), "")
+    return memory, pids, obstacle
 
 
 def _gathered(group: dist.ProcessGroup, value: Any) -> list[Any]:

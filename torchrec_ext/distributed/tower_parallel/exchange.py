@@ -230,11 +230,13 @@ class TowerExchange:
         )
 
         def send_rows() -> AfterCollective:
+            # One copy to the host for all sizes, which lie there while the payload is split.
             return self._send(context, slices, [piece.tolist() for piece in torch.split(received.cpu(), sizes)])
 
         return AfterCollective(work, send_rows)
 
     def _route(self, names: tuple[str, ...]) -> Route:
+        # Kept, because a model mostly runs the same towers in every step.
         if names not in self._routes:
             targets = self._placement.targets
             route = Route([], [])
@@ -281,9 +283,10 @@ class TowerExchange:
             announced += by_tower
         payloads = torch.split(payload, [self._size(*entry) for entry in announced])
         received: dict[str, list[TowerRows]] = {}
+        context.received = {}
         for (name, count, ids), piece in zip(announced, payloads, strict=True):
             received.setdefault(name, []).append(unpack_rows(piece, count, ids, self._specs[name].widths))
-        context.received = {name: [piece.height for piece in pieces] for name, pieces in received.items()}
+            context.received.setdefault(name, []).append(count)
         result: dict[str, TowerRows] = {}
         # Two ranks that run the same towers one after the other must do so in one order, whoever's rows came first.
         for name, spec in self._specs.items():

@@ -32,9 +32,15 @@ def sharing_groups(towers: Mapping[str, Any]) -> list[list[str]]:
     """Groups towers by shared tables: a group must run on the same ranks. Most groups are single towers."""
     groups = [[name] for name in towers]
     for names in readers(towers).values():
-        together = [group for group in groups if not set(group).isdisjoint(names)]
-        groups = [group for group in groups if group not in together]
-        groups.append([name for group in together for name in group])
+        # The groups of the towers that read this table become one.
+        others = []
+        joined: list[str] = []
+        for group in groups:
+            if set(group).isdisjoint(names):
+                others.append(group)
+            else:
+                joined += group
+        groups = [*others, joined]
     # Groups, and towers within a group, in the order of the model's towers.
     order = list(towers)
     groups = [sorted(group, key=order.index) for group in groups]
@@ -80,7 +86,10 @@ def unhosted(model: nn.Module, path: str) -> str:
     if not rest:
         return path
     hosted = model.get_submodule(f"{tower}.lookups")
-    return f"{hosted.original_path}.{rest}" if isinstance(hosted, SharedTables) else path
+    # A tower of one's own may have a module of this name.
+    if isinstance(hosted, SharedTables):
+        return f"{hosted.original_path}.{rest}"
+    return path
 
 
 def split_joint(joint: KeyedJaggedTensor, queries: int) -> dict[str, FeatureBags]:
@@ -143,7 +152,8 @@ def batch_of_arrivals(towers: Iterable[HostedTower], joint: Sequence[Joint], dev
     if joint:
         halves: list[str | None] = []
         for pair in joint:
-            halves += [name if name in columns else None for name in pair]
+            for name in pair:
+                halves.append(name if name in columns else None)
         joint_keys = Keys(tuple(pair.key for pair in joint), tuple(halves))
     layout = KeyLayout(rows=Keys(by_row, by_row), shared=Keys(by_query, by_query), joint=joint_keys)
     return pack(

@@ -152,7 +152,9 @@ def _within(plan: EmbeddingModuleShardingPlan, members: list[int]) -> EmbeddingM
     """Returns the plan with ``ranks`` counted within the group; TorchRec counts shard placements over all ranks."""
     local = {}
     for name, sharding in plan.items():
-        ranks = None if sharding.ranks is None else [members.index(rank) for rank in sharding.ranks]
+        ranks = sharding.ranks
+        if ranks is not None:
+            ranks = list(map(members.index, ranks))
         local[name] = dataclasses.replace(sharding, ranks=ranks)
     return EmbeddingModuleShardingPlan(local)
 
@@ -219,6 +221,7 @@ class ShardedTowers(
                 shared=self._reads[name].shared,
                 equal=needs_equal_rows(plans, plan.placement.ranks[name]),
             )
+        # All towers' specs are known on all ranks, since each rank packs rows for towers that it lacks.
         self._exchange = TowerExchange(plan.placement, specs, everyone, device)
         groups = tower_groups(plan.placement, everyone, timeout)
         for name, tower in towers.items():
@@ -256,8 +259,12 @@ class ShardedTowers(
         tables. The host's lengths are not used, because rows of other ranks arrive without theirs.
         """
         tower_rows = {}
-        queries = 0 if shared_dense is None else len(shared_dense)
-        shared_bags = {} if joint is None else split_joint(joint, queries)
+        queries = 0
+        if shared_dense is not None:
+            queries = len(shared_dense)
+        shared_bags: dict[str, FeatureBags] = {}
+        if joint is not None:
+            shared_bags = split_joint(joint, queries)
         if names is None:
             names = list(self._reads)
         for name in names:
@@ -336,16 +343,14 @@ class ShardedTowers(
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters of this rank's towers."""
         for name, tower in self.named_children():
-            path = f"{prefix}.{name}" if prefix else name
-            yield from tower.named_parameters(path, recurse, remove_duplicate)
+            yield from tower.named_parameters(f"{prefix}.{name}".lstrip("."), recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields the buffers of this rank's towers."""
         for name, tower in self.named_children():
-            path = f"{prefix}.{name}" if prefix else name
-            yield from tower.named_buffers(path, recurse, remove_duplicate)
+            yield from tower.named_buffers(f"{prefix}.{name}".lstrip("."), recurse, remove_duplicate)
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -359,11 +364,13 @@ class ShardedTowers(
     def holders(self, model: nn.Module, names: Iterable[str]) -> dict[str, int]:
         """Returns how many ranks hold each of these parameters of ``model``, by name."""
         path = next(path for path, module in model.named_modules() if module is self)
-        counts = {f"{path}.{tower}.".lstrip("."): len(self._placement.ranks[tower]) for tower in self._run}
-        holders = {}
-        for name in names:
-            # A parameter outside the towers is on all ranks.
-            holders[name] = next((n for tower, n in counts.items() if name.startswith(tower)), self._world_size)
+        # A parameter outside the towers is on all ranks.
+        holders = dict.fromkeys(names, self._world_size)
+        for tower in self._run:
+            prefix = f"{path}.{tower}.".lstrip(".")
+            for name in holders:
+                if name.startswith(prefix):
+                    holders[name] = len(self._placement.ranks[tower])
         return holders
 
     @property
