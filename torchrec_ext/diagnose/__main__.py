@@ -93,11 +93,13 @@ class Comparison:
     def interval(self) -> tuple[float, float]:
         """The 80 % interval of this ratio, by a bootstrap over rounds."""
         generator = random.Random(0)
-        ratios = sorted(
-            statistics.median(generator.choices(self.after, k=len(self.after)))
-            / statistics.median(generator.choices(self.before, k=len(self.before)))
-            for _ in range(_RESAMPLES)
-        )
+        ratios = []
+        for _ in range(_RESAMPLES):
+            # Not in pairs: the rounds of two reports have nothing to do with each other.
+            after = statistics.median(generator.choices(self.after, k=len(self.after)))
+            before = statistics.median(generator.choices(self.before, k=len(self.before)))
+            ratios.append(after / before)
+        ratios.sort()
         return ratios[_RESAMPLES // 10], ratios[-_RESAMPLES // 10]
 
     @property
@@ -140,6 +142,7 @@ def compare_reports(before: Path, after: Path, limit: str) -> Comparison:
         raise ValueError(f"--limit {limit!r}: must be a percentage of 0 or more, such as 5%")
     old = _report(before)
     new = _report(after)
+    # An offer is no fault, so a build need not hear of a new one.
     old_causes = {finding["cause"] for finding in old["findings"]}
     causes = [each["cause"] for each in new["findings"] if each["size"] != "offer" and each["cause"] not in old_causes]
     return Comparison(before=_seconds(before, old), after=_seconds(after, new), limit=share, causes=causes)
@@ -158,7 +161,10 @@ def _seconds(path: Path, report: Mapping[str, Any]) -> list[float]:
     """Returns the seconds of an iteration in each round."""
     facts = report["facts"]
     between = sum(each["seconds"] / each["steps"] for each in facts["between"])
-    seconds = [each["data"] + each["step"] + between for each in facts["rounds"] if "data" in each and "step" in each]
+    seconds = []
+    for each in facts["rounds"]:
+        if "data" in each and "step" in each:
+            seconds.append(each["data"] + each["step"] + between)
     if not seconds:
         raise ValueError(f"{path}: its step could not be timed ({report['verdict']}); diagnose again")
     return seconds

@@ -16,7 +16,8 @@ from torchrec_ext.diagnose.facts import Facts, Gain, Round
 Size = Literal["large", "medium", "small", "offer"]
 Helps = Literal["yes", "no", "perhaps", "not known"]
 LARGE, MEDIUM, LEAST = 0.33, 0.15, 0.05  # shares of an iteration
-UNDER = 1.05  # a gain below it is none
+# A gain below it is none: nobody should spend an afternoon on 5 %.
+UNDER = 1.05
 
 
 class Change(str, Enum):
@@ -43,8 +44,11 @@ class Change(str, Enum):
 
 
 _KEEPING = (
-    *(Change.EXACT, Change.ROUNDING, Change.DRAWS),
-    *(Change.ROUNDING_AND_DRAWS, Change.DRAWS_OF_WORKERS),
+    Change.EXACT,
+    Change.ROUNDING,
+    Change.DRAWS,
+    Change.ROUNDING_AND_DRAWS,
+    Change.DRAWS_OF_WORKERS,
 )
 
 
@@ -146,13 +150,14 @@ def in_ms(seconds: float) -> str:
 
 
 def shares_of(facts: Facts, seconds: Callable[[Round], float]) -> list[float]:
-    """Returns the shares of an iteration, by round, the least first."""
-    return sorted(seconds(each) / max(facts.iteration(each), 1e-12) for each in facts.rounds)
+    """Returns the share of an iteration in each round."""
+    return [seconds(each) / max(facts.iteration(each), 1e-12) for each in facts.rounds]
 
 
 def share_of(facts: Facts, seconds: Callable[[Round], float]) -> float:
     """Returns the median over rounds of the share of an iteration."""
-    shares = shares_of(facts, seconds)
+    # The upper median, a share that a round has: not the mean of two rounds.
+    shares = sorted(shares_of(facts, seconds))
     return shares[len(shares) // 2] if shares else 0.0
 
 
@@ -160,13 +165,15 @@ def expected(facts: Facts, slow: Callable[[Round], float], fast: Callable[[Round
     """Returns the speed-up of a remedy; None if an experiment is missing."""
     try:
         return facts.gain(slow, fast)
-    except KeyError:
+    except KeyError:  # a round has no entry for an experiment that could not be made
         return None
 
 
 def size_of(cost: float) -> Size:
     """Returns the size of a fault by its share of an iteration."""
-    return "large" if cost >= LARGE else "medium" if cost >= MEDIUM else "small"
+    if cost >= LARGE:
+        return "large"
+    return "medium" if cost >= MEDIUM else "small"
 
 
 def finding_of_cost(
@@ -202,6 +209,5 @@ def finding_of(
     seconds: Callable[[Round], float],
 ) -> Finding:
     """Makes a finding; cost = median over rounds of seconds / iteration."""
-    shares = shares_of(facts, seconds)
-    least = shares[0] if shares else 0.0
+    least = min(shares_of(facts, seconds), default=0.0)
     return finding_of_cost(cause, title, evidence, remedies, share_of(facts, seconds), least=least)

@@ -18,12 +18,13 @@ from torchrec_ext.diagnose.findings import UNDER, Finding, Remedy
 from torchrec_ext.diagnose.rules import costs
 from torchrec_ext.diagnose.rules.answers import answers
 from torchrec_ext.diagnose.rules.causes import findings, too_noisy
-from torchrec_ext.diagnose.rules.exchange import table_of
-from torchrec_ext.drawing.page import Bar, Curve, Lane, card, chart, gains, lanes, page, paragraph, text_table
+from torchrec_ext.diagnose.rules.exchange import rank_table
+from torchrec_ext.drawing.page import Bar, Curve, Lane, card, chart, gains, lanes, page, paragraph, stacked, text_table
 
 _WIDTH = 110
 _EXPLAINED = 0.8  # share of an iteration that must be explained before nothing is wrong
 _HELPS = {"yes": "yes", "no": "no, under 5 %", "perhaps": "perhaps", "not known": "not known"}
+_HELD = {True: "in the interval", False: "outside of the interval", None: "nothing was predicted"}
 
 
 Compare = Callable[..., list[tuple[float, float]]]
@@ -49,11 +50,13 @@ class Realised:
     @property
     def held(self) -> bool | None:
         """Whether the median lies in the predicted interval; None if nothing was predicted."""
-        return None if self.predicted is None else self.predicted.low <= self.ratio <= self.predicted.high
+        if self.predicted is None:
+            return None
+        return self.predicted.low <= self.ratio <= self.predicted.high
 
     def __str__(self) -> str:
-        text = {True: "in the interval", False: "outside of the interval", None: "nothing was predicted"}[self.held]
-        return f"{self.remedy}: predicted {_gain(self.predicted)}, realised {self.ratio:.3g}x ({self.gain}): {text}"
+        predicted = _gain(self.predicted)
+        return f"{self.remedy}: predicted {predicted}, realised {self.ratio:.3g}x ({self.gain}): {_HELD[self.held]}"
 
 
 def realised_by(turns: Sequence[tuple[float, float]], remedy: Remedy | None) -> Realised:
@@ -147,26 +150,25 @@ class Diagnosis:
         Raises:
             ValueError: it cannot be written.
         """
-        # The events of a Chrome trace, in microseconds: rows of ranks if they are known, else of rounds.
         facts = self.facts
-        rows: dict[str, list[tuple[str, float, float]]] = {}
-        for each in facts.ranks:
-            rows[f"rank {each.rank}"] = [(name, start, end) for name, start, end in each.spans]
+        rows = {f"rank {each.rank}": each.spans for each in facts.ranks}
         if not any(rows.values()):
+            # One process has no spans on a common clock, so its rounds stand one after the other.
             names = [name for name in ("data", "forward", "backward", "optimizer") if facts.has(name)]
-            rows = {"this process": []}
+            spans: list[tuple[str, float, float]] = []
             start = 0.0
             for round_ in facts.rounds:
                 for name in names:
-                    rows["this process"].append((name, start, start + round_[name]))
+                    spans.append((name, start, start + round_[name]))
                     start += round_[name]
+            rows = {"this process": spans}
         events: list[dict[str, Any]] = []
-        for number, (row, spans) in enumerate(rows.items()):
+        for number, (row, spans_of_row) in enumerate(rows.items()):
             events.append({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": row}})
-            events += [
-                {"ph": "X", "name": name, "pid": number, "tid": 0, "ts": start * 1e6, "dur": (end - start) * 1e6}
-                for name, start, end in spans
-            ]
+            for name, start, end in spans_of_row:
+                # A Chrome trace counts in microseconds.
+                span = {"ph": "X", "name": name, "pid": number, "tid": 0, "ts": start * 1e6, "dur": (end - start) * 1e6}
+                events.append(span)
         _write(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def realised(
@@ -193,7 +195,7 @@ class Diagnosis:
         """
         if self._compare is None:
             raise ValueError("realised: this diagnosis holds no program, only facts; diagnose again in this process")
-        remedies = [each for finding in self.findings for each in finding.remedies]
+        remedies = _remedies(self.findings)
         if remedy is not None and not isinstance(remedy, Remedy):
             matches = [each for each in remedies if each.name.startswith(str(remedy))]
             if not matches:
@@ -208,6 +210,10 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return "\n".join(_page(self)) if self._rank == 0 else ""
+
+
+def _remedies(findings: Iterable[Finding]) -> list[Remedy]:
+    return [remedy for finding in findings for remedy in finding.remedies]
 
 
 def _finding_values(finding: Finding) -> dict[str, Any]:
@@ -243,18 +249,17 @@ def apply_in_turn(
     notes = [*diagnosis.facts.notes]
 
     def untried(now: Diagnosis) -> list[Remedy]:
-        remedies = [
-            remedy
-            for finding in now.findings
-            for remedy in finding.remedies
-            if remedy.keeps_mathematics and remedy.gain is not None and remedy.gain.high >= UNDER
-        ]
-        return sorted((each for each in remedies if each.name not in names), key=lambda each: each.is_captured)
+        remedies = []
+        for remedy in _remedies(now.findings):
+            promises = remedy.gain is not None and remedy.gain.high >= UNDER
+            # By name, because a new diagnosis makes new remedies with other gains.
+            if remedy.keeps_mathematics and promises and remedy.name not in names:
+                remedies.append(remedy)
+        return sorted(remedies, key=lambda each: each.is_captured)
 
     now = diagnosis
     while remedies := untried(now):
         remedy = remedies[0]
-        # By name, because a new diagnosis makes new remedies with other gains.
         names.add(remedy.name)
         try:
             changed = change(training, remedy)
@@ -284,7 +289,7 @@ def _page(diagnosis: Diagnosis) -> list[str]:
     facts = diagnosis.facts
     lines = [f"why is my training slow? {_headline(diagnosis)}", "", *_times(facts)]
     if facts.ranks:
-        lines += ["", *table_of(facts)]
+        lines += ["", *rank_table(facts)]
     if diagnosis.noisy:
         lines += ["", *_wrapped(diagnosis.noisy)]
     for number, finding in enumerate(diagnosis.findings, 1):
@@ -292,9 +297,9 @@ def _page(diagnosis: Diagnosis) -> list[str]:
         for sentence in finding.evidence:
             lines += _wrapped(sentence, "   ")
         for remedy in finding.remedies:
-            lines += _wrapped(
-                f"{_gain(remedy.gain):>14}  {remedy.name}: {remedy.basis}; {remedy.changes.value}", "   ", 19
-            )
+            text = f"{_gain(remedy.gain):>14}  {remedy.name}: {remedy.basis}; {remedy.changes.value}"
+            lines += _wrapped(text, "   ", 19)
+            # Lines to paste are never wrapped.
             lines += [f"{'':19}  | {line}" for line in remedy.lines]
     lines += ["", "what people try, and what it gains here"]
     for answer in diagnosis.answers:
@@ -304,12 +309,13 @@ def _page(diagnosis: Diagnosis) -> list[str]:
         for realised in diagnosis.proof:
             lines += _wrapped(str(realised), "   ")
     if diagnosis.kept:
-        lines += [f"   together {math.prod(ratio for _, ratio in diagnosis.kept):.3g}x as fast:"]
-        lines += [f"{'':5}| {line}" for text, _ in diagnosis.kept for line in text.splitlines()]
-    missing = [f"{names}: {why}" for names, why in _not_measured(facts)]
-    if missing or facts.notes:
+        texts, ratios = zip(*diagnosis.kept, strict=True)
+        lines += [f"   together {math.prod(ratios):.3g}x as fast:"]
+        lines += [f"{'':5}| {line}" for line in "\n".join(texts).splitlines()]
+    sentences = [*map(": ".join, _not_measured(facts)), *facts.notes]
+    if sentences:
         lines += ["", "not measured, and what else to know"]
-        for sentence in (*missing, *facts.notes):
+        for sentence in sentences:
             lines += _wrapped(sentence, "   ")
     return lines
 
@@ -336,12 +342,16 @@ def _headline(diagnosis: Diagnosis) -> str:
         return "no verdict"
     if diagnosis.verdict not in ("healthy", "products"):
         return diagnosis.findings[0].title
-    layers = ", ".join(f"{name} {share:.0%}" for name, share in facts.layers[:3])
     text = "its matrix products are the step" if diagnosis.verdict == "products" else "no cause of its own stands out"
     share = costs.explained(facts)
-    nothing = "nothing is wrong" if share >= _EXPLAINED else f"{1 - share:.0%} of an iteration is not explained"
-    limit = f"{nothing}, {text}: it runs at {costs.limit_share(facts):.0%} of this machine's limit"
-    return f"{limit}; products by layer: {layers}" if layers else limit
+    nothing = "nothing is wrong"
+    if share < _EXPLAINED:
+        nothing = f"{1 - share:.0%} of an iteration is not explained"
+    headline = f"{nothing}, {text}: it runs at {costs.limit_share(facts):.0%} of this machine's limit"
+    if facts.layers:
+        layers = ", ".join(f"{name} {share:.0%}" for name, share in facts.layers[:3])
+        headline += f"; products by layer: {layers}"
+    return headline
 
 
 def _times(facts: Facts) -> list[str]:
@@ -371,8 +381,9 @@ def _gain(gain: Gain | None) -> str:
 
 
 def _wrapped(text: str, indent: str = "", further: int = 0) -> list[str]:
-    subsequent = indent + " " * (further or (2 if indent else 0))
-    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=subsequent)
+    if indent and not further:
+        further = 2
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + " " * further)
 
 
 # ------------------------------------------------------------------------------------------------------- as a web page
@@ -389,7 +400,8 @@ def _html(diagnosis: Diagnosis) -> str:
     facts = diagnosis.facts
     summary = paragraph(f"{_headline(diagnosis)}.")
     summary += paragraph(" ".join(_times(facts)), "muted")
-    summary += paragraph(diagnosis.noisy, "warning") if diagnosis.noisy else ""
+    if diagnosis.noisy:
+        summary += paragraph(diagnosis.noisy, "warning")
     cards = [_finding_card(number, finding) for number, finding in enumerate(diagnosis.findings, 1)]
     if facts.has("step"):
         cards.append(card("One iteration", _waterfall(facts)))
@@ -399,30 +411,27 @@ def _html(diagnosis: Diagnosis) -> str:
         if facts.product_flops and facts.flops_per_s and facts.bytes_per_s:
             cards.append(card("This machine's limit", _roofline(facts)))
         cards.append(card("Before and after", _before_and_after(diagnosis)))
-    answers = [(each.name, each.gain) for each in diagnosis.answers]
+    bars = gains([(each.name, each.gain) for each in diagnosis.answers])
     rows = [[each.name, _HELPS[each.helps], each.why] for each in diagnosis.answers]
-    cards.append(
-        card(
-            "What people try, and what it gains here", gains(answers), text_table(["", "helps", "why"], rows), wide=True
-        )
-    )
-    missing = _not_measured(facts)
-    if missing or facts.notes:
-        notes = "".join(paragraph(note) for note in facts.notes)
-        cards.append(
-            card("Not measured, and what else to know", text_table(["", ""], missing) if missing else "", notes)
-        )
+    table = text_table(["", "helps", "why"], rows)
+    cards.append(card("What people try, and what it gains here", bars, table, wide=True))
+    notes = "".join(map(paragraph, facts.notes))
+    if missing := _not_measured(facts):
+        notes = text_table(["", ""], missing) + notes
+    if notes:
+        cards.append(card("Not measured, and what else to know", notes))
     return page("Why is my training slow?", summary, cards)
 
 
 def _finding_card(number: int, finding: Finding) -> str:
     title = f'{number}. {escape(finding.title)} <span class="badge">{_size_text(finding)}</span>'
-    content = [f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in finding.evidence)}</ul>"]
+    items = [f"<li>{escape(sentence)}</li>" for sentence in finding.evidence]
+    content = f"<ul>{''.join(items)}</ul>"
     for remedy in finding.remedies:
-        content.append(f"<p><strong>{escape(_gain(remedy.gain))}</strong> {escape(remedy.name)}</p>")
-        content.append(f"<pre>{escape(chr(10).join(remedy.lines))}</pre>")
-        content.append(paragraph(f"{remedy.basis}; {remedy.changes.value}", "muted"))
-    return card(title, *content, wide=True)
+        lines = escape("\n".join(remedy.lines))
+        content += f"<p><strong>{escape(_gain(remedy.gain))}</strong> {escape(remedy.name)}</p><pre>{lines}</pre>"
+        content += paragraph(f"{remedy.basis}; {remedy.changes.value}", "muted")
+    return card(title, content, wide=True)
 
 
 def _parts(facts: Facts) -> dict[str, float]:
@@ -444,31 +453,22 @@ def _median_iteration(facts: Facts) -> float:
 
 
 def _waterfall(facts: Facts) -> str:
-    bars = _bars(facts)
     lengths = _parts(facts)
-    rows = [Lane(name=bar.name, spans=[bar], value=f"{lengths[bar.name]:.3g} ms") for bar in bars]
+    rows = []
+    for bar in stacked("", lengths).spans:
+        rows.append(Lane(name=bar.name, spans=[bar], value=f"{lengths[bar.name]:.3g} ms"))
     return lanes(rows, f"medians of {len(facts.rounds)} rounds; an iteration takes {sum(lengths.values()):.3g} ms")
 
 
-def _bars(facts: Facts) -> list[Bar]:
-    """Returns the parts of an iteration, one after the other."""
-    bars = []
-    start = 0.0
-    for name, length in _parts(facts).items():
-        bars.append(Bar(name, start, start + length))
-        start += length
-    return bars
-
-
 def _rank_lanes(ranks: Iterable[RankFacts]) -> str:
-    rows = [
-        Lane(
-            name=f"rank {each.rank}{f' on {each.host}' if each.host else ''}",
-            spans=[Bar(name, start, end) for name, start, end in each.spans],
-            value=f"{1e3 * max((end for _, _, end in each.spans), default=0.0):.3g} ms",
-        )
-        for each in ranks
-    ]
+    rows = []
+    for each in ranks:
+        name = f"rank {each.rank}"
+        if each.host:
+            name += f" on {each.host}"
+        bars = [Bar(*span) for span in each.spans]
+        end = max((bar.end for bar in bars), default=0.0)
+        rows.append(Lane(name=name, spans=bars, value=f"{1e3 * end:.3g} ms"))
     return lanes(rows, "one step of all ranks on one clock; waits and exchanges lie inside of what calls them")
 
 
@@ -497,25 +497,22 @@ def _roofline(facts: Facts) -> str:
 
 def _before_and_after(diagnosis: Diagnosis) -> str:
     """Draws an iteration as it is, with each first remedy as predicted, and with each applied one as measured."""
-    spans = _bars(diagnosis.facts)
-    whole = spans[-1].end if spans else 0.0
-    rows = [Lane(name="as it is", spans=spans, value=f"{whole:.3g} ms")]
-    proof = {each.remedy: each for each in diagnosis.proof}
+    parts = _parts(diagnosis.facts)
+    whole = sum(parts.values())
+    rows = [stacked("as it is", parts, f"{whole:.3g} ms")]
+    measured: dict[str, Lane] = {}
+    for realised in diagnosis.proof:
+        length = whole / realised.ratio
+        measured[realised.remedy] = stacked(f"{realised.remedy}, measured", {"measured": length}, f"{length:.3g} ms")
     remedies = [finding.remedies[0] for finding in diagnosis.findings if finding.remedies]
+    # By name, because two findings may have one first remedy: its lane stands once.
     for name, gain in {each.name: each.gain for each in remedies}.items():
-        realised = proof.pop(name, None)
         if gain is not None:
-            expected = [
-                Bar("expected", 0, whole / gain.high),
-                Bar("expected", whole / gain.high, whole / gain.low, True),
-            ]
-            rows.append(Lane(name=name, spans=expected, value=f"{whole / gain.high:.3g} to {whole / gain.low:.3g} ms"))
-        if realised is not None:
-            rows.append(_measured(realised, whole))
-    rows += [_measured(each, whole) for each in proof.values()]
+            least = whole / gain.high
+            most = whole / gain.low
+            expected = [Bar("expected", 0, least), Bar("expected", least, most, True)]
+            rows.append(Lane(name=name, spans=expected, value=f"{least:.3g} to {most:.3g} ms"))
+        if name in measured:
+            rows.append(measured.pop(name))
+    rows += measured.values()
     return lanes(rows, "milliseconds of an iteration by what each remedy gains alone; pale where it is uncertain")
-
-
-def _measured(realised: Realised, whole: float) -> Lane:
-    length = whole / realised.ratio
-    return Lane(name=f"{realised.remedy}, measured", spans=[Bar("measured", 0, length)], value=f"{length:.3g} ms")

@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader
 
 from torchrec_ext.observe.user_lines import is_script_file
 
-_STEPS = 4  # of an optimizer, after which the loop is taken: what is made in the first step is there
+# Steps of an optimizer after which the loop is taken: what a script makes in its first step is there then.
+_STEPS = 4
 _BATCH, _LOOP, _NUMBERED = (f"_{name}_of_why_slow" for name in ("batch", "loop", "numbered"))
 _LEAVING = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
 
@@ -82,6 +83,7 @@ def run_script(path: str, args: Sequence[str], diagnose: Callable[[Loop], None])
         nonlocal steps
         steps += 1
         if steps == _STEPS:
+            # The diagnosis makes steps of its own.
             handle.remove()
             diagnose(find_loop(sys._getframe(1)))
             raise _DoneError
@@ -130,11 +132,11 @@ def _loops_around(frame: FrameType) -> list[ast.For]:
     source = Path(frame.f_code.co_filename).read_text()
     line = frame.f_lineno
     first = frame.f_code.co_firstlineno
-    loops = [
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.For) and first <= node.lineno <= line <= (node.end_lineno or node.lineno)
-    ]
+    loops = []
+    for node in ast.walk(ast.parse(source)):
+        # A loop that begins before the function calls it, and is found in another frame.
+        if isinstance(node, ast.For) and first <= node.lineno <= line <= (node.end_lineno or node.lineno):
+            loops.append(node)
     return sorted(loops, key=lambda node: -node.lineno)
 
 
@@ -147,12 +149,14 @@ def _taken(node: ast.For, frame: FrameType) -> Loop:
             raise ValueError(
                 f"{line}: the loop's body has `{word}`, which cannot be taken out of it; call a function from the loop"
             )
+    # A copy, so that the script's own frame is left alone.
     variables = {**frame.f_globals, **frame.f_locals}
     source, numbered = _unwrapped(node.iter, variables)
     make = eval(compile(ast.Expression(_lambda(source)), file, "eval"), variables)
     batches = make()
     is_name = isinstance(source, ast.Name | ast.Attribute)
     if not isinstance(batches, DataLoader | list | tuple | range) and not (is_name and isinstance(batches, Iterator)):
+        # A call such as `make_batches()` is made anew for each epoch, as the script does; a named iterator goes on.
         batches = _Again(make)
     variables[_NUMBERED] = _Numbered()
     exec(compile(_function(node, numbered), file, "exec"), variables)
@@ -193,11 +197,14 @@ def _function(node: ast.For, numbered: bool) -> ast.Module:
 
     A ``return`` in the body, as at the end of a training, ends this step alone, as ``break`` does.
     """
-    nodes = list(ast.walk(node))
-    stored = {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
-    stored |= {each.name for each in nodes if isinstance(each, ast.FunctionDef | ast.ClassDef)}
-    stored |= {each.name for each in nodes if isinstance(each, ast.ExceptHandler) and each.name}
+    stored: set[str] = set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load):
+            stored.add(each.id)
+        elif isinstance(each, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler) and each.name:
+            stored.add(each.name)
     iterable = f"{_NUMBERED}({_BATCH})" if numbered else f"({_BATCH},)"
+    # A loop over one batch, because the body may have `break` and `continue`.
     module = ast.parse(f"def {_LOOP}({_BATCH}):\n for _ in {iterable}: pass")
     function: Any = module.body[0]
     loop = function.body[0]

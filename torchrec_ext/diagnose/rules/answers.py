@@ -5,14 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from torchrec_ext.diagnose.facts import DRIFT, Facts, Gain, Round
-from torchrec_ext.diagnose.findings import (
-    UNDER,
-    Answer,
-    Change,
-    Helps,
-    in_ms,
-    share_of,
-)
+from torchrec_ext.diagnose.findings import UNDER, Answer, Change, Helps, in_ms, share_of
 from torchrec_ext.diagnose.rules.cores import gain_of_variant, larger_batches
 from torchrec_ext.diagnose.rules.costs import (
     alone_seconds,
@@ -35,24 +28,25 @@ def answers(facts: Facts) -> tuple[Answer, ...]:
 
 
 def _answer(name: str, gain: Gain | None, why: str) -> Answer:
-    helps: Helps = "not known"
-    if gain is not None:
-        # What the machine drifts between two moments widens an interval, and says nothing about the remedy.
-        helps = "no" if gain.high / DRIFT < UNDER else "yes" if gain.low >= UNDER else "perhaps"
+    helps: Helps = "perhaps"
+    if gain is None:
+        helps = "not known"
+    # What the machine drifts between two moments widens an interval, and says nothing about the remedy.
+    elif gain.high / DRIFT < UNDER:
+        helps = "no"
+    elif gain.low >= UNDER:
+        helps = "yes"
     return Answer(name=name, gain=gain, helps=helps, why=why)
 
 
 def _workers(facts: Facts) -> Answer:
+    gain, why = worker_gain(facts)
     if facts.has("data", "step") and share_of(facts, lambda each: each["data"]) < 0.02:
-        hidden = Gain(1.0, facts.gain(alone_seconds).high / DRIFT)
-        return _answer(
-            "loader workers", hidden, f"a batch takes {in_ms(facts.median('data'))}: there is nothing to hide"
-        )
-    gain, basis = worker_gain(facts)
-    return _answer("loader workers", gain, basis + (
-        "; the rows are in memory, so a worker runs the same Python elsewhere and sends what it made"
-        if facts.loader.row_calls and facts.loader.bytes_read == 0 else ""
-    ))  # fmt: skip
+        gain = Gain(1.0, facts.gain(alone_seconds).high / DRIFT)
+        why = f"a batch takes {in_ms(facts.median('data'))}: there is nothing to hide"
+    elif facts.loader.row_calls and facts.loader.bytes_read == 0:
+        why += "; the rows are in memory, so a worker runs the same Python elsewhere and sends what it made"
+    return _answer("loader workers", gain, why)
 
 
 def _threads(facts: Facts) -> Answer:
@@ -60,12 +54,10 @@ def _threads(facts: Facts) -> Answer:
     if not gains:
         why = facts.not_measured.get("all_threads", "not measured")
         return _answer("other thread numbers", None, f"not tried: {why}")
-    numbers = {"one_thread": 1, "all_threads": facts.cores}
     best = max(gains, key=lambda name: gains[name].middle)
-    return _answer(
-        "other thread numbers", gains[best],
-        f"measured: {numbers[best]} thread(s) in place of {facts.threads}{busy_text(facts)}",
-    )  # fmt: skip
+    threads = 1 if best == "one_thread" else facts.cores
+    why = f"measured: {threads} thread(s) in place of {facts.threads}{busy_text(facts)}"
+    return _answer("other thread numbers", gains[best], why)
 
 
 def _ddp(facts: Facts) -> Answer:
@@ -138,11 +130,12 @@ def _compile(facts: Facts) -> Answer:
 
     # The optimizer and rows that are not read stay as they are where model and loss alone are compiled.
     def seconds(each: Round, *, launches: float, rest: float, most: float) -> float:
+        if not each["step"]:
+            return each["data"]
         optimizer = each.get("optimizer", 0.0)
         inside = max(0.0, each["step"] - optimizer)
         products = min(facts.product_s, inside)
-        share = inside / each["step"] if each["step"] else 0.0
-        price = launches * share * facts.ops * op_price(facts, each)
+        price = launches * (inside / each["step"]) * facts.ops * op_price(facts, each)
         compiled = products + rest * max(0.0, inside - products - price)
         return each["data"] + optimizer + min(inside * most, compiled)
 

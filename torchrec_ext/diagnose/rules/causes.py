@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchrec_ext.diagnose.facts import Facts
-from torchrec_ext.diagnose.findings import (
-    LEAST,
-    MEDIUM,
-    UNDER,
-    Finding,
-    in_ms,
-)
+from torchrec_ext.diagnose.findings import LEAST, MEDIUM, UNDER, Finding, in_ms
 from torchrec_ext.diagnose.rules.cores import (
     between_steps,
     precision,
@@ -49,26 +43,52 @@ NOISY = 0.6  # spread of iterations above which there is no verdict
 RULES: dict[str, Callable[[Facts], Finding | None]] = {
     rule.__name__: rule
     for rule in (
-        *(loader_sleeps, row_python, loader_computes, untouched_rows, launches, host_syncs),
-        *(debug_modes, python_lines, whole_tables, double_precision, garbage),
-        *(too_many_threads, too_few_threads, sequential_towers, recompilation, between_steps),
-        *(all_items, small_batch, precision),
+        loader_sleeps,
+        row_python,
+        loader_computes,
+        untouched_rows,
+        launches,
+        host_syncs,
+        debug_modes,
+        python_lines,
+        whole_tables,
+        double_precision,
+        garbage,
+        too_many_threads,
+        too_few_threads,
+        sequential_towers,
+        recompilation,
+        between_steps,
+        all_items,
+        small_batch,
+        precision,
     )
 }
 RANK_RULES: dict[str, Callable[[Facts], Finding | None]] = {
     rule.__name__: rule
     for rule in (
-        *(straggler_input, straggler_forward, straggler_backward, straggler_optimizer, slow_rank, rotating_straggler),
-        *(imbalanced_table, uneven_lists, slow_link, unmerged_exchange, latency, bandwidth, oversubscribed),
+        straggler_input,
+        straggler_forward,
+        straggler_backward,
+        straggler_optimizer,
+        slow_rank,
+        rotating_straggler,
+        imbalanced_table,
+        uneven_lists,
+        slow_link,
+        unmerged_exchange,
+        latency,
+        bandwidth,
+        oversubscribed,
     )
 }
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
     """Returns the findings of at least a twentieth of an iteration, the largest first, offers last."""
-    every = [finding for rule in RULES.values() if (finding := rule(facts)) is not None]
+    every = [rule(facts) for rule in RULES.values()]
     every += rank_findings(facts)
-    costly = [finding for finding in every if finding.cost >= LEAST]
+    costly = [finding for finding in every if finding is not None and finding.cost >= LEAST]
     # Offers come last whatever they gain: they change what is learned.
     # A debugging mode comes first: it lengthens what the other causes are measured by.
     return tuple(sorted(costly, key=lambda each: (each.size == "offer", each.cause != "debug_modes", -each.cost)))
@@ -81,13 +101,17 @@ def too_noisy(facts: Facts) -> str:
     takes a share in each of them: threads that want more cores than there are make noise themselves.
     """
     faults = [finding for finding in findings(facts) if finding.size in ("large", "medium")]
-    large = [finding for finding in faults if finding.size == "large"]
-    if facts.tables and not facts.has("small_tables") and not large:
+    if facts.tables and not facts.has("small_tables") and not any(finding.size == "large" for finding in faults):
         why = facts.not_measured.get("small_tables", "not measured")
         return f"no verdict: whether rows that are not read cost time is not known ({why}); give more time (budget_s)"
-    gains = [remedy.gain for finding in faults for remedy in finding.remedies if remedy.is_measured]
-    is_certain = any(gain is not None and gain.low >= UNDER for gain in gains)
-    is_certain = is_certain or any(finding.least >= MEDIUM for finding in large)
+    is_certain = False
+    for finding in faults:
+        # A share is a ratio within a round, and what slows the machine slows both sides of it.
+        if finding.size == "large" and finding.least >= MEDIUM:
+            is_certain = True
+        for remedy in finding.remedies:
+            if remedy.is_measured and remedy.gain is not None and remedy.gain.low >= UNDER:
+                is_certain = True
     if facts.spread <= NOISY or (is_certain and len(facts.rounds) >= 4):
         return ""
     times = sorted(facts.iteration(each) for each in facts.rounds)
@@ -103,10 +127,9 @@ def rank_findings(facts: Facts) -> list[Finding]:
     """Returns the findings about several ranks; none for one process."""
     if not facts.ranks or not facts.rounds or not all(each.steps for each in facts.ranks):
         return []
-    findings = {cause: finding for cause, rule in RANK_RULES.items() if (finding := rule(facts)) is not None}
-    shared = findings.get(oversubscribed.__name__)
+    findings = {cause: rule(facts) for cause, rule in RANK_RULES.items()}
+    shared = findings["oversubscribed"]
     if shared is not None and shared.cost >= MEDIUM:
         # An exchange between processes that wait for a core is slow by that.
-        for rule in (latency, unmerged_exchange):
-            findings.pop(rule.__name__, None)
-    return list(findings.values())
+        del findings["latency"], findings["unmerged_exchange"]
+    return [finding for finding in findings.values() if finding is not None]

@@ -17,11 +17,7 @@ from torchrec_ext.diagnose.findings import (
     finding_of_cost,
     in_ms,
 )
-from torchrec_ext.diagnose.rules.costs import (
-    busy_text,
-    changed_in_loop,
-    changed_seconds,
-)
+from torchrec_ext.diagnose.rules.costs import busy_text, changed_in_loop, changed_seconds
 from torchrec_ext.diagnose.rules.loader import IDLE
 
 
@@ -74,20 +70,25 @@ def sequential_towers(facts: Facts) -> Finding | None:
     if len(facts.towers) < 2 or facts.towers_apart or idle < 1 - IDLE or not facts.has("step", "forward", "backward"):
         return None
     at_once = min(len(facts.towers), 1 + round(idle))
-    names = [name for name, _ in facts.towers]
     shares = sorted((share for _, share in facts.towers), reverse=True)
     saved = sum(shares) - max(shares[0], sum(shares) / at_once)
 
     def hidden(each: Round) -> float:
         return saved * (each["forward"] + each["backward"])
 
-    def beyond_threads(each: Round) -> float:  # which take the same cores, and need no exchange
-        by_threads = each["step"] - changed_seconds(each, "all_threads") if "all_threads" in each else 0.0
-        return max(0.0, hidden(each) - max(0.0, by_threads))
+    def beyond_threads(each: Round) -> float:
+        # More threads take the same idle cores, and need no exchange.
+        if "all_threads" not in each:
+            return max(0.0, hidden(each))
+        return max(0.0, hidden(each) - max(0.0, each["step"] - changed_seconds(each, "all_threads")))
 
     lines: tuple[str, ...] = (f"rec.train.hybrid -j 1x{at_once}  # and --set plan.towers=auto",)
     if not facts.recipe:
-        ranks = ", ".join(f'"{name.partition(".")[2] or name}": {index % at_once}' for index, name in enumerate(names))
+        entries = []
+        for index, (name, _) in enumerate(facts.towers):
+            # The first part is the model's own name, which its paths do not have.
+            entries.append(f'"{name.partition(".")[2] or name}": {index % at_once}')
+        ranks = ", ".join(entries)
         lines = (
             "from torchrec_ext.adopt import adopt_towers",
             f"step = adopt_towers(model, optimizer, loss, runtime, {{{ranks}}}, batch)",
@@ -104,9 +105,9 @@ def sequential_towers(facts: Facts) -> Finding | None:
         changes=Change.ROUNDING,
         basis="predicted: from less than half to all of what the shorter towers take; the exchange takes the rest",
     )
+    towers = ", ".join(f"{name} ({share:.0%} of the forward)" for name, share in facts.towers)
     evidence = [
-        "none reads what another one returns: "
-        + ", ".join(f"{name} ({share:.0%} of the forward)" for name, share in facts.towers),
+        f"none reads what another one returns: {towers}",
         f"{facts.threads} thread(s) on {facts.cores} core(s){busy_text(facts)}",
     ]
     title = "sub-networks that do not read each other run one after the other, and cores stay idle"
@@ -140,13 +141,12 @@ def between_steps(facts: Facts) -> Finding | None:
         f"{each.name} takes {in_ms(each.seconds)} every {each.steps:,} steps, which take "
         f"{in_ms((iteration - facts.mean_between()) * each.steps)} themselves"
     ]
+    line = f"every {4 * each.steps:,} steps in place of {each.steps:,}"
+    if facts.recipe:
+        line = "--set train.eval_every=...  # four times today's"
     remedy = Remedy(
         name=f"{each.name} a quarter as often",
-        lines=(
-            "--set train.eval_every=...  # four times today's"
-            if facts.recipe
-            else f"every {4 * each.steps:,} steps in place of {each.steps:,}",
-        ),
+        lines=(line,),
         gain=expected(facts, lambda round_: round_["data"] + round_["step"] - 0.75 * seconds),
         changes=Change.LESS_OFTEN,
         basis="measured once",
@@ -161,11 +161,11 @@ def small_batch(facts: Facts) -> Finding | None:
     remedies = larger_batches(facts)
     if not remedies or not (gain := remedies[-1].gain) or gain.low < 1.15:
         return None
-    evidence = [f"a step of {facts.rows:,} rows takes {in_ms(facts.median('step'))}"]
+    evidence = f"a step of {facts.rows:,} rows takes {in_ms(facts.median('step'))}"
     if facts.has("quadruple"):
-        evidence[0] += f", of four times as many {changed_in_loop(facts, 'quadruple')}"
-    cost = 1 - 1 / gain.middle
-    return finding_of_cost("small_batch", "a row costs less in a larger batch", evidence, remedies, cost, size="offer")
+        evidence += f", of four times as many {changed_in_loop(facts, 'quadruple')}"
+    title = "a row costs less in a larger batch"
+    return finding_of_cost("small_batch", title, [evidence], remedies, 1 - 1 / gain.middle, size="offer")
 
 
 def larger_batches(facts: Facts) -> list[Remedy]:
@@ -178,16 +178,15 @@ def larger_batches(facts: Facts) -> list[Remedy]:
                 return each["data"] + changed_seconds(each, name) / times
 
             size = f"{times * facts.rows:,}" if facts.rows else f"{times} x today's"
-            remedies.append(
-                Remedy(
-                    name=f"{times} times the batch",
-                    lines=(f"batch_size={size}",),
-                    gain=expected(facts, seconds),
-                    changes=Change.BATCH,
-                    basis="measured",
-                    is_measured=True,
-                )
+            remedy = Remedy(
+                name=f"{times} times the batch",
+                lines=(f"batch_size={size}",),
+                gain=expected(facts, seconds),
+                changes=Change.BATCH,
+                basis="measured",
+                is_measured=True,
             )
+            remedies.append(remedy)
     return remedies
 
 

@@ -9,24 +9,38 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 from torchrec_ext.diagnose.facts import Facts, Gain, LineFacts, Round
-from torchrec_ext.diagnose.findings import (
-    Action,
-    Change,
-    Remedy,
-    expected,
-    in_ms,
-    share_of,
-)
+from torchrec_ext.diagnose.findings import Action, Change, Remedy, expected, in_ms, share_of
 
-_LAZY = 1.10  # rows caught up when they are next read, over the step with small tables
 _SWEEPS = 3.0  # times the optimizer's own seconds that rows which are not read cost, with their gradients
 _AT_MOST = 1.5  # times the price of ops that lines may take
 _WORK_AT_MOST = 1.3  # times the work of ops that lines may take, as other moments of the machine do
 _REST, _REST_LEAST = 0.6, 0.02  # shares of the rest of a step, and of the step, that stay at least
 _LEAST_LINE = 0.03  # share of an iteration from which on a line is named
-_FIXED_S = 0.06e-3, 0.25e-3  # seconds of a captured step that does nothing, at least and at most
+
+
+class _Captured(NamedTuple):
+    """What a captured step takes, as prototypes measured it.
+
+    Args:
+        lazy: its seconds over those of the step with small tables, for rows that are caught up when they are next read.
+        launches: share of the ops' price that goes.
+        products: share of the products' seconds that stays.
+        rest: share of all other seconds that stays.
+        fixed_s: seconds of a captured step that does nothing.
+    """
+
+    lazy: float
+    launches: float
+    products: float
+    rest: float
+    fixed_s: float
+
+
+_FASTEST = _Captured(lazy=1.0, launches=1.0, products=0.9, rest=0.25, fixed_s=0.06e-3)
+_SLOWEST = _Captured(lazy=1.10, launches=0.7, products=1.0, rest=0.8, fixed_s=0.25e-3)
 # Of the loader's time this stays, at least and at most: where batches are ready, and where they are made from columns.
 READY, FROM_COLUMNS = (0.0, 0.01), (0.01, 0.05)
 
@@ -43,7 +57,9 @@ def warm_share(each: Round) -> float:
 
 def changed_seconds(each: Round, name: str) -> float:
     """Returns the seconds of a round's step, changed, between batches of its loader: variants run without these."""
-    return each[name] * (each["step"] / each["ready"] if each.get("ready") else 1.0)
+    if each.get("ready"):
+        return each[name] * (each["step"] / each["ready"])
+    return each[name]
 
 
 def changed_in_loop(facts: Facts, name: str) -> str:
@@ -87,23 +103,26 @@ def beyond_ops(facts: Facts, each: Round) -> float:
 def op_price(facts: Facts, each: Round) -> float:
     """Returns the mean price of a step's ops: one that autograd does not record costs less."""
     price = each.get("op", 0.0)
-    bare = facts.bare_ops / facts.ops if facts.ops else 0.0
+    bare = 0.0
+    if facts.ops:
+        bare = facts.bare_ops / facts.ops
     return (1 - bare) * price + bare * each.get("bare", price)
 
 
 def launch_seconds(facts: Facts, each: Round) -> float:
     """Returns the price of the ops in a round's step, without their work."""
-    others = swept_seconds(facts, each) + facts.product_s + _threading(each)
+    threads = 0.0
+    if "one_thread" in each:
+        # Threads raise the price of an op too.
+        threads = max(0.0, each["step"] - changed_seconds(each, "one_thread"))
+    others = swept_seconds(facts, each) + facts.product_s + threads
     # Sweeps, products and threads are inside of ops too.
     rest = each["step"] - sync_seconds(facts, each) - max(others, facts.work_s)
-    if facts.device_busy is not None:  # what the device waits for is what the host takes beyond its kernels
-        return max(0.0, min(rest, (1 - facts.device_busy) * each["step"]))
-    return max(0.0, min(rest, (facts.ops - facts.sync_ops) * op_price(facts, each)))
-
-
-def _threading(each: Round) -> float:
-    """Returns the cost of threads in a round's step; they raise the price of an op too."""
-    return max(0.0, each["step"] - changed_seconds(each, "one_thread")) if "one_thread" in each else 0.0
+    price = (facts.ops - facts.sync_ops) * op_price(facts, each)
+    if facts.device_busy is not None:
+        # What the device waits for is what the host takes beyond its kernels.
+        price = (1 - facts.device_busy) * each["step"]
+    return max(0.0, min(rest, price))
 
 
 def sync_seconds(facts: Facts, each: Round) -> float:
@@ -136,10 +155,14 @@ def held_lines(facts: Facts) -> list[tuple[LineFacts, float]]:
     """Returns the lines of a step with much time outside of ops, and their shares, the largest first."""
     if facts.ranks or "ops" in facts.not_measured or not facts.has("data", "step", "op"):
         return []
-    tables = {table.line for table in facts.whole_tables}  # which are a cause of their own
-    others = [line for line in facts.lines if line.name not in tables]
-    shares = [(line, share_of(facts, partial(_without_ops, facts, line=line))) for line in others]
-    lines = [(line, share) for line, share in shares if line.phase == "step" and share >= _LEAST_LINE]
+    # Ops on whole tables are a cause of their own.
+    tables = {table.line for table in facts.whole_tables}
+    lines = []
+    for line in facts.lines:
+        if line.phase == "step" and line.name not in tables:
+            share = share_of(facts, partial(_without_ops, facts, line=line))
+            if share >= _LEAST_LINE:
+                lines.append((line, share))
     return sorted(lines, key=lambda each: -each[1])
 
 
@@ -163,20 +186,16 @@ def explained(facts: Facts) -> float:
     return share_of(facts, by_parts) if facts.has("step") else 0.0
 
 
-def captured_seconds(facts: Facts, each: Round, *, fast: bool) -> float:
-    """Returns the most or least seconds of a captured step with lazy row updates.
-
-    One fused program launches no ops, and what is neither product nor launch takes a quarter to four fifths of its
-    time: what prototypes measured.
-    """
+def _captured_seconds(facts: Facts, each: Round, shares: _Captured) -> float:
+    """Returns the seconds of a captured step with lazy row updates: one fused program, which launches no ops."""
     base = each["step"]
     if "small_tables" in each:
-        base = min(base, (base - swept_seconds(facts, each)) * (1.0 if fast else _LAZY))
+        base = min(base, (base - swept_seconds(facts, each)) * shares.lazy)
     products = min(facts.product_s, base)
-    price = (1.0 if fast else 0.7) * facts.ops * op_price(facts, each)
+    price = shares.launches * facts.ops * op_price(facts, each)
     rest = max(0.0, base - products - price)
-    captured = products * (0.9 if fast else 1.0) + (0.25 if fast else 0.8) * rest
-    return min(base, max(captured, _FIXED_S[0] if fast else _FIXED_S[1]))
+    captured = products * shares.products + shares.rest * rest
+    return min(base, max(captured, shares.fixed_s))
 
 
 def capture_seconds(facts: Facts) -> tuple[float, float]:
@@ -236,23 +255,29 @@ def _by_rank(facts: Facts, remedy: Remedy, changes: Change) -> Remedy:
 
 def loss_syncs(facts: Facts) -> str:
     """Returns the lines that bring values to Python before the backward pass, as a part of a sentence."""
+    if not facts.loss_sync_lines:
+        return ""
     lines = ", ".join(line for line, _ in facts.loss_sync_lines[:3])
-    return f"; if the loss needs the value that is brought to Python at {lines}, take it out first" if lines else ""
+    return f"; if the loss needs the value that is brought to Python at {lines}, take it out first"
 
 
 def capture_remedy(facts: Facts) -> Remedy:
     """Returns adopt as a remedy; of a recipe, its flag."""
     low, high = capture_seconds(facts)
-    lazily = facts.has("small_tables")
+    name = "adopt: the step captured"
+    lines: tuple[str, ...] = _ADOPT
+    if facts.has("small_tables"):
+        name += ", rows moved when they are next read"
+    if facts.recipe:
+        name = "the step captured"
+        lines = ("--set train.compile=require",)
     remedy = Remedy(
-        name="the step captured"
-        if facts.recipe
-        else "adopt: the step captured" + (", rows moved when they are next read" if lazily else ""),
-        lines=("--set train.compile=require",) if facts.recipe else _ADOPT,
+        name=name,
+        lines=lines,
         gain=expected(
             facts,
-            lambda each: each["data"] + captured_seconds(facts, each, fast=False),
-            lambda each: each["data"] + captured_seconds(facts, each, fast=True),
+            lambda each: each["data"] + _captured_seconds(facts, each, _SLOWEST),
+            lambda each: each["data"] + _captured_seconds(facts, each, _FASTEST),
         ),
         changes=Change.ROUNDING,
         basis=f"predicted, not tried; capturing takes about {low:.0f} to {high:.0f} s once{loss_syncs(facts)}",
@@ -268,8 +293,9 @@ def rows_remedy(facts: Facts) -> Remedy:
         lines=tuple(line.format(batch=facts.loader.row_calls or "...") for line in _ROWS),
         gain=expected(
             facts,
-            lambda each: FROM_COLUMNS[1] * each["data"] + warm_share(each) * captured_seconds(facts, each, fast=False),
-            lambda each: warm_share(each) * captured_seconds(facts, each, fast=True),
+            # Batches are made inside the step then, so that no loader runs between two of them.
+            lambda each: FROM_COLUMNS[1] * each["data"] + warm_share(each) * _captured_seconds(facts, each, _SLOWEST),
+            lambda each: warm_share(each) * _captured_seconds(facts, each, _FASTEST),
         ),
         changes=Change.ROUNDING_AND_DRAWS,
         basis="predicted, not tried",
@@ -294,9 +320,12 @@ def traffic(facts: Facts) -> float:
     """Returns the least bytes of parameters, gradients and moments in a step."""
     tables = sum(each.rows * each.dim for each in facts.tables)
     rows = sum(min(each.rows, each.read) * each.dim for each in facts.tables)
+    # Seven passes of four bytes: weight and two moments are read and written, the gradient is passed once.
     return 4 * 7 * (max(0, facts.parameters - tables) + rows)
 
 
 def busy_text(facts: Facts) -> str:
     """Returns how many cores others keep busy, as a part of a sentence; empty for none."""
-    return f", and others keep {facts.busy:.1f} cores busy" if facts.busy is not None and facts.busy >= 0.1 else ""
+    if facts.busy is None or facts.busy < 0.1:
+        return ""
+    return f", and others keep {facts.busy:.1f} cores busy"

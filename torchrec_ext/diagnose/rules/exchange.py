@@ -26,9 +26,12 @@ def _kinds(facts: Facts) -> dict[str, list[CollectiveFacts]]:
 def _sent(facts: Facts) -> float:
     """Returns the bytes of a step on a rank's link."""
     size = len(facts.ranks)
-    return sum(
-        max(each.bytes) * (2 if each.name == "all_reduce" else 1) * (size - 1) / size for each in facts.collectives
-    )
+    sent = 0.0
+    for each in facts.collectives:
+        # An all_reduce is a reduce_scatter and an all_gather of the same bytes.
+        times = 2 if each.name == "all_reduce" else 1
+        sent += max(each.bytes) * times * (size - 1) / size
+    return sent
 
 
 def _gain_of_exchange(facts: Facts, least: float, most: float) -> Gain | None:
@@ -77,11 +80,12 @@ def slow_link(facts: Facts) -> Finding | None:
 
 
 def _exchange_text(facts: Facts) -> str:
-    kinds = ", ".join(
-        f"{len(calls)} {name} ({sum(max(each.bytes) for each in calls) / 1024:,.1f} KiB)"
-        for name, calls in _kinds(facts).items()
-    )
-    return f"the collectives of a step: {kinds}; they take {in_ms(facts.median('exchange'))}"
+    kinds = [f"{len(calls)} {name} ({_kib(calls):,.1f} KiB)" for name, calls in _kinds(facts).items()]
+    return f"the collectives of a step: {', '.join(kinds)}; they take {in_ms(facts.median('exchange'))}"
+
+
+def _kib(calls: Sequence[CollectiveFacts]) -> float:
+    return sum(max(each.bytes) for each in calls) / 1024
 
 
 def _by_bytes(facts: Facts) -> float:
@@ -93,24 +97,10 @@ def _by_bytes(facts: Facts) -> float:
     return min(1.0, seconds / max(facts.median("exchange"), 1e-12))
 
 
-def _alone_remedy(facts: Facts) -> Iterator[Remedy]:
-    """Yields a single rank as a remedy, if it is faster than all together."""
-    gain = one_rank(facts)
-    if gain is not None and gain.low > 1:
-        yield Remedy(
-            name="a single rank, which has nothing to exchange",
-            lines=("-j 1x1" if facts.recipe else "python train.py  # in place of torchrun",),
-            gain=gain,
-            changes=Change.BATCH,
-            basis="measured: one rank without exchange while the others slept",
-            is_measured=True,
-        )
-
-
 def _share_of_sums(facts: Facts) -> float:
     """Returns the share of gradient sums in the exchange; the rest is rows of sharded tables."""
-    seconds = [(each.name == "all_reduce", each.exchange_s) for each in facts.collectives]
-    return sum(each for sums, each in seconds if sums) / max(sum(each for _, each in seconds), 1e-12)
+    sums = sum(each.exchange_s for each in facts.collectives if each.name == "all_reduce")
+    return sums / max(sum(each.exchange_s for each in facts.collectives), 1e-12)
 
 
 def _sharded(facts: Facts) -> list[TableFacts]:
@@ -125,33 +115,41 @@ def _less_often(facts: Facts) -> list[Remedy]:
     sharded = _sharded(facts)
     mib = sum(table.rows * table.dim for table in sharded) * 4 / 2**20
     if facts.recipe and sharded and mib < _SMALL_MIB:
-        remedies.append(
-            Remedy(
-                name="tables whole on every rank",
-                lines=("--set plan.sharding=data_parallel",),
-                gain=_gain_of_exchange(facts, -0.1, 1 - sums),
-                changes=Change.ROUNDING,
-                basis=f"predicted: the tables take {mib:.3g} MiB, and their gradients are summed in place of rows",
-            )
+        whole = Remedy(
+            name="tables whole on every rank",
+            lines=("--set plan.sharding=data_parallel",),
+            # Gradients of whole tables are summed too, so at worst the exchange takes a tenth longer.
+            gain=_gain_of_exchange(facts, -0.1, 1 - sums),
+            changes=Change.ROUNDING,
+            basis=f"predicted: the tables take {mib:.3g} MiB, and their gradients are summed in place of rows",
         )
+        remedies.append(whole)
     if sums > _FEW and not facts.towers_apart:
-        remedies.append(
-            Remedy(
-                name="one exchange for four batches",
-                lines=(
-                    ("--set sync.mode=local_sgd --set sync.every=4",)
-                    if facts.recipe
-                    else (
-                        "with model.no_sync(): ...  # DDP: backward of three batches of four; then one with the "
-                        "exchange",
-                    )
-                ),
-                gain=_gain_of_exchange(facts, 0.75 * sums, 0.75 * sums),
-                changes=Change.SCHEDULE if facts.recipe else Change.BATCH,
-                basis="predicted from the share of the exchange that sums gradients",
-            )
+        line = "with model.no_sync(): ...  # DDP: backward of three batches of four; then one with the exchange"
+        changes = Change.BATCH
+        if facts.recipe:
+            line = "--set sync.mode=local_sgd --set sync.every=4"
+            changes = Change.SCHEDULE
+        seldomer = Remedy(
+            name="one exchange for four batches",
+            lines=(line,),
+            gain=_gain_of_exchange(facts, 0.75 * sums, 0.75 * sums),
+            changes=changes,
+            basis="predicted from the share of the exchange that sums gradients",
         )
-    return [*remedies, *_alone_remedy(facts)]
+        remedies.append(seldomer)
+    gain = one_rank(facts)
+    if gain is not None and gain.low > 1:
+        alone = Remedy(
+            name="a single rank, which has nothing to exchange",
+            lines=("-j 1x1" if facts.recipe else "python train.py  # in place of torchrun",),
+            gain=gain,
+            changes=Change.BATCH,
+            basis="measured: one rank without exchange while the others slept",
+            is_measured=True,
+        )
+        remedies.append(alone)
+    return remedies
 
 
 def unmerged_exchange(facts: Facts) -> Finding | None:
@@ -159,14 +157,15 @@ def unmerged_exchange(facts: Facts) -> Finding | None:
     kinds = _kinds(facts)
     if not kinds or next(_slow_links(facts), None) or _by_bytes(facts) > 0.5:
         return None
+    # Calls of several kinds cannot be merged into one, so the most of one kind count.
     name, calls = max(kinds.items(), key=lambda each: len(each[1]))
     if len(calls) < MANY:
         return None
     count = len(calls)
     lines = ", ".join(dict.fromkeys(each.line for each in calls))
+    kib = statistics.median([max(each.bytes) for each in calls]) / 1024
     evidence = (
-        f"{count} {name} of {statistics.median([max(each.bytes) for each in calls]) / 1024:,.2f} KiB in a step, called "
-        f"from {lines}",
+        f"{count} {name} of {kib:,.2f} KiB in a step, called from {lines}",
         f"{_exchange_text(facts)}; a collective of a few bytes takes {in_ms(facts.latency_s)}",
     )
     pasted: tuple[str, ...] = (
@@ -212,17 +211,18 @@ def bandwidth(facts: Facts) -> Finding | None:
     if not facts.collectives or next(_slow_links(facts), None) or _by_bytes(facts) <= 0.5:
         return None
     evidence = (_exchange_text(facts), f"their bytes need {_by_bytes(facts):.0%} of that at the links' rate")
-    rows = 1 - _share_of_sums(facts) if facts.recipe else 1.0  # of a recipe those of sharded tables alone
+    rows = 1.0
+    lines: tuple[str, ...] = (
+        "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook",
+        "model.register_comm_hook(None, bf16_compress_hook)  # DDP",
+    )
+    if facts.recipe:
+        # A plan's precision is that of rows of sharded tables alone, not of gradient sums.
+        rows = 1 - _share_of_sums(facts)
+        lines = ("--set plan.forward_precision=bf16 --set plan.backward_precision=bf16",)
     half = Remedy(
         name="half the bytes: 16 bits on the way",
-        lines=(
-            ("--set plan.forward_precision=bf16 --set plan.backward_precision=bf16",)
-            if facts.recipe
-            else (
-                "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook",
-                "model.register_comm_hook(None, bf16_compress_hook)  # DDP",
-            )
-        ),
+        lines=lines,
         gain=_gain_of_exchange(facts, 0.25 * rows, 0.5 * rows),
         changes=Change.BF16_SUMS,
         basis="predicted from the bytes",
@@ -242,7 +242,8 @@ def oversubscribed(facts: Facts) -> Finding | None:
     crowded = [ranks for ranks in by_host.values() if sum(each.threads for each in ranks) > _core_count(ranks)]
     if not crowded:
         return None
-    cost, ranks = max(((statistics.median(map(_queued, ranks)), ranks) for ranks in crowded), key=lambda each: each[0])
+    ranks = max(crowded, key=_queued_share)
+    cost = _queued_share(ranks)
     host = ranks[0].host
     cores = _core_count(ranks)
     threads = sum(each.threads for each in ranks)
@@ -271,12 +272,17 @@ def _core_count(ranks: Sequence[RankFacts]) -> int:
     return len({core for each in ranks for core in each.cores})
 
 
-def _queued(rank: RankFacts) -> float:
-    """Returns the share of the wall clock without a core."""
+def _queued_share(ranks: Sequence[RankFacts]) -> float:
+    """Returns the share of the wall clock in which a typical rank has no core."""
     names = (*SPANS, "wait", "exchange")
-    return statistics.median(
-        [each["queue"] / max(each["queue"] + sum(each[name] for name in names), 1e-12) for each in rank.steps]
-    )
+    medians = []
+    for rank in ranks:
+        shares = []
+        for each in rank.steps:
+            queue = each["queue"]
+            shares.append(queue / max(queue + sum(each[name] for name in names), 1e-12))
+        medians.append(statistics.median(shares))
+    return statistics.median(medians)
 
 
 def one_rank(facts: Facts) -> Gain | None:
@@ -290,7 +296,7 @@ def one_rank(facts: Facts) -> Gain | None:
     return paired_gain(ratios)
 
 
-def table_of(facts: Facts) -> list[str]:
+def rank_table(facts: Facts) -> list[str]:
     """Returns the ranks and their collectives as lines of a page; none for one process."""
     if not facts.ranks or not all(each.steps for each in facts.ranks):
         return []
@@ -300,11 +306,11 @@ def table_of(facts: Facts) -> list[str]:
         lines.append(f"{each.rank:>4}" + "".join(f"{each.median(name) * 1e3:>11.3g}" for name in names))
     lines += _held_by_rank(facts)
     for name, calls in _kinds(facts).items():
-        kib = sum(max(each.bytes) for each in calls) / 1024
-        waits = max(sum(each.waits_s) / len(each.waits_s) for each in calls)
+        exchange_s = sum(each.exchange_s for each in calls)
+        waits_s = max(sum(each.waits_s) / len(each.waits_s) for each in calls)
         lines.append(
-            f"{len(calls)} {name} in a step: {kib:,.1f} KiB, {in_ms(sum(each.exchange_s for each in calls))} "
-            f"themselves; ranks wait up to {in_ms(waits)} for the last one"
+            f"{len(calls)} {name} in a step: {_kib(calls):,.1f} KiB, {in_ms(exchange_s)} themselves; ranks wait up to "
+            f"{in_ms(waits_s)} for the last one"
         )
     return lines
 
@@ -313,13 +319,13 @@ def _held_by_rank(facts: Facts) -> list[str]:
     """Returns a line for each rank about its tables and its look-ups; none without tables."""
     if not any(each.tables for each in facts.ranks):
         return []
-    lines = [
-        "rank" + "".join(f"{name:>12}" for name in ("MiB held", "rows read", "KiB read", "ids given")) + "   most of"
-    ]
+    names = ("MiB held", "rows read", "KiB read", "ids given")
+    lines = ["rank" + "".join(f"{name:>12}" for name in names) + "   most of"]
     for each in facts.ranks:
         mib = sum(table.rows * table.dim for table in each.tables) * 4 / 2**20
         rows = sum(table.read for table in each.tables)
         values = sum(table.read * table.dim for table in each.tables)
+        most = shard_text(most_read(each)) if each.tables else "-"
         text = f"{mib:>12,.1f}{rows:>12,}{values * 4 / 1024:>12,.1f}{each.ids:>12,.0f}"
-        lines.append(f"{each.rank:>4}{text}   {shard_text(most_read(each)) if each.tables else '-'}")
+        lines.append(f"{each.rank:>4}{text}   {most}")
     return lines

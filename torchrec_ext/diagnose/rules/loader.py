@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from torchrec_ext.diagnose.facts import Facts, Gain, LoaderFacts, paired_gain
+from torchrec_ext.diagnose.facts import Facts, Gain, paired_gain
 from torchrec_ext.diagnose.findings import (
     Action,
     Change,
@@ -44,35 +44,40 @@ def loader_sleeps(facts: Facts) -> Finding | None:
     count = 1
     if loader.kind == "DataLoader":
         count = loader.workers + max(1, math.ceil(data / max(facts.median("step"), 1e-4)))
-    remedies = [
-        Remedy(
-            name="batches ready in time",
-            lines=(
-                "read the source once, before the first step, or a block ahead of the steps",
-                *_stream_lines(loader),
-            ),
-            gain=gain_of_ready(facts, READY),
-            changes=Change.EXACT,
-            basis="measured: the step without its loader",
-            is_measured=True,
-        )
-    ]
+    ready = _ready_in_time(facts, "read the source once, before the first step, or a block ahead of the steps")
     workers = _worker_remedy(facts, min(count, 16))
     if workers.gain is not None and count > 1 and not loader.workers:
+        # One worker was tried, and more are proposed: at best these have every batch ready.
+        high = workers.gain.high
+        if ready.gain is not None:
+            high = max(high, ready.gain.high)
         workers = replace(
             workers,
-            gain=Gain(workers.gain.low, max(workers.gain.high, remedies[0].gain.high if remedies[0].gain else 0.0)),
+            gain=Gain(workers.gain.low, high),
             basis="between one real worker, which was tried, and batches that are always ready",
             is_measured=False,
         )
-    remedies.append(workers)
+    remedies = [ready, workers]
     if facts.recipe:
         evidence = ["a thread builds batches ahead (loader.prefetch), and is slower than the step"]
         remedies = [_ahead(facts)]
-    return finding_of(
-        facts, "loader_sleeps", "the loader waits, and the step waits for the loader", evidence, remedies,
-        lambda each: each["data"],
-    )  # fmt: skip
+    title = "the loader waits, and the step waits for the loader"
+    return finding_of(facts, "loader_sleeps", title, evidence, remedies, lambda each: each["data"])
+
+
+def _ready_in_time(facts: Facts, line: str) -> Remedy:
+    """Returns batches that are ready as a remedy, with its line."""
+    lines = [line]
+    if facts.loader.is_stream:
+        lines.append("ChunkLoader(ParquetSource(folder), schema, config=...)  # if its rows are parquet: docs/data.md")
+    return Remedy(
+        name="batches ready in time",
+        lines=tuple(lines),
+        gain=gain_of_ready(facts, READY),
+        changes=Change.EXACT,
+        basis="measured: the step without its loader",
+        is_measured=True,
+    )
 
 
 def row_python(facts: Facts) -> Finding | None:
@@ -86,11 +91,17 @@ def row_python(facts: Facts) -> Finding | None:
         return None
     if loader.collate_s > rows:
         return None
-    share = rows / (rows + loader.collate_s)  # of the same moment; the batch's time is of others
+    # Rows and collating were timed in one moment, and the batch in others, in which the machine may have been slower.
+    share = rows / (rows + loader.collate_s)
+    title = "the Dataset is read row by row in Python"
+    waits = "it computes and does not wait"
+    if loader.bytes_read == 0:
+        title += ", from memory"
+        waits += ": no bytes were read from files"
     evidence = [
         f"{loader.dataset}.__getitem__ is called {loader.row_calls} times a batch, {loader.row_s * 1e6:.0f} us each, "
         f"which is {share:.0%} of making a batch; the rest is collating. A batch takes {in_ms(data)}",
-        "it computes and does not wait" + (": no bytes were read from files" if loader.bytes_read == 0 else ""),
+        waits,
         *_data_lines(facts),
     ]
     ready = Remedy(
@@ -101,7 +112,6 @@ def row_python(facts: Facts) -> Finding | None:
         basis="predicted from the step without its loader",
     )
     remedies = [rows_remedy(facts), ready, _worker_remedy(facts, 1)]
-    title = "the Dataset is read row by row in Python" + (", from memory" if loader.bytes_read == 0 else "")
     return finding_of(facts, "row_python", title, evidence, remedies, lambda each: each["data"])
 
 
@@ -115,41 +125,19 @@ def loader_computes(facts: Facts) -> Finding | None:
         f"a batch takes {in_ms(data)}, a step {in_ms(facts.median('step'))}; the loader computes and does not wait"
     ]
     rows = loader.row_calls * loader.row_s
-    collates = loader.collate_s > max(rows, 0.25 * data)  # both of one moment; the batch's time is of others
-    if collates:
+    title = "the loader computes in the training thread, and the step waits for it"
+    line = "make the epoch's batches ahead of the steps, by whole-array operations"
+    # Compared with its rows, which were timed in the same moment.
+    if loader.collate_s > max(rows, 0.25 * data):
+        title = "collate_fn computes in the training thread, and the step waits for it"
+        line = "do once, before training, what collate_fn does with each batch, such as tokenising"
         evidence.append(f"{in_ms(loader.collate_s)} of it is collate_fn; reading {loader.row_calls} rows {in_ms(rows)}")
     evidence += _data_lines(facts)
-    ready = Remedy(
-        name="batches ready in time",
-        lines=(
-            "do once, before training, what collate_fn does with each batch, such as tokenising"
-            if collates
-            else "make the epoch's batches ahead of the steps, by whole-array operations",
-            *_stream_lines(loader),
-        ),
-        gain=gain_of_ready(facts, READY),
-        changes=Change.EXACT,
-        basis="measured: the step without its loader",
-        is_measured=True,
-    )
+    remedies = [_ready_in_time(facts, line), _worker_remedy(facts, 1)]
     if facts.recipe:
-        return finding_of(
-            facts, "loader_computes", "the step waits for its batches", evidence, [_ahead(facts)],
-            lambda each: each["data"],
-        )  # fmt: skip
-    title = "the loader computes in the training thread, and the step waits for it"
-    if collates:
-        title = "collate_fn computes in the training thread, and the step waits for it"
-    return finding_of(
-        facts, "loader_computes", title, evidence, [ready, _worker_remedy(facts, 1)], lambda each: each["data"]
-    )
-
-
-def _stream_lines(loader: LoaderFacts) -> tuple[str, ...]:
-    """Returns the line that replaces an IterableDataset over files."""
-    if not loader.is_stream:
-        return ()
-    return ("ChunkLoader(ParquetSource(folder), schema, config=...)  # if its rows are parquet: docs/data.md",)
+        title = "the step waits for its batches"
+        remedies = [_ahead(facts)]
+    return finding_of(facts, "loader_computes", title, evidence, remedies, lambda each: each["data"])
 
 
 def _data_lines(facts: Facts) -> list[str]:
@@ -158,8 +146,12 @@ def _data_lines(facts: Facts) -> list[str]:
     sampled = sum(line.seconds for line in lines)
     # Lines were sampled in another moment than the rounds, in which the loader may have taken a larger share.
     scale = min(1.0, share_of(facts, lambda each: each["data"]) * facts.sampled_s / max(sampled, 1e-12))
-    shares = [(scale * line.seconds / facts.sampled_s, line) for line in lines]
-    return [f"{share:.0%} of an iteration is at {line.name}: {line.text}" for share, line in shares[:3] if share >= 0.1]
+    sentences = []
+    for line in lines[:3]:
+        share = scale * line.seconds / facts.sampled_s
+        if share >= 0.1:
+            sentences.append(f"{share:.0%} of an iteration is at {line.name}: {line.text}")
+    return sentences
 
 
 def _ahead(facts: Facts) -> Remedy:
@@ -177,20 +169,8 @@ def _ahead(facts: Facts) -> Remedy:
 
 def _worker_remedy(facts: Facts, workers: int) -> Remedy:
     gain, basis = worker_gain(facts)
-    if facts.loader.kind != "DataLoader":
-        return Remedy(
-            name="a worker process that makes the batches",
-            lines=(
-                "class Batches(torch.utils.data.IterableDataset):",
-                "    def __iter__(self): ...  # your generator; a second worker would repeat it",
-                "DataLoader(Batches(), batch_size=None, num_workers=1)",
-            ),
-            gain=gain,
-            changes=Change.DRAWS_OF_WORKERS,
-            basis=basis,
-        )
-    return Remedy(
-        name=f"DataLoader with {workers} worker{'s' if workers > 1 else ''}",
+    remedy = Remedy(
+        name=f"DataLoader with {workers} workers",
         lines=(f"DataLoader(..., num_workers={workers}, persistent_workers=True)",),
         gain=gain,
         changes=Change.DRAWS_OF_WORKERS,
@@ -199,23 +179,36 @@ def _worker_remedy(facts: Facts, workers: int) -> Remedy:
         action=Action.WORKERS,
         count=workers,
     )
+    if facts.loader.kind != "DataLoader":
+        # A generator has no rows to deal out, so it gets a loader around it, which nobody but its author can write.
+        lines = (
+            "class Batches(torch.utils.data.IterableDataset):",
+            "    def __iter__(self): ...  # your generator; a second worker would repeat it",
+            "DataLoader(Batches(), batch_size=None, num_workers=1)",
+        )
+        name = "a worker process that makes the batches"
+        return replace(remedy, name=name, lines=lines, is_measured=False, action=None, count=0)
+    if workers == 1:
+        return replace(remedy, name="DataLoader with 1 worker")
+    return remedy
 
 
 def worker_gain(facts: Facts) -> tuple[Gain | None, str]:
     """Returns the speed-up by one worker process, and how it is known."""
     if facts.worker:
         gain = paired_gain([before / after for before, after in facts.worker])
+        low, high = gain
         # The wall clock sees the neighbours too, and no worker hides more than the loader's whole time.
         bound = expected(facts, lambda each: max(alone_seconds(each), each["data"]))
-        most = bound.high if bound is not None else gain.high
-        low = gain.low
+        if bound is not None:
+            high = min(high, bound.high)
         basis = "measured with one real worker, by the wall clock"
         if facts.busy is not None and facts.busy > IDLE:
             low = low / 2
             basis += (
                 f"; others keep {facts.busy:.1f} cores busy, where a second process also gets a second share of them"
             )
-        return Gain(min(low, most), min(gain.high, most)), basis
+        return Gain(min(low, high), high), basis
     if not facts.has("data", "step"):
         return None, facts.not_measured.get("worker", "not measured")
     if facts.loader.workers:

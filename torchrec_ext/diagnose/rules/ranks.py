@@ -26,8 +26,11 @@ def _computed(each: Round) -> float:
 
 def _iterations(facts: Facts) -> list[float]:
     """Returns the seconds of each traced iteration: the least of the ranks, which wait for each other."""
-    steps = zip(*(each.steps for each in facts.ranks), strict=True)
-    return [min(_computed(each) + each["wait"] + each["exchange"] for each in step) for step in steps]
+    iterations = []
+    for step in zip(*(each.steps for each in facts.ranks), strict=True):
+        # The least, because a rank that stood in the run queue took longer without knowing it.
+        iterations.append(min(_computed(each) + each["wait"] + each["exchange"] for each in step))
+    return iterations
 
 
 class Excess(NamedTuple):
@@ -58,8 +61,10 @@ def _of_iteration(facts: Facts, seconds: float) -> float:
 
 def rank_name(facts: Facts, rank: int) -> str:
     """Returns the name of a rank in sentences, with its host if there are several."""
-    host = facts.ranks[rank].host
-    return f"rank {rank}" + (f" (on {host})" if len({each.host for each in facts.ranks}) > 1 else "")
+    hosts = [each.host for each in facts.ranks]
+    if len(set(hosts)) == 1:
+        return f"rank {rank}"
+    return f"rank {rank} (on {hosts[rank]})"
 
 
 def _waits(facts: Facts, rank: int) -> str:
@@ -69,9 +74,9 @@ def _waits(facts: Facts, rank: int) -> str:
 
 def _always(facts: Facts, excess: Excess) -> bool:
     """Whether one rank is the slowest in a span in nearly all steps."""
-    steps = list(zip(*([each[excess.span] for each in rank.steps] for rank in facts.ranks), strict=True))
-    slowest = [max(range(len(step)), key=lambda rank: step[rank]) for step in steps]
-    return slowest.count(excess.rank) > _CONSTANT * len(steps)
+    seconds = [[each[excess.span] for each in rank.steps] for rank in facts.ranks]
+    slowest = [step.index(max(step)) for step in zip(*seconds, strict=True)]
+    return slowest.count(excess.rank) > _CONSTANT * len(slowest)
 
 
 def _straggler(facts: Facts, excess: Excess, cause: str, title: str, advice: str, evidence: str = "") -> Finding | None:
@@ -168,7 +173,7 @@ def rotating_straggler(facts: Facts) -> Finding | None:
     """The slow rank is another one in each step."""
     steps = list(zip(*(each.steps for each in facts.ranks), strict=True))
     computed = [[_computed(each) for each in step] for step in steps]
-    slowest = [max(range(len(step)), key=step.__getitem__) for step in computed]
+    slowest = [step.index(max(step)) for step in computed]
     counts = [slowest.count(rank) for rank in range(len(facts.ranks))]
     if len(steps) < 8 or max(counts) > _CONSTANT * len(steps):
         return None
@@ -181,7 +186,10 @@ def rotating_straggler(facts: Facts) -> Finding | None:
         of_span = [[each[name] for each in step] for step in steps]
         by_span[name] = statistics.fmean([max(step) - lower_median(step) for step in of_span])
     span = SPANS[max(by_span, key=by_span.__getitem__)]
-    shares = ", ".join(f"rank {rank} in {count / len(steps):.0%}" for rank, count in enumerate(counts) if count)
+    shares = []
+    for rank, count in enumerate(counts):
+        if count:
+            shares.append(f"rank {rank} in {count / len(steps):.0%}")
     remedy = Remedy(
         name="even work in every step",
         lines=(
@@ -195,7 +203,7 @@ def rotating_straggler(facts: Facts) -> Finding | None:
     )
     evidence = (
         f"the slowest rank of a step computes {in_ms(seconds)} longer than a typical one, mostly in its {span}, and is "
-        f"not the same one: {shares} of {len(steps)} steps"
+        f"not the same one: {', '.join(shares)} of {len(steps)} steps"
     )
     title = "in each step another rank is slow, and the others wait for it"
     cost = _of_iteration(facts, seconds)
@@ -216,8 +224,8 @@ class Excessive(NamedTuple):
 def _top(values: Sequence[float]) -> tuple[int, float]:
     """Returns the greatest of the ranks' values, and how many times the mean it is."""
     mean = statistics.fmean(values)
-    rank = max(range(len(values)), key=values.__getitem__)
-    return rank, values[rank] / mean if mean else 1.0
+    most = max(values)
+    return values.index(most), most / mean if mean else 1.0
 
 
 def _excessive(facts: Facts, values: Sequence[float]) -> Excessive | None:
@@ -299,4 +307,5 @@ def most_read(rank: RankFacts) -> TableFacts:
 
 def shard_text(table: TableFacts) -> str:
     """Returns a table's name, size and sharding type, such as ``item, 500 x 16 (row_wise)``."""
-    return f"{table.name}, {table.rows:,} x {table.dim}" + (f" ({table.sharding})" if table.sharding else "")
+    text = f"{table.name}, {table.rows:,} x {table.dim}"
+    return f"{text} ({table.sharding})" if table.sharding else text

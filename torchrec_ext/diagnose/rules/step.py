@@ -64,10 +64,9 @@ def untouched_rows(facts: Facts) -> Finding | None:
         changes=Change.OPTIMIZER,
         basis="predicted from the step with small tables",
     )
-    return finding_of(
-        facts, "untouched_rows", "the optimizer sweeps rows that the step never read", evidence,
-        [capture_remedy(facts), lazily], lambda each: swept_seconds(facts, each),
-    )  # fmt: skip
+    title = "the optimizer sweeps rows that the step never read"
+    remedies = [capture_remedy(facts), lazily]
+    return finding_of(facts, "untouched_rows", title, evidence, remedies, lambda each: swept_seconds(facts, each))
 
 
 def launches(facts: Facts) -> Finding | None:
@@ -87,24 +86,29 @@ def launches(facts: Facts) -> Finding | None:
     if facts.op_lines:
         evidence.append("most ops: " + "; ".join(f"{line}, {count:,}" for line, count in facts.op_lines[:3]))
     remedies = [*_vectorised(facts), capture_remedy(facts)]
-    return finding_of(
-        facts, "launches", "the step is many small ops: Python and dispatch take the time, not the work", evidence,
-        remedies, lambda each: launch_seconds(facts, each),
-    )  # fmt: skip
+    title = "the step is many small ops: Python and dispatch take the time, not the work"
+    return finding_of(facts, "launches", title, evidence, remedies, lambda each: launch_seconds(facts, each))
 
 
 def _vectorised(facts: Facts) -> list[Remedy]:
     """Returns whole-tensor ops as a remedy for a user's loop with a third of a step's ops."""
-    lines = [each for each in facts.op_lines if each[0] not in ("backward", "optimizer", "step")]
-    if not lines or lines[0][1] < max(_LOOP_OPS, LARGE * facts.ops):
+    counts = dict(facts.op_lines)
+    backward_ops = counts.pop("backward", 0)
+    # None of these two is the user's to vectorise.
+    counts.pop("optimizer", 0)
+    counts.pop("step", 0)
+    line = max(counts, key=counts.__getitem__, default="")
+    if not line or counts[line] < max(_LOOP_OPS, LARGE * facts.ops):
         return []
-    line, count = lines[0]
+    # A loop may have several lines: all those of its function go.
     function = line.rpartition(" in ")[2]
-    of_loop = sum(ops for name, ops in lines if name.rpartition(" in ")[2] == function)
-    without = of_loop - facts.sync_ops  # those that feed values to Python are another cause's
+    of_loop = sum(ops for name, ops in counts.items() if name.rpartition(" in ")[2] == function)
+    # Ops that feed values to Python are another cause's.
+    without = of_loop - facts.sync_ops
     if without < _LOOP_OPS:
         return []
-    backward = dict(facts.op_lines).get("backward", 0) * of_loop / sum(ops for _, ops in lines)
+    # The backward of a loop goes with it, by its share of the forward's ops.
+    backward = backward_ops * of_loop / sum(counts.values())
 
     def price(each: Round, ops: float) -> float:
         return launch_seconds(facts, each) * min(1.0, ops / facts.ops)
@@ -113,7 +117,7 @@ def _vectorised(facts: Facts) -> list[Remedy]:
         Remedy(
             name="one op on all tensors in place of a loop",
             lines=(
-                f"{line} makes {count:,} ops: stack what it loops over, or take torch._foreach_*",
+                f"{line} makes {counts[line]:,} ops: stack what it loops over, or take torch._foreach_*",
                 "torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)  # to clip all gradients at once",
             ),
             gain=expected(
@@ -151,11 +155,15 @@ def debug_modes(facts: Facts) -> Finding | None:
     modes = " and ".join(facts.modes)
 
     def seconds(each: Round) -> float:
-        quiet = each["step"] - changed_seconds(each, "quiet") if "quiet" in each else 0.0
-        return max(quiet, unexplained_seconds(facts, each))
+        unexplained = unexplained_seconds(facts, each)
+        if "quiet" not in each:
+            return max(0.0, unexplained)
+        return max(each["step"] - changed_seconds(each, "quiet"), unexplained)
 
     evidence = [f"{len(facts.modes)} debugging mode is on while the step runs: {modes}"]
+    basis = "predicted"
     if facts.has("quiet"):
+        basis = "measured: steps without it"
         evidence.append(
             f"without it a step takes {changed_in_loop(facts, 'quiet')} instead of {in_ms(facts.median('step'))}"
         )
@@ -165,7 +173,7 @@ def debug_modes(facts: Facts) -> Finding | None:
         # Both modes look up the stack at each op, and the frames of an experiment are on top of the user's own.
         gain=gain_without(facts, seconds, 0.85, 1.0),
         changes=Change.EXACT,
-        basis="measured: steps without it" if facts.has("quiet") else "predicted",
+        basis=basis,
         is_measured=facts.has("quiet"),
     )
     return finding_of(facts, "debug_modes", f"{modes} was left on", evidence, [remedy], seconds)
@@ -188,14 +196,8 @@ def whole_tables(facts: Facts) -> Finding | None:
         f"{table.line} works on {table.rows:,} rows for {in_ms(table.seconds)}, and {in_ms(table.backward_s)} in "
         f"backward; a step looks up {table.read:,} of them"
     ]
-    return finding_of(
-        facts,
-        "whole_tables",
-        "the step works on whole tables, and reads few of their rows",
-        evidence,
-        [remedy],
-        seconds,
-    )
+    title = "the step works on whole tables, and reads few of their rows"
+    return finding_of(facts, "whole_tables", title, evidence, [remedy], seconds)
 
 
 def double_precision(facts: Facts) -> Finding | None:
@@ -221,8 +223,13 @@ def garbage(facts: Facts) -> Finding | None:
     """Python's garbage collector walks over many objects."""
     if not facts.has("data", "step", "gc") or not any(each["gc"] for each in facts.rounds):
         return None
-    mean = fmean([each["gc"] for each in facts.rounds])  # a long one comes in few of the rounds
-    error = stdev([each["gc"] for each in facts.rounds]) / len(facts.rounds) ** 0.5 if len(facts.rounds) > 1 else mean
+    seconds = [each["gc"] for each in facts.rounds]
+    # The mean, not the median: a long collection comes in few of the rounds.
+    mean = fmean(seconds)
+    error = mean
+    if len(seconds) > 1:
+        error = stdev(seconds) / len(seconds) ** 0.5
+    # Each round gets the mean in place of its own, or rounds without a collection would say that none is needed.
     rounds = [{**each, "step": max(0.0, each["step"] - each["gc"]) + mean, "gc": mean} for each in facts.rounds]
     facts = replace(facts, rounds=rounds)
     remedy = Remedy(
@@ -273,7 +280,8 @@ def host_syncs(facts: Facts) -> Finding | None:
     cause = "the step waits for values that Python wants to see"
     what = f"a step brings {facts.syncs:,} values to Python (.item(), .tolist(), if on a tensor, boolean masks)"
     changes = ["total += loss.detach()  # in place of loss.item(); total.item() where it is printed"]
-    if facts.device_busy is not None:  # a GPU, which idles after each wait until the host has launched the next kernel
+    if facts.device_busy is not None:
+        # A GPU idles after each wait, until the host has launched the next kernel.
         cause = "the host waits for the device, and the device for the host next"
         what = f"the host waits for the device {facts.syncs:,} times a step (.item(), .cpu(), nonzero, boolean masks)"
         changes.append(
@@ -283,21 +291,19 @@ def host_syncs(facts: Facts) -> Finding | None:
         f"{what}: {lines}",
         f"with the ops that feed them: {facts.sync_ops:,} of {facts.ops:,} ops",
     ]
-    timed = bool(facts.lines)
-    if timed:
+    # Seconds at the lines themselves leave a far narrower interval than the price of their ops.
+    least, most = 0.6, 1.3
+    basis = "predicted from the price of an op and of .item() on this machine"
+    if facts.lines:
+        least, most = 0.93, 1.25
+        basis = "predicted from the seconds at these lines"
         seconds = share_of(facts, lambda each: sync_line_seconds(facts, each)) * facts.sampled_s
         evidence.append(f"these lines take {in_ms(seconds)} of {in_ms(facts.sampled_s)}")
-    least, most = (0.93, 1.25) if timed else (0.6, 1.3)
     remedy = Remedy(
         name="keep values as tensors, and read one of them every hundred steps",
         lines=tuple(changes),
         gain=gain_without(facts, lambda each: sync_seconds(facts, each), least, most),
         changes=Change.EXACT,
-        basis="predicted from the seconds at these lines"
-        if timed
-        else "predicted from the price of an op and of .item() on this machine",
+        basis=basis,
     )
-    return finding_of(
-        facts, "host_syncs", cause, evidence, [remedy],
-        lambda each: sync_seconds(facts, each),
-    )  # fmt: skip
+    return finding_of(facts, "host_syncs", cause, evidence, [remedy], lambda each: sync_seconds(facts, each))
