@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dis import get_instructions
 from functools import partial, wraps
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -84,13 +85,15 @@ class _WhySlow:
         Raises:
             ValueError: there is no batch, or no memory for a copy of the state, on this rank or another one.
         """
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        optimizers = _listed(optimizer)
 
         def step(*batch: Any) -> None:
             for each in optimizers:
                 each.zero_grad()
             value = loss(*batch)
-            (value[0] if isinstance(value, tuple) else value).backward()
+            if isinstance(value, tuple):
+                value = value[0]
+            value.backward()
             for each in optimizers:
                 each.step()
 
@@ -127,10 +130,16 @@ class _WhySlow:
                 calls an adopted step.
         """
         _check_eager(fn)
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        roots = (fn, *([model] if model else []), *optimizers)
-        request = _Request(roots=roots, budget_s=budget_s, between=dict(between or {}))
+        roots: list[Any] = [fn]
+        if model is not None:
+            roots.append(model)
+        roots += _listed(optimizer)
+        request = _Request(roots=tuple(roots), budget_s=budget_s, between=dict(between or {}))
         return request.run(fn, batches, apply)
+
+
+def _listed(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,11 +166,13 @@ class _Request:
                 "out, or run one rank (recipes: rec.diagnose.why_slow --apply True)"
             )
         diagnosis = self.diagnose(fn, batches)
+        # An iterator's batches are used up by the diagnosis, and a step that fails has nothing to gain.
         if apply and diagnosis.verdict not in ("step failed", "loop failed") and not isinstance(batches, Iterator):
-            # Apply remedies without the user's hand, see apply_in_turn, and put everything back.
-            between_s = diagnosis.facts.mean_between()  # a part of the iterations that gains are predicted of
+            # Gains are predicted of iterations with what runs between steps, so the proof has it too.
+            between_s = diagnosis.facts.mean_between()
             state = StateCopy(*self.roots, batches)
-            hooks = [copy_mapping(each) for optimizer in state.optimizers for each in _hooks(optimizer)]
+            # An adopted step adds hooks to the optimizers' state_dict, which StateCopy does not know.
+            hooks = list(map(copy_mapping, chain.from_iterable(map(_hooks, state.optimizers))))
             try:
                 apply_in_turn(
                     diagnosis,
@@ -181,7 +192,9 @@ class _Request:
         ranks = Ranks() if dist.is_initialized() and dist.get_world_size() > 1 else None
         try:
             roots = (*self.roots, *(function for function, _ in self.between.values()))
+            # A list has no position in an epoch that would have to be put back.
             loader = None if isinstance(batches, list | tuple) else batches
+            # Each stretch in which one rank alone may fail ends by agreement, so that the others do not wait for it.
             with agreed(ranks):
                 _check(self.budget_s, self.between)
                 state = StateCopy(*roots, loader=loader)
@@ -194,9 +207,12 @@ class _Request:
                     facts = experiments.facts(self.between)
             finally:
                 state.restore()
+            # torch.save opens its file in C++, of which Python's audit hook hears nothing.
             files.paths |= experiments.saved_files
-            notes = [*facts.notes, *filter(None, [files.note()]), *state.changed_data()]
-            facts = dataclasses.replace(facts, notes=notes)
+            notes = [*facts.notes]
+            if note := files.note():
+                notes.append(note)
+            facts = dataclasses.replace(facts, notes=[*notes, *state.changed_data()])
             if ranks is None:
                 compare = partial(_compare, fn, loop.source.again(), (*roots, loader), between_s=facts.mean_between())
                 diagnosis = Diagnosis(facts, compare)
@@ -211,7 +227,7 @@ class _Request:
 
 
 def _hooks(optimizer: Optimizer) -> list[dict[Any, Any]]:
-    """Returns the hooks of an optimizer's state_dict; an adopted step adds some."""
+    """Returns the hooks of an optimizer."""
     return [value for name, value in vars(optimizer).items() if name.endswith("_hooks") and isinstance(value, dict)]
 
 
@@ -249,7 +265,9 @@ def _check_eager(fn: StepFunction) -> None:
     if isinstance(fn, FunctionType):
         values += map(content_of, fn.__closure__ or ())
         # Not co_names, which has attributes too: `optimizer.step()` does not call a global `step`.
-        values += [fn.__globals__.get(each.argval) for each in get_instructions(fn) if each.opname == "LOAD_GLOBAL"]
+        for instruction in get_instructions(fn):
+            if instruction.opname == "LOAD_GLOBAL":
+                values.append(fn.__globals__.get(instruction.argval))
     if any(isinstance(each, AdoptedStep) for each in values):
         raise ValueError(
             "why_slow.step: this step is adopted, and experiments need the eager one; diagnose before adopt, and "
@@ -287,13 +305,16 @@ def _compare(
     wall clock alone, so if there are some it times both. ``between_s`` is what runs between steps, seconds of one:
     both have it for as many rows.
     """
-    processes = any(getattr(each, "num_workers", 0) for each in (batches, with_batches))
+    has_workers = getattr(batches, "num_workers", 0) or getattr(with_batches, "num_workers", 0)
+    if with_batches is None:
+        with_batches = batches
     turns: list[tuple[float, float]] = []
     with ThreadClock() as clock:
-        timer = time.perf_counter if processes else clock
-        iterations = _Iterations(step, batches if with_batches is None else with_batches)
+        timer = time.perf_counter if has_workers else clock
+        iterations = _Iterations(step, with_batches)
 
         def as_it_was(count: int) -> tuple[float, float]:
+            # The remedy's late updates write weights, which the old step must read as they are.
             iterations.settle()
             state = StateCopy(*roots)
             try:
@@ -303,14 +324,19 @@ def _compare(
             finally:
                 state.restore()
 
-        iterations.run(3, timer)  # in which a step may be captured
-        new_count, old_count = (steps_of_turn(run(3)[0]) for run in (partial(iterations.run, timer=timer), as_it_was))
+        # A captured step takes two eager steps before its capture, which may take a minute: none of them is timed.
+        iterations.run(3, timer)
+        new, _ = iterations.run(3, timer)
+        old, _ = as_it_was(3)
+        new_count = steps_of_turn(new)
+        old_count = steps_of_turn(old)
         end = time.perf_counter() + seconds
         while len(turns) < 5 or (time.perf_counter() < end and len(turns) < 15):
             old, old_rows = as_it_was(old_count)
             iterations.warm_up(timer)
             new, new_rows = iterations.run(new_count, timer)
             if old_rows and new_rows:
+                # A remedy may change the batch size: then only seconds of a row can be compared.
                 turns.append(((old + between_s) / old_rows, new / new_rows + between_s / old_rows))
             else:
                 turns.append((old + between_s, new + between_s))
@@ -327,16 +353,15 @@ class _Iterations:
     """
 
     def __init__(self, step: StepFunction | Iterator[Any], batches: Iterable[Any]) -> None:
-        self._iterator = step if isinstance(step, Iterator) else None
-        self._settle = getattr(step, "settle", lambda: None)
+        # An adopted step has late updates to complete, other steps have none.
+        self.settle: Callable[[], object] = getattr(step, "settle", lambda: None)
+        self._iterator: Iterator[Any] | None = None
         self._ahead = (getattr(batches, "num_workers", 0) or 0) * (getattr(batches, "prefetch_factor", 0) or 0)
-        if not isinstance(step, Iterator):
+        if isinstance(step, Iterator):
+            self._iterator = step
+        else:
             self._source = BatchSource(batches)
             self._call = called_with(step, self._source.first)
-
-    def settle(self) -> None:
-        """Completes the late updates of an adopted step."""
-        self._settle()
 
     def warm_up(self, timer: Callable[[], float]) -> None:
         """Runs an iteration to warm up memory and threads, and uses up the prefetched batches of workers."""

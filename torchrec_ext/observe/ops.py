@@ -45,7 +45,7 @@ def waits_for_device(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] |
     if name in ("aten::index", "aten::index_put", "aten::index_put_"):
         # Of these, only an index by a mask depends on values.
         return any(index is not None and index.dtype == torch.bool for index in args[1])
-    devices = [each.device.type for each in pytree.tree_leaves(args) if isinstance(each, Tensor)]
+    devices = [each.device.type for each in tensors_in(args)]
     non_blocking = kwargs.get("non_blocking") or args[-1] is True  # copy_ takes it by position
     if name in ("aten::_to_copy", "aten::copy_") and devices[-1] == "cuda" and not non_blocking:
         # The copy's target comes first, or is not among the arguments.
@@ -96,12 +96,12 @@ class Sizes:
     def add(self, packet: Any, args: Any, result: Any, seconds: float, line: str) -> None:
         """Adds an op of a line."""
         name = packet.__name__
-        tensors = _tensors_in((args, result))
+        tensors = tensors_in((args, result))
         most = max((each.numel() for each in tensors), default=0)
         (self.many if most > _FEW else self.few).append(seconds)
         if name in _LOOK_UPS:
             ids = args[1] if isinstance(args[1], Tensor) else args[-1]
-            count = max((each.numel() for each in _tensors_in(ids)), default=0)
+            count = max((each.numel() for each in tensors_in(ids)), default=0)
             if args[0].dim() > 1 and args[0].is_floating_point() and count:
                 self.looked_up[len(args[0])] += count
         else:
@@ -206,7 +206,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._flow.add(func, (args, kwargs), result)
         packet = func._overloadpacket
         self.kinds[packet.__name__] += seconds
-        if any(each.is_cuda for each in _tensors_in((args, result))):
+        if any(each.is_cuda for each in tensors_in((args, result))):
             waits = waits_for_device(func, args, kwargs)
         else:  # backward and optimizer belong to torch: what Python reads there is not for the user to change
             waits = packet.__name__ in _TO_PYTHON and line not in ("backward", "optimizer")
@@ -324,8 +324,8 @@ class Flow:
         """Adds an op, and returns its number."""
         number = len(self._readers)
         self._readers.append(set())
-        inputs = _tensors_in(arguments)
-        outputs = _tensors_in(result)
+        inputs = tensors_in(arguments)
+        outputs = tensors_in(result)
         for tensor in inputs:
             for writer in self._writers_of(tensor):
                 self._readers[writer].add(number)
@@ -353,7 +353,7 @@ class Flow:
         """Returns a function that also notes its tensors as used outside of ops."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            for tensor in _tensors_in((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 self._used.update(self._writers_of(tensor))
             return function(*args, **kwargs)
 
@@ -369,7 +369,8 @@ class Flow:
         return ops
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns the tensors in nested containers, in order."""
     return [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -17,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchrec_ext.diagnose.facts import LoaderFacts
 from torchrec_ext.observe.machine import bytes_read
 
-_LEAST_READ = 1_024  # bytes
-_WORKER_S = 3.0
+_LEAST_READ = 1_024  # bytes: fewer are the counter's own file and the like
+_WORKER_S = 3.0  # in which a worker is tried, by turns with the loader as it is
 
 
 class BatchSource:
@@ -35,7 +36,9 @@ class BatchSource:
             self.kind = "list"
         elif isinstance(batches, DataLoader):
             self.kind = "DataLoader"
-            self._iterable = loader_with(batches) if batches.persistent_workers else batches
+            if batches.persistent_workers:
+                # Its workers may be in the middle of the user's epoch: a copy has workers of its own.
+                self._iterable = loader_with(batches)
         self._iterator = iter(self._iterable)
         if self._iterator is batches:
             self.kind = "iterator"
@@ -94,7 +97,7 @@ class BatchSource:
         """Returns the loader; for an iterator, one that first replays the consumed batches."""
         if self.kind != "iterator":
             return self.batches
-        return _chained(list(self._history), self._iterator)
+        return chain(list(self._history), self._iterator)
 
     def close(self) -> None:
         """Ends the current epoch with its loader threads; a user's own iterator goes on."""
@@ -127,10 +130,10 @@ class BatchSource:
         after = bytes_read()
         count = None
         if before is not None and counted is not None and after is not None:
-            count = (after - counted) - (
-                counted - before
-            )  # looking reads a file too, of a size that differs by some digits
-            count = count if count >= _LEAST_READ else 0
+            # Looking reads a file too, of a size that differs by some digits.
+            count = (after - counted) - (counted - before)
+            if count < _LEAST_READ:
+                count = 0
         return LoaderFacts(
             kind=self.kind,
             dataset=name,
@@ -139,11 +142,6 @@ class BatchSource:
             collate_s=end - middle,
             bytes_read=count,
         )
-
-
-def _chained(history: Sequence[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    yield from history
-    yield from rest
 
 
 def loader_with(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
@@ -171,13 +169,15 @@ def worker_turns(loader: DataLoader[Any], call: Callable[[Any], object]) -> list
             call(next(with_worker))
         while perf_counter() < end or len(turns) < 2:
             seconds = _wall_seconds(as_it_is, call)
-            for _ in range(4):  # what the worker made while it was not asked
+            # Uses up what the worker made while it was not asked.
+            for _ in range(4):
                 call(next(with_worker))
             turns.append((seconds, _wall_seconds(with_worker, call)))
     except StopIteration:
         if not turns:
             raise RuntimeError("an epoch is too short to time a worker") from None
     finally:
+        # Ends the worker's process.
         del with_worker
     return turns
 
@@ -193,13 +193,14 @@ def _wall_seconds(batches: Iterator[Any], call: Callable[[Any], object]) -> floa
 
 def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object]:
     """Returns a function of a whole batch: ``fn`` is called with the entries of a tuple or list if it takes these."""
+    # A named tuple is one thing: whoever names the entries of a batch reads them by name.
     if not isinstance(batch, tuple | list) or hasattr(batch, "_fields"):
         return fn
     try:
         inspect.signature(fn).bind(*batch)
     except TypeError:
         return fn
-    except ValueError:  # it has no signature
+    except ValueError:  # a function in C may have no signature: it is tried with the entries
         pass
     return lambda entries: fn(*entries)
 
@@ -230,7 +231,9 @@ def _mapped(function: Callable[..., Any], *batches: Any) -> Any:
         return {key: _mapped(function, *(batch[key] for batch in batches)) for key in first}
     if isinstance(first, list | tuple):
         entries = [_mapped(function, *each) for each in zip(*batches, strict=True)]
-        return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
+        if hasattr(first, "_fields"):
+            return type(first)(*entries)
+        return type(first)(entries)
     return function(*batches)
 
 

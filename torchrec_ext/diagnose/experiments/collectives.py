@@ -28,9 +28,11 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroup, Work
 
+from torchrec_ext.observe.ops import tensors_in
 from torchrec_ext.observe.user_lines import calling_line, described
 
 Mode = Literal["watch", "trace", "record", "replay"]
+# Between two looks for an error of another rank: each look is a request to the store.
 _POLL_S = 0.25
 _numbers = itertools.count()
 _SAME = {
@@ -96,7 +98,10 @@ class Failures:
 
     def text(self) -> str:
         """Returns the error of the first rank with one; empty if there is none."""
-        return str(self._store.get(self._key).decode()) if self._store.check([self._key]) else ""
+        # Asked for first, because a store's get waits for a key that nobody has set.
+        if not self._store.check([self._key]):
+            return ""
+        return str(self._store.get(self._key).decode())
 
 
 class Collectives:
@@ -147,6 +152,7 @@ class Collectives:
         poll = threading.Thread(target=self._poll, args=(stop,), daemon=True)
         try:
             for name in _NAMES:
+                # Under autograd's keys, so that the kernels of c10d stand below and can be called from here.
                 for key in ("AutogradCPU", "AutogradCUDA"):
                     library.impl(name, self._kernel(name), key, with_keyset=True)  # type: ignore[no-untyped-call]
             if mode == "watch":
@@ -193,31 +199,34 @@ class Collectives:
         returns_tensors = len(op._schema.returns) == 2
 
         def kernel(keyset: Any, *args: Any) -> Any:
-            outputs = _tensors(args[0])
-            inputs = _tensors(args[1] if name in _OTHER else args[0])
+            outputs = tensors_in(args[0])
+            inputs = tensors_in(args[1]) if name in _OTHER else outputs
             if self._mode == "replay":
                 self._hand_back(name, outputs)
-                there: torch.futures.Future[Any] = torch.futures.Future()
-                there.set_result(outputs)  # DDP's reducer reads them from it
-                nothing = _work_of(there).boxed()
-                return (args[0], nothing) if returns_tensors else nothing
-            begin = self._moment()
-            result = op.redispatch(keyset & below, *args)
-            work = Work.unbox(result[1] if returns_tensors else result)
-            if any(each.is_cuda for each in inputs):
-                if self._mode != "watch":
-                    work.wait()
-                    torch.cuda.synchronize()
-            elif self._mode == "watch":
-                work = self._guarded(work, outputs)
+                arrived: torch.futures.Future[Any] = torch.futures.Future()
+                # DDP's reducer reads the tensors from the future.
+                arrived.set_result(outputs)
+                work = _work_of(arrived)
+                result = args
             else:
-                self._complete(work)
-            if self._mode == "trace":
-                ranks = tuple(dist.get_process_group_ranks(ProcessGroup.unbox(_group(args))))
-                count = 0 if name == "barrier" else sum(each.nbytes for each in inputs)
-                self.calls.append(Call(_NAMES[name], calling_line(), ranks, count, begin, self._moment()))
-            elif self._mode == "record" and name in _OTHER:
-                self._recorded.append((name, [each.clone() for each in outputs]))
+                begin = self._moment()
+                result = op.redispatch(keyset & below, *args)
+                work = Work.unbox(result[1] if returns_tensors else result)
+                if any(each.is_cuda for each in inputs):
+                    if self._mode != "watch":
+                        work.wait()
+                        torch.cuda.synchronize()
+                elif self._mode == "watch":
+                    work = self._guarded(work, outputs)
+                else:
+                    self._complete(work)
+                if self._mode == "trace":
+                    ranks = tuple(dist.get_process_group_ranks(ProcessGroup.unbox(_group(args))))
+                    # A barrier's tensor is a stand-in of c10d's own.
+                    count = 0 if name == "barrier" else sum(each.nbytes for each in inputs)
+                    self.calls.append(Call(_NAMES[name], calling_line(), ranks, count, begin, self._moment()))
+                elif self._mode == "record" and name in _OTHER:
+                    self._recorded.append((name, [each.clone() for each in outputs]))
             return (result[0], work.boxed()) if returns_tensors else work.boxed()
 
         return kernel
@@ -308,14 +317,6 @@ def _group(args: Sequence[Any]) -> Any:
     return next(each for each in args if isinstance(each, torch.ScriptObject))
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for each in value for tensor in _tensors(each)]
-    return []
-
-
 def calls_by_group(calls: Sequence[Call]) -> Mapping[tuple[int, ...], list[Call]]:
     """Returns the calls of each group of ranks, in order."""
     groups: dict[tuple[int, ...], list[Call]] = {}
@@ -346,6 +347,7 @@ class Ranks:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        # A group of its own, so that what the diagnosis exchanges never meets the step's collectives.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(minutes=10))
         self._key = f"torchrec_ext/why_slow/{next(_numbers)}"
         self._sections = 0
@@ -376,13 +378,15 @@ class Ranks:
             ValueError: a rank failed with one.
             RanksFailedError: a rank failed otherwise.
         """
-        texts = self.gather(None if error is None else (isinstance(error, ValueError), f"{what}{error}"))
+        outcome = None if error is None else (isinstance(error, ValueError), f"{what}{error}")
+        outcomes = self.gather(outcome)
         if error is not None:
             raise error
-        for rank, text in enumerate(texts):
-            if text is not None:
-                message = f"rank {rank}: {text[1]}"
-                raise ValueError(message) if text[0] else RanksFailedError(message, names_rank=True)
+        for rank, outcome in enumerate(outcomes):
+            if outcome is not None:
+                is_users, text = outcome
+                message = f"rank {rank}: {text}"
+                raise ValueError(message) if is_users else RanksFailedError(message, names_rank=True)
 
     def together(self, collectives: Collectives, call: Callable[[], Any]) -> tuple[Any, str]:
         """Runs a call with the user's collectives on all ranks; none waits for a rank with an error.
@@ -404,9 +408,17 @@ class Ranks:
             if not waited:
                 self.failures.tell(f"rank {self.rank}: {error}")
         outcomes = self.gather((waited, error))
+        # A key of the store cannot be taken back, so each section has its own.
         self.failures = collectives.failures = self._section()
-        failed = [f"rank {rank}: {text}" for rank, (behind, text) in enumerate(outcomes) if text and not behind]
-        if any(behind for behind, _ in outcomes) or 0 < len(failed) < self.size:
+        is_in_step = True
+        failed = []
+        for rank, (behind, text) in enumerate(outcomes):
+            if behind:
+                is_in_step = False
+            elif text:
+                failed.append(f"rank {rank}: {text}")
+        # If every rank has raised by itself, or none has, they are still in step with each other.
+        if not is_in_step or 0 < len(failed) < self.size:
             raise RanksFailedError("; ".join(failed) or "a rank has ended", names_rank=bool(failed))
         return result, outcomes[0][1]
 

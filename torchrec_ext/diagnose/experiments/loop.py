@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -125,7 +126,7 @@ class TrainingLoop:
         self.clock = StepClock(clock, cuda=self.cuda)
         self.source = BatchSource(batches)
         self.modules = [*state.modules, *modules]
-        inner = (module for root in state.modules for module in root.modules())
+        inner = chain.from_iterable(root.modules() for root in state.modules)
         self.compiled = any(type(module).__name__ == "OptimizedModule" for module in inner)
         self.pool: list[Any] = []
         self.fixed: Sequence[Any] = ()
@@ -134,8 +135,10 @@ class TrainingLoop:
         self.turn_steps = _STEPS[0]
         self.before_step: Callable[[Any], object] = lambda batch: None
         self.not_measured: dict[str, str] = {}
-        self.notes = [*filter(None, [clock.note]), *dict.fromkeys(state.notes), *self.source.notes]
-        if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+        self.notes = [*dict.fromkeys(state.notes), *self.source.notes]
+        if clock.note:
+            self.notes.insert(0, clock.note)
+        if not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("clang++"):
             self.notes.append("there is no C++ compiler here, which adopt and torch.compile need: install g++")
         self._step = called_with(fn, self.source.first)
 
@@ -163,13 +166,18 @@ class TrainingLoop:
         begin = self.clock.moment()
         self.call(batch)
         step = self._end("step", begin)
-        parts = {name: self._seconds(name) for name in ("backward", "optimizer")}
-        return {"data": data, "sleep": sleep, "step": step, "forward": step - sum(parts.values()), **parts}
+        seconds = {"backward": 0.0, "optimizer": 0.0}
+        for span in self.spans[:-1]:
+            seconds[span.name] += span.seconds
+        # All that is neither of the two counts as forward: so the parts add up to the step.
+        forward = step - (seconds["backward"] + seconds["optimizer"])
+        return {"data": data, "sleep": sleep, "step": step, "forward": forward, **seconds}
 
     def run(self) -> Round:
         """Runs the iterations of a round, and returns the mean seconds of their parts."""
         if self.iterations > 1:
-            self.iterate()  # makes anew what the step keeps for later, which was put back
+            # What the step keeps for later was put back: it makes that anew once, and not in a timed iteration.
+            self.iterate()
         with garbage_seconds(self.clock) as collecting:
             parts = [self.iterate() for _ in range(self.iterations)]
         means = {name: statistics.fmean([each[name] for each in parts]) for name in parts[0]}
@@ -186,11 +194,14 @@ class TrainingLoop:
         workers = getattr(loader, "num_workers", 0)
         self.iterations = max(_ITERATIONS, steps_of_turn(seconds))
         self.turn_steps = steps_of_turn(first["step"])
-        if workers:  # what they made ahead must be used up before a wait for them shows
+        if workers:
+            # What the workers made ahead must be used up before a wait for them shows.
             self.iterations = max(self.iterations, 3 * workers * (loader.prefetch_factor or 2))
-        elif seconds > 0.5 or elapsed_s > 1.0:  # the latter on a machine that others use
+        elif seconds > 0.5 or elapsed_s > 1.0:
+            # The latter where others use the machine, and a first iteration waits for cores.
             self.iterations = self.turn_steps = 1
-        elif self.source.kind == "iterator":  # all that is taken of it is kept
+        elif self.source.kind == "iterator":
+            # All that is taken of an iterator is kept in memory, to be handed back.
             self.iterations = _ITERATIONS
 
     # -------------------------------------------------------------------------------------------------- steps in a row
@@ -230,9 +241,6 @@ class TrainingLoop:
         self.spans.append(span)
         return span.seconds
 
-    def _seconds(self, name: str) -> float:
-        return sum(span.seconds for span in self.spans if span.name == name)
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Notes a span for every backward and every optimizer's step meanwhile."""
@@ -248,13 +256,16 @@ class TrainingLoop:
 
             return call
 
+        def begin(*_: Any) -> None:
+            moments.append(self.clock.moment())
+
         def end(*_: Any) -> None:
+            # A stack, because an optimizer may step others inside of its own step.
             if moments:
                 self._end("optimizer", moments.pop())
 
         with calls_of_autograd(timed), ExitStack() as stack:
-            before = register_optimizer_step_pre_hook(lambda *_: moments.append(self.clock.moment()))
-            stack.callback(before.remove)
+            stack.callback(register_optimizer_step_pre_hook(begin).remove)
             stack.callback(register_optimizer_step_post_hook(end).remove)
             yield
 
@@ -266,8 +277,12 @@ def garbage_seconds(clock: Callable[[], float]) -> Iterator[list[float]]:
     thread = threading.get_ident()
 
     def collect(phase: str, _: object) -> None:
-        if threading.get_ident() == thread:
-            spent[0] += -clock() if phase == "start" else clock()
+        if threading.get_ident() != thread:
+            return
+        if phase == "start":
+            spent[0] -= clock()
+        else:
+            spent[0] += clock()
 
     gc.callbacks.append(collect)
     try:

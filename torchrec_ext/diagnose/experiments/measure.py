@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -33,7 +35,8 @@ from torchrec_ext.observe.user_lines import described
 _TOWER_STEPS = 4
 _SMALL_TABLE = 5  # a table is small with so many rows for each id that a step reads, and is made so for the experiment
 _DATA_S = 5.0  # at most, for a loader whose step cannot be run
-SAMPLE_S = 1.5  # seconds of the loop in which it is sampled at which lines it is
+# Seconds of the loop in which it is sampled at which lines it is: 500 samples.
+SAMPLE_S = 1.5
 _BURST, _BURST_S = 10, 0.05  # times the usual batch, and seconds, from which on the longest one is named
 _LINES = 20  # that are kept of these
 
@@ -88,15 +91,16 @@ class Experiments:
                 counted.scale_to(statistics.median([each["step"] for each in rounds]))
             lines, sampled_s = self._sample_lines(counted)
         else:
-            rounds = self._time_data()
+            rounds = _time_data(loop, self._budget_s)
         loop.notes += _burst_notes(loop.source.seconds, rounds)
         worker = self._time_worker(rounds)
         runs = self._time_between(between)
         products = self._products(counted)
         kernels, device_busy = self._watch_device(rounds)
-        # Before and after the rounds, because others may have the machine at one of both moments.
-        flops, traffic = machine if cuda else map(max, machine, roofline())
-        rows_of_tables = {p.shape[0] for module in loop.modules for p in module.parameters() if p.dim() > 1}
+        flops, traffic = machine
+        if not cuda:
+            # Before and after the rounds, because others may have the machine at one of both moments.
+            flops, traffic = map(max, machine, roofline())
         facts = Facts(
             rounds=rounds,
             worker=worker,
@@ -108,24 +112,16 @@ class Experiments:
             sync_lines=counted.syncs.most_common(5),
             loss_sync_lines=counted.syncs_of_loss.most_common(5),
             sync_ops=sum(ops.feeding for ops in counted.by_line.values()),
-            op_s=0.0 if cuda else counted.seconds,
-            work_s=0.0 if cuda else counted.work,
             op_kinds=sorted(counted.kinds.items(), key=lambda each: -each[1])[:5],
             lines=lines,
             sampled_s=sampled_s,
-            whole_tables=() if cuda else list(counted.sizes.whole_tables(rows_of_tables)),
-            all_items=() if cuda else list(counted.sizes.all_items()),
-            double_s=0.0 if cuda else sum(counted.sizes.double.values()),
-            double_line=max(counted.sizes.double, key=counted.sizes.double.__getitem__, default=""),
             modes=self._variants.modes,
             product_s=products.seconds,
             product_flops=products.flops,
             layers=products.layers,
             tables=[each for each, _ in counted.tables.values()],
             towers=self._time_towers(rounds),
-            # ShardedTensor has no numel().
-            parameters=sum(each.size().numel() for each in _parameters_of(loop.state.optimizers).values())
-            - self._still,
+            parameters=sum(map(_size, _parameters_of(loop.state.optimizers).values())) - self._still,
             optimizers=[type(each).__name__ for each in loop.state.optimizers],
             loader=self._loader(),
             kernels=kernels,
@@ -142,6 +138,19 @@ class Experiments:
             not_measured=loop.not_measured,
             notes=loop.notes,
         )
+        if not cuda:
+            # On a GPU an op returns before its kernel runs, so its seconds say nothing.
+            sizes = counted.sizes
+            rows_of_tables = {p.shape[0] for module in loop.modules for p in module.parameters() if p.dim() > 1}
+            facts = dataclasses.replace(
+                facts,
+                op_s=counted.seconds,
+                work_s=counted.work,
+                whole_tables=list(sizes.whole_tables(rows_of_tables)),
+                all_items=list(sizes.all_items()),
+                double_s=sum(sizes.double.values()),
+                double_line=max(sizes.double, key=sizes.double.__getitem__, default=""),
+            )
         return self._rounds.facts(facts)
 
     def _count_ops(self) -> Counted:
@@ -157,18 +166,22 @@ class Experiments:
         with self._rounds.local():
             attempt(loop, Variant("ops", count))
         self._variants.modes = sorted(counted.modes)
-        kinds = nn.Embedding | nn.EmbeddingBag  # TorchRec's kernels move only the rows that they read
-        tables = [(facts, module) for facts, module in counted.tables.values() if isinstance(module, kinds)]
-        self._still = sum(max(0, facts.rows - facts.read) * facts.dim for facts, module in tables if module.sparse)
         trained = _parameters_of(loop.state.optimizers)
-        counted.tables = {
-            id(module): (facts, module)
-            for facts, module in tables
-            if facts.rows > _SMALL_TABLE * facts.read and id(module.weight) in trained and not module.sparse
-        }
+        tables = {}
+        reads = []
+        for facts, module in counted.tables.values():
+            # TorchRec's kernels move only the rows that they read.
+            if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                continue
+            if module.sparse:
+                # Neither the optimizer nor its traffic touches the other rows.
+                self._still += max(0, facts.rows - facts.read) * facts.dim
+            elif facts.rows > _SMALL_TABLE * facts.read and id(module.weight) in trained:
+                tables[id(module)] = facts, module
+                reads.append((module, facts.read))
+        counted.tables = tables
         # A step with small tables moves few rows: what it takes less is the price of the sweep over all rows.
-        if counted.tables:
-            reads = [(module, facts.read) for facts, module in counted.tables.values()]
+        if reads:
             self._variants.small = SmallTables(loop.state, reads, _SMALL_TABLE)
         return counted
 
@@ -189,7 +202,8 @@ class Experiments:
             end = time.perf_counter() + SAMPLE_S
             with samples:
                 while time.perf_counter() < end or not iterations:
-                    if loop.source.kind == "iterator":  # all that is taken of it is kept
+                    if loop.source.kind == "iterator":
+                        # All that is taken of it is kept in memory.
                         loop.call(loop.pool[0])
                     else:
                         loop.iterate()
@@ -204,32 +218,11 @@ class Experiments:
         seconds = sum(samples.seconds.values()) / iterations
         return _line_facts(samples, counted, iterations), seconds
 
-    def _time_data(self) -> Sequence[Round]:
-        """Times the loader alone, after a failed step."""
-        loop = self._loop
-        rounds: list[Round] = []
-        end = time.perf_counter() + min(_DATA_S, self._budget_s)
-        while len(rounds) < FEWEST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() < end):
-            ahead = loop.source.is_ahead
-            try:
-                batch, data, sleep = loop.source.take(loop.clock)
-            except StopIteration:
-                loop.note_end()
-                break
-            except Exception as error:
-                loop.not_measured["data"] = f"the loader raised {described(error)}"
-                break
-            loop.pool = [batch]
-            if not ahead:
-                rounds.append({"data": data, "sleep": sleep})
-        return rounds
-
     def _time_towers(self, rounds: Sequence[Round]) -> Sequence[tuple[str, float]]:
         """Returns independent sub-networks, with their shares of the forward."""
         loop = self._loop
-        if self._rounds.size > 1:  # the ranks have the cores that towers would run on
-            return ()
-        if loop.cuda or loop.compiled or not rounds or "forward" not in rounds[0]:
+        # Several ranks have the cores already that towers would run on.
+        if self._rounds.size > 1 or loop.cuda or loop.compiled or not rounds or "forward" not in rounds[0]:
             return ()
         forwards: list[dict[str, float]] = []
         try:
@@ -241,11 +234,15 @@ class Experiments:
         except Exception as error:
             loop.not_measured["towers"] = described(error)
             return ()
+        # The forward of steps in a row, as these are: with no loader between them.
         whole = statistics.median([each.get("ready", each["step"]) * each["forward"] / each["step"] for each in rounds])
         if not whole:
             return ()
-        names = [name for name in forwards[0] if all(name in each for each in forwards)]
-        return [(name, min(1.0, min(each[name] for each in forwards) / whole)) for name in names]
+        shares = []
+        for name in forwards[0]:
+            if all(name in each for each in forwards):
+                shares.append((name, min(1.0, min(each[name] for each in forwards) / whole)))
+        return shares
 
     def _watch_device(self, rounds: Sequence[Round]) -> tuple[int, float | None]:
         """Returns the number of kernels of a step on a CUDA device, and their share of its time."""
@@ -276,10 +273,11 @@ class Experiments:
         """Times a real worker by turns with the loader as it is; none if a rank cannot."""
         loop = self._loop
         loader = loop.source.batches
-        why_not = next(filter(None, self._rounds.gather(self._no_worker(rounds))), "")
+        # None where one rank cannot: the others would wait for it.
+        reasons = [why for why in self._rounds.gather(_no_worker(loop, rounds)) if why]
         turns: list[tuple[float, float]] = []
-        if why_not:
-            loop.not_measured["worker"] = why_not
+        if reasons:
+            loop.not_measured["worker"] = reasons[0]
         else:
 
             def measure() -> Round:
@@ -293,21 +291,6 @@ class Experiments:
             return ()
         exposed = statistics.median([each.get("wait", 0.0) + each.get("exchange", 0.0) for each in rounds])
         return [(old + exposed, new + exposed) for old, new in turns]
-
-    def _no_worker(self, rounds: Sequence[Round]) -> str:
-        """Returns why no worker is tried; empty if one is."""
-        loader = self._loop.source.batches
-        if self._loop.recipe:
-            return "this package's loader has no worker processes: a thread builds batches ahead"
-        if not isinstance(loader, DataLoader):
-            return "batches come from no DataLoader"
-        if loader.num_workers or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-            return "only for a Dataset with rows and no workers yet"
-        if "step" in self._loop.not_measured or not rounds:
-            return "the step does not run"
-        if statistics.median([each["data"] / (each["data"] + each["step"]) for each in rounds]) < 0.1:
-            return "the loader takes under a tenth of the time"
-        return ""
 
     def _products(self, counted: Counted) -> Products:
         if self._loop.cuda:
@@ -330,7 +313,8 @@ class Experiments:
                     continue
                 runs.append(Between(name=name, seconds=loop.clock() - start, steps=steps))
 
-        if self._rounds.size > 1 and "step" in loop.not_measured:  # the ranks may not be in step any more
+        if self._rounds.size > 1 and "step" in loop.not_measured:
+            # The ranks may not be in step any more.
             return ()
         try:
             self._rounds.real(run)
@@ -340,30 +324,73 @@ class Experiments:
         return runs
 
 
+def _time_data(loop: TrainingLoop, budget_s: float) -> Sequence[Round]:
+    """Times the loader alone, after a failed step."""
+    rounds: list[Round] = []
+    end = time.perf_counter() + min(_DATA_S, budget_s)
+    while len(rounds) < FEWEST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() < end):
+        ahead = loop.source.is_ahead
+        try:
+            batch, data, sleep = loop.source.take(loop.clock)
+        except StopIteration:
+            loop.note_end()
+            break
+        except Exception as error:
+            loop.not_measured["data"] = f"the loader raised {described(error)}"
+            break
+        loop.pool = [batch]
+        if not ahead:
+            rounds.append({"data": data, "sleep": sleep})
+    return rounds
+
+
+def _no_worker(loop: TrainingLoop, rounds: Sequence[Round]) -> str:
+    """Returns why no worker is tried; empty if one is."""
+    loader = loop.source.batches
+    if loop.recipe:
+        return "this package's loader has no worker processes: a thread builds batches ahead"
+    if not isinstance(loader, DataLoader):
+        return "batches come from no DataLoader"
+    if loader.num_workers or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        return "only for a Dataset with rows and no workers yet"
+    if "step" in loop.not_measured or not rounds:
+        return "the step does not run"
+    if statistics.median([each["data"] / (each["data"] + each["step"]) for each in rounds]) < 0.1:
+        return "the loader takes under a tenth of the time"
+    return ""
+
+
 def _line_facts(samples: Samples, counted: Counted, iterations: int) -> Sequence[LineFacts]:
     """Returns the user's lines of most seconds, with their ops."""
     lines = []
     for (phase, line), seconds in samples.seconds.items():
+        # A line without a text is none of the user's, such as that of garbage collections.
         if line.text:
             ops = counted.by_line.get(line, OpsOfLine())
-            lines.append(
-                LineFacts(
-                    name=line.name,
-                    text=line.text,
-                    phase=phase,
-                    seconds=seconds / iterations,
-                    ops=ops.ops,
-                    op_s=ops.seconds,
-                    sync_ops=ops.feeding,
-                )
+            of_line = LineFacts(
+                name=line.name,
+                text=line.text,
+                phase=phase,
+                seconds=seconds / iterations,
+                ops=ops.ops,
+                op_s=ops.seconds,
+                sync_ops=ops.feeding,
             )
+            lines.append(of_line)
     return sorted(lines, key=lambda each: -each.seconds)[:_LINES]
 
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Any]:
     """Returns the parameters of all optimizers by id."""
-    groups = [group for each in optimizers for group in each.param_groups]
-    return {id(parameter): parameter for group in groups for parameter in group["params"]}
+    parameters = {}
+    for group in chain.from_iterable(each.param_groups for each in optimizers):
+        parameters.update({id(parameter): parameter for parameter in group["params"]})
+    return parameters
+
+
+def _size(parameter: Any) -> int:
+    # ShardedTensor has no numel().
+    return int(parameter.size().numel())
 
 
 def _burst_notes(seconds: Sequence[float], rounds: Sequence[Round]) -> list[str]:

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -39,7 +40,7 @@ from torchrec_ext.observe.user_lines import described
 
 LINK_BYTES = 2**18  # that a rank sends to each other one
 _LINK_S = 2.0  # at most, for all of these
-_LEAST_ALONE_S = 0.2
+_LEAST_ALONE_S = 0.2  # of steps of a rank by itself, of which one wait for a core must not be the half
 # Steps of a round, at least and at most: a rank that is slow in every second step is not always, or never, seen to be.
 _TRACED = 4, 16
 _RECORDED = 2  # batches on which steps run without exchange
@@ -67,11 +68,14 @@ class LocalSteps:
         self._recorded: dict[int, list[Any]] = {}
         self._replaying = False
         loop.before_step = self._rewind
-        modules = [each for root in loop.modules for each in every_module(root)]
-        self._copies = [each for each in modules if isinstance(each, DistributedDataParallel)]
-        self.fused: list[Any] = [
-            each.fused_optimizer for each in modules if hasattr(each, "emb_module") and hasattr(each, "fused_optimizer")
-        ]
+        self._copies: list[DistributedDataParallel] = []
+        self.fused: list[Any] = []
+        for module in chain.from_iterable(map(every_module, loop.modules)):
+            if isinstance(module, DistributedDataParallel):
+                self._copies.append(module)
+            # Kernels alone: a sharded collection has a `fused_optimizer` too, of all its kernels.
+            if hasattr(module, "emb_module") and hasattr(module, "fused_optimizer"):
+                self.fused.append(module.fused_optimizer)
 
     def _rewind(self, batch: Any) -> None:
         if self._replaying:
@@ -113,7 +117,8 @@ class LocalSteps:
                 each.require_backward_grad_sync = False
             # Set the learning rate of sharded tables to 0: an update takes as long and moves nothing.
             for fused in self.fused:
-                stack.callback(fused.zero_grad)  # hands the rate to the kernel
+                # zero_grad hands the rate to the kernel.
+                stack.callback(fused.zero_grad)
                 for group in fused.param_groups:
                     stack.callback(group.__setitem__, "lr", group["lr"])
                     group["lr"] = 0.0
@@ -188,6 +193,7 @@ class RankRounds:
         try:
             for _ in range(3):
                 failure = None
+                # The batch by itself first: a loader that raises must not leave the other ranks in the step.
                 try:
                     self._loop.source.peek()
                 except StopIteration:
@@ -223,11 +229,15 @@ class RankRounds:
         missing = loop.not_measured
         first = self.real(loop.run)
         loop.choose_iterations(first, time.perf_counter() - start)
+        # As many as on rank 0: ranks that ran other numbers of steps would wait for each other for ever.
         loop.iterations, loop.turn_steps = self.gather((loop.iterations, loop.turn_steps))[0]
+        # The other ranks of a host are no neighbours: what they use is not counted as busy.
         rate = (_process_seconds() - before) / max(time.perf_counter() - start, 1e-9)
         others = sum(self.gather(rate)) - rate
         cores = busy()
-        self.busy = self.gather(None if cores is None else max(0.0, cores - others))[0]
+        if cores is not None:
+            cores = max(0.0, cores - others)
+        self.busy = self.gather(cores)[0]
         self._probe()
         variants = self._shared(list(self._variants.of_step(first["step"], self.busy)))
         self._try_each(variants, start)
@@ -264,10 +274,10 @@ class RankRounds:
 
     def _shared(self, variants: list[Variant]) -> list[Variant]:
         """Returns the experiments of all ranks, in rank 0's order."""
-        names = self.gather([each.name for each in variants])
+        first, *others = self.gather([each.name for each in variants])
         by_name = {each.name: each for each in variants}
         self.share_missing()
-        return [by_name[name] for name in names[0] if all(name in each for each in names)]
+        return [by_name[name] for name in first if all(name in names for names in others)]
 
     def _try_each(self, variants: list[Variant], start: float) -> None:
         """Runs each experiment once, and gives up those beyond the budget."""
@@ -293,6 +303,7 @@ class RankRounds:
         together = []
         error: Exception | None = None
         with self._steps.without_exchange():
+            # Twice, and the shorter counts: other processes can only make a step longer.
             for _ in range(2):
                 for rank in range(self.size):
                     self._meet()
@@ -308,7 +319,8 @@ class RankRounds:
             self._loop.not_measured["one rank alone"] = described(error)
         else:
             self._facts = dataclasses.replace(self._facts, alone_s=min(alone), together_s=min(together))
-        device = next((each.device for root in self._loop.modules for each in root.parameters()), torch.device("cpu"))
+        parameters = chain.from_iterable(root.parameters() for root in self._loop.modules)
+        device = next((each.device for each in parameters), torch.device("cpu"))
         self._latency_s, send_s = _probe_links(self._ranks, device)
         self._facts = dataclasses.replace(self._facts, send_s=send_s)
 
@@ -340,21 +352,28 @@ def _probe_links(ranks: Ranks, device: torch.device) -> tuple[float, float]:
         dist.all_reduce(few)
         _settle(device)
         latencies.append(time.perf_counter() - start)
+    # The first two warm up. The least of the ranks: the one that came last has waited for nobody.
     latency_s = min(ranks.gather(statistics.median(latencies[2:])))
     begin = time.perf_counter()
     turns = list[list[float]]()
     while ranks.gather(len(turns) < 2 or (len(turns) < 6 and time.perf_counter() - begin < _LINK_S))[0]:
         turns.append([_arrival_s(ranks, sender, many) for sender in range(ranks.size)])
-    by_rank = ranks.gather([min(turn[sender] for turn in turns) for sender in range(ranks.size)])
-    return latency_s, max(each[ranks.rank] for each in by_rank)  # the last of those that receive
+    by_rank = ranks.gather([min(seconds) for seconds in zip(*turns, strict=True)])
+    # A message has been sent when the last rank has received it.
+    return latency_s, max(each[ranks.rank] for each in by_rank)
 
 
 def _arrival_s(ranks: Ranks, sender: int, many: Tensor) -> float:
     """Returns the seconds until this rank has received a message of one sender."""
     share = LINK_BYTES // 4
-    own = ranks.rank
-    sizes = [share * (sender == own and rank != own) for rank in range(ranks.size)]
-    counts = [share * (rank == sender != own) for rank in range(ranks.size)]
+    # How many numbers this rank sends to each rank, and receives from each.
+    sizes = [0] * ranks.size
+    counts = [0] * ranks.size
+    if sender == ranks.rank:
+        sizes = [share] * ranks.size
+        sizes[sender] = 0
+    else:
+        counts[sender] = share
     ranks.meet()
     start = time.perf_counter()
     dist.all_to_all_single(many.new_empty(sum(counts)), many[: sum(sizes)], counts, sizes)
@@ -388,11 +407,14 @@ def _process_seconds() -> float:
 def _id_count(batch: Any) -> int:
     """Returns the ids of a batch: values of its jagged tensors, and entries of its tensors of whole numbers."""
     if isinstance(batch, Tensor):
-        return 0 if batch.is_floating_point() or batch.is_complex() else batch.numel()
-    if hasattr(batch, "lengths") and hasattr(batch, "values") and not isinstance(batch, Mapping):
-        return int(batch.values().numel())
+        is_id = not batch.is_floating_point() and not batch.is_complex()
+        return batch.numel() if is_id else 0
     if isinstance(batch, Mapping):
         return sum(map(_id_count, batch.values()))
+    if hasattr(batch, "lengths") and hasattr(batch, "values"):
+        return int(batch.values().numel())
     if isinstance(batch, list | tuple):
         return sum(map(_id_count, batch))
-    return sum(map(_id_count, vars(batch).values())) if dataclasses.is_dataclass(batch) else 0
+    if dataclasses.is_dataclass(batch):
+        return sum(map(_id_count, vars(batch).values()))
+    return 0

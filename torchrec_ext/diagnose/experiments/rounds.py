@@ -20,6 +20,8 @@ from torchrec_ext.observe.user_lines import described
 MOST_ROUNDS, FEWEST_ROUNDS = 15, 4
 _LONGER = 3  # times so many rounds where they are spread too far for a verdict, and there is time
 _STEADY = 0.25  # spread of iterations at which no further rounds are made
+# With fewer rounds there is no verdict, so the first four may take longer than the budget.
+_OVERTIME = 3
 
 
 def enough(rounds: Sequence[Round]) -> bool:
@@ -31,7 +33,9 @@ def enough(rounds: Sequence[Round]) -> bool:
 
 def is_late(count: int, elapsed_s: float, budget_s: float) -> bool:
     """Whether so many rounds took longer than the budget; the first four may take three times as long."""
-    return count > 0 and elapsed_s > (budget_s if count >= FEWEST_ROUNDS else 3 * budget_s)
+    if count < FEWEST_ROUNDS:
+        budget_s = _OVERTIME * budget_s
+    return count > 0 and elapsed_s > budget_s
 
 
 def is_too_slow(round_s: float, elapsed_s: float, budget_s: float) -> bool:

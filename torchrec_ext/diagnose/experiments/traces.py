@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torchrec_ext.needs_torch  # noqa: F401
 
@@ -84,7 +84,11 @@ def _matched(steps: Sequence[Traced], offsets: Sequence[float]) -> list[Meeting]
 
 
 def _inside(step: Traced, call: Call) -> str:
-    return next((each.name for each in step.parts if each.begin.wall <= call.begin.wall <= each.end.wall), "forward")
+    for part in step.parts:
+        if part.begin.wall <= call.begin.wall <= part.end.wall:
+            return part.name
+    # What is neither backward nor an optimizer counts as forward, as in a round of one process.
+    return "forward"
 
 
 def parted(traced: Sequence[Sequence[Traced]], offsets: Sequence[float] = ()) -> list[list[Round]]:
@@ -102,9 +106,12 @@ def parted(traced: Sequence[Sequence[Traced]], offsets: Sequence[float] = ()) ->
             for rank in meeting.calls:
                 waits[rank] += meeting.wait_s(rank, offsets[rank])
         for rank, step in enumerate(steps):
-            parts = {name: sum(each.seconds for each in step.parts if each.name == name) for name in STEP_PARTS}
+            parts = dict.fromkeys(STEP_PARTS, 0.0)
+            for part in step.parts:
+                parts[part.name] += part.seconds
             parts["forward"] = step.step.seconds - sum(parts.values())
             inside = 0.0
+            # Collectives count by themselves, and not for the part that calls them.
             for call in step.calls:
                 seconds = call.end.own_s - call.begin.own_s
                 parts[_inside(step, call)] -= seconds
@@ -127,16 +134,20 @@ def parted(traced: Sequence[Sequence[Traced]], offsets: Sequence[float] = ()) ->
 def collectives_of(traced: Sequence[Sequence[Traced]], offsets: Sequence[float]) -> list[CollectiveFacts]:
     """Returns the collectives of a step, each by its medians over the traced steps."""
     all_steps = list(zip(*traced, strict=True))
-    matched = [_matched(steps, offsets) for steps in all_steps]
-    kinds = [tuple((meeting.first_call.name, meeting.first_call.ranks) for meeting in meetings) for meetings in matched]
-    if not kinds:
+    by_kind: dict[tuple[Any, ...], list[list[Meeting]]] = {}
+    first_steps: dict[tuple[Any, ...], Sequence[Traced]] = {}
+    for steps in all_steps:
+        meetings_of_step = _matched(steps, offsets)
+        kind = tuple((meeting.first_call.name, meeting.first_call.ranks) for meeting in meetings_of_step)
+        by_kind.setdefault(kind, []).append(meetings_of_step)
+        first_steps.setdefault(kind, steps)
+    if not by_kind:
         return []
     # A check in every hundredth step is none of a step's collectives.
-    usual = max(kinds, key=kinds.count)
-    first = all_steps[kinds.index(usual)]
+    usual = max(by_kind, key=lambda kind: len(by_kind[kind]))
+    first = first_steps[usual]
     collectives = []
-    of_usual = [meetings for meetings, kind in zip(matched, kinds, strict=True) if kind == usual]
-    for meetings in zip(*of_usual, strict=True):
+    for meetings in zip(*by_kind[usual], strict=True):
         call = meetings[0].first_call
         ranks = list(meetings[0].calls)
         exchange = []
@@ -169,21 +180,25 @@ def common_rounds(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
     """
     typical: list[Round] = []
     for rounds in zip(*by_rank, strict=True):
-        names = [name for name in rounds[0] if all(name in each for each in rounds)]
-        low = {name: lower_median([each[name] for each in rounds]) for name in names}
+        low = {}
+        for name in rounds[0]:
+            if all(name in each for each in rounds):
+                low[name] = lower_median([each[name] for each in rounds])
         each = {name: low[name] for name in ("data", "sleep", "op", "bare", "sync", "gc") if name in low}
         # The least: a rank that stood in the run queue does not see that itself, and the others waited for it.
         each["step"] = max(min(other["data"] + other["step"] for other in rounds) - low["data"], 0.0)
-        parts = {name: low[f"traced_{name}"] for name in STEP_PARTS}
-        scale = min(1.0, each["step"] / max(sum(parts.values()), 1e-12))
-        each |= {name: seconds * scale for name, seconds in parts.items()}
+        # Traced steps complete each collective where it is called, so they are longer than those of the loop.
+        traced_s = sum(low[f"traced_{name}"] for name in STEP_PARTS)
+        scale = min(1.0, each["step"] / max(traced_s, 1e-12))
+        for name in STEP_PARTS:
+            each[name] = low[f"traced_{name}"] * scale
         exposed = max(0.0, each["step"] - sum(each[name] for name in STEP_PARTS))
         each["exchange"] = min(exposed, low["traced_exchange"])
         each["wait"] = exposed - each["exchange"]
         beyond = max(0.0, each["step"] - low.get("ready", each["step"]))
-        for name in names:
+        for name, seconds in low.items():
             if name not in each and not name.startswith("traced_"):
-                each[name] = low[name] + beyond
+                each[name] = seconds + beyond
         typical.append(each)
     return typical
 
@@ -192,17 +207,14 @@ def facts_of_ranks(by_rank: Sequence[Measured], latency: float, link_bytes: int)
     """Merges the measures of all ranks into facts."""
     offsets = [each.offset for each in by_rank]
     traced = [each.traced for each in by_rank]
-    steps = parted(traced, offsets)
-    lanes = _lanes([each[-1] for each in traced], offsets) if all(traced) else [()] * len(by_rank)
-    ranks = [
-        dataclasses.replace(
-            each.rank,
-            steps=steps[number],
-            spans=lanes[number],
-            ids=statistics.fmean([step.ids for step in each.traced]) if each.traced else 0.0,
-        )
-        for number, each in enumerate(by_rank)
-    ]
+    ranks = []
+    for each, steps in zip(by_rank, parted(traced, offsets), strict=True):
+        ranks.append(dataclasses.replace(each.rank, steps=steps))
+    if all(traced):
+        lanes = _lanes([steps[-1] for steps in traced], offsets)
+        for number, (spans, steps_of_rank) in enumerate(zip(lanes, traced, strict=True)):
+            ids = statistics.fmean([step.ids for step in steps_of_rank])
+            ranks[number] = dataclasses.replace(ranks[number], spans=spans, ids=ids)
     first = by_rank[0].facts
     notes = [*first.notes]
     for each in by_rank[1:]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -20,7 +21,8 @@ from torchrec_ext.diagnose.facts import Round
 from torchrec_ext.observe.clock import ThreadClock
 from torchrec_ext.observe.state_copy import StateCopy
 
-_TRIAL = 10.0  # times the step that a first trial may take, before the variant is given up
+# Times the step that a first trial may take: threads that wait for a core make a step many times as long.
+_TRIAL = 10.0
 _IDLE = 0.3  # cores that others may keep busy where more threads are tried
 
 
@@ -53,11 +55,14 @@ class Variants:
         """Yields the experiments for a step of so many seconds while others keep ``busy`` cores busy."""
         loop = self._loop
         not_measured = loop.not_measured
-        if self.small is not None and not loop.compiled:  # first, since it decides most
+        # First, since it decides most, and later variants are left out where there is no time.
+        if self.small is not None and not loop.compiled:
             yield Variant("small_tables", self._with_small_tables)
-        yield Variant("op", lambda: self._quietly(self._prices) if self.modes else self._prices())
         if self.modes:
+            yield Variant("op", lambda: self._quietly(self._prices))
             yield Variant("quiet", lambda: {"quiet": self._quietly(lambda: loop.timed(loop.steps()))})
+        else:
+            yield Variant("op", self._prices)
         yield Variant("ready", lambda: {"ready": loop.timed(loop.steps())})
         if loop.compiled:
             names = ("quadruple", "quarter", "double", "bf16", "small_tables")
@@ -89,9 +94,9 @@ class Variants:
         elif threads >= cores:
             why = f"{threads} thread(s) on {cores} core(s) are all of them"
         elif busy is None or busy > _IDLE:
-            which = "nobody knows how many" if busy is None else f"{busy:.1f}"
+            number = "nobody knows how many" if busy is None else f"{busy:.1f}"
             why = (
-                f"others keep {which} of {cores} cores busy, and threads that wait for a core make a step many times "
+                f"others keep {number} of {cores} cores busy, and threads that wait for a core make a step many times "
                 "slower; ask again on an idle machine"
             )
         if why:
@@ -112,8 +117,11 @@ class Variants:
             torch.set_num_threads(before)
 
     def _bf16(self) -> Round:
-        def inside() -> Any:  # which keeps the weights' casts until it ends
-            return torch.autocast("cuda" if self._loop.cuda else "cpu", torch.bfloat16)
+        device = "cuda" if self._loop.cuda else "cpu"
+
+        def inside() -> Any:
+            # Autocast keeps the weights' casts until it ends, so each step has its own, as in a loop.
+            return torch.autocast(device, torch.bfloat16)
 
         return {"bf16": self._loop.timed(self._loop.steps(), inside)}
 
@@ -166,12 +174,10 @@ class Variants:
                 return measure()
 
         with torch.autograd.set_detect_anomaly(False), ThreadPoolExecutor(1) as thread, ExitStack() as stack:
+            stack.callback(setattr, clock, "host", host)
             stack.callback(setattr, torch, "set_anomaly_enabled", torch.set_anomaly_enabled)
             setattr(torch, "set_anomaly_enabled", lambda *_: None)  # noqa: B010
-            try:
-                return thread.submit(measured).result()
-            finally:
-                clock.host = host
+            return thread.submit(measured).result()
 
 
 class SmallTables:
@@ -189,7 +195,6 @@ class SmallTables:
     def __init__(self, state: StateCopy, tables: Sequence[tuple[Any, int]], rows_for_each: int) -> None:
         self._state = state
         self._tables = tables
-        self._modules = [module for module, _ in tables]
         self._small: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._states: dict[tuple[int, int], dict[str, Any]] = {}
         self._rows_for_each = rows_for_each
@@ -199,16 +204,16 @@ class SmallTables:
         if not self._small:
             self._make()
         with ExitStack() as stack:
-            for root in self._state.modules:
-                for module in root.modules():
-                    for name, parameter in module._parameters.items():
-                        if parameter is not None and id(parameter) in self._small:
-                            module._parameters[name] = self._small[id(parameter)][1]
-                            stack.callback(module._parameters.__setitem__, name, parameter)
-            for module in self._modules:
+            for module in chain.from_iterable(root.modules() for root in self._state.modules):
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and id(parameter) in self._small:
+                        module._parameters[name] = self._small[id(parameter)][1]
+                        stack.callback(module._parameters.__setitem__, name, parameter)
+            for module, _ in self._tables:
                 stack.callback(module.register_forward_pre_hook(_modulo).remove)
             for optimizer in self._state.optimizers:
                 self._swap(optimizer, stack)
+            # Only now: an error on the way puts back what was swapped so far.
             self._stack = stack.pop_all()
         return self
 
@@ -218,9 +223,12 @@ class SmallTables:
     def _make(self) -> None:
         for module, reads in self._tables:
             weight = module.weight
+            # torch refuses a padding row outside of the table.
             rows = min(len(weight), max(1 + (module.padding_idx or 0), self._rows_for_each * reads))
             if id(weight) in self._small:
+                # Two modules share the weight: its small table has room for the ids of both.
                 rows = max(rows, len(self._small[id(weight)][1]))
+            # The weight is held too, so that its id is not used again.
             self._small[id(weight)] = weight, nn.Parameter(weight.detach()[:rows].clone())
 
     def _swap(self, optimizer: Optimizer, stack: ExitStack) -> None:
@@ -232,10 +240,8 @@ class SmallTables:
                 small = self._small[id(parameter)][1]
                 key = id(optimizer), id(parameter)
                 if key not in self._states:
-                    self._states[key] = {
-                        name: _first_rows(value, parameter, small)
-                        for name, value in optimizer.state.get(parameter, {}).items()
-                    }
+                    state = optimizer.state.get(parameter, {})
+                    self._states[key] = {name: _first_rows(value, parameter, small) for name, value in state.items()}
                 if self._states[key]:
                     optimizer.state[small] = self._states[key]
                 params[index] = small
@@ -246,7 +252,10 @@ class SmallTables:
 def _first_rows(value: Any, parameter: Tensor, small: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return (value[: len(small)] if value.shape[:1] == parameter.shape[:1] else value).clone()
+    # A count of steps has no rows.
+    if value.shape[:1] == parameter.shape[:1]:
+        value = value[: len(small)]
+    return value.clone()
 
 
 def _modulo(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
