@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -83,23 +84,26 @@ class StepSource(Protocol):
 
     def gradients(self, loss: Tensor, leaves: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor | None]]:
         """Returns the gradients of the loss by parameter name; None if the loss does not depend on a leaf."""
-        flat = [leaf for of_one in leaves.values() for leaf in of_one]
-        grads = iter(torch.autograd.grad(loss, flat, allow_unused=True))
-        return {name: [next(grads) for _ in of_one] for name, of_one in leaves.items()}
+        # One call for all leaves: the graph is walked once.
+        grads = iter(torch.autograd.grad(loss, list(chain.from_iterable(leaves.values())), allow_unused=True))
+        return {name: list(islice(grads, len(of_one))) for name, of_one in leaves.items()}
 
     def squared_norm(self, grads: Mapping[str, list[Tensor]]) -> Tensor:
         """Returns the sum of squares, (), of the gradients in ``grads``, for the limit on their norm."""
-        return torch.stack([grad.square().sum() for of_one in grads.values() for grad in of_one]).sum()
+        return torch.stack([grad.square().sum() for grad in chain.from_iterable(grads.values())]).sum()
 
     @torch.no_grad()
     def look_ups(self, inputs: StepInputs) -> dict[str, int]:
         """Counts the rows of each table read by a step on a batch."""
         counting = {name: _Counting(parameter.weight) for name, parameter in self.memory.tables.items()}
         device = self.memory.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        # Random numbers and buffers, such as those of a batch norm, stay as they are: this is no step.
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
             fixed = {name: tensor.clone() for name, tensor in self.memory.fixed.items()}
             self.reading = counting
-            self.forward(fixed, inputs.make(inputs.resident, [tensor.to(device) for tensor in inputs.tensors]))
+            tensors = [tensor.to(device) for tensor in inputs.tensors]
+            self.forward(fixed, inputs.make(inputs.resident, tensors))
         return {name: table.count for name, table in counting.items()}
 
     def no_gradient(self, names: Sequence[str]) -> None:
@@ -136,11 +140,10 @@ class ShardedSource(StepSource):
     def __init__(self, model: nn.Module, optimizer: HybridOptimizer) -> None:
         self.reading: Mapping[str, Reader] = {}
         self._model = lowered(model, static_bags(lambda name, ids: self.reading[name].read(ids)))
-        fixed = dict(self._model.named_buffers()) | {
-            name: parameter.detach()
-            for name, parameter in self._model.named_parameters()
-            if not parameter.requires_grad
-        }
+        fixed = dict(self._model.named_buffers())
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad:
+                fixed[name] = parameter.detach()
         self.clip_norm = optimizer.clip_norm
         self.memory = StepMemory(moved_parameters(model, optimizer), fixed)
         self._packer = Packer()
@@ -149,7 +152,7 @@ class ShardedSource(StepSource):
         """Returns the tensors of a batch, or of a drawn step: the latter becomes a batch inside the captured step."""
         if isinstance(item, DrawnStep):
             key = tuple(tensor.shape for tensor in item.tensors)
-            return StepInputs(key, key, key[0][0], item.tensors, item.source.assemble, item.source.tensors)
+            return StepInputs(key, key, len(item.tensors[0]), item.tensors, item.source.assemble, item.source.tensors)
         layout, tensors = self._packer.pack(item)
         rows = int(dict(layout.fields)["labels"][0][0])
         return StepInputs(layout, layout.sizes, rows, tensors, lambda _, parts: layout.batch(list(parts)))
@@ -222,6 +225,7 @@ class CapturedStep:
             CannotCaptureError: the engine cannot run the model, or there are too many shapes; nothing was trained.
         """
         if isinstance(item, TowerBatch) and item.fresh:
+            # Rows of new ids begin anew just before they are read: nothing of their past is left to catch up.
             for note in item.fresh:
                 self._memory.mark_rows_current(note.table, note.rows)
         step_inputs = self._source.inputs(item)
@@ -244,6 +248,7 @@ class CapturedStep:
     def _capture_once(self, step_inputs: StepInputs, inputs: Sequence[Tensor]) -> _Call:
         """Captures the step for batches of this shape, unless that has failed before."""
         key = step_inputs.key
+        # Capacities only grow, so a layout with shorter lists never returns.
         outgrown = [captured_key for captured_key, call in self._calls.items() if call.size == step_inputs.size]
         if key in self._failed:
             raise CannotCaptureError(self._failed[key])
@@ -257,7 +262,8 @@ class CapturedStep:
         except CannotCaptureError as error:
             self._failed[key] = str(error)
             raise
-        except Exception as error:  # perhaps the user's: the caller then runs the eager step on the same batch
+        except Exception as error:
+            # Perhaps the user's own: the caller then runs the eager step on the same batch, which raises it there.
             self._failed[key] = f"{type(error).__name__} at {with_text(raising_line(error))}: {first_line(error)}"
             raise CannotCaptureError(self._failed[key]) from error
         for captured_key in outgrown:
@@ -276,10 +282,10 @@ class CapturedStep:
                 f"batches of more than {MOST_GRAPHS} sizes: {sizes} rows; give them one batch_size"
             )
         key = step_inputs.key
-        last = next(
-            captured_key for captured_key in reversed(self._calls) if self._calls[captured_key].rows == step_inputs.rows
-        )
-        difference = last.difference(key) if isinstance(last, _Named) else f"{last} and {key}"
+        last = next(known for known in reversed(self._calls) if self._calls[known].rows == step_inputs.rows)
+        difference = f"{last} and {key}"
+        if isinstance(last, _Named):
+            difference = last.difference(key)
         raise CannotCaptureError(
             f"batches of {step_inputs.rows} rows differ in more than {MOST_GRAPHS} ways: {difference}"
         )
@@ -288,22 +294,23 @@ class CapturedStep:
         self._take_time()
         resident = step_inputs.resident
         make = step_inputs.make
-        if not self._calls:  # chosen once: later shapes update each table in the same way
+        # Chosen once: later shapes update each table in the same way.
+        if not self._calls:
             self._memory.choose(self._source.look_ups(step_inputs), self._rule)
-        memory = {**self._memory.tensors(), **{f"resident {number}": tensor for number, tensor in enumerate(resident)}}
-        names = list(memory)
-        count = len(memory)
+        memory = self._memory.tensors()
+        resident_end = len(memory) + len(resident)
 
         def step(*tensors: Tensor) -> list[Tensor]:
-            tensors_by_name = dict(zip(names, tensors, strict=False))
+            # The memory comes first, then the resident tensors, then the batch's.
             loss, output = self._trained(
-                tensors_by_name, lambda: make(tensors[count - len(resident) : count], tensors[count:])
+                dict(zip(memory, tensors, strict=False)),
+                lambda: make(tensors[len(memory) : resident_end], tensors[resident_end:]),
             )
             outputs, call.spec = pytree.tree_flatten(output)
             return [loss, *outputs]
 
         call = _Call(step_inputs.size, step_inputs.rows)
-        call.run = self._engine(step, list(memory.values()), list(inputs))
+        call.run = self._engine(step, [*memory.values(), *resident], list(inputs))
         return call
 
     @property
@@ -328,18 +335,19 @@ class CapturedStep:
         # The function is traced once and replayed, so it may only use tensors that it is called with.
         tables = {name: memory.table(parameter, tensors) for name, parameter in memory.tables.items()}
         self._source.reading = tables
-        dense = {
-            parameter.name: tensors[parameter.name].detach().requires_grad_()
-            for parameter in memory.parameters
-            if not parameter.table
-        }
+        model_tensors = {name: tensors[name] for name in memory.fixed}
+        leaves: dict[str, list[Tensor]] = {}
+        for parameter in memory.parameters:
+            if not parameter.table:
+                leaf = tensors[parameter.name].detach().requires_grad_()
+                model_tensors[parameter.name] = leaf
+                leaves[parameter.name] = [leaf]
         with torch.enable_grad():
             with self._autocast():
-                loss, output = self._source.forward({**dense, **{name: tensors[name] for name in memory.fixed}}, make())
-            leaves = {
-                **{name: [leaf] for name, leaf in dense.items()},
-                **{n: t.leaves() for n, t in tables.items()},
-            }
+                loss, output = self._source.forward(model_tensors, make())
+            # After the forward, because a table has a leaf for each of its look-ups.
+            for name, table in tables.items():
+                leaves[name] = table.leaves()
             grads = self._source.gradients(loss, leaves)
         unreached = [name for name, of_one in grads.items() if all(grad is None for grad in of_one)]
         self._source.no_gradient(unreached)
@@ -376,16 +384,18 @@ class CapturedStep:
 
     def _limit_norm(self, grads: dict[str, list[Tensor | None]], tables: Mapping[str, TableRows]) -> None:
         """Limits the norm of the gradients of dense layers and replicated tables, as :class:`HybridOptimizer` does."""
-        limited = [parameter.name for parameter in self._memory.parameters if not parameter.sharded]
         if not self._clip_norm:
             return
+        limited = [parameter.name for parameter in self._memory.parameters if not parameter.sharded]
         counted_grads = {name: [grad for grad in grads[name] if grad is not None] for name in limited}
         for name in limited:
             table = tables.get(name)
             if isinstance(table, RowTable) and grads[name]:
+                # A row that was looked up twice has one gradient in the norm: the sum of both.
                 row_gradients, is_representative = table.gradients(grads[name])
                 counted_grads[name] = [row_gradients * is_representative]
         norm = self._source.squared_norm(counted_grads).sqrt()
+        # torch's clip_grad_norm_ adds the same 1e-6.
         factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
         for name in limited:
             grads[name] = [None if grad is None else grad * factor for grad in grads[name]]

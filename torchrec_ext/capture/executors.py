@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrec_ext.capture.dropout import hashed_dropout
 from torchrec_ext.capture.lowering import CannotCaptureError
-from torchrec_ext.observe.ops import waits_for_device
+from torchrec_ext.observe.ops import tensors_in, waits_for_device
 from torchrec_ext.observe.state_copy import random_state, set_random_state
 from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
 
@@ -159,10 +159,10 @@ def traced(step: _Step, tensors: list[Tensor]) -> GraphModule:
 
 def depends_on_values(result: Any) -> bool:
     """Whether a traced call returned a number or a tensor size that depends on the values of its inputs."""
-    unknown = (torch.SymInt, torch.SymFloat, torch.SymBool)
     leaves = pytree.tree_leaves(result)
-    sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
-    return any(isinstance(leaf, unknown) for leaf in (*leaves, *sizes))
+    for tensor in tensors_in(leaves):
+        leaves += tensor.shape
+    return any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves)
 
 
 def cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
@@ -176,6 +176,7 @@ def cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     with torch.cuda.device(device):
         random = random_state(device)
         spare = generator.clone_state()
+        # The runs before a capture train for real, so the memory is put back.
         memory_before = _copied(memory, device)
         try:
             static_inputs = [tensor.clone() for tensor in inputs]
@@ -209,11 +210,13 @@ def cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
 
 def _captured_graph(step: _Step, tensors: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     """Runs the step as often as a capture requires, and captures it; returns the graph and its outputs."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad():
-        with torch.cuda.stream(stream):  # torch requires a few runs before a capture, on a side stream
-            # A capture that fails would leave torch's allocator as if it still went on.
+        # torch requires a few runs before a capture, on a side stream.
+        with torch.cuda.stream(stream):
+            # A capture that fails would leave torch's allocator as if it still went on, so waits are found before it.
             with _RefusesWaits():  # type: ignore[no-untyped-call]
                 step(*tensors)
             for _ in range(2):
@@ -253,8 +256,8 @@ class _RefusesWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Returns copies of tensors: on the device if they fill less than half of its free memory, else on the host."""
     free, _ = torch.cuda.mem_get_info(device)
-    size = sum(tensor.nbytes for tensor in tensors)
-    return [tensor.clone() if size < free / 2 else tensor.cpu() for tensor in tensors]
+    fits = sum(tensor.nbytes for tensor in tensors) < free / 2
+    return [tensor.clone() if fits else tensor.cpu() for tensor in tensors]
 
 
 def engine_for(device: torch.device) -> tuple[StepExecutor, str]:
@@ -321,6 +324,7 @@ class StepEngine:
 
         def run(later: Sequence[Tensor]) -> list[Tensor]:
             if self.double:
+                # Copies, because a step writes into its memory.
                 copies = []
                 for tensor in (*memory, *later):
                     dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
@@ -350,5 +354,9 @@ class _InDouble(Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Calls an op with float64 wherever it names float32."""
-        args, kwargs = pytree.tree_map(lambda value: torch.float64 if value is torch.float32 else value, (args, kwargs))
+        args, kwargs = pytree.tree_map(_double, (args, kwargs))
         return super().call_function(target, args, kwargs)
+
+
+def _double(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -92,19 +94,23 @@ def _pooled(table: EmbeddingBagConfig, features: KeyedJaggedTensor, feature: str
     stride = features.stride()
     parts = features.length_per_key()
     index = features.keys().index(feature)
+    count = parts[index]
     start = sum(parts[:index])
-    ids = features.values()[start : start + parts[index]]
+    ids = features.values()[start : start + count]
     weights = features.weights_or_none()
     rows = read(table.name, ids)
     if weights is not None:
-        rows = rows * weights[start : start + parts[index], None].to(rows.dtype)
-    if parts[index] == stride:
+        rows = rows * weights[start : start + count, None].to(rows.dtype)
+    # As many ids as bags means one id in each, see Packer: there is nothing to pool.
+    if count == stride:
         return rows
     lengths = features.lengths()[index * stride : (index + 1) * stride].long()
     # The bag of each id. Ids after the last bag are padding: they go into an extra bag, which is cut off.
-    bag = torch.searchsorted(lengths.cumsum(0), torch.arange(parts[index], device=ids.device), right=True)
+    bag = torch.searchsorted(lengths.cumsum(0), torch.arange(count, device=ids.device), right=True)
     pooled = rows.new_zeros(stride + 1, rows.shape[1]).index_add(0, bag, rows)[:stride]
-    return pooled / lengths.clamp(min=1)[:, None] if table.pooling == PoolingType.MEAN else pooled
+    if table.pooling == PoolingType.MEAN:
+        pooled = pooled / lengths.clamp(min=1)[:, None]
+    return pooled
 
 
 def lowered(model: nn.Module, lower: Lower) -> nn.Module:
@@ -147,6 +153,7 @@ def _replace_submodule(module: nn.Module, path: str, new: nn.Module) -> nn.Modul
     if not path:
         return new
     head, _, rest = path.partition(".")
+    # Shallow: the sharded model keeps its own modules, and both share their parameters.
     module_copy: nn.Module = copy.copy(module)
     child = module.get_submodule(head)
     module_copy._modules = {**module._modules, head: _replace_submodule(child, rest, new)}
@@ -193,12 +200,11 @@ class BatchLayout:
     def difference(self, other: BatchLayout) -> str:
         """Names the first difference between two layouts; empty if they are equal."""
         for (name, ours), (_, theirs) in zip(self.fields, other.fields, strict=True):
-            if ours != theirs:
-                return (
-                    ours.difference(theirs)
-                    if isinstance(ours, BatchLayout) and isinstance(theirs, BatchLayout)
-                    else _describe_difference(name, ours, theirs)
-                )
+            if ours == theirs:
+                continue
+            if isinstance(ours, BatchLayout) and isinstance(theirs, BatchLayout):
+                return ours.difference(theirs)
+            return f"'{name}' is {_described(ours)} in one and {_described(theirs)} in another"
         return ""
 
     def batch(self, tensors: list[Tensor]) -> TowerBatch:
@@ -213,12 +219,10 @@ def _without_counts(kind: Any) -> Any:
     return kind.sizes if isinstance(kind, BatchLayout) else kind
 
 
-def _describe_difference(name: str, ours: Any, theirs: Any) -> str:
-    descriptions = [
-        f"{kind.stride} bags of {', '.join(kind.keys)}" if isinstance(kind, KeyedLayout) else str(kind)
-        for kind in (ours, theirs)
-    ]
-    return f"'{name}' is {descriptions[0]} in one and {descriptions[1]} in another"
+def _described(kind: Any) -> str:
+    if isinstance(kind, KeyedLayout):
+        return f"{kind.stride} bags of {', '.join(kind.keys)}"
+    return str(kind)
 
 
 def _unpack(kind: Any, remaining: Any) -> Any:
@@ -266,25 +270,23 @@ class Packer:
         self, where: str, bags: KeyedJaggedTensor, tensors: list[Tensor], lists: tuple[str, ...] | None
     ) -> KeyedLayout:
         stride = bags.stride()
-        keys = bags.keys()
-        counts = bags.length_per_key()
-        lengths = bags.lengths()
+        counts = dict(zip(bags.keys(), bags.length_per_key(), strict=True))
+        values = bags.values()
         weights = bags.weights_or_none()
         are_lists = self._are_lists(where, bags, lists)
-        if not any(are_lists):
-            parts = tuple(counts)
-            values = bags.values()
-        else:
-            padded = {key: count for key, count, is_list in zip(keys, counts, are_lists, strict=True) if is_list}
+        parts = list(counts.values())
+        # A feature with one id per bag is never padded: its values go as they are, without a copy.
+        if any(are_lists):
+            padded = {key: counts[key] for key in compress(counts, are_lists)}
             self._make_room(where, stride, padded)
-            parts = tuple(
-                self._capacities[where, key, stride] if key in padded else count
-                for key, count in zip(keys, counts, strict=True)
-            )
-            values = _padded(bags.values(), counts, parts)
-            weights = None if weights is None else _padded(weights, counts, parts)
-        tensors += [values, lengths, *([weights] if weights is not None else [])]
-        return KeyedLayout(tuple(keys), stride, parts, weights is not None)
+            parts = [self._capacities[where, key, stride] if key in padded else counts[key] for key in counts]
+            values = _padded(values, counts.values(), parts)
+            if weights is not None:
+                weights = _padded(weights, counts.values(), parts)
+        tensors += [values, bags.lengths()]
+        if weights is not None:
+            tensors.append(weights)
+        return KeyedLayout(tuple(counts), stride, tuple(parts), weights is not None)
 
     def _are_lists(self, where: str, bags: KeyedJaggedTensor, lists: tuple[str, ...] | None) -> list[bool]:
         """Returns for each key whether its bags may hold any number of ids; a key that had lists once has them."""
@@ -308,20 +310,20 @@ class Packer:
         for key, count in counts.items():
             current = capacities.get((where, key, stride), 0)
             if outgrown or not current:
+                growth = _GROWTH if current else _HEADROOM
+                blocks = math.ceil(int(count * growth) / _ROUND_TO)
+                new_capacity = max(1, blocks) * _ROUND_TO
                 # Never the stride: a part with as many ids as bags would be read as one id in each bag.
-                new_capacity = (
-                    -(-int(count * (_GROWTH if current else _HEADROOM)) // _ROUND_TO) * _ROUND_TO or _ROUND_TO
-                )
-                capacities[where, key, stride] = max(current, new_capacity + (new_capacity == stride))
+                if new_capacity == stride:
+                    new_capacity += 1
+                capacities[where, key, stride] = max(current, new_capacity)
 
 
-def _padded(values: Tensor, counts: list[int], parts: tuple[int, ...]) -> Tensor:
+def _padded(values: Tensor, counts: Collection[int], parts: Sequence[int]) -> Tensor:
     """Pads each key's part of the values with zeros."""
     padded = values.new_zeros(sum(parts))
-    end = 0
     start = 0
-    for count, capacity in zip(counts, parts, strict=True):
-        padded[end : end + count] = values[start : start + count]
-        end = end + capacity
-        start = start + count
+    for part, capacity in zip(torch.split(values, list(counts)), parts, strict=True):
+        padded[start : start + len(part)] = part
+        start += capacity
     return padded

@@ -143,9 +143,12 @@ class RowTable:
     def move(self, grads: Sequence[Tensor | None]) -> None:
         """Writes the step; ``grads`` are those of :meth:`leaves`."""
         decay = decay_of(self.choice)
-        step, lr, rate = self.clock.step, self.clock.lr, self.clock.average_rate
+        step = self.clock.step
+        lr = self.clock.lr
+        rate = self.clock.average_rate
         average = (self.rows.average_slides, rate) if self.choice.averages else None
-        if self.choice.kind == "adam":  # all rows have been read by now
+        # The sums go on only now, when all rows of the step have been read as of the step before.
+        if self.choice.kind == "adam":
             slide_on(self.rows.slides, self.rows.powers, step, lr, self.choice.betas, decay, average)
         if decay:
             decay_on(self.rows.decays, step, lr, decay)
@@ -153,9 +156,10 @@ class RowTable:
             average_on(self.rows, step, lr, rate, decay)
         if not self._reads:
             return
-        ids = torch.cat([ids for ids, _, _ in self._reads])
-        rows = torch.cat([leaf.detach() for _, leaf, _ in self._reads])
-        state = [torch.cat(parts) for parts in zip(*(of_read for _, _, of_read in self._reads), strict=True)]
+        all_ids, leaves, states = zip(*self._reads, strict=True)
+        ids = torch.cat(all_ids)
+        rows = torch.cat([leaf.detach() for leaf in leaves])
+        state = [torch.cat(parts) for parts in zip(*states, strict=True)]
         grad, _ = self.gradients(grads)
         new = self.clock.stepped(rows, grad, state, self.choice, table=True)
         # A row that was read twice is written twice, but with the same values.
@@ -180,9 +184,8 @@ class RowTable:
         self.rows.leader.index_put_((ids,), places)
         leader = self.rows.leader.index_select(0, ids)
         leader_index = leader.long()
-        return torch.zeros_like(flat_grads).index_add(0, leader_index, flat_grads).index_select(0, leader_index), (
-            leader == places
-        )[:, None]
+        sums = torch.zeros_like(flat_grads).index_add(0, leader_index, flat_grads)
+        return sums.index_select(0, leader_index), (leader == places)[:, None]
 
 
 TableRows = WholeTable | RowTable
@@ -225,10 +228,15 @@ def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[Updat
     Raises:
         CannotCaptureError: a table is split, not fp32, off the GPU, or has an update rule outside of :data:`UPDATES`.
     """
-    for name, kernel in (pair for _, collection in collections(model) for pair in kernels_by_table(collection).items()):
-        if kernel not in ("dense", "fused"):
-            raise CannotCaptureError(f"table '{name}' has kernel={kernel}, whose rows a captured step does not reach")
-    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    for _, collection in collections(model):
+        for name, kernel in kernels_by_table(collection).items():
+            if kernel not in ("dense", "fused"):
+                raise CannotCaptureError(
+                    f"table '{name}' has kernel={kernel}, whose rows a captured step does not reach"
+                )
+    groups: dict[int, Mapping[str, Any]] = {}
+    for group in optimizer.param_groups:
+        groups |= {id(parameter): group for parameter in group["params"]}
     by_name = owners(optimizer)
     shards = list(local_shards(model))
     result = []
@@ -259,10 +267,11 @@ def owners(optimizer: HybridOptimizer) -> dict[str, list[Any]]:
     result: dict[str, list[Any]] = {}
     prefixes = {name for name, _ in optimizer.optimizers if name}
     for key, parameter in optimizer.params.items():
-        first, _, rest = key.partition(
-            "."
-        )  # with several optimizers, TorchRec prefixes a parameter's name by its optimizer's
-        result.setdefault(rest if first in prefixes else key, []).append(parameter)
+        # With several optimizers, TorchRec prefixes a parameter's name by its optimizer's.
+        first, _, rest = key.partition(".")
+        if first in prefixes:
+            key = rest
+        result.setdefault(key, []).append(parameter)
     return result
 
 
@@ -291,7 +300,8 @@ def state_tensors(state: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]
     tensors = []
     steps = []
     for name, value in state.items():
-        value = value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
+        if isinstance(value, ShardedTensor):
+            value = value.local_shards()[0].tensor
         if name.split(".")[-1] == "step":
             steps.append(value if isinstance(value, Tensor) else torch.tensor(float(value)))
         elif isinstance(value, Tensor):
@@ -341,7 +351,8 @@ class StepMemory:
         self._last_rates = [float("nan")] * len(self._rates)
         self._rows: dict[str, RowClock] = {}
         self.unsettled = 0
-        self._max_unsettled = math.inf  # at this many unsettled steps all rows must be updated
+        # At so many unsettled steps all rows must be updated, because a clock knows no earlier ones.
+        self._max_unsettled = math.inf
         self._lost_digits = 0.0
         self.reload()
 
@@ -386,9 +397,10 @@ class StepMemory:
         clock = self._rows[parameter.name]
         now = self._step.int()
         for start in range(0, len(clock.since), _BLOCK_ROWS):
-            last, rows, *state = (
-                tensor[start : start + _BLOCK_ROWS] for tensor in (clock.since, parameter.weight, *parameter.state)
-            )
+            block = slice(start, start + _BLOCK_ROWS)
+            last = clock.since[block]
+            rows = parameter.weight[block]
+            state = [tensor[block] for tensor in parameter.state]
             new = caught_up(rows, state, last, now, clock, parameter.choice)
             # One call, because after an interrupt between two calls the rows would be updated once more.
             torch._foreach_copy_([rows, *state, last], [*new, now.expand(len(last))])
@@ -417,25 +429,26 @@ class StepMemory:
 
     def begin(self) -> None:
         """Begins a step: sets its learning rates, and first updates all rows if one may lag too far behind."""
-        rates = [*(group["lr"] for group in self._groups), self.average_rate()]
+        rates = [group["lr"] for group in self._groups]
+        rates.append(self.average_rate())
         if self.unsettled >= self._max_unsettled or self._lost_digits > _MOST_LOST_DIGITS:
             self.settle()
         if self._has_averages:
             self._lost_digits += self._digits_lost_at(rates[-1])
         for index, rate in enumerate(rates):
-            if rate != self._last_rates[index]:  # filling a tensor on a GPU costs a kernel in each step
+            # Filling a tensor on a GPU costs a kernel, so it is filled only if the rate has changed.
+            if rate != self._last_rates[index]:
                 self._last_rates[index] = rate
                 self._rates[index].fill_(rate)
         self.unsettled += 1
 
     def _digits_lost_at(self, average_rate: float) -> float:
         """Returns how many digits of averages a step costs by rows that decay faster than these."""
-        decays = [
-            parameter.group["lr"] * decay_of(parameter.choice)
-            for parameter in self.parameters
-            if parameter.name in self._rows
-        ]
-        share_of_rows = 1 - max(decays, default=0.0)
+        most_decay = 0.0
+        for parameter in self.parameters:
+            if parameter.name in self._rows:
+                most_decay = max(most_decay, parameter.group["lr"] * decay_of(parameter.choice))
+        share_of_rows = 1 - most_decay
         if not 0 < share_of_rows < 1:
             return 0.0
         return max(math.log10((1 - average_rate) / share_of_rows), 0.0)
@@ -452,25 +465,25 @@ class StepMemory:
     def choose(self, lookups: Mapping[str, int], rule: RowRule) -> None:
         """Chooses the update of each table by the number of its look-ups in a step."""
         for name, parameter in self.tables.items():
-            if self._is_by_row(parameter, lookups[name], rule):
-                self._rows[name] = row_clock(len(parameter.weight), int(self._step), parameter.choice, self.device)
+            if without_closed_form(parameter.choice):
+                continue
+            # The norm needs the table's gradient summed per row.
+            if self._clips and not parameter.sharded:
+                continue
+            rows, width = parameter.weight.shape
+            if rule(rows, lookups[name], width, self.device.type):
+                self._rows[name] = row_clock(rows, int(self._step), parameter.choice, self.device)
                 if lags(parameter.choice):
                     self._max_unsettled = min(self._max_unsettled, SLIDES - 1)
-
-    def _is_by_row(self, parameter: UpdatedParameter, lookups: int, rule: RowRule) -> bool:
-        if without_closed_form(parameter.choice):
-            return False
-        if self._clips and not parameter.sharded:
-            return False  # the norm needs its gradient summed per row
-        rows, width = parameter.weight.shape
-        return rule(rows, lookups, width, self.device.type)
 
     def describe(self) -> str:
         """Describes in a line how each table is updated."""
         ways: dict[str, list[str]] = {}
         for name, parameter in self.tables.items():
             reason = without_closed_form(parameter.choice)
-            way = "moved row by row" if name in self._rows else f"moved whole{f' ({reason})' if reason else ''}"
+            way = f"moved whole ({reason})" if reason else "moved whole"
+            if name in self._rows:
+                way = "moved row by row"
             ways.setdefault(way, []).append(name)
         sorted_ways = sorted(ways.items(), reverse=True)
         return "; ".join(f"{way}: {', '.join(names)}" for way, names in sorted_ways)
@@ -478,14 +491,16 @@ class StepMemory:
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors by name."""
         memory = {"step": self._step}
-        memory |= {f"rate {index}": rate for index, rate in enumerate(self._rates)}
+        for index, rate in enumerate(self._rates):
+            memory[f"rate {index}"] = rate
         memory |= self.fixed
         for parameter in self.parameters:
             memory[parameter.name] = parameter.weight
-            memory |= {f"{parameter.name}/{index}": value for index, value in enumerate(parameter.state)}
+            for index, value in enumerate(parameter.state):
+                memory[f"{parameter.name}/{index}"] = value
             if parameter.name in self._rows:
-                clock = self._rows[parameter.name]
-                memory |= {f"{parameter.name}/{name}": tensor for name, tensor in clock._asdict().items()}
+                for name, tensor in self._rows[parameter.name]._asdict().items():
+                    memory[f"{parameter.name}/{name}"] = tensor
         return memory
 
     def table(self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]) -> TableRows:
@@ -503,5 +518,6 @@ class StepMemory:
 
     def clock(self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]) -> Clock:
         """Returns the step count and learning rate of a parameter."""
+        # By identity, because two groups may be equal.
         index = next(index for index, group in enumerate(self._groups) if group is parameter.group)
         return Clock(tensors["step"], tensors[f"rate {index}"], tensors[f"rate {len(self._groups)}"])

@@ -49,16 +49,19 @@ def split_at(graph: GraphModule, cuts: Sequence[int]) -> tuple[list[StepPart], l
     """
     nodes = list(graph.graph.nodes)
     results = list(nodes[-1].args[0])
-    order = {node: index for index, node in enumerate(nodes)}
     # A part ends with the op of its cut: each op belongs to the first part that ends at or after it.
-    ends = [order[results[cut]] for cut in cuts]
+    ends = [results[cut] for cut in cuts]
     origins = _Origins(nodes)
-    bodies = [_Body(graph, number, origins) for number in range(len(ends) + 1)]
+    bodies = [_Body(graph, origins) for _ in range(len(ends) + 1)]
+    number = 0
     for node in nodes[:-1]:
         if node.op != "placeholder":
-            origins.number[node] = sum(end < order[node] for end in ends)
+            origins.number[node] = number
             if node not in origins.views:
-                bodies[origins.number[node]].add(node)
+                bodies[number].add(node)
+        # Two cuts may end with one op: the part between them is empty.
+        number += ends.count(node)
+    # A result that an op in place returns is the input that it has written.
     results = [None if result is None else origins.written(result) for result in results]
     for result in filter(None, results):
         if result.op != "placeholder":
@@ -70,8 +73,10 @@ def split_at(graph: GraphModule, cuts: Sequence[int]) -> tuple[list[StepPart], l
         for node in body.inputs:
             if node.op != "placeholder":
                 bodies[origins.number[node]].give(node)
-    placeholders = [node for node in nodes if node.op == "placeholder"]
-    numbers = {node: index for index, node in enumerate(placeholders)}
+    numbers: dict[Node, int] = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            numbers[node] = len(numbers)
     for body in bodies:
         for node in body.outputs:
             numbers.setdefault(node, len(numbers))
@@ -86,12 +91,14 @@ class _Origins:
         self.number: dict[Node, int] = {}
         self.views: set[Node] = set()
         self._writes: dict[Node, Node] = {}
-        inputs = {node for node in nodes if node.op == "placeholder"}
         for node in nodes[:-1]:
             source, writes = _source(node)
-            is_derived = source in inputs or source in self.views or source in self._writes
+            is_derived = source is not None and (
+                source.op == "placeholder" or source in self.views or source in self._writes
+            )
             if source is not None and is_derived and writes:
                 self._writes[node] = source
+            # A constant of the graph is taken anew in each part, as a view is.
             elif is_derived or node.op == "get_attr":
                 self.views.add(node)
 
@@ -126,7 +133,6 @@ class _Body:
     """Collects the ops of one part."""
 
     whole: GraphModule
-    number: int
     origins: _Origins
     graph: Graph = field(default_factory=Graph)
     inputs: list[Node] = field(default_factory=list)
@@ -162,6 +168,9 @@ class _Body:
         """Builds the part, with the numbers of its inputs and outputs."""
         self.graph.output(list(self.outputs.values()))
         self.graph.lint()
-        examples = [node.meta["val"] for node in self.inputs]
-        module = GraphModule(self.whole, self.graph)
-        return StepPart(module, examples, [numbers[node] for node in self.inputs], [numbers[n] for n in self.outputs])
+        return StepPart(
+            graph=GraphModule(self.whole, self.graph),
+            examples=[node.meta["val"] for node in self.inputs],
+            inputs=[numbers[node] for node in self.inputs],
+            outputs=[numbers[node] for node in self.outputs],
+        )

@@ -128,7 +128,10 @@ class CapturePolicy:
         Args:
             seconds: seconds of a later step; one of many is enough.
         """
-        self._slow_steps = self._slow_steps + 1 if seconds > _SLOW * self.captured_s else 0
+        if seconds <= _SLOW * self.captured_s:
+            self._slow_steps = 0
+            return
+        self._slow_steps += 1
         if self._slow_steps == _SLOW_STEPS:
             self.note(
                 f"captured steps now take {1e3 * seconds:.3g} ms, {1e3 * self.captured_s:.3g} ms when measured: other "

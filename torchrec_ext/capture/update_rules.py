@@ -80,9 +80,8 @@ def _lazy_adam(
 ) -> tuple[Tensor, list[Tensor]]:
     updated, moments = _adam(values, grad, state, step, lr, choice)
     has_gradient = gradient_row_mask(grad)
-    return torch.where(has_gradient, updated, values), [
-        torch.where(has_gradient, new, old) for new, old in zip(moments, state, strict=True)
-    ]
+    kept_moments = [torch.where(has_gradient, new, old) for new, old in zip(moments, state, strict=True)]
+    return torch.where(has_gradient, updated, values), kept_moments
 
 
 def _adagrad(
@@ -148,8 +147,9 @@ def stepped(
         *state, average = state
     if choice.weight_decay:
         decayed = values * (1 - lr * choice.weight_decay)
-        only_rows_with_gradient = table and not choice.decays_all_rows
-        values = torch.where(gradient_row_mask(grad), decayed, values) if only_rows_with_gradient else decayed
+        if table and not choice.decays_all_rows:
+            decayed = torch.where(gradient_row_mask(grad), decayed, values)
+        values = decayed
     if choice.l2:
         grad = grad + choice.l2 * values
     values, state = UPDATES[choice.kind](values, grad, state, step, lr, choice)
@@ -160,10 +160,12 @@ def stepped(
 
 def has_fused_form(choice: Choice, weight: Tensor, *, table: bool) -> bool:
     """Whether :func:`fused_adam` makes the step of a parameter; see :func:`stepped`."""
-    decays = (choice.weight_decay != 0.0) + (choice.l2 != 0.0)
-    is_float32 = weight.is_cuda and weight.dtype == torch.float32
-    only_some_rows = table and choice.weight_decay != 0.0 and not choice.decays_all_rows
-    return is_float32 and choice.kind == "adam" and decays < 2 and not only_some_rows
+    if not weight.is_cuda or weight.dtype != torch.float32 or choice.kind != "adam":
+        return False
+    # torch's kernels take one decay: that of AdamW or that of Adam.
+    if choice.weight_decay and choice.l2:
+        return False
+    return not (table and choice.weight_decay and not choice.decays_all_rows)
 
 
 def fused_adam(
@@ -175,10 +177,10 @@ def fused_adam(
     choice: Choice,
 ) -> None:
     """Writes a step of Adam of many parameters by one kernel of a GPU; see :func:`stepped`."""
-    alike = [
-        grad if grad.stride() == weight.stride() else torch.empty_like(weight).copy_(grad)
-        for weight, grad in zip(weights, grads, strict=True)
-    ]
+    alike = []
+    for weight, grad in zip(weights, grads, strict=True):
+        # The kernel reads numbers in the order of memory, so a gradient must have the strides of its weight.
+        alike.append(grad if grad.stride() == weight.stride() else torch.empty_like(weight).copy_(grad))
     kernel = torch._fused_adamw_ if choice.weight_decay else torch._fused_adam_
     kernel(
         weights,
@@ -210,10 +212,11 @@ def without_closed_form(choice: Choice) -> str:
     Adam's sum over skipped steps converges within a few thousand if b1 is below .999 sqrt(b2), and b2 is not 0.
     """
     beta1, beta2 = choice.betas
-    if choice.kind == "adam" and not (beta2 > 0 and beta1 < 0.999 * math.sqrt(beta2)):
-        return f"betas=({beta1:g}, {beta2:g})"
-    if choice.kind == "adam" and choice.eps > _MOST_EPS:
-        return f"eps={choice.eps:g}"
+    if choice.kind == "adam":
+        if beta2 <= 0 or beta1 >= 0.999 * math.sqrt(beta2):
+            return f"betas=({beta1:g}, {beta2:g})"
+        if choice.eps > _MOST_EPS:
+            return f"eps={choice.eps:g}"
     if choice.l2 and choice.kind != "sgd":
         return "L2 draws at each row in each step; AdamW's decay does not"
     return ""
@@ -229,7 +232,9 @@ def reach(betas: tuple[float, float]) -> Tensor:
         166
     """
     ratio = betas[0] / math.sqrt(betas[1])
-    count = max(math.ceil(math.log(_ROUNDING) / math.log(ratio)), 1) if ratio else 1
+    count = 1
+    if ratio:
+        count = max(math.ceil(math.log(_ROUNDING) / math.log(ratio)), 1)
     return torch.tensor([ratio**power for power in range(1, count + 1)], dtype=torch.float32)
 
 
@@ -292,7 +297,8 @@ def slide_on(
     this_step = now.remainder(len(slides)).view(1)
     earlier_steps = (now - 1 - torch.arange(len(powers), device=slides.device)).remainder(len(slides))
     earlier = slides.index_select(0, earlier_steps)
-    earlier = earlier * (1 - lr * decay) if decay else earlier
+    if decay:
+        earlier = earlier * (1 - lr * decay)
     new_slides = earlier + powers * step_size
     slides.index_put_((earlier_steps,), new_slides)
     slides.index_put_((this_step,), slides.new_zeros(1))
@@ -379,7 +385,9 @@ def caught_up(
         Rows and state, each (n, D); unchanged if ``since`` is ``step``.
     """
     decays = bool(decay_of(choice))
-    decay_product = _log_of_steps(clock.decays, since, step).exp() if decays else 1.0
+    decay_product: Tensor | float = 1.0
+    if decays:
+        decay_product = _log_of_steps(clock.decays, since, step).exp()
     updated = [rows * decay_product, *state]
     if choice.averages:
         removed, added = _average_shares(clock, since, step, decays=decays)
@@ -389,6 +397,7 @@ def caught_up(
     (beta1, beta2) = choice.betas
     (first_moment, second_moment) = state[:2]
     skipped = (step - since).to(rows.dtype)[:, None]
+    # 0^0 is 1, of which there is no logarithm.
     decay1 = torch.exp(skipped * math.log(beta1)) if beta1 > 0 else (skipped == 0).to(rows.dtype)
     decay2 = torch.exp(skipped * math.log(beta2))
     slide = slide_at_reach = clock.slides.index_select(0, since.remainder(len(clock.slides)))[:, None]
@@ -409,11 +418,9 @@ def caught_up(
 
 
 def _log_of_steps(sums: Tensor, since: Tensor, step: Tensor) -> Tensor:
-    """Returns the sums of the logarithms of steps after ``since`` (n,) up to ``step``, (n, 1) float32.
-
-    Inductor computes what follows again for each number of a row, which takes long in float64.
-    """
+    """Returns the sums of the logarithms of steps after ``since`` (n,) up to ``step``, (n, 1) float32."""
     sum_at_step = sums.index_select(0, step.long().remainder(len(sums)).view(1))
+    # float32 from here: inductor computes what follows again for each number of a row, which takes long in float64.
     return (sum_at_step - sums.index_select(0, since.remainder(len(sums)))).float()[:, None]
 
 
@@ -425,5 +432,6 @@ def _average_shares(clock: RowClock, since: Tensor, step: Tensor, *, decays: boo
     share_at_step = clock.shares.index_select(0, step.long().remainder(len(clock.shares)).view(1))
     share_at_since = clock.shares.index_select(0, since.remainder(len(clock.shares)))[:, None]
     decay = torch.expm1(_log_of_steps(clock.decays, since, step))
+    # Subtracted in float64, because the two may be nearly equal.
     difference = (share_at_step - share_at_since).float()
     return removed, difference + decay * share_at_step.float() + removed * share_at_since.float()
