@@ -46,7 +46,8 @@ class ThreadClock:
         assert threading.get_ident() == self._thread, "a ThreadClock belongs to the thread that made it"
         if self._file < 0:
             return time.perf_counter()
-        for _ in range(_READS):  # again where the thread lost its core between both clocks
+        for _ in range(_READS):
+            # Again where the thread lost its core between both clocks.
             queued = self._queued()
             now = time.perf_counter()
             if self._queued() == queued:
@@ -97,9 +98,13 @@ def _busy(path: str) -> _Busy | None:
             lines = [line.split() for line in stream if line.startswith("cpu") and line[3].isdigit()]
     except OSError:
         return None
+    # Only the cores that this process may use: what happens on others does not slow it.
     ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    # user, nice, system, idle, iowait, irq, softirq, steal
-    ticks = sum(int(value) for name, *values in lines if name in ours for value in (*values[:3], *values[5:8]))
+    ticks = 0
+    for name, *values in lines:
+        if name in ours:
+            # user, nice, system, idle, iowait, irq, softirq, steal: all but the two that wait
+            ticks += sum(map(int, (*values[:3], *values[5:8])))
     times = os.times()
     process = times.user + times.system + times.children_user + times.children_system
     return _Busy(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), process)

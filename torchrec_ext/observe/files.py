@@ -71,7 +71,12 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
         path: Any = args[1]
     else:
         path, mode, flags = args
-        writes = set(mode) & set("wax+") if isinstance(mode, str) else (flags or 0) & (os.O_WRONLY | os.O_RDWR)
+        if isinstance(mode, str):
+            writes = any(letter in mode for letter in "wax+")
+        else:
+            # os.open has flags and no mode.
+            writes = bool((flags or 0) & (os.O_WRONLY | os.O_RDWR))
+        # A number is a descriptor, whose path was seen when it was opened.
         if not writes or isinstance(path, int):
             return
     for each in _watchers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -50,25 +51,31 @@ class Forwards:
 
     def independent(self) -> dict[str, float]:
         """Returns the seconds of heavy, independent sub-networks by path; empty for none."""
-        numbers = [f"[{number}]" if len(self._roots) > 1 else "" for number in range(len(self._roots))]
-        level = [(f"{type(root).__name__}{number}", root) for number, root in zip(numbers, self._roots, strict=True)]
+        level = [(type(root).__name__, root) for root in self._roots]
+        if len(level) > 1:
+            # Several modules that no other one holds may be of one class.
+            level = [(f"{path}[{number}]", root) for number, (path, root) in enumerate(level)]
         while True:
-            level = [each for path, module in level for each in self._called(path, module)]
+            level = list(chain.from_iterable(self._called(path, module) for path, module in level))
             spent = {module: self._seconds[module][0] for _, module in level}
             heavy = [(path, module) for path, module in level if spent[module] >= _HEAVY * sum(spent.values())]
             if len(heavy) != 1:
                 break
+            # One takes nearly all: what is independent of each other is inside of it.
             ((path, module),) = heavy
             level = [(f"{path}.{name}", child) for name, child in module.named_children()]
             if not level:
                 return {}
-        independent: list[tuple[str, nn.Module]] = []
+        independent: dict[str, nn.Module] = {}
         for path, module in sorted(heavy, key=lambda each: -spent[each[1]]):
-            if self._outputs[module] and not any(
-                self._reads(module, other) or self._reads(other, module) for _, other in independent
-            ):
-                independent.append((path, module))
-        return {path: spent[module] for path, module in independent} if len(independent) > 1 else {}
+            others = independent.values()
+            is_dependent = any(self._reads(module, other) or self._reads(other, module) for other in others)
+            # A module without outputs in autograd's graph may be read by anything.
+            if self._outputs[module] and not is_dependent:
+                independent[path] = module
+        if len(independent) < 2:
+            return {}
+        return {path: spent[module] for path, module in independent.items()}
 
     def _called(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Yields a module if a step calls it once; for a list of modules each of its own."""

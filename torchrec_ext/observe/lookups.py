@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -23,10 +24,12 @@ def count_lookups(roots: Sequence[nn.Module]) -> Iterator[dict[Any, tuple[TableF
         Facts and module of each table that was read; a kernel of TorchRec is the module of several tables.
     """
     tables: dict[Any, tuple[TableFacts, nn.Module]] = {}
-    modules = [module for root in roots for module in every_module(root)]
-    paths = {id(module): path for root in roots for path, module in root.named_modules()}
-    plans = [getattr(module, "module_sharding_plan", None) or {} for module in modules]
-    shardings = {name: each.sharding_type for plan in plans for name, each in plan.items()}
+    modules = list(chain.from_iterable(map(every_module, roots)))
+    paths = {id(module): path for path, module in chain.from_iterable(root.named_modules() for root in roots)}
+    shardings: dict[str, str] = {}
+    for module in modules:
+        plan = getattr(module, "module_sharding_plan", None) or {}
+        shardings |= {name: sharding.sharding_type for name, sharding in plan.items()}
 
     def add(key: Any, module: nn.Module, facts: TableFacts) -> None:
         before = tables[key][0].read if key in tables else 0

@@ -44,12 +44,13 @@ def device_spans(call: Callable[[], object]) -> list[tuple[float, float]]:
     """Returns the spans of a call's kernels and copies on CUDA devices, in microseconds, by torch.profiler."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()
+        # Kernels run after the call has returned.
         torch.cuda.synchronize()
-    return [
-        (event.time_range.start, event.time_range.end)
-        for event in profiler.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
+    spans = []
+    for event in profiler.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spans.append((event.time_range.start, event.time_range.end))
+    return spans
 
 
 def compiled_graphs() -> int:

@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -98,32 +99,43 @@ class Sizes:
         name = packet.__name__
         tensors = tensors_in((args, result))
         most = max((each.numel() for each in tensors), default=0)
-        (self.many if most > _FEW else self.few).append(seconds)
+        times = self.many if most > _FEW else self.few
+        times.append(seconds)
         if name in _LOOK_UPS:
             ids = args[1] if isinstance(args[1], Tensor) else args[-1]
             count = max((each.numel() for each in tensors_in(ids)), default=0)
             if args[0].dim() > 1 and args[0].is_floating_point() and count:
                 self.looked_up[len(args[0])] += count
         else:
-            rows = {len(each) for each in tensors if each.dim() > 1 and each.is_floating_point()}
-            rows = {count for count in rows if count >= _LARGE_SIZE}
+            rows = set()
+            for each in tensors:
+                if each.dim() > 1 and each.is_floating_point() and len(each) >= _LARGE_SIZE:
+                    rows.add(len(each))
             if any(each.layout != torch.strided for each in tensors):
-                self.mixed |= rows if "mm" in name else set()  # a sparse gradient mixes nothing
+                # A sparse gradient mixes nothing, only a sparse product does.
+                if "mm" in name:
+                    self.mixed |= rows
             elif packet not in _PRODUCTS and name not in _LOOK_UP_BACKWARDS and line != "optimizer":
                 for count in rows:
                     self.by_rows[count, line] += seconds
         if name in _SOFTMAX and tensors[0].dim():
+            # logsumexp takes a list of dimensions.
             dimension = args[1][0] if isinstance(args[1], list) else args[1]
             self.softmax.setdefault(tensors[0].shape[dimension], line)
-        for size in {size for each in tensors for size in each.shape if size >= _LARGE_SIZE}:
-            self.by_size[size] += seconds
+        # A set, because an op counts once for a size that several of its tensors have.
+        for size in set(chain.from_iterable(each.shape for each in tensors)):
+            if size >= _LARGE_SIZE:
+                self.by_size[size] += seconds
+        # A single number, such as a Python float, makes no op a 64-bit one.
         if any(each.dtype == torch.float64 and each.numel() > 1 for each in tensors):
             self.double[line] += seconds
 
     def work(self) -> float:
         """Returns the seconds of ops on many numbers, less the price of an op on few numbers."""
         # An op on few numbers does no work: its seconds are Python and dispatch, which every op has.
-        price = statistics.median(self.few) if self.few else min(self.many, default=0.0)
+        price = min(self.many, default=0.0)
+        if self.few:
+            price = statistics.median(self.few)
         return sum(max(0.0, seconds - price) for seconds in self.many)
 
     def whole_tables(self, tables: Collection[int]) -> Iterator[WholeTableOp]:
@@ -208,7 +220,8 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kinds[packet.__name__] += seconds
         if any(each.is_cuda for each in tensors_in((args, result))):
             waits = waits_for_device(func, args, kwargs)
-        else:  # backward and optimizer belong to torch: what Python reads there is not for the user to change
+        else:
+            # Backward and optimizer belong to torch: what Python reads there is not for the user to change.
             waits = packet.__name__ in _TO_PYTHON and line not in ("backward", "optimizer")
         if waits:
             self.syncs[users_line.name] += 1
@@ -228,8 +241,11 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.modes.add("anomaly mode")
         if torch.autograd._profiler_enabled():
             self.modes.add("a profiler")
-        in_optimizer = any(owner_of(code.co_filename) == "optimizer" for code, _ in stack)  # the user's own class too
-        self.sizes.add(packet, args, result, seconds, "optimizer" if in_optimizer else users_line.name)
+        line_of_sizes = users_line.name
+        # The step of a user's own optimizer too: torch's wrapper around it is in the stack.
+        if any(owner_of(code.co_filename) == "optimizer" for code, _ in stack):
+            line_of_sizes = "optimizer"
+        self.sizes.add(packet, args, result, seconds, line_of_sizes)
         return result
 
     @contextmanager
@@ -238,10 +254,9 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             stack.enter_context(calls_of_autograd(self._flow.using))
             self.tables = stack.enter_context(count_lookups(modules))
-            for root in modules:
-                for path, module in root.named_modules():
-                    if not isinstance(module, nn.Embedding | nn.EmbeddingBag) and not list(module.children()):
-                        stack.callback(module.register_forward_pre_hook(self._entering(path)).remove)
+            for path, module in chain.from_iterable(root.named_modules() for root in modules):
+                if not isinstance(module, nn.Embedding | nn.EmbeddingBag) and not list(module.children()):
+                    stack.callback(module.register_forward_pre_hook(self._entering(path)).remove)
             yield
 
     def _entering(self, path: str) -> Callable[[Any, Any], None]:
@@ -303,8 +318,11 @@ def sum_products(products: Mapping[Product, Sequence[float]]) -> Products:
         if product.module:
             layers[product.module] += len(times) * product.flops
     whole = sum(layers.values())
-    shares = tuple((name, share / whole) for name, share in layers.most_common(5)) if whole else ()
-    return Products(seconds, flops, rate, shares)
+    shares: list[tuple[str, float]] = []
+    # Products of empty tensors have no operations.
+    if whole:
+        shares = [(name, share / whole) for name, share in layers.most_common(5)]
+    return Products(seconds, flops, rate, tuple(shares))
 
 
 class Flow:
@@ -337,17 +355,23 @@ class Flow:
         for tensor in outputs:
             storage = _storage_of(tensor)
             if writes and id(tensor) in objects:
-                if storage not in self._writers:  # of a parameter, or of a sum over steps
+                # It writes into a parameter, or into a sum over steps, which outlives the step.
+                if storage not in self._writers:
                     self._used.add(number)
                 self._writers.setdefault(storage, []).append(number)
-            elif storage not in storages:  # a view of an input is written by the writers of that
+            # A view of an input is written by the writers of that.
+            elif storage not in storages:
                 self._writers[storage] = [number]
             self._results[id(tensor)] = storage, number
         return number
 
     def _writers_of(self, tensor: Tensor) -> list[int]:
-        storage, number = self._results.get(id(tensor), (0, 0))
-        return [number] if storage == _storage_of(tensor) else self._writers.get(_storage_of(tensor), [])
+        storage = _storage_of(tensor)
+        storage_of_result, number = self._results.get(id(tensor), (0, 0))
+        # Python uses the id of a dead tensor again, so its storage must be the same too.
+        if storage_of_result == storage:
+            return [number]
+        return self._writers.get(storage, [])
 
     def using(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that also notes its tensors as used outside of ops."""

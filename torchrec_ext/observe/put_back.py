@@ -80,7 +80,8 @@ def copy_function(function: types.FunctionType) -> list[PutBack]:
     variables = function.__globals__
     copies = [_copy_names(partial(globals_of, function), variables.__setitem__, variables.__delitem__)]
     for cell in function.__closure__ or ():
-        if (value := content_of(cell)) is not None:
+        value = content_of(cell)
+        if value is not None:
             copies.append(partial(setattr, cell, "cell_contents", value))
     return copies
 
@@ -136,7 +137,12 @@ def copy_global_generators() -> PutBack:
     ]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         copies.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    return lambda: [put_back() for put_back in copies]
+
+    def put_back_all() -> None:
+        for put_back in copies:
+            put_back()
+
+    return put_back_all
 
 
 def copy_environment() -> PutBack:

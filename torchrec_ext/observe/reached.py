@@ -51,7 +51,8 @@ def reachable_from(*roots: Any, values: Callable[[Any], Iterator[Any]] | None = 
         visited.add(id(each))
         if not isinstance(each, _CONTAINERS):
             yield each
-        waiting.extend((value, depth + 1) for value in (values or _all_values)(each))
+        for value in (values or _all_values)(each):
+            waiting.append((value, depth + 1))
 
 
 def own_values(each: Any) -> Iterator[Any]:
@@ -117,8 +118,12 @@ def slots_of(each: Any) -> dict[str, Any]:
     """Returns the slots of a user's object with a value."""
     values = {}
     for kind in type(each).__mro__:
-        slots = () if is_library(kind.__module__) else vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
+        if is_library(kind.__module__):
+            continue
+        slots = vars(kind).get("__slots__", ())
+        if isinstance(slots, str):
+            slots = (slots,)
+        for name in slots:
             if name not in ("__dict__", "__weakref__") and hasattr(each, name):
                 values[name] = getattr(each, name)
     return values
@@ -128,16 +133,18 @@ def data_of(owner: type | types.ModuleType) -> dict[str, Any]:
     """Returns the data of a class or a Python module by name; empty for those of a library."""
     if not _is_users(owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__):
         return {}
-    return {
-        name: value
-        for name, value in vars(owner).items()
-        if not name.startswith("__") and not isinstance(value, _CODE) and not hasattr(type(value), "__get__")
-    }
+    data = {}
+    for name, value in vars(owner).items():
+        # What has __get__ is a descriptor: code that looks like data.
+        if not name.startswith("__") and not isinstance(value, _CODE) and not hasattr(type(value), "__get__"):
+            data[name] = value
+    return data
 
 
 def globals_of(function: types.FunctionType) -> dict[str, Any]:
     """Returns the globals named in a function; none of a library's wrapper around a user's function."""
     variables = function.__globals__
+    # By the globals' module, because functools.wraps gives a wrapper the module of the user's function.
     if is_library(variables.get("__name__", "")):
         return {}
     return {name: variables[name] for name in _names(function.__code__) if name in variables}

@@ -78,15 +78,19 @@ class Samples:
             self._collected[tuple(stack_of(sys._getframe(1)))] += time.perf_counter() - self._began
 
     def _sample(self) -> None:
-        generator = random.Random(0)  # a step of a regular length is not always met at the same line
+        # Random distances, or a step of a regular length would always be met at the same line.
+        generator = random.Random(0)
         due = time.perf_counter()
-        while not self._stop.wait(due - time.perf_counter()):  # little is done here, since the loop waits for it
+        # Little is done here, since the loop waits for it.
+        while not self._stop.wait(due - time.perf_counter()):
             frame = sys._current_frames().get(self._thread)
             now = time.perf_counter()
             past = due
-            while due <= now:  # moments are set beforehand: a call that holds Python has all that fall into it
+            # Moments are set beforehand: a call that holds Python has all that fall into it.
+            while due <= now:
                 due += generator.uniform(0.2, 1.8) * _SAMPLE_EVERY_S
             self._stacks[tuple(stack_of(frame))] += due - past
+            # The path that torch.save writes is an argument of its frame.
             while frame is not None and frame.f_code is not torch.save.__code__:
                 frame = frame.f_back
             if frame is not None and isinstance(frame.f_locals.get("f"), str | os.PathLike):

@@ -26,6 +26,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -99,26 +100,35 @@ class StateCopy:
         self._copied: dict[int, Any] = {}  # objects by id, which are held here so that no id is used twice
         self._whole: set[int] = set()  # addresses of storages that are copied from end to end
         reached = list(reachable_from(*roots, loader))
-        of_loader = {id(each) for each in reachable_from(loader, values=own_values)}
+        of_loader = set(map(id, reachable_from(loader, values=own_values)))
         modules = [each for each in reached if isinstance(each, nn.Module)]
-        inner = {id(child) for module in modules for child in every_module(module) if child is not module}
+        inner: set[int] = set()
+        for module in modules:
+            # The first that every_module yields is the module itself.
+            inner.update(map(id, islice(every_module(module), 1, None)))
         self.modules = [module for module in modules if id(module) not in inner]
         self.optimizers = [each for each in reached if isinstance(each, Optimizer)]
         self._free = available_memory()
         self._check_memory()
-        for each in sorted(reached, key=lambda each: not isinstance(each, nn.Module)):  # storages before views of them
+        # Modules first: they have whole storages, of which other objects hold views.
+        for each in sorted(reached, key=lambda each: not isinstance(each, nn.Module)):
             self._put_backs = self._of_loader if id(each) in of_loader else self._of_step
             self._copy(each)
         threads = partial(torch.set_num_threads, torch.get_num_threads())
         self._of_step += [copy_global_generators(), threads, copy_environment()]
 
     def _check_memory(self) -> None:
-        tensors = [tensor for root in self.modules for module in every_module(root) for tensor in _tensors_of(module)]
-        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
-        tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        local = [shard for each in tensors for shard in _shards(each)]
-        host = {_address(each): each for each in local if each.device.type == "cpu" and each.layout == torch.strided}
-        size = sum(each.untyped_storage().nbytes() for each in host.values())
+        tensors: list[Any] = []
+        for module in chain.from_iterable(map(every_module, self.modules)):
+            tensors += _tensors_of(module)
+        for state in chain.from_iterable(optimizer.state.values() for optimizer in self.optimizers):
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        # By address, because tables are views of one storage, which is copied once.
+        sizes = {}
+        for each in chain.from_iterable(map(_shards, tensors)):
+            if each.device.type == "cpu" and each.layout == torch.strided:
+                sizes[_address(each)] = each.untyped_storage().nbytes()
+        size = sum(sizes.values())
         if size > 0.8 * self._free:
             raise ValueError(
                 f"why_slow: a copy of weights and optimizer state, which are put back afterwards, takes "
@@ -194,7 +204,8 @@ class StateCopy:
             self._tensor(tensor)
         if type(module).__name__.startswith("SSDTableBatchedEmbedding"):
             self.notes.append("rows of tables on an SSD (key_value) are not put back: no tensor holds them")
-        if isinstance(module, DistributedDataParallel):  # all else that it notes is about its reducer, which stays
+        if isinstance(module, DistributedDataParallel):
+            # All else that it notes is about its reducer, which stays: undone, the next step may end in an assert.
             self._put_backs.append(partial(vars(module).update, {name: getattr(module, name) for name in _OF_DDP}))
         else:
             self._attributes(vars(module), leave=("_parameters", "_buffers", "_modules"))
@@ -214,14 +225,14 @@ class StateCopy:
         self._attributes(vars(optimizer), leave=("state", "param_groups"))
 
     def _put_back_states(self, optimizer: Optimizer, states: dict[Any, Any]) -> None:
-        zeros = {}
+        refilled = dict(states)
         if self._keeps_states:
             for parameter, state in optimizer.state.items():
                 if parameter not in states and all(isinstance(value, Tensor) for value in state.values()):
-                    zeros[parameter] = state
+                    refilled[parameter] = state
                     for value in state.values():
                         value.zero_()
-        refill(optimizer.state, {**states, **zeros})
+        refill(optimizer.state, refilled)
 
     def _attributes(self, attributes: dict[str, Any], leave: tuple[str, ...] = ()) -> None:
         self._put_backs.append(copy_attributes(attributes, leave))
@@ -263,7 +274,8 @@ class StateCopy:
 
     def _tensor(self, tensor: Tensor) -> None:
         shards = _shards(tensor)
-        if len(shards) != 1 or shards[0] is not tensor:  # TorchRec's, of which this rank holds some
+        if len(shards) != 1 or shards[0] is not tensor:
+            # TorchRec's, of which this rank holds some.
             for shard in shards:
                 self._tensor(shard)
         elif tensor.is_sparse or tensor.layout != torch.strided:
@@ -272,9 +284,9 @@ class StateCopy:
             values = None
             if _address(tensor) not in self._whole and not _unwritable(tensor):
                 values = tensor.detach().clone()
-                size = tensor.nbytes
-                self.bytes += size
-                if tensor.is_contiguous() and size == tensor.untyped_storage().nbytes():
+                self.bytes += tensor.nbytes
+                # A storage that is copied from end to end covers all views of it.
+                if tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes():
                     self._whole.add(_address(tensor))
             self._put_backs.append(copy_tensor(tensor, values))
             if tensor.is_leaf and tensor.grad is not None:
@@ -307,13 +319,17 @@ def _shards(tensor: Any) -> list[Tensor]:
     if hasattr(tensor, "local_shards"):
         shards: Any = tensor.local_shards() if callable(tensor.local_shards) else tensor.local_shards
         return [getattr(each, "tensor", each) for each in shards]
-    return _shards(tensor.to_local()) if hasattr(tensor, "to_local") else [tensor]
+    if hasattr(tensor, "to_local"):
+        # A DTensor, whose local tensor may hold several shards.
+        return _shards(tensor.to_local())
+    return [tensor]
 
 
 def _unwritable(tensor: Tensor) -> bool:
     """Returns whether torch writes nothing into a tensor in place: one of inference mode, or one that is expanded."""
-    expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return expanded or tensor.is_inference()
+    if tensor.is_inference():
+        return True
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -51,17 +51,22 @@ def raising_line(error: BaseException) -> str:
 
     Where there is none, as in a job on this package's models, the innermost line outside of torch.
     """
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((_TORCH, "<"))
-    ]
-    lines = [frame for frame in frames if is_users_file(frame.filename)] or frames
-    return f"{lines[-1].filename}:{lines[-1].lineno}" if lines else UNKNOWN
+    line = UNKNOWN
+    of_package = UNKNOWN
+    for frame in traceback.extract_tb(error.__traceback__):
+        if is_users_file(frame.filename):
+            line = f"{frame.filename}:{frame.lineno}"
+        elif not frame.filename.startswith((_TORCH, "<")):
+            of_package = f"{frame.filename}:{frame.lineno}"
+    return of_package if line == UNKNOWN else line
 
 
 def with_text(place: str) -> str:
     """Returns ``file:line (text)`` of a place ``file:line``, unchanged if the text is not known."""
     file, _, number = place.rpartition(":")
-    text = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
+    if not number.isdigit():
+        return place
+    text = linecache.getline(file, int(number)).strip()
     return f"{place} ({text})" if text else place
 
 
@@ -78,7 +83,9 @@ def module_line(model: nn.Module, path: str) -> str:
         return f"'{path}'"
     if kind.__module__.startswith("torch."):
         return f"'{path}'"
-    offset = next((index for index, line in enumerate(lines) if re.search(rf"self\.{re.escape(name)}\b", line)), 0)
+    pattern = re.compile(rf"self\.{re.escape(name)}\b")
+    # The line of the class itself, if it sets the attribute by another name.
+    offset = next((index for index, line in enumerate(lines) if pattern.search(line)), 0)
     return f"'{path}' ({file}:{first + offset})"
 
 
@@ -144,11 +151,11 @@ def calling_line() -> str:
 
 def described(error: BaseException) -> str:
     """Returns an error's kind, its first line, and the innermost line outside of torch."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if owner_of(frame.filename) in ("library", "user")
-    ]
-    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {first_line(error)[:300]}{where}"
+    text = f"{type(error).__name__}: {first_line(error)[:300]}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if owner_of(frame.filename) in ("library", "user"):
+            return f"{text} ({os.path.basename(frame.filename)}:{frame.lineno})"
+    return text
 
 
 def first_line(error: BaseException) -> str:
