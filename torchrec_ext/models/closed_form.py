@@ -86,6 +86,7 @@ def co_occurrences(users: Tensor, items: Tensor, num_items: int) -> Tensor:
     items = items[order]
     count = int(users[-1]) + 1 if len(users) else 0
     product = torch.zeros(num_items, num_items)
+    # A block of users at a time, because X as a matrix would take U x I numbers.
     rows = max(1, _BLOCK // num_items)
     for start in range(0, count, rows):
         first, last = torch.searchsorted(users, torch.tensor([start, start + rows])).tolist()
@@ -158,6 +159,7 @@ def als_half_step(
         raise ValueError(f"l2={l2}: must be above 0, or a user without items has no unique vector")
     dim = vectors.shape[1]
     counts = torch.bincount(rows, minlength=num_rows)
+    # The part of all columns is the same for each row, so it is computed once (Hu et al. 2008).
     shared = unobserved * vectors.T @ vectors
     penalty = l2 * (counts + unobserved * len(vectors))
     # A row with fewer columns is padded by one whose vector is 0, which adds nothing to its equations.

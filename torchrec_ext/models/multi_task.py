@@ -90,7 +90,9 @@ class MultiTaskModel(TowerModel):
     def begin_at(self, shares: Sequence[float]) -> list[float]:
         """See :meth:`TowerModel.begin_at`; further heads begin at the share among positives if they predict that."""
         if self.rows != "all" and shares:
-            shares = [shares[0], *(min(share / shares[0], 0.999) for share in shares[1:])]
+            first, *others = shares
+            # Below 1, of which there are no finite log-odds.
+            shares = [first, *(min(share / first, 0.999) for share in others)]
         return super().begin_at(shares)
 
     def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
@@ -130,10 +132,11 @@ class _TaskLosses(nn.Module):
         labels = torch.cat([batch.labels[:, None], batch.targets], dim=1)  # type: ignore[list-item]
         weights = batch.weights[:, None].expand(labels.shape)
         if self.rows == "positive":
+            # Further tasks count rows whose first label is 1.
             weights = torch.cat([weights[:, :1], weights[:, 1:] * batch.labels[:, None]], dim=1)
         if self.rows == "product":
-            first = logits[:, 0]
-            products = [logit_of_product(torch.stack([first, further], dim=1)) for further in logits[:, 1:].unbind(1)]
+            first, *others = logits.unbind(1)
+            products = [logit_of_product(torch.stack([first, further], dim=1)) for further in others]
             logits = torch.stack([first, *products], dim=1)
         losses = []
         for task, loss in enumerate(self.losses.values()):

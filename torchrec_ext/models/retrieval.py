@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -98,6 +98,7 @@ class RetrievalModel(TowerModel):
 
     def leave_out_counts(self) -> None:
         """Leaves the counts of candidates out of the state dict, because another day's log has others."""
+        # Registered anew, which is torch's way to change whether a buffer is saved.
         self.in_batch.register_buffer("log_q", self.in_batch.log_q, persistent=False)
 
     @property
@@ -161,9 +162,6 @@ class _InBatchLoss(nn.Module):
         log_q = batch.log_q
         if log_q is None and self.log_q is not None:
             log_q = self.log_q[ids]
-        is_known = None
-        if self.known is not None:
-            is_known = partial(self.known, _users(batch)[:count])
         # With queries, a loader makes batches of one size on all ranks, see TowerBatch, so none need be exchanged.
         rows = None if batch.queries is None else len(ids)
         negatives = in_batch_negatives(
@@ -174,7 +172,7 @@ class _InBatchLoss(nn.Module):
             rows=rows,
             # Item 0 with a weight is an unknown item, not padding.
             present=(ids != 0) | (batch.weights > 0),
-            is_known=is_known,
+            is_known=self._known_items(batch, slice(count)),
         )
         loss: Tensor = self._function(
             queries[:count],
@@ -185,16 +183,19 @@ class _InBatchLoss(nn.Module):
         )
         return loss
 
+    def _known_items(self, batch: TowerBatch, rows: slice | Tensor) -> Callable[[Tensor], Tensor] | None:
+        """Returns the function that says which items the users of some rows are known to have taken."""
+        return None if self.known is None else partial(self.known, _users(batch)[rows])
+
     def _over_clicks(self, queries: Tensor, candidates: Tensor, ids: Tensor, batch: TowerBatch) -> Tensor:
         """Returns the loss over the rows with a label above 0; their number differs between ranks."""
         weights = batch.weights * batch.labels
         clicked = weights.nonzero()[:, 0]
         queries, candidates, ids, weights = (rows[clicked] for rows in (queries, candidates, ids, weights))
         log_q = None if self.log_q is None else self.log_q[ids]
-        is_known = None
-        if self.known is not None:
-            is_known = partial(self.known, _users(batch)[clicked])
+        # A clicked row is no padding, whatever its item.
         present = torch.ones_like(ids, dtype=torch.bool)
+        is_known = self._known_items(batch, clicked)
         negatives = in_batch_negatives(candidates, ids, log_q=log_q, present=present, is_known=is_known)
         loss: Tensor = self._function(
             queries, negatives, weights=weights, total_weight=_mean_over_ranks(weights), temperature=self._temperature
@@ -212,7 +213,8 @@ class _InBatchLoss(nn.Module):
         weights = batch.weights[: len(queries)]
         total = batch.total_weight
         if self.labelled:
-            # The unknown item is not in the catalogue.
+            # The total of a batch counts all rows, and here only those with a label do. The unknown item is not in the
+            # catalogue.
             weights = weights * batch.labels[:count] * (ids[:count] > 0)
             total = _mean_over_ranks(weights)
         weighted = weights.nonzero()[:, 0]

@@ -144,6 +144,7 @@ class _NextItemNetwork(nn.Module):
         if batch.host_lengths is not None:
             lengths = batch.host_lengths[SESSION]
         packing = Packing(lengths, device=items.device)
+        # The last item has no next one, so the encoder does not run on it.
         inputs, sessions = packing.without_last_steps(self.encoder.attention)
         states = self.encoder.encode(items[inputs], sessions)
         ids = batch.sparse[SESSION].values()
@@ -156,6 +157,7 @@ class _NextItemNetwork(nn.Module):
             gather_rows(batch.sparse[CANDIDATES].values()),
             num_items=self.num_items,
         )
+        # The unknown item is none to predict.
         weights = batch.weights[packing.rows[inputs]] * (ids[targets] > 0)
         return (losses * weights).sum() / batch.total_weight  # type: ignore[no-any-return]
 
@@ -262,15 +264,14 @@ def bst(
     for name in ("session", "target"):
         if name in rest:
             raise ValueError(f"others names a tower '{name}', which is the name of the {name}'s tower; choose another")
-    steps = [
-        dataclasses.replace(table, feature_names=[name for name in table.feature_names if name in session])
-        for table in tables
-    ]
-    # A table of the target alone is not looked up for the session.
-    steps = [table for table in steps if table.feature_names]
+    steps = []
     shared: dict[str, EmbeddingConfig] = {}
     for table in tables:
         shared |= dict.fromkeys(table.feature_names, table)
+        names = [name for name in table.feature_names if name in session]
+        # A table of the target alone is not looked up for the session.
+        if names:
+            steps.append(dataclasses.replace(table, feature_names=names))
     bags = [_pooled(shared[name], name) for name in target]
     towers: dict[str, Any] = {
         "session": SessionSteps(

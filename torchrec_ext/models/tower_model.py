@@ -94,6 +94,7 @@ class TowerModel(nn.Module):
             self._dense += tower.dense
         self._shared_columns = self.towers.columns(shared=True)
         self.shared_tables = shared_tables(towers, self._shared_columns, self._weights)
+        # Kept here, because a plan may take the shared tables away.
         self._joint = self.shared_tables is not None and bool(self.shared_tables.joint)
         self._weighed = {shared: self.towers.weigh_rows(shared=shared) for shared in (False, True)}
         self._weighed_top = weighs_rows(interaction)
@@ -118,6 +119,7 @@ class TowerModel(nn.Module):
         if sharded:
             raise ValueError(f"table '{sharded[0]}' is sharded already; merge the look-ups before it is planned")
         self.shared_tables = shared_tables(dict(self.towers.items()), self._shared_columns, self._weights, every=True)
+        # The new collections have drawn weights of their own: the tables keep theirs.
         for name, holder, _ in values_by_table(self):
             holder.weight = values[name]
         return self
@@ -143,6 +145,7 @@ class TowerModel(nn.Module):
         losses = self.head_losses()
         if len(shares) != len(losses):
             raise ValueError(f"shares: {len(shares)}, heads: {len(losses)}; give one share of positives for each head")
+        # Not strict: an interaction without a bias has none to set.
         for share, loss, bias in zip(shares, losses, getattr(self.interaction, "last_biases", []), strict=False):
             if not 0 < share < 1:
                 raise ValueError(
@@ -251,6 +254,7 @@ class TowerModel(nn.Module):
         """Returns the loss, (), to call backward on, and the :class:`Prediction`."""
         logits = self.logits(batch)
         loss = self.loss(logits, batch)
+        # Detached, so that whoever keeps predictions of many steps keeps no graphs.
         return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)
 
 

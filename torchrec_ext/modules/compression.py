@@ -45,8 +45,13 @@ class CompressingLayer(nn.Module):
         self.bags = sum(widths)
         whole = self.bags + dense
         self.cross = CrossNet(whole, config.layers) if config.kind == "cross" else None
-        self.each = nn.Linear(widths[0], config.per_feature * config.dim, bias=False) if config.per_feature else None
-        self.all = nn.Linear(whole, config.flat * config.dim) if config.flat else None
+        self.each: nn.Linear | None = None
+        self.all: nn.Linear | None = None
+        if config.per_feature:
+            self.each = nn.Linear(widths[0], config.per_feature * config.dim, bias=False)
+        if config.flat:
+            self.all = nn.Linear(whole, config.flat * config.dim)
+        # After both are made: another order would draw other numbers.
         for layer in (self.each, self.all):
             if layer is not None:
                 _start(layer)
@@ -62,6 +67,7 @@ class CompressingLayer(nn.Module):
         blocks = []
         if self.each is not None:
             blocks.append(self.each(bags.reshape(rows * self.features, -1)).view(rows, -1))
+        # Without flat vectors the dense columns leave the tower as they are.
         blocks.append(dense if self.all is None else self.all(side_by_side))
         return torch.cat(blocks, dim=1)
 

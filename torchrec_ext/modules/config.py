@@ -59,7 +59,9 @@ class Compression:
             240
         """
         compressed = self.dim * (self.per_feature * features + self.flat)
-        return compressed if self.flat else compressed + dense
+        if not self.flat:
+            compressed += dense
+        return compressed
 
 
 # What model.interaction of a recipe may be, in the order in which a message lists them, with `metric` of the class.

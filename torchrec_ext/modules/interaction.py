@@ -218,6 +218,7 @@ class GeneralizedMF(InteractionLayer):
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (B, N) logits of every query (B, D) with every candidate (N, D)."""
+        # Weights go to the queries: once for each of them, and not for each pair.
         return (query * self.linear.weight) @ candidates.T + self.linear.bias
 
 
@@ -273,10 +274,10 @@ class TopMLP(InteractionLayer):
         """
         first: nn.Linear = self.mlp[0]  # type: ignore[assignment]
         query_weight, candidate_weight = torch.split(first.weight, self.widths, dim=1)
+        # The bias is added once, on the query's side.
         queries = linear(self.activation(query), query_weight, first.bias)
-        return over_pairs(
-            queries, linear(self.activation(candidates), candidate_weight), self._rest, first.out_features
-        )
+        halves = linear(self.activation(candidates), candidate_weight)
+        return over_pairs(queries, halves, self._rest, first.out_features)
 
     def _rest(self, query: Tensor, candidate: Tensor) -> Tensor:
         """Returns (b, n) logits from the two halves of the first layer, (b, 1, H) and (1, n, H)."""
@@ -409,6 +410,7 @@ class FactorizationMachine(InteractionLayer):
         """Returns (B, N) logits of every query (B, (T - 1) x D) with every candidate (N, D)."""
         query_weight, candidate_weight = torch.split(self.first_order.weight[0], [query.shape[1], candidates.shape[1]])
         outputs = list(torch.split(query, self.width, dim=1))
+        # Products among the query's towers do not depend on the candidate; those with it are one with their sum.
         alone = query @ query_weight + self._products(outputs) + self.first_order.bias
         return alone[:, None] + candidates @ candidate_weight + torch.stack(outputs).sum(0) @ candidates.T
 
@@ -515,6 +517,7 @@ class MultiTaskTop(TopMLP):
         """Returns (B, N) logits of every query (B, D1) with every candidate (N, D2)."""
         if self.serve == [0]:
             return super().score_all(query, candidates)
+        # TopMLP's own shortcut has one head: pairs go through ``forward``, which multiplies the tasks.
         return InteractionLayer.score_all(self, query, candidates)
 
     @property
@@ -529,7 +532,8 @@ class MultiTaskTop(TopMLP):
         # Layer by layer, because TorchRec's pipelines trace modules of the model, and a slice of a Sequential is none.
         for layer in layers:
             hidden = layer(hidden, weights) if isinstance(layer, BatchNorm) else layer(hidden)
-        return torch.cat([first(hidden), *(head(hidden) for head in self.further)], dim=1)
+        logits = [head(hidden) for head in (first, *self.further)]
+        return torch.cat(logits, dim=1)
 
 
 def logit_of_product(logits: Tensor) -> Tensor:
@@ -583,5 +587,6 @@ def interaction_layer(
     }
     if temperature is not None:
         settings["temperature"] = temperature
+    # A recipe has one set of settings for all interactions, and a dot product has no hidden layers.
     parameters = inspect.signature(kind.__init__).parameters
     return kind(widths, **{key: value for key, value in settings.items() if key in parameters})

@@ -47,9 +47,11 @@ class BatchNorm(nn.BatchNorm1d):
             return self._weighted(input.to(torch.promote_types(input.dtype, torch.float32)), weights).to(input.dtype)
 
     def _weighted(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        # A sum as a product with a vector saves a pass over the rows, forward and backward, beside product and sum.
         shares = rows.new_ones(len(rows)) if weights is None else weights.detach().to(rows)
-        sums = self._over_ranks(torch.cat([shares @ rows, torch.stack([shares.sum(), shares.square().sum()])]))
+        weight_sums = torch.stack([shares.sum(), shares.square().sum()])
+        # A sum as a product with a vector saves a pass over the rows, forward and backward, beside product and sum.
+        # Sums and counts go over the ranks together, in one exchange.
+        sums = self._over_ranks(torch.cat([shares @ rows, weight_sums]))
         total, squares = sums[-2:].detach()
         # A batch whose weights are all 0 has no moments and does not move the running ones.
         counts = total > 0
@@ -119,6 +121,7 @@ def weighs_rows(module: nn.Module) -> bool:
 
 def reads_lengths(module: nn.Module) -> bool:
     """Returns whether a tower or an interaction takes the ``host_lengths`` of the batch's bags."""
+    # By the signature, so that a tower of the user's own needs no argument that it does not read.
     return "host_lengths" in inspect.signature(module.forward).parameters
 
 
@@ -149,10 +152,20 @@ def mlp(
         >>> [type(layer).__name__ for layer in mlp(8, [8, 4, 2], normalization="layer", residual=True)]
         ['Residual', 'Linear', 'LayerNorm', 'ReLU', 'Linear']
     """
-    _check(in_features, widths, normalization, dropout, residual)
-    layers: list[nn.Module] = []
+    if not widths or min(widths) < 1:
+        raise ValueError(f"widths={list(widths)}: an MLP needs at least one layer and every width 1 or more")
+    check_choice("normalization", normalization, get_args(Normalization))
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout}: must be at least 0 and below 1")
     hidden = [in_features, *widths[:-1]]
+    if residual and not any(before == width for before, width in pairwise(hidden)):
+        raise ValueError(
+            f"residual=True with an input of width {in_features} and widths={list(widths)}: no hidden "
+            "layer is as wide as its input; give two neighbours one width"
+        )
+    layers: list[nn.Module] = []
     for before, width in pairwise(hidden):
+        # Batch normalisation subtracts the mean, and a bias with it.
         block: list[nn.Module] = [nn.Linear(before, width, bias=normalization != "batch")]
         if normalization == "layer":
             block.append(nn.LayerNorm(width))
@@ -167,20 +180,6 @@ def mlp(
     # Called for its check: a wrong name must raise even without hidden layers.
     activation_layer(activation)
     return Layers(*layers, nn.Linear(hidden[-1], widths[-1]))
-
-
-def _check(in_features: int, widths: Sequence[int], normalization: str, dropout: float, residual: bool) -> None:
-    if not widths or min(widths) < 1:
-        raise ValueError(f"widths={list(widths)}: an MLP needs at least one layer and every width 1 or more")
-    check_choice("normalization", normalization, get_args(Normalization))
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout}: must be at least 0 and below 1")
-    hidden = [in_features, *widths[:-1]]
-    if residual and not any(before == width for before, width in pairwise(hidden)):
-        raise ValueError(
-            f"residual=True with an input of width {in_features} and widths={list(widths)}: no hidden "
-            "layer is as wide as its input; give two neighbours one width"
-        )
 
 
 class Made(NamedTuple):
@@ -210,6 +209,7 @@ class Recorded:
         """Records the arguments; a copy is made without any, and receives the original's with its other attributes."""
         instance = super().__new__(cls)
         bound = inspect.signature(cls.__init__).bind_partial(instance, *args, **kwargs).arguments
+        # Into the dict itself, because nn.Module's __setattr__ does not work before its __init__; without ``self``.
         instance.__dict__["arguments"] = dict(list(bound.items())[1:])
         return instance
 

@@ -105,7 +105,10 @@ def sampled_softmax(
         raise ValueError(
             "the batch has no log_q to correct by; let the loader draw the negatives, or pass correct=False"
         )
-    log_q = batch.log_q.view(groups.shape) if correct and batch.log_q is not None else None
+    log_q = None
+    if correct and batch.log_q is not None:
+        log_q = batch.log_q.view(groups.shape)
+    # The positive is the first of its group.
     targets = groups.new_zeros(len(groups), dtype=torch.int64)
     return _mean(softmax_losses(groups, targets, log_q=log_q, temperature=temperature), batch)
 
@@ -170,6 +173,7 @@ def softmax_losses(
         ValueError: shapes that do not fit together, a temperature that is not positive.
     """
     _check_temperature(temperature)
+    # Broadcasting would take a log_q of the queries, or a mask of other candidates, without a word.
     for name, values, shapes in (
         ("log_q", log_q, (logits.shape, logits.shape[1:])),
         ("excluded", excluded, (logits.shape,)),
@@ -257,6 +261,7 @@ def codistillation(
             "peer; one peer's alone goes through [None]"
         )
     check_choice("measure", measure, get_args(DistillationMeasure))
+    # A peer learns from its own loss, and its logits may be of another process's old weights.
     peers = peers.detach()
     if measure == "mse":
         losses = mse_loss(logits, peers.mean(dim=0), reduction="none")
@@ -342,6 +347,7 @@ class PairwiseLoss(nn.Module):
 
     def forward(self, logits: Tensor, batch: TowerBatch) -> Tensor:
         """Returns the loss, (), of logits (B x (1 + N),)."""
+        # Rows of an evaluation have labels of their own and no groups.
         if not self.training:
             return bce(logits, batch)
         loss: Tensor = self.function(logits, batch, negatives=self.negatives, **self.settings)

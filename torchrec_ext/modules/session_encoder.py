@@ -89,7 +89,8 @@ class Packing:
         """The buckets; together they hold each sequence of one step or more once."""
         buckets = []
         for steps, valid in self._host_buckets:
-            buckets.append(Bucket(self.moved(steps), None if bool(valid.all()) else self.moved(valid)))
+            mask = None if bool(valid.all()) else self.moved(valid)
+            buckets.append(Bucket(self.moved(steps), mask))
         return buckets
 
     @cached_property
@@ -175,12 +176,11 @@ def attend(projected: Tensor, packing: Packing, *, causal: bool) -> Tensor:
         offsets = packing.moved(pad(lengths.cumsum(0), (1, 0)))
         shortest = int(lengths.min())
         longest = packing.longest
-        query, key, value = (
-            torch.nested.nested_tensor_from_jagged(each.contiguous(), offsets, None, 1, shortest, longest).transpose(
-                1, 2
-            )
-            for each in projected.unbind(1)
-        )
+        jagged = []
+        for each in projected.unbind(1):
+            nested = torch.nested.nested_tensor_from_jagged(each.contiguous(), offsets, None, 1, shortest, longest)
+            jagged.append(nested.transpose(1, 2))
+        query, key, value = jagged
         output: Tensor = scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).values()
         return output
     outputs = [_padded(projected, bucket, causal) for bucket in packing.buckets]
@@ -226,6 +226,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm_first = norm_first
+        # Query, key and value by one product.
         self.projection = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
         self.first = nn.Linear(width, hidden)

@@ -37,7 +37,9 @@ class _SequenceTables(Recorded, nn.Module):
         self.tables = list(tables)
         self.dense = dense_names(dense)
         self.device = device or torch.device("cpu")
-        self._names = {name: f"{name}@{table.name}" for table in self.tables for name in table.feature_names}
+        self._names: dict[str, str] = {}
+        for table in self.tables:
+            self._names |= {name: f"{name}@{table.name}" for name in table.feature_names}
         self.release_tables(())
 
     def release_tables(self, names: Collection[str]) -> None:
@@ -152,11 +154,10 @@ class SessionTower(_SequenceTables):
         super().__init__(tables, dense, device)
         self.out_features = mlp_widths[-1] if mlp_widths else 0
         slots = target_slots(tables, session, target, combine)
-        features = len(session) if combine == "concat" else 1
-        width = features * self.tables[0].embedding_dim
+        # The target is one more step.
         steps = max_length + 1 if target else max_length
         encoder = SessionEncoder(
-            width,
+            step_width(tables, session, combine),
             steps,
             layers=layers,
             heads=heads,
@@ -168,8 +169,7 @@ class SessionTower(_SequenceTables):
             attention=attention,
         )
         self.network = _SessionNetwork(encoder, tuple(session), tuple(target), pooling, combine, slots)
-        pooled = width * steps if pooling == "flatten" else width
-        inputs = pooled + len(self.dense)
+        inputs = self.network.out_features + len(self.dense)
         self.mlp = mlp(inputs, mlp_widths, activation=activation, dropout=dropout)
 
     def of_steps(
@@ -234,14 +234,19 @@ class _SessionNetwork(nn.Module):
         packing = Packing(lengths + ones, self.encoder.attention, device=steps.device)
         rows, index = packing.host.rows, packing.host.before
         of_targets = len(steps) + ones.cumsum(0) - ones
+        # By one index, because a mask or a sort would wait for a GPU.
         places = torch.where(index < lengths[rows], starts[rows] + index, of_targets[rows])
         return self.pooled(torch.cat([steps, targets]).index_select(0, packing.moved(places)), packing)
 
+    @property
+    def out_features(self) -> int:
+        """The pooled width."""
+        width = self.encoder.width
+        return width * self.encoder.max_length if self.pooling == "flatten" else width
+
     def pooled(self, steps: Tensor, packing: Packing) -> Tensor:
         """Returns (B, pooled width) of packed steps (P, D)."""
-        return self._pooled(self.encoder.encode(steps, packing), packing)
-
-    def _pooled(self, steps: Tensor, packing: Packing) -> Tensor:
+        steps = self.encoder.encode(steps, packing)
         size = len(packing.lengths)
         width = steps.shape[1]
         if self.pooling == "flatten":
@@ -286,9 +291,7 @@ class SessionSteps(_SequenceTables):
         check_features(tables, session, ())
         super().__init__(tables, dense, device)
         self.network = _StepsNetwork(tuple(session), max_length, combine)
-        features = len(session) if combine == "concat" else 1
-        width = features * self.tables[0].embedding_dim
-        self.out_features = max_length * (width + 1) + len(self.dense)
+        self.out_features = max_length * (step_width(tables, session, combine) + 1) + len(self.dense)
 
     def of_steps(
         self, embedded: Mapping[str, JaggedTensor], dense: Tensor, host_lengths: Mapping[str, Tensor] | None
@@ -316,6 +319,7 @@ class _StepsNetwork(nn.Module):
         rows = packing.rows[recent]
         to_end = packing.to_end[recent]
         indices = rows * self.max_length + packing.lengths.clamp(max=self.max_length)[rows] - 1 - to_end
+        # A last number of 1 tells a step from one that is not there.
         flagged = torch.nn.functional.pad(steps[recent].to(dtype), (0, 1), value=1.0)
         padded = flagged.new_zeros(len(lengths) * self.max_length, flagged.shape[1])
         return padded.index_copy(0, indices, flagged).view(len(lengths), -1)
@@ -394,15 +398,18 @@ class SessionTop(InteractionLayer):
             attention=attention,
         )
         self.network = _SessionNetwork(encoder, (), (), pooling)
+        # Without positions nothing else would tell the target from the steps; as small as positions begin.
         self.target = nn.Parameter(torch.randn(step) * 0.02) if position == "none" else None
         # A feature of the steps, to find their lengths in the batch; bst() sets it.
         self.session = ""
-        pooled = step * (max_length + 1) if pooling == "flatten" else step
-        inputs = pooled + widths[0] - self._first
-        self.session_mlp = mlp(inputs, mlp_widths, activation=activation, dropout=dropout) if mlp_widths else None
+        session_width = self.network.out_features + widths[0] - self._first
+        self.session_mlp: nn.Module | None = None
+        if mlp_widths:
+            self.session_mlp = mlp(session_width, mlp_widths, activation=activation, dropout=dropout)
+            session_width = mlp_widths[-1]
+        # That MLP ends in a linear layer, as towers do.
         self.activation = activation_layer(activation) if mlp_widths else nn.Identity()
         others = sum(widths[1:]) - targets * width
-        session_width = mlp_widths[-1] if mlp_widths else inputs
         self.mlp = mlp(session_width + others, [*top_widths, 1], activation=activation, dropout=dropout)
 
     @property
@@ -440,6 +447,12 @@ class SessionTop(InteractionLayer):
         return self.mlp(self.activation(joined)).squeeze(1)  # type: ignore[no-any-return]
 
 
+def step_width(tables: Sequence[EmbeddingConfig], session: Sequence[str], combine: Combine) -> int:
+    """Returns the width of a step of features of ``tables``: D, or D for each feature."""
+    width: int = tables[0].embedding_dim
+    return len(session) * width if combine == "concat" else width
+
+
 def target_slots(
     tables: Sequence[EmbeddingConfig], session: Sequence[str], target: Sequence[str], combine: Combine
 ) -> list[int]:
@@ -456,14 +469,14 @@ def target_slots(
         names |= dict.fromkeys(table.feature_names, table.name)
     slots: list[int] = []
     for feature in target:
-        slot = next((i for i, name in enumerate(session) if names[name] == names[feature] and i not in slots), None)
-        if slot is None:
+        free = [i for i, name in enumerate(session) if names[name] == names[feature] and i not in slots]
+        if not free:
             raise ValueError(
                 f"combine=concat: target feature '{feature}' is read from table '{names[feature]}', which "
                 f"no feature left in session={list(session)} reads too; give it another tower, or "
                 "combine=sum"
             )
-        slots.append(slot)
+        slots.append(free[0])
     return slots
 
 

@@ -87,8 +87,11 @@ class SharedTables(nn.Module):
 
     def _rows_of(self, table: BaseEmbeddingConfig, weighted: Collection[str]) -> str:
         """Returns the rows of a batch with the table's bags: ``rows``, ``shared``, ``joint`` or ``weighted``."""
+        if table.name in weighted:
+            return "weighted"
         if table.name in self._pairs:
-            return "weighted" if table.name in weighted else "joint"
+            return "joint"
+        # The features of any other table are of one kind, so the first tells it.
         return "shared" if table.feature_names[0] in self._shared else "rows"
 
     def forward(self, batch: TowerBatch, towers: Collection[str]) -> dict[str, Tensor | JaggedTensor]:
@@ -148,7 +151,9 @@ def _bags_of(batch: TowerBatch, rows: str) -> KeyedJaggedTensor:
         return batch.shared.sparse  # type: ignore[union-attr]
     if rows == "joint":
         return batch.joint
-    return batch.sparse if rows == "rows" else batch.weighted
+    if rows == "weighted":
+        return batch.weighted
+    return batch.sparse
 
 
 def shared_tables(
@@ -205,14 +210,9 @@ def look_ups(towers: Towers, names: Sequence[str]) -> SharedTables:
         released |= set(tower.released_tables)
     tables = merged(chain.from_iterable(tower.tables for tower in members.values()))
     tables = [table for table in tables if table.name in released]
-    read_by = readers(members)
-    return SharedTables(
-        tables,
-        towers.columns(shared=True),
-        {table.name: read_by[table.name] for table in tables},
-        (),
-        torch.device("meta"),
-    )
+    all_readers = readers(members)
+    read_by = {table.name: all_readers[table.name] for table in tables}
+    return SharedTables(tables, towers.columns(shared=True), read_by, (), torch.device("meta"))
 
 
 def _check_releases(table: BaseEmbeddingConfig, readers: Mapping[str, Any], weights: Collection[str]) -> None:
@@ -223,6 +223,7 @@ def _check_releases(table: BaseEmbeddingConfig, readers: Mapping[str, Any], weig
             f"{type(readers[other]).__name__}, which cannot do without tables of its own: give each of these towers a "
             "table of its own name"
         )
+    # An EmbeddingCollection, which looks up id by id, takes no weights.
     weighted = [name for name in table.feature_names if name in weights]
     if weighted and isinstance(table, EmbeddingConfig):
         raise ValueError(

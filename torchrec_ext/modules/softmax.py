@@ -93,6 +93,7 @@ def in_batch_negatives(
     if log_q is not None:
         log_q = _padded(log_q, rows)
     ids, log_q = _gather_facts(_padded(ids, rows, _PADDING), log_q, group)
+    # The candidates of all ranks stand in rank order, P of each.
     targets = torch.arange(count, device=ids.device) + _rank(group) * rows
     padding = ids == _PADDING
     items = ids.clamp(min=0)
@@ -129,6 +130,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
+        # The losses of all ranks depend on a rank's rows: their gradients are summed where the rows came from.
         local = gradient.new_empty(len(gradient) // _ranks(ctx.group), *gradient.shape[1:])
         _REDUCE_SCATTER(local, gradient.contiguous(), group=ctx.group)
         return local, None
@@ -174,11 +176,11 @@ def _padded(rows: Tensor, size: int, value: int = 0) -> Tensor:
 
 
 def _ranks(group: dist.ProcessGroup | None) -> int:
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:
-    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def _check(
@@ -256,8 +258,10 @@ class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, candidates: Tensor, padding: Tensor, leave_out: _LeaveOut) -> Tensor:
         sums = states.new_empty(len(states))
+        # Scores of bfloat16 would be up to .06 off.
         with torch.autocast(states.device.type, enabled=False):
             for block, scores in _scores(states, candidates, padding, leave_out):
+                # Subtracted before exp, which overflows beyond 88.
                 greatest = scores.amax(dim=1, keepdim=True)
                 sums[block] = scores.sub_(greatest).exp_().sum(dim=1).log_().add_(greatest[:, 0])
         ctx.save_for_backward(states, candidates, padding, sums)

@@ -5,7 +5,9 @@ A plan runs towers one after the other on each rank, or places them on ranks of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -43,10 +45,8 @@ class AttentionPooling(nn.Module):
     def forward(self, bags: JaggedTensor) -> Tensor:
         """Returns (B, D) from bags of embeddings, (sum of lengths, D) in all; an empty bag gives zeros."""
         values = bags.values().to(self.score[0].weight.dtype)
-        lengths = bags.lengths().long()
-        size = len(lengths)
-        # With output_size torch need not wait for the device to learn how many rows there are.
-        rows = torch.repeat_interleave(torch.arange(size, device=values.device), lengths, output_size=len(values))
+        rows = _rows(bags)
+        size = len(bags.lengths())
         scores = self.score(values).squeeze(1)
         # A softmax does not depend on the number that is subtracted, so the peaks need no gradient.
         peaks = scores.new_full((size,), -torch.inf).scatter_reduce(0, rows, scores.detach(), "amax")
@@ -92,13 +92,18 @@ class RowPooling(nn.Module):
             return bags
         values = bags.values()
         lengths = bags.lengths().long()
-        rows = torch.repeat_interleave(
-            torch.arange(len(lengths), device=values.device), lengths, output_size=len(values)
-        )
-        pooled = values.new_zeros(len(lengths), values.shape[1]).index_add(0, rows, values)
+        pooled = values.new_zeros(len(lengths), values.shape[1]).index_add(0, _rows(bags), values)
         if pooling == PoolingType.MEAN:
             pooled = pooled / lengths.clamp(min=1)[:, None]
         return pooled  # type: ignore[no-any-return]
+
+
+def _rows(bags: JaggedTensor) -> Tensor:
+    """Returns the row of each value, (sum of lengths,)."""
+    lengths = bags.lengths().long()
+    # With output_size torch need not wait for the device to learn how many values there are.
+    size = len(bags.values())
+    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths, output_size=size)
 
 
 Embedded = TypeVar("Embedded")
@@ -178,7 +183,9 @@ class Tower(Recorded, nn.Module):
             self._poolings += [(key, table.pooling) for key in _keys([table])]
         self.attention = BagAttention(_keys(lists), lists[0].embedding_dim) if lists else None
         self.pooling = RowPooling()
-        widths = [table.embedding_dim for table in [*bags, *lists] for _ in table.feature_names]
+        widths: list[int] = []
+        for table in (*bags, *lists):
+            widths += [table.embedding_dim] * len(table.feature_names)
         self.compress: CompressingLayer | None = None
         width = sum(widths) + len(self.dense)
         if compress is not None:
@@ -208,15 +215,18 @@ class Tower(Recorded, nn.Module):
         return [table.name for table in self.tables if table not in [*self._own_bags, *self._own_lists]]
 
     def _declare(self, bags: list[EmbeddingBagConfig], lists: list[EmbeddingConfig]) -> None:
+        # A table that pools by weights is the model's to look up, see SharedTables.
         self._own_bags = [table for table in bags if set(self.weights).isdisjoint(table.feature_names)]
         self._own_lists = lists
         # Computed once: at a small network's step, the Python work of each look-up is measurable.
         self._own_names = _names(self._own_bags)
+        self.embeddings: EmbeddingBagCollection | None = None
+        self.sequences: EmbeddingCollection | None = None
         try:
-            self.embeddings = (
-                EmbeddingBagCollection(tables=self._own_bags, device=self.device) if self._own_bags else None
-            )
-            self.sequences = EmbeddingCollection(tables=lists, device=self.device) if lists else None
+            if self._own_bags:
+                self.embeddings = EmbeddingBagCollection(tables=self._own_bags, device=self.device)
+            if lists:
+                self.sequences = EmbeddingCollection(tables=lists, device=self.device)
         except RuntimeError as error:
             # torch's allocators name bytes, but no table.
             raise _too_large(self.tables, error) from error
@@ -262,8 +272,12 @@ class Tower(Recorded, nn.Module):
         if self.embeddings is not None:
             pooled = self.embeddings(sparse).to_dict()
             embedded |= {key: pooled[name] for key, name in self._own_names.items()}
-        blocks = [(embedded[key], pooling) for key, pooling in self._poolings]
-        return [bags if isinstance(bags, Tensor) else self.pooling(bags, pooling) for bags, pooling in blocks]
+        blocks = []
+        for key, pooling in self._poolings:
+            block = embedded[key]
+            # A call that does nothing is left out, because this runs in every step.
+            blocks.append(block if isinstance(block, Tensor) else self.pooling(block, pooling))
+        return blocks
 
 
 def beside(blocks: Sequence[Tensor]) -> Tensor:
@@ -273,20 +287,21 @@ def beside(blocks: Sequence[Tensor]) -> Tensor:
 
 def _too_large(tables: Sequence[BaseEmbeddingConfig], error: RuntimeError) -> Exception:
     """Returns an error about the largest table, or ``error`` itself if memory is not its cause."""
-    sizes = {table.name: table.num_embeddings * table.embedding_dim * 4 for table in tables}
-    name = max(sizes, key=lambda name: sizes[name])
     if not any(words in str(error) for words in ("allocate memory", "out of memory", "overflowed")):
         return error
-    table = next(table for table in tables if table.name == name)
+    table = max(tables, key=lambda table: table.num_embeddings * table.embedding_dim)
+    size = 4 * table.num_embeddings * table.embedding_dim
     return ValueError(
-        f"table '{name}', num_embeddings={table.num_embeddings:,}: "
-        f"{sizes[name] / 1000000000.0:,.1f} GB of weights do not fit here; map ids to rows by "
-        'rec.data.preprocess, or shard with device="meta"'
+        f"table '{table.name}', num_embeddings={table.num_embeddings:,}: {size / 1e9:,.1f} GB of weights do not fit "
+        'here; map ids to rows by rec.data.preprocess, or shard with device="meta"'
     )
 
 
 def _keys(tables: Sequence[BaseEmbeddingConfig]) -> list[str]:
-    return [f"{feature}@{table.name}" for table in tables for feature in table.feature_names]
+    keys: list[str] = []
+    for table in tables:
+        keys += [f"{feature}@{table.name}" for feature in table.feature_names]
+    return keys
 
 
 def by_table(tables: Sequence[BaseEmbeddingConfig], embedded: Mapping[str, Embedded]) -> dict[str, Embedded]:
@@ -300,9 +315,7 @@ def by_table(tables: Sequence[BaseEmbeddingConfig], embedded: Mapping[str, Embed
 
 def _names(tables: Sequence[BaseEmbeddingConfig]) -> dict[str, str]:
     """Returns the name in the output of a collection of ``tables`` of each ``feature@table``."""
-    names: list[str] = []
-    for names_of_table in get_embedding_names_by_table(list(tables)):
-        names += names_of_table
+    names = chain.from_iterable(get_embedding_names_by_table(list(tables)))
     return dict(zip(_keys(tables), names, strict=True))
 
 
@@ -314,6 +327,7 @@ def _check_weighted(tables: Sequence[BaseEmbeddingConfig], weights: Mapping[str,
                 f"weights: {feature}={column}: the tower reads no feature '{feature}'; name one of its tables' features"
             )
         for table in readers:
+            # FBGEMM wrongly trains a table that pools by mean if its ids have weights.
             pooling = getattr(table, "pooling", None)
             if pooling != PoolingType.SUM:
                 way = pooling.name if pooling else "attention"
@@ -373,6 +387,7 @@ class Towers(nn.ModuleDict):
         if unknown:
             raise ValueError(f"shared names {unknown}, which are not towers; the towers are {list(towers)}")
         self.reads: dict[str, Reads] = {}
+        # Dense columns of shared towers and of the others are two matrices of a batch.
         ends = {False: 0, True: 0}
         for name, tower in towers.items():
             is_shared = name in shared
@@ -441,8 +456,9 @@ class Towers(nn.ModuleDict):
 
 
 def _check_columns(towers: Towers) -> None:
-    dense = [name for tower in towers.values() for name in tower.dense]  # type: ignore[union-attr]
-    twice = sorted({name for name in dense if dense.count(name) > 1})
+    members: list[Any] = list(towers.values())
+    dense = Counter(chain.from_iterable(tower.dense for tower in members))
+    twice = sorted(name for name, count in dense.items() if count > 1)
     if twice:
         raise ValueError(
             f"dense columns {twice} are read by more than one tower; give each tower a column of its own name"
