@@ -172,8 +172,10 @@ class TowerBatch(_Fields):
             if halves is None:
                 continue
             for key in halves.keys():  # noqa: SIM118
-                if name in key.split("|"):
-                    return self._half(halves[key], first=key.split("|")[0] == name)
+                # See Joint: the shared feature's name, then that of the rows' feature.
+                features = key.split("|")
+                if name in features:
+                    return self._half(halves[key], first=features[0] == name)
         whole = [self.sparse]
         if self.shared is not None:
             whole.append(self.shared.sparse)
@@ -187,8 +189,11 @@ class TowerBatch(_Fields):
         # The key holds the bags of Q shared rows, then those of B rows.
         queries = lengths.numel() - len(self)
         end = int(lengths[:queries].sum())
-        rows = slice(queries) if first else slice(queries, None)
-        ids = slice(end) if first else slice(end, None)
+        rows = slice(queries, None)
+        ids = slice(end, None)
+        if first:
+            rows = slice(queries)
+            ids = slice(end)
         weights = bags.weights_or_none()
         if weights is not None:
             weights = weights[ids]
@@ -349,10 +354,11 @@ def concatenated(
     """
     columns = [None if name is None else bags[name] for name in keys.features]
     present_columns = [column for column in columns if column is not None]
-    # torch.cat refuses an empty list.
-    values = torch.cat(
-        [column.values for column in present_columns] or [torch.empty(0, dtype=torch.int64, device=device)]
-    )
+    if present_columns:
+        values = torch.cat([column.values for column in present_columns])
+    else:
+        # torch.cat refuses an empty list.
+        values = torch.empty(0, dtype=torch.int64, device=device)
     pairs = list(zip(columns, sizes, strict=True))
     # One id for each row of every feature is the common case, which needs no concatenation.
     if all(column is not None and column.lengths is None and len(column.values) == size for column, size in pairs):

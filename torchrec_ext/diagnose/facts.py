@@ -77,11 +77,6 @@ def spread(values: Sequence[float]) -> float:
     return (high - low) / middle if middle else math.inf
 
 
-def lower_median(values: Sequence[float]) -> float:
-    """Returns the lower median."""
-    return sorted(values)[(len(values) - 1) // 2]
-
-
 @dataclass(frozen=True, kw_only=True)
 class LineFacts:
     """A line of the user's own code.

@@ -6,6 +6,7 @@ interval, and what it changes in the mathematics. ``cost`` is the share of an it
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -156,9 +157,9 @@ def shares_of(facts: Facts, seconds: Callable[[Round], float]) -> list[float]:
 
 def share_of(facts: Facts, seconds: Callable[[Round], float]) -> float:
     """Returns the median over rounds of the share of an iteration."""
-    # The upper median, a share that a round has: not the mean of two rounds.
-    shares = sorted(shares_of(facts, seconds))
-    return shares[len(shares) // 2] if shares else 0.0
+    # A share that a round has, and not the mean of two rounds.
+    shares = shares_of(facts, seconds)
+    return statistics.median_high(shares) if shares else 0.0
 
 
 def expected(facts: Facts, slow: Callable[[Round], float], fast: Callable[[Round], float] | None = None) -> Gain | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import itertools
 import os
 import runpy
 import sys
@@ -23,11 +24,12 @@ import torchrec_ext.needs_torch  # noqa: F401
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from torchrec_ext.observe.user_lines import is_script_file
+from torchrec_ext.observe.user_lines import owner_of
 
 # Steps of an optimizer after which the loop is taken: what a script makes in its first step is there then.
 _STEPS = 4
-_BATCH, _LOOP, _NUMBERED = (f"_{name}_of_why_slow" for name in ("batch", "loop", "numbered"))
+# Names in the loop's function that no script has.
+_BATCH, _LOOP, _NUMBERS = "_batch_of_why_slow", "_loop_of_why_slow", "_numbers_of_why_slow"
 _LEAVING = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
 
 
@@ -47,17 +49,6 @@ class _Again:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._make())
-
-
-class _Numbered:
-    """A batch with its number, as ``enumerate`` gives it."""
-
-    def __init__(self) -> None:
-        self.number = _STEPS
-
-    def __call__(self, batch: Any) -> Iterable[tuple[int, Any]]:
-        self.number += 1
-        return ((self.number, batch),)
 
 
 class _DoneError(BaseException):
@@ -112,7 +103,7 @@ def find_loop(frame: FrameType | None) -> Loop:
     """
     over_numbers: Loop | None = None
     while frame is not None:
-        if is_script_file(frame.f_code.co_filename):
+        if owner_of(frame.f_code.co_filename) == "user":
             for node in _loops_around(frame):
                 loop = _taken(node, frame)
                 if not isinstance(loop.batches, range):
@@ -158,7 +149,8 @@ def _taken(node: ast.For, frame: FrameType) -> Loop:
     if not isinstance(batches, DataLoader | list | tuple | range) and not (is_name and isinstance(batches, Iterator)):
         # A call such as `make_batches()` is made anew for each epoch, as the script does; a named iterator goes on.
         batches = _Again(make)
-    variables[_NUMBERED] = _Numbered()
+    # The loop's own `enumerate` has counted so far.
+    variables[_NUMBERS] = itertools.count(_STEPS + 1)
     exec(compile(_function(node, numbered), file, "exec"), variables)
     step = variables.pop(_LOOP)
     step.__code__ = step.__code__.replace(co_name="loop")
@@ -203,9 +195,9 @@ def _function(node: ast.For, numbered: bool) -> ast.Module:
             stored.add(each.id)
         elif isinstance(each, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler) and each.name:
             stored.add(each.name)
-    iterable = f"{_NUMBERED}({_BATCH})" if numbered else f"({_BATCH},)"
+    entry = f"(next({_NUMBERS}), {_BATCH})" if numbered else _BATCH
     # A loop over one batch, because the body may have `break` and `continue`.
-    module = ast.parse(f"def {_LOOP}({_BATCH}):\n for _ in {iterable}: pass")
+    module = ast.parse(f"def {_LOOP}({_BATCH}):\n for _ in ({entry},): pass")
     function: Any = module.body[0]
     loop = function.body[0]
     loop.target = node.target

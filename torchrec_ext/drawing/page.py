@@ -100,12 +100,15 @@ def card(title: str, *content: str, wide: bool = False) -> str:
         content: HTML.
         wide: whether it takes the full width of the page.
     """
-    return f'<section class="card{" wide" if wide else ""}"><h2>{title}</h2>{"".join(content)}</section>\n'
+    kind = "card wide" if wide else "card"
+    return f'<section class="{kind}"><h2>{title}</h2>{"".join(content)}</section>\n'
 
 
 def paragraph(text: str, kind: str = "") -> str:
     """Renders plain text as a paragraph of a kind: ``muted``, ``warning`` or ``conclusion``."""
-    return f"<p{f' class={kind}' if kind else ''}>{escape(text)}</p>"
+    if kind:
+        kind = f" class={kind}"
+    return f"<p{kind}>{escape(text)}</p>"
 
 
 def text_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -166,8 +169,11 @@ def lanes(rows: Sequence[Lane], caption: str = "") -> str:
         rows: lanes.
         caption: what the picture shows and its unit, as plain text.
     """
-    end = max((span.end for row in rows for span in row.spans if math.isfinite(span.end)), default=0.0) or 1.0
-    names = dict.fromkeys(span.name for row in rows for span in row.spans)
+    spans = list(itertools.chain.from_iterable(row.spans for row in rows))
+    # A scale of some length, so that lanes without a span can be drawn too.
+    end = max((span.end for span in spans if math.isfinite(span.end)), default=0.0) or 1.0
+    # One colour for a name in all lanes.
+    names = dict.fromkeys(span.name for span in spans)
     colours = {name: f"var(--c{number % _COLOURS})" for number, name in enumerate(names)}
     elements = ""
     for row in rows:
@@ -198,9 +204,14 @@ def gains(rows: Sequence[tuple[str, tuple[float, float] | None]]) -> str:
     Args:
         rows: name and expected interval, or None for an unknown one.
     """
-    values = [value for _, gain in rows for value in gain or () if value and math.isfinite(value)]
     # The scale always includes "as fast as now" with some room, so that small gains do not look large.
-    low, high = min([0.8, *values]), max([1.25, *values])
+    low = 0.8
+    high = 1.25
+    for value in itertools.chain.from_iterable(gain or () for _, gain in rows):
+        # 0 and infinity have no place on a logarithmic scale: such bars end at its ends.
+        if value and math.isfinite(value):
+            low = min(low, value)
+            high = max(high, value)
 
     def percent(value: float) -> float:
         return 100 * _fraction(min(max(value, low), high), low, high, log=True)
@@ -234,7 +245,9 @@ def _row(name: str, bars: str, label: str, value: str) -> str:
 
 def _figure(picture: str, colours: Mapping[str, str], caption: str) -> str:
     """Renders a picture, a legend of its colours by name, and a caption."""
-    legend = "".join(f'<li><i style="background: {colour}"></i>{escape(name)}</li>' for name, colour in colours.items())
+    legend = ""
+    for name, colour in colours.items():
+        legend += f'<li><i style="background: {colour}"></i>{escape(name)}</li>'
     if legend:
         legend = f'<ul class="key">{legend}</ul>'
     if caption:
@@ -261,14 +274,16 @@ def chart(curves: Sequence[Curve], *, x: str, log: bool = False, caption: str = 
         caption: what the chart shows, as plain text.
     """
     drawable_curves = []
+    points: list[tuple[float, float]] = []
     for curve in curves:
-        drawable_points = [point for point in curve.points if _drawable(point, log)]
-        drawable_curves.append(curve._replace(points=_thin_out(drawable_points)))
-    points = [point for curve in drawable_curves for point in curve.points]
+        drawable_points = _thin_out([point for point in curve.points if _drawable(point, log)])
+        drawable_curves.append(curve._replace(points=drawable_points))
+        points += drawable_points
     if not points:
         return _figure("", {}, caption or "no figures")
-    left, right = _range([point[0] for point in points], log)
-    low, high = _range([point[1] for point in points], log)
+    xs, ys = zip(*points, strict=True)
+    left, right = _range(xs, log)
+    low, high = _range(ys, log)
     plot_width = _CHART_WIDTH - _LEFT - 8
     plot_height = _CHART_HEIGHT - _BOTTOM - 10
 
@@ -319,7 +334,7 @@ def _drawable(point: tuple[float, float], log: bool) -> bool:
 
 def _thin_out(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Replaces neighbouring points by their mean, down to the number a screen can show."""
-    points_per_mean = -(-len(points) // _MOST_POINTS)
+    points_per_mean = math.ceil(len(points) / _MOST_POINTS)
     if points_per_mean <= 1:
         return list(points)
     means = []
@@ -330,10 +345,12 @@ def _thin_out(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _range(values: Sequence[float], log: bool) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    if log:
-        return (low, high) if high > low else (low / 2, 2 * high)
-    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):
+    low = min(values)
+    high = max(values)
+    # A range of one value would have no length to divide by.
+    if log and high == low:
+        return low / 2, 2 * high
+    if not log and high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):
         # Half of the smallest float is 0, so tiny values get a range around 0 instead.
         margin = abs(low) / 2 if abs(low) > 1e-9 else 0.5
         return low - margin, high + margin
@@ -358,7 +375,11 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
         first = math.ceil(math.log10(low) - 1e-9)
         last = math.floor(math.log10(high) + 1e-9)
         ticks = [10**power for power in range(first, last + 1)]
-        return ticks[:: -(-len(ticks) // 5)] if len(ticks) > 1 else [low, high]
+        if len(ticks) < 2:
+            # Less than a power of ten: its ends are no round numbers, but say how wide it is.
+            return [low, high]
+        # Five labels fit.
+        return ticks[:: math.ceil(len(ticks) / 5)]
     raw = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)

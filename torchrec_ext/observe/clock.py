@@ -105,6 +105,10 @@ def _busy(path: str) -> _Busy | None:
         if name in ours:
             # user, nice, system, idle, iowait, irq, softirq, steal: all but the two that wait
             ticks += sum(map(int, (*values[:3], *values[5:8])))
-    times = os.times()
-    process = times.user + times.system + times.children_user + times.children_system
-    return _Busy(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), process)
+    return _Busy(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), process_seconds())
+
+
+def process_seconds() -> float:
+    """Returns the seconds that this process and its children have computed."""
+    # user, system, children_user, children_system
+    return sum(os.times()[:4])

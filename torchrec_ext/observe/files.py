@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import sys
@@ -83,11 +84,7 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
         each.paths.add(os.fsdecode(path))
 
 
+@functools.cache
 def _add_hook() -> None:
     """Adds the audit hook once: Python cannot remove one."""
-    if not _hooked:
-        sys.addaudithook(_audit)
-        _hooked.append(True)
-
-
-_hooked: list[bool] = []
+    sys.addaudithook(_audit)

@@ -103,11 +103,6 @@ def owner_of(file: str) -> str:
     return "hidden" if file.startswith(_STANDARD_LIBRARY) else "user"
 
 
-def is_script_file(file: str) -> bool:
-    """Whether a file is neither torch's nor another library's."""
-    return owner_of(file) == "user"
-
-
 class SampledLine(NamedTuple):
     """A line of code, such as ``train.py:31 in step``, and its text."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -78,11 +79,11 @@ class BatchColumns:
 
     def __post_init__(self) -> None:
         check_choice("out_of_range", self.out_of_range, get_args(OutOfRange))
-        names = [feature.name for feature in self.sparse] + list(self.dense) + list(self.weight_columns)
+        names = [*self.keys, *self.dense, *self.weight_columns]
         unknown = sorted(self.shared - set(names))
         if unknown:
             raise ValueError(f"shared names {unknown}, which are not columns; the columns are {names}")
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
             raise ValueError(
                 f"columns {twice} appear twice in the schema; a column is a sparse feature, a dense column or weights"
@@ -145,15 +146,19 @@ class BatchColumns:
         return KeyLayout(
             rows=Keys(rows, rows),
             shared=Keys(shared, shared) if self.shared else None,
-            joint=self._halves(self.joint, weighted=False) if self.joint else None,
-            weighted=self._halves(self.weighted, weighted=True) if self.weighted else None,
+            joint=self._halves(self.joint, weighted=False),
+            weighted=self._halves(self.weighted, weighted=True),
         )
 
-    def _halves(self, keys: Sequence[Joint], *, weighted: bool) -> Keys:
-        """Returns the stored keys; without shared columns a key has no half for shared rows."""
+    def _halves(self, keys: Sequence[Joint], *, weighted: bool) -> Keys | None:
+        """Returns the stored keys, or None without any; without shared columns a key has no half for shared rows."""
+        if not keys:
+            return None
         halves: list[str | None] = []
         for key in keys:
-            halves += key if self.shared else [key.row]
+            if self.shared:
+                halves.append(key.shared)
+            halves.append(key.row)
         return Keys(tuple(key.key for key in keys), tuple(halves), weighted)
 
     @cached_property
@@ -315,13 +320,13 @@ class BatchSchema(BatchColumns):
         return targets.float()
 
     def _matrix(self, dense: Mapping[str, Tensor], names: Sequence[str], rows: ExpectedRows) -> Tensor:
-        widths = {name: width for name, width in widths_of(names, dense).items() if name in dense}
-        arrays = {name: array_of(name, dense[name], width, rows) for name, width in widths.items()}
-        elements = {}
-        for name, array in arrays.items():
-            for index, column in enumerate(array.unbind(dim=1)):
-                elements[f"{name}[{index}]"] = column
-        columns = {**elements, **dense}
+        columns = dict(dense)
+        for name, width in widths_of(names, dense).items():
+            if name in dense:
+                array = array_of(name, dense[name], width, rows)
+                for index, column in enumerate(array.unbind(dim=1)):
+                    # A column of that very name is the user's own, see BatchColumns.
+                    columns.setdefault(f"{name}[{index}]", column)
         return side_by_side(names, [self._column(columns, name) for name in names], rows)
 
     def check(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -349,11 +354,13 @@ class BatchSchema(BatchColumns):
             ids = columns[name].values()
             feature = self._by_name.get(name)
             # check_ids writes into the values that it replaces, and the caller's tensor must stay as it is.
-            values.append(ids.clone() if replace else ids)
+            if replace:
+                ids = ids.clone()
+            values.append(ids)
             if feature:
                 weights = columns[name].weights_or_none() if feature.weights else None
-                bags = bags_of(feature, Jagged(values[-1], columns[name].lengths(), weights), rows)
-                check_ids(values[-1], [bags], replace=replace)
+                bags = bags_of(feature, Jagged(ids, columns[name].lengths(), weights), rows)
+                check_ids(ids, [bags], replace=replace)
         if not replace:
             return features
         return KeyedJaggedTensor(

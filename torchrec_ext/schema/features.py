@@ -111,9 +111,10 @@ def _check_same(first: BaseEmbeddingConfig, second: BaseEmbeddingConfig) -> None
         two.pop("pooling", None)
     different = [name for name in one if one[name] != two.get(name)]
     if different:
-        values = [", ".join(f"{name}={facts.get(name)}" for name in different) for facts in (one, two)]
+        ours = ", ".join(f"{name}={one[name]}" for name in different)
+        theirs = ", ".join(f"{name}={two.get(name)}" for name in different)
         raise ValueError(
-            f"two tables are called '{first.name}', with {' and '.join(values)}: tables of one name share weights "
+            f"two tables are called '{first.name}', with {ours} and {theirs}: tables of one name share weights "
             "and must agree in all but their features; make them equal, or give one another name"
         )
 
@@ -246,8 +247,9 @@ def widths_of(names: Iterable[str], columns: Collection[str] = ()) -> dict[str, 
         {'profile': 2}
     """
     widths: dict[str, int] = {}
-    for element in (element_of(name) for name in names if name not in columns):
-        if element is not None:
+    for name in names:
+        element = element_of(name)
+        if element is not None and name not in columns:
             widths[element.column] = max(widths.get(element.column, 0), element.position + 1)
     return widths
 
@@ -262,6 +264,7 @@ def source_columns(names: Iterable[str], columns: Collection[str] = ()) -> list[
     sources: dict[str, None] = {}
     for name in names:
         element = element_of(name)
-        source = name if element is None or name in columns else element.column
-        sources[source] = None
+        if element is not None and name not in columns:
+            name = element.column
+        sources[name] = None
     return list(sources)

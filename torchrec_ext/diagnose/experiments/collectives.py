@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -315,14 +315,6 @@ def _value(future: torch.futures.Future[Any]) -> Any:
 
 def _group(args: Sequence[Any]) -> Any:
     return next(each for each in args if isinstance(each, torch.ScriptObject))
-
-
-def calls_by_group(calls: Sequence[Call]) -> Mapping[tuple[int, ...], list[Call]]:
-    """Returns the calls of each group of ranks, in order."""
-    groups: dict[tuple[int, ...], list[Call]] = {}
-    for call in calls:
-        groups.setdefault(call.ranks, []).append(call)
-    return groups
 
 
 class RanksFailedError(RuntimeError):

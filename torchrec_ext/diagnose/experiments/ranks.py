@@ -33,6 +33,7 @@ from torchrec_ext.diagnose.experiments.rounds import FEWEST_ROUNDS, attempt, eno
 from torchrec_ext.diagnose.experiments.traces import STEP_PARTS, Measured, Traced, common_rounds, facts_of_ranks, parted
 from torchrec_ext.diagnose.experiments.variants import Variant, Variants
 from torchrec_ext.diagnose.facts import Facts, RankFacts, Round
+from torchrec_ext.observe.clock import process_seconds
 from torchrec_ext.observe.counts import TableFacts
 from torchrec_ext.observe.lookups import count_lookups
 from torchrec_ext.observe.reached import every_module
@@ -224,7 +225,7 @@ class RankRounds:
 
     def _measure(self, busy: Callable[[], float | None]) -> list[Round]:
         start = time.perf_counter()
-        before = _process_seconds()
+        before = process_seconds()
         loop = self._loop
         missing = loop.not_measured
         first = self.real(loop.run)
@@ -232,7 +233,7 @@ class RankRounds:
         # As many as on rank 0: ranks that ran other numbers of steps would wait for each other for ever.
         loop.iterations, loop.turn_steps = self.gather((loop.iterations, loop.turn_steps))[0]
         # The other ranks of a host are no neighbours: what they use is not counted as busy.
-        rate = (_process_seconds() - before) / max(time.perf_counter() - start, 1e-9)
+        rate = (process_seconds() - before) / max(time.perf_counter() - start, 1e-9)
         others = sum(self.gather(rate)) - rate
         cores = busy()
         if cores is not None:
@@ -397,11 +398,6 @@ def _clock_offset(ranks: Ranks) -> float:
         moments: list[float] = ranks.gather(time.perf_counter())
         ahead.append(moments[ranks.rank] - moments[0])
     return statistics.median(ahead)
-
-
-def _process_seconds() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 def _id_count(batch: Any) -> int:

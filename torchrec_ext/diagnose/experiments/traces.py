@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torchrec_ext.needs_torch  # noqa: F401
 
-from torchrec_ext.diagnose.experiments.collectives import Call, calls_by_group
+from torchrec_ext.diagnose.experiments.collectives import Call
 from torchrec_ext.diagnose.experiments.loop import Span
-from torchrec_ext.diagnose.facts import CollectiveFacts, Facts, RankFacts, Round, lower_median
+from torchrec_ext.diagnose.facts import CollectiveFacts, Facts, RankFacts, Round
 
 STEP_PARTS = ("forward", "backward", "optimizer")
 
@@ -68,18 +69,18 @@ class Meeting(NamedTuple):
 
 def _matched(steps: Sequence[Traced], offsets: Sequence[float]) -> list[Meeting]:
     """Matches the calls of all ranks in one step: the n-th call of a group is the same collective on each rank."""
-    groups: dict[tuple[int, ...], list[dict[int, Call]]] = {}
+    calls: dict[tuple[tuple[int, ...], int], dict[int, Call]] = {}
     for rank, step in enumerate(steps):
-        for ranks, calls in calls_by_group(step.calls).items():
-            entries = groups.setdefault(ranks, [{} for _ in calls])
-            for entry, call in zip(entries, calls, strict=False):
-                entry[rank] = call
+        numbers: Counter[tuple[int, ...]] = Counter()
+        for call in step.calls:
+            calls.setdefault((call.ranks, numbers[call.ranks]), {})[rank] = call
+            numbers[call.ranks] += 1
     matched = []
-    for ranks, entries in groups.items():
-        for entry in entries:
-            if len(entry) == len(ranks):
-                last = max(call.begin.wall - offsets[rank] for rank, call in entry.items())
-                matched.append(Meeting(entry, last))
+    for (ranks, _), by_rank in calls.items():
+        # A rank that called fewer has left the loop: what it did not call cannot be matched.
+        if len(by_rank) == len(ranks):
+            last = max(call.begin.wall - offsets[rank] for rank, call in by_rank.items())
+            matched.append(Meeting(by_rank, last))
     return sorted(matched, key=lambda each: each.last)
 
 
@@ -183,7 +184,7 @@ def common_rounds(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
         low = {}
         for name in rounds[0]:
             if all(name in each for each in rounds):
-                low[name] = lower_median([each[name] for each in rounds])
+                low[name] = statistics.median_low([each[name] for each in rounds])
         each = {name: low[name] for name in ("data", "sleep", "op", "bare", "sync", "gc") if name in low}
         # The least: a rank that stood in the run queue does not see that itself, and the others waited for it.
         each["step"] = max(min(other["data"] + other["step"] for other in rounds) - low["data"], 0.0)

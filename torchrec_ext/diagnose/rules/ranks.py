@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchrec_ext.diagnose.facts import Facts, Gain, RankFacts, Round, lower_median, paired_gain
+from torchrec_ext.diagnose.facts import Facts, Gain, RankFacts, Round, paired_gain
 from torchrec_ext.diagnose.findings import Change, Finding, Remedy, finding_of_cost, in_ms
 from torchrec_ext.observe.counts import TableFacts
 
@@ -178,13 +178,13 @@ def rotating_straggler(facts: Facts) -> Finding | None:
     if len(steps) < 8 or max(counts) > _CONSTANT * len(steps):
         return None
     # By the median, so that a step in which the machine had a hiccup makes no straggler.
-    seconds = statistics.median([max(step) - lower_median(step) for step in computed])
-    if seconds < 0.5 * statistics.median(map(lower_median, computed)):
+    seconds = statistics.median([max(step) - statistics.median_low(step) for step in computed])
+    if seconds < 0.5 * statistics.median(map(statistics.median_low, computed)):
         return None
     by_span = {}
     for name in SPANS:
         of_span = [[each[name] for each in step] for step in steps]
-        by_span[name] = statistics.fmean([max(step) - lower_median(step) for step in of_span])
+        by_span[name] = statistics.fmean([max(step) - statistics.median_low(step) for step in of_span])
     span = SPANS[max(by_span, key=by_span.__getitem__)]
     shares = []
     for rank, count in enumerate(counts):
@@ -235,7 +235,8 @@ def _excessive(facts: Facts, values: Sequence[float]) -> Excessive | None:
     seconds = steps[rank] - statistics.fmean(steps)
     if times < _UNEVEN or seconds <= 0:
         return None
-    text = f"its step computes {in_ms(steps[rank])}, a typical one {in_ms(lower_median(steps))}; {_waits(facts, rank)}"
+    typical = in_ms(statistics.median_low(steps))
+    text = f"its step computes {in_ms(steps[rank])}, a typical one {typical}; {_waits(facts, rank)}"
     return Excessive(rank, seconds, text)
 
 
@@ -290,9 +291,9 @@ def uneven_lists(facts: Facts) -> Finding | None:
     if most is None:
         return None
     name = rank_name(facts, most.rank)
+    typical = statistics.median_low(values)
     evidence = [
-        f"a batch of {name} holds {values[most.rank]:,.0f} ids, that of a typical rank {lower_median(values):,.0f}; "
-        f"{most.text}"
+        f"a batch of {name} holds {values[most.rank]:,.0f} ids, that of a typical rank {typical:,.0f}; {most.text}"
     ]
     line = "deal rows out by the lengths of their lists: sorted, then rank 0, 1, ..., 1, 0; or cap the lists"
     remedy = "batches of as many ids on each rank", [line]
