@@ -321,7 +321,9 @@ def diagnose(*, really_import: bool = True, named: Triple | None = None) -> Inst
             seconds, no_shared_memory = outcome
     # A container or a scheduler may give this process fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    devices = tuple(stack.gpu_nodes()) if variant == "cuda" else ()
+    devices: tuple[str, ...] = ()
+    if variant == "cuda":
+        devices = tuple(stack.gpu_nodes())
     ranks = len(devices) or cores
     parts = []
     for need in stack.requirements(variant, triple):
@@ -425,9 +427,9 @@ def _notes(variant: Variant, machine: Variant) -> list[str]:
 
 def compiler() -> str | None:
     """Returns the C++ compiler for torch.compile, or None."""
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        path = shutil.which(name) if name else None
-        if path:
+    # An empty name is no program, so an unset CXX is passed over.
+    for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++"):
+        if path := shutil.which(name):
             return path
     return None
 

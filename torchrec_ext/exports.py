@@ -6,11 +6,11 @@ Type checkers read the ``.pyi``. Standard library only: ``torchrec_ext.doctor`` 
 """
 
 import ast
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import resolve_name
+from pkgutil import resolve_name
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
         # Parsed and not imported, because the modules in it import torch.
         imports = [node for node in ast.parse(stream.read()).body if isinstance(node, ast.ImportFrom)]
     modules = {
-        alias.name: resolve_name(f"{'.' * node.level}{node.module}", package)
+        alias.name: importlib.util.resolve_name(f"{'.' * node.level}{node.module}", package)
         for node in imports
         for alias in node.names
     }
@@ -115,8 +115,7 @@ class Registry(Mapping[str, Any]):
         """
         if name not in self._objects:
             path = self._entries[name].path
-            module, _, attribute = path.partition(":")
-            value = getattr(importlib.import_module(module), attribute)
+            value = resolve_name(path)
             for fact, expected in vars(self.facts(name)).items():
                 if getattr(value, fact) != expected:
                     raise TypeError(

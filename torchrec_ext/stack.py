@@ -98,8 +98,9 @@ class Problem:
 
 def requirements(variant: Variant, triple: Triple) -> tuple[Requirement, ...]:
     """Returns the whole stack for one variant, in order of installation."""
-    versions = {"torch": triple.torch, FBGEMM_NAME[variant]: triple.fbgemm, "torchrec": triple.torchrec}
-    return tuple(Requirement(name=name, version=version) for name, version in (versions | dict(NEEDS)).items())
+    versions: dict[str, str | None] = {"torch": triple.torch, FBGEMM_NAME[variant]: triple.fbgemm}
+    versions |= {"torchrec": triple.torchrec, **NEEDS}
+    return tuple(Requirement(name=name, version=version) for name, version in versions.items())
 
 
 def triple_by_name(name: str) -> Triple:
@@ -130,10 +131,7 @@ def _agreement(current: Installed, triple: Triple) -> tuple[int, bool]:
     """Returns how many of the three have the triple's minor version, and whether torch has."""
     expected = {"torch": triple.torch, "torchrec": triple.torchrec}
     expected |= dict.fromkeys(FBGEMM_NAME.values(), triple.fbgemm)
-    equal = set()
-    for name, version in expected.items():
-        if _minor(current.versions.get(name, "")) == _minor(version):
-            equal.add(name)
+    equal = [name for name, version in expected.items() if _minor(current.versions.get(name, "")) == _minor(version)]
     return len(equal), "torch" in equal
 
 
@@ -173,8 +171,9 @@ def installed() -> Installed:
             continue
         except KeyError:
             versions[name] = UNREADABLE
-    readable = versions.get("torch", UNREADABLE) != UNREADABLE
-    build = torch_build(versions["torch"], metadata.requires("torch") or []) if readable else None
+    build = None
+    if versions.get("torch", UNREADABLE) != UNREADABLE:
+        build = torch_build(versions["torch"], metadata.requires("torch") or [])
     return Installed(versions=versions, torch_build=build)
 
 
@@ -188,9 +187,11 @@ def torch_build(version: str, requires: list[str]) -> Variant:
         'cuda'
     """
     # PyTorch's own index marks its builds by a suffix: +cpu or +cu130. The public registry's have none.
-    if "+" in version:
-        return "cuda" if version.partition("+")[2].startswith("cu") else "cpu"
-    return "cuda" if any(line.startswith(("nvidia-", "cuda-")) for line in requires) else "cpu"
+    _, plus, suffix = version.partition("+")
+    is_cuda = suffix.startswith("cu")
+    if not plus:
+        is_cuda = any(line.startswith(("nvidia-", "cuda-")) for line in requires)
+    return "cuda" if is_cuda else "cpu"
 
 
 def gpu_nodes(dev: Path = Path("/dev")) -> list[str]:
@@ -326,9 +327,10 @@ def _plain_problem(current: Installed, need: Requirement, python: str) -> Proble
 def doctor_line(python: str, named: Triple | None = None) -> str:
     """Returns the command to repair everything, in a working order and from working sources."""
     requested = asked_variant()
-    variable = f"TORCHREC_EXT_VARIANT={requested} " if requested else ""
-    flag = f" --stack {named.name}" if named else ""
-    return f"{variable}{python} -m torchrec_ext.doctor --install{flag}"
+    line = f"{python} -m torchrec_ext.doctor --install"
+    if requested:
+        line = f"TORCHREC_EXT_VARIANT={requested} {line}"
+    return f"{line} --stack {named.name}" if named else line
 
 
 def interpreter() -> str:
@@ -359,8 +361,10 @@ def require() -> None:
 
 def message(wrong: tuple[Problem, ...], pins: list[str], by_doctor: str) -> str:
     """Returns the message of `require`: every mismatch with its repair, and the one command that repairs them all."""
-    lines = [f"torchrec_ext needs {', '.join(pins)}, built for each other; this environment differs:"]
-    lines += [f"  {problem}" for problem in wrong]
-    lines += [f"  all at once: {by_doctor}"]
-    lines += ["  a stack you built yourself: TORCHREC_EXT_UNCHECKED=1 skips this check"]
+    lines = [
+        f"torchrec_ext needs {', '.join(pins)}, built for each other; this environment differs:",
+        *(f"  {problem}" for problem in wrong),
+        f"  all at once: {by_doctor}",
+        "  a stack you built yourself: TORCHREC_EXT_UNCHECKED=1 skips this check",
+    ]
     return "\n".join(lines)

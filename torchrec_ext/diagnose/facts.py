@@ -324,6 +324,11 @@ class Facts:
         """Returns the amortised seconds per step of evaluations and checkpoints."""
         return sum(each.seconds / each.steps for each in self.between)
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether steps of several ranks were traced."""
+        return bool(self.ranks) and all(each.steps for each in self.ranks)
+
     def iteration(self, each: Round) -> float:
         """Returns the seconds of a round's iteration: batch, step, and the share of calls between steps."""
         return each.get("data", 0.0) + each.get("step", 0.0) + self.mean_between()
@@ -348,4 +353,4 @@ class Facts:
     @property
     def spread(self) -> float:
         """The difference of the quartiles of an iteration over rounds, as a share of its median."""
-        return spread([self.iteration(each) for each in self.rounds])
+        return spread(list(map(self.iteration, self.rounds)))

@@ -114,7 +114,8 @@ class Diagnosis:
         faults = [finding.cause for finding in self.findings if finding.size in ("large", "medium")]
         if faults:
             return faults[0]
-        whole = min(self.facts.iteration(each) for each in self.facts.rounds)  # products are the best of many too
+        # The least, because products are the best of many too.
+        whole = min(map(self.facts.iteration, self.facts.rounds))
         return "products" if self.facts.product_s > 0.5 * whole else "healthy"
 
     def to_json(self) -> str:
@@ -123,9 +124,9 @@ class Diagnosis:
             "verdict": self.verdict,
             "noisy": self.noisy,
             "limit_share": costs.limit_share(self.facts),
-            "findings": [_finding_values(finding) for finding in self.findings],
-            "answers": [dataclasses.asdict(answer) for answer in self.answers],
-            "proof": [dataclasses.asdict(each) for each in self.proof],
+            "findings": list(map(_finding_values, self.findings)),
+            "answers": list(map(dataclasses.asdict, self.answers)),
+            "proof": list(map(dataclasses.asdict, self.proof)),
             "facts": dataclasses.asdict(self.facts),
         }
         return json.dumps(values, default=str)
@@ -436,8 +437,10 @@ def _finding_card(number: int, finding: Finding) -> str:
 
 def _parts(facts: Facts) -> dict[str, float]:
     """Returns the milliseconds of an iteration's parts, in their order, which add up to the median iteration."""
-    names = [name for name in ("data", "forward", "backward", "optimizer", "wait", "exchange") if facts.has(name)]
-    parts = {name: facts.median(name) * 1e3 for name in names}
+    parts = {}
+    for name in ("data", "forward", "backward", "optimizer", "wait", "exchange"):
+        if facts.has(name):
+            parts[name] = facts.median(name) * 1e3
     if facts.between:
         parts["between steps"] = facts.mean_between() * 1e3
     # Medians of parts do not add up to that of their sum, if rounds are spread far.
@@ -449,7 +452,7 @@ def _parts(facts: Facts) -> dict[str, float]:
 
 def _median_iteration(facts: Facts) -> float:
     """Returns the median seconds of an iteration."""
-    return statistics.median([facts.iteration(each) for each in facts.rounds])
+    return statistics.median(map(facts.iteration, facts.rounds))
 
 
 def _waterfall(facts: Facts) -> str:
@@ -504,9 +507,12 @@ def _before_and_after(diagnosis: Diagnosis) -> str:
     for realised in diagnosis.proof:
         length = whole / realised.ratio
         measured[realised.remedy] = stacked(f"{realised.remedy}, measured", {"measured": length}, f"{length:.3g} ms")
-    remedies = [finding.remedies[0] for finding in diagnosis.findings if finding.remedies]
-    # By name, because two findings may have one first remedy: its lane stands once.
-    for name, gain in {each.name: each.gain for each in remedies}.items():
+    gains_by_name = {}
+    for finding in diagnosis.findings:
+        # By name, because two findings may have one first remedy: its lane stands once.
+        for remedy in finding.remedies[:1]:
+            gains_by_name[remedy.name] = remedy.gain
+    for name, gain in gains_by_name.items():
         if gain is not None:
             least = whole / gain.high
             most = whole / gain.low

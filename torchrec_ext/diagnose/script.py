@@ -143,7 +143,11 @@ def _taken(node: ast.For, frame: FrameType) -> Loop:
     # A copy, so that the script's own frame is left alone.
     variables = {**frame.f_globals, **frame.f_locals}
     source, numbered = _unwrapped(node.iter, variables)
-    make = eval(compile(ast.Expression(_lambda(source)), file, "eval"), variables)
+    code = compile(ast.Expression(source), file, "eval")
+
+    def make() -> Any:
+        return eval(code, variables)
+
     batches = make()
     is_name = isinstance(source, ast.Name | ast.Attribute)
     if not isinstance(batches, DataLoader | list | tuple | range) and not (is_name and isinstance(batches, Iterator)):
@@ -177,11 +181,6 @@ def _unwrapped(iterable: ast.expr, variables: dict[str, Any]) -> tuple[ast.expr,
             break
         iterable = iterable.args[0]
     return iterable, numbered
-
-
-def _lambda(expression: ast.expr) -> ast.expr:
-    nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-    return ast.fix_missing_locations(ast.copy_location(ast.Lambda(nothing, expression), expression))
 
 
 def _function(node: ast.For, numbered: bool) -> ast.Module:

@@ -6,9 +6,9 @@ imports no torch, so that a command line is checked at once.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from torchrec_ext.exports import Registry, entry
@@ -113,8 +113,7 @@ class LossKind:
     @property
     def function(self) -> Callable[..., Any]:
         """The loss function; reading it imports its module."""
-        module, _, name = self.path.partition(":")
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        function: Callable[..., Any] = resolve_name(self.path)
         return function
 
     def fits(self, *, negatives: int, label: str | None, metric: str | None) -> bool:

@@ -23,6 +23,16 @@ class TableFacts:
     read: int
     sharding: str = ""
 
+    @property
+    def numbers(self) -> int:
+        """The numbers in all rows."""
+        return self.rows * self.dim
+
+    @property
+    def numbers_read(self) -> int:
+        """The numbers in the rows that a step looks up."""
+        return self.read * self.dim
+
 
 @dataclass(frozen=True, kw_only=True)
 class WholeTableOp:

@@ -13,6 +13,8 @@ import torchrec_ext.needs_torch  # noqa: F401
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchrec_ext.observe.reached import named_modules
+
 _HEAVY = 0.15  # of a level's seconds, from which on a module is a sub-network
 
 
@@ -35,7 +37,7 @@ class Forwards:
     def watching(self) -> Iterator[None]:
         """Watches one step."""
         with ExitStack() as stack:
-            for module in {each: None for root in self._roots for each in root.modules()}:
+            for module in dict.fromkeys(module for _, module in named_modules(self._roots)):
                 if next(module.parameters(), None) is not None:
                     stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
                     stack.callback(module.register_forward_hook(self._leave).remove)

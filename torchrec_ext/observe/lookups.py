@@ -13,7 +13,7 @@ import torchrec_ext.needs_torch  # noqa: F401
 from torch import Tensor, nn
 
 from torchrec_ext.observe.counts import TableFacts
-from torchrec_ext.observe.reached import every_module
+from torchrec_ext.observe.reached import every_module, named_modules
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def count_lookups(roots: Sequence[nn.Module]) -> Iterator[dict[Any, tuple[TableF
     """
     tables: dict[Any, tuple[TableFacts, nn.Module]] = {}
     modules = list(chain.from_iterable(map(every_module, roots)))
-    paths = {id(module): path for path, module in chain.from_iterable(root.named_modules() for root in roots)}
+    paths = {id(module): path for path, module in named_modules(roots)}
     shardings: dict[str, str] = {}
     for module in modules:
         plan = getattr(module, "module_sharding_plan", None) or {}

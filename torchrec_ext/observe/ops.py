@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from torchrec_ext.observe.counts import AllItems, TableFacts, WholeTableOp
 from torchrec_ext.observe.lookups import count_lookups
+from torchrec_ext.observe.reached import named_modules
 from torchrec_ext.observe.user_lines import SampledLine, lines_of, owner_of, stack_of
 
 _TO_PYTHON = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal")
@@ -218,6 +219,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._flow.add(func, (args, kwargs), result)
         packet = func._overloadpacket
         self.kinds[packet.__name__] += seconds
+        # The mode sees ops of both devices, and a model may have parts on the CPU.
         if any(each.is_cuda for each in tensors_in((args, result))):
             waits = waits_for_device(func, args, kwargs)
         else:
@@ -254,7 +256,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             stack.enter_context(calls_of_autograd(self._flow.using))
             self.tables = stack.enter_context(count_lookups(modules))
-            for path, module in chain.from_iterable(root.named_modules() for root in modules):
+            for path, module in named_modules(modules):
                 if not isinstance(module, nn.Embedding | nn.EmbeddingBag) and not list(module.children()):
                     stack.callback(module.register_forward_pre_hook(self._entering(path)).remove)
             yield

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import types
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -112,6 +112,12 @@ def every_module(root: nn.Module) -> Iterator[nn.Module]:
             for value in vars(module).values():
                 if isinstance(value, list) and len(value) <= MOST_FOLLOWED:
                     waiting += [child for child in value if isinstance(child, nn.Module)]
+
+
+def named_modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules of several roots, with their paths."""
+    for root in roots:
+        yield from root.named_modules()
 
 
 def slots_of(each: Any) -> dict[str, Any]:

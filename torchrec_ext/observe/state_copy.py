@@ -154,7 +154,11 @@ class StateCopy:
 
     def changed_data(self) -> list[str]:
         """Returns a sentence for each large array with changes, which are not put back."""
-        return [f"{name} was changed in place and is not put back" for name, changed in self._watched if changed()]
+        sentences = []
+        for name, is_changed in self._watched:
+            if is_changed():
+                sentences.append(f"{name} was changed in place and is not put back")
+        return sentences
 
     def _is_new(self, each: Any) -> bool:
         """Whether an object is not copied yet; it counts as copied from now on."""

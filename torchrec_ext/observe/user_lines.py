@@ -23,12 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-_TORCH, _PACKAGE = (str(path) + os.sep for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-_OPTIMIZERS, _AUTOGRAD = (os.path.join(_TORCH, name) for name in ("optim", "autograd"))
+_TORCH = f"{Path(torch.__file__).parent}/"
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+_OPTIMIZERS = f"{_TORCH}optim"
+_AUTOGRAD = f"{_TORCH}autograd"
 # A job's own code may be measured too: only what measures is no user of a step.
-_MEASURING = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("diagnose", "observe"))
+_MEASURING = (f"{_PACKAGE}diagnose/", f"{_PACKAGE}observe/")
 # A step's stack ends below these, which call it: else a program that calls why_slow would be the step's own line.
-_CALLERS = [os.path.join(_PACKAGE, "diagnose", "experiments", name) for name in ("loop.py", "measure.py")]
+_CALLERS = (f"{_PACKAGE}diagnose/experiments/loop.py", f"{_PACKAGE}diagnose/experiments/measure.py")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 UNKNOWN = "a line that torch does not name"
 

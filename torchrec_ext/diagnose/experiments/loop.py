@@ -26,6 +26,7 @@ from torchrec_ext.diagnose.experiments.batches import BatchSource, called_with, 
 from torchrec_ext.diagnose.facts import Round
 from torchrec_ext.observe.clock import ThreadClock
 from torchrec_ext.observe.ops import calls_of_autograd
+from torchrec_ext.observe.reached import named_modules
 from torchrec_ext.observe.state_copy import StateCopy
 
 TURN_S = 0.05  # seconds of a turn of short steps, of which one wait for a core must not be the half
@@ -122,12 +123,11 @@ class TrainingLoop:
     ) -> None:
         self.state = state
         self.recipe = recipe
-        self.cuda = any(each.is_cuda for module in state.modules for each in module.parameters())
+        self.cuda = any(each.is_cuda for each in chain.from_iterable(root.parameters() for root in state.modules))
         self.clock = StepClock(clock, cuda=self.cuda)
         self.source = BatchSource(batches)
         self.modules = [*state.modules, *modules]
-        inner = chain.from_iterable(root.modules() for root in state.modules)
-        self.compiled = any(type(module).__name__ == "OptimizedModule" for module in inner)
+        self.compiled = any(type(module).__name__ == "OptimizedModule" for _, module in named_modules(state.modules))
         self.pool: list[Any] = []
         self.fixed: Sequence[Any] = ()
         self.spans: list[Span] = []

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -19,6 +18,7 @@ from torchrec_ext.diagnose.experiments.batches import quarter_of, row_count
 from torchrec_ext.diagnose.experiments.loop import TrainingLoop
 from torchrec_ext.diagnose.facts import Round
 from torchrec_ext.observe.clock import ThreadClock
+from torchrec_ext.observe.reached import named_modules
 from torchrec_ext.observe.state_copy import StateCopy
 
 # Times the step that a first trial may take: threads that wait for a core make a step many times as long.
@@ -150,8 +150,11 @@ class Variants:
             for _ in range(124):
                 source.mul_(1.001)
 
-        calls = {"sync": (sync, 100), "op": (recorded, 124), "bare": (bare, 124)}
-        return {name: self._seconds_of(call) / count for name, (call, count) in calls.items()}
+        return {
+            "sync": self._seconds_of(sync) / 100,
+            "op": self._seconds_of(recorded) / 124,
+            "bare": self._seconds_of(bare) / 124,
+        }
 
     def _seconds_of(self, call: Callable[[], object]) -> float:
         """Returns the seconds of a call; one before it has memory ready."""
@@ -204,7 +207,7 @@ class SmallTables:
         if not self._small:
             self._make()
         with ExitStack() as stack:
-            for module in chain.from_iterable(root.modules() for root in self._state.modules):
+            for _, module in named_modules(self._state.modules):
                 for name, parameter in module._parameters.items():
                     if parameter is not None and id(parameter) in self._small:
                         module._parameters[name] = self._small[id(parameter)][1]

@@ -114,7 +114,7 @@ def too_noisy(facts: Facts) -> str:
                 is_certain = True
     if facts.spread <= NOISY or (is_certain and len(facts.rounds) >= 4):
         return ""
-    times = sorted(facts.iteration(each) for each in facts.rounds)
+    times = sorted(map(facts.iteration, facts.rounds))
     if len(times) < 4:
         return f"too few rounds for a verdict: {len(times)} of 4; give more time (budget_s)"
     return (
@@ -125,7 +125,7 @@ def too_noisy(facts: Facts) -> str:
 
 def rank_findings(facts: Facts) -> list[Finding]:
     """Returns the findings about several ranks; none for one process."""
-    if not facts.ranks or not facts.rounds or not all(each.steps for each in facts.ranks):
+    if not facts.has_ranks or not facts.rounds:
         return []
     findings = {cause: rule(facts) for cause, rule in RANK_RULES.items()}
     shared = findings["oversubscribed"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torchrec_ext.diagnose.facts import Facts, Gain, Round
 from torchrec_ext.diagnose.findings import (
     LARGE,
@@ -26,11 +24,23 @@ def gain_of_variant(facts: Facts, name: str) -> Gain:
     return facts.gain(lambda each: each["data"] + changed_seconds(each, name))
 
 
-def _other_threads(facts: Facts, cause: str, title: str, evidence: str, variant: str, remedy: Remedy) -> Finding | None:
-    """Makes a finding of another number of threads, if it is faster."""
-    if (gain := gain_of_variant(facts, variant)).low < UNDER:
+def _other_threads(
+    facts: Facts, cause: str, title: str, evidence: str, variant: str, name: str, lines: tuple[str, ...], threads: int
+) -> Finding | None:
+    """Makes a finding of another number of threads, if it is faster; ``name`` and ``lines`` are the remedy's."""
+    gain = gain_of_variant(facts, variant)
+    if gain.low < UNDER:
         return None
-    remedy = replace(remedy, gain=gain, is_measured=True, action=Action.THREADS)
+    remedy = Remedy(
+        name=name,
+        lines=lines,
+        gain=gain,
+        changes=Change.ROUNDING,
+        basis="measured",
+        is_measured=True,
+        action=Action.THREADS,
+        count=threads,
+    )
     return finding_of(
         facts, cause, title, [evidence], [remedy], lambda each: each["step"] - changed_seconds(each, variant)
     )
@@ -45,9 +55,8 @@ def too_many_threads(facts: Facts) -> Finding | None:
         f"{changed_in_loop(facts, 'one_thread')} on one; this process may use {facts.cores} core(s){busy_text(facts)}"
     )
     lines = ("torch.set_num_threads(1)", "OMP_NUM_THREADS=1 python ...", "--threads 1  # with torchx run")
-    remedy = Remedy(name="one thread", lines=lines, gain=None, changes=Change.ROUNDING, basis="measured", count=1)
     title = "more threads than the step can use"
-    return _other_threads(facts, "too_many_threads", title, evidence, "one_thread", remedy)
+    return _other_threads(facts, "too_many_threads", title, evidence, "one_thread", "one thread", lines, 1)
 
 
 def too_few_threads(facts: Facts) -> Finding | None:
@@ -60,8 +69,8 @@ def too_few_threads(facts: Facts) -> Finding | None:
     )
     cores = facts.cores
     lines = (f"torch.set_num_threads({cores})", f"--threads {cores}  # with torchx run")
-    remedy = Remedy(name="all cores", lines=lines, gain=None, changes=Change.ROUNDING, basis="measured", count=cores)
-    return _other_threads(facts, "too_few_threads", "cores stay idle", evidence, "all_threads", remedy)
+    title = "cores stay idle"
+    return _other_threads(facts, "too_few_threads", title, evidence, "all_threads", "all cores", lines, cores)
 
 
 def sequential_towers(facts: Facts) -> Finding | None:

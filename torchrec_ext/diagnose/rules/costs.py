@@ -318,7 +318,7 @@ def limit_share(facts: Facts) -> float:
 
 def traffic(facts: Facts) -> float:
     """Returns the least bytes of parameters, gradients and moments in a step."""
-    tables = sum(each.rows * each.dim for each in facts.tables)
+    tables = sum(each.numbers for each in facts.tables)
     rows = sum(min(each.rows, each.read) * each.dim for each in facts.tables)
     # Seven passes of four bytes: weight and two moments are read and written, the gradient is passed once.
     return 4 * 7 * (max(0, facts.parameters - tables) + rows)

@@ -18,8 +18,8 @@ _SMALL_MIB = 64.0  # of tables that are as well whole on every rank
 
 def _kinds(facts: Facts) -> dict[str, list[CollectiveFacts]]:
     kinds: dict[str, list[CollectiveFacts]] = {}
-    for each in facts.collectives:
-        kinds.setdefault(each.name, []).append(each)
+    for call in facts.collectives:
+        kinds.setdefault(call.name, []).append(call)
     return kinds
 
 
@@ -108,12 +108,16 @@ def _sharded(facts: Facts) -> list[TableFacts]:
     return [table for each in facts.ranks for table in each.tables if table.sharding not in ("", "data_parallel")]
 
 
+def _mib(tables: Sequence[TableFacts]) -> float:
+    return sum(table.numbers for table in tables) * 4 / 2**20
+
+
 def _less_often(facts: Facts) -> list[Remedy]:
     """Returns ways to exchange less: sums of gradients seldomer, no rows of tables, or nothing at all."""
     sums = _share_of_sums(facts)
     remedies = list[Remedy]()
     sharded = _sharded(facts)
-    mib = sum(table.rows * table.dim for table in sharded) * 4 / 2**20
+    mib = _mib(sharded)
     if facts.recipe and sharded and mib < _SMALL_MIB:
         whole = Remedy(
             name="tables whole on every rank",
@@ -298,7 +302,7 @@ def one_rank(facts: Facts) -> Gain | None:
 
 def rank_table(facts: Facts) -> list[str]:
     """Returns the ranks and their collectives as lines of a page; none for one process."""
-    if not facts.ranks or not all(each.steps for each in facts.ranks):
+    if not facts.has_ranks:
         return []
     names = ("data", "forward", "backward", "optimizer", "wait", "exchange", "queue")
     lines = ["rank" + "".join(f"{name:>11}" for name in names) + "   ms a step, by the median"]
@@ -322,10 +326,9 @@ def _held_by_rank(facts: Facts) -> list[str]:
     names = ("MiB held", "rows read", "KiB read", "ids given")
     lines = ["rank" + "".join(f"{name:>12}" for name in names) + "   most of"]
     for each in facts.ranks:
-        mib = sum(table.rows * table.dim for table in each.tables) * 4 / 2**20
         rows = sum(table.read for table in each.tables)
-        values = sum(table.read * table.dim for table in each.tables)
+        kib_read = sum(table.numbers_read for table in each.tables) * 4 / 1024
         most = shard_text(most_read(each)) if each.tables else "-"
-        text = f"{mib:>12,.1f}{rows:>12,}{values * 4 / 1024:>12,.1f}{each.ids:>12,.0f}"
+        text = f"{_mib(each.tables):>12,.1f}{rows:>12,}{kib_read:>12,.1f}{each.ids:>12,.0f}"
         lines.append(f"{each.rank:>4}{text}   {most}")
     return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from operator import itemgetter
 
 from torchrec_ext.diagnose.facts import Facts, Gain, paired_gain
 from torchrec_ext.diagnose.findings import (
@@ -24,6 +25,7 @@ from torchrec_ext.diagnose.rules.costs import (
     rows_remedy,
 )
 
+_DATA = itemgetter("data")  # seconds of a batch
 IDLE = 0.3  # cores that others may keep busy where the wall clock says what a second process gains
 
 
@@ -62,7 +64,7 @@ def loader_sleeps(facts: Facts) -> Finding | None:
         evidence = ["a thread builds batches ahead (loader.prefetch), and is slower than the step"]
         remedies = [_ahead(facts)]
     title = "the loader waits, and the step waits for the loader"
-    return finding_of(facts, "loader_sleeps", title, evidence, remedies, lambda each: each["data"])
+    return finding_of(facts, "loader_sleeps", title, evidence, remedies, _DATA)
 
 
 def _ready_in_time(facts: Facts, line: str) -> Remedy:
@@ -112,7 +114,7 @@ def row_python(facts: Facts) -> Finding | None:
         basis="predicted from the step without its loader",
     )
     remedies = [rows_remedy(facts), ready, _worker_remedy(facts, 1)]
-    return finding_of(facts, "row_python", title, evidence, remedies, lambda each: each["data"])
+    return finding_of(facts, "row_python", title, evidence, remedies, _DATA)
 
 
 def loader_computes(facts: Facts) -> Finding | None:
@@ -137,7 +139,7 @@ def loader_computes(facts: Facts) -> Finding | None:
     if facts.recipe:
         title = "the step waits for its batches"
         remedies = [_ahead(facts)]
-    return finding_of(facts, "loader_computes", title, evidence, remedies, lambda each: each["data"])
+    return finding_of(facts, "loader_computes", title, evidence, remedies, _DATA)
 
 
 def _data_lines(facts: Facts) -> list[str]:
@@ -145,7 +147,7 @@ def _data_lines(facts: Facts) -> list[str]:
     lines = [line for line in facts.lines if line.phase == "data"]
     sampled = sum(line.seconds for line in lines)
     # Lines were sampled in another moment than the rounds, in which the loader may have taken a larger share.
-    scale = min(1.0, share_of(facts, lambda each: each["data"]) * facts.sampled_s / max(sampled, 1e-12))
+    scale = min(1.0, share_of(facts, _DATA) * facts.sampled_s / max(sampled, 1e-12))
     sentences = []
     for line in lines[:3]:
         share = scale * line.seconds / facts.sampled_s

@@ -259,7 +259,7 @@ def _uneven(
 
 def imbalanced_table(facts: Facts) -> Finding | None:
     """The tables of one rank are read far more than those of the others."""
-    values = [float(sum(table.read * table.dim for table in each.tables)) for each in facts.ranks]
+    values = [float(sum(table.numbers_read for table in each.tables)) for each in facts.ranks]
     most = _excessive(facts, values)
     if most is None or _top([each.ids for each in facts.ranks])[1] >= _UNEVEN:
         return None
@@ -303,7 +303,7 @@ def uneven_lists(facts: Facts) -> Finding | None:
 
 def most_read(rank: RankFacts) -> TableFacts:
     """Returns the table of a rank with the most values read."""
-    return max(rank.tables, key=lambda table: table.read * table.dim)
+    return max(rank.tables, key=lambda table: table.numbers_read)
 
 
 def shard_text(table: TableFacts) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean, median, stdev
@@ -43,7 +44,7 @@ def untouched_rows(facts: Facts) -> Finding | None:
     """A dense optimizer moves rows of tables outside of the batch."""
     if not facts.has("step", "small_tables") or not facts.tables:
         return None
-    table = max(facts.tables, key=lambda each: each.rows * each.dim)
+    table = max(facts.tables, key=lambda each: each.numbers)
     mover = " and ".join(facts.optimizers) or "the optimizer"
     rows = sum(each.rows for each in facts.tables)
     ids = sum(each.read for each in facts.tables)
@@ -84,10 +85,14 @@ def launches(facts: Facts) -> Finding | None:
             "waits in the gaps between them"
         )
     if facts.op_lines:
-        evidence.append("most ops: " + "; ".join(f"{line}, {count:,}" for line, count in facts.op_lines[:3]))
+        evidence.append(f"most ops: {_first_lines(facts.op_lines)}")
     remedies = [*_vectorised(facts), capture_remedy(facts)]
     title = "the step is many small ops: Python and dispatch take the time, not the work"
     return finding_of(facts, "launches", title, evidence, remedies, lambda each: launch_seconds(facts, each))
+
+
+def _first_lines(counts: Sequence[tuple[str, int]]) -> str:
+    return "; ".join(f"{line}, {count:,}" for line, count in counts[:3])
 
 
 def _vectorised(facts: Facts) -> list[Remedy]:
@@ -276,7 +281,7 @@ def host_syncs(facts: Facts) -> Finding | None:
     """The step brings values to Python, one by one."""
     if not facts.has("step", "sync") or not facts.syncs:
         return None
-    lines = "; ".join(f"{line}, {count:,}" for line, count in facts.sync_lines[:3])
+    lines = _first_lines(facts.sync_lines)
     cause = "the step waits for values that Python wants to see"
     what = f"a step brings {facts.syncs:,} values to Python (.item(), .tolist(), if on a tensor, boolean masks)"
     changes = ["total += loss.detach()  # in place of loss.item(); total.item() where it is printed"]
