@@ -89,17 +89,8 @@ def plan(
         "optimizer": optimizer,
         "out": out,
     }
-    flags += [f"--{flag}={value}" for flag, value in options.items() if value is not None]
-    role = specs.Role(
-        name="plan",
-        image=image,
-        entrypoint="python3",
-        args=[*flags, *args],
-        env={"PYTHONUNBUFFERED": "1", **(env or {})},
-        resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
-        mounts=specs.parse_mounts(mounts) if mounts else [],
-    )
-    return specs.AppDef(name=name, roles=[role])
+    words = [*flags, *_as_flags(options), *args]
+    return _process("plan", words, name=name, image=image, h=h, cpu=cpu, memMB=memMB, env=env, mounts=mounts)
 
 
 def embed(
@@ -161,8 +152,9 @@ def embed(
     """
     if procs < 1:
         raise ValueError(f"--procs {procs}: must be 1 or more")
-    flags = ["-m", "torchx_apps.agent", "--standalone", f"--nproc_per_node={procs}", "-m", "torchx_apps.embed"]
-    flags += [bundle, *(["--catalogue", catalogue] if catalogue is not None else [])]
+    flags = ["-m", "torchx_apps.agent", "--standalone", f"--nproc_per_node={procs}", "-m", "torchx_apps.embed", bundle]
+    if catalogue is not None:
+        flags += ["--catalogue", catalogue]
     options = {
         "id": id,
         "out": out,
@@ -175,22 +167,18 @@ def embed(
         "store": store,
         "keep": keep,
     }
-    flags += [f"--{flag}={value}" for flag, value in options.items() if value is not None]
-    role = specs.Role(
-        name="embed",
+    return _process(
+        "embed",
+        [*flags, *_as_flags(options), *args],
+        name=name,
         image=image,
-        entrypoint="python3",
-        args=[*flags, *args],
-        env={"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})},
-        resource=specs.resource(
-            cpu=cpu or max(2, procs),
-            memMB=memMB or max(4096, 2048 * procs),
-            gpu=0,
-            h=h,
-        ),
-        mounts=specs.parse_mounts(mounts) if mounts else [],
+        h=h,
+        cpu=cpu or max(2, procs),
+        memMB=memMB or max(4096, 2048 * procs),
+        env=env,
+        mounts=mounts,
+        threads={"OMP_NUM_THREADS": "1"},
     )
-    return specs.AppDef(name=name, roles=[role])
 
 
 def evaluate(
@@ -237,14 +225,35 @@ def evaluate(
     """
     flags = ["-m", "torchx_apps.evaluate", f"--users={users}", f"--items={items}", f"--truth={truth}"]
     options = {"seen": seen, "metrics": metrics, "similarity": similarity, "out": out}
-    flags += [f"--{flag}={value}" for flag, value in options.items() if value is not None]
-    role = specs.Role(
-        name="evaluate",
+    words = [*flags, *_as_flags(options), *args]
+    return _process("evaluate", words, name=name, image=image, h=h, cpu=cpu, memMB=memMB, env=env, mounts=mounts)
+
+
+def _as_flags(options: Dict[str, object]) -> List[str]:
+    return [f"--{flag}={value}" for flag, value in options.items() if value is not None]
+
+
+# The quotes keep it from TorchX's list of components, which are all functions annotated with AppDef itself.
+def _process(
+    role: str,
+    words: List[str],
+    name: str,
+    image: str,
+    h: Optional[str],
+    cpu: int,
+    memMB: int,  # noqa: N803  (TorchX's own spelling)
+    env: Optional[Dict[str, str]],
+    mounts: Optional[List[str]],
+    threads: Optional[Dict[str, str]] = None,
+) -> "specs.AppDef":
+    process = specs.Role(
+        name=role,
         image=image,
         entrypoint="python3",
-        args=[*flags, *args],
-        env={"PYTHONUNBUFFERED": "1", **(env or {})},
+        args=words,
+        # Unbuffered, or a pod's log stays empty for minutes.
+        env={**(threads or {}), "PYTHONUNBUFFERED": "1", **(env or {})},
         resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
         mounts=specs.parse_mounts(mounts) if mounts else [],
     )
-    return specs.AppDef(name=name, roles=[role])
+    return specs.AppDef(name=name, roles=[process])

@@ -145,19 +145,16 @@ def http(
     # 15 s are longer than a cluster takes to send its requests elsewhere.
     if manifest is not None:
         flags.append("--linger=15")
-    flags += [
-        f"--{flag}={value}"
-        for flag, value in {
-            "p99": p99,
-            "qps": qps or None,
-            "token-file": token_file,
-            "allowed-hosts": allowed_hosts,
-            "vectors": vectors,
-            "redis": redis,
-            "redis-password-file": redis_password_file,
-        }.items()
-        if value is not None
-    ]
+    options = {
+        "p99": p99,
+        "qps": qps or None,
+        "token-file": token_file,
+        "allowed-hosts": allowed_hosts,
+        "vectors": vectors,
+        "redis": redis,
+        "redis-password-file": redis_password_file,
+    }
+    flags += [f"--{flag}={value}" for flag, value in options.items() if value is not None]
     role = specs.Role(
         name="serve",
         image=image,

@@ -71,7 +71,7 @@ def hybrid(
     """
     return _app(
         "torchx_apps.train",
-        [*_flags(recipe, set, settings, run_dir), *([f"--resume={resume}"] if resume else []), *args],
+        [*_flags(recipe, set, settings, run_dir, resume), *args],
         j=j,
         threads=threads,
         max_retries=max_retries,
@@ -169,16 +169,13 @@ def networks(
         )
     options = [("vary", vary), ("member", member), ("groups", groups), ("codistill", codistill)]
     flags = [f"--{flag}={text}" for flag, text in options if text]
-    flags += [f"--{flag}" for flag, on in (("own-rows", own_rows), ("weights", weights)) if on]
+    if own_rows:
+        flags.append("--own-rows")
+    if weights:
+        flags.append("--weights")
     return _app(
         "torchx_apps.train_networks",
-        [
-            *_flags(recipe, set, settings, run_dir),
-            *([f"--resume={resume}"] if resume else []),
-            *flags,
-            f"--stack={stack}",
-            *args,
-        ],
+        [*_flags(recipe, set, settings, run_dir, resume), *flags, f"--stack={stack}", *args],
         j=j,
         threads=threads,
         max_retries=max_retries,
@@ -310,10 +307,14 @@ def _app(
     procs = int(_topology(j).rpartition("x")[2])
     gpus = specs.resource(h=h).gpu if h else gpu
     if gpus and gpus != procs:
-        resource = f"-h {h}, which has {gpus}" if h else f"--gpu {gpu}"
+        resource = f"--gpu {gpu}"
+        remedy = f"write -j {j.rpartition('x')[0]}x{gpus} or --gpu {procs}"
+        if h:
+            resource = f"-h {h}, which has {gpus}"
+            remedy = f"write -j {j.rpartition('x')[0]}x{gpus}"
         raise ValueError(
             f"-j {j} with {resource}: each of a node's {procs} ranks needs a GPU of its own, and each GPU a rank; "
-            f"write -j {j.rpartition('x')[0]}x{gpus}" + ("" if h else f" or --gpu {procs}")
+            f"{remedy}"
         )
     if not 0 <= rdzv_port < 65536:
         raise ValueError(f"--rdzv_port {rdzv_port}: must be 1 to 65535, or 0 for a port made of the job's id")
@@ -342,15 +343,15 @@ def _app(
     return app
 
 
-def _flags(recipe: str, override: Optional[str], settings: Optional[str], run_dir: Optional[str]) -> List[str]:
-    flags = ["--recipe", recipe]
-    if settings:
-        flags.append(f"--settings={settings}")
-    if override:
-        flags.append(f"--set={override}")
-    if run_dir:
-        flags.append(f"--run-dir={run_dir}")
-    return flags
+def _flags(
+    recipe: str,
+    override: Optional[str],
+    settings: Optional[str],
+    run_dir: Optional[str],
+    resume: Optional[str] = None,
+) -> List[str]:
+    options = {"settings": settings, "set": override, "run-dir": run_dir, "resume": resume}
+    return ["--recipe", recipe, *(f"--{flag}={value}" for flag, value in options.items() if value)]
 
 
 def _topology(j: str) -> str:
