@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import os
 import re
 import shutil
@@ -97,17 +96,17 @@ def describe_keys(config: Any) -> str:
         batch_size  1024
             int: B, rows per rank and step.
     """
-    keys = {key.path: key for key in setting_keys(config)}
-    column = max(map(len, keys)) + 2
+    keys = setting_keys(config)
+    column = max(len(key.path) for key in keys) + 2
     most_used = most_used_keys(config, len(_MOST_USED))
-    for key in most_used:
-        del keys[key.path]
-    sections = {section: list(group) for section, group in itertools.groupby(keys.values(), lambda key: key.section)}
+    sections = {"most used": most_used} if most_used else {}
+    for key in keys:
+        if key not in most_used:
+            sections.setdefault(key.section, []).append(key)
     blocks = []
-    for title, group in {"most used": most_used, **sections}.items():
-        if group:
-            lines = [title, "-" * len(title), *(_described(key, column) for key in group)]
-            blocks.append("\n".join(lines))
+    for title, section in sections.items():
+        lines = [title, "-" * len(title), *(_described(key, column) for key in section)]
+        blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
@@ -262,11 +261,15 @@ def _shown(value: object) -> str:
 def _meanings(config: Any) -> dict[str, str]:
     from docstring_parser import parse  # comes with TorchX, which reads component docstrings with it
 
-    documented: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     # A config that extends another one documents only what it adds.
     for base in reversed(type(config).__mro__):
-        documented |= {p.arg_name: _plain(p.description or "") for p in parse(base.__doc__ or "").params}
-    return documented | {f.name: f.metadata["doc"] for f in dataclasses.fields(config) if "doc" in f.metadata}
+        for documented in parse(base.__doc__ or "").params:
+            meanings[documented.arg_name] = _plain(documented.description or "")
+    for field in dataclasses.fields(config):
+        if "doc" in field.metadata:
+            meanings[field.name] = field.metadata["doc"]
+    return meanings
 
 
 def _plain(text: str) -> str:

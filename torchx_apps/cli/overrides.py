@@ -63,7 +63,10 @@ def choices(hint: Any) -> list[str]:
         (['adam', 'sgd', 'none'], ['true', 'false'], [])
     """
     if typing.get_origin(hint) in (Union, types.UnionType):
-        return [text for each in typing.get_args(hint) for text in choices(each)]
+        texts = []
+        for each in typing.get_args(hint):
+            texts += choices(each)
+        return texts
     if typing.get_origin(hint) is Literal:
         return [str(value) for value in typing.get_args(hint)]
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -137,10 +140,13 @@ def similar_keys(key: str, paths: Iterable[str]) -> str:
     else:
         leaves = [leaf for leaf in by_leaf if name in leaf.split("_")]
         leaves = leaves or difflib.get_close_matches(name, by_leaf, n=1, cutoff=0.6)
-    matches = [path for leaf in leaves for path in by_leaf[leaf]]
+    if not leaves:
+        return ""
+    matches: list[str] = []
+    for leaf in leaves:
+        matches += by_leaf[leaf]
     matches.sort(key=lambda path: -difflib.SequenceMatcher(None, key, path).ratio())
-    matches = matches[:3]
-    return f"; did you mean {' or '.join(matches)}?" if matches else ""
+    return f"; did you mean {' or '.join(matches[:3])}?"
 
 
 def _one_of_types(text: str, hints: tuple[Any, ...]) -> object:
@@ -154,7 +160,10 @@ def _one_of_types(text: str, hints: tuple[Any, ...]) -> object:
             return convert(text, hint)
         except ValueError as error:
             errors.append(str(error))
-    raise ValueError(", and ".join(errors) + (", or none" if type(None) in hints else ""))
+    message = ", and ".join(errors)
+    if type(None) in hints:
+        message += ", or none"
+    raise ValueError(message)
 
 
 def _one_of_values(text: str, values: dict[str, Any]) -> object:
@@ -165,7 +174,9 @@ def _one_of_values(text: str, values: dict[str, Any]) -> object:
 
 def _several(text: str, kind: Any, hints: tuple[Any, ...]) -> object:
     inside = text.strip().strip("()[]").strip().rstrip(",")
-    items = [item.strip().strip("'\"") for item in inside.split(",")] if inside else []
+    items: list[str] = []
+    if inside:
+        items = [item.strip().strip("'\"") for item in inside.split(",")]
     if kind is tuple and hints and hints[-1] is not Ellipsis:
         if len(items) != len(hints):
             raise ValueError(f"{text!r} has {len(items)} values; expected {len(hints)}, separated by commas")
@@ -183,6 +194,22 @@ def _number(text: str, kind: type) -> object:
     except (ValueError, OverflowError):
         article = "an" if kind is int else "a"
         raise ValueError(f"{text!r} is not {article} {kind.__name__}; write for example {_EXAMPLES[kind]}") from None
+
+
+def numbers_by_name(key: str, texts: Iterable[str], rule: str) -> dict[str, float]:
+    """Returns the numbers of a setting's ``name=number`` texts by name.
+
+    Raises:
+        ValueError: a text has no number; the message ends with ``rule``.
+    """
+    numbers = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        try:
+            numbers[name] = float(number)
+        except ValueError:
+            raise ValueError(f"{key}: {text!r} {rule}") from None
+    return numbers
 
 
 ConfigT = TypeVar("ConfigT")
@@ -227,12 +254,14 @@ def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[FileSetting]:
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
             continue
-        values = value if isinstance(value, list) else [value]
-        if not all(isinstance(each, str | int | float) for each in values):
-            raise ValueError(
-                f"{prefix}{key} = {str(value)[:60]}: write a text, a number, true, false or a list of them"
-            )
-        texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
+        texts = []
+        for each in value if isinstance(value, list) else [value]:
+            if not isinstance(each, str | int | float):
+                raise ValueError(
+                    f"{prefix}{key} = {str(value)[:60]}: write a text, a number, true, false or a list of them"
+                )
+            # TOML's true and false, not Python's.
+            texts.append(str(each).lower() if isinstance(each, bool) else str(each))
         yield FileSetting(f"{prefix}{key}={','.join(texts)}")
 
 
@@ -311,9 +340,9 @@ def is_group(value: object) -> bool:
 
 def _plant(tree: _Tree, config: object, keys: list[str], text: str, label: str) -> None:
     key, *below = keys
-    names = [field.name for field in dataclasses.fields(config) if field.init]  # type: ignore[arg-type]
-    if key not in names:
-        open_field = next((field.name for field in dataclasses.fields(config) if field.metadata.get("open")), None)  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(config) if field.init}  # type: ignore[arg-type]
+    if key not in fields:
+        open_field = next((name for name, field in fields.items() if field.metadata.get("open")), None)
         if below or open_field is None:
             raise KeyError(key)
         _plant_named(tree, open_field, getattr(config, open_field), f"{key}={text}", label)
@@ -351,10 +380,12 @@ def _convert_for(label: str, text: str, config: object, key: str) -> object:
 
 
 def _rebuild(config: object, tree: _Tree) -> object:
-    changes = {
-        name: _rebuild(getattr(config, name), change) if isinstance(change, dict) else change.value
-        for name, change in tree.items()
-    }
+    changes: dict[str, Any] = {}
+    for name, change in tree.items():
+        if isinstance(change, dict):
+            changes[name] = _rebuild(getattr(config, name), change)
+        else:
+            changes[name] = change.value
     if not changes:
         return config
     try:
@@ -364,4 +395,10 @@ def _rebuild(config: object, tree: _Tree) -> object:
 
 
 def _labels(tree: _Tree) -> list[str]:
-    return [label for c in tree.values() for label in (_labels(c) if isinstance(c, dict) else [c.label])]
+    labels = []
+    for change in tree.values():
+        if isinstance(change, dict):
+            labels += _labels(change)
+        else:
+            labels.append(change.label)
+    return labels

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from typing import NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
 
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import Kernel, PlanConfig, Sharding
@@ -107,16 +108,13 @@ def with_flags(plan: PlanConfig, options: argparse.Namespace) -> PlanConfig:
     """
     if options.sharding:
         plan = dataclasses.replace(plan, sharding=sharding_of(options.sharding))
-    if options.kernel and options.kernel not in get_args(Kernel):
-        kernels = get_args(Kernel)
-        raise ValueError(
-            f"--kernel {options.kernel}: must be one of {', '.join(kernels)}{nearest(options.kernel, kernels)}"
-        )
-    return dataclasses.replace(
-        plan,
-        kernel=options.kernel or plan.kernel,
-        cache_load_factor=plan.cache_load_factor if options.cache_load_factor is None else options.cache_load_factor,
-    )
+    changes: dict[str, Any] = {}
+    if options.kernel:
+        _check_one_of("--kernel", options.kernel, get_args(Kernel))
+        changes["kernel"] = options.kernel
+    if options.cache_load_factor is not None:
+        changes["cache_load_factor"] = options.cache_load_factor
+    return dataclasses.replace(plan, **changes)
 
 
 def sharding_of(name: str) -> Sharding:
@@ -125,11 +123,13 @@ def sharding_of(name: str) -> Sharding:
     Raises:
         ValueError: there is none.
     """
-    if name not in get_args(Sharding):
-        raise ValueError(
-            f"--sharding {name}: must be one of {', '.join(get_args(Sharding))}{nearest(name, get_args(Sharding))}"
-        )
+    _check_one_of("--sharding", name, get_args(Sharding))
     return name  # type: ignore[return-value]
+
+
+def _check_one_of(flag: str, name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        raise ValueError(f"{flag} {name}: must be one of {', '.join(names)}{nearest(name, names)}")
 
 
 def batch_size_of(rows: int) -> int:

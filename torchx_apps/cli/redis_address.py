@@ -45,8 +45,11 @@ def with_password(url: str | None, file: Path | None, environ: Mapping[str, str]
             raise ValueError(f"--redis-password-file {file}: is for --redis; name the address too")
         return None
     scheme, mark, rest = url.partition("://")
-    before, at_sign, host = rest.partition("@")
-    if (at_sign and ":" in before) or re.search(r"[?&]password=", url):
+    user, at_sign, host = rest.partition("@")
+    if not at_sign:
+        user = ""
+        host = rest
+    if ":" in user or re.search(r"[?&]password=", url):
         raise ValueError(
             "--redis: the address holds a password, which `ps` shows to all users; leave it out, and "
             f"give --redis-password-file FILE or the variable {PASSWORD}"
@@ -54,7 +57,7 @@ def with_password(url: str | None, file: Path | None, environ: Mapping[str, str]
     password = environ.get(PASSWORD, "") if file is None else _read(file)
     if not password:
         return url
-    return f"{scheme}{mark}{before if at_sign else ''}:{quote(password, safe='')}@{host if at_sign else rest}"
+    return f"{scheme}{mark}{user}:{quote(password, safe='')}@{host}"
 
 
 def _read(file: Path) -> str:

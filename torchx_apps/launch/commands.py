@@ -30,6 +30,7 @@ _OURS = {"slurm": "SlurmScheduler", "kubernetes": "KubernetesScheduler"}
 def schedulers() -> dict[str, Callable[..., Any]]:
     """Returns TorchX's schedulers by name, with ours in the place of two; another package's stay as they are."""
     factories = dict(get_scheduler_factories())
+    # TorchX 0.7.0 answers None for no group, its nightlies an empty one.
     if not load_group("torchx.schedulers"):
         factories |= {name: _deferred(name) for name in _OURS}
     return factories

@@ -108,26 +108,32 @@ class Component:
             raise ValueError(f"{flag}: {self.name} has no such flag{question} --help lists all{settings}")
         return f"--{name}{equals}{value}"
 
+    @property
+    def required(self) -> list[str]:
+        """The flags without a default."""
+        return [name for name, parameter in self.parameters.items() if parameter.default is parameter.empty]
+
     def app(self) -> AppDef:
         """Returns an AppDef of the component, with a placeholder for each flag without a default."""
-        required = [p.name for p in self.parameters.values() if p.default is p.empty]
-        return self.function(**dict.fromkeys(required, "-"))
+        return self.function(**dict.fromkeys(self.required, "-"))
 
     def help(self) -> str:
         """Describes the component: what it does, an example, its flags, its most used settings, where the rest is."""
         documented = parse(self.function.__doc__ or "")
         meanings = {p.arg_name: " ".join((p.description or "").split()) for p in documented.params}
-        first = [name for name in self.parameters if name not in _WHERE]
-        where = [name for name in self.parameters if name in _WHERE]
+        flags = ["flags:"]
+        where = ["flags for where and how it runs:"]
+        for name in self.parameters:
+            block = where if name in _WHERE else flags
+            block.append(self._flag(name, meanings))
+        settings = "[--set KEY=VALUE ...] " if "set" in self.parameters else ""
         blocks = [
-            fill(
-                f"usage: torchx run {self.name} [FLAGS] {'[--set KEY=VALUE ...] ' * ('set' in first)}[-- MORE FLAGS]", 4
-            ),
+            fill(f"usage: torchx run {self.name} [FLAGS] {settings}[-- MORE FLAGS]", 4),
             fill(documented.short_description or "", 0),
             "\n".join(["example:", *_first_example(self.function.__doc__ or "")]),
-            "\n".join(["flags:", *(self._flag(name, meanings) for name in first)]),
+            "\n".join(flags),
             *self._settings(),
-            "\n".join(["flags for where and how it runs:", *(self._flag(name, meanings) for name in where)]),
+            "\n".join(where),
             fill(f"more flags, behind --: torchx run {self.name} -- --help", 4),
         ]
         return "\n\n".join(blocks)
@@ -147,18 +153,15 @@ class Component:
         if "set" not in self.parameters:
             return
         recipe = self.parameters["recipe"].default or "two_tower"
-        keys = most_used_keys(self._job(recipe))
-        # The first sentence of a meaning; `--dry-run` prints it whole.
-        rows = [_row(key.path, f"{key.meaning.partition('. ')[0].rstrip('.')} (default: {key.value})") for key in keys]
-        yield "\n".join([f"most used settings, of recipe {recipe} (--set KEY=VALUE):", *rows])
+        rows = [f"most used settings, of recipe {recipe} (--set KEY=VALUE):"]
+        for key in most_used_keys(self._job(recipe)):
+            # The first sentence of a meaning; `--dry-run` prints it whole.
+            meaning = key.meaning.partition(". ")[0].rstrip(".")
+            rows.append(_row(key.path, f"{meaning} (default: {key.value})"))
+        yield "\n".join(rows)
         if self.name != "rec.plan":
-            yield fill(
-                f"All settings of a recipe: torchx run {self.name} {self._required()}--recipe {recipe} -- --dry-run", 4
-            )
-
-    def _required(self) -> str:
-        names = [p.name for p in self.parameters.values() if p.default is p.empty]
-        return "".join(f"--{name} {name.upper()} " for name in names)
+            flags = "".join(f"--{name} {name.upper()} " for name in self.required)
+            yield fill(f"All settings of a recipe: torchx run {self.name} {flags}--recipe {recipe} -- --dry-run", 4)
 
     def _job(self, recipe: str) -> Any:
         if self.name == "rec.train.stream":

@@ -115,15 +115,13 @@ class KubernetesScheduler(TorchxKubernetes):
             jobs = self._custom_objects_api().list_namespaced_custom_object(
                 group="batch.volcano.sh", version="v1alpha1", namespace=namespace, plural="jobs", timeout_seconds=30
             )
-        states = {
-            job["metadata"]["name"]: job.get("status", {}).get("state", {}).get("phase", "Pending")
+        answers = []
+        for job in jobs["items"]:
             # A job that Volcano has not seen yet has no status.
-            for job in jobs["items"]
-        }
-        return [
-            ListAppResponse(app_id=f"{namespace}:{name}", state=upstream.JOB_STATE[state])
-            for name, state in states.items()
-        ]
+            state = job.get("status", {}).get("state", {}).get("phase", "Pending")
+            app_id = f"{namespace}:{job['metadata']['name']}"
+            answers.append(ListAppResponse(app_id=app_id, state=upstream.JOB_STATE[state]))
+        return answers
 
     def _cancel_existing(self, app_id: str) -> None:
         with self._readable(f"to cancel {app_id}"):
@@ -210,7 +208,9 @@ def _policies(retries: bool, elastic: bool) -> list[dict[str, Any]]:
             {"event": "PodFailed", "action": "RestartJob"},
         ]
     # An elastic job goes on with the nodes that are left.
-    return [] if elastic else [{"event": "PodFailed", "action": "TerminateJob"}]
+    if elastic:
+        return []
+    return [{"event": "PodFailed", "action": "TerminateJob"}]
 
 
 def _complete_pod(pod: V1Pod, secret: str | None, run_as: str | None) -> None:
@@ -287,7 +287,9 @@ def service_files(app: AppDef, cfg: Mapping[str, Any]) -> dict[str, dict[str, An
         pod.spec.image_pull_secrets = [models.V1LocalObjectReference(name=cfg["image_secret"])]
     _complete_pod(pod, cfg.get("secret"), cfg.get("run_as") or USER)
     _as_server(pod, labels, flags, token=cfg.get("secret"))
-    metadata = {"name": name, "labels": labels} | ({"namespace": cfg["namespace"]} if cfg.get("namespace") else {})
+    metadata: dict[str, Any] = {"name": name, "labels": labels}
+    if cfg.get("namespace"):
+        metadata["namespace"] = cfg["namespace"]
     deployment = {
         "replicas": role.num_replicas,
         "selector": {"matchLabels": labels},

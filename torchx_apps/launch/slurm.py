@@ -82,10 +82,11 @@ class SlurmScheduler(TorchxSlurm):
             request.cmd += [f"--dependency={cfg['dependency']}", "--kill-on-invalid-dep=yes"]
         for replica in request.replicas.values():
             replica.sbatch_opts.setdefault("signal", _SIGNAL)
-        environments = [replica.env for replica in request.replicas.values()]
+        first, *others = [replica.env for replica in request.replicas.values()]
         exports: Mapping[str, str] = {}
-        if all(env == environments[0] for env in environments):
-            exports = environments[0]
+        # Lines of the script hold any value, but are the same for all replicas.
+        if all(environment == first for environment in others):
+            exports = first
             for replica in request.replicas.values():
                 replica.env = {}
         return AppDryRunInfo(Script(**vars(request), exports=exports, app=app, partition=cfg.get("partition")), repr)
@@ -143,16 +144,15 @@ class SlurmScheduler(TorchxSlurm):
         # The job was submitted in another folder.
         if not list(Path(folder).glob(f"{name}.*")):
             folder = next((entry.folder for entry in _queued("-j", app_id)), folder)
-        files = [
-            Path(folder, f"{name}.{ending}")
-            for stream, ending in ((Stream.STDOUT, "out"), (Stream.STDERR, "err"))
-            if both or streams == stream
-        ]
+        files = []
+        if both or streams == Stream.STDOUT:
+            files.append(Path(folder, f"{name}.out"))
+        if both or streams == Stream.STDERR:
+            files.append(Path(folder, f"{name}.err"))
         if should_tail:
             state = _SeldomAsked(self)
-            lines: Iterable[str] = interleaved(
-                [split_lines_iterator(LogIterator(app_id, str(file), state, should_tail)) for file in files]
-            )
+            readers = [LogIterator(app_id, str(file), state, should_tail) for file in files]
+            lines: Iterable[str] = interleaved([split_lines_iterator(reader) for reader in readers])
         else:  # TorchX's iterator goes on until the job has ended here too
             lines = _lines([file for file in files if file.exists()])
         return filter_regex(regex, lines) if regex else lines
@@ -189,11 +189,12 @@ class Script(upstream.SlurmBatchRequest):
 
     def materialize(self) -> str:
         """Returns the script for sbatch."""
-        lines = [f"export {name}={upstream._apply_app_id_env(value)}" for name, value in self.exports.items()]
         retries = f"export TORCHX_MAX_RETRIES={self.max_retries}\n"
-        mistake = f'export {MISTAKE_FILE}="$PWD/slurm-$SLURM_JOB_ID.mistake"'
+        exports = f'{retries}export {MISTAKE_FILE}="$PWD/slurm-$SLURM_JOB_ID.mistake"\n'
+        for name, value in self.exports.items():
+            exports += f"export {name}={upstream._apply_app_id_env(value)}\n"
         changes = {
-            retries: retries + "".join(f"{line}\n" for line in (mistake, *lines)),
+            retries: exports,
             "exitcode=$?\n": f'exitcode=$?\nif rm "${MISTAKE_FILE}" 2> /dev/null; then exitcode={MISTAKE}; fi\n',
             'if [ "$TORCHX_MAX_RETRIES" -gt ': f'if [ $exitcode -ne {MISTAKE} ] && [ "$TORCHX_MAX_RETRIES" -gt ',
         }
@@ -222,12 +223,13 @@ class NodeSize:
 def nodes_of(partition: str | None) -> list[NodeSize]:
     """Returns the nodes of a partition, by default of the default one; none if Slurm does not answer."""
     answer = _ask("sinfo", "--noheader", "--Node", "--noconvert", "--format", "%P|%c|%m|%G")
-    rows = _rows(answer, 4)
-    return [
-        NodeSize(cpus=int(cpus.rstrip("+")), memory=int(memory.rstrip("+M")), gpus=count_gpus(gres))
-        for name, cpus, memory, gres in rows
-        if (name.endswith("*") if partition is None else name.rstrip("*") == partition)
-    ]
+    nodes = []
+    for name, cpus, memory, gres in _rows(answer, 4):
+        # sinfo marks the default partition by a star, and the least of several nodes by a plus.
+        if name.rstrip("*") == partition or (partition is None and name.endswith("*")):
+            size = NodeSize(cpus=int(cpus.rstrip("+")), memory=int(memory.rstrip("+M")), gpus=count_gpus(gres))
+            nodes.append(size)
+    return nodes
 
 
 def count_gpus(gres: str) -> int:
@@ -287,9 +289,9 @@ class _Entry:
 
     job: str
     state: str
-    name: str
-    folder: str
-    reason: str
+    name: str = ""
+    folder: str = ""
+    reason: str = ""
 
     @property
     def app_state(self) -> AppState:
@@ -321,11 +323,12 @@ def _rows(answer: subprocess.CompletedProcess[str], width: int) -> list[list[str
 def _queued(*which: str) -> list[_Entry]:
     """Returns squeue's entries, also of jobs ended in the last minutes."""
     answer = _ask("squeue", "--noheader", "--states=all", "--format", "%i|%T|%j|%Z|%r", *which)
-    rows = _rows(answer, 5)
-    return [
-        _Entry(job=job.partition("+")[0], state=state, name=name, folder=folder, reason=reason)
-        for job, state, name, folder, reason in sorted(rows)
-    ]
+    entries = []
+    for job, state, name, folder, reason in sorted(_rows(answer, 5)):
+        # The parts of a heterogeneous job are 7+0, 7+1 and so on.
+        number = job.partition("+")[0]
+        entries.append(_Entry(job=number, state=state, name=name, folder=folder, reason=reason))
+    return entries
 
 
 def _accounted() -> list[_Entry] | None:
@@ -333,11 +336,8 @@ def _accounted() -> list[_Entry] | None:
     answer = _ask("sacct", "--noheader", "-X", "--parsable2", "--starttime=1970-01-01", "--format=JobID,State")
     if answer.returncode:
         return None
-    rows = _rows(answer, 2)
-    return [  # a state may have more words, such as CANCELLED by 1000
-        _Entry(job=job.partition("+")[0], state=state.partition(" ")[0], name="", folder="", reason="")
-        for job, state in rows
-    ]
+    # A state may have more words, such as CANCELLED by 1000.
+    return [_Entry(job=job.partition("+")[0], state=state.partition(" ")[0]) for job, state in _rows(answer, 2)]
 
 
 def _described(app_id: str, entries: Sequence[_Entry]) -> DescribeAppResponse:
@@ -365,17 +365,17 @@ def _described(app_id: str, entries: Sequence[_Entry]) -> DescribeAppResponse:
 def _ended(app_id: str, folder: Path) -> DescribeAppResponse | None:
     """Describes a job from its files, after the queue has forgotten it, minutes after its end."""
     output = folder / f"slurm-{app_id}.out"
-    codes = re.findall(
-        r"^job exited with code (\d+)$", output.read_text(errors="replace") if output.exists() else "", re.M
-    )
+    if not output.exists():
+        return None
+    codes = re.findall(r"^job exited with code (\d+)$", output.read_text(errors="replace"), re.M)
     if not codes:
         return None
-    counts = collections.Counter(
-        path.name.split("-", 2)[2].rpartition("-")[0] for path in folder.glob(f"slurm-{app_id}-*.out")
-    )
+    # Names of logs are slurm-ID-ROLE-NUMBER.out.
+    logs = folder.glob(f"slurm-{app_id}-*.out")
+    replicas = collections.Counter(path.name.split("-", 2)[2].rpartition("-")[0] for path in logs)
     return DescribeAppResponse(
         app_id=app_id,
-        roles=[Role(name=name, num_replicas=count, image="") for name, count in counts.items()],
+        roles=[Role(name=name, num_replicas=count, image="") for name, count in replicas.items()],
         state=AppState.FAILED if int(codes[-1]) else AppState.SUCCEEDED,
         msg=f"ended with exit code {codes[-1]}, as {output} says; Slurm has forgotten the job",
     )

@@ -68,9 +68,11 @@ class Tracking:
         Raises:
             ValueError: there is no such tracker, or it cannot be reached.
         """
-        names = list(filter(None, os.environ.get(_TRACKERS, "").split(",")))
+        names = filter(None, os.environ.get(_TRACKERS, "").split(","))
         run = os.environ.get(JOB) or str(path.absolute())
-        tracking = cls(f"{run}/{member}" if member else run, path, {name: _tracker(name) for name in names})
+        if member:
+            run += f"/{member}"
+        tracking = cls(run, path, {name: _tracker(name) for name in names})
         settings = {key: _plain(value) for key, value in _flat(config)}
         for name, tracker in tracking._trackers.items():
             try:
@@ -96,23 +98,26 @@ class Tracking:
             return
         if figures is None:
             figures = json.loads((self._path / "summary.json").read_text())
-        values = dict(_flat(figures))
         numbers = {}
-        for name, value in values.items():
+        metadata = {}
+        for name, value in _flat(figures):
             if isinstance(value, float) and (name.startswith(_FIGURES) or name in _LAST):
                 numbers[name] = value
-        self._metadata({name: _plain(value) for name, value in values.items() if name not in numbers})
+            else:
+                metadata[name] = _plain(value)
+        self._metadata(metadata)
         if numbers:
             self._figures(numbers)
-        paths = {name: self._path.absolute() / name for name in _ARTIFACTS}
+        self._each(self._finish)
 
-        def add_artifacts(tracker: Any) -> None:
-            for name, path in paths.items():
-                if path.exists():
-                    tracker.add_artifact(self.run, name, str(path))
-
-        self._each(add_artifacts)
-        self._each(lambda tracker: getattr(tracker, "close", lambda: None)())
+    def _finish(self, tracker: Any) -> None:
+        for name in _ARTIFACTS:
+            path = self._path.absolute() / name
+            if path.exists():
+                tracker.add_artifact(self.run, name, str(path))
+        # TorchX's interface has no end of a run.
+        if hasattr(tracker, "close"):
+            tracker.close()
 
     def _metadata(self, values: Mapping[str, Any]) -> None:
         self._each(lambda tracker: tracker.add_metadata(self.run, **values))
@@ -273,10 +278,11 @@ class MLflowTracker(FigureTracker):
     def metadata(self, run_id: str) -> Mapping[str, object]:
         """Returns parameters, the last value of each metric, and tags."""
         data = self._client.get_run(self._inside(run_id)).data
-        tags = {
-            key: value for key, value in data.tags.items() if not key.startswith(("mlflow.", "artifact.", "source."))
-        }
-        return {**data.params, **data.metrics, **tags}
+        values = {**data.params, **data.metrics}
+        for key, value in data.tags.items():
+            if not key.startswith(("mlflow.", "artifact.", "source.")):
+                values[key] = value
+        return values
 
     def add_artifact(self, run_id: str, name: str, path: str, metadata: Mapping[str, object] | None = None) -> None:
         """Notes the path of an artifact."""
@@ -301,7 +307,11 @@ class MLflowTracker(FigureTracker):
         parent = kwargs.get("parent_run_id")
         if not parent:
             return names
-        return [name for name in names if any(source.source_run_id == parent for source in self.sources(name))]
+        begun = []
+        for name in names:
+            if any(source.source_run_id == parent for source in self.sources(name)):
+                begun.append(name)
+        return begun
 
     def lineage(self, run_id: str) -> Lineage:
         """Not told by TorchX's interface.
