@@ -78,9 +78,8 @@ def _run(argv: Sequence[str]) -> int:
 
     # Replaces torch's handlers: at a second SIGTERM it no longer waits for ranks that save, and it hands SIGHUP on to
     # ranks, which then do not save.
-    options.signals_to_handle = ",".join(
-        name for name in options.signals_to_handle.split(",") if name.strip() not in ("SIGTERM", "SIGHUP")
-    )
+    signals = map(str.strip, options.signals_to_handle.split(","))
+    options.signals_to_handle = ",".join(name for name in signals if name not in ("SIGTERM", "SIGHUP"))
     signal.signal(signal.SIGTERM, once(stop, stop))
     try:
         # Not run.main, whose wrapper writes the scheduler's reply file too, and not in one move.
@@ -237,15 +236,18 @@ def _judge_by_own_clock() -> None:
             beats = self._state.last_heartbeats
             silent_s = (self._settings.keep_alive_interval * self._settings.keep_alive_max_attempt).total_seconds()
             arrivals = self._came
-            self._came = {
-                node: arrivals[node] if node in arrivals and arrivals[node][0] == beat else (beat, now)
-                for node, beat in beats.items()
-            }
-            ages = {False: datetime.max, True: datetime.min}
-            self._state.last_heartbeats = {
-                node: ages[now - came > silent_s].replace(tzinfo=timezone.utc) for node, (_, came) in self._came.items()
-            }
+            self._came = {}
+            compared = {}
+            for node, beat in beats.items():
+                earlier = arrivals.get(node)
+                if earlier is None or earlier[0] != beat:
+                    earlier = (beat, now)
+                self._came[node] = earlier
+                is_silent = now - earlier[1] > silent_s
+                compared[node] = (datetime.min if is_silent else datetime.max).replace(tzinfo=timezone.utc)
+            self._state.last_heartbeats = compared
             super()._sanitize()
+            # The others compare what stands in the state, so restore the beats as they came.
             self._state.last_heartbeats = {node: beats[node] for node in self._state.last_heartbeats}
 
     rendezvous._BackendRendezvousStateHolder = OwnClock  # type: ignore[misc]

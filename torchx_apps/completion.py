@@ -102,7 +102,7 @@ def completions() -> dict[str, list[str]]:
     words: dict[str, list[str]] = {"components": component_names(), "common": sorted(common)}
     for name in words["components"]:
         parameters = Component.named(name).parameters
-        words[f"flags {name}"] = [*(f"-{'-' * (len(flag) > 1)}{flag}" for flag in parameters), "--help"]
+        words[f"flags {name}"] = [f"--{flag}" if len(flag) > 1 else f"-{flag}" for flag in parameters] + ["--help"]
         if "set" in parameters:
             built_in = own_recipes.get(name, RECIPES)
             job = load_recipe(parameters["recipe"].default or "two_tower", built_in)
@@ -131,8 +131,9 @@ def _values(job: Any) -> Mapping[str, list[str]]:
     values = {}
     for path in key_paths(job):
         group, _, name = path.rpartition(".")
+        owner = attrgetter(group)(job) if group else job
         try:
-            values[f"value {path}"] = choices(field_hint(attrgetter(group)(job) if group else job, name))
+            values[f"value {path}"] = choices(field_hint(owner, name))
         except NameError:  # a type that is imported for type checkers alone
             continue
     return values

@@ -67,8 +67,11 @@ def _embed(argv: Sequence[str] | None) -> int:
         names = _towers(bundle, options.tower)
         if options.redis is not None and names != list(bundle.query):
             raise ValueError(f"--redis holds users' vectors, and {', '.join(names)} makes others: add --tower {QUERY}")
-        without_files = None if options.delete is not None else "known"
-        rows = TowerGroup(bundle, names, runtime, options.catalogue or without_files, options.id)
+        catalogue = options.catalogue
+        # Ids may be deleted without rows to write.
+        if not catalogue and options.delete is None:
+            catalogue = "known"
+        rows = TowerGroup(bundle, names, runtime, catalogue, options.id)
         folder = (options.out or options.refresh) if runtime.is_main else None
         with tracked(folder, vars(options), folder="store") as figures:
             result = _write(rows, options)
@@ -115,25 +118,30 @@ def _check(options: argparse.Namespace) -> None:
     """Refuses incompatible flags, before torch is imported."""
     expire = options.expire
     delete = options.delete
+    keep = options.keep
     targets = [flag for flag in ("out", "refresh", "redis") if getattr(options, flag) is not None]
-    wrong = {
-        "say one of --out FOLDER, --refresh FOLDER and --redis URL": len(targets) != 1,
-        "--delete: a store that is written whole has the rows of --catalogue alone; with --refresh FOLDER in place of "
-        "--out ids are taken out": delete is not None and targets == ["out"],
-        f"--store {options.store}: is for --out; a store keeps its type when it is refreshed, and a Redis has fp32": (
-            options.store is not None and targets != ["out"]
-        ),
-        f"--expire {expire}: is for --redis; what is in a folder stays": expire is not None and targets != ["redis"],
-        f"--expire {expire}: must be seconds, or 0 for never": expire is not None and not 0 <= expire < float("inf"),
-        f"--keep {options.keep}: must be 1 or more; the version just written stays": options.keep is not None
-        and options.keep < 1,
-        f"--keep {options.keep}: is for a store; a Redis has one version": options.keep is not None
-        and targets == ["redis"],
-        "--id: name the column with the ids": not options.id and bool(options.catalogue or _is_path(delete or "")),
-    }
-    for message, applies in wrong.items():
-        if applies:
-            raise ValueError(message)
+    if len(targets) != 1:
+        raise ValueError("say one of --out FOLDER, --refresh FOLDER and --redis URL")
+    (target,) = targets
+    if delete is not None and target == "out":
+        raise ValueError(
+            "--delete: a store that is written whole has the rows of --catalogue alone; with --refresh FOLDER in place "
+            "of --out ids are taken out"
+        )
+    if options.store is not None and target != "out":
+        raise ValueError(
+            f"--store {options.store}: is for --out; a store keeps its type when it is refreshed, and a Redis has fp32"
+        )
+    if expire is not None and target != "redis":
+        raise ValueError(f"--expire {expire}: is for --redis; what is in a folder stays")
+    if expire is not None and not 0 <= expire < float("inf"):
+        raise ValueError(f"--expire {expire}: must be seconds, or 0 for never")
+    if keep is not None and keep < 1:
+        raise ValueError(f"--keep {keep}: must be 1 or more; the version just written stays")
+    if keep is not None and target == "redis":
+        raise ValueError(f"--keep {keep}: is for a store; a Redis has one version")
+    if not options.id and (options.catalogue or _is_path(delete or "")):
+        raise ValueError("--id: name the column with the ids")
 
 
 def _is_path(deleted: str) -> bool:
@@ -147,7 +155,10 @@ def _is_path(deleted: str) -> bool:
 
 
 def _counts_text(unknown: Counter[str]) -> str:
-    return ", ".join(f"{name} in {rows:,} row{'s' if rows > 1 else ''}" for name, rows in unknown.most_common())
+    texts = []
+    for name, rows in unknown.most_common():
+        texts.append(f"{name} in {rows:,} rows" if rows > 1 else f"{name} in 1 row")
+    return ", ".join(texts)
 
 
 def _bundle(folder: Path) -> Bundle:
@@ -177,11 +188,11 @@ def _towers(bundle: Bundle, tower: str | None) -> list[str]:
 
 
 def _described(store: EmbeddingStore, out: Path, rows: TowerGroup) -> str:
+    text = f"{store.version}: {len(store):,} x {store.width} {store.dtype} of {rows.description}"
     losses = ", ".join(f"{name} {value:.3g}" for name, value in store.loss.items())
-    loss_text = f"; lost by {store.dtype}: {losses}" if losses else ""
-    return (
-        f"store: {out} ({store.version}: {len(store):,} x {store.width} {store.dtype} of {rows.description}{loss_text})"
-    )
+    if losses:
+        text += f"; lost by {store.dtype}: {losses}"
+    return f"store: {out} ({text})"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -39,11 +39,15 @@ def _plan(argv: Sequence[str] | None) -> int:
         raise ValueError("give --tables NAME=ROWSxDIM,..., or --recipe NAME for the tables of a recipe, and not both")
     if options.set and not options.recipe:
         raise ValueError(f"--set {options.set[0]}: it changes a recipe; give one with --recipe")
-    job = apply_overrides(load_recipe(options.recipe), options.set) if options.recipe else None
+    job = None
+    plan = None
+    if options.recipe:
+        job = apply_overrides(load_recipe(options.recipe), options.set)
+        plan = job.plan
     if options.dry_run:
-        print(describe_keys(job) if job is not None else options.tables)
+        print(options.tables if job is None else describe_keys(job))
         return 0
-    check_flags(options, None if job is None else job.plan)
+    check_flags(options, plan)
     # Imports make objects that stay: collections took a seventh of their time, and freed nothing.
     gc.disable()
     from torchx_apps.jobs.planning import run_plan

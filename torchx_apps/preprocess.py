@@ -52,7 +52,7 @@ def _preprocess(argv: Sequence[str] | None) -> int:
         print(list_recipes(PREPROCESS_RECIPES))
         return 0
     job = apply_overrides(load_job(options.recipe), options.set)
-    job = dataclasses.replace(job, **{key: getattr(options, key) for key in ("engine", "out") if getattr(options, key)})
+    job = dataclasses.replace(job, engine=options.engine or job.engine, out=options.out or job.out)
     if options.dry_run:
         print(describe_keys(job))
         return 0

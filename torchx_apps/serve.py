@@ -70,12 +70,15 @@ def _serve(options: argparse.Namespace) -> int:
         )
     listening = listen(options.host, options.port)
     host = node_name(options.host)
+    # An address of IPv6 has colons itself.
     address = f"[{host}]" if ":" in host else host
     url = f"http://{address}:{listening.getsockname()[1]}"
-    workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
-    return Supervisor(settings, listening, Log()).run(
-        lambda digest: say(f"serving bundle {digest[:_SHOWN]} at {url}/ with {workers}; Ctrl-C or SIGTERM ends it")
-    )
+    workers = f"{settings.workers} workers" if settings.workers > 1 else "1 worker"
+
+    def announce(digest: str) -> None:
+        say(f"serving bundle {digest[:_SHOWN]} at {url}/ with {workers}; Ctrl-C or SIGTERM ends it")
+
+    return Supervisor(settings, listening, Log()).run(announce)
 
 
 def _settings(options: argparse.Namespace) -> ServerConfig:
@@ -146,8 +149,9 @@ def _hosts(requested: str | None, listening: str) -> tuple[str, ...]:
         return tuple(name.strip() for name in requested.split(","))
     from torchrec_ext.retrieval.server.settings import LOOPBACK
 
-    loopback = listening == "localhost" or _is_loopback(listening)
-    return tuple(dict.fromkeys((*LOOPBACK, listening))) if loopback else ("*",)
+    if listening == "localhost" or _is_loopback(listening):
+        return tuple(dict.fromkeys((*LOOPBACK, listening)))
+    return ("*",)
 
 
 def node_name(host: str) -> str:

@@ -80,19 +80,18 @@ class Run(CmdRun):
             # The files of a service are for Kubernetes.
             args.scheduler = "kubernetes"
         # In the order typed: of two changes to one key the later wins.
-        args.component_name_and_args = gather_overrides(
-            [tokens[0], *(f"--set={item}" for item in args.set), *tokens[1:]]
-        )
+        name, *words = tokens
+        tokens = gather_overrides([name, *(f"--set={item}" for item in args.set), *words])
         _put_this_python_on_path()
         try:
-            check_words(args.component_name_and_args)
-            component = Component.named(tokens[0])
-            words = component.check_flags(args.component_name_and_args[1:])
+            check_words(tokens)
+            component = Component.named(name)
+            words = component.check_flags(tokens[1:])
         except ValueError as error:
             self._parser.error(str(error))
         if asks_for_help(words):
             sys.exit(show_help(component, words))
-        args.component_name_and_args = [tokens[0], *words]
+        args.component_name_and_args = [name, *words]
         if args.scheduler == _LOCAL:
             _quieten_torchx(args.log_level)
         try:
@@ -195,8 +194,10 @@ class JobRunner(Runner):
         """
         role = dryrun_info._app.roles[0]
         local = dryrun_info._scheduler == _LOCAL
+        launch = None
         # Other schedulers run an image, whose package and recipes may differ from those here.
-        launch = Launch.of(role) if dryrun_info._scheduler in WITHOUT_IMAGE else None
+        if dryrun_info._scheduler in WITHOUT_IMAGE:
+            launch = Launch.of(role)
         if launch is None:
             return str(super().schedule(dryrun_info))
         if launch.only_prints:
@@ -208,10 +209,11 @@ class JobRunner(Runner):
                 sys.exit(1)
             logs = os.path.relpath(dryrun_info.request.log_dir)
             print(f"torchx run: starting {launch}; logs: {logs}", file=sys.stderr, flush=True)
-        mistake = launch.mistake(role.env, bugs=local) if launch.has_settings else ""
-        if mistake:
-            print(mistake, file=sys.stderr)
-            sys.exit(1)
+        if launch.has_settings:
+            mistake = launch.mistake(role.env, bugs=local)
+            if mistake:
+                print(mistake, file=sys.stderr)
+                sys.exit(1)
         return str(super().schedule(dryrun_info))
 
     def status(self, app_handle: str) -> AppStatus | None:
@@ -255,7 +257,9 @@ class Launch:
             >>> print(Launch.of(Role(name="plan", image="", entrypoint="python3", args=args)))
             plan
         """
-        words = shlex.split(role.args[-1]) if role.entrypoint == "bash" and role.args else role.args
+        words = role.args
+        if words and role.entrypoint == "bash":
+            words = shlex.split(words[-1])
         apps = [index for index, word in enumerate(words) if word.startswith("torchx_apps.")]
         if not apps:
             return None
@@ -295,8 +299,10 @@ class Launch:
                 missing here.
         """
         process = self.here(env, "--dry-run", capture_output=True)
-        message = process.stderr.strip() if process.returncode else ""
-        return message if bugs or "Traceback" not in message else ""
+        if not process.returncode or (not bugs and "Traceback" in process.stderr):
+            return ""
+        message: str = process.stderr.strip()
+        return message
 
     def __str__(self) -> str:
         flags = dict(zip(self.flags, self.flags[1:], strict=False))
@@ -343,7 +349,9 @@ _TRAINING = ("torchx_apps.train", "torchx_apps.train_networks", "torchx_apps.tra
 
 def with_component(tokens: Sequence[str]) -> list[str]:
     """Returns the component's name and its flags; .torchxconfig supplies a missing name if it has one."""
-    words = list(tokens[1:] if tokens[:1] == ["--"] else tokens)
+    words = [*tokens]
+    if words[:1] == ["--"]:
+        del words[0]
     if words and not words[0].startswith("-"):
         return words
     default = config.get_config(prefix="cli", name="run", key="component")
@@ -392,9 +400,9 @@ def gather_overrides(tokens: Sequence[str]) -> list[str]:
             overrides[token] = None
         else:
             others.append(token)
-    if not overrides:
-        return others
-    return [*others, *([] if "--" in others else ["--"]), *overrides]
+    if overrides and "--" not in others:
+        others.append("--")
+    return [*others, *overrides]
 
 
 def print_output(runner: Runner, app_handle: str, out: TextIO, err: TextIO) -> None:
@@ -406,6 +414,7 @@ def print_output(runner: Runner, app_handle: str, out: TextIO, err: TextIO) -> N
     threads = []
     for role, node in replicas:
         prefix = f"{role}/{node} " if len(replicas) > 1 else ""
+        # Apart, so that figures go to stdout and errors to stderr.
         for stream, file in ((Stream.STDOUT, out), (Stream.STDERR, err)):
             lines = runner.log_lines(app_handle, role, node, should_tail=True, streams=stream)
             threads.append(threading.Thread(target=_copy, args=(lines, prefix, file), daemon=True))

@@ -44,6 +44,7 @@ def _train(argv: Sequence[str] | None) -> int:
     groups = place(
         [member.name for member in members], options.ranks or int(os.environ.get("WORLD_SIZE", "1")), options.groups
     )
+    # Read before --dry-run returns, by which the launcher looks for mistakes.
     config = _config(options)
     if options.list:
         return say_once(listing(members, groups))
@@ -63,8 +64,9 @@ def _train(argv: Sequence[str] | None) -> int:
 
 
 def _config(options: argparse.Namespace) -> NetworksConfig:
+    changes = options.codistill.split(",") if options.codistill else []
     try:
-        codistillation = apply_overrides(Codistillation(), options.codistill.split(",") if options.codistill else [])
+        codistillation = apply_overrides(Codistillation(), changes)
     except ValueError as error:
         raise ValueError(str(error).replace("--set ", "--codistill ")) from None
     return NetworksConfig(
