@@ -13,10 +13,9 @@ from operator import attrgetter
 from typing import Any
 
 from torchx_apps.cli.overrides import choices, field_hint, key_paths
-from torchx_apps.launch.component_help import Component, component_names
+from torchx_apps.launch.component_help import Component, component_names, recipes_of
 from torchx_apps.recipes import RECIPES
 from torchx_apps.recipes.by_name import load_recipe
-from torchx_apps.recipes.events import EVENT_RECIPES
 from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES
 
 # One function for both shells: zsh runs it under its emulation of bash's completion. The words are those of the line,
@@ -97,14 +96,13 @@ def completions() -> dict[str, list[str]]:
     recipes: dict[str, Any] = {name: load_recipe(name) for name in RECIPES}
     jobs = recipes | {name: load_recipe(name, PREPROCESS_RECIPES) for name in PREPROCESS_RECIPES}
     keys = {name: _paths(job) for name, job in jobs.items()}
-    own_recipes = {"rec.data.preprocess": PREPROCESS_RECIPES, "rec.train.stream": EVENT_RECIPES}
     common = set.intersection(*(set(keys[name]) for name in recipes))
     words: dict[str, list[str]] = {"components": component_names(), "common": sorted(common)}
     for name in words["components"]:
         parameters = Component.named(name).parameters
         words[f"flags {name}"] = [f"--{flag}" if len(flag) > 1 else f"-{flag}" for flag in parameters] + ["--help"]
         if "set" in parameters:
-            built_in = own_recipes.get(name, RECIPES)
+            built_in = recipes_of(name)
             job = load_recipe(parameters["recipe"].default or "two_tower", built_in)
             words[f"recipes {name}"] = list(built_in)
             words[f"keys {name}"] = _others(_paths(job), common)

@@ -5,7 +5,6 @@ This file reads the command line and returns an exit code; the work is done by `
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import signal
@@ -47,7 +46,11 @@ def _in_a_pipeline() -> bool:
 
 
 def _preprocess(argv: Sequence[str] | None) -> int:
-    options = _parser().parse_args(argv)
+    parser = build_parser("torchx_apps.preprocess", __doc__, trains=False)
+    parser.set_defaults(recipe="ml_100k")
+    parser.add_argument("--engine", help="duckdb, spark (the session that is configured here) or a Spark master URL")
+    parser.add_argument("--out", help="folder for the result; a new one in runs/ where not given")
+    options = parser.parse_args(argv)
     if options.list_recipes:
         print(list_recipes(PREPROCESS_RECIPES))
         return 0
@@ -60,14 +63,6 @@ def _preprocess(argv: Sequence[str] | None) -> int:
 
     run_preprocess(job)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = build_parser("torchx_apps.preprocess", __doc__, trains=False)
-    parser.set_defaults(recipe="ml_100k")
-    parser.add_argument("--engine", help="duckdb, spark (the session that is configured here) or a Spark master URL")
-    parser.add_argument("--out", help="folder for the result; a new one in runs/ where not given")
-    return parser
 
 
 if __name__ == "__main__":

@@ -9,16 +9,19 @@ import dataclasses
 import itertools
 import sys
 import time
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.capture.policy import Compile
 from torchrec_ext.data.loader.epochs import BuiltAhead
 from torchrec_ext.diagnose import Diagnosis, StateCopy, ThreadClock
 from torchrec_ext.diagnose.experiments.collectives import Collectives, Ranks, RanksFailedError
@@ -35,9 +38,11 @@ from torchrec_ext.train.guards.finite import FiniteLoss
 from torchrec_ext.train.step.choose import Steps, StepsConfig
 from torchrec_ext.train.step.pipeline import make_pipeline
 from torchrec_ext.train.step.plain import PlainStep
+from torchx_apps.cli.command_line import write_out
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.jobs.setup import evaluator_of, load_task, quieten_libraries, set_up, shard_job
+from torchx_apps.jobs.setup import JobParts, evaluator_of, load_task, quieten_libraries, set_up, shard_job
 from torchx_apps.tasks.job import Job
+from torchx_apps.tasks.task import Task
 
 # Least and most turns to measure a remedy.
 _TURNS = 5, 15
@@ -83,7 +88,9 @@ def run_diagnosis(
         if runtime.is_main:
             print(diagnosis.to_json() if as_json else diagnosis)
             if out is not None:
-                _write(diagnosis, out)
+                write_out(out, {"diagnosis.txt": str(diagnosis), "diagnosis.json": diagnosis.to_json()})
+                diagnosis.html(out / "diagnosis.html")
+                print(f"written to {out}", file=sys.stderr)
             for file, write in ((html, diagnosis.html), (trace, diagnosis.trace)):
                 if file is not None:
                     write(file)
@@ -91,22 +98,23 @@ def run_diagnosis(
     return 0
 
 
-class _Built(NamedTuple):
-    """The parts of a job's training: its task, their schema, loader, sharded model and optimizer."""
-
-    task: Any
-    schema: Any
-    loader: Any
-    model: Any
-    optimizer: HybridOptimizer
-
-
-def _build(job: Job, runtime: Runtime) -> _Built:
+def _build(job: Job, runtime: Runtime) -> tuple[Task, JobParts, DistributedModelParallel, HybridOptimizer]:
+    """Returns a job's task and parts, and its sharded model and optimizer."""
     job = dataclasses.replace(job, loader=dataclasses.replace(job.loader, prefetch=_ahead(job)))
     task = load_task(job, runtime)
     parts = set_up(job, task, runtime, tries_placements=False)
     parallel, optimizer = shard_job(parts, runtime)
-    return _Built(task, parts.schema, parts.loader, parallel, optimizer)
+    return task, parts, parallel, optimizer
+
+
+@contextmanager
+def _ranks_of(runtime: Runtime) -> Iterator[Ranks | None]:
+    """Yields the ranks of the diagnosis, with a process group that ends with it; None if there is one rank."""
+    if runtime.world_size == 1:
+        yield None
+        return
+    with closing(Ranks()) as ranks:
+        yield ranks
 
 
 def _ahead(job: Job) -> int:
@@ -116,19 +124,25 @@ def _ahead(job: Job) -> int:
 
 def diagnose_job(job: Job, runtime: Runtime, budget_s: float) -> Diagnosis:
     """Returns the diagnosis of a job's eager steps, its loader and its evaluation; the model is not kept."""
-    task, schema, loader, parallel, optimizer = _build(job, runtime)
-    evaluator = evaluator_of(task, schema, loader, parallel, runtime)
+    task, parts, parallel, optimizer = _build(job, runtime)
+    loader = parts.loader
+    evaluator = evaluator_of(task, parts.schema, loader, parallel, runtime)
     loader.set_epoch(0)
     between: dict[str, tuple[Callable[[], object], int]] = {}
     if task.validates:
         between["the evaluation"] = evaluator.validate, max(1, len(loader) * job.train.eval_every)
     step = eager_step(job, parallel, optimizer, runtime, len(loader))
-    ranks = Ranks() if runtime.world_size > 1 else None
-    try:
+    with _ranks_of(runtime) as ranks:
         with ThreadClock() as clock:
             loop = TrainingLoop(step, loader, StateCopy(), clock, recipe=True, modules=[parallel])
             facts = Experiments(loop, budget_s, ranks).facts(between)
             loop.source.close()
+        notes = [*facts.notes]
+        if ranks is not None and job.sync.mode != "every_step":
+            notes.append(
+                f"the steps exchange as under sync.mode=every_step; with this job's sync.mode={job.sync.mode} the "
+                "exchange takes less of a training"
+            )
         facts = dataclasses.replace(
             facts,
             rows=job.loader.batch_size * (1 + job.loader.negatives),
@@ -136,31 +150,17 @@ def diagnose_job(job: Job, runtime: Runtime, budget_s: float) -> Diagnosis:
             optimizers=(f"{job.optimizer.tables} of the tables", f"{job.optimizer.dense} of the layers"),
             loader=LoaderFacts(kind="loader", dataset=type(loader).__name__),
             towers_apart=job.plan.towers != "data_parallel",
-            notes=[*facts.notes, *_unlike_training(job, runtime)],
+            notes=notes,
         )
-        if ranks is not None:
-            # All ranks take rank 0's facts, to draw the same conclusions.
-            facts = ranks.gather(facts)[0]
-    finally:
-        if ranks is not None:
-            ranks.close()
-    return Diagnosis(facts, rank=runtime.rank)
-
-
-def _unlike_training(job: Job, runtime: Runtime) -> Generator[str, None, None]:
-    """Yields differences between the diagnosed steps and the job's training."""
-    if runtime.world_size > 1 and job.sync.mode != "every_step":
-        yield (
-            f"the steps exchange as under sync.mode=every_step; with this job's sync.mode={job.sync.mode} the exchange "
-            "takes less of a training"
-        )
+        # All ranks take rank 0's facts, to draw the same conclusions.
+        return Diagnosis(_first(ranks, facts), rank=runtime.rank)
 
 
 def eager_step(
     job: Job, model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime, steps: int
 ) -> Callable[[TowerBatch], Any]:
     """Returns the step of a training without graph capture, as a function of a batch."""
-    context = lambda: forward_context(job.train.amp, runtime.device)()  # noqa: E731
+    context = forward_context(job.train.amp, runtime.device)
     forward = FiniteLoss(model, runtime, steps, context=context)
     # PlainStep does not call DistributedDataParallel, so it is for one process on a CPU.
     if runtime.device.type == "cpu" and runtime.world_size == 1:
@@ -191,7 +191,8 @@ def apply_remedies(job: Job, diagnosis: Diagnosis, runtime: Runtime, budget_s: f
         runtime: this process's rank.
         budget_s: seconds that the rounds of each further diagnosis may take.
     """
-    ranks = Ranks() if runtime.world_size > 1 else None
+    # Gains are predicted as shares of iterations that include evaluations and checkpoints.
+    between = diagnosis.facts.mean_between()
 
     def change(current: Job, remedy: Remedy) -> tuple[Job, str] | None:
         settings = job_settings(remedy)
@@ -199,24 +200,20 @@ def apply_remedies(job: Job, diagnosis: Diagnosis, runtime: Runtime, budget_s: f
             return None
         return apply_overrides(current, settings), " ".join(f"--set {setting}" for setting in settings)
 
-    # Gains are predicted as shares of iterations that include evaluations and checkpoints.
-    between = diagnosis.facts.mean_between()
-    try:
-        apply_in_turn(
-            diagnosis,
-            job,
-            change,
-            lambda before, after: [
-                (old + between, new + between) for old, new in _turns(before, after, runtime, ranks)
-            ],
-            lambda changed: diagnose_job(changed, runtime, budget_s),
-        )
-    except RanksFailedError as error:
-        notes = [*diagnosis.facts.notes, f"no further remedy was applied: {error}"]
-        diagnosis.facts = dataclasses.replace(diagnosis.facts, notes=notes)
-    finally:
-        if ranks is not None:
-            ranks.close()
+    def diagnose_again(changed: Job) -> Diagnosis:
+        return diagnose_job(changed, runtime, budget_s)
+
+    with _ranks_of(runtime) as ranks:
+
+        def compare(before: Job, after: Job) -> list[tuple[float, float]]:
+            turns = _turns(before, after, runtime, ranks)
+            return [(old + between, new + between) for old, new in turns]
+
+        try:
+            apply_in_turn(diagnosis, job, change, compare, diagnose_again)
+        except RanksFailedError as error:
+            notes = [*diagnosis.facts.notes, f"no further remedy was applied: {error}"]
+            diagnosis.facts = dataclasses.replace(diagnosis.facts, notes=notes)
 
 
 def job_settings(remedy: Remedy) -> list[str]:
@@ -234,7 +231,10 @@ def job_settings(remedy: Remedy) -> list[str]:
         words += command.split()
     flags = {"--set": "", "--threads": "threads="}
     settings = [flags[flag] + value for flag, value in itertools.pairwise(words) if flag in flags]
-    return [] if any(setting.endswith("...") for setting in settings) else settings
+    # A remedy writes "..." where the user must find a value.
+    if any(setting.endswith("...") for setting in settings):
+        return []
+    return settings
 
 
 def _turns(before: Job, after: Job, runtime: Runtime, ranks: Ranks | None) -> list[tuple[float, float]]:
@@ -249,27 +249,28 @@ def _turns(before: Job, after: Job, runtime: Runtime, ranks: Ranks | None) -> li
     """
     with ExitStack() as stack, ThreadClock() as clock, redirect_stdout(sys.stderr):
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        pair = [_Iterated(job, runtime, stack, ranks) for job in (before, after)]
-        for each in pair:
-            each.warm_up(clock)
+        old = _Iterated(before, runtime, stack, ranks)
+        new = _Iterated(after, runtime, stack, ranks)
+        old.warm_up(clock)
+        new.warm_up(clock)
         turns: list[tuple[float, float]] = []
         end = time.perf_counter() + _PROOF_S
+        # Rank 0's clock decides for all, because a turn is collective.
         while len(turns) < _TURNS[0] or (len(turns) < _TURNS[1] and _first(ranks, time.perf_counter() < end)):
-            order = pair if len(turns) % 2 == 0 else pair[::-1]
-            seconds = {id(each): each.turn(clock) for each in order}
-            turns.append((seconds[id(pair[0])], seconds[id(pair[1])]))
+            # The first of a pair changes, so that a machine that slows down or speeds up favours neither.
+            if len(turns) % 2 == 0:
+                turns.append((old.turn(clock), new.turn(clock)))
+            else:
+                new_s = new.turn(clock)
+                turns.append((old.turn(clock), new_s))
         if ranks is None:
             return turns
-        by_rank = ranks.gather(turns)
-        fastest = []
-        for turn in zip(*by_rank, strict=True):
-            old, new = zip(*turn, strict=True)
-            fastest.append((min(old), min(new)))
-        return fastest
+        fastest = np.min(ranks.gather(turns), axis=0)
+        return [(old_s, new_s) for old_s, new_s in fastest.tolist()]
 
 
 def _first(ranks: Ranks | None, value: Any) -> Any:
-    """Returns the value of rank 0."""
+    """Returns the value of rank 0; collective if there are several ranks."""
     return value if ranks is None else ranks.gather(value)[0]
 
 
@@ -285,15 +286,17 @@ class _Iterated:
         stack.callback(self._iterations.close)
 
     def _endless(self, job: Job, runtime: Runtime, stack: ExitStack) -> Generator[Any, None, None]:
-        _, _, loader, model, optimizer = _build(job, runtime)
+        _, parts, model, optimizer = _build(job, runtime)
+        loader = parts.loader
         context = forward_context(job.train.amp, runtime.device)
         ranks = stack.enter_context(synchronised(model, optimizer, job.sync))
         forward = FiniteLoss(model, runtime, len(loader), ranks=ranks, context=context)
         pipeline = make_pipeline(
             model, optimizer, runtime.device, forward=forward, before_tables=forward.before_tables, sync=job.sync
         )
-        captured = job.train.compile == "require"
-        config = StepsConfig(compile="require" if captured else "off", total=sys.maxsize, context=context)
+        # Not "auto", which would compare captured steps with eager ones in the middle of a turn.
+        captures: Compile = "require" if job.train.compile == "require" else "off"
+        config = StepsConfig(compile=captures, total=sys.maxsize, context=context)
         steps = Steps(model, optimizer, runtime, pipeline, forward, ranks, config)
         model.train()
         for epoch in itertools.count():
@@ -326,18 +329,5 @@ class _Iterated:
 
     def turn(self, clock: Callable[[], float]) -> float:
         """Returns the mean seconds of as many iterations as a turn holds, the same number on all ranks."""
-        first = _first(self._ranks, self.run(clock, self._ahead))
-        return self.run(clock, max(_LEAST_STEPS, int(_TURN_S / max(first, 1e-6))))
-
-
-def _write(diagnosis: Diagnosis, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "diagnosis.txt").write_text(f"{diagnosis}\n")
-        (folder / "diagnosis.json").write_text(diagnosis.to_json() + "\n")
-        diagnosis.html(folder / "diagnosis.html")
-    except OSError as error:
-        raise ValueError(
-            f"--out {folder}: cannot be written: {error.strerror or error}; choose another folder"
-        ) from None
-    print(f"written to {folder}", file=sys.stderr)
+        seconds = _first(self._ranks, self.run(clock, self._ahead))
+        return self.run(clock, max(_LEAST_STEPS, int(_TURN_S / max(seconds, 1e-6))))

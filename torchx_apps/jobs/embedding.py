@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from math import ceil
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -80,11 +80,10 @@ PUBLISHED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FileBlock:
+class _FileBlock(NamedTuple):
     file: int
     row_group: int
-    block: int
+    number: int  # within the row group
     rows: int
 
 
@@ -121,20 +120,19 @@ class CatalogueFiles:
         self._derived = derived
         self._names = list(dict.fromkeys([key, *columns]))
         self._files = find_files(paths, (".parquet",))
-        blocks = [block for index in range(len(self._files)) for block in self._blocks_of(index)]
+        blocks = list(chain.from_iterable(map(self._blocks_of, range(len(self._files)))))
         self._local_blocks = blocks[Share(rank=rank, world_size=world_size).part(len(blocks))]
         self.rows = sum(block.rows for block in self._local_blocks)
 
-    def _blocks_of(self, index: int) -> list[_FileBlock]:
+    def _blocks_of(self, index: int) -> Iterator[_FileBlock]:
+        """Yields the blocks of a file; refuses a file without the columns before any block of it is read."""
         file = self._files[index]
         with self._opened(file) as parquet:
             self._names_in(file, parquet.schema_arrow.names)
-            sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
-        return [
-            _FileBlock(file=index, row_group=group, block=block, rows=min(BLOCK_ROWS, rows - block * BLOCK_ROWS))
-            for group, rows in enumerate(sizes)
-            for block in range(ceil(rows / BLOCK_ROWS))
-        ]
+            for group in range(parquet.num_row_groups):
+                rows = parquet.metadata.row_group(group).num_rows
+                for number, start in enumerate(range(0, rows, BLOCK_ROWS)):
+                    yield _FileBlock(index, group, number, min(BLOCK_ROWS, rows - start))
 
     def _names_in(self, file: DataFile, names: Sequence[str]) -> list[str]:
         """Returns the columns to read from a file with the columns ``names``."""
@@ -155,9 +153,10 @@ class CatalogueFiles:
         """
         blocks_by_group: dict[tuple[int, int], set[int]] = {}
         for block in self._local_blocks:
-            blocks_by_group.setdefault((block.file, block.row_group), set()).add(block.block)
+            blocks_by_group.setdefault((block.file, block.row_group), set()).add(block.number)
         for (index, group), numbers in blocks_by_group.items():
             file = self._files[index]
+            # The blocks were counted in the constructor, perhaps long ago.
             file.check_unchanged()
             with self._opened(file) as parquet:
                 for number, rows in enumerate(self._read(file, parquet, group)):
@@ -183,8 +182,8 @@ class CatalogueFiles:
         columns = dict(zip(rows.schema.names, rows.columns, strict=True))
         if self._derived is not None and _lacks(self._derived, list(columns)):
             columns |= self._derived.make(columns)
-        values = {name: columns[name] for name in self._columns}
-        return RowBlock(where=where, ids=_plain_ids(where, self._key, ids), columns=values)
+        columns = {name: columns[name] for name in self._columns}
+        return RowBlock(where=where, ids=_plain_ids(where, self._key, ids), columns=columns)
 
     def _opened(self, file: DataFile) -> pq.ParquetFile:
         source: Any = file.path if file.remote is None else file.open()
@@ -302,7 +301,8 @@ class TowerGroup:
     @property
     def description(self) -> str:
         """The towers' names and the beginning of their digest."""
-        return f"tower{'s' if len(self.names) > 1 else ''} {', '.join(self.names)} ({self.digest[:12]})"
+        towers = "towers" if len(self.names) > 1 else "tower"
+        return f"{towers} {', '.join(self.names)} ({self.digest[:12]})"
 
     def blocks(self) -> Iterator[tuple[NDArray[Any], RowBlock]]:
         """Yields the ids and the rows of each block, and shows the number of rows read."""
@@ -329,7 +329,8 @@ class TowerGroup:
             encoded = self.encoder.read(block.columns)
         except DataError as error:
             raise DataError(f"{block.where}: {error}") from None
-        self._unknown.update({name: int(rows.sum()) for name, rows in encoded.unknown.items() if rows.any()})
+        for name, rows in encoded.unknown.items():
+            self._unknown[name] += int(rows.sum())
         return self.encoder.vectors(encoded)
 
     def unknown(self) -> Counter[str]:
@@ -340,10 +341,12 @@ class TowerGroup:
 
 
 def _known_users(bundle: Bundle, names: Sequence[str]) -> UserTable:
-    if bundle.users is None or list(names) != list(bundle.query):
-        reason = "it knows no users" if bundle.users is None else f"{', '.join(names)} reads others than its users"
-        raise ValueError(f"--catalogue: name the parquet files with the rows; the bundle has none for this: {reason}")
-    return bundle.users
+    reason = "it knows no users"
+    if bundle.users is not None:
+        if list(names) == list(bundle.query):
+            return bundle.users
+        reason = f"{', '.join(names)} reads others than its users"
+    raise ValueError(f"--catalogue: name the parquet files with the rows; the bundle has none for this: {reason}")
 
 
 def embed_files(rows: TowerGroup, out: Path, dtype: Dtype) -> EmbeddingStore:
@@ -371,6 +374,7 @@ def embed_files(rows: TowerGroup, out: Path, dtype: Dtype) -> EmbeddingStore:
 def _scratch_folder(rows: TowerGroup, out: Path) -> Iterator[Path]:
     """Makes a folder beside ``out`` for this run alone, visible to all ranks; other runs may write the same store."""
     with hidden_folder(out.absolute()) if rows.runtime.is_main else nullcontext() as folder:
+        # Only rank 0's name, the one that is sent, is that of a folder.
         names = [str(folder)]
         dist.broadcast_object_list(names)
         yield Path(names[0])
@@ -436,10 +440,12 @@ def fill_redis(rows: TowerGroup, url: str, expiry_s: float | None, deleted: Know
     """
     store = RedisStore(url, tower=rows.digest, expiry_s=expiry_s, timeout_s=_REDIS_TIMEOUT_S)
     runtime = rows.runtime
-    row_count = removed = 0
+    row_count = 0
+    removed = 0
     try:
         # Check before the towers run, which may take long.
         store.check()
+        # One rank reads the ids, because an id may be twice in the files of two ranks.
         if runtime.is_main:
             _check_ids(rows, deleted)
         dist.barrier()

@@ -117,7 +117,8 @@ def _evaluated(
     options: argparse.Namespace, requested_figures: Sequence[tuple[Figure, int]]
 ) -> tuple[dict[str, Any], list[tuple[int, float, float | None]]]:
     """Returns the report, and for a picture recall by K of the vectors and of the most popular items."""
-    users, items = (_vectors(path) for path in (options.users, options.items))
+    users = _vectors(options.users)
+    items = _vectors(options.items)
     if users.vectors.shape[1] != items.vectors.shape[1]:
         raise DataError(
             f"{options.users}: vectors are {users.vectors.shape[1]} wide, and those of {options.items} "
@@ -132,6 +133,7 @@ def _evaluated(
         if "recall" not in names:
             names.append("recall")
     ks = sorted(numbers)
+    # An item without a vector is behind every item, and is shown at no K.
     behind = max(len(items.ids), *ks)
     figures = _figures(queries, _ranked(queries, users, items, options.similarity, max(ks)), ks, names, behind)
     baseline = _popularity(queries, len(items.ids), ks, names, behind) if options.seen else {}
@@ -213,10 +215,10 @@ def _write(folder: Path, report: dict[str, Any], curve: Sequence[tuple[int, floa
     """
     write_out(folder, {"evaluation.json": json.dumps(report, indent=2)})
     figure, (panel,) = figure_with_panels(1, (6, 4))
-    numbers = [k for k, _, _ in curve]
-    panel.plot(numbers, [recall for _, recall, _ in curve], color=BLUE, marker=".", label="these vectors")
-    if curve[0][2] is not None:
-        panel.plot(numbers, [other for _, _, other in curve], color=RED, marker=".", label="popularity")
+    numbers, recall, popularity = zip(*curve, strict=True)
+    panel.plot(numbers, recall, color=BLUE, marker=".", label="these vectors")
+    if popularity[0] is not None:
+        panel.plot(numbers, popularity, color=RED, marker=".", label="popularity")
     panel.set(xscale="log", xlabel="items shown", ylabel="recall", title="share of a user's items that is shown")
     panel.set_ylim(0, None)
     panel.legend(frameon=False)
@@ -250,8 +252,10 @@ def _vectors(path: Path) -> Vectors:
         raise DataError(
             f"{path}: id {_shown(ordered, int(twice[0]))} is there twice ({len(twice)} such rows); give each id once"
         )
-    in_order = np.array_equal(order, np.arange(len(order)))
-    return Vectors(path, ordered, vectors if in_order else vectors[torch.from_numpy(order)])
+    # Most files are in order, so that their vectors need no copy.
+    if not np.array_equal(order, np.arange(len(order))):
+        vectors = vectors[torch.from_numpy(order)]
+    return Vectors(path, ordered, vectors)
 
 
 def _of_parquet(path: Path) -> tuple[_Ids, Tensor]:
@@ -305,6 +309,7 @@ def _reading(path: Path, names: Sequence[str]) -> Iterator[pq.ParquetFile]:
 def _ids(path: Path, table: pa.Table, name: str) -> _Ids:
     column = raw_ids(path, name, table[name])
     check_no_null(path, name, column, "each row needs an id")
+    # Texts become objects: numpy's own texts would all be as wide as the longest.
     ids: _Ids = column.to_numpy(zero_copy_only=False)
     return ids
 
@@ -314,6 +319,7 @@ def _kind(ids: _Ids) -> str:
 
 
 def _shown(ids: _Ids, row: int) -> str:
+    # tolist() makes a Python number, whose repr is not np.int64(3).
     text = repr(ids[row : row + 1].tolist()[0])
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -344,6 +350,7 @@ def _asked(options: argparse.Namespace, users: Vectors, items: Vectors) -> Asked
     if not len(rows):
         raise DataError(f"{options.truth}: has no pairs")
     has_vector = targets >= 0
+    # One number for a pair sorts in a fraction of the time of two.
     pairs = np.sort(rows[has_vector] * len(items.ids) + targets[has_vector])
     owners, targets = np.divmod(pairs[_first_of_each(pairs)], len(items.ids))
     first = _first_of_each(owners)

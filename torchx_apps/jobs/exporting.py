@@ -105,25 +105,30 @@ def check_exportable_to_onnx(model: nn.Module, skip: Sequence[str]) -> None:
     from torchrec_ext.retrieval.bundle.audit import LiveModel
     from torchrec_ext.retrieval.onnx.onnx_bundle import check_exportable
 
-    check_exportable({name: tower["class"] for name, tower in LiveModel(model).towers.items()}, skip)
+    classes = {name: tower["class"] for name, tower in LiveModel(model).towers.items()}
+    check_exportable(classes, skip)
+
+
+def _just_written(folder: Path) -> Any:
+    """Opens a bundle of this process, whose digests need no check."""
+    from torchrec_ext.retrieval.bundle.bundle import Bundle
+
+    return Bundle.load(folder, verify=False)
 
 
 def write_onnx_files(bundle: Path, out: Path, skip: Sequence[str] = (), *, overwrite: bool = False) -> str:
     """Writes a bundle's networks as ONNX files, and describes the files; see :func:`export_bundle`."""
-    from torchrec_ext.retrieval.bundle.bundle import Bundle
     from torchrec_ext.retrieval.onnx import onnx_bundle
 
-    return onnx_bundle.describe_onnx(
-        onnx_bundle.export_bundle(Bundle.load(bundle, verify=False), out, skip=skip, overwrite=overwrite), out
-    )
+    files = onnx_bundle.export_bundle(_just_written(bundle), out, skip=skip, overwrite=overwrite)
+    return onnx_bundle.describe_onnx(files, out)
 
 
 def write_compiled_files(bundle: Path, out: Path, *, overwrite: bool = False) -> str:
     """Writes a bundle's scoring as machine code, and describes it; see :func:`write_compiled`."""
-    from torchrec_ext.retrieval.bundle.bundle import Bundle
     from torchrec_ext.retrieval.scorer.cpp_program import write_compiled
 
-    certificate = write_compiled(Bundle.load(bundle, verify=False), out, overwrite=overwrite)
+    certificate = write_compiled(_just_written(bundle), out, overwrite=overwrite)
     return (
         f"compiled: {out} (scores within {certificate['greatest_difference']:.1g}; serve.cpp there serves it without "
         f"Python, and rec.serve.http on this machine takes it by: -- --compile auto)"
@@ -140,31 +145,27 @@ def bundle_figures(manifest: Manifest) -> dict[str, Any]:
         "users": users["count"] if users else 0,
         "greatest_difference": float(manifest.parity["greatest_difference"]),
     }
-    return figures | ({"overlap": float(rounded["overlap"])} if rounded else {})
-
-
-def first_user(bundle: Path) -> int | str:
-    """Returns the id of a bundle's first known user."""
-    from torchrec_ext.retrieval.bundle.bundle import Bundle
-
-    users = Bundle.load(bundle, verify=False).users
-    assert users is not None, "the manifest counts users"
-    user: int | str = users.ids.ids([0]).tolist()[0]
-    return user
+    if rounded:
+        figures["overlap"] = float(rounded["overlap"])
+    return figures
 
 
 def describe_bundle(manifest: Manifest, out: Path) -> str:
     """Describes a bundle in a line, after any warning and before the command to serve it."""
     items = manifest.content["coverage"]["items"]
     users = manifest.content["users"]
-    difference = manifest.parity["greatest_difference"]
+    difference = f"{manifest.parity['greatest_difference']:.1g}"
     rounded = manifest.content.get("tables")
-    user_text = f" and {users['count']:,} users" if users else ""
-    warning = manifest.certificate.get("warning")
-    lines = [f"warning: {warning}"] if warning else []
+    rows = f"{items:,} items"
+    if users:
+        rows += f" and {users['count']:,} users"
+    if rounded:
+        difference += " before its tables were rounded"
+    lines = []
+    if warning := manifest.certificate.get("warning"):
+        lines.append(f"warning: {warning}")
     lines.append(
-        f"bundle: {out} ({manifest.digest[:12]}: {items:,} items{user_text}; its logits are the trained model's within "
-        f"{difference:.1g}{' before its tables were rounded' if rounded else ''})"
+        f"bundle: {out} ({manifest.digest[:12]}: {rows}; its logits are the trained model's within {difference})"
     )
     if rounded:
         lines.append(
@@ -174,7 +175,8 @@ def describe_bundle(manifest: Manifest, out: Path) -> str:
         )
     lines.append(f"serve it: {program('torchx')} run rec.serve.http --bundle {out}")
     if users:
-        lines.append(f"then open http://127.0.0.1:8000/#user={quote(str(first_user(out)))}")
+        first_user = _just_written(out).users.ids.ids([0]).tolist()[0]
+        lines.append(f"then open http://127.0.0.1:8000/#user={quote(str(first_user))}")
     return "\n".join(lines)
 
 
@@ -208,6 +210,7 @@ def export_run(
         location = job.checkpoint.folder or str(run)
         restores = bool(stop.metric and stop.restore)
         path, which = checkpoint_to_export(location, checkpoint, together, restores=restores)
+        # A generated set would have other ids than the checkpoint's.
         task = load_task(dataclasses.replace(job, fallback=None), runtime)
         torch.manual_seed(job.train.seed)
         model = untrained_model(job, task)

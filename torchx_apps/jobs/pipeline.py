@@ -89,8 +89,10 @@ class Stage:
         record = dict(self.settings)
         if self.source is not None and self.source.is_file():
             record[f"SHA-256 of {self.source}"] = _digest(self.source)
-        logs = [log for log in self.logs if log.exists()]
-        return record | {f"{_LOG}{log}": describe_log(log, but=self.folder.parent) for log in logs}
+        for log in self.logs:
+            if log.exists():
+                record[f"{_LOG}{log}"] = describe_log(log, but=self.folder.parent)
+        return record
 
 
 def stages_of(options: argparse.Namespace) -> dict[str, Stage]:
@@ -149,7 +151,8 @@ def _logs_of(config: Any) -> list[Path]:
     logs = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        for each in value if isinstance(value, tuple | list) else (value,):
+        values = value if isinstance(value, tuple | list) else (value,)
+        for each in values:
             # Any text may name a log; one that names no file is another setting.
             if each and isinstance(each, str | Path) and Path(each).exists():
                 logs.append(Path(each))
@@ -167,20 +170,23 @@ def describe_log(log: Path, *, but: Path) -> str:
         log: a file or a folder.
         but: folder whose files do not count, even if it is in the log's.
     """
-    found = [log] if log.is_file() else sorted(path for path in log.rglob("[!.]*") if path.is_file())
-    files = [path for path in found if but.resolve() not in path.resolve().parents]
+    paths = [log] if log.is_file() else sorted(log.rglob("[!.]*"))
     digest = hashlib.sha256()
+    count = 0
     total = 0
-    for path in files:
+    for path in paths:
+        if not path.is_file() or but.resolve() in path.resolve().parents:
+            continue
+        count += 1
         size = path.stat().st_size
         total += size
         digest.update(f"{path.relative_to(log)}\0{size}\0".encode())
-        starts = {(size - _BLOCK) * number // (_BLOCKS - 1) for number in range(_BLOCKS)}
+        starts = {max(0, (size - _BLOCK) * number // (_BLOCKS - 1)) for number in range(_BLOCKS)}
         with path.open("rb") as file:
-            for start in sorted({max(0, start) for start in starts}):
+            for start in sorted(starts):
                 file.seek(start)
                 digest.update(file.read(_BLOCK))
-    return f"{len(files):,} files, {total:,} bytes, {digest.hexdigest()[:16]}"
+    return f"{count:,} files, {total:,} bytes, {digest.hexdigest()[:16]}"
 
 
 def _run_stage(options: argparse.Namespace, folder: Path, data: Stage) -> Stage:
@@ -241,9 +247,11 @@ def _bundle_flags(options: argparse.Namespace) -> list[str]:
     flags = []
     for name, default in vars(parser.parse_args([])).items():
         value = getattr(options, name)
-        if value != default:
-            values = value if isinstance(value, list) else [value]
-            flags += [f"--{name.replace('_', '-')}={each}" for each in values]
+        if value == default:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        values = value if isinstance(value, list) else [value]
+        flags += [f"{flag}={each}" for each in values]
     return flags
 
 
@@ -262,13 +270,19 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
+def _records(file: Path) -> dict[str, dict[str, str]]:
+    """Returns each stage's record by app; none before the first stage."""
+    records: dict[str, dict[str, str]] = json.loads(file.read_text()) if file.is_file() else {}
+    return records
+
+
 def check_record(record: Path, stages: Mapping[str, Stage]) -> None:
     """Refuses a result made with other settings than the current ones, or from another result.
 
     Raises:
         ValueError: naming the setting and both values.
     """
-    records = json.loads(record.read_text()) if record.is_file() else {}
+    records = _records(record)
     for index, stage in enumerate(stages.values()):
         if not stage.begun:
             continue
@@ -295,9 +309,10 @@ def check_record(record: Path, stages: Mapping[str, Stage]) -> None:
 
 def begin(stage: Stage, record: Path) -> None:
     """Records a stage's settings before its first file is written."""
-    records = json.loads(record.read_text()) if record.is_file() else {}
+    records = _records(record)
     records[stage.app] = stage.record()
     record.parent.mkdir(parents=True, exist_ok=True)
+    # In one move, because a run that is killed while it writes must find its record again.
     part = record.with_suffix(".part")
     part.write_text(json.dumps(records, indent=2) + "\n")
     part.replace(record)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
@@ -53,25 +54,29 @@ def as_json(
 ) -> dict[str, Any]:
     """Returns the plan as JSON values, in bytes and milliseconds."""
     memory = memory_by_table(draft)
+    tables = []
+    for option in draft.options:
+        hbm, ddr, ssd = dataclasses.astuple(memory[option.name])
+        table = {
+            "name": option.name,
+            "rows": option.tensor.shape[0],
+            "dim": option.tensor.shape[1],
+            "sharding": option.sharding_type,
+            "kernel": option.compute_kernel,
+            "ranks": [shard.rank for shard in option.shards],
+        }
+        tables.append({**table, "hbm": hbm, "ddr": ddr, "ssd": ssd})
+    others = []
+    for other in alternatives:
+        # JSON has no infinity, the time of a plan that does not fit.
+        ms = None if math.isinf(other.ms) else other.ms
+        others.append({**dataclasses.asdict(other), "ms": ms})
     return {
         "cluster": dataclasses.asdict(cluster),
         "batch_size": batch_size,
-        "tables": [
-            {
-                "name": option.name,
-                "rows": option.tensor.shape[0],
-                "dim": option.tensor.shape[1],
-                "sharding": option.sharding_type,
-                "kernel": option.compute_kernel,
-                "ranks": [shard.rank for shard in option.shards],
-                **dict(zip(("hbm", "ddr", "ssd"), dataclasses.astuple(memory[option.name]), strict=True)),
-            }
-            for option in draft.options
-        ],
+        "tables": tables,
         "ranks": [{**dataclasses.asdict(rank), "total": rank.total, "ms": rank.ms} for rank in ranks],
-        "alternatives": [
-            {**dataclasses.asdict(other), "ms": None if math.isinf(other.ms) else other.ms} for other in alternatives
-        ],
+        "alternatives": others,
     }
 
 
@@ -80,14 +85,16 @@ def draw_plan(path: Path, ranks: Sequence[RankForecast], cluster: Cluster) -> No
     require_matplotlib("leave out --out")
     figure, (memory, time) = figure_with_panels(2, (11, 3.8), grid="y")
     numbers = [rank.rank for rank in ranks]
-    floor = [0.0] * len(ranks)
+    # Gaps between more than 32 bars would be too narrow to see.
+    width = 1.0 if len(ranks) > 32 else 0.8
+    floor = np.zeros(len(ranks))
     for kind, colour in _COLOURS.items():
-        heights = [getattr(rank, kind) / GB for rank in ranks]
-        memory.bar(numbers, heights, bottom=floor, width=1.0 if len(ranks) > 32 else 0.8, color=colour, label=kind)
-        floor = [low + height for low, height in zip(floor, heights, strict=True)]
+        heights = np.array([getattr(rank, kind) for rank in ranks]) / GB
+        memory.bar(numbers, heights, bottom=floor, width=width, color=colour, label=kind)
+        floor = floor + heights
     has = (cluster.device_bytes or cluster.host_bytes) / GB
     # Otherwise the bars would be too low to see.
-    if max(floor) > 0.1 * has:
+    if floor.max() > 0.1 * has:
         memory.axhline(has, linestyle="--", color="0.3", label="has")
     memory.set(title=f"memory by rank; each has {has:,.1f} GiB", xlabel="rank", ylabel="GiB")
     memory.legend(frameon=False, fontsize="small")
@@ -172,14 +179,20 @@ def run_plan(options: argparse.Namespace, job: Job | None) -> int:
     try:
         draft, ranks = request.draft(request.plan)
     except PlanError as error:
-        kernels = kernel_fits_text(kernel_fits(predict_kernel, cluster), cluster) if cluster.device == "cuda" else ""
+        parts = [str(error)]
+        # The other kernels are those of a GPU.
+        if cluster.device == "cuda":
+            parts.append(kernel_fits_text(kernel_fits(predict_kernel, cluster), cluster))
         others = alternatives_text(compare(predict, {}), request.plan.sharding)
         flags = "--world-size, --hbm and --ddr say what there is; --sharding and --optimizer what is asked of it"
-        raise PlanError("\n\n".join(filter(None, [str(error), kernels, f"{others}\n{flags}"]))) from None
+        parts.append(f"{others}\n{flags}")
+        raise PlanError("\n\n".join(filter(None, parts))) from None
     alternatives = compare(predict, {request.plan.sharding: ranks})
     _, whole = request.free_tables(request.plan)
     explained = explain(draft.plan, request.model, cluster.world_size)
-    parts = [f"{explained}\n{whole}" if whole else explained]
+    if whole:
+        explained += f"\n{whole}"
+    parts = [explained]
     if cluster.device == "cuda":
         parts.append(memory_text(draft))
     parts.append(forecast_text(ranks, cluster))
@@ -195,16 +208,14 @@ def run_plan(options: argparse.Namespace, job: Job | None) -> int:
 
 
 def _request_of_tables(options: argparse.Namespace, cluster: Cluster) -> PlanRequest:
-    tables = parse_tables(options.tables)
-    configs = [
-        EmbeddingBagConfig(
-            name=table.name, feature_names=[table.name], num_embeddings=table.rows, embedding_dim=table.dim
-        )
-        for table in tables
-    ]
+    configs = []
+    bag_lengths = {}
+    for name, rows, dim, ids in parse_tables(options.tables):
+        configs.append(EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=dim))
+        bag_lengths[name] = ids
     return PlanRequest(
         model=nn.ModuleDict({"tables": EmbeddingBagCollection(tables=configs, device=torch.device("meta"))}),
-        bag_lengths={table.name: table.ids for table in tables},
+        bag_lengths=bag_lengths,
         batch_size=batch_size_of(options.batch_size or 1024),
         plan=with_flags(PlanConfig(), options),
         optimizer=OptimizerConfig(tables=options.optimizer or "row_wise_adagrad"),
@@ -220,9 +231,7 @@ def _request_of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) 
 
     task = job.task(job.data, progress=True)
     rows = job.loader.rank_rows(cluster.world_size)
-    plan = job.plan
     optimizer = job.optimizer
-    plan = with_flags(plan, options)
     if options.optimizer:
         optimizer = dataclasses.replace(optimizer, tables=options.optimizer)
     model: Any = job.build(job.model, data_for_build(job, task))
@@ -231,7 +240,7 @@ def _request_of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) 
         model=model,
         bag_lengths={},
         batch_size=batch_size_of(options.batch_size or rows),
-        plan=plan,
+        plan=with_flags(job.plan, options),
         optimizer=optimizer,
         cluster=cluster,
         sync=job.sync,

@@ -29,6 +29,7 @@ from torchrec_ext.data.preprocess.times import second_of
 from torchrec_ext.drawing.figures import BLUE, figure_with_panels, require_matplotlib, save_figure
 from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
 from torchrec_ext.schema import DataError
+from torchx_apps.cli.overrides import is_group
 from torchx_apps.launch.trackers import tracked
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 from torchx_apps.tasks.export_data import AUDITED
@@ -56,8 +57,11 @@ def missing_shares(source: Source, columns: Sequence[str], engine: Engine) -> Sh
         raw = opened.raw[name]
         if is_list_column(raw):
             return column.length() == 0
-        return column.isnull() | ~engine.is_finite(column) if raw.startswith("float") else column.isnull()
+        if raw.startswith("float"):
+            return column.isnull() | ~engine.is_finite(column)
+        return column.isnull()
 
+    # By number, since a column's name may be no identifier.
     shares = {f"_{index}": missing(name).cast("float64").mean() for index, name in enumerate(columns)}
     row = engine.collect(table.aggregate(**shares)).to_pylist()[0]
     return dict(zip(columns, row.values(), strict=True))
@@ -69,9 +73,12 @@ def unknown_shares(folder: Path, fitted: FittedPreprocessor, engine: Engine) -> 
     shares = {}
     for name in fitted.vocab:
         column = table[name]
-        values = table.select(id=column.unnest() if is_list_column(fitted.outputs[name]) else column)
-        share = engine.collect(values.aggregate(share=(values.id == 0).cast("float64").mean()))["share"][0].as_py()
-        shares[name] = 0.0 if share is None else share
+        if is_list_column(fitted.outputs[name]):
+            column = column.unnest()
+        values = table.select(id=column)
+        share = values.aggregate(share=(values.id == 0).cast("float64").mean())
+        # The mean of no rows is null.
+        shares[name] = engine.collect(share)["share"][0].as_py() or 0.0
     return shares
 
 
@@ -85,30 +92,28 @@ def label_rates(source: Source, label: str | None, time: str | None, engine: Eng
         return []
     opened = open_source(source, [label, time], engine)
     types = Types(opened.where, {name: working_type(kind) for name, kind in opened.raw.items()})
-    types.need("the picture of the label by day", label, NUMBERS, "give a number as Prepared.label, or none")
-    kind = types.need(
-        "the picture of the label by day", time, TIMES | {"int64"}, "give a time as Prepared.time, or none"
-    )
-    table = opened.table.mutate(
-        second=second_of(opened.table[time], kind), label=number(opened.table[label], types[label], engine)
-    )
+    picture = "the picture of the label by day"
+    types.need(picture, label, NUMBERS, "give a number as Prepared.label, or none")
+    kind = types.need(picture, time, TIMES | {"int64"}, "give a time as Prepared.time, or none")
+    second = second_of(opened.table[time], kind)
+    table = opened.table.mutate(second=second, label=number(opened.table[label], types[label], engine))
     complete = table.filter(table.second.notnull() & table.label.notnull())
     days = complete.select("label", day=floor_div(complete.second, 86_400))
     rates = days.group_by("day").aggregate(mean=days.label.mean(), rows=days.count()).order_by("day")
-    first = datetime.date(1970, 1, 1)
-    rows = engine.collect(rates).to_pylist()
-    return [Rate(first + datetime.timedelta(days=row["day"]), row["mean"], row["rows"]) for row in rows]
+    epoch = datetime.date(1970, 1, 1)
+    return [
+        Rate(epoch + datetime.timedelta(days=row["day"]), row["mean"], row["rows"])
+        for row in engine.collect(rates).to_pylist()
+    ]
 
 
 def table_text(fitted: FittedPreprocessor, missing: Shares, unknown: Mapping[str, Shares]) -> str:
     """Returns a table with a line for each column of the result."""
     lines = []
     for name, kind in fitted.outputs.items():
-        line = [name, kind]
-        line.append(f"{fitted.vocab[name]:,}" if name in fitted.vocab else "")
-        for shares in (missing, *unknown.values()):
-            line.append(f"{shares[name]:.2%}" if name in shares else "")
-        lines.append(line)
+        rows = f"{fitted.vocab[name]:,}" if name in fitted.vocab else ""
+        shares = [f"{of[name]:.2%}" if name in of else "" for of in (missing, *unknown.values())]
+        lines.append([name, kind, rows, *shares])
     headers = ["column", "type", "table rows", "missing before", *(f"unknown in {split}" for split in unknown)]
     return str(tabulate(lines, headers=headers, disable_numparse=True))
 
@@ -129,18 +134,11 @@ def _draw_frequencies(axis: Any, fitted: FittedPreprocessor) -> None:
     biggest = sorted(vocabularies, key=lambda pair: len(pair[1]), reverse=True)[:8]
     for name, vocabulary in biggest:
         counts = vocabulary.counts.to_numpy()
-        # A thousand points draw the same line as a million.
-        ranks = np.array([], dtype=np.int64)
-        if len(counts):
-            ranks = np.unique(np.geomspace(1, len(counts), 1000).astype(np.int64))
+        # A thousand points draw the same line as a million. geomspace() refuses 0 as its end.
+        ranks = np.unique(np.geomspace(1, max(1, len(counts)), 1000).astype(np.int64))[: len(counts)]
         axis.plot(ranks, counts[ranks - 1], label=name, linewidth=1.2)
-    axis.set(
-        title="id frequency" + (", the 8 largest vocabularies" if len(vocabularies) > 8 else ""),
-        xlabel="id (by frequency)",
-        ylabel="training rows",
-        xscale="log",
-        yscale="log",
-    )
+    title = "id frequency, the 8 largest vocabularies" if len(vocabularies) > 8 else "id frequency"
+    axis.set(title=title, xlabel="id (by frequency)", ylabel="training rows", xscale="log", yscale="log")
     if biggest:
         axis.legend(frameon=False, fontsize="small")
     else:
@@ -160,15 +158,8 @@ def _draw_missing(axis: Any, missing: Shares) -> None:
     axis.margins(x=0.15)
     rest = len(missing) - len(most)
     if rest:
-        axis.text(
-            0.98,
-            0.02,
-            f"{rest} more, with fewer or none",
-            ha="right",
-            transform=axis.transAxes,
-            fontsize="small",
-            color="0.4",
-        )
+        text = f"{rest} more, with fewer or none"
+        axis.text(0.98, 0.02, text, ha="right", transform=axis.transAxes, fontsize="small", color="0.4")
 
 
 def _draw_rates(axis: Any, rates: Sequence[Rate]) -> None:
@@ -212,7 +203,8 @@ def run_preprocess(job: PreprocessJob) -> Path:
     begun = time.monotonic()
     if job.pictures:
         require_matplotlib("--set pictures=false")
-    settings = {"engine": job.engine, "threads": job.threads, "memory": job.memory, "config": _config_of(job) or {}}
+    config = dataclasses.asdict(job.config) if is_group(job.config) else None
+    settings = {"engine": job.engine, "threads": job.threads, "memory": job.memory, "config": config or {}}
     with (
         tracked(out, {"recipe": job.name, **settings}, folder="data") as figures,
         whole_folder(out, overwrite=job.overwrite, mark=SUMMARY) as staging,
@@ -220,14 +212,16 @@ def run_preprocess(job: PreprocessJob) -> Path:
     ):
         prepared = job.build(job.config, engine)
         files = _source_files(out, prepared)
-        source = next(iter(prepared.splits.values()))
-        rates = label_rates(source, prepared.label, prepared.time, engine) if job.pictures else []
-        missing = missing_shares(source, prepared.preprocessor.raw_columns, engine)
+        rates = []
+        if job.pictures:
+            rates = label_rates(prepared.first_source, prepared.label, prepared.time, engine)
+        missing = missing_shares(prepared.first_source, prepared.preprocessor.raw_columns, engine)
         fitted = _fit(prepared, engine)
         fitted.save(staging / "preprocessor")
         rows = {split: _transform(prepared, fitted, split, staging, engine) for split in prepared.splits}
         unknown = {split: unknown_shares(staging / split, fitted, engine) for split in rows}
         write_raw_rows(prepared, fitted, staging, engine)
+        # The passes above must have read the same rows.
         if _source_files(out, prepared) != files:
             for file in files:
                 file.check_unchanged()
@@ -235,10 +229,22 @@ def run_preprocess(job: PreprocessJob) -> Path:
                 f"{files[0].name}: files came into the log, or left it, while it was read; start anew, "
                 "and let new data come into a folder of their own"
             )
-        _summarise(job, staging / SUMMARY, fitted, rows, missing, unknown, engine, _roles(prepared))
+        summary = {
+            "recipe": job.name,
+            "config": config,
+            "engine": engine.name,
+            "rows": rows,
+            "roles": _roles(prepared),
+            "columns": fitted.outputs,
+            "vocab": fitted.vocab,
+            "dense": list(fitted.dense),
+            "missing": missing,
+            "unknown": unknown,
+        }
+        (staging / SUMMARY).write_text(json.dumps(summary, indent=2, default=str) + "\n")
         if job.pictures:
             draw_statistics(staging / "preprocess.png", fitted, missing, rates)
-        figures |= {"rows": rows, "vocab": fitted.vocab, "missing": missing, "unknown": unknown}
+        figures |= {name: summary[name] for name in ("rows", "vocab", "missing", "unknown")}
         figures["seconds"] = time.monotonic() - begun
     seconds = time.monotonic() - begun
     print(f"\n{table_text(fitted, missing, unknown)}\n")
@@ -250,6 +256,7 @@ def _source_files(out: Path, prepared: Prepared) -> list[DataFile]:
     """Returns the files of all sources; refuses an output folder with a source in it, since it may be replaced."""
     files = []
     for source in (*prepared.splits.values(), prepared.events):
+        # A table of the engine has a schema, and no files.
         if source is not None and not hasattr(source, "schema"):
             files += find_files(source, (".parquet", ".pq"))
     keep_sources(out, files)
@@ -295,20 +302,23 @@ def write_raw_rows(prepared: Prepared, fitted: FittedPreprocessor, folder: Path,
     are spread evenly over the training rows, whose first ones in a log have hardly any event before them; they are any
     where the engine does not know their order (Spark, reading files). An item has the columns of its last training row.
     """
-    source = next(iter(prepared.splits.values()))
+    source = prepared.first_source
     histories = [step for step in fitted.steps if isinstance(step, History)]
-    history_columns = {name for step in histories for name in step.sent}
-    names = [name for name in fitted.request_columns if name not in history_columns]
-    event_keys = {name for step in histories for name in (step.user, step.time)}
+    list_columns: list[str] = []
+    event_keys: list[str] = []
+    for step in histories:
+        list_columns += step.sent
+        event_keys += [step.user, step.time]
+    names = [name for name in fitted.request_columns if name not in list_columns]
     opened = open_source(source, list(dict.fromkeys([*names, *event_keys])), engine)
     (folder / RAW_REQUESTS).parent.mkdir()
     rows = engine.collect(_spread(opened.table, engine).limit(AUDITED))
-    events = source if prepared.events is None else prepared.events
+    # A join may change the order of the rows, so each has its number.
     requests = engine.register(rows.append_column("__request__", pa.array(range(len(rows)), pa.int64())))
     for step in histories:
-        requests = _with_latest_events(requests, "__request__", step, events, engine)
+        requests = _with_latest_events(requests, "__request__", step, prepared, engine)
     lists = engine.collect(requests.order_by("__request__"))
-    columns = {name: rows[name] for name in names} | {name: lists[name] for step in histories for name in step.sent}
+    columns = {name: rows[name] for name in names} | {name: lists[name] for name in list_columns}
     pq.write_table(pa.table(columns), folder / RAW_REQUESTS)
     if prepared.user is not None:
         _write_users(prepared, prepared.user, fitted, folder / RAW_USERS, engine)
@@ -340,11 +350,14 @@ def _write_users(prepared: Prepared, user: str, fitted: FittedPreprocessor, path
     if not isinstance(fitted.state_of(user), Vocabulary):
         return
     (key,) = steps_for_columns(fitted, [user]).request_columns
-    source = next(iter(prepared.splits.values()))
     user_steps = steps_for_columns(fitted, owned_columns("user", fitted.outputs, prepared.user_features))
     histories = [step for step in user_steps.steps if isinstance(step, History)]
-    not_last = {key, *(name for step in histories for name in (step.time, *step.sent))}
-    users = _last_of_each(source, key, [name for name in user_steps.request_columns if name not in not_last], engine)
+    # A request gives the time, and the events come from the log: the last row has no part in either.
+    not_last = {key}
+    for step in histories:
+        not_last |= {step.time, *step.sent}
+    columns = [name for name in user_steps.request_columns if name not in not_last]
+    users = _last_of_each(prepared.first_source, key, columns, engine)
     count = count_rows(users, engine)
     if count > NAMED:
         print(
@@ -355,25 +368,25 @@ def _write_users(prepared: Prepared, user: str, fitted: FittedPreprocessor, path
     for step in histories:
         # A history of other users' events does not belong to the user.
         if step.user == key:
-            events = source if prepared.events is None else prepared.events
-            users = _with_latest_events(users, key, step, events, engine)
+            users = _with_latest_events(users, key, step, prepared, engine)
     pq.write_table(engine.collect(users.order_by(key)), path)
 
 
-def _with_latest_events(rows: Any, key: str, step: History, source: Source, engine: Engine) -> Any:
+def _with_latest_events(rows: Any, key: str, step: History, prepared: Prepared, engine: Engine) -> Any:
     """Adds the latest events of each row's user, oldest first, as in a request; earlier ones, if rows have a time."""
     import ibis
 
     # A history is sorted by these columns, in this order.
     names = (step.time, step.item, *step.also)
-    events = _events(step, source, engine)
+    events = _events(step, prepared.first_source if prepared.events is None else prepared.events, engine)
     if step.time in rows.columns:
         moments = rows.select(__key__=rows[key], __user__=rows[step.user], __time__=rows[step.time])
         is_earlier = [events[step.user] == moments["__user__"], events[step.time] < moments["__time__"]]
         events = events.inner_join(moments, is_earlier)
     else:
         events = events.mutate(__key__=events[step.user])
-    latest_first = ibis.window(group_by=events["__key__"], order_by=[events[name].desc() for name in names])
+    newest_to_oldest = [events[name].desc() for name in names]
+    latest_first = ibis.window(group_by=events["__key__"], order_by=newest_to_oldest)
     events = events.mutate(__number__=ibis.row_number().over(latest_first))
     events = events.filter(events["__number__"] < step.length)
     each = ibis.struct({f"_{index}": events[name] for index, name in enumerate(names)})
@@ -413,33 +426,7 @@ def _spread(table: Any, engine: Engine) -> Any:
 def _roles(prepared: Prepared) -> dict[str, Any]:
     """Returns the result's columns with a role beyond features; see :class:`Roles`."""
     roles = {field.name: getattr(prepared, field.name) for field in dataclasses.fields(Roles)}
-    return roles | {"label": prepared.label if prepared.label in prepared.preprocessor.keep else None}
-
-
-def _config_of(job: PreprocessJob) -> dict[str, Any] | None:
-    return dataclasses.asdict(job.config) if dataclasses.is_dataclass(job.config) else None  # type: ignore[arg-type]
-
-
-def _summarise(
-    job: PreprocessJob,
-    path: Path,
-    fitted: FittedPreprocessor,
-    rows: dict[str, int],
-    missing: Shares,
-    unknown: dict[str, Shares],
-    engine: Engine,
-    roles: Mapping[str, Any],
-) -> None:
-    summary = {
-        "recipe": job.name,
-        "config": _config_of(job),
-        "engine": engine.name,
-        "rows": rows,
-        "roles": roles,
-        "columns": fitted.outputs,
-        "vocab": fitted.vocab,
-        "dense": list(fitted.dense),
-        "missing": missing,
-        "unknown": unknown,
-    }
-    path.write_text(json.dumps(summary, indent=2, default=str) + "\n")
+    # A label that the preprocessor does not keep is only drawn.
+    if prepared.label not in prepared.preprocessor.keep:
+        roles["label"] = None
+    return roles

@@ -31,7 +31,8 @@ NOTHING_BESIDE = Beside({}, {})
 _FALLING = ("log_loss", "ne")
 # With fewer seconds of steps no share of them is worth a hint.
 _LEAST_S = 5.0
-# Shares of the time from which on a hint is given.
+# Shares of the time from which on a hint is given. Small models spend 15 to 19 % of their steps on batches, without a
+# known remedy.
 _TOO_MUCH = {"data": 0.25, "ranks": 0.33, "outside": 0.5}
 _WHERE = {
     "data": "of the steps' time went to waiting for batches",
@@ -75,7 +76,9 @@ class Trained:
     @property
     def outside(self) -> float | None:
         """Share of the seconds outside steps; None if earlier attempts are not recorded."""
-        return max(0.0, 1 - self.steps_s / self.seconds) if self.whole and self.seconds else None
+        if not self.whole or not self.seconds:
+            return None
+        return max(0.0, 1 - self.steps_s / self.seconds)
 
     def hint(self) -> str:
         """Returns a hint on an excessive share of the time; empty if there is none, or steps were few.
@@ -115,15 +118,16 @@ def diagnosis_command(recipe: str, settings: Sequence[str]) -> list[str]:
         ['run', 'rec.diagnose.why_slow', '--recipe', 'ncf', '--set', 'data.name=planted']
     """
     words = [program("torchx"), "run", "rec.diagnose.why_slow", "--recipe", recipe]
-    return [*words, *(word for setting in settings for word in ("--set", setting))]
+    for setting in settings:
+        words += ["--set", setting]
+    return words
 
 
 def report_start(task: Task, runtime: Runtime, amp: str) -> None:
     """Prints the data, the ranks and the precision ``amp`` as soon as they are known: the next stage takes seconds."""
     print(describe_data(task))
-    collectives = collectives_of(runtime)
+    ranks = f"ranks: {runtime.world_size} on {runtime.device.type} over {collectives_of(runtime)}"
     precision = "" if amp == "off" else f", dense layers in {amp}"
-    ranks = f"ranks: {runtime.world_size} on {runtime.device.type} over {collectives}"
     print(f"{ranks}, {runtime.threads} thread(s) each{precision}")
     if runtime.obstacle:
         print(f"note: the ranks share no memory: {runtime.obstacle}")
@@ -139,7 +143,8 @@ def collectives_of(runtime: Runtime) -> str:
 
 def describe_data(task: Task) -> str:
     """Describes a task's data and, in a second line, its licence."""
-    return f"data: {task.describe()}" + (f"\nlicence: {task.licence}" if task.licence else "")
+    text = f"data: {task.describe()}"
+    return f"{text}\nlicence: {task.licence}" if task.licence else text
 
 
 class Tested(NamedTuple):
@@ -198,12 +203,13 @@ def finish_training(
         "shares": shares,
         "peak_memory_mib": max(memory),
         "collectives": trained.collectives,
-        **({"warning": worse} if worse else {}),
     }
+    if worse:
+        summary["warning"] = worse
     folder.write("summary.json", json.dumps(summary, indent=2))
     folder.facts = dataclasses.replace(
         folder.facts,
-        notes=[*filter(None, (worse, hint))],
+        notes=[note for note in (worse, hint) if note],
         memory=memory,
         outside=trained.outside,
         test={"this model": figures, task.baseline_name: baseline, **beside.figures},
@@ -220,9 +226,12 @@ def report_steps(folder: RunFolder, decision: Decision, history: Sequence[Record
         history: the training's records.
     """
     records = records_of(history, "train")
-    earlier = [0, *(record["step"] for record in records)]
-    counts = [record["step"] - before for record, before in zip(records, earlier, strict=False)]
-    times = [1e3 * record["rows"] / record["rows_per_s"] / count for record, count in zip(records, counts, strict=True)]
+    times = []
+    step = 0
+    for record in records:
+        ms = 1e3 * record["rows"] / record["rows_per_s"]
+        times.append(ms / (record["step"] - step))
+        step = record["step"]
     # The first steps fill pipelines and pools.
     measured = statistics.median(times[1:] or times)
     print(f"\n{decision.text(measured)}")
@@ -267,7 +276,10 @@ def figures_table(task: Task, figures: Record, baseline: Record, beside: Mapping
         base = baseline.get(name)
         row = [name, f"{value:.4f}"]
         # A baseline without this figure, or with a 0, gives no ratio.
-        row += [f"{base:.4f}", f"{value / base:.2f}x"] if base else ["", ""]
+        if base:
+            row += [f"{base:.4f}", f"{value / base:.2f}x"]
+        else:
+            row += ["", ""]
         for other in others.values():
             row.append(f"{other[name]:.4f}" if name in other else "")
         if best:
@@ -338,7 +350,8 @@ def read_warning(run: Path) -> dict[str, str]:
     """Reads the warning of :func:`finish_training`: ``{"warning": ...}``, or an empty dict."""
     with suppress(OSError, ValueError):
         summary = json.loads((run / "summary.json").read_text())
-        return {"warning": summary["warning"]} if "warning" in summary else {}
+        if "warning" in summary:
+            return {"warning": summary["warning"]}
     return {}
 
 
@@ -369,18 +382,25 @@ class StageProgress:
             return
         if self._terminal is not None:
             self._draw(stage, done, total)
+        # A log keeps lines even if the bar is drawn on another terminal.
         if self._terminal is not sys.stderr and time.monotonic() >= self._next:
             self._next = time.monotonic() + _EVERY_S
-            print(
-                f"{self._app}: {stage}, {done:,} of {total:,} {'bytes' if stage in self._bytes_of else 'items'}",
-                flush=True,
-            )
+            unit = "bytes" if stage in self._bytes_of else "items"
+            print(f"{self._app}: {stage}, {done:,} of {total:,} {unit}", flush=True)
 
     def _draw(self, stage: str, count: int, total: int) -> None:
         if stage != self._stage:
             self.__exit__()
-            unit: dict[str, Any] = {"unit": "B", "unit_scale": True} if stage in self._bytes_of else {"unit": " items"}
-            self._bar = tqdm(total=total, desc=stage, leave=False, file=self._terminal, dynamic_ncols=True, **unit)
+            is_bytes = stage in self._bytes_of
+            self._bar = tqdm(
+                total=total,
+                desc=stage,
+                leave=False,
+                file=self._terminal,
+                dynamic_ncols=True,
+                unit="B" if is_bytes else " items",
+                unit_scale=is_bytes,
+            )
             self._stage = stage
         self._bar.update(count - self._bar.n)
 

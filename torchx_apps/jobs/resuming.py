@@ -67,9 +67,10 @@ _RAW_KINDS = ("whole numbers", "text")
 
 def _raw_kind(task: Task, name: str, dynamic: Collection[str]) -> str | None:
     """Returns the kind of a column's dynamic ids; None if its ids are rows of a vocabulary."""
-    if set(dynamic).isdisjoint(task.same_ids(name) if dynamic else ()):
+    if not dynamic or set(dynamic).isdisjoint(task.same_ids(name)):
         return None
-    return _RAW_KINDS[not pa.types.is_integer(task.raw_values(name).type)]
+    whole_numbers, text = _RAW_KINDS
+    return whole_numbers if pa.types.is_integer(task.raw_values(name).type) else text
 
 
 def meaning_of_ids(task: Task, dynamic: Collection[str] = ()) -> dict[str, Any]:
@@ -79,10 +80,14 @@ def meaning_of_ids(task: Task, dynamic: Collection[str] = ()) -> dict[str, Any]:
     number of values and their digest. A column in which a value is its id has None, one of ``dynamic`` the kind of its
     ids, which mean themselves.
     """
-    values: dict[str, Any] = dict.fromkeys(task.data.vocab)
-    kinds = {name: _raw_kind(task, name, dynamic) for name in {**values, **task.data.id_values}}
-    values |= {name: [len(of), _digest_of(of)] for name, of in task.data.id_values.items() if kinds[name] is None}
-    values |= {name: [0, kind] for name, kind in kinds.items() if kind is not None}
+    id_values = task.data.id_values
+    values: dict[str, Any] = dict.fromkeys([*task.data.vocab, *id_values])
+    for name in values:
+        kind = _raw_kind(task, name, dynamic)
+        if kind is not None:
+            values[name] = [0, kind]
+        elif name in id_values:
+            values[name] = [len(id_values[name]), _digest_of(id_values[name])]
     return {"preprocessor": _preprocessor_of(task), "columns": _origins_of(task), "values": values}
 
 
@@ -146,7 +151,8 @@ def check_ids_stay(
             stay = values is None and (recorded is None or name not in task.data.vocab)
         else:
             count, digest = recorded
-            stay = (len(values) == count or (later and len(values) > count)) and _digest_of(values[:count]) == digest
+            counts = len(values) >= count if later else len(values) == count
+            stay = counts and _digest_of(values[:count]) == digest
         if not stay:
             had = "no numbering of its own" if recorded is None else f"{recorded[0]:,} values"
             raise DataError(
@@ -164,12 +170,16 @@ def _recorded_meaning(checkpoint: str, run: Path | None) -> tuple[str, dict[str,
     where = checkpoint
     then = read_checkpoint_manifest(checkpoint)["content"].get(MEANING)
     if then is None:
-        folders = [] if is_url(checkpoint) else [Path(checkpoint).parent.parent]
-        folders += [] if run is None else [run]
-        file = next((folder / IDS_FILE for folder in folders if (folder / IDS_FILE).is_file()), None)
+        files = []
+        if not is_url(checkpoint):
+            files.append(Path(checkpoint).parent.parent / IDS_FILE)
+        if run is not None:
+            files.append(run / IDS_FILE)
+        file = next(filter(Path.is_file, files), None)
         if file is None:
             return where, None
         where = str(file)
+        # A file that cannot be read has no meaning, and is refused below. Deeply nested JSON raises RecursionError.
         with suppress(OSError, ValueError, RecursionError):
             then = json.loads(file.read_text())
     if not _is_meaning(then):
@@ -187,11 +197,11 @@ def _is_meaning(then: Any) -> bool:
     columns = then.get("columns", {})
     if not isinstance(values, dict) or not isinstance(columns, dict):
         return False
-    return all(entry is None or _is_count_and_digest(entry) for entry in values.values())
-
-
-def _is_count_and_digest(entry: Any) -> bool:
-    return isinstance(entry, list) and [type(each) for each in entry] == [int, str]
+    for entry in values.values():
+        # A count and a digest, or nothing.
+        if entry is not None and not (isinstance(entry, list) and [*map(type, entry)] == [int, str]):
+            return False
+    return True
 
 
 def _origins_of(task: Task) -> dict[str, str]:
@@ -261,7 +271,9 @@ def ended(folder: Path) -> bool:
     if (folder / "summary.json").exists():
         return True
     metrics = folder / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    if not metrics.exists():
+        return False
+    lines = metrics.read_text().splitlines()
     return bool(lines) and json.loads(lines[-1])["kind"] == "error"
 
 
@@ -323,11 +335,14 @@ def resume_from(resume: str, checkpointer: Checkpointer, *, again: bool = False)
     Raises:
         CheckpointError: there is no checkpoint at ``resume``, or it is damaged.
     """
-    path = checkpointer.last_good() if again or resume == "auto" else None
+    path = None
+    if again or resume == "auto":
+        path = checkpointer.last_good()
     if path is None and resume not in ("never", "auto"):
         return find_checkpoint("--resume ", resume, checkpointer.together)
     if resume != "never" and checkpointer.together.rank == 0:
-        print(f"resuming from {path}" if path else "no checkpoint to resume from: the run begins anew", flush=True)
+        text = f"resuming from {path}" if path else "no checkpoint to resume from: the run begins anew"
+        print(text, flush=True)
     return path
 
 
@@ -409,9 +424,10 @@ def checkpoint_to_export(
         return find_checkpoint("--checkpoint ", which, together), f"as given by --checkpoint {which}"
     if which is None:
         roots = (location, f"{location.rstrip('/')}/{CHECKPOINTS}")
+        # Both are asked on every rank, because the question is collective.
         marked = [best_step(CheckpointFolder(root), together) for root in roots]
-        which = "best" if restores and any(step is not None for step in marked) else "last"
-    text = {"best": "the best", "last": "the last"}.get(which, f"of step {which}")
+        which = "best" if restores and marked != [None, None] else "last"
+    text = f"of step {which}" if which.isdecimal() else f"the {which}"
     path = find_checkpoint("", location, together, which)
     # ``location`` is the checkpoint itself, whatever else its folder has.
     if path.rpartition("/")[2] == location.rstrip("/").rpartition("/")[2]:

@@ -107,6 +107,7 @@ def load_task(job: Job, runtime: Runtime) -> Task:
         except DatasetUnavailable as error:
             reason = str(error)
     reasons: list[str | None] = [None] * runtime.world_size
+    # One host without the set makes all fall back, so that all train on the same rows.
     dist.all_gather_object(reasons, reason)
     reason = next(filter(None, reasons), None)
     data = job.data
@@ -142,6 +143,7 @@ def build_model(job: Job, task: Task) -> nn.Module:
     model = untrained_model(job, task)
     if job.export == "require" and (reason := task.unservable(model)):
         raise ValueError(f"export=require: {reason}")
+    # Before a checkpoint is loaded: a run that goes on takes the bias that was saved.
     if isinstance(model, TowerModel):
         model.expect_rows(negatives=job.loader.negatives, label=job.loader.label)
         shares = task.positives(job.loader, model.schema(out_of_range=job.model.out_of_range).tasks)
@@ -153,6 +155,7 @@ def build_model(job: Job, task: Task) -> nn.Module:
 def untrained_model(job: Job, task: Task) -> nn.Module:
     """Calls ``Job.build``; with dynamic ids a model's counts of items are those of its data, and no checkpoint's."""
     model: nn.Module = job.build(job.model, data_for_build(job, task))
+    # Another day's catalogue has other counts, of another size.
     if job.ids.features and isinstance(model, RetrievalModel):
         model.leave_out_counts()
     return model
@@ -212,6 +215,7 @@ def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Jo
     """
     if job.plan.towers != "auto" or runtime.world_size == 1:
         return job, None
+    # A loader for the trials alone: the training's begins with the first batch.
     loader = task.loader(schema_of(job, task, model), job.loader, rank=runtime.rank, world_size=runtime.world_size)
     loader.set_epoch(0)
     if job.lookups == "merged":
@@ -265,7 +269,9 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
         raw_ids = {name: numbered(task.raw_values(name)) for name in schema.dynamic}
         policies = dynamic_ids_of(job, task, schema)
         return DynamicIdLoader(loader, schema, policies, every=job.ids.every, raw_ids=raw_ids)
-    return IdDropout(loader, schema, job.id_dropout_rates(), seed=config.seed) if job.id_dropout else loader
+    if job.id_dropout:
+        return IdDropout(loader, schema, job.id_dropout_rates(), seed=config.seed)
+    return loader
 
 
 def evaluator_of(
@@ -349,16 +355,18 @@ def plan_job(job: Job, model: nn.Module, decision: Decision | None, runtime: Run
     )
     captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
     text = explain(plan, model, job.sync.table_ranks(runtime.world_size), captured_rows=captured)
-    if job.plan.quantised:
-        text += (
-            f"\nranks send each other embeddings in {job.plan.forward_precision}, their gradients in "
+    lines = [text]
+    if job.plan.quantised and runtime.world_size == 1:
+        lines.append("plan.forward_precision, plan.backward_precision: one rank sends nothing, and nothing is rounded")
+    elif job.plan.quantised:
+        lines.append(
+            f"ranks send each other embeddings in {job.plan.forward_precision}, their gradients in "
             f"{job.plan.backward_precision}"
-            if runtime.world_size > 1
-            else "\nplan.forward_precision, plan.backward_precision: one rank sends nothing, and nothing is rounded"
         )
-    for line in (whole, hosts_note(job.plan.sharding, runtime.world_size // runtime.local_world_size)):
-        text += f"\n{line}" if line else ""
-    return plan, text if decision is None else f"{text}\n\n{decision.text()}"
+    lines += filter(None, (whole, hosts_note(job.plan.sharding, runtime.world_size // runtime.local_world_size)))
+    if decision is not None:
+        lines.append(f"\n{decision.text()}")
+    return plan, "\n".join(lines)
 
 
 def hosts_note(sharding: str, hosts: int) -> str:
@@ -415,4 +423,6 @@ def _one_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     """Formats a UserWarning without its line of code; other warnings as Python does."""
-    return f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, filename, lineno, line)
+    if category is UserWarning:
+        return f"warning: {message}\n"
+    return _FORMAT(message, category, filename, lineno, line)

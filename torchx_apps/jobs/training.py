@@ -30,6 +30,7 @@ from torchrec_ext.train.guards.watchdog import Watchdog
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.metrics import EvaluationWatch, watching
 from torchrec_ext.train.report.progress import RunFolder
+from torchrec_ext.train.report.trace import Timeline
 from torchx_apps.cli.command_line import most_used_keys
 from torchx_apps.cli.errors import end_process
 from torchx_apps.jobs import report
@@ -79,6 +80,10 @@ class _Run:
         if self.folder is not None and self.tracking is not None:
             self.folder.log(record)
             self.tracking.log(record)
+
+    def write_timeline(self, timeline: Timeline) -> None:
+        """Writes the timeline of some steps into the run folder; the loop calls it on rank 0."""
+        timeline.write(self.path)
 
 
 def run_training(
@@ -146,9 +151,9 @@ def run_training(
                 runtime,
                 job.train,
                 evaluate=evaluator.validate if task.validates else None,
-                log=run.log if folder is not None else None,
+                log=run.log,
                 sync=job.sync,
-                timeline=(lambda timeline: timeline.write(folder.path)) if folder is not None else None,
+                timeline=run.write_timeline,
                 checkpoints=checkpoints,
                 stop=stop,
                 watchdog=watchdog,
@@ -164,13 +169,16 @@ def run_training(
             collectives=report.collectives_of(runtime),
         )
         tested = _tested(folder, task, evaluator, runtime)
+        # Before EASE and ALS, which may need more memory than there is: a run that ends there has its bundle.
         bundle = None
         if job.export != "never":
             # Imported here: it takes a second that other runs need not wait.
             from torchx_apps.jobs.exporting import BUNDLE, bundle_of_run, report_bundle
 
             worse = report.worse_than(task.baseline_name, tested.figures, tested.baseline)
-            details = {"recipe": job.name, "run": str(run.path), **({"warning": worse} if worse else {})}
+            details = {"recipe": job.name, "run": str(run.path)}
+            if worse:
+                details["warning"] = worse
             bundle = bundle_of_run(parallel, task, parts.schema, runtime, run.path / BUNDLE, details, parts.loader)
         if folder is not None:
             _finish(folder, task, evaluator, parts.decision, trained, tested)
@@ -283,7 +291,10 @@ def _begin_with(
     """Loads the first vectors and weights of a new run, and prints each difference to the earlier run."""
     job = parts.job
     schema = parts.schema
-    dynamic = {table for feature in schema.sparse if feature.dynamic for table in feature.tables}
+    dynamic: set[str] = set()
+    for feature in schema.sparse:
+        if feature.dynamic:
+            dynamic.update(feature.tables)
     for name, file in job.pretrained_files().items():
         tables = job.optimizer.for_tables(model)
         if name not in tables:
@@ -301,6 +312,7 @@ def _begin_with(
         return
     together = CheckpointRanks(runtime)
     path = find_checkpoint("start.path=", job.start.path, together)
+    # Later ids may follow, as start.allow=more_rows takes them.
     check_ids_stay(path, task, together, later=True, schema=schema)
     start_with(path, parts, model, optimizer, together)
 
@@ -322,18 +334,24 @@ def _solved(
     job: Job, task: Task, model: DistributedModelParallel, table: str, form: str, runtime: Runtime
 ) -> torch.Tensor:
     """Returns the vectors of EASE or ALS for a table, solved by rank 0. Collective."""
-    configs = [config for config in tables_of(model) if config.name == table]
     forms = task.closed_forms
     if forms is None:
         raise ValueError(
             f"pretrained: {table}={form}: the rows of '{task.name}' are not pairs of a user and an item; give a file"
         )
-    features = [feature for config in configs for feature in config.feature_names]
+    features: list[str] = []
+    dim = 0
+    # A table that several collections hold is listed once for each.
+    for config in tables_of(model):
+        if config.name == table:
+            features += config.feature_names
+            dim = config.embedding_dim
     feature = forms.feature(form, table, features)
-    vectors = torch.empty(forms.rows(feature), configs[0].embedding_dim)
+    vectors = torch.empty(forms.rows(feature), dim)
     if runtime.is_main:
-        vectors = forms.vectors(form, feature, configs[0].embedding_dim, seed=job.train.seed)
+        vectors = forms.vectors(form, feature, dim, seed=job.train.seed)
     if runtime.world_size > 1:
+        # NCCL sends tensors of its own device alone.
         vectors = vectors.to(runtime.device)
         dist.broadcast(vectors, src=0)
     return vectors.cpu()
@@ -341,8 +359,8 @@ def _solved(
 
 def settings_of(job: Job) -> dict[str, Any]:
     """Returns every setting of a job, enough for `rec.train.hybrid` to repeat the training."""
+    # asdict() would copy the functions, which JSON does not take: they are named instead.
     config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))  # type: ignore[arg-type]
-    return config | {
-        name: f"{function.__module__}:{function.__qualname__}"
-        for name, function in (("build", job.build), ("task", job.task))
-    }
+    for name, function in (("build", job.build), ("task", job.task)):
+        config[name] = f"{function.__module__}:{function.__qualname__}"
+    return config

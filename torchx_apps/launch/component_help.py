@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 # TorchX depends on this package.
 from docstring_parser import parse
@@ -17,8 +16,10 @@ from torchx.specs.finder import ComponentNotFoundException, get_component, get_c
 
 from torchx_apps.cli.command_line import fill, most_used_keys
 from torchx_apps.cli.overrides import nearest
-from torchx_apps.recipes.by_name import load_recipe
+from torchx_apps.recipes import RECIPES
+from torchx_apps.recipes.by_name import Recipes, load_recipe
 from torchx_apps.recipes.events import EVENT_RECIPES
+from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES
 
 # Flags that say where and with what a job runs; they come last in a help, since the defaults do on this machine.
 _WHERE = (
@@ -154,7 +155,7 @@ class Component:
             return
         recipe = self.parameters["recipe"].default or "two_tower"
         rows = [f"most used settings, of recipe {recipe} (--set KEY=VALUE):"]
-        for key in most_used_keys(self._job(recipe)):
+        for key in most_used_keys(load_recipe(recipe, recipes_of(self.name))):
             # The first sentence of a meaning; `--dry-run` prints it whole.
             meaning = key.meaning.partition(". ")[0].rstrip(".")
             rows.append(_row(key.path, f"{meaning} (default: {key.value})"))
@@ -163,14 +164,11 @@ class Component:
             flags = "".join(f"--{name} {name.upper()} " for name in self.required)
             yield fill(f"All settings of a recipe: torchx run {self.name} {flags}--recipe {recipe} -- --dry-run", 4)
 
-    def _job(self, recipe: str) -> Any:
-        if self.name == "rec.train.stream":
-            return load_recipe(recipe, EVENT_RECIPES)
-        if self.name != "rec.data.preprocess":
-            return load_recipe(recipe)
-        from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES
 
-        return load_recipe(recipe, PREPROCESS_RECIPES)
+def recipes_of(component: str) -> Recipes:
+    """Returns the built-in recipes of a component, by name; by default those that train."""
+    own_recipes: dict[str, Recipes] = {"rec.data.preprocess": PREPROCESS_RECIPES, "rec.train.stream": EVENT_RECIPES}
+    return own_recipes.get(component, RECIPES)
 
 
 def component_names() -> list[str]:

@@ -67,10 +67,11 @@ def list_recipes(recipes: Recipes = RECIPES) -> str:
         recipes: recipes by name; by default those that train.
     """
     column = max(map(len, recipes)) + 2
-    return "\n".join(
-        fill(f"{name:{column}}{(inspect.getdoc(recipe) or '').splitlines()[0]}", column)
-        for name, recipe in recipes.items()
-    )
+    lines = []
+    for name, recipe in recipes.items():
+        summary = (inspect.getdoc(recipe) or "").splitlines()[0]
+        lines.append(fill(f"{name:{column}}{summary}", column))
+    return "\n".join(lines)
 
 
 def load_job(recipe: str) -> PreprocessJob:
@@ -128,12 +129,11 @@ def _import_file(file: Path, spec: str) -> ModuleType:
 
 
 def _check_callable_bare(recipe: Callable[[], Any], spec: str) -> None:
-    parameters = inspect.signature(recipe).parameters.values()
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if required:
-        raise ValueError(
-            f"--recipe {spec}: it needs the argument {required[0]!r}, and is called without any; give it a default"
-        )
+    for p in inspect.signature(recipe).parameters.values():
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            raise ValueError(
+                f"--recipe {spec}: it needs the argument {p.name!r}, and is called without any; give it a default"
+            )
 
 
 def _from_module(module: ModuleType, name: str, spec: str) -> Callable[[], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,15 +51,13 @@ class Prepared:
     item_features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        step_outputs = [name for step in self.preprocessor.steps for name in step.writes]
-        for role in ("weight", "user", "item", "user_features", "item_features"):
-            columns = [*step_outputs, *self.preprocessor.keep] if role == "weight" else step_outputs
-            value = getattr(self, role) or ()
-            for name in (value,) if isinstance(value, str) else value:
-                if name not in columns:
-                    raise ValueError(
-                        f"Prepared.{role}: the result has no column {name!r}; its columns are {listed(columns)}"
-                    )
+        outputs: list[str] = []
+        for step in self.preprocessor.steps:
+            outputs += step.writes
+        # A weight is no feature, and may be kept as it is.
+        self._check_columns("weight", [*outputs, *self.preprocessor.keep])
+        for role in ("user", "item", "user_features", "item_features"):
+            self._check_columns(role, outputs)
         for name in self.tasks:
             if name not in self.preprocessor.keep or name == self.label:
                 raise ValueError(
@@ -73,6 +71,19 @@ class Prepared:
                 raise ValueError(
                     f"splits has the name {name!r}: must be letters, digits, - and _, and not 'preprocessor'"
                 )
+
+    def _check_columns(self, role: str, columns: Sequence[str]) -> None:
+        value = getattr(self, role) or ()
+        for name in (value,) if isinstance(value, str) else value:
+            if name not in columns:
+                raise ValueError(
+                    f"Prepared.{role}: the result has no column {name!r}; its columns are {listed(columns)}"
+                )
+
+    @property
+    def first_source(self) -> Source:
+        """The source of the first split, on which the steps are fitted."""
+        return next(iter(self.splits.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,13 +155,12 @@ def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
         Preprocessor,
         TimeFeatures,
     )
-    from torchrec_ext.data.preprocess.engines import ROW
     from torchrec_ext.data.preprocess.numeric import quantiles_of
 
     path = _movielens(config)
     ratings, users, items = _movielens_tables(path, engine)
-    users, items = (table.drop(ROW) if ROW in table.columns else table for table in (users, items))
-    rows = ratings.join(users, "user_id").join(items, "item_id")
+    # The rows of the join have the numbers of the ratings.
+    rows = ratings.join(_without_numbers(users), "user_id").join(_without_numbers(items), "item_id")
     rows = engine.stage(rows.mutate(label=(rows.rating >= 4).cast("float32"), genres=rows["class"]))
     times = rows.select(x=rows.timestamp.cast("float64"))
     (cut,) = quantiles_of("the split by time", times, [1 - config.test_share], str(path), engine)
@@ -181,6 +191,12 @@ def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
     )
 
 
+def _without_numbers(table: Any) -> Any:
+    from torchrec_ext.data.preprocess.engines import ROW
+
+    return table.drop(ROW) if ROW in table.columns else table
+
+
 def _movielens(config: MovieLensConfig) -> Path:
     """Returns the folder with parquet files, or the publisher's zip."""
     from torchrec_ext.data.datasets.catalog import DatasetUnavailable, data_folder, find_ml_100k
@@ -188,7 +204,9 @@ def _movielens(config: MovieLensConfig) -> Path:
     if config.folder:
         folder = Path(config.folder)
         zipped = folder / "ml-100k.zip"
-        return zipped if zipped.exists() and not (folder / "inter.parquet").exists() else folder
+        if zipped.exists() and not (folder / "inter.parquet").exists():
+            return zipped
+        return folder
     try:
         return find_ml_100k(data_folder("ml-100k", None))
     except DatasetUnavailable as error:
@@ -205,9 +223,12 @@ def _movielens_tables(path: Path, engine: Engine) -> list[Any]:
 
     if path.suffix != ".zip":
         return [engine.read(scan(path / f"{name}.parquet")) for name in ("inter", "users", "items")]
-    chunks = ml_100k_tables(path)
-    tables = [pa.table({name: pa.array(column.values) for name, column in chunk.items()}) for chunk in chunks]
-    return [engine.register(table.append_column(ROW, pa.array(range(len(table)), pa.int64()))) for table in tables]
+    tables = []
+    for chunk in ml_100k_tables(path):
+        table = pa.table({name: pa.array(column.values) for name, column in chunk.items()})
+        numbers = pa.array(range(len(table)), pa.int64())
+        tables.append(engine.register(table.append_column(ROW, numbers)))
+    return tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,21 +269,18 @@ def build_clicks(config: ClicksConfig, engine: Engine) -> Prepared:
             "recipe clicks needs a log: --set config.folder=DIR with parquet files of c0.., d0.., history, label"
         )
     files = [file.name for file in find_files(config.folder, (".parquet",))]
-    ids: list[Step] = [
-        Categorify(column=f"c{number}", min_count=config.min_count, max_size=config.max_size)
-        for number in range(config.categorical)
-    ]
-    numbers: list[Step] = [
-        step
-        for number in range(config.dense)
-        for step in (FillMissing(column=f"d{number}", statistic="mean"), Normalize(column=f"d{number}"))
-    ]
-    lists: list[Step] = [
-        Lists(column="history", max_length=config.history_length),
-        HashBucket(column="history", buckets=config.history_buckets),
-    ]
-    splits: dict[str, Source] = {"train": files[:-1], "test": files[-1:]} if len(files) > 1 else {"train": files}
-    return Prepared(preprocessor=Preprocessor([*ids, *numbers, *lists], keep=("label",)), splits=splits, label="label")
+    steps: list[Step] = []
+    for number in range(config.categorical):
+        steps.append(Categorify(column=f"c{number}", min_count=config.min_count, max_size=config.max_size))
+    for number in range(config.dense):
+        steps.append(FillMissing(column=f"d{number}", statistic="mean"))
+        steps.append(Normalize(column=f"d{number}"))
+    steps.append(Lists(column="history", max_length=config.history_length))
+    steps.append(HashBucket(column="history", buckets=config.history_buckets))
+    splits: dict[str, Source] = {"train": files}
+    if len(files) > 1:
+        splits = {"train": files[:-1], "test": files[-1:]}
+    return Prepared(preprocessor=Preprocessor(steps, keep=("label",)), splits=splits, label="label")
 
 
 BEHAVIOURS = ("pv", "buy", "cart", "fav")
@@ -312,7 +330,6 @@ def build_taobao(config: TaobaoConfig, engine: Engine) -> Prepared:
     A click is converted if the same user bought the item at that time or later, before the end of the click's split.
     """
     from torchrec_ext.data.preprocess import Categorify, History, Preprocessor, TimeFeatures
-    from torchrec_ext.data.preprocess.engines import ROW
     from torchrec_ext.data.preprocess.history import GAPS
     from torchrec_ext.data.preprocess.numeric import quantiles_of
 
@@ -322,9 +339,9 @@ def build_taobao(config: TaobaoConfig, engine: Engine) -> Prepared:
     shares = [1 - config.test_share - config.validation_share, 1 - config.test_share]
     first, second = map(int, quantiles_of("the split by time", times, shares, str(config.path), engine))
     bounds = {"train": (None, first), "validation": (first, second), "test": (second, None)}
-    rows = {
-        split: _taobao_rows(log, clicks, *bound, first, config.negatives, engine) for split, bound in bounds.items()
-    }
+    rows = {}
+    for split, (after, upto) in bounds.items():
+        rows[split] = _taobao_rows(log, clicks, after, upto, first, config.negatives, engine)
     steps: list[Step] = [
         History(
             user="user_id",
@@ -343,7 +360,7 @@ def build_taobao(config: TaobaoConfig, engine: Engine) -> Prepared:
     return Prepared(
         preprocessor=Preprocessor(steps, keep=labels),
         splits=rows,
-        events=clicks.drop(ROW) if ROW in clicks.columns else clicks,
+        events=_without_numbers(clicks),
         label=labels[0],
         tasks=labels[1:],
         time="timestamp",
@@ -364,12 +381,20 @@ def _taobao_rows(
     from torchrec_ext.data.preprocess.engines import ROW, count_rows
 
     def within(table: Any) -> Any:
-        table = table.filter(table.timestamp > after) if after is not None else table
-        return table.filter(table.timestamp <= upto) if upto is not None else table
+        if after is not None:
+            table = table.filter(table.timestamp > after)
+        if upto is not None:
+            table = table.filter(table.timestamp <= upto)
+        return table
 
     order = ["timestamp", "user_id", "item_id", "category_id"]
+
+    def row_number(table: Any) -> Any:
+        # By all columns: rows of one second would have their numbers by chance.
+        return ibis.row_number().over(ibis.window(order_by=[table[name] for name in order]))
+
     columns = within(clicks).select(*order)
-    numbered = columns.mutate(number=ibis.row_number().over(ibis.window(order_by=[columns[name] for name in order])))
+    numbered = columns.mutate(number=row_number(columns))
     buys = within(log.filter(log.behavior_type == "buy"))
     buys = buys.group_by(buyer=buys.user_id, bought=buys.item_id).aggregate(last=buys.timestamp.max())
     joined = numbered.left_join(buys, [numbered.user_id == buys.buyer, numbered.item_id == buys.bought])
@@ -379,7 +404,7 @@ def _taobao_rows(
     pool = pool.select(
         drawn_item=pool.item_id,
         drawn_category=pool.category_id,
-        index=ibis.row_number().over(ibis.window(order_by=[pool[name] for name in order])),
+        index=row_number(pool),
     )
     size = count_rows(pool, engine) if negatives else 0
     for draw in range(1, negatives + 1):
