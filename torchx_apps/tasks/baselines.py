@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -63,7 +64,7 @@ class ClosedForms:
     roles: Mapping[str, Role]
     names: Sequence[str] = ()
     config: ClosedFormConfig = field(default_factory=ClosedFormConfig)
-    _fitted: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _factors: dict[tuple[int, int], closed_form.Factors] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if "ease" in self.names:
@@ -92,13 +93,15 @@ class ClosedForms:
         """Returns the reason against ranking a baseline, by its name; only for baselines chosen by default."""
         if self.names:
             return {}
-        seconds = {name: self.seconds(name) for name in FORMS}
-        return {
-            name: f"about {took:,.0f} s for {self.num_users:,} users and {self.num_items:,} items; "
-            f"evaluation.baselines=popularity,{name} ranks it"
-            for name, took in seconds.items()
-            if took > _SECONDS
-        }
+        reasons = {}
+        for name in FORMS:
+            seconds = self.seconds(name)
+            if seconds > _SECONDS:
+                reasons[name] = (
+                    f"about {seconds:,.0f} s for {self.num_users:,} users and {self.num_items:,} items; "
+                    f"evaluation.baselines=popularity,{name} ranks it"
+                )
+        return reasons
 
     def beside(
         self,
@@ -116,13 +119,14 @@ class ClosedForms:
         """
         left_out = self.left_out()
         by_name = {}
+        rows = max(1, _SCORES // self.num_items)
         for name in FORMS:
             if name in left_out or (self.names and name not in self.names):
                 continue
             blocks = []
-            rows = max(1, _SCORES // self.num_items)
             for start in range(0, len(known), rows):
-                blocks.append(rank(self.scores(name, known.slice(start, min(start + rows, len(known)))), start))
+                block = known.slice(start, min(start + rows, len(known)))
+                blocks.append(rank(self.scores(name, block), start))
             by_name[name] = figures(metrics.joined_ranks(blocks))
         return Beside(by_name, left_out)
 
@@ -130,14 +134,14 @@ class ClosedForms:
         """Returns the scores (Q, I) of all items for users with these items, by ``ease`` or ``als``."""
         rows, items = _unique(known.owners, known.values)
         if name == "ease":
-            weights = self._fit(
-                "ease", lambda: closed_form.ease(*self._taken(), self.num_items, l2=self.config.ease_l2)
-            )
             scores = torch.zeros(len(known), self.num_items)
-            return scores.index_add_(0, rows, weights[items])
-        vectors = self._fit("als", lambda: self._als(self.config.als_dim, seed=0).items)
-        options = {"l2": self.config.als_l2, "unobserved": self.config.als_unobserved}
-        return closed_form.als_half_step(rows, items, len(known), vectors, **options) @ vectors.T
+            return scores.index_add_(0, rows, self._ease[items])
+        vectors = self._als_items
+        # These users may be others than those of training: a half step gives each a vector by the items.
+        users = closed_form.als_half_step(
+            rows, items, len(known), vectors, l2=self.config.als_l2, unobserved=self.config.als_unobserved
+        )
+        return users @ vectors.T
 
     def feature(self, name: str, table: str, features: Sequence[str]) -> str:
         """Returns the feature whose vectors a table begins with, among those that read it.
@@ -175,20 +179,24 @@ class ClosedForms:
         """
         role = self.roles[feature]
         if name == "als":
-            keys = {"user": f"als {dim} {seed} user", "item": f"als {dim} {seed} item"}
-            if keys["user"] not in self._fitted:
-                self._fitted[keys["user"]], self._fitted[keys["item"]] = self._als(dim, seed)
-            return self._fitted[keys[role]]
+            # The tables of users and of items ask for halves of one solution.
+            if (dim, seed) not in self._factors:
+                self._factors[dim, seed] = self._als(dim, seed)
+            factors = self._factors[dim, seed]
+            return factors.users if role == "user" else factors.items
         users, items = self._taken()
         history, candidates = closed_form.ease_vectors(users, items, self.num_items, dim=dim, l2=self.config.ease_l2)
         if role == "user":
             return torch.zeros(self.num_users, dim).index_add_(0, users, history[items])
         return candidates if role == "item" else history
 
-    def _fit(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        if name not in self._fitted:
-            self._fitted[name] = make()
-        return self._fitted[name]
+    @cached_property
+    def _ease(self) -> Tensor:
+        return closed_form.ease(*self._taken(), self.num_items, l2=self.config.ease_l2)
+
+    @cached_property
+    def _als_items(self) -> Tensor:
+        return self._als(self.config.als_dim, seed=0).items
 
     def _als(self, dim: int, seed: int) -> closed_form.Factors:
         config = self.config

@@ -15,12 +15,11 @@ from torchrec_ext.data.columns import Array
 from torchrec_ext.data.datasets.streamed import StreamedData
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Step, Vocabulary
-from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.ids import DynamicIds, string_ids
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.schema import DataError
-from torchx_apps.tasks.export_data import ExportData
+from torchx_apps.tasks.export_data import ExportData, raw_types
 
 if TYPE_CHECKING:
     from torchx_apps.tasks.task import Task
@@ -91,29 +90,35 @@ def with_live_ids(data: ExportData, task: Task, loader: DynamicIdLoader) -> Expo
     Raises:
         BundleError: a column's ids come from a hash, or are read by a later step.
     """
-    rows: dict[str, Tensor] = {}
+    table_rows: dict[str, Tensor] = {}
     vocabularies: dict[str, pa.Array] = {}
     for space, features in loader.features.items():
         values, live_rows = _live_values(task.raw_values(space), space, loader.ids)
         vocabularies |= dict.fromkeys(features, values)
-        rows |= dict.fromkeys(loader.tables[space], torch.cat([live_rows.new_zeros(1), live_rows]))
-    tables = [table for table in (data.catalogue.features, data.users and data.users.features, data.queries) if table]
-    raw = {field.name: raw_type(field.type) or "int64" for table in tables for field in table.schema}
-    preprocessor = data.preprocessor or FittedPreprocessor.of([], raw, list(raw))
+        rows = torch.cat([live_rows.new_zeros(1), live_rows])
+        table_rows |= dict.fromkeys(loader.tables[space], rows)
     users = data.users
+    tables = [data.catalogue.features, data.queries]
+    if users is not None:
+        tables.insert(1, users.features)
+    raw = raw_types(filter(None, tables))
+    preprocessor = data.preprocessor or FittedPreprocessor.of([], raw, list(raw))
     if users is not None:
         unknown = dict(users.unknown)
         for name in vocabularies.keys() & unknown.keys():
             # The number of the unknown row may be an id, whose row it must not read.
             unknown[name] = [] if isinstance(unknown[name], list) else None
         users = dataclasses.replace(users, unknown=unknown)
+    oov_ids = {name: 0 if name in vocabularies else row for name, row in (data.oov_ids or {}).items()}
+    # Each live id has been seen in training.
+    unseen = {name: rows for name, rows in (data.unseen or {}).items() if name not in vocabularies}
     return dataclasses.replace(
         data,
         users=users,
         preprocessor=_with_vocabularies(preprocessor, vocabularies),
-        oov_ids={name: 0 if name in vocabularies else row for name, row in (data.oov_ids or {}).items()},
-        unseen={name: unseen for name, unseen in (data.unseen or {}).items() if name not in vocabularies},
-        rows=rows,
+        oov_ids=oov_ids,
+        unseen=unseen,
+        rows=table_rows,
     )
 
 
@@ -129,11 +134,14 @@ def _live_values(values: pa.Array, space: str, ids: DynamicIds) -> tuple[pa.Arra
 
 def _with_vocabularies(preprocessor: FittedPreprocessor, vocabularies: Mapping[str, pa.Array]) -> FittedPreprocessor:
     """Returns the preprocessor with these vocabularies of some columns, in the order of their ids from 1 on."""
-    states = {
-        name: Vocabulary(values, pa.array(np.zeros(len(values), np.int64))) for name, values in vocabularies.items()
-    }
+    states = {}
+    for name, values in vocabularies.items():
+        # Nobody has counted these values.
+        states[name] = Vocabulary(values, pa.array(np.zeros(len(values), np.int64)))
     # An earlier step may hand raw values on under the same name, such as a history of them.
-    last = {name: number for number, step in enumerate(preprocessor.steps) for name in step.writes}
+    last: dict[str, int] = {}
+    for number, step in enumerate(preprocessor.steps):
+        last |= dict.fromkeys(step.writes, number)
     pairs: list[tuple[Step, Any]] = []
     for number, (step, state) in enumerate(preprocessor.pairs):
         names = [name for name in step.writes if name in vocabularies and last[name] == number]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,39 +70,41 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
     context = data.context.sources([name for name in names if name in data.context.names])
     encoding = data.sides.joined(data.context)
     names = encoding.sources(names)
-    columns = {
-        "user": [name for name in names if name not in data.items and name not in context],
-        "item": [name for name in names if name in data.items],
-    }
-    ids = {"user_id": data.users_by_row, "item_id": data.items_by_row[:past_last]}
-    ids["history"] = ids["item_id"]
-    user_rows = everything.take(first).select(columns["user"])
+    user_columns = [name for name in names if name not in data.items and name not in context]
+    item_columns = [name for name in names if name in data.items]
+    item_ids = data.items_by_row[:past_last]
+    ids = {"user_id": data.users_by_row, "item_id": item_ids, "history": item_ids}
+    # Row 0 is the unknown one; tolist() makes a Python value, as JSON needs it.
+    unknown_ids = {name: values[:1].tolist()[0] for name, values in ids.items()}
+    user_rows = everything.take(first).select(user_columns)
+    item_rows = data.items.slice(1, past_last)
     users_table = _as_in_files(user_rows, encoding, ids)
-    items_table = _as_in_files(data.items.slice(1, past_last).select(columns["item"]), encoding, ids)
+    items_table = _as_in_files(item_rows.select(item_columns), encoding, ids)
     tables = [users_table, items_table]
     queries = None
     if context:
-        queries = _as_in_files(data.train.sample(AUDITED).select([*columns["user"], *context]), encoding, ids)
+        queries = _as_in_files(data.train.sample(AUDITED).select([*user_columns, *context]), encoding, ids)
         tables.append(queries)
     liked = data.liked.take(users)
     # Items outside the catalogue have no position.
     has_position = liked.values < past_last
+    liked = Column.grouped(liked.values[has_position], liked.owners[has_position], len(users))
     return ExportData(
         catalogue=Catalogue(
-            ids=ids["item_id"][1:],
+            ids=item_ids[1:],
             features=items_table,
             titles=None if data.titles is None else data.titles[1:past_last],
             categories=None if data.categories is None else data.categories[1:past_last],
-            attributes=_attributes(_as_in_files(data.items.slice(1, past_last), encoding, ids), encoding),
-            trained=ids["item_id"][np.unique(data.train["item_id"].values)],
+            attributes=_attributes(_as_in_files(item_rows, encoding, ids), encoding),
+            trained=item_ids[np.unique(data.train["item_id"].values)],
         ),
         users=NamedUsers(
             key="user_id",
             ids=ids["user_id"][users],
             features=users_table,
-            unknown=_unknown(user_rows, encoding, {name: values[:1].tolist()[0] for name, values in ids.items()}),
+            unknown=_unknown(user_rows, encoding, unknown_ids),
             seen=_positions(data.seen(users, "train", "validation")),
-            liked=_positions(Column.grouped(liked.values[has_position], liked.owners[has_position], len(users))),
+            liked=_positions(liked),
         ),
         queries=queries,
         preprocessor=_preprocessor(tables, encoding, _id_vocabularies(data, ids)),
@@ -121,28 +123,33 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> ExportData:
     if "item_id" not in data.vocab:
         raise BundleError(without_item(f"the rows of '{data.name}' name no item"))
     items = data.trained("item_id")
+    item_ids = data.ids("item_id", items)
     names = (*schema.keys, *schema.dense)
-    columns = data.words.sources([name for name in names if name not in ("item_id", *data.item_features)])
-    queries = _as_in_files(data.test.sample(AUDITED).select(columns), data.words, {})
+    request_columns = data.words.sources([name for name in names if name not in ("item_id", *data.item_features)])
+    queries = _as_in_files(data.test.sample(AUDITED).select(request_columns), data.words, {})
     features = _as_in_files(_described(data, "item_id", items, names), data.words, {})
-    numbered = [name for name in schema.keys if name not in data.words.vocabularies]
-    unseen = {
-        name: np.setdiff1d(np.arange(data.vocab[name]), np.append(data.trained(name), data.oov_ids[name])).tolist()
-        for name in numbered
-    }
+    users = None
+    if "user_id" in data.vocab:
+        users = _users_of_labelled(data, items, names)
+    unseen = {}
+    # A row that no training row reads is served as the row of unknown ids.
+    for name in schema.keys:
+        if name in data.words.vocabularies:
+            continue
+        trained_rows = np.append(data.trained(name), data.oov_ids[name])
+        rows = np.setdiff1d(np.arange(data.vocab[name]), trained_rows)
+        if len(rows):
+            unseen[name] = rows.tolist()
     return ExportData(
         catalogue=Catalogue(
-            ids=data.ids("item_id", items),
-            features=features,
-            attributes=_attributes(features, data.words),
-            trained=data.ids("item_id", items),
+            ids=item_ids, features=features, attributes=_attributes(features, data.words), trained=item_ids
         ),
-        users=_users_of_labelled(data, items, names) if "user_id" in data.vocab else None,
+        users=users,
         queries=queries,
         preprocessor=_preprocessor([queries, features], data.words, {}),
         candidate="item",
         oov_ids={name: data.oov_ids[name] for name in schema.keys},
-        unseen={name: rows for name, rows in unseen.items() if rows},
+        unseen=unseen,
     )
 
 
@@ -170,10 +177,12 @@ def without_item_tower(
         return None
     name = candidate or list(towers)[-1]
     columns = {*item[0], *item[1]}
-    others = sorted(set(tower_columns(towers[name].arguments or {})) - columns) if name in towers else []
-    if name in towers and not others:
-        return None
-    why = f"tower '{name}' reads {', '.join(others)}, too" if others else f"there is no tower '{name}'"
+    why = f"there is no tower '{name}'"
+    if name in towers:
+        others = sorted(set(tower_columns(towers[name].arguments or {})) - columns)
+        if not others:
+            return None
+        why = f"tower '{name}' reads {', '.join(others)}, too"
     return (
         f"a bundle stores the vectors of an item tower, which reads {', '.join(sorted(columns))} and nothing else, and "
         f"{why}; leave out model.towers or export=require"
@@ -214,10 +223,11 @@ def _users_of_labelled(data: LabelledData, items: Int64, names: Sequence[str]) -
         names: columns that the model reads.
     """
     users = data.trained("user_id")
-    train = {name: data.train[name].values for name in ("user_id", "item_id", "label")}
-    liked = (train["label"] > 0) & np.isin(train["user_id"], users) & np.isin(train["item_id"], items)
-    owners = users.searchsorted(train["user_id"][liked])
-    positions = items.searchsorted(train["item_id"][liked])
+    owners = data.train["user_id"].values
+    row_items = data.train["item_id"].values
+    is_liked = (data.train["label"].values > 0) & np.isin(owners, users) & np.isin(row_items, items)
+    owners = users.searchsorted(owners[is_liked])
+    positions = items.searchsorted(row_items[is_liked])
     lists = as_arrow(Column.grouped(positions, owners, len(users)))
     user_rows = _described(data, "user_id", users, names)
     return NamedUsers(
@@ -274,27 +284,27 @@ def of_streamed(data: StreamedData, schema: BatchSchema) -> ExportData:
             f"set '{data.name}': its preprocessing names no item, of which a bundle stores the vectors; name its "
             "column in the preprocessing recipe: Prepared(item=...)"
         )
-    paths = {name: data.folder / name for name in (RAW_ITEMS, RAW_REQUESTS)}
-    if missing := [name for name, path in paths.items() if not path.exists()]:
-        raise BundleError(
-            f"{data.folder}: has no {missing[0]}, in which rec.data.preprocess keeps rows as they stand in the log; "
-            "preprocess the log again with this version"
-        )
-    tables = {name: pq.read_table(path) for name, path in paths.items()}
+    for name in (RAW_ITEMS, RAW_REQUESTS):
+        if not (data.folder / name).exists():
+            raise BundleError(
+                f"{data.folder}: has no {name}, in which rec.data.preprocess keeps rows as they stand in the log; "
+                "preprocess the log again with this version"
+            )
+    raw_items = pq.read_table(data.folder / RAW_ITEMS)
     names = (*schema.keys, *schema.dense)
     columns = [name for name in (*data.towers["item"][0], *data.towers["item"][1]) if name in names]
     of_items = steps_for_columns(data.preprocessor, dict.fromkeys([item, *columns]))
-    rows = of_items.online(tables[RAW_ITEMS].to_pydict())
+    rows = of_items.online(raw_items.to_pydict())
     (key,) = steps_for_columns(data.preprocessor, [item]).request_columns
     served = np.isin(rows[item].values, data.items[0])
-    items = tables[RAW_ITEMS].filter(pa.array(served))
+    items = raw_items.filter(pa.array(served))
     ids = items[key].to_numpy(zero_copy_only=False)
     features = items.select(list(of_items.request_columns))
     request_steps = steps_for_columns(data.preprocessor, [name for name in names if name not in columns])
     return ExportData(
         catalogue=Catalogue(ids=ids, features=features, attributes=filterable(features, key), trained=ids),
         users=_users_of_streamed(data, names, rows[item].values[served]),
-        queries=tables[RAW_REQUESTS].select(list(request_steps.request_columns)),
+        queries=pq.read_table(data.folder / RAW_REQUESTS).select(list(request_steps.request_columns)),
         preprocessor=data.preprocessor,
     )
 
@@ -421,8 +431,9 @@ def _id_vocabularies(data: InteractionData, ids: FileIds) -> dict[tuple[str, ...
     vocabularies: dict[tuple[str, ...], NDArray[Any]] = {}
     for name in ("user_id", "item_id"):
         file_ids = ids[name][1:]
-        trained = np.isin(np.arange(1, len(file_ids) + 1), data.train[name].values)
-        numbered = np.array_equal(file_ids, np.arange(1, len(file_ids) + 1))
+        table_rows = np.arange(1, len(file_ids) + 1)
+        trained = np.isin(table_rows, data.train[name].values)
+        numbered = np.array_equal(file_ids, table_rows)
         lists = ("history",) if name == "item_id" else ()
         if trained.all():
             if not numbered:
@@ -439,6 +450,11 @@ def _id_vocabularies(data: InteractionData, ids: FileIds) -> dict[tuple[str, ...
     return vocabularies
 
 
+def raw_types(tables: Iterable[pa.Table]) -> dict[str, str]:
+    """Returns the raw type of each column of some tables."""
+    return {field.name: raw_type(field.type) or "int64" for table in tables for field in table.schema}
+
+
 def _preprocessor(
     tables: Sequence[pa.Table], encoding: RowContext, vocabularies: Mapping[tuple[str, ...], NDArray[Any]]
 ) -> FittedPreprocessor | None:
@@ -449,7 +465,7 @@ def _preprocessor(
         encoding: vocabularies and scales of the columns.
         vocabularies: ids of the files, see :func:`_id_vocabularies`.
     """
-    raw = {field.name: raw_type(field.type) or "int64" for table in tables for field in table.schema}
+    raw = raw_types(tables)
     pairs: list[tuple[Step, Any]] = []
     for name in raw:
         steps = encoding.steps_of(name)
@@ -462,7 +478,9 @@ def _preprocessor(
             pairs.append((Categorify(column=names[0], also=tuple(names[1:])), vocabulary_of(ids)))
     if not pairs:
         return None
-    outputs = {name for step, _ in pairs for name in step.writes}
+    outputs: set[str] = set()
+    for step, _ in pairs:
+        outputs.update(step.writes)
     return FittedPreprocessor.of(pairs, raw, [name for name in raw if name not in outputs])
 
 

@@ -20,7 +20,7 @@ from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.schema.validation import check_choice, check_least, listed
 from torchrec_ext.train.checkpoint.config import CheckpointConfig, StartConfig
 from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig, TrainConfig
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.cli.overrides import apply_overrides, numbers_by_name
 from torchx_apps.tasks.loading import ranking_task
 
 if TYPE_CHECKING:
@@ -237,16 +237,8 @@ class Job:
 
     def id_dropout_rates(self) -> dict[str, float]:
         """Returns the shares of ``id_dropout`` by feature."""
-        rates = {}
-        for text in self.id_dropout:
-            name, _, rate = text.partition("=")
-            try:
-                rates[name] = float(rate)
-            except ValueError:
-                raise ValueError(
-                    f"id_dropout: {text!r} must be a feature and a share of its bags, such as item_id=0.1"
-                ) from None
-        return rates
+        rule = "must be a feature and a share of its bags, such as item_id=0.1"
+        return numbers_by_name("id_dropout", self.id_dropout, rule)
 
 
 def schema_of(job: Job, task: Task, model: Any) -> BatchSchema:
@@ -272,6 +264,7 @@ def dynamic_ids_of(job: Job, task: Task, schema: BatchSchema) -> dict[str, Dynam
         if feature is None:
             raise ValueError(f"ids.{name}: the model reads no such column of ids; it reads {listed(schema.keys)}")
         tables.update(feature.tables)
+    # The loop adds columns, so it goes over a copy.
     for name, policy in list(policies.items()):
         for other in task.same_ids(name):
             same = schema.feature(other)

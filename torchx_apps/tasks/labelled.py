@@ -37,23 +37,29 @@ class LabelledTask(Task):
 
     def describe(self) -> str:
         """Returns the set's name and size as one line."""
-        rows = {split: getattr(self.data, split).num_rows for split in PARTS}
-        text = ", ".join(f"{count:,} {split} rows" for split, count in rows.items())
+        parts = [self.name]
+        for split in PARTS:
+            parts.append(f"{getattr(self.data, split).num_rows:,} {split} rows")
         for name, many in (("user_id", "users"), ("item_id", "items")):
             count = f"{len(self.data.trained(name)):,}" if name in self.data.vocab else "no"
-            text += f", {count} {many}"
-        owned = {"users": self.data.user_features, "items": self.data.item_features}
+            parts.append(f"{count} {many}")
+        users = len(self.data.user_features)
+        items = len(self.data.item_features)
         columns = {*self.data.features, *self.data.dense} - {"user_id", "item_id"}
-        context = len(columns) - sum(map(len, owned.values()))
-        described = "".join(f", {len(names)} of {owners}" for owners, names in owned.items() if names)
-        return f"{self.name}, {text}, {context} columns of context{described}"
+        parts.append(f"{len(columns) - users - items} columns of context")
+        if users:
+            parts.append(f"{users} of users")
+        if items:
+            parts.append(f"{items} of items")
+        return ", ".join(parts)
 
     def unservable(self, model: Any) -> str | None:
         """Explains why no bundle can be made of these rows with this model; None if one can."""
         if "item_id" not in self.data.vocab:
             return without_item(f"the rows of '{self.data.name}' name no item")
         # The towers of preprocessed rows have the item's last; a bundle of other rows finds it by its name.
-        return without_item_tower(model, self.data.towers["item"], None if self.data.prepared is not None else "item")
+        candidate = "item" if self.data.prepared is None else None
+        return without_item_tower(model, self.data.towers["item"], candidate)
 
     @property
     def oov_ids(self) -> Mapping[str, int]:
@@ -84,6 +90,7 @@ class LabelledTask(Task):
             return values_of_prepared(self.data.prepared, name)
         rows = np.arange(self.data.vocab[name])
         is_known = rows != self.data.oov_ids[name]
+        # The row of unknown ids may be any, so the values behind it move up by one.
         values = pa.array(self.data.ids(name, rows[is_known]))
         return values.take(pa.array(np.cumsum(is_known) - 1, mask=~is_known))
 
@@ -112,7 +119,8 @@ class LabelledEvaluator(Evaluator):
         labels = getattr(self.data, split)["label"].values
         if not self.calibrated:
             return {"auc": 0.5}
-        return {"auc": 0.5, "log_loss": float(-np.log(np.where(labels > 0, share, 1 - share)).mean())}
+        log_loss = -np.log(np.where(labels > 0, share, 1 - share)).mean()
+        return {"auc": 0.5, "log_loss": float(log_loss)}
 
     def figures(self, split: str) -> Record:
         """Returns figures by name on the held-out rows of a split."""

@@ -100,17 +100,18 @@ class TaskQuestion:
 
     def of_popularity(self, counts: Tensor) -> Record:
         """Returns the figures of the ranking by each item's count, (I,)."""
-        return self._figures(self.popularity_ranks(counts))
-
-    def popularity_ranks(self, counts: Tensor) -> metrics.TargetRanks:
-        """Ranks the targets by each item's count, (I,)."""
         if isinstance(self.question, Tensor):
-            return metrics.ranks_among(counts[self.question.clamp(min=0)], self.question)
-        return metrics.popularity_ranks(counts, self.question)
+            # A candidate below 0 stands for none, and gets no rank whatever it reads.
+            ranks = metrics.ranks_among(counts[self.question.clamp(min=0)], self.question)
+        else:
+            ranks = metrics.popularity_ranks(counts, self.question)
+        return self._figures(ranks)
 
     def of_closed_forms(self, forms: ClosedForms | None) -> Beside:
         """Returns the figures of EASE and ALS; none without ``forms``."""
-        return Beside({}, {}) if forms is None else forms.beside(self.user_items, self._ranks, self._figures)
+        if forms is None:
+            return Beside({}, {})
+        return forms.beside(self.user_items, self._ranks, self._figures)
 
     def _ranks(self, scores: Tensor, start: int) -> metrics.TargetRanks:
         """Ranks the targets of queries ``start`` to ``start + B`` by the scores (B, I) of all items."""

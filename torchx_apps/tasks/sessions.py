@@ -117,12 +117,13 @@ class SessionEvaluator(RankedEvaluator):
         answers = held_out.targets[:1] if rows is None else held_out.targets[rows == 0]
         query = self._builder.user_batch(self._sessions(before))
         items, scores = self.best_items("session", query, self._builder, before.values)
-        lines = [f"the first user took last: {', '.join(self._name(item) for item in before.values[-SHOWN:])}"]
+        lines = [f"the first user took last: {', '.join(map(self._name, before.values[-SHOWN:]))}"]
         lines += recommendation_lines(items, scores, self._name, answers.tolist())
         return "\n".join(lines)
 
     def _name(self, item: int) -> str:
-        return f"item {item if self.data.item_ids is None else self.data.item_ids[item]}"
+        names = self.data.item_ids
+        return f"item {item if names is None else names[item]}"
 
     def figures(self, split: str) -> Record:
         """Returns figures by name on the held-out rows of a split."""

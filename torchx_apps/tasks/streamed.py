@@ -97,8 +97,12 @@ class StreamedTask(RankedTask):
         """Returns the loader of the labelled training rows; it reads them while the epoch runs."""
         source = self.data.splits["train"]
         config = self.with_roles(config)
-        item_ids, items = self.data.items if schema.catalogue else (None, None)
-        everything = None if item_ids is None else CatalogueCandidates(item_ids)
+        items = None
+        everything = None
+        # Reading the items takes a pass over the training rows.
+        if schema.catalogue:
+            item_ids, items = self.data.items
+            everything = CatalogueCandidates(item_ids)
         return ChunkLoader(
             source, schema, config=config, items=items, negatives=everything, rank=rank, world_size=world_size
         )
@@ -173,9 +177,12 @@ class StreamedEvaluator(RankedEvaluator):
     @property
     def validated(self) -> list[str]:
         """Names of the figures of :meth:`validate`."""
-        prefixes = [f"{name}_" for name in self.tasks] or [""]
-        ranked = self.ranking_names if self.towers else []
-        return [*(f"{prefix}{name}" for prefix in prefixes for name in self.classified), *ranked]
+        names = []
+        for prefix in [f"{name}_" for name in self.tasks] or [""]:
+            names += [f"{prefix}{name}" for name in self.classified]
+        if self.towers:
+            names += self.ranking_names
+        return names
 
     def baseline(self, split: str) -> Record:
         """Returns the figures of the best constant, the training rows' share of positives, and popularity's ranking."""
@@ -204,11 +211,13 @@ class StreamedEvaluator(RankedEvaluator):
             return
         of_clicked = self.model.module.rows == "positive"
         for number, name in enumerate(self.tasks):
+            # The first task decides what a click is; the others may be learned among the clicked rows.
+            among_clicked = of_clicked and number > 0
             sums = []
             for of in (split, "train"):
                 every, some = data.task_positives[of][name]
                 clicked, total = data.positives[of]
-                sums.append((some, clicked) if of_clicked and number else (every, total))
+                sums.append((some, clicked) if among_clicked else (every, total))
             yield f"{name}_", sums[0], positive_share(*sums[1])
 
     def figures(self, split: str) -> Record:
@@ -265,13 +274,14 @@ def ranking_towers(model: Any, data: StreamedData) -> list[str] | None:
     towers = getattr(model, "made_of", None)
     if not towers or len(towers) < 2:
         return None
-    item = {name for names in data.towers["item"] for name in names}
-    columns = {tower: set(tower_columns(how.arguments or {})) for tower, how in towers.items()}
+    features, dense = data.towers["item"]
+    item = {*features, *dense}
+    columns = [set(tower_columns(how.arguments or {})) for how in towers.values()]
     *queries, last = columns
     # A query tower with a column of the item would have to run for each pair.
-    if columns[last] != item or any(columns[tower] & item for tower in queries):
+    if last != item or any(query & item for query in queries):
         return None
-    return [*queries, last]
+    return list(towers)
 
 
 def held_out_rows(data: StreamedData, split: str) -> Chunk:
@@ -280,6 +290,7 @@ def held_out_rows(data: StreamedData, split: str) -> Chunk:
     assert roles.item is not None
     roles_read = [roles.label, roles.item]
     item_ids, _ = data.items
+    # A first pass counts, because the rows of a split may not fit memory.
     count = sum(int(_wanted(chunk, data, item_ids).sum()) for chunk in data.chunks(split, roles_read))
     every = max(1, -(-count // data.ranked))
     names = list(dict.fromkeys([*roles_read, *data.features, *data.dense]))
