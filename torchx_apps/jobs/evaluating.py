@@ -56,7 +56,7 @@ class Vectors(NamedTuple):
         return np.where(self.ids[index] == ids, index, -1)
 
 
-class Asked(NamedTuple):
+class Queries(NamedTuple):
     """The rows of users with an item to find, (Q,), their question, and the pairs with an item without a vector.
 
     ``missed`` are the rows of the users of these pairs, ascending: such an item is found by no ranking.
@@ -124,7 +124,7 @@ def _evaluated(
             f"{options.users}: vectors are {users.vectors.shape[1]} wide, and those of {options.items} "
             f"{items.vectors.shape[1]}; give vectors of one model"
         )
-    queries = _asked(options, users, items)
+    queries = _queries_of(options, users, items)
     names: list[Figure] = sorted({name for name, _ in requested_figures})
     numbers = {k for _, k in requested_figures}
     if options.out:
@@ -152,25 +152,25 @@ def _evaluated(
     return report, [(k, figures[f"recall@{k}"], baseline.get(f"recall@{k}")) for k in ks]
 
 
-def _ranked(asked_rows: Asked, users: Vectors, items: Vectors, similarity: metrics.Similarity, depth: int) -> Ranked:
+def _ranked(queries: Queries, users: Vectors, items: Vectors, similarity: metrics.Similarity, depth: int) -> Ranked:
     line = terminal()
-    with tqdm(total=len(asked_rows.users), unit="user", file=line, disable=line is None, dynamic_ncols=True) as bar:
-        query_vectors = users.vectors[torch.from_numpy(asked_rows.users)]
+    with tqdm(total=len(queries.users), unit="user", file=line, disable=line is None, dynamic_ncols=True) as bar:
+        query_vectors = users.vectors[torch.from_numpy(queries.users)]
         for stop, ranks in metrics.vector_ranks(
-            query_vectors, items.vectors, asked_rows.question, similarity=similarity, depth=depth
+            query_vectors, items.vectors, queries.question, similarity=similarity, depth=depth
         ):
             yield stop, ranks
             bar.update(stop - bar.n)
 
 
-def _popularity(queries: Asked, count: int, ks: list[int], names: list[Figure], behind: int) -> dict[str, float]:
+def _popularity(queries: Queries, count: int, ks: list[int], names: list[Figure], behind: int) -> dict[str, float]:
     """Returns the figures of the ranking by how many of the asked users have seen an item."""
     counts = torch.bincount(queries.question.seen_items, minlength=count)
     ranks = metrics.popularity_ranks(counts, queries.question)
     return _figures(queries, iter([(len(queries.users), ranks)]), ks, names, behind)
 
 
-def _figures(queries: Asked, ranked: Ranked, ks: list[int], names: list[Figure], behind: int) -> dict[str, float]:
+def _figures(queries: Queries, ranked: Ranked, ks: list[int], names: list[Figure], behind: int) -> dict[str, float]:
     figures = metrics.RankingMetrics(ks, names)
     start = 0
     blocks = []
@@ -339,7 +339,7 @@ def _pairs(path: Path, users: Vectors, items: Vectors) -> tuple[_Ids, _Ids, _Ids
     return users.rows(ids[0]), items.rows(ids[1]), ids[0]
 
 
-def _asked(options: argparse.Namespace, users: Vectors, items: Vectors) -> Asked:
+def _queries_of(options: argparse.Namespace, users: Vectors, items: Vectors) -> Queries:
     rows, targets, ids = _pairs(options.truth, users, items)
     if (rows < 0).any():
         unknown = ids[rows < 0]
@@ -373,7 +373,7 @@ def _asked(options: argparse.Namespace, users: Vectors, items: Vectors) -> Asked
         seen_items=torch.from_numpy(seen_pairs[1]),
         not_items=(),
     )
-    return Asked(query_users, question, np.sort(rows[~has_vector]))
+    return Queries(query_users, question, np.sort(rows[~has_vector]))
 
 
 def _first_of_each(values: _Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
