@@ -240,8 +240,8 @@ def test_a_process_without_torchrun_is_a_world_of_one() -> None:
     environ: dict[str, str] = {}
     world = World(environ)
     world.narrow(RankGroup(("a",), (0,)), "0/0")
-    world.tell("results/0", "[]")
-    assert (world.rank, world.size, environ, world.told(["results/0"])) == (0, 1, {}, ["[]"])
+    world.send("results/0", "[]")
+    assert (world.rank, world.size, environ, world.receive("results/0")) == (0, 1, {}, "[]")
 
 
 def on_a_host_of_its_own(runtime: Runtime, folder: str) -> str:
@@ -258,9 +258,9 @@ def on_a_host_of_its_own(runtime: Runtime, folder: str) -> str:
     except ValueError as error:
         message = str(error)
     if runtime.is_main:
-        world.told(["read"])  # it holds the store from which the other one reads
+        world.receive("read")  # it holds the store from which the other one reads
     else:
-        world.tell("read", "")
+        world.send("read", "")
     return message
 
 

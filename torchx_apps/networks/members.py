@@ -59,44 +59,55 @@ def members_of(base: Any, vary: Sequence[str], listed: Sequence[str], *, own_row
         ...
         ValueError: --vary optimizer.dense_l=1e-3: there is no key 'dense_l'; did you mean ...dense_lr?
     """
-    requests = [("--vary", _grid_name(changes, vary), changes) for changes in _grid(vary)]
-    requests += [("--member", *_listed(item)) for item in listed]
-    if not requests:
+    members = []
+    for changes in _grid(vary):
+        members.append(MemberJob(_grid_name(changes), changes, _job(base, "--vary", changes, own_rows)))
+    for item in listed:
+        name, changes = _listed(item)
+        members.append(MemberJob(name, changes, _job(base, "--member", changes, own_rows)))
+    if not members:
         raise ValueError(
             "no member: give --vary KEY=VALUE,VALUE once or more, or --member NAME:KEY=VALUE,... for "
             "each; one network: python -m torchx_apps.train"
         )
-    members = [MemberJob(name, changes, _job(base, flag, changes, own_rows)) for flag, name, changes in requests]
     _check(members)
     return members
 
 
+def _repeated(values: Sequence[Any]) -> list[Any]:
+    """Returns the values that occur more than once."""
+    return [value for value, count in Counter(values).items() if count > 1]
+
+
 def _grid(vary: Sequence[str]) -> list[tuple[str, ...]]:
+    # The product of no axes is one member without changes, which nobody has asked for.
+    if not vary:
+        return []
+    keys = []
     axes = []
     for item in vary:
         key, equals, text = item.partition("=")
+        key = key.strip()
         values = [value.strip() for value in text.split("|" if "|" in text else ",")]
-        if not equals or not key.strip() or not all(values):
+        if not equals or not key or not all(values):
             raise ValueError(f"--vary {item}: write KEY=VALUE,VALUE, such as --vary optimizer.dense_lr=1e-3,3e-3")
-        if twice := [value for value, count in Counter(values).items() if count > 1]:
+        if twice := _repeated(values):
             raise ValueError(f"--vary {item}: {twice[0]} stands there twice; two members would be one network")
-        axes.append([f"{key.strip()}={value}" for value in values])
-    keys = [axis[0].partition("=")[0] for axis in axes]
-    if twice := [key for key, count in Counter(keys).items() if count > 1]:
+        keys.append(key)
+        axes.append([f"{key}={value}" for value in values])
+    if twice := _repeated(keys):
         raise ValueError(f"--vary {twice[0]} is given twice; give all its values in one: --vary {twice[0]}=A,B")
-    return [tuple(changes) for changes in itertools.product(*axes)] if axes else []
+    return list(itertools.product(*axes))
 
 
-def _grid_name(changes: Sequence[str], vary: Sequence[str]) -> str:
+def _grid_name(changes: Sequence[str]) -> str:
     """Makes a member's name from the last part of each key, or from the whole key if two end alike."""
     keys = [change.partition("=")[0] for change in changes]
-    last = Counter(key.rpartition(".")[2] for key in keys)
+    endings = [key.rpartition(".")[2] for key in keys]
     parts = []
-    for key, change in zip(keys, changes, strict=True):
-        short = key.rpartition(".")[2]
-        label = short if last[short] == 1 else key
-        value = change.partition("=")[2]
-        parts.append(f"{label}={value}")
+    for key, ending, change in zip(keys, endings, changes, strict=True):
+        label = ending if endings.count(ending) == 1 else key
+        parts.append(label + change.removeprefix(key))
     return _PLAIN.sub("-", "_".join(parts))
 
 
@@ -111,8 +122,8 @@ def _listed(item: str) -> tuple[str, tuple[str, ...]]:
             f"--member {item}: the name {name!r} must be letters, digits, _ . = + and -, as it names a folder"
         )
     # A comma before `key=` ends a value; others are part of it, as in model.tower_widths=128,64.
-    changes = [change.strip() for change in re.split(r",(?=\s*[A-Za-z_][\w.]*=)", rest) if change.strip()]
-    return name.strip(), tuple(changes)
+    changes = map(str.strip, re.split(r",(?=\s*[A-Za-z_][\w.]*=)", rest))
+    return name.strip(), tuple(filter(None, changes))
 
 
 def _job(base: Any, flag: str, changes: Sequence[str], own_rows: bool) -> Any:
@@ -146,9 +157,10 @@ def differing(members: Sequence[MemberJob]) -> list[str]:
 
 def setting(member: MemberJob, key: str) -> str:
     """Returns a member's value for a key: its own, else the recipe's."""
-    changes = {change.partition("=")[0]: change.partition("=")[2] for change in member.changes}
-    if key in changes:
-        return changes[key]
+    # The last change of a key is the one that counts.
+    for change in reversed(member.changes):
+        if change.startswith(f"{key}="):
+            return change.partition("=")[2]
     value = attrgetter(key)(member.job)
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
@@ -219,18 +231,17 @@ def place(names: Sequence[str], world_size: int, groups: str = "") -> list[RankG
                 f"--groups {item}: there is no rank {missing[0]}; the job has ranks 0 to {world_size - 1}: start more "
                 "with -j, or name one of these"
             )
-        matches = [name for pattern in members.split("+") for name in named(names, pattern, f"--groups {item}")]
-        members_by_ranks.setdefault(ranks, []).extend(matches)
+        for pattern in members.split("+"):
+            members_by_ranks.setdefault(ranks, []).extend(named(names, pattern, f"--groups {item}"))
     rank_groups = [RankGroup(tuple(members), ranks) for ranks, members in members_by_ranks.items()]
     _check_of_rank_groups(rank_groups, names, world_size)
     return rank_groups
 
 
 def _dealt(names: Sequence[str], world_size: int) -> list[RankGroup]:
-    smaller = min(len(names), world_size)
-    return [
-        RankGroup(_share(names, group, smaller), _share(range(world_size), group, smaller)) for group in range(smaller)
-    ]
+    groups = min(len(names), world_size)
+    ranks = range(world_size)
+    return [RankGroup(_share(names, group, groups), _share(ranks, group, groups)) for group in range(groups)]
 
 
 def _share(things: Sequence[Any], number: int, parts: int) -> tuple[Any, ...]:
@@ -241,21 +252,30 @@ def _share(things: Sequence[Any], number: int, parts: int) -> tuple[Any, ...]:
 
 
 def _ranks(text: str) -> tuple[int, ...]:
-    ranks: list[int] = []
+    ranks: set[int] = set()
     for piece in text.split("+"):
         first, _, last = piece.partition("-")
-        ranks += range(int(first), int(last or first) + 1)
-    return tuple(sorted(set(ranks)))
+        ranks.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(ranks))
 
 
 def _check_of_rank_groups(groups: Sequence[RankGroup], names: Sequence[str], world_size: int) -> None:
-    for things, singular, many in ((names, "member", "members"), (range(world_size), "rank", "ranks")):
-        members = [thing for group in groups for thing in getattr(group, many)]
-        if twice := [thing for thing in things if members.count(thing) > 1]:
-            raise ValueError(f"--groups: {singular} {twice[0]} is in two groups; groups share no {singular}")
-        if missing := [thing for thing in things if thing not in members]:
-            remedy = "give it ranks" if singular == "member" else "give it a member, or start fewer ranks with -j"
-            raise ValueError(f"--groups: {singular} {missing[0]} is in no group; {remedy}")
+    members: list[str] = []
+    ranks: list[int] = []
+    for group in groups:
+        members += group.members
+        ranks += group.ranks
+    _check_once("member", names, members, "give it ranks")
+    _check_once("rank", range(world_size), ranks, "give it a member, or start fewer ranks with -j")
+
+
+def _check_once(what: str, required: Sequence[Any], grouped: Sequence[Any], remedy: str) -> None:
+    for each in required:
+        if grouped.count(each) > 1:
+            raise ValueError(f"--groups: {what} {each} is in two groups; groups share no {what}")
+    for each in required:
+        if each not in grouped:
+            raise ValueError(f"--groups: {what} {each} is in no group; {remedy}")
 
 
 def group_of(groups: Sequence[RankGroup], rank: int) -> RankGroup:
@@ -282,9 +302,11 @@ class World:
         self._gpus = torch.cuda.device_count()
         local = int(environ.get("LOCAL_WORLD_SIZE", "1"))
         self.processes_per_gpu = -(-local // self._gpus) if self._gpus else 0
-        alone = "RANK" not in environ
-        self._store: Any = dist.HashStore() if alone else next(iter(dist.rendezvous("env://")))[0]
-        self._store = dist.PrefixStore("networks", self._store)
+        store: Any = dist.HashStore()
+        if "RANK" in environ:
+            store = next(iter(dist.rendezvous("env://")))[0]
+        # The prefix keeps our keys apart from torch's in the same store.
+        self._store = dist.PrefixStore("networks", store)
         self._gathers = 0
 
     def narrow(self, group: RankGroup, name: str) -> None:
@@ -307,10 +329,9 @@ class World:
                 free.bind(("", 0))
                 self._store.set(f"address/{name}", f"{self._address}:{free.getsockname()[1]}")
         self._store.set(f"host/{name}/{self.rank}", f"{socket.gethostname()}:{self._local}")
-        hosts = {rank: self._told(f"host/{name}/{rank}").rpartition(":") for rank in group.ranks}
-        host = hosts[self.rank][0]
-        local_ranks = [rank for rank in group.ranks if hosts[rank][0] == host]
-        address, _, port = self._told(f"address/{name}").rpartition(":")
+        hosts = {rank: self.receive(f"host/{name}/{rank}").rpartition(":") for rank in group.ranks}
+        local_ranks = [rank for rank in group.ranks if hosts[rank][0] == socket.gethostname()]
+        address, _, port = self.receive(f"address/{name}").rpartition(":")
         self._environ.update(
             RANK=str(index),
             WORLD_SIZE=str(len(group.ranks)),
@@ -327,26 +348,24 @@ class World:
         if self.size > 1:
             self._environ["RANK"] = str(self.rank)
 
-    def tell(self, key: str, text: str) -> None:
+    def send(self, key: str, text: str) -> None:
         """Stores a text for the other ranks."""
         self._store.set(key, text)
 
-    def told(self, keys: Sequence[str]) -> list[str]:
-        """Waits for the texts of all keys and returns them; a failing rank ends the job, and this wait with it."""
-        return [self._told(key) for key in keys]
-
-    def gathered(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks in rank order; values must fit JSON, and all ranks call it together."""
-        self._gathers += 1
-        self.tell(f"gathered/{self._gathers}/{self.rank}", json.dumps(value))
-        keys = [f"gathered/{self._gathers}/{rank}" for rank in range(self.size)]
-        return [json.loads(text) for text in self.told(keys)]
-
-    def _told(self, key: str) -> str:
+    def receive(self, key: str) -> str:
+        """Waits for the text of a key and returns it; a failing rank ends the job, and this wait with it."""
         from datetime import timedelta
 
         self._store.wait([key], timedelta(seconds=_TIMEOUT_S))
         return bytes(self._store.get(key)).decode()
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks in rank order; values must fit JSON, and all ranks call it together."""
+        # Each key of the store is written once, so the calls are numbered.
+        self._gathers += 1
+        key = f"gathered/{self._gathers}"
+        self.send(f"{key}/{self.rank}", json.dumps(value))
+        return [json.loads(self.receive(f"{key}/{rank}")) for rank in range(self.size)]
 
 
 def _address(environ: Mapping[str, str]) -> str:

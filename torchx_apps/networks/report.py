@@ -58,25 +58,30 @@ def result_of(
     name: str, history: Sequence[Record], figures: dict[str, float], seconds: float, ranks: Sequence[int], folder: str
 ) -> Result:
     """Returns the result of a member from its records; epochs of earlier releases began at 0 and are shifted."""
-    restored = any(record["kind"] == "restore" for record in history)
+    restored = bool(records_of(history, "restore"))
     shift = int(any(record["epoch"] == 0 for record in history))
-    history = [
-        {**record, "epoch": record["epoch"] + shift} for record in history if record["kind"] not in _OF_THE_PROCESS
-    ]
-    last = history[-1]["kind"]
-    ended = {"stop": "stopped early", "error": "diverged"}.get(last, "all epochs")
-    whole = history[-1]["epoch"] - (last == "error")
+    records = []
+    for record in history:
+        if record["kind"] not in _OF_THE_PROCESS:
+            records.append({**record, "epoch": record["epoch"] + shift})
+    last = records[-1]
+    ended = {"stop": "stopped early", "error": "diverged"}.get(last["kind"], "all epochs")
+    epochs = last["epoch"]
+    if ended == "diverged":
+        # The error came within its epoch.
+        epochs -= 1
+    losses = records_of(records, "train")
     return Result(
         name=name,
         ended=ended,
-        epochs=whole,
-        validation=records_of(history, "eval"),
+        epochs=epochs,
+        validation=records_of(records, "eval"),
         test=figures,
-        loss=[{"epoch": r["epoch"], "step": r["step"], "loss": r["loss"]} for r in history if r["kind"] == "train"],
+        loss=[{key: record[key] for key in ("epoch", "step", "loss")} for record in losses],
         seconds=seconds,
         ranks=tuple(ranks),
         folder=folder,
-        message=history[-1].get("message", ""),
+        message=last.get("message", ""),
         restored=restored,
     )
 
@@ -110,22 +115,24 @@ class StackProgress:
     def show(self, name: str, record: Record) -> None:
         """Takes one record of one member."""
         if record["kind"] in ("stop", "error"):
-            print(f"{name}: {record['message']}", flush=True)
             self._active.remove(name)
-        if record["kind"] == "restore":
+        if record["kind"] in ("stop", "error", "restore"):
             print(f"{name}: {record['message']}", flush=True)
-        if record["kind"] == "train":
-            self._records[name] = record
-        here = {member: found for member, found in self._records.items() if found["step"] == record["step"]}
-        if record["kind"] == "train" and set(here) == set(self._active):
-            losses = [found["loss"] for found in here.values()]
-            rate = sum(found["rows_per_s"] for found in here.values())
-            spread = f"{min(losses):.4f} to {max(losses):.4f}"
-            print(
-                f"epoch {record['epoch']}, step {record['step']}: {len(here)} members, loss {spread}, {rate:,.0f} "
-                "samples/s",
-                flush=True,
-            )
+        if record["kind"] != "train":
+            return
+        self._records[name] = record
+        step = record["step"]
+        here = {member: latest for member, latest in self._records.items() if latest["step"] == step}
+        # The last member of a step prints for all.
+        if set(here) != set(self._active):
+            return
+        losses = [latest["loss"] for latest in here.values()]
+        rate = sum(latest["rows_per_s"] for latest in here.values())
+        spread = f"{min(losses):.4f} to {max(losses):.4f}"
+        print(
+            f"epoch {record['epoch']}, step {step}: {len(here)} members, loss {spread}, {rate:,.0f} samples/s",
+            flush=True,
+        )
 
 
 def chosen_by(members: Sequence[MemberJob], results: Sequence[Result]) -> tuple[str, str, bool]:
@@ -135,28 +142,37 @@ def chosen_by(members: Sequence[MemberJob], results: Sequence[Result]) -> tuple[
     stop = job.train.early_stop
     if stop.metric:
         return stop.metric, part, stop.mode == "max"
-    figures = next((_figures(result, part) for result in results if _figures(result, part)), {})
-    name = next(iter(figures), "")
+    names = _all_figures(results, part)
+    name = names[0] if names else ""
     return name, part, name not in _LOWER_IS_BETTER
 
 
 def _figures(result: Result, part: str) -> dict[str, float]:
     if part == "test":
         return result.test
+    evaluations = result.validation
     # The evaluation whose weights the member has: the best where an early stop went back to it.
-    best_records = [record for record in result.validation if record.get("best")] if result.restored else []
-    return {
-        name: value
-        for name, value in (best_records or result.validation or [{}])[-1].items()
-        if isinstance(value, float)
-    }
+    if result.restored:
+        evaluations = [record for record in evaluations if record.get("best")] or evaluations
+    if not evaluations:
+        return {}
+    return {name: value for name, value in evaluations[-1].items() if isinstance(value, float)}
+
+
+def _all_figures(results: Sequence[Result], part: str) -> list[str]:
+    """Returns the names of the figures of any member, in the order of their first one."""
+    names: dict[str, None] = {}
+    for result in results:
+        names |= dict.fromkeys(_figures(result, part))
+    return list(names)
 
 
 def best_of(members: Sequence[MemberJob], results: Sequence[Result]) -> Result | None:
     """Returns the member with the best last validation figure, else test figure; None if all diverged."""
     name, part, higher = chosen_by(members, results)
     able = [result for result in results if name in _figures(result, part) and result.ended != "diverged"]
-    return max(able, key=lambda result: _figures(result, part)[name] * (1 if higher else -1), default=None)
+    choose = max if higher else min
+    return choose(able, key=lambda result: _figures(result, part)[name], default=None)
 
 
 def table(members: Sequence[MemberJob], results: Sequence[Result]) -> str:
@@ -167,7 +183,7 @@ def table(members: Sequence[MemberJob], results: Sequence[Result]) -> str:
     keys = differing(members)
     name, part, _ = chosen_by(members, results)
     best = best_of(members, results)
-    figures = list(dict.fromkeys(figure for result in results for figure in result.test))
+    figures = _all_figures(results, "test")
     rows = []
     values = []
     for member, result in zip(members, results, strict=True):
@@ -206,7 +222,7 @@ def finish_networks(root: Path, members: Sequence[MemberJob], results: Sequence[
     root.mkdir(parents=True, exist_ok=True)
     (root / "results.txt").write_text(text + "\n")
     document = {
-        "best": best.name if best else None,
+        "best": None if best is None else best.name,
         "chosen_by": f"{part} {name}",
         "members": [asdict(result) for result in results],
     }
@@ -214,7 +230,9 @@ def finish_networks(root: Path, members: Sequence[MemberJob], results: Sequence[
     draw_networks(root / "networks.png", results, best)
     print(f"\n{text}\n")
     if best is not None:
-        how = f"{part} {name}" + ("" if part == "validation" else ", as this set has no validation rows")
+        how = f"{part} {name}"
+        if part == "test":
+            how += ", as this set has no validation rows"
         print(f"best: {best.name} (*), by {how}; run folder: {best.folder}")
         print(f"to serve it: torchx run rec.serve.export --run {best.folder}")
     for result in results:
@@ -231,34 +249,37 @@ def draw_networks(path: Path, results: Sequence[Result], best: Result | None) ->
     """
     from matplotlib import colormaps
 
-    figures = list(dict.fromkeys(name for result in results for name in _figures(result, "validation")))
+    figures = _all_figures(results, "validation")
     figure, axes = figure_with_panels(1 + len(figures), (4.4 * (1 + len(figures)) + 2.2, 3.8))
     colours = colormaps["viridis"].resampled(max(len(results), 2))
     panels = {"training loss": [_loss_points(result) for result in results]}
     for name in figures:
-        panels[f"{name}, validation"] = [
-            [(record["epoch"], record[name]) for record in result.validation if name in record] for result in results
-        ]
+        panels[f"{name}, validation"] = [_points(result, name) for result in results]
     for axis, (title, curves) in zip(axes, panels.items(), strict=True):
         are_bars = max(map(len, curves), default=0) == 1
         for index, (result, points) in enumerate(zip(results, curves, strict=True)):
-            is_best = result is best
-            style = {
-                "color": colours(index),
-                "linewidth": 2.6 if is_best else 1.2,
-                "label": result.name + (" *" if is_best else ""),
-            }
+            style = {"color": colours(index), "linewidth": 1.2, "label": result.name}
+            if result is best:
+                style |= {"linewidth": 2.6, "label": f"{result.name} *"}
+            epochs = [epoch for epoch, _ in points]
+            values = [value for _, value in points]
             if are_bars:
-                bar = axis.bar([index], [value for _, value in points] or [0.0], **style)
+                # A member without the figure keeps its place.
+                bar = axis.bar([index], values or [0.0], **style)
                 axis.bar_label(bar, fmt="%.4f", fontsize=8)
             else:
                 marker = "" if axis is axes[0] else "o"
-                axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, markersize=3, **style)
+                axis.plot(epochs, values, marker=marker, markersize=3, **style)
         axis.set(title=title, xlabel="" if are_bars else "epoch")
         if are_bars:
             axis.set_xticks([])
     axes[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     save_figure(figure, path)
+
+
+def _points(result: Result, name: str) -> list[tuple[float, float]]:
+    """Returns a figure of each evaluation that has it, against epochs."""
+    return [(record["epoch"], record[name]) for record in result.validation if name in record]
 
 
 def _loss_points(result: Result) -> list[tuple[float, float]]:

@@ -58,27 +58,30 @@ def run_networks(
         trained = _Group(local, mine, number, world, config, root).train()
     finally:
         world.widen()
+    # Only the first rank of a group has its figures.
     if world.rank == mine.ranks[0]:
-        world.tell(f"results/{number}", json.dumps([dataclasses.asdict(result) for result in trained]))
+        world.send(f"results/{number}", json.dumps([dataclasses.asdict(result) for result in trained]))
     if world.rank != 0:
         return True
     results: dict[str, Result] = {}
-    for text in world.told([f"results/{number}" for number in range(len(groups))]):
-        results |= {result["name"]: Result(**result) for result in json.loads(text)}
+    for number in range(len(groups)):
+        for result in json.loads(world.receive(f"results/{number}")):
+            results[result["name"]] = Result(**result)
     return report.finish_networks(root, members, [results[member.name] for member in members])
 
 
 def _begin(recipe: str, run_dir: Path | None, config: NetworksConfig, world: World) -> tuple[Path, NetworksConfig]:
     """Makes the job's folder on rank 0; returns it and the settings for all ranks to begin with."""
-    world.tell(f"restarted/{world.rank}", "yes" if restarted() else "")
+    world.send(f"restarted/{world.rank}", "yes" if restarted() else "")
     if world.rank == 0:
-        counted = any(world.told([f"restarted/{rank}" for rank in range(world.size)]))
+        counted = any(world.receive(f"restarted/{rank}") for rank in range(world.size))
         newest = partial(newest_networks, recipe)
         root, again = where_to_begin(run_dir, config.resume, newest, f"networks-{recipe}", counted=counted)
         root.mkdir(parents=True, exist_ok=True)
         (root / LAUNCH).write_text(launch_id() + "\n")
-        world.tell("begin", json.dumps([str(root), "auto" if again else config.resume]))
-    folder, resume = json.loads(world.told(["begin"])[0])
+        world.send("begin", json.dumps([str(root), "auto" if again else config.resume]))
+    folder, resume = json.loads(world.receive("begin"))
+    # Nodes without a shared folder would each write a part of the checkpoints, and end without an error.
     if world.size > 1:
         check_shared(folder, world.rank, world.gathered)
     return Path(folder), dataclasses.replace(config, resume=resume)
@@ -115,6 +118,7 @@ class _Group:
 
     def train(self) -> list[Result]:
         results = self._ended()
+        # Stacks first: what cannot be stacked is trained alone below.
         if len(self._group.ranks) == 1 and len(self._members) > 1 and self._config.stack != "never":
             earlier = {result.name for result in results}
             results += self._train_stacks([member for member in self._members if member.name not in earlier])
@@ -133,15 +137,11 @@ class _Group:
             return []
         key = f"ended/{self._number}"
         if self._world.rank == self._group.ranks[0]:
-            self._world.tell(
-                key, json.dumps([member.name for member in self._members if ended(self._root / member.name)])
-            )
-        names = json.loads(self._world.told([key])[0])
-        return [
-            report.read_result(member, self._root / member.name, None, self._group.ranks)
-            for member in self._members
-            if member.name in names
-        ]
+            finished = [member.name for member in self._members if ended(self._root / member.name)]
+            self._world.send(key, json.dumps(finished))
+        names = json.loads(self._world.receive(key))
+        members = [member for member in self._members if member.name in names]
+        return [report.read_result(member, self._root / member.name, None, self._group.ranks) for member in members]
 
     def _narrow(self) -> None:
         self._world.narrow(self._group, f"{self._number}/{self._worlds}")
@@ -175,12 +175,11 @@ class _Group:
             if reasons or candidate.alone:
                 self._not_stacked([candidate.member.name], candidate.alone or str(reasons[0]))
             stacks.append([candidate])
-        resumed = self._config.resume == "auto"
-        return [
-            stack
-            for stack in stacks
-            if len(stack) > 1 or (resumed and (self._root / stack[0].member.name / STACK_FILE).exists())
-        ]
+        return [stack for stack in stacks if len(stack) > 1 or self._was_stacked(stack[0])]
+
+    def _was_stacked(self, member: Built) -> bool:
+        """Whether an earlier attempt stacked this member: the last one that has not ended goes on as a stack of one."""
+        return self._config.resume == "auto" and (self._root / member.member.name / STACK_FILE).exists()
 
     def _not_stacked(self, names: Sequence[str], reason: str) -> None:
         if self._config.stack == "require" or self._config.codistillation.weight:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -57,9 +57,19 @@ from torchx_apps.tasks.task import Evaluator, Task
 STACK_FILE = "stack.json"
 # Keys whose values all members of a stack share; their names say the checkpoints' folders.
 _SHARED = (
-    *(f"loader.{name}" for name in ("batch_size", "negatives", "sampling", "shared_negatives")),
-    *("loader.label", "loader.weight", "loader.drop_last", "data", "train.compile", "model.out_of_range"),
-    *("checkpoint", "optimizer.tables", "optimizer.dense"),
+    "loader.batch_size",
+    "loader.negatives",
+    "loader.sampling",
+    "loader.shared_negatives",
+    "loader.label",
+    "loader.weight",
+    "loader.drop_last",
+    "data",
+    "train.compile",
+    "model.out_of_range",
+    "checkpoint",
+    "optimizer.tables",
+    "optimizer.dense",
 )
 # Settings of a Job, all of a group where none is named, that change how a network is trained and that a stack does not
 # have.
@@ -121,7 +131,8 @@ def why_alone(job: Job) -> str | None:
 def apart(first: Built, other: Built) -> str | None:
     """Explains why two members cannot be in one stack; None if they can."""
     for key in _SHARED:
-        mine, theirs = (_shared_value(built.job, key) for built in (first, other))
+        mine = _shared_value(first.job, key)
+        theirs = _shared_value(other.job, key)
         if mine != theirs:
             return f"{key} is {mine} in '{first.member.name}' and {theirs} in '{other.member.name}'"
     return first_difference({first.member.name: first.network, other.member.name: other.network})
@@ -143,6 +154,11 @@ def loaders_of(built: Sequence[Built], runtime: Runtime) -> dict[str, Loader]:
             by_key[key] = setup.loader_of(member.job, member.task, member.schema, runtime)
         by_member[member.member.name] = by_key[key]
     return by_member
+
+
+def _is_over(checkpoint: str, epochs: int) -> bool:
+    position = read_checkpoint_manifest(checkpoint)["content"]["position"]
+    return is_over(Position(**position), epochs)
 
 
 class _Unsharded:
@@ -180,11 +196,12 @@ class StackedMembers:
         loaders = loaders_of(list(self._built.values()), self._runtime)
         first = next(iter(self._built.values()))
         begin = self._begin()
-        report.report_networks_start(
-            first.task, self._runtime, list(self._built), len({id(loader) for loader in loaders.values()})
-        )
-        members = {
-            name: Member(
+        # Members with the same rows have one loader.
+        count = len(set(map(id, loaders.values())))
+        report.report_networks_start(first.task, self._runtime, list(self._built), count)
+        members = {}
+        for name, member in self._built.items():
+            members[name] = Member(
                 network=member.network,
                 loader=loaders[name],
                 optimizer=member.job.optimizer,
@@ -192,14 +209,11 @@ class StackedMembers:
                 seed=member.job.train.seed + 1,
                 checkpoints=self._checkpoints(member, begin.get(name)),
             )
-            for name, member in self._built.items()
-        }
         start = time.perf_counter()
-        validate: Callable[[str], Record] | None = self._validate if first.task.validates else None
         with asked_to_stop() as stop:
             history = train_stack(
                 members,
-                evaluate=validate,
+                evaluate=self._validate if first.task.validates else None,
                 log=self._log,
                 codistillation=self._config.codistillation,
                 stop=stop,
@@ -212,33 +226,30 @@ class StackedMembers:
         """Returns each member's checkpoint to begin from, of the newest step with checkpoints of all."""
         if self._config.resume == "never":
             return {}
-        folders = {
-            name: CheckpointFolder(self._folder_of(member))
-            for name, member in self._built.items()
-            if member.job.checkpoint.saves
-        }
         together = CheckpointRanks(self._runtime)
-        last = {name: path for name, folder in folders.items() if (path := newest_good(folder, together)) is not None}
-        over = {name: path for name, path in last.items() if self._is_over(name, path)}
-        unfinished = {name: folder for name, folder in folders.items() if name not in over}
+        over = {}
+        unfinished = {}
+        for name, member in self._built.items():
+            if not member.job.checkpoint.saves:
+                continue
+            folder = CheckpointFolder(self._folder_of(member))
+            path = newest_good(folder, together)
+            # A member that has ended takes no step with the others, and keeps its last checkpoint.
+            if path is not None and _is_over(path, member.job.train.epochs):
+                over[name] = path
+            else:
+                unfinished[name] = folder
         paths = over | common_checkpoints(unfinished, together)
         # All members of a stack step together, so if one begins anew, all do.
-        if len(paths) < len(folders):
+        if len(paths) < len(over) + len(unfinished):
             paths = {}
         for name, path in paths.items():
             check_ids_stay(path, self._built[name].task, together, run=self._root / name)
-        print(
-            f"resuming from {', '.join(paths.values())}"
-            if paths
-            else "no checkpoint of all to resume from: they begin anew",
-            flush=True,
-        )
+        text = "no checkpoint of all to resume from: they begin anew"
+        if paths:
+            text = f"resuming from {', '.join(paths.values())}"
+        print(text, flush=True)
         return paths
-
-    def _is_over(self, name: str, path: str) -> bool:
-        return is_over(
-            Position(**read_checkpoint_manifest(path)["content"]["position"]), self._built[name].job.train.epochs
-        )
 
     def _folder_of(self, member: Built) -> str:
         return member.job.checkpoint.folder or str(self._root / member.member.name / CHECKPOINTS)
@@ -259,10 +270,10 @@ class StackedMembers:
         # Folders are made only after the first step, because it shows whether the members can be stacked.
         if name not in self._folders:
             member = self._built[name]
-            self._folders[name] = RunFolder(
-                self._root / name, training.settings_of(member.job), replace=self._config.resume == "auto"
-            )
-            self._trackings[name] = Tracking.start(self._root / name, training.settings_of(member.job), member=name)
+            path = self._root / name
+            settings = training.settings_of(member.job)
+            self._folders[name] = RunFolder(path, settings, replace=self._config.resume == "auto")
+            self._trackings[name] = Tracking.start(path, settings, member=name)
             self._folders[name].write(STACK_FILE, json.dumps(list(self._built)))
             self._folders[name].write(IDS_FILE, json.dumps(meaning_of_ids(member.task), indent=2))
         self._folders[name].log(record)
@@ -277,13 +288,12 @@ class StackedMembers:
         with torch.no_grad():
             figures = {} if diverged else evaluator.test()
         result = report.result_of(name, folder.records, figures, seconds, (self._runtime.rank,), str(folder.path))
-        folder.write(
-            "summary.json", json.dumps({"data": member.task.name, "test": figures, "seconds": seconds}, indent=2)
-        )
+        summary = {"data": member.task.name, "test": figures, "seconds": seconds}
+        folder.write("summary.json", json.dumps(summary, indent=2))
         if self._config.weights:
-            torch.save(
-                {key: value.clone() for key, value in member.network.state_dict().items()}, folder.path / "weights.pt"
-            )
+            # A member's weights are views of the stack's, and torch.save() would write the whole storage.
+            weights = {key: value.clone() for key, value in member.network.state_dict().items()}
+            torch.save(weights, folder.path / "weights.pt")
         baseline = evaluator.baseline("validation") if member.task.validates else None
         folder.close(baseline, baseline_name=member.task.baseline_name)
         self._trackings[name].end()
