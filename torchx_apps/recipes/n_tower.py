@@ -7,6 +7,7 @@ Keys of the recipes say which columns are in which tower, and how a tower's outp
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from torchrec_ext.modules.config import (
 )
 from torchrec_ext.schema.validation import OutOfRange, listed
 from torchrec_ext.train.config import Schedule, TrainConfig
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.cli.overrides import apply_overrides, numbers_by_name
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.loading import labelled_task, multi_label_task, streamed_task
 
@@ -114,7 +115,7 @@ def columns_by_name(
     Raises:
         ValueError: a name or pattern is that of no column, or a column is in two towers, or in none.
     """
-    columns = (*features, *dense)
+    columns = [*features, *dense]
     owner: dict[str, str] = {}
     for tower, patterns in towers.items():
         for pattern in patterns:
@@ -148,22 +149,19 @@ def listed_features(towers: str, features: Sequence[str]) -> dict[str, list[str]
     Raises:
         ValueError: a feature is unknown, listed twice or not listed.
     """
-    groups = [group.split("+") for group in towers.split(",")]
-    listed_names = [name for group in groups for name in group]
-    unknown = [name for name in listed_names if name not in features]
-    twice = [name for name in listed_names if listed_names.count(name) > 1]
-    missing = [name for name in features if name not in listed_names]
-    if unknown:
-        raise ValueError(
-            f"model.towers={towers}: there is no feature '{unknown[0]}'; the features are {listed(features)}"
-        )
-    if twice:
-        raise ValueError(f"model.towers={towers}: '{twice[0]}' stands there twice; a feature is in one tower")
-    if missing:
-        raise ValueError(
-            f"model.towers={towers}: '{missing[0]}' stands in no tower; give each of {listed(features)} one"
-        )
-    return {f"tower_{number}": group for number, group in enumerate(groups)}
+    names = re.split("[+,]", towers)
+    for name in names:
+        if name not in features:
+            raise ValueError(
+                f"model.towers={towers}: there is no feature '{name}'; the features are {listed(features)}"
+            )
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"model.towers={towers}: '{name}' stands there twice; a feature is in one tower")
+    for name in features:
+        if name not in names:
+            raise ValueError(f"model.towers={towers}: '{name}' stands in no tower; give each of {listed(features)} one")
+    return {f"tower_{number}": group.split("+") for number, group in enumerate(towers.split(","))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +265,9 @@ def build_n_tower(config: NTowerConfig, data: LabelledData | StreamedData) -> To
     if not kind.shared:
         return TowerModel(towers, top, loss=row_loss(config.loss))
     item = _item_of(config, data, towers)
-    counts = torch.from_numpy(data.popularity) if config.correct and kind.in_batch else None
+    counts = None
+    if config.correct and kind.in_batch:
+        counts = torch.from_numpy(data.popularity)
     return RetrievalModel(
         towers, top, counts=counts, item_feature=item, temperature=config.temperature, loss=config.loss
     )
@@ -282,7 +282,9 @@ def _item_of(config: NTowerConfig, data: LabelledData | StreamedData, towers: Ma
             f"model.loss={config.loss}: the preprocessing of '{data.name}' names no item; name its column in the "
             "preprocessing recipe, Prepared(item=...), or set model.loss=bce"
         )
-    tower_features = [name for table in towers[last].tables for name in table.feature_names]
+    tower_features: list[str] = []
+    for table in towers[last].tables:
+        tower_features += table.feature_names
     if item not in tower_features:
         raise ValueError(
             f"model.loss={config.loss} with model.towers={config.towers}: the last tower, '{last}', must read the "
@@ -303,8 +305,9 @@ def _towers(config: NTowerConfig, data: LabelledData | StreamedData) -> dict[str
 
     from torchrec_ext.modules.tower import Tower
 
-    return {
-        name: Tower(
+    towers = {}
+    for name, (features, dense) in _columns_by_tower(config, data).items():
+        towers[name] = Tower(
             tables_of_features(config, data, features),
             config.tower_widths,
             dense=dense,
@@ -314,8 +317,7 @@ def _towers(config: NTowerConfig, data: LabelledData | StreamedData) -> dict[str
             compress=compression_of(config.compress),
             device=torch.device("meta"),
         )
-        for name, (features, dense) in _columns_by_tower(config, data).items()
-    }
+    return towers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,16 +350,8 @@ class MultiTaskConfig(NTowerConfig):
 
     def weights_by_task(self) -> dict[str, float]:
         """Returns the weights of ``weights`` by task."""
-        weights = {}
-        for text in self.weights:
-            name, _, weight = text.partition("=")
-            try:
-                weights[name] = float(weight)
-            except ValueError:
-                raise ValueError(
-                    f"model.weights: {text!r} must be a task and the weight of its loss, such as conversion=0.5"
-                ) from None
-        return weights
+        rule = "must be a task and the weight of its loss, such as conversion=0.5"
+        return numbers_by_name("model.weights", self.weights, rule)
 
 
 def multi_task() -> Job:
@@ -432,10 +426,13 @@ def _columns_by_tower(
     if ":" in config.towers:
         return columns_by_name(named_towers(config.towers), data.features, data.dense)
     groups = listed_features(config.towers, data.features)
-    readers = Counter(data.tables[name] for name in data.features)  # a table of several counts once
-    sizes = {name: data.vocab[name] / readers[data.tables[name]] for name in data.features}
+    # A table that several features read counts once, in equal parts.
+    readers = Counter(data.tables[name] for name in data.features)
+    sizes = {}
+    for tower, names in groups.items():
+        sizes[tower] = sum(data.vocab[name] / readers[data.tables[name]] for name in names)
     # The list names no dense columns: the tower with the smallest tables reads them.
-    smallest = min(groups, key=lambda tower: sum(sizes[name] for name in groups[tower]))
+    smallest = min(sizes, key=sizes.__getitem__)
     return {tower: (names, data.dense if tower == smallest else ()) for tower, names in groups.items()}
 
 
@@ -463,14 +460,17 @@ def tables_of_features(
     readers: dict[str, list[str]] = {}
     for feature in features:
         table = data.tables[feature]
-        readers.setdefault(f"{table}_{feature}" if table in own_tables else table, []).append(feature)
-    return [
-        kind(
+        if table in own_tables:
+            table = f"{table}_{feature}"
+        readers.setdefault(table, []).append(feature)
+    configs = []
+    for name, names in readers.items():
+        table_config = kind(
             name=name,
             feature_names=names,
             num_embeddings=data.vocab[names[0]],
             embedding_dim=config.embedding_dim,
             init_fn=partial(torch.nn.init.normal_, std=config.embedding_std),
         )
-        for name, names in readers.items()
-    ]
+        configs.append(table_config)
+    return configs

@@ -104,10 +104,10 @@ def build_contextual_ncf(config: NCFConfig, data: LabelledData) -> ContextualNCF
             f"recipe contextual_ncf: the rows of '{data.name}' have no column '{missing[0]}', which "
             "NeuMF multiplies; take --recipe n_tower, which needs none"
         )
-    towers = {
-        tower: ([name for name in features if name != f"{tower}_id"], dense)
-        for tower, (features, dense) in data.towers.items()
-    }
+    towers = {}
+    for tower, (features, dense) in data.towers.items():
+        # The ids have tables of their own, in both halves.
+        towers[tower] = [name for name in features if name != f"{tower}_id"], dense
     user, user_dense = towers["user"]
     item, item_dense = towers["item"]
     context, dense = towers.get("context", ((), ()))
@@ -138,17 +138,15 @@ def _network(
             pooling=PoolingType.MEAN,
         )
 
-    context_tables = [table(name) for name in context]
-    item_tables = [table(name) for name in item]
     return ContextualNCF(
         vocab["user_id"],
         vocab["item_id"],
         gmf_dim=config.gmf_dim,
         mlp_dim=config.mlp_dim,
         mlp_widths=config.mlp_widths,
-        context_tables=context_tables,
+        context_tables=[table(name) for name in context],
         context_dense=dense,
-        item_tables=item_tables,
+        item_tables=[table(name) for name in item],
         item_dense=item_dense,
         embedding_std=config.embedding_std,
         activation=config.activation,

@@ -71,15 +71,19 @@ def _restored(config: Any, saved: Mapping[str, Any]) -> Any:
 
 def _value(hint: Any, json_value: Any) -> Any:
     """Converts a JSON value to the type of a field."""
-    kinds = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if isinstance(json_value, dict):
-        group: Any = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
-        if group is not None:
-            hints = typing.get_type_hints(group)
+    kinds: tuple[Any, ...] = (hint,)
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        kinds = typing.get_args(hint)
+    for kind in kinds:
+        if isinstance(json_value, dict) and dataclasses.is_dataclass(kind):
+            hints = typing.get_type_hints(kind)
+            group: Any = kind
             return group(**{name: _value(hints[name], value) for name, value in json_value.items()})
+        if isinstance(json_value, list) and typing.get_origin(kind) is tuple:
+            inner, *_ = typing.get_args(kind)
+            return tuple(_value(inner, value) for value in json_value)
     if isinstance(json_value, list):
-        inner = next((typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple), Any)
-        return tuple(_value(inner, value) for value in json_value)
+        return tuple(_value(Any, value) for value in json_value)
     if isinstance(json_value, str) and Path in kinds:
         return Path(json_value)
     return json_value

@@ -217,6 +217,7 @@ def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
             f"{where} with model.position=none: the sessions have no time gaps, so their order would "
             "be lost; set model.position=end, or History(gaps=GAPS)"
         )
+    # Of several columns with one vocabulary the first is the target, the item's id before all.
     item_features = {tables[name]: name for name in (*reversed(data.towers["item"][0]), item)}
     session_tables = dict.fromkeys(tables[name] for name in features)
     targets = [item_features[table] for table in session_tables if table in item_features]
@@ -232,27 +233,23 @@ def build_bst(config: BstConfig, data: StreamedData) -> TowerModel:
 
     sessions = _sessions(config, data)
     meta = torch.device("meta")
-
-    steps = tables_of_features(config, data, [*sessions.features, *sessions.targets], bags=False)
-    in_steps = {*sessions.features, *sessions.targets}
+    in_steps = [*sessions.features, *sessions.targets]
+    steps = tables_of_features(config, data, in_steps, bags=False)
     others = {}
     for tower, (features, dense) in data.towers.items():
         rest = [name for name in features if name not in in_steps]
         if tower != "item" and (rest or dense):
             others[tower] = Tower(tables_of_features(config, data, rest), [], dense=dense, device=meta)
     features, dense = data.towers["item"]
+    item_columns = [name for name in features if name not in in_steps]
+    # A tower has a table once, and the target's own columns come first in it.
+    own_tables = {data.tables[name] for name in sessions.targets}
     return bst(
         steps,
         session=sessions.features,
         target=sessions.targets,
         others=others,
-        # A tower has a table once, and the target's own columns come first in it.
-        target_tables=tables_of_features(
-            config,
-            data,
-            [name for name in features if name not in in_steps],
-            own_tables={data.tables[name] for name in sessions.targets},
-        ),
+        target_tables=tables_of_features(config, data, item_columns, own_tables=own_tables),
         target_dense=dense,
         max_length=sessions.window,
         combine=config.combine,

@@ -138,16 +138,14 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
             raise ValueError(
                 f"model.{field} names {unknown}, which '{data.name}' does not have; it has {sorted(available)}"
             )
-    names = [
-        name
-        for name in (*data.vocab, *data.dense)
-        if name in (config.features or available) and name not in config.without
-    ]
-    columns_by_tower = {
-        "user": [name for name in names if name not in data.items],
-        "item": [name for name in names if name in data.items],
-    }
-    towers = {name: _tower(config, data, columns) for name, columns in columns_by_tower.items()}
+    names = set(config.features or available) - set(config.without)
+    user_columns: list[str] = []
+    item_columns: list[str] = []
+    for name in (*data.vocab, *data.dense):
+        if name in names:
+            columns = item_columns if name in data.items else user_columns
+            columns.append(name)
+    towers = {"user": _tower(config, data, user_columns), "item": _tower(config, data, item_columns)}
     widths = [tower.out_features for tower in towers.values()]
     # Under a softmax over the batch no two rows share a user.
     kind = LOSSES[config.loss]
@@ -166,7 +164,9 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
         temperature = 1.0 if top.temperature else config.temperature
         loss = row_loss(config.loss, temperature=temperature, correct=config.correct)
         return TowerModel(towers, top, loss=loss, shared=shared)
-    counts = torch.from_numpy(data.popularity()) if config.correct and kind.in_batch else None
+    counts = None
+    if config.correct and kind.in_batch:
+        counts = torch.from_numpy(data.popularity())
     rejected = None
     if config.reject_known:
         rejected = KnownItems(KnownPairs(data.num_items, data.known.users, data.known.items))
@@ -181,18 +181,20 @@ def _tower(config: TwoTowerConfig, data: InteractionData, columns: Sequence[str]
 
     from torchrec_ext.modules.tower import Tower
 
-    tables = [
-        EmbeddingBagConfig(
+    tables = []
+    dense = []
+    for name in columns:
+        if name in data.dense:
+            dense.append(name)
+            continue
+        table = EmbeddingBagConfig(
             name="item_id" if name == "history" and config.share_items else name,
             feature_names=[name],
             num_embeddings=data.vocab[name],
             embedding_dim=config.embedding_dim,
             pooling=PoolingType.MEAN,
         )
-        for name in columns
-        if name in data.vocab
-    ]
-    dense = [name for name in columns if name in data.dense]
+        tables.append(table)
     return Tower(
         tables,
         config.tower_widths,
