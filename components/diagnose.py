@@ -69,6 +69,7 @@ def why_slow(
     nodes, x, procs = j.partition("x")
     if not x or not all(count.isdecimal() and int(count) > 0 for count in (nodes, procs)):
         raise ValueError(f"-j {j}: write NODESxPROCS in whole numbers from 1, such as -j 1x2")
+    # Several ranks run under the agent of a training, one is a process of its own.
     if j != "1x1":
         return _app(
             "torchx_apps.diagnose",

@@ -139,6 +139,7 @@ def http(
         raise ValueError(
             "--p99 measures this machine, and --manifest starts nothing: measure on a node, give --workers"
         )
+    # Nobody outside its pod would reach a loopback address.
     if manifest is not None and host == "127.0.0.1":
         host = "0.0.0.0"
     flags = ["-m", "torchx_apps.serve", bundle, f"--host={host}", f"--port={port}", f"--workers={workers}"]

@@ -89,6 +89,7 @@ def _write(rows: TowerGroup, options: argparse.Namespace) -> str:
     from torchx_apps.jobs.embedding import embed_files, ids_in, refresh_files
 
     deleted: KnownIds = []
+    # Ids from a file keep its type; typed ones are text, and become that of the store.
     if _is_path(options.delete or ""):
         deleted = ids_in([options.delete], options.id)
     elif options.delete is not None:
@@ -96,6 +97,7 @@ def _write(rows: TowerGroup, options: argparse.Namespace) -> str:
     if options.redis is not None:
         from torchx_apps.jobs.embedding import fill_redis
 
+        # 0 stands for never.
         expire = _DAY_S if options.expire is None else options.expire
         return fill_redis(rows, options.redis, expire or None, deleted)
     if options.refresh is not None:

@@ -62,6 +62,7 @@ def _serve(options: argparse.Namespace) -> int:
         stages = [options.stage] if options.stage else ["exact", "dot"]
         bundles = [settings.bundle, *(bundle.absolute() for bundle in options.also)]
         cores = len(os.sched_getaffinity(0))
+        # A choice with more workers than memory has room for is not measured.
         fitting = [each for each in choices(settings, bundles, stages, cores) if not too_many(each.workers)]
         settings = certify(fitting, target, say, _requests(options.requests))
     elif options.also or options.requests:

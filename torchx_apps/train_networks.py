@@ -41,6 +41,7 @@ def _train(argv: Sequence[str] | None) -> int:
         return say_once(list_recipes())
     base = apply_overrides(load_recipe(options.recipe), options.set)
     members = members_of(base, options.vary, options.member, own_rows=options.own_rows)
+    # --list and --dry-run run without ranks, so --ranks says their number.
     groups = place(
         [member.name for member in members], options.ranks or int(os.environ.get("WORLD_SIZE", "1")), options.groups
     )

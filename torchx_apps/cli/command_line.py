@@ -60,6 +60,7 @@ def setting_keys(config: Any) -> list[SettingKey]:
         ['data.name', 'data.history_length']
     """
     keys = list(_keys(config, ""))
+    # Known sections first, then a user's own, and the keys of no group at the end.
     names = list(dict.fromkeys([*_SECTIONS, *(key.section for key in keys if key.section != _JOB), _JOB]))
     return sorted(keys, key=lambda key: names.index(key.section))
 

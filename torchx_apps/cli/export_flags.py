@@ -68,6 +68,7 @@ def check_export(options: argparse.Namespace, out: Path) -> None:
     if options.index != "exact":
         from torchrec_ext.retrieval.index.faiss import faiss_module
 
+        # Raises if the package is missing.
         faiss_module()
     if options.onnx_skip and not options.onnx:
         raise ValueError(

@@ -173,6 +173,7 @@ def _one_of_values(text: str, values: dict[str, Any]) -> object:
 
 
 def _several(text: str, kind: Any, hints: tuple[Any, ...]) -> object:
+    # As typed, 64,32, or as Python prints it, (64, 32).
     inside = text.strip().strip("()[]").strip().rstrip(",")
     items: list[str] = []
     if inside:
@@ -188,6 +189,7 @@ def _several(text: str, kind: Any, hints: tuple[Any, ...]) -> object:
 
 def _number(text: str, kind: type) -> object:
     try:
+        # int() takes no 4e3.
         if kind is int and "e" in text.lower() and float(text).is_integer():
             return int(float(text))
         return kind(text)
@@ -222,6 +224,7 @@ class FileSetting(str):
 
     def removeprefix(self, prefix: str, /) -> FileSetting:
         """Returns the change of the key without a prefix."""
+        # The method of str returns a plain text, which has no file.
         change = FileSetting(super().removeprefix(prefix))
         change.file = self.file
         return change

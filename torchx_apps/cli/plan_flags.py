@@ -13,6 +13,7 @@ from torchrec_ext.distributed.plan.config import Kernel, PlanConfig, Sharding
 from torchrec_ext.distributed.plan.devices import Cluster
 from torchx_apps.cli.overrides import nearest
 
+# ROWSxDIM or ROWSxDIMxIDS, such as 300Mx64 or 12.5Mx64x20.
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmb]?)x(\d+)(?:x(\d+(?:\.\d+)?))?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
 

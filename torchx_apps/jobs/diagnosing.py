@@ -306,6 +306,7 @@ class _Iterated:
 
     def run(self, clock: Callable[[], float], count: int) -> float:
         """Returns the mean seconds of so many iterations."""
+        # Both variants run in this process, and a remedy may be another number of threads.
         torch.set_num_threads(self._threads)
         start = clock()
         for _ in range(count):

@@ -283,6 +283,7 @@ class TowerGroup:
         world_size = runtime.world_size
         if catalogue == "known":
             self._users = _known_users(bundle, self.names)
+            # One row says the columns of all.
             user_columns = self._users.block(0, 1).schema.names
             absent = ", ".join(f"'{name}'" for name in self.encoder.request_columns if name not in user_columns)
             if absent:

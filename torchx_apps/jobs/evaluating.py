@@ -52,6 +52,7 @@ class Vectors(NamedTuple):
             # Ids without a gap need no search.
             if last - first == len(self.ids) - 1:
                 return np.where((ids >= first) & (ids <= last), ids - first, -1)
+        # searchsorted() gives one row too many for an id beyond the last.
         index = np.minimum(self.ids.searchsorted(ids), len(self.ids) - 1)
         return np.where(self.ids[index] == ids, index, -1)
 

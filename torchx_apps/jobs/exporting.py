@@ -58,6 +58,7 @@ def export_task(
     Raises:
         BundleError: the model or the data cannot be served.
     """
+    # Asked first, because the data of an export are read from all rows.
     if reason := task.unservable(get_unwrapped_module(model)):
         raise BundleError(reason)
     data = task.export_data(schema)
@@ -79,6 +80,7 @@ def bundle_of_run(
 ) -> Manifest | BundleError:
     """Exports the bundle of a run; returns why it cannot, if the model or the data cannot be served. Collective."""
     try:
+        # An earlier attempt of the run may have left its bundle.
         return export_task(model, task, schema, runtime, out, details=details, loader=loader, overwrite=True)
     except BundleError as error:
         return error

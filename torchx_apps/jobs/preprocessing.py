@@ -201,6 +201,7 @@ def run_preprocess(job: PreprocessJob) -> Path:
     """
     out = Path(job.out or f"runs/{job.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     begun = time.monotonic()
+    # Missing packages are named before the log is read.
     if job.pictures:
         require_matplotlib("--set pictures=false")
     config = dataclasses.asdict(job.config) if is_group(job.config) else None

@@ -235,6 +235,7 @@ def _digest_of(values: Any) -> str:
         joined = b"\0".join(texts)
         digest.update(b"\0" + joined if start else joined)
         lengths.update(np.array([len(text) for text in texts], dtype="<i8").data)
+        # With more NULs than joints a text has one itself.
         nul = nul or joined.count(b"\0") >= len(texts)
     if nul:
         digest.update(lengths.digest())
@@ -358,6 +359,7 @@ def find_checkpoint(flag: str, location: str, together: CheckpointRanks, which: 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
+    # A folder of checkpoints, or a run folder with one; else the location is a checkpoint itself.
     for root in (location, f"{location.rstrip('/')}/{CHECKPOINTS}"):
         folder = CheckpointFolder(root)
         if which == "last":

@@ -81,6 +81,7 @@ def set_up(job: Job, task: Task, runtime: Runtime, *, tries_placements: bool = T
         tries_placements: try placements under ``plan.towers=auto``; otherwise all towers are on all ranks.
     """
     job = as_loaded(job, task)
+    # Before the model is built: its first weights come from the seed, on all ranks alike.
     torch.manual_seed(job.train.seed)
     model = build_model(job, task)
     decision = None
@@ -101,6 +102,7 @@ def load_task(job: Job, runtime: Runtime) -> Task:
         ValueError: what the recipe's ``task`` returns is no :class:`Task`.
     """
     reason = None
+    # One rank of a host downloads; the others find the set there.
     if runtime.local_rank == 0:
         try:
             task = job.task(job.data, progress=runtime.is_main)
@@ -308,6 +310,7 @@ def _check_scores(job: Job, task: Task, samples: int, runtime: Runtime) -> None:
         return
     if job.loader.label:
         samples = math.ceil(samples * task.positives(job.loader)[0])
+    # Bytes of a pair on this host: its ranks share the rows, and the other hosts have the rest.
     each = 4 * _SCORE_COPIES * runtime.local_world_size / runtime.world_size
     size = each * samples * (samples + job.loader.shared_negatives)
     free = available_memory()
@@ -394,6 +397,7 @@ def shard_job(parts: JobParts, runtime: Runtime) -> tuple[DistributedModelParall
         optimizer=job.optimizer,
         seed=job.train.seed,
         table_copies=job.sync.table_copies,
+        # One rank sends nothing, and nothing is rounded.
         codecs=codecs_of(job.plan) if runtime.world_size > 1 else None,
     )
     if job.streams:

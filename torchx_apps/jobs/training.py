@@ -262,6 +262,7 @@ def open_run(job: Job, run_dir: Path | None, resume: str, runtime: Runtime, memb
         checkpoint = resume_from(resume, checkpointer, again=again)
     folder = tracking = None
     if runtime.is_main:
+        # A run that goes on writes its folder anew, and any other one refuses the folder of another run.
         folder = RunFolder(path, settings_of(job), replace=resume != "never")
         folder.write(LAUNCH, launch_id())
         tracking = Tracking.start(path, settings_of(job), member=member)
@@ -271,6 +272,7 @@ def open_run(job: Job, run_dir: Path | None, resume: str, runtime: Runtime, memb
 def _run_folder(job: Job, run_dir: Path | None, resume: str, runtime: Runtime) -> tuple[Path, bool]:
     """Returns rank 0's choice of a run folder, and whether an earlier attempt of this launch has used it."""
     counted: list[Any] = [None] * runtime.world_size
+    # All ranks are asked, because each host counts its own restarts.
     dist.all_gather_object(counted, restarted())
     decided: list[Any] = [None, False]
     if runtime.is_main:

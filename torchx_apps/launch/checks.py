@@ -240,6 +240,7 @@ def is_secret(name: str) -> bool:
         >>> [is_secret(name) for name in ("DB_PASS", "MYSQL_PWD", "dbPassword", "SESSION_TOKENS", "PWD", "MAX_TOKENS")]
         [True, True, True, True, False, False]
     """
+    # dbPassword, DB_PASSWORD and db-password have the same words.
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|-", "_", name).upper().split("_")
     if name in (*_NAMES_OF_FILES, "PWD") or words[-1] in ("FILE", "PATH", "ID", "NAME"):
         return False
@@ -258,6 +259,7 @@ def _way(scheduler: str, name: str) -> str:
 
 def role_flags(role: Role) -> Iterator[tuple[str, str]]:
     """Yields each flag of a role's command with its value, of ``--flag=value`` and ``--flag value``."""
+    # torchrun's command is one text for bash, with quotes around its words.
     words = " ".join(role.args).split() if role.entrypoint == "bash" else role.args
     for word, following in zip(words, [*words[1:], ""], strict=True):
         word = word.strip("'\"")

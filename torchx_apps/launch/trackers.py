@@ -137,6 +137,7 @@ class Tracking:
         self._each(add)
 
     def _each(self, call: Callable[[Any], None]) -> None:
+        # Over a copy, because a tracker that fails is left out from then on.
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
@@ -334,6 +335,7 @@ class MLflowTracker(FigureTracker):
     def _inside(self, run_id: str, *, create: bool = False) -> str:
         """Returns MLflow's id of a run."""
         if run_id not in self._ids:
+            # A quote would end the name in MLflow's search.
             name = run_id.replace("'", "")
             runs = self._client.search_runs([self._experiment], f"attributes.run_name = '{name}'")
             if not runs and not create:

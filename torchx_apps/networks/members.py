@@ -339,6 +339,7 @@ class World:
             LOCAL_WORLD_SIZE=str(len(local_ranks)),
             MASTER_ADDR=address,
             MASTER_PORT=port,
+            # With the agent's store all ranks would be its clients, and no store would be opened at this port.
             TORCHELASTIC_USE_AGENT_STORE="False",
         )
         self._environ.update(_of_local_ranks(self._gpus, [int(hosts[rank][2]) for rank in local_ranks]))

@@ -90,6 +90,7 @@ def read_result(member: MemberJob, folder: Path, seconds: float | None, ranks: S
     """Returns the result of a member from its run folder, with the folder's seconds if ``seconds`` is None."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = folder / "summary.json"
+    # A member that diverged has none.
     saved = json.loads(summary.read_text()) if summary.exists() else {}
     duration = saved.get("seconds", 0.0) if seconds is None else seconds
     return result_of(member.name, records, saved.get("test", {}), duration, ranks, str(folder))
@@ -138,6 +139,7 @@ class StackProgress:
 def chosen_by(members: Sequence[MemberJob], results: Sequence[Result]) -> tuple[str, str, bool]:
     """Returns the figure to choose the best by, its part (``validation`` or ``test``), and whether higher is better."""
     job: Job = members[0].job
+    # The test part should not choose, so it does only where a member has no evaluation.
     part = "validation" if all(result.validation for result in results if result.test) else "test"
     stop = job.train.early_stop
     if stop.metric:

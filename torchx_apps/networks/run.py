@@ -144,6 +144,7 @@ class _Group:
         return [report.read_result(member, self._root / member.name, None, self._group.ranks) for member in members]
 
     def _narrow(self) -> None:
+        # Each member that is trained alone has a world of its own, which needs a name of its own.
         self._world.narrow(self._group, f"{self._number}/{self._worlds}")
         self._worlds += 1
 

@@ -101,6 +101,7 @@ def build(members: Sequence[MemberJob], runtime: Runtime) -> list[Built]:
         job = setup.as_loaded(job, task)
         torch.manual_seed(job.train.seed)
         network = setup.build_model(job, task)
+        # Tables are on the meta device until here.
         for _, collection in collections(network):
             collection.to_empty(device=runtime.device)
         initialise_tables(network, job.train.seed)
@@ -286,6 +287,7 @@ class StackedMembers:
         evaluator = self._evaluators[name]
         diverged = history[-1]["kind"] == "error"
         with torch.no_grad():
+            # Weights that are not finite have no figures.
             figures = {} if diverged else evaluator.test()
         result = report.result_of(name, folder.records, figures, seconds, (self._runtime.rank,), str(folder.path))
         summary = {"data": member.task.name, "test": figures, "seconds": seconds}

@@ -206,6 +206,7 @@ class NTowerConfig:
     out_of_range: OutOfRange = "error"
 
     def __post_init__(self) -> None:
+        # Parsed for their errors alone, before any data are loaded.
         compression_of(self.compress)
         check_towers(self.towers)
         check_loss(self.loss, self.interaction, self.temperature)

@@ -479,6 +479,7 @@ def _taobao_csv(path: Path, engine: Any) -> Any:
         kinds[name] = "int64" if is_number else "string"
     table = engine.ibis.read_csv(str(path), columns=kinds, header=header, delim=",")
     try:
+        # DuckDB reads rows when they are asked for, so a wrong one would be met in a later step.
         engine.collect(table.aggregate(n=table.timestamp.max()))
     except Exception as error:
         # DuckDB's message names line, column and value.

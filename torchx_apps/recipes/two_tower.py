@@ -75,6 +75,7 @@ class TwoTowerConfig:
     out_of_range: OutOfRange = "error"
 
     def __post_init__(self) -> None:
+        # Parsed for its errors alone, before any data are loaded.
         compression_of(self.compress)
         check_loss(self.loss, self.interaction, self.temperature)
         if self.reject_known and not LOSSES[self.loss].in_batch:
@@ -188,6 +189,7 @@ def _tower(config: TwoTowerConfig, data: InteractionData, columns: Sequence[str]
             dense.append(name)
             continue
         table = EmbeddingBagConfig(
+            # Tables of one name are one table, also in two towers.
             name="item_id" if name == "history" and config.share_items else name,
             feature_names=[name],
             num_embeddings=data.vocab[name],

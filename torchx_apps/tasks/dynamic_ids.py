@@ -39,6 +39,7 @@ def numbered(values: pa.Array) -> Tensor:
         return torch.from_numpy(values.fill_null(EMPTY).to_numpy(zero_copy_only=False).astype(np.int64))
     ids = string_ids(values)
     numbers = ids.numpy()
+    # Equal hashes stand side by side in this order.
     order = numbers.argsort()
     twice = np.flatnonzero((numbers[order[1:]] == numbers[order[:-1]]) & (numbers[order[1:]] != EMPTY))
     if len(twice):

@@ -153,6 +153,7 @@ class Job:
     threads: int | None = None
 
     def __post_init__(self) -> None:
+        # Parsed for their errors alone, before any data are loaded.
         self.id_dropout_rates()
         self.pretrained_files()
         watched = self.train.early_stop.metric
@@ -305,6 +306,7 @@ def check_elastic(job: Job, topology: str | None = None) -> None:
             f"plan.towers={towers} with -j {topology}: it gives towers ranks of their own, whose number changes with "
             f"the nodes that are up; set plan.towers=auto, or write -j {rest}"
         )
+    # Nodes come and go, so each number of ranks between the two may train.
     odd = next((count for count in ranks if count % copies), None)
     if odd:
         raise ValueError(

@@ -46,6 +46,7 @@ class LabelledTask(Task):
         users = len(self.data.user_features)
         items = len(self.data.item_features)
         columns = {*self.data.features, *self.data.dense} - {"user_id", "item_id"}
+        # All that is neither the user's nor the item's.
         parts.append(f"{len(columns) - users - items} columns of context")
         if users:
             parts.append(f"{users} of users")

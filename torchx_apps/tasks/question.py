@@ -121,6 +121,7 @@ class TaskQuestion:
         return metrics.ranks_of(scores, self.question, start)
 
     def _figures(self, ranks: metrics.TargetRanks) -> Record:
+        # No ranking finds a target outside the catalogue, whatever its vector scores.
         if self.num_items is not None and isinstance(self.question, metrics.Question):
             missed = self.question.targets > self.num_items
             better = ranks.better.masked_fill(missed, _BEHIND)

@@ -95,6 +95,7 @@ class RankingTask(RankedTask):
             )
 
         def refresh(epoch: int) -> Index:
+            # Looked up when an epoch begins: the evaluator is made after the loader.
             return self._evaluators[-1].hardest(config.hard_k)
 
         return training_loader(self.data, schema, config, refresh=refresh, rank=rank, world_size=world_size)
@@ -211,6 +212,7 @@ class RankingEvaluator(RankedEvaluator):
             scores = model.interaction.score_all(vectors[users.searchsorted(queries[trained])], items).cpu()
             own_items = self.data.seen(queries[trained])
             scores[own_items.owners, own_items.values] = -torch.inf
+            # Row 0 is the unknown item.
             scores[:, 0] = -torch.inf
             values, rows = scores.topk(best.shape[1])
             best[trained] = torch.where(values > -torch.inf, rows, 0).numpy()
@@ -244,6 +246,7 @@ def heldout_question(data: InteractionData, split: str, figures: Figures) -> Tas
     users = rows["user_id"].values
     targets = rows["item_id"].values
     target_rows: Int64 | None = None
+    # All held-out items of a user are one question.
     if evaluation.by == "user":
         order = np.argsort(users, kind="stable")
         targets = targets[order]

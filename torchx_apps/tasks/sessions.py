@@ -103,6 +103,7 @@ class SessionEvaluator(RankedEvaluator):
 
     @cached_property
     def _builder(self) -> BatchBuilder:
+        # Item 0 is the unknown one.
         return BatchBuilder(self.schema, Chunk({CANDIDATES: Column(np.arange(self.data.num_items + 1))}))
 
     @cached_property
@@ -114,6 +115,7 @@ class SessionEvaluator(RankedEvaluator):
         held_out = self._held_out["test"]
         before = held_out.before.slice(0, 1)
         rows = held_out.target_rows
+        # A user may have several held-out items.
         answers = held_out.targets[:1] if rows is None else held_out.targets[rows == 0]
         query = self._builder.user_batch(self._sessions(before))
         items, scores = self.best_items("session", query, self._builder, before.values)

@@ -290,7 +290,7 @@ def held_out_rows(data: StreamedData, split: str) -> Chunk:
     assert roles.item is not None
     roles_read = [roles.label, roles.item]
     item_ids, _ = data.items
-    # A first pass counts, because the rows of a split may not fit memory.
+    # A first pass counts the rows to choose from, since a split may not fit memory.
     count = sum(int(_wanted(chunk, data, item_ids).sum()) for chunk in data.chunks(split, roles_read))
     every = max(1, -(-count // data.ranked))
     names = list(dict.fromkeys([*roles_read, *data.features, *data.dense]))

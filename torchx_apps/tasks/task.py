@@ -223,6 +223,7 @@ class RankedEvaluator(Evaluator):
         # Row 0 is the unknown item.
         scores[0] = -torch.inf
         scores[torch.from_numpy(user_items)] = -torch.inf
+        # A user may have taken all but a few.
         best = scores.topk(min(K, int((scores > -torch.inf).sum())))
         return best.indices.tolist(), best.values.tolist()
 
