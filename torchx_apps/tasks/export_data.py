@@ -202,6 +202,7 @@ def _attributes(features: pa.Table, encoding: RowContext) -> pa.Table:
     for index, name in enumerate(attributes.column_names):
         if name in encoding.separators:
             texts = attributes[name]
+            # An empty text has no value; split, it would have one that is empty.
             texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts)
             attributes = attributes.set_column(index, name, pc.split_pattern(texts, encoding.separators[name]))
     return attributes
@@ -397,8 +398,7 @@ def _nobody(described: pa.Table, steps: FittedPreprocessor, dense: Sequence[str]
 def _rows_of(data: InteractionData) -> Chunk:
     """Returns the rows of all parts, the latest part first; the training rows have the latest first."""
     chunks = [getattr(data, part) for part in reversed(PARTS)]
-    latest_first = np.arange(chunks[-1].num_rows)[::-1]
-    chunks[-1] = chunks[-1].take(latest_first.copy())
+    chunks[-1] = chunks[-1].take(np.arange(chunks[-1].num_rows)[::-1])
     names = [name for name in chunks[0] if all(name in chunk for chunk in chunks)]
     return concatenate_rows(chunks, names)
 
