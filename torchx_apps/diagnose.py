@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchx_apps.cli.command_line import build_parser, describe_keys
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.cli.process import exit_code
+from torchx_apps.cli.process import exit_code, say_once
 from torchx_apps.recipes.by_name import list_recipes, load_recipe
 
 
@@ -39,14 +39,12 @@ def _diagnose(argv: Sequence[str] | None) -> int:
     )
     options = parser.parse_args(argv)
     if options.list_recipes:
-        print(list_recipes())
-        return 0
+        return say_once(list_recipes())
     if not options.budget > 0:
         raise ValueError(f"--budget {options.budget:g}: must be a number of seconds above 0")
     job = apply_overrides(load_recipe(options.recipe), options.set)
     if options.dry_run:
-        print(describe_keys(job))
-        return 0
+        return say_once(describe_keys(job))
     from torchx_apps.jobs.diagnosing import run_diagnosis
 
     return run_diagnosis(

@@ -16,7 +16,7 @@ from pathlib import Path
 from torchx_apps import train
 from torchx_apps.cli.command_line import build_parser
 from torchx_apps.cli.export_flags import add_bundle_flags
-from torchx_apps.cli.process import exit_code
+from torchx_apps.cli.process import exit_code, say_once
 from torchx_apps.jobs.pipeline import become, begin, check_record, run_alone, stages_of
 from torchx_apps.recipes.by_name import list_recipes
 from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES
@@ -39,16 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _pipeline(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     if options.list_recipes:
-        print(f"--preprocess\n{list_recipes(PREPROCESS_RECIPES)}\n\n--recipe\n{list_recipes()}")
-        return 0
+        return say_once(f"--preprocess\n{list_recipes(PREPROCESS_RECIPES)}\n\n--recipe\n{list_recipes()}")
     is_first = os.environ.get("RANK", "0") == "0"
     stages = stages_of(options)
     record = options.out / RECORD
     check_record(record, stages)
     if options.dry_run:
-        if is_first:
-            print("\n\n".join(f"# {each.app}\n\n{each.keys}" for each in stages.values()))
-        return 0
+        return say_once("\n\n".join(f"# {each.app}\n\n{each.keys}" for each in stages.values()))
     data, run, bundle = stages.values()
     if is_first:
         for stage in stages.values():

@@ -14,7 +14,7 @@ from pathlib import Path
 from torchx_apps.cli.command_line import build_parser, describe_keys
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.cli.plan_flags import check_flags
-from torchx_apps.cli.process import exit_code
+from torchx_apps.cli.process import exit_code, say_once
 from torchx_apps.recipes.by_name import list_recipes, load_recipe
 
 
@@ -33,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     if options.list_recipes:
-        print(list_recipes())
-        return 0
+        return say_once(list_recipes())
     if bool(options.recipe) == bool(options.tables):
         raise ValueError("give --tables NAME=ROWSxDIM,..., or --recipe NAME for the tables of a recipe, and not both")
     if options.set and not options.recipe:
@@ -45,8 +44,7 @@ def _plan(argv: Sequence[str] | None) -> int:
         job = apply_overrides(load_recipe(options.recipe), options.set)
         plan = job.plan
     if options.dry_run:
-        print(options.tables if job is None else describe_keys(job))
-        return 0
+        return say_once(options.tables if job is None else describe_keys(job))
     check_flags(options, plan)
     # Imports make objects that stay: collections took a seventh of their time, and freed nothing.
     gc.disable()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torchx_apps.cli.command_line import build_parser, describe_keys
 from torchx_apps.cli.errors import describe_error, would_come_again
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.cli.process import MISTAKE, die_with_parent, hand_over
+from torchx_apps.cli.process import MISTAKE, die_with_parent, hand_over, say_once
 from torchx_apps.recipes.by_name import list_recipes, load_job
 from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES
 
@@ -52,13 +52,11 @@ def _preprocess(argv: Sequence[str] | None) -> int:
     parser.add_argument("--out", help="folder for the result; a new one in runs/ where not given")
     options = parser.parse_args(argv)
     if options.list_recipes:
-        print(list_recipes(PREPROCESS_RECIPES))
-        return 0
+        return say_once(list_recipes(PREPROCESS_RECIPES))
     job = apply_overrides(load_job(options.recipe), options.set)
     job = dataclasses.replace(job, engine=options.engine or job.engine, out=options.out or job.out)
     if options.dry_run:
-        print(describe_keys(job))
-        return 0
+        return say_once(describe_keys(job))
     from torchx_apps.jobs.preprocessing import run_preprocess
 
     run_preprocess(job)
