@@ -260,9 +260,12 @@ def _settings(job: Any, recipe: str) -> dict[str, str]:
     settings = {key.path: key.value for key in setting_keys(job) if key.path not in _FREE}
     module, colon, _ = recipe.rpartition(":")
     if colon:
-        spec = None if module.endswith(".py") else importlib.util.find_spec(module)
-        file = Path(module if spec is None else str(spec.origin))
-        settings[f"SHA-256 of {module}"] = _digest(file)
+        file = module
+        if not module.endswith(".py"):
+            spec = importlib.util.find_spec(module)
+            assert spec is not None, "load_recipe has imported it"
+            file = str(spec.origin)
+        settings[f"SHA-256 of {module}"] = _digest(Path(file))
     return {"recipe": recipe, **settings}
 
 

@@ -56,9 +56,11 @@ def with_unknown(values: Array | pa.Array, rows: int) -> pa.Array:
 
 def values_of_prepared(data: StreamedData, name: str) -> pa.Array:
     """Returns the log's value of each row of a preprocessed column's vocabulary, or the number of a hash's bucket."""
-    values = data.id_values.get(data.tables[name])
     rows = data.vocab[name]
-    return with_unknown(np.arange(1, rows) if values is None else values, rows)
+    values = data.id_values.get(data.tables[name])
+    if values is None:
+        values = np.arange(1, rows)
+    return with_unknown(values, rows)
 
 
 def columns_like(data: StreamedData, name: str) -> Sequence[str]:

@@ -245,6 +245,7 @@ def of_sequences(data: SequenceData) -> ExportData:
     """Returns the items, and the users with the items before their test items; requests name items as the files do."""
     names = np.arange(data.num_items + 1) if data.item_ids is None else data.item_ids
     held_out = data.held_out("test")
+    user_ids = held_out.users if data.user_ids is None else data.user_ids[held_out.users]
     before = most_recent(held_out.before, data.max_length)
     ids = as_arrow(Column(names[1:]))
     sessions = as_arrow(Column(names[before.values], before.offsets))
@@ -260,7 +261,7 @@ def of_sequences(data: SequenceData) -> ExportData:
         ),
         users=NamedUsers(
             key="user_id",
-            ids=held_out.users if data.user_ids is None else data.user_ids[held_out.users],
+            ids=user_ids,
             features=pa.table({"session": sessions}),
             unknown={"session": []},
             seen=_positions(held_out.before),

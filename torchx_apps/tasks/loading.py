@@ -53,9 +53,9 @@ def labelled_task(config: LabelledConfig, *, progress: bool = True) -> LabelledT
 
     del progress
     prepared = _prepared(config)
-    return LabelledTask(
-        load_labelled(config) if prepared is None else labelled_rows_of(prepared, context=config.context)
-    )
+    if prepared is None:
+        return LabelledTask(load_labelled(config))
+    return LabelledTask(labelled_rows_of(prepared, context=config.context))
 
 
 def session_task(config: SequenceConfig, *, progress: bool = True) -> SessionTask:

@@ -171,7 +171,10 @@ class RankingEvaluator(RankedEvaluator):
     @property
     def validated(self) -> list[str]:
         """Names of the figures of :meth:`validate`."""
-        return self.ranking_names if "validation" in self.data.evaluation.candidates else ["auc", *self.ranking_names]
+        # Rows with candidates of their own are ranked among these alone.
+        if "validation" in self.data.evaluation.candidates:
+            return self.ranking_names
+        return ["auc", *self.ranking_names]
 
     def question(self, split: str) -> TaskQuestion:
         """Returns the question about the held-out items of a split."""
@@ -236,7 +239,9 @@ class RankingEvaluator(RankedEvaluator):
     def _with_oov_ids(self, rows: Chunk, name: str) -> Chunk:
         """Replaces ids without a training row by the unknown id; dynamic ids know by themselves who has a row."""
         feature = self.schema.feature(name)
-        return unseen_as_oov(rows, self.data.train, feature) if feature and not feature.dynamic else rows
+        if feature is None or feature.dynamic:
+            return rows
+        return unseen_as_oov(rows, self.data.train, feature)
 
 
 def heldout_question(data: InteractionData, split: str, figures: Figures) -> TaskQuestion:

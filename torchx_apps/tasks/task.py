@@ -187,7 +187,9 @@ class RankedEvaluator(Evaluator):
     def baseline(self, split: str) -> Record:
         """Returns the figures of the popularity ranking on the same question; none if nothing is ranked."""
         question = self.question(split)
-        return {} if question is None else question.of_popularity(torch.from_numpy(self.data.popularity()))
+        if question is None:
+            return {}
+        return question.of_popularity(torch.from_numpy(self.data.popularity()))
 
     @property
     def ranking_names(self) -> list[str]:
@@ -197,7 +199,9 @@ class RankedEvaluator(Evaluator):
     def beside(self, split: str) -> Beside:
         """Returns the figures of EASE and ALS on the same question; they are fitted on the training rows."""
         question = self.question(split)
-        return Beside({}, {}) if question is None else question.of_closed_forms(self._closed_forms)
+        if question is None:
+            return Beside({}, {})
+        return question.of_closed_forms(self._closed_forms)
 
     def catalogue(self, builder: BatchBuilder) -> Tensor:
         """Returns the vectors of the unknown item and of all items that can be recommended, (1 + I, D). Collective."""
