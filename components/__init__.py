@@ -177,7 +177,7 @@ def embed(
         memMB=memMB or max(4096, 2048 * procs),
         env=env,
         mounts=mounts,
-        threads={"OMP_NUM_THREADS": "1"},
+        variables={"OMP_NUM_THREADS": "1"},
     )
 
 
@@ -244,7 +244,7 @@ def _process(
     memMB: int,  # noqa: N803  (TorchX's own spelling)
     env: Optional[Dict[str, str]],
     mounts: Optional[List[str]],
-    threads: Optional[Dict[str, str]] = None,
+    variables: Optional[Dict[str, str]] = None,
 ) -> "specs.AppDef":
     process = specs.Role(
         name=role,
@@ -252,7 +252,7 @@ def _process(
         entrypoint="python3",
         args=words,
         # Unbuffered, or a pod's log stays empty for minutes.
-        env={**(threads or {}), "PYTHONUNBUFFERED": "1", **(env or {})},
+        env={**(variables or {}), "PYTHONUNBUFFERED": "1", **(env or {})},
         resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
         mounts=specs.parse_mounts(mounts) if mounts else [],
     )

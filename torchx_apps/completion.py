@@ -96,6 +96,7 @@ def completions() -> dict[str, list[str]]:
     recipes: dict[str, Any] = {name: load_recipe(name) for name in RECIPES}
     jobs = recipes | {name: load_recipe(name, PREPROCESS_RECIPES) for name in PREPROCESS_RECIPES}
     keys = {name: _paths(job) for name, job in jobs.items()}
+    # Keys that all recipes have are in the script once.
     common = set.intersection(*(set(keys[name]) for name in recipes))
     words: dict[str, list[str]] = {"components": component_names(), "common": sorted(common)}
     for name in words["components"]:

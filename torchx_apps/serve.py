@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         return _serve(options)
+    # An address in use is an OSError.
     except (ValueError, OSError) as error:
         hand_over(str(error))
         return 1

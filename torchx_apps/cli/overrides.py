@@ -345,6 +345,7 @@ def _plant(tree: _Tree, config: object, keys: list[str], text: str, label: str) 
     key, *below = keys
     fields = {field.name: field for field in dataclasses.fields(config) if field.init}  # type: ignore[arg-type]
     if key not in fields:
+        # ids.item_id=dynamic,... is such a key: the columns are the user's.
         open_field = next((name for name, field in fields.items() if field.metadata.get("open")), None)
         if below or open_field is None:
             raise KeyError(key)

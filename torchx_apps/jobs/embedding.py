@@ -414,6 +414,7 @@ def _store_of(rows: TowerGroup, folder: Path) -> EmbeddingStore:
             f"--refresh {folder}: there is no store; write one of the whole catalogue first, with --out {folder}"
         )
     store = EmbeddingStore.open(folder)
+    # Vectors of two trainings do not compare.
     if store.tower != rows.digest:
         raise ValueError(
             f"--refresh {folder}: its vectors are by tower {store.tower[:12] or '(none)'}, "

@@ -58,6 +58,7 @@ def newest_networks(recipe: str, runs: Path = Path("runs"), *, launch: str | Non
 def _newest(folders: Sequence[Path], launch: str | None) -> Path | None:
     if launch is not None:
         folders = [folder for folder in folders if _launch_of(folder) == launch]
+    # Their names end in the date.
     return max(folders, key=lambda folder: folder.name, default=None)
 
 
@@ -337,6 +338,7 @@ def resume_from(resume: str, checkpointer: Checkpointer, *, again: bool = False)
         CheckpointError: there is no checkpoint at ``resume``, or it is damaged.
     """
     path = None
+    # An attempt that was started again has saved more than the path that the first one was given.
     if again or resume == "auto":
         path = checkpointer.last_good()
     if path is None and resume not in ("never", "auto"):

@@ -141,6 +141,7 @@ class Component:
 
     def _flag(self, name: str, meanings: Mapping[str, str]) -> str:
         default = self.parameters[name].default
+        # TorchX takes a name of one letter with one dash.
         dashes = "-" if len(name) == 1 else "--"
         note = ""
         if default is inspect.Parameter.empty:

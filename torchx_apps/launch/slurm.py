@@ -110,6 +110,7 @@ class SlurmScheduler(TorchxSlurm):
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         """Returns the job's state: from the queue, the accounting, or the last words of its script in this folder."""
+        # The queue knows a job some minutes beyond its end, also without accounting.
         entries = _queued("-j", app_id)
         if entries:
             return _described(app_id, entries)

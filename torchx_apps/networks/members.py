@@ -140,6 +140,7 @@ def _job(base: Any, flag: str, changes: Sequence[str], own_rows: bool) -> Any:
 
 
 def _check(members: Sequence[MemberJob]) -> None:
+    # A name is that of the member's folder.
     for first, other in itertools.combinations(members, 2):
         if first.name == other.name:
             raise ValueError(f"two members have the name '{first.name}'; give each --member a name of its own")

@@ -400,6 +400,7 @@ def _taobao_rows(
     joined = numbered.left_join(buys, [numbered.user_id == buys.buyer, numbered.item_id == buys.bought])
     converted = (joined["last"] >= joined.timestamp).fill_null(False).cast("float32")
     parts = [joined.select(*order, number=joined.number, draw=ibis.literal(0, "int64"), conversion=converted)]
+    # Negatives are items of training clicks, drawn by their popularity, which alone then tells nothing.
     pool = clicks.filter(clicks.timestamp <= trained).select(*order)
     pool = pool.select(
         drawn_item=pool.item_id,

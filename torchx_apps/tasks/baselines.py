@@ -80,6 +80,7 @@ class ClosedForms:
 
     def seconds(self, name: str) -> float:
         """Returns about how long a baseline takes on one core: its fit, and its scores for all users."""
+        # EASE inverts a matrix (I, I) and multiplies each user's row by it; ALS solves for each row in each half step.
         if name == "ease":
             work = self.num_items**3 + self.num_users * self.num_items**2 + self.num_pairs * self.num_items
         else:

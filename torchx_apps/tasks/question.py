@@ -71,6 +71,7 @@ class TaskQuestion:
         if candidates is not None:
             ids = np.concatenate([targets[:, None], candidates], axis=1)
             return cls(question=torch.from_numpy(ids), user_items=user_items, figures=figures)
+        # Some protocols rank what a user has taken, too.
         left_out = user_items.slice(0, 0) if keep_seen else user_items
         question = metrics.Question(
             targets=torch.from_numpy(targets),

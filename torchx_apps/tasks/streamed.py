@@ -54,6 +54,7 @@ class StreamedTask(RankedTask):
         if user is None or item is None:
             return None
         return ClosedForms(
+            # User 0 is any unknown user.
             pairs=lambda: _clicks(self.data, np.arange(1, self.data.vocab[user])),
             num_pairs=self.data.splits["train"].num_rows,
             num_users=self.data.vocab[user],
@@ -298,6 +299,7 @@ def held_out_rows(data: StreamedData, split: str) -> Chunk:
     passed = 0
     for chunk in data.chunks(split, names):
         rows = np.flatnonzero(_wanted(chunk, data, item_ids))
+        # Every n-th of all chunks together, however the files are cut.
         sample = rows[(np.arange(len(rows)) + passed) % every == 0]
         passed += len(rows)
         pieces.append(chunk.take(sample))

@@ -128,6 +128,7 @@ class Evaluator(ABC):
         )
         for batch in metrics.watched(loader, len(loader)):
             with torch.no_grad():
+                # The first of two results is the loss.
                 output = self.model.module(self.rows(batch).to(self.runtime.device))[1]
             yield output
 
