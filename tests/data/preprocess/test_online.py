@@ -287,7 +287,7 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
     rewrite(folder, version=9)
     refused(r"preprocessor\.json: format version 9, this package reads 1")
     rewrite(folder, steps=[{"step": "Categorfy", "fields": {}}])
-    refused(r"there is no step 'Categorfy'.*did you mean Categorify\?")
+    refused(r"there is no step 'Categorfy'.*did you mean 'Categorify'\?")
     rewrite(folder, steps=[{"step": "Categorify", "fields": {"column": "x", "min_count": 0}}])
     refused(r"step Categorify: Categorify\('x'\): min_count=0")
     (folder / "preprocessor.json").write_text((folder / "preprocessor.json").read_text().replace("city", "cite"))

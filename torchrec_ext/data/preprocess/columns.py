@@ -7,9 +7,8 @@ exactly, so that every engine and a request compute the same.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Array, Column, Int64
 from torchrec_ext.schema import DataError
+from torchrec_ext.schema.validation import did_you_mean
 
 IDS = frozenset({"int64", "string"})
 ID_LISTS = frozenset({"list<int64>", "list<string>"})
@@ -124,12 +124,6 @@ def missing_column(where: str, name: str, names: Collection[str]) -> DataError:
     """Returns the error for a missing column, with the nearest name."""
     hint = did_you_mean(name, names, "rename the column, or write it")
     return DataError(f"{where}: column '{name}' is missing, it has {sorted(names)}; {hint}")
-
-
-def did_you_mean(name: str, names: Iterable[str], otherwise: str) -> str:
-    """Returns the remedy for an unknown name: the nearest of ``names``, or ``otherwise`` if none is near."""
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f"did you mean '{near[0]}'?" if near else otherwise
 
 
 class Types(dict[str, str]):

@@ -31,7 +31,6 @@ from torchrec_ext.data.preprocess.columns import (
     TIMES,
     Cells,
     Types,
-    did_you_mean,
     element,
     missing_column,
     read_cells,
@@ -48,7 +47,7 @@ from torchrec_ext.data.preprocess.step import Chain, Step, StepState, Table
 from torchrec_ext.data.preprocess.tables import Opened, open_sources
 from torchrec_ext.data.preprocess.times import TimeFeatures, per_second, whole_seconds
 from torchrec_ext.schema import DataError
-from torchrec_ext.schema.validation import listed
+from torchrec_ext.schema.validation import did_you_mean, listed
 from torchrec_ext.sealed import existing_folder, json_digest, measure_file
 
 

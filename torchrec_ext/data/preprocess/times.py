@@ -18,9 +18,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.preprocess.columns import TIMES, Cells, Mask, Types, did_you_mean, time_unit
+from torchrec_ext.data.preprocess.columns import TIMES, Cells, Mask, Types, time_unit
 from torchrec_ext.data.preprocess.engines import floor_div, floor_mod, step_function
 from torchrec_ext.data.preprocess.step import Step, StepContext, StepState, Table
+from torchrec_ext.schema.validation import did_you_mean
 
 _FIRST_ZONES, _LAST_ZONES = 1970, 2100
 _DAY = 86_400
