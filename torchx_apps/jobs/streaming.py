@@ -287,6 +287,8 @@ class Publisher:
         self._log = log
         self._ages = Ages(predictions, min(publication.keep, _MOST_AGES))
         self._due = time.monotonic() + publication.seconds
+        # Until then only a training that has caught up with the log is interrupted.
+        self._training_until = 0.0
         self._run: Any = None
         self._step = -1
         self.newest: Path | None = None
@@ -295,12 +297,13 @@ class Publisher:
             remove_leftovers(folder / hidden.name[1:].split(".partial-")[0].split(".old-")[0])
 
     def after_step(self, run: CheckpointedRun) -> None:
-        """Publishes the run's model if it is time."""
+        """Publishes the run's model if it is time, and training has had as long as the last publication took."""
         self._run = run
-        self.if_due()
+        if time.monotonic() >= self._training_until:
+            self.if_due()
 
     def if_due(self) -> None:
-        """Publishes the model of the last step if it is time, also between steps while the log is silent."""
+        """Publishes the model of the last step if it is time; called between steps while there are no new events."""
         if self._publication.seconds and time.monotonic() >= self._due and self._run is not None:
             self.publish(self._run)
 
@@ -321,9 +324,9 @@ class Publisher:
             self._log(record)
         self._ages.add(Bundle.load(self.newest, verify=False))
         self._prune()
-        # Training has at least half of the time, however long a publication takes.
+        # While it is behind the log, training has at least half of the time, however long a publication takes.
         end = time.monotonic()
-        self._due = max(self._due, end + (end - begin))
+        self._training_until = end + (end - begin)
 
     def _prune(self) -> None:
         # By time, because a resumed run may be behind the bundles of the killed one.

@@ -194,7 +194,8 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-BLOCK_BYTES = 32 * 2**20
+# Larger blocks get new pages from the system each time, which takes longer than to gather and to write them.
+_BLOCK_BYTES = 8 * 2**20
 _PATIENCE = timedelta(hours=6)  # timeout of a collective: the others wait while rank 0 writes a whole bundle
 
 
@@ -297,7 +298,7 @@ class LiveWeights:
     @torch.no_grad()
     def _rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
         size, width = self.tables[name].size
-        step = max(BLOCK_BYTES // max(self.tables[name].row_bytes, 1), 1)
+        step = max(_BLOCK_BYTES // max(self.tables[name].row_bytes, 1), 1)
         for start in range(0, size, step):
             stop = min(start + step, size)
             rows = torch.arange(start, stop)
