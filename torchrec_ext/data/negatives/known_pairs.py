@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +21,6 @@ _ROW_BYTES = 32
 MOST_BITS = 1 << 28
 
 
-class Tables(NamedTuple):
-    """The arrays of :class:`KnownPairs`: P pairs, and U + 1 rows by user.
-
-    ``keys`` (P,), ``starts`` (U + 1,), ``free`` (U + 1,), ``below`` (P,) int64 and ``bitmap`` uint8 or None.
-    """
-
-    keys: Int64
-    starts: Int64
-    free: Int64
-    below: Int64
-    bitmap: NDArray[np.uint8] | None
-
-
 class KnownPairs:
     """The items taken by each user, as far as known.
 
@@ -42,6 +28,13 @@ class KnownPairs:
         num_items: items have the ids 1 to ``num_items``.
         users: (P,) ids, 0 or more.
         items: (P,) ids.
+
+    Attributes:
+        keys: (P',) user * (num_items + 1) + item of each pair once, ascending.
+        starts: (num_users + 1,) index of each user's first key.
+        num_free: (num_users + 1,) number of items not taken by each user.
+        below: (P',) the pair's row by user * (num_items + 1), plus the number of not taken items below its item.
+        bitmap: (ceil(bits / 8),) uint8, a bit for each key; None if it would have more than ``MOST_BITS``.
     """
 
     def __init__(self, num_items: int, users: Int64, items: Int64) -> None:
@@ -60,21 +53,21 @@ class KnownPairs:
         # Item ids begin at 1, so place 0 of each user stays free.
         self._width = num_items + 1
         _check_users(self.num_users, self._width)
-        self._keys = _sorted_once(users * self._width + items)
-        owners = self._keys // self._width
+        self.keys = _sorted_once(users * self._width + items)
+        owners = self.keys // self._width
         # One row more than there are users: a user without a known item reads that one.
         counts = np.bincount(owners, minlength=self.num_users + 1).astype(np.int64)
-        self._starts = np.cumsum(counts) - counts
-        self._free = num_items - counts
-        self._log_free = np.log(self._free, where=self._free > 0, out=np.full(len(counts), -np.inf))
+        self.starts = np.cumsum(counts) - counts
+        self.num_free = num_items - counts
+        self._log_free = np.log(self.num_free, where=self.num_free > 0, out=np.full(len(counts), -np.inf))
         # For each pair the number of not taken items below it: ascending within a user, so a search finds the r-th one
         # not taken.
-        self._below = self._keys - 1 - (np.arange(len(self._keys)) - self._starts[owners])
-        self._bitmap: NDArray[np.uint8] | None = None
-        filtered_keys = self._keys
+        self.below = self.keys - 1 - (np.arange(len(self.keys)) - self.starts[owners])
+        self.bitmap: NDArray[np.uint8] | None = None
+        filtered_keys = self.keys
         bits = (self.num_users + 1) * self._width
         if bits <= MOST_BITS:
-            self._bitmap = bitmap(self._keys, bits)
+            self.bitmap = bitmap(self.keys, bits)
             # The bitmap answers, so the filter stays empty.
             filtered_keys = filtered_keys[:0]
         self._filter = _Filter(filtered_keys)
@@ -82,7 +75,7 @@ class KnownPairs:
     @property
     def pairs(self) -> tuple[Int64, Int64]:
         """The pairs as (users, items) in ascending order, each pair once."""
-        return self._keys // self._width, self._keys % self._width
+        return self.keys // self._width, self.keys % self._width
 
     def row_of(self, users: Int64) -> Int64:
         """Returns the row of each user in a table of ``num_users`` + 1 rows; unknown users have the last row."""
@@ -97,7 +90,7 @@ class KnownPairs:
         Raises:
             DataError: a user has taken all items.
         """
-        free = self._free[self.row_of(users)]
+        free = self.num_free[self.row_of(users)]
         if not free.all():
             index = int((free == 0).argmax())
             raise DataError(
@@ -112,34 +105,34 @@ class KnownPairs:
 
     def known(self, users: Int64) -> Int64:
         """Returns (B,) the number of items taken by each user."""
-        return self.num_items - self._free[self.row_of(users)]
+        return self.num_items - self.num_free[self.row_of(users)]
 
     def contains(self, users: Int64, items: Int64) -> NDArray[np.bool_]:
         """Says whether each pair is known; ``users`` and ``items`` broadcast."""
         keys = self.row_of(users) * self._width + items
-        if self._bitmap is not None:
-            bits = self._bitmap[keys >> 3] >> (keys & 7).astype(np.uint8)
+        if self.bitmap is not None:
+            bits = self.bitmap[keys >> 3] >> (keys & 7).astype(np.uint8)
             return np.asarray(bits & 1, dtype=np.bool_)
         # The filter drops nearly all absent keys, so that few are searched.
         is_known = self._filter.may_hold(keys)
         candidates = np.nonzero(is_known)
-        if len(self._keys):
+        if len(self.keys):
             candidate_keys = keys[candidates]
-            index = np.minimum(self._keys.searchsorted(candidate_keys), len(self._keys) - 1)
-            is_known[candidates] = self._keys[index] == candidate_keys
+            index = np.minimum(self.keys.searchsorted(candidate_keys), len(self.keys) - 1)
+            is_known[candidates] = self.keys[index] == candidate_keys
         return is_known
 
     def nth_free(self, users: Int64, ranks: Int64) -> Int64:
         """Returns (B,) item number ``ranks`` (B,), from 0, among those not taken by each of ``users`` (B,)."""
         rows = self.row_of(users)
         # The free item of rank r comes after all taken items that have at most r free items below them.
-        below = self._below.searchsorted(ranks + rows * self._width, side="right")
-        items: Int64 = ranks + 1 + below - self._starts[rows]
+        below = self.below.searchsorted(ranks + rows * self._width, side="right")
+        items: Int64 = ranks + 1 + below - self.starts[rows]
         return items
 
     def nth_known(self, users: Int64, ranks: Int64) -> Int64:
         """Returns (B,) item number ``ranks`` (B,), from 0, among those taken by each of ``users`` (B,)."""
-        items: Int64 = self._keys[self._starts[self.row_of(users)] + ranks] % self._width
+        items: Int64 = self.keys[self.starts[self.row_of(users)] + ranks] % self._width
         return items
 
     def of(self, users: Int64) -> tuple[Int64, Int64]:
@@ -148,10 +141,6 @@ class KnownPairs:
         rows = np.arange(len(users)).repeat(counts)
         ranks = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
         return rows, self.nth_known(users[rows], ranks)
-
-    def tables(self) -> Tables:
-        """Returns the arrays for a copy on a device."""
-        return Tables(self._keys, self._starts, self._free, self._below, self._bitmap)
 
 
 class _Filter:

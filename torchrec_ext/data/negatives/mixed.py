@@ -60,6 +60,7 @@ class MixedNegatives:
             in_batch: (C,) log-probability that one of the batch's candidates is the item: its share of the training
                 rows, or ``StreamingFrequency.log_q(ids) - log(batch_size)``.
         """
+        # Of B + N candidates, B are drawn like the batch's and N uniformly: log((B p + N / I) / (B + N)).
         from_batch = in_batch + math.log(self.batch_size)
         from_all = torch.full_like(in_batch, math.log(self.extra / self.num_items))
         return torch.logaddexp(from_batch, from_all) - math.log(self.batch_size + self.extra)
@@ -218,6 +219,7 @@ class MixedCandidates(TrainingSampler):
         """Returns (C,) the log-probability of each item as one of a batch's candidates; item 0 is the unknown one."""
         items = torch.from_numpy(ids)
         if self._frequency is not None:
+            # The estimate is of a batch; a candidate is one of its B.
             in_batch = self._frequency.log_q(items).double() - math.log(self.mixed.batch_size)
         else:
             assert self._log_p is not None

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.columns import Array, Int64
 from torchrec_ext.data.negatives.known_pairs import MOST_BITS, KnownPairs, bitmap
 from torchrec_ext.data.negatives.random import device_uniform, stream
 from torchrec_ext.data.negatives.samplers import (
@@ -36,6 +35,10 @@ class DeviceSample(NamedTuple):
     log_q: Tensor
 
 
+def _copy(table: Array, device: torch.device) -> Tensor:
+    return torch.from_numpy(table).to(device)
+
+
 class DeviceKnownPairs:
     """:class:`KnownPairs` on a device.
 
@@ -48,12 +51,11 @@ class DeviceKnownPairs:
         self.num_users = known.num_users
         self.num_items = known.num_items
         self._width = known.num_items + 1
-        tables = known.tables()
-        self.keys = torch.from_numpy(tables.keys).to(device)
-        self.starts = torch.from_numpy(tables.starts).to(device)
-        self.free = torch.from_numpy(tables.free).to(device)
-        self.below = torch.from_numpy(tables.below).to(device)
-        self.bitmap = None if tables.bitmap is None else torch.from_numpy(tables.bitmap).to(device)
+        self.keys = _copy(known.keys, device)
+        self.starts = _copy(known.starts, device)
+        self.free = _copy(known.num_free, device)
+        self.below = _copy(known.below, device)
+        self.bitmap = None if known.bitmap is None else _copy(known.bitmap, device)
 
     def row_of(self, users: Tensor) -> Tensor:
         """See :meth:`KnownPairs.row_of`."""
@@ -177,14 +179,11 @@ class DeviceNegatives(ABC):
         ids = torch.where(self.known.free[self.known.row_of(users)] > 0, ids, 0)
         return DeviceSample(ids, self.log_q(users, ids))
 
-    def _copied(self, table: NDArray[np.float64] | NDArray[np.float32] | Int64) -> Tensor:
-        return torch.from_numpy(table).to(self.device)
-
 
 class _Uniform(DeviceNegatives):
     def __init__(self, sampler: UniformNegatives, device: torch.device, users: Int64 | None) -> None:
         super().__init__(sampler, device, users)
-        self._log_q = self._copied(sampler.log_q_of)
+        self._log_q = _copy(sampler.log_q_of, device)
 
     def log_q(self, users: Tensor, items: Tensor) -> Tensor:
         log_q = self._log_q[self.known.row_of(users)]
@@ -204,14 +203,14 @@ class _Popularity(DeviceNegatives):
     def __init__(self, sampler: PopularityNegatives, device: torch.device, users: Int64 | None) -> None:
         super().__init__(sampler, device, users)
         mass = sampler.free_mass
-        self._log_p = self._copied(sampler.log_p)
-        self._log_left = self._copied(sampler.log_left)
-        self._accept = self._copied(sampler.accept)
-        self._alias = self._copied(sampler.alias)
-        self._sums = self._copied(mass.sums)
-        self._before = self._copied(mass.before)
-        self._below = self._copied(mass.below)
-        self._mass = self._copied(mass.mass)
+        self._log_p = _copy(sampler.log_p, device)
+        self._log_left = _copy(sampler.log_left, device)
+        self._accept = _copy(sampler.accept, device)
+        self._alias = _copy(sampler.alias, device)
+        self._sums = _copy(mass.sums, device)
+        self._before = _copy(mass.before, device)
+        self._below = _copy(mass.below, device)
+        self._mass = _copy(mass.mass, device)
         self._total = mass.total
 
     def log_q(self, users: Tensor, items: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class FreeMass:
         self.total = int(self.sums[-1])
         self.share = np.concatenate([[0.0], units / self.total])
         owners, taken_items = known.pairs
-        self.starts = known.tables().starts
+        self.starts = known.starts
         # By pair: the weight of the pairs before, over all users.
         self.before = np.concatenate([[0], np.cumsum(units[taken_items - 1])])
         own_before = self.before[:-1] - self.before[self.starts[owners]]
@@ -226,6 +226,7 @@ class UniformNegatives(RejectionNegatives):
 
     def log_q(self, users: Int64, items: Int64) -> Float32:
         """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
+        # Memory of its own, unlike that of np.broadcast_to: a batch owns its numbers.
         log_q = np.empty(np.broadcast(users, items).shape, np.float32)
         log_q[...] = self.log_q_of[self.known.row_of(users)]
         return log_q
@@ -237,6 +238,7 @@ class UniformNegatives(RejectionNegatives):
     def draw_untaken(self, users: Int64, numbers: Float64) -> Int64:
         """See :meth:`RejectionNegatives.draw_untaken`."""
         free = self.known.free(users)
+        # Rounding can make a number below 1, times the count, the count itself.
         return self.known.nth_free(users, np.minimum((numbers * free).astype(np.int64), free - 1))
 
 
@@ -277,6 +279,7 @@ class PopularityNegatives(RejectionNegatives):
         self.free_mass = FreeMass(self.known, weights)
         p = self.free_mass.share
         self.log_p = np.log(p, where=p > 0, out=np.full(num_items + 1, -np.inf))
+        # A user who has taken all items has mass 0, and no draws.
         self.log_left = np.log(np.maximum(self.free_mass.mass, 1) / self.free_mass.total)
         self.accept, self.alias = alias_table(p[1:])
 
