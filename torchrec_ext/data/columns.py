@@ -85,6 +85,7 @@ class Column:
             >>> Column.grouped(np.array([5, 6, 7]), np.array([2, 0, 2]), 3).row(2)
             array([5, 7])
         """
+        # Stable, so that an owner's values keep their order.
         order = np.argsort(owners, kind="stable")
         return cls.from_lengths(values[order], np.bincount(owners, minlength=count))
 
@@ -205,6 +206,7 @@ def _offsets(lengths: Array) -> Int64:
 def concatenate(columns: Sequence[Column]) -> Column:
     """Returns the rows of all columns, one column after the other; the columns must be all scalar or all ragged."""
     if len(columns) == 1:
+        # Without a copy of a set that is one row group.
         return columns[0]
     values = np.concatenate([column.values for column in columns])
     if not columns[0].ragged:
@@ -254,6 +256,7 @@ class Chunk(Mapping[str, Column]):
 
     def take(self, indices: Int64) -> Chunk:
         """Returns the rows ``indices`` (B',) of every column."""
+        # Each batch comes this way, so the lengths are not compared.
         return Chunk._of_equal({name: column.take(indices) for name, column in self.items()}, len(indices))
 
     def slice(self, start: int, stop: int) -> Chunk:

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.datasets.catalog import DataConfig, load_config
 from torchrec_ext.data.datasets.features import RowContext
 from torchrec_ext.data.datasets.folder import from_folder
@@ -75,8 +73,8 @@ def test_without_it_a_set_is_what_it_was(tmp_path: Path) -> None:
 
 
 def test_one_value_only_is_no_division_by_zero() -> None:
-    context = RowContext.fit(Chunk({"price": Column(np.array([2.0, 2.0]))}))
-    assert context.transform(Chunk({"price": Column(np.array([2.0, 3.0]))}))["price"].values.tolist() == [0, 1]
+    context = RowContext.fit({"price": pa.array([2.0, 2.0])})
+    assert context.transform({"price": pa.array([2.0, 3.0])})["price"].values.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -254,13 +254,11 @@ def test_ids_of_text_beside_text_files_of_whole_numbers_are_refused(tmp_path: Pa
 @pytest.mark.unit
 def test_columns_that_name_a_row_describe_nothing() -> None:
     ids = np.arange(1, 5)
-    table = Chunk(
-        {
-            "title": Column(np.array(list("wxyz"), dtype=object)),
-            "sex": Column(np.array(["m", "f", "f", "m"], dtype=object)),
-            "price": Column(np.array([1.0, 3.0, 1.0, 3.0])),
-        }
-    )
+    table = {
+        "title": pa.array(list("wxyz")),
+        "sex": pa.array(["m", "f", "f", "m"]),
+        "price": pa.array([1.0, 3.0, 1.0, 3.0]),
+    }
     made = side_features(ids, table, 5)
     assert made.words.vocab == {"sex": 3}
     assert tuple(made.words.scales) == ("price",)

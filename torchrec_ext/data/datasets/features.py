@@ -93,8 +93,7 @@ class RowContext:
             unknown value.
 
     Example:
-        >>> device, price = np.array(["tv", "phone"], dtype=object), np.array([1.0, 3.0])
-        >>> rows = Chunk({"device": Column(device), "price": Column(price)})
+        >>> rows = {"device": pa.array(["tv", "phone"]), "price": pa.array([1.0, 3.0])}
         >>> context = RowContext.fit(rows)
         >>> {name: column.values.tolist() for name, column in context.transform(rows).items()}
         {'device': [2, 1], 'price': [-1.0, 1.0]}
@@ -111,7 +110,7 @@ class RowContext:
         return cls(steps=FittedPreprocessor.of(pairs, {column.name: column.raw for column in columns}))
 
     @classmethod
-    def fit(cls, rows: RawColumns | Chunk, *, filled: Collection[str] = (), separator: str | None = None) -> RowContext:
+    def fit(cls, rows: RawColumns, *, filled: Collection[str] = (), separator: str | None = None) -> RowContext:
         """Fits vocabularies and scales to raw columns, as :func:`raw_column` returns them.
 
         Args:
@@ -122,11 +121,10 @@ class RowContext:
         Raises:
             DataError: all values of a column are missing.
         """
-        columns = _arrays(rows)
         ids: list[ColumnSteps] = []
         numbers: list[ColumnSteps] = []
         times: list[ColumnSteps] = []
-        for name, column in columns.items():
+        for name, column in rows.items():
             values = column.drop_null()
             if not len(values):
                 raise DataError(f"column '{name}': all {len(column):,} values are missing; leave the column out")
@@ -142,7 +140,7 @@ class RowContext:
         # Ids come first, numbers next: a model's columns keep this order.
         context = cls.of([*ids, *numbers, *times])
         for name, features in context.times.items():
-            if clash := sorted(set(features) & columns.keys()):
+            if clash := sorted(set(features) & rows.keys()):
                 raise DataError(
                     f"column '{clash[0]}' is there, and is made of the dates in '{name}' too; leave one of them out, "
                     "or rename it"
@@ -180,18 +178,17 @@ class RowContext:
         """Number of rows of the table of each column of ids."""
         return dict(self.steps.vocab)
 
-    def transform(self, rows: RawColumns | Chunk) -> dict[str, Column]:
+    def transform(self, rows: RawColumns) -> dict[str, Column]:
         """Maps raw columns to ids (B,) int64 from 1 on, and numbers (B,) float32 of mean 0 and deviation 1.
 
         A column of times stays next to its features, in microseconds since 1970; ``MISSING_TIME`` stands for a missing
         one.
         """
-        columns = _arrays(rows)
         times = {}
         for name in self.times:
-            moments = columns[name].cast(pa.int64()).fill_null(MISSING_TIME)
+            moments = rows[name].cast(pa.int64()).fill_null(MISSING_TIME)
             times[name] = Column(moments.to_numpy())
-        return {**self.steps.online(columns), **times}
+        return {**self.steps.online(rows), **times}
 
     def raw(self, rows: Chunk) -> dict[str, pa.Array]:
         """Maps ids and numbers back to raw values, as in a file or a request; null for the unknown."""
@@ -242,14 +239,6 @@ class RowContext:
             # Its vocabulary holds 0 and 1.
             return words.cast(pa.bool_())
         return words
-
-
-def _arrays(rows: RawColumns | Chunk) -> dict[str, pa.Array]:
-    """Returns raw columns as Arrow arrays."""
-    arrays = {}
-    for name, column in rows.items():
-        arrays[name] = pa.array(column.values) if isinstance(column, Column) else column
-    return arrays
 
 
 class ColumnSteps(NamedTuple):
@@ -534,7 +523,7 @@ class SideFeatures(NamedTuple):
 
 def side_features(
     ids: Int64,
-    table: RawColumns | Chunk,
+    table: RawColumns,
     size: int,
     columns: Sequence[str] | None = None,
     words: RowContext | None = None,
@@ -555,8 +544,7 @@ def side_features(
         words: mapping of the columns, which names them; fitted to the table by default.
 
     Example:
-        >>> genres, year = np.array(["b|a", "a"], dtype=object), np.array([1995, 1995])
-        >>> table = Chunk({"genres": Column(genres), "year": Column(year)})
+        >>> table = {"genres": pa.array(["b|a", "a"]), "year": pa.array([1995, 1995])}
         >>> features = side_features(np.array([1, 3]), table, 4, ["genres", "year"])
         >>> genre_lists = [features.columns["genres"].row(item).tolist() for item in range(4)]
         >>> genre_lists, features.columns["year"].values.tolist()
@@ -564,7 +552,7 @@ def side_features(
         >>> features.words.vocab
         {'genres': 3, 'year': 2}
     """
-    arrays = _arrays(table)
+    arrays = dict(table)
     # Mean and deviation are computed in 64 bits, whatever the width in the file.
     for name, array in arrays.items():
         if pa.types.is_floating(array.type):

@@ -490,6 +490,7 @@ def _plain(column: pa.Array) -> pa.Array:
 
 
 def _labels(path: Path, column: pa.Array) -> pa.Array:
+    # Of text or times, the first label is wrong already.
     row = 0
     if _is_number(column):
         column = column.cast(pa.float64(), safe=False)
@@ -517,6 +518,7 @@ def without_context(data: LabelledData) -> LabelledData:
             columns[name] = Column(np.full_like(chunk[name].values, MISSING_TIME))
         return chunk.with_columns(columns)
 
+    # The best figures are those of a prediction that knows the context.
     return dataclasses.replace(
         data, train=cleared(data.train), validation=cleared(data.validation), test=cleared(data.test), best={}
     )

@@ -380,7 +380,6 @@ def _open(folder: Path, config: StreamConfig, labels: bool, **details: Any) -> S
                 f"{folder}: has no split '{split}' (it has {', '.join(summary['rows'])}); name the splits of the "
                 "preprocessing recipe train, test and, for early stopping, validation"
             )
-    splits = [split for split in PARTS if (folder / split).is_dir()]
     roles = _roles(folder, summary, preprocessor, labels)
     for name, kind in preprocessor.outputs.items():
         if kind == "list<float32>" and name not in preprocessor.keep:
@@ -390,7 +389,7 @@ def _open(folder: Path, config: StreamConfig, labels: bool, **details: Any) -> S
             )
     return StreamedData(
         name=config.name,
-        splits={split: ParquetSource(folder / split) for split in splits},
+        splits={split: ParquetSource(folder / split) for split in PARTS if (folder / split).is_dir()},
         preprocessor=preprocessor,
         roles=roles,
         folder=folder,

@@ -66,26 +66,22 @@ class ColumnRules:
             DataError: there is a null without a value for it, or a list is too long.
         """
         array = one_piece(data)
-        if not is_list_type(array.type):
-            return Column(_numpy(self._filled(where, name, array, first)))
-        # A null list has no length; it becomes an empty one.
-        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         if array.null_count and name not in self.fill:
             raise _null(where, name, array, first + _first_null(array))
+        if not is_list_type(array.type):
+            return Column(_numpy(self._filled(name, array)))
+        # A null list has no length; it becomes an empty one.
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         # Unlike array.values, flatten leaves out null lists and the values outside a slice.
         values = array.flatten()
         if values.null_count and name not in self.fill:
             row = int(np.searchsorted(np.cumsum(lengths), _first_null(values), side="right"))
             raise _null(where, name, values, first + row)
         self._check_lengths(where, name, lengths, first)
-        return Column.from_lengths(_numpy(self._filled(where, name, values, first)), lengths)
+        return Column.from_lengths(_numpy(self._filled(name, values)), lengths)
 
-    def _filled(self, where: str, name: str, array: pa.Array, first: int) -> pa.Array:
-        if not array.null_count:
-            return array
-        if name not in self.fill:
-            raise _null(where, name, array, first + _first_null(array))
-        return array.fill_null(self.fill[name])
+    def _filled(self, name: str, array: pa.Array) -> pa.Array:
+        return array.fill_null(self.fill[name]) if array.null_count else array
 
     def _check_lengths(self, where: str, name: str, lengths: Array, first: int) -> None:
         most = self.max_length.get(name)
