@@ -214,7 +214,7 @@ class BatchBuilder:
         size = users if name in self.schema.shared else users * width
         if name in self.schema.dense:
             return _Repeated(Column(np.zeros(size, dtype=np.float32)))
-        # Also of weights, which are cast to float32: without a value the type says nothing.
+        # Weights have this type too: they are cast to float32 when they are packed.
         return _Repeated(Column.from_lengths(np.zeros(0, dtype=np.int64), np.zeros(size, dtype=np.int64)))
 
     def _jagged(self, name: str, columns: Mapping[str, _Repeated], pad: int) -> Jagged:

@@ -56,42 +56,37 @@ class BlockLayout:
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, schema: BatchSchema, ids: Sequence[str], floats: tuple[str | None, str | None], without: Sequence[str]
-    ) -> BlockLayout:
+    def of(cls, schema: BatchSchema, config: LoaderConfig, ids: Sequence[str], without: Sequence[str]) -> BlockLayout:
         """Builds the layout of the schema's columns without ``without``, of further ids, and of label and weight.
 
         Args:
             schema: columns of the batches.
+            config: settings that name the label and the weight.
             ids: further columns with one id per row.
-            floats: names of the label and of the weight, or None.
             without: columns of the schema that the rows need not have.
         """
-        label, weight = floats
-        names = [*schema.dense, *schema.tasks]
+        names = list(schema.tasks)
+        if config.label:
+            names.append(config.label)
         bounds: dict[str, tuple[float, float]] = {}
         if schema.label_range:
-            bounds = dict.fromkeys(schema.tasks, schema.label_range)
-        if label:
-            names.append(label)
-            if schema.label_range:
-                bounds[label] = schema.label_range
-        # After the label: one column may be both, and a weight may not be negative.
-        if weight:
-            names.append(weight)
-            bounds[weight] = (0.0, math.inf)
+            bounds = dict.fromkeys(names, schema.label_range)
+        # After the labels: a column may be both, and a weight may not be negative.
+        if config.weight:
+            names.append(config.weight)
+            bounds[config.weight] = (0.0, math.inf)
         # Features last, so that an id of the schema is checked against its table.
         features: dict[str, SparseFeature | None] = dict.fromkeys([*ids, *schema.identities])
         features |= {feature.name: feature for feature in schema.sparse}
-        weights = {}
         for name in without:
             features.pop(name, None)
+        weights = {}
         for feature in schema.sparse:
             if feature.weights and feature.name in features:
                 weights[feature.name] = feature.weights
         return cls(
             features=features,
-            floats=tuple(dict.fromkeys(name for name in names if name not in without)),
+            floats=tuple(dict.fromkeys(name for name in (*schema.dense, *names) if name not in without)),
             out_of_range=schema.out_of_range,
             weights=weights,
             bounds=bounds,

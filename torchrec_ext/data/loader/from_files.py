@@ -288,9 +288,11 @@ class StreamedRows:
         ids = pairing.ids if pairing else ()
         # Features of items are looked up in `items`; of the item the rows have the id alone.
         without = [name for name in items or () if name not in ids]
-        layout = BlockLayout.of(schema, ids, (config.label, config.weight), without)
+        layout = BlockLayout.of(schema, config, ids, without)
         # A rank decodes its lanes as a whole: with a lane of its own it decodes no rows of others.
-        own_lane = share.world_size > config.lanes if config.shuffle else not in_order
+        own_lane = share.world_size > config.lanes
+        if not config.shuffle:
+            own_lane = not in_order
         plan = StreamPlan(
             group_rows=tuple(group.rows for group in source.groups),
             batch_size=config.batch_size,

@@ -206,7 +206,7 @@ class DeviceCandidates:
 
     def lengths(self, rows: Tensor, epoch: int) -> dict[str, Tensor]:
         """Returns, for each ragged feature of the items, (B,) the number of ids of all candidates of a row."""
-        # Nothing is drawn twice if there is nothing to count.
+        # Without a ragged column there is nothing to count, so nothing is drawn for it.
         if not self.table.ragged:
             return {}
         blocks: dict[str, list[Tensor]] = {name: [] for name in self.table.ragged}
@@ -278,7 +278,7 @@ class ResidentRows:
             ragged.update(items.ragged)
             # Looked up among the items, not in the rows.
             without = candidates.features
-        layout = BlockLayout.of(schema, ids, (config.label, config.weight), without)
+        layout = BlockLayout.of(schema, config, ids, without)
         config.check_columns(layout.names, rows)
         where = RowGroup(name="the rows in memory", file=0, number=0, rows=rows.num_rows)
         self._table = DeviceTable(*layout.checked(where, rows), rows.num_rows, device)
@@ -516,20 +516,19 @@ class ResidentRows:
 
     def _ids(self, bags: Mapping[str, Jagged], keys: Keys, sizes: Sequence[int]) -> KeyedIds:
         columns = {}
-        for name in filter(None, keys.features):
+        # A key may join the bags of two features; told its ids, the KeyedJaggedTensor does not wait for the device.
+        counts = [0] * len(keys.keys)
+        halves = len(keys.features) // max(len(keys.keys), 1)
+        for index, name in enumerate(keys.features):
+            if name is None:
+                continue
             feature = self._schema.feature(name)
             weights = None
             if keys.weighted and feature and feature.weights:
                 weights = bags[feature.weights].values
             columns[name] = bags[name]._replace(weights=weights)
-        ids = concatenated(keys, sizes, columns, self._device)
-        halves = len(keys.features) // max(len(keys.keys), 1)
-        counts = [0] * len(keys.keys)
-        # A key may join the bags of two features; told its ids, the KeyedJaggedTensor does not wait for the device.
-        for index, feature_name in enumerate(keys.features):
-            if feature_name is not None:
-                counts[index // halves] += len(columns[feature_name].values)
-        return ids._replace(length_per_key=counts)
+            counts[index // halves] += len(columns[name].values)
+        return concatenated(keys, sizes, columns, self._device)._replace(length_per_key=counts)
 
     def _dense(self, numbers: Mapping[str, Tensor], size: int, names: Sequence[str]) -> Tensor:
         if not names:
@@ -549,7 +548,7 @@ def read_all(
         ids: further columns with one id per row.
         without: columns of the schema that the source need not have.
     """
-    layout = BlockLayout.of(schema, ids, (config.label, config.weight), without)
+    layout = BlockLayout.of(schema, config, ids, without)
     layout.require(source, config)
     chunks = []
     for group in source.groups:

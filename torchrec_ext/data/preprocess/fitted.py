@@ -159,8 +159,11 @@ class FittedPreprocessor:
         columns: dict[str, str] = {}
         step_columns: set[str] = set()
         for step in self.steps:
-            columns |= {name: kind for name, kind in step.request_types(self.raw).items() if name not in step_columns}
-            step_columns |= set(step.writes)
+            # A column that an earlier step writes need not be sent.
+            for name, kind in step.request_types(self.raw).items():
+                if name not in step_columns:
+                    columns[name] = kind
+            step_columns.update(step.writes)
         return columns
 
     def transform(

@@ -52,11 +52,11 @@ class Preprocessor:
         step_columns: set[str] = set()
         # Histories come from events as the files have them, so no step may have replaced their columns.
         for step in self.steps:
-            late = sorted(set(step.event_reads) & step_columns)
+            late = sorted(step_columns.intersection(step.event_reads))
             if late:
                 raise ValueError(f"{step} reads {late}, which an earlier step replaces; put it first")
-            step_columns |= set(step.writes)
-        both = sorted(step_columns & set(self.keep))
+            step_columns.update(step.writes)
+        both = sorted(step_columns.intersection(self.keep))
         if both:
             raise ValueError(
                 f"keep={both}: a step writes these columns; give the step another output, or do not keep them"
@@ -73,7 +73,7 @@ class Preprocessor:
         for step in self.steps:
             # A column that an earlier step wrote comes from there.
             file_columns.update(dict.fromkeys(name for name in step.reads if name not in step_columns))
-            step_columns |= set(step.writes)
+            step_columns.update(step.writes)
         return (*file_columns, *(name for name in self.keep if name not in file_columns))
 
     @property

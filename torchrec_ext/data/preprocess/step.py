@@ -165,7 +165,7 @@ def ancestors(steps: Sequence[Step], number: int, columns: Collection[str]) -> l
     step_numbers = []
     # Backwards, as a step that makes a required column requires its own inputs from earlier steps.
     for index in reversed(range(number)):
-        if required_columns & set(steps[index].writes):
+        if not required_columns.isdisjoint(steps[index].writes):
             step_numbers.append(index)
-            required_columns |= set(steps[index].reads)
+            required_columns.update(steps[index].reads)
     return step_numbers[::-1]
