@@ -275,10 +275,6 @@ class Slice(NamedTuple):
     start: int
     stop: int
 
-    def part(self, vector: Array) -> Array:
-        """Returns the slice of a vector with an entry for each row of the block."""
-        return vector[self.start : self.stop]
-
     def bags(self, name: str) -> tuple[Array, Int64]:
         """Returns the ids of a ragged column and its rows' offsets among those of the block."""
         offsets = self.rows.offsets[name][self.start : self.stop + 1]
@@ -347,7 +343,8 @@ class Assembler:
         """Returns all columns of the rows of ``slices``, for batches with items from elsewhere."""
         columns = {}
         for name, index in self._float.items():
-            columns[name] = Column(joined([piece.part(piece.rows.floats[index]) for piece in slices], np.float32))
+            vectors = [piece.rows.floats[index][piece.start : piece.stop] for piece in slices]
+            columns[name] = Column(joined(vectors, np.float32))
         # After the floats: a column that is both an id and a label is read as an id, exactly.
         for name, index in self._scalar.items():
             columns[name] = Column(_joined_ids(slices, index))
@@ -430,7 +427,7 @@ class Assembler:
             vector[: _count(slices)] = 1
         else:
             for place, piece in _places(slices):
-                vector.numpy()[place] = piece.part(piece.rows.floats[self._float[name]])
+                vector.numpy()[place] = piece.rows.floats[self._float[name]][piece.start : piece.stop]
         return vector
 
 
@@ -441,7 +438,7 @@ def summed_weights(slices: Sequence[Slice], name: str) -> float:
         # Not at the column's usual place: of other ranks' rows a block may hold the weights alone.
         column = piece.rows.float_names.index(name)
         # In float64, as for rows in memory and on a device: all three divide the loss by one number.
-        total += float(piece.part(piece.rows.floats[column]).sum(dtype=np.float64))
+        total += float(piece.rows.floats[column][piece.start : piece.stop].sum(dtype=np.float64))
     return total
 
 
@@ -496,4 +493,4 @@ def joined(arrays: Sequence[Array], dtype: type[np.generic]) -> Array:
 
 
 def _joined_ids(slices: Sequence[Slice], index: int) -> Array:
-    return joined([piece.part(piece.rows.scalars[index]) for piece in slices], np.int64)
+    return joined([piece.rows.scalars[index][piece.start : piece.stop] for piece in slices], np.int64)

@@ -338,6 +338,6 @@ class StreamedRows:
                 yield self._assembler.batch(step.mine, size, total / self._share.world_size)
                 continue
             chunk = self._assembler.chunk(step.mine)
-            numbers = joined([piece.part(piece.rows.numbers) for piece in step.mine], np.int64)
+            numbers = joined([piece.rows.numbers[piece.start : piece.stop] for piece in step.mine], np.int64)
             weights = chunk[weight].values if weight else None
             yield self._pairing.batch(StepRows(chunk, numbers, weights, total), epoch, number)
