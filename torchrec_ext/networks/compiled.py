@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence, Sized
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, compress, islice
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from torchrec_ext.capture.update_rules import UPDATES, stepped
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.networks.graph import Inputs, trace, weighted_rows
 from torchrec_ext.networks.optimizer import StackedOptimizer, StackedWeights
-from torchrec_ext.networks.skeleton import StackedSteps, StackError, tensors_of
-from torchrec_ext.networks.stack import Losses, Stack, StepBatches
+from torchrec_ext.networks.skeleton import StackedSteps, StackError, are_one, tensors_of
+from torchrec_ext.networks.stack import Losses, Stack, StepBatches, table_weights
 from torchrec_ext.observe.user_lines import first_line
 
 
@@ -86,17 +86,13 @@ class CompiledStep:
     def __init__(self, stack: Stack, optimizer: StackedOptimizer, *, engine: StepExecutor | None = None) -> None:
         self._stack = stack
         self._optimizer = optimizer
-        tables = {
-            f"{path}.{table.name}": stacked.weight(table)
-            for path, stacked in stack.tables.items()
-            for table in stacked.tables
-        }
+        tables = table_weights(stack)
         self._names = list(tables)
+        # Detached, because the function computes gradients itself; writing them writes the stack's.
         self._weights = [*(weight.detach() for weight in tables.values()), stack.flat]
         self._entries = [self._entry(*entry) for entry in optimizer.entries()]
         self._rates = [torch.zeros((), device=stack.flat.device) for _ in self._entries]
-        # A limit of 0 means none.
-        self._limits = stack.flat.new_tensor([limit or float("inf") for limit in optimizer.limits])
+        self._limits = stack.flat.new_tensor(optimizer.limits)
         self._engine = engine or engine_for(stack.flat.device)[0]
         self._functions: dict[tuple[object, ...], Run] = {}
 
@@ -116,15 +112,17 @@ class CompiledStep:
 
     def read(self, batches: StepBatches, peers: Tensor | None = None) -> tuple[object, ...]:
         """Finds the rows of a step; returns its shape, the key of a compiled function. See :meth:`__call__`."""
-        peers_shape = None if peers is None else peers.shape
+        peers_shape = None
+        if peers is not None:
+            peers_shape = peers.shape
         # The compiled function makes such batches, and finds their rows, by itself.
         if isinstance(batches, StackedSteps):
             return (*batches.layout, peers_shape)
         self._stack.read(batches)
-        shared = all(batch is batches[0] for batch in batches)
         fields = [(name, value.shape) for name, value in tensors_of(batches[0]).items()]
+        # A function without empty bags multiplies by no mask, so it is another one.
         padded = [live is not None for _, live in self._rows()]
-        return (shared, *fields, *padded, peers_shape)
+        return (are_one(batches), *fields, *padded, peers_shape)
 
     def run(
         self, shape: tuple[object, ...], batches: StepBatches, peers: Tensor | None = None, weight: float = 1.0
@@ -157,13 +155,17 @@ class CompiledStep:
         example_inputs = self._inputs(batches, peers, weight)
         for generator, generator_state in zip(generators, before, strict=True):
             generator.set_state(generator_state)
-        steps = batches if isinstance(batches, StackedSteps) else None
-        state = [tensor for entry in self._entries for tensor in (*entry.state, *entry.steps)]
         try:
-            step = self._function(inputs._replace(pooled=self._pooled([ids for ids, _ in self._rows()])), steps)
-            memory = [*self._weights, *state, *self._rates, self._limits]
-            if steps:
+            row_ids = [ids for ids, _ in self._rows()]
+            memory = [*self._weights]
+            for entry in self._entries:
+                memory += [*entry.state, *entry.steps]
+            memory += [*self._rates, self._limits]
+            steps = None
+            if isinstance(batches, StackedSteps):
+                steps = batches
                 memory += [*steps.source.tensors, *self._stack.constants(steps).values()]
+            step = self._function(inputs._replace(pooled=self._pooled(row_ids)), steps)
             self._functions[shape] = self._engine(step, memory, example_inputs)
         except CannotCaptureError:
             raise
@@ -176,7 +178,10 @@ class CompiledStep:
         return set(self._functions)
 
     def _rows(self) -> list[tuple[Tensor, Tensor | None]]:
-        return [rows for stacked in self._stack.tables.values() for rows in stacked.one_each()]
+        rows: list[tuple[Tensor, Tensor | None]] = []
+        for stacked in self._stack.tables.values():
+            rows += stacked.one_each()
+        return rows
 
     def _inputs(self, batches: StepBatches, peers: Tensor | None, weight: float) -> list[Tensor]:
         if isinstance(batches, StackedSteps):
@@ -212,7 +217,10 @@ class CompiledStep:
             raise StackError("the optimizer has no state yet: train one step before the compiled ones")
         members = len(entry.members)
         all_members = self._stack.members
-        index = self._names.index(entry.name) if entry.is_table else len(self._names)
+        # The dense weights, one matrix, come after the tables.
+        index = len(self._names)
+        if entry.is_table:
+            index = self._names.index(entry.name)
         rows = len(self._weights[index]) // len(all_members)
         first = rows * all_members.index(entry.members[0])
         # An entry of one dense weight has its columns alone, one of all dense weights the whole rows.
@@ -224,11 +232,13 @@ class CompiledStep:
 
     def _function(self, inputs: Inputs, stacked_steps: StackedSteps | None) -> Callable[..., list[Tensor]]:
         stack = self._stack
-        graph = trace(self._stack.skeleton, inputs)  # type: ignore[arg-type]
-        tables = [table for stacked in self._stack.tables.values() for table in stacked.tables]
-        lookups = [(index, table.embedding_dim) for index, table in enumerate(tables) for _ in table.feature_names]
-        shapes = [value.shape for value in self._stack.dense.values()]
-        members = len(self._stack.members)
+        graph = trace(stack.skeleton, inputs)  # type: ignore[arg-type]
+        tables = chain.from_iterable(stacked.tables for stacked in stack.tables.values())
+        lookups: list[tuple[int, int]] = []
+        for index, table in enumerate(tables):
+            lookups += [(index, table.embedding_dim)] * len(table.feature_names)
+        shapes = [value.shape for value in stack.dense.values()]
+        members = len(stack.members)
         sizes = [shape.numel() // members for shape in shapes]
         stack_weights = self._weights
         entries = self._entries
@@ -255,10 +265,12 @@ class CompiledStep:
                 constants = dict(zip(names, take(names), strict=True))
                 looked_up, fields = stack.made(stacked_steps, resident, take(stacked_steps.tensors))
                 fields |= constants
-                ids = [rows for of_collection in looked_up for rows in of_collection]
+                ids = list(chain.from_iterable(looked_up))
             else:
                 ids = take(lookups)
-                live = [next(rest) if gaps else None for gaps in padded]
+                for number, gaps in enumerate(padded):
+                    if gaps:
+                        live[number] = next(rest)
                 fields = dict(zip(inputs.fields, take(inputs.fields), strict=True))
             columns = torch.split(weights[-1], sizes, dim=1)
             dense = [values.view(shape) for values, shape in zip(columns, shapes, strict=True)]
@@ -279,7 +291,9 @@ class CompiledStep:
                 weight = entry.of(weights[entry.index])
                 flat_state = [entry.flat(tensor) for tensor in state]
                 # A rule without a count of steps does not read the number; any tensor does.
-                step_number = steps[0] + 1 if steps else rate
+                step_number = rate
+                if steps:
+                    step_number = steps[0] + 1
                 grad = entry.of(grads[entry.index])
                 values, new = stepped(weight, grad, flat_state, step_number, rate, entry.choice, table=entry.is_table)
                 # A loss that is not finite leaves all members, states and counts of steps as they are.
@@ -301,7 +315,7 @@ def _live(rows: Tensor, filled: Tensor | None) -> Tensor:
 
 def _limited(grads: Sequence[Tensor], inside: Sequence[bool], limits: Tensor) -> list[Tensor]:
     """Returns the gradients, those ``inside`` scaled to at most each member's limit of their norm, (K,)."""
-    counted = [grad for grad, limited in zip(grads, inside, strict=True) if limited]
+    counted = compress(grads, inside)
     norm = sum(grad.view(len(limits), -1).square().sum(dim=1) for grad in counted)
     # 1e-6 as in torch.nn.utils.clip_grad_norm_, for the results of a member alone.
     factors = (limits / (torch.as_tensor(norm).sqrt() + 1e-6)).clamp(max=1)[:, None]
@@ -433,7 +447,7 @@ class StackSteps:
             return None
         try:
             shape = self._step.read(batches, peers)
-            if self._waits(shape):
+            if self._waits(shape, self._step.shapes):
                 return None
             return self._step.run(shape, batches, peers, weight)
         except (StackError, CannotCaptureError) as error:
@@ -443,10 +457,10 @@ class StackSteps:
             self._stay_eager(str(error))
             return None
 
-    def _waits(self, shape: tuple[object, ...]) -> bool:
+    def _waits(self, shape: tuple[object, ...], compiled_shapes: Collection[object]) -> bool:
         """Whether a shape is too rare for a compilation of its own."""
-        compiled_shapes: Collection[object] = self._step.shapes if self._step is not None else ()
         patience = self._policy.patience
+        # The first shape is compiled at once: it is that of most steps.
         if not patience or not compiled_shapes or shape in compiled_shapes:
             return False
         self._shape_counts[shape] += 1

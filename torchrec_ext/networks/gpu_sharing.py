@@ -37,7 +37,9 @@ def gpu_sharing(device: torch.device, processes: int, environ: Mapping[str, str]
     where = f"{processes} processes share {device}"
     if not mps_is_running(environ):
         pipes = environ.get("CUDA_MPS_PIPE_DIRECTORY")
-        looked = f" (looked in CUDA_MPS_PIPE_DIRECTORY={pipes})" if pipes else ""
+        looked = ""
+        if pipes:
+            looked = f" (looked in CUDA_MPS_PIPE_DIRECTORY={pipes})"
         return (
             f"note: {where} without MPS{looked}: their kernels take turns. Start it with `nvidia-cuda-mps-control -d` "
             "as the user of the job, and stop it with `echo quit | nvidia-cuda-mps-control`"

@@ -28,6 +28,8 @@ def rewrite(graph: GraphModule) -> GraphModule:
     matrices. Rows are selected, and their gradients added, row by row, not number by number. A bias is added inside the
     product. Every node keeps the ``val`` of its meta, with its shape.
     """
+    # Each takes what those before it leave: only a slice of the whole is a no-op, and only slices have gradients that
+    # are concatenated.
     for change in (
         _slice_split,
         _remove_no_ops,
@@ -47,6 +49,13 @@ def rewrite(graph: GraphModule) -> GraphModule:
     return graph
 
 
+def _axis(node: Any, index: int) -> Any:
+    """Returns the axis of a split or concatenation, its argument number ``index``; left out, it is 0."""
+    if len(node.args) > index:
+        return node.args[index]
+    return 0
+
+
 def _shape(node: Any) -> list[int]:
     return list(node.meta["val"].shape)
 
@@ -62,7 +71,13 @@ def _replace(node: Any, target: Any, *args: Any) -> None:
 def _insert(before: Node, target: Any, *args: Any) -> Node:
     with before.graph.inserting_before(before):
         new_node = before.graph.call_function(target, args)
-    new_node.meta["val"] = target(*[arg.meta["val"] if isinstance(arg, Node) else arg for arg in args])
+    # On fake tensors, for the shape alone.
+    values = []
+    for arg in args:
+        if isinstance(arg, Node):
+            arg = arg.meta["val"]
+        values.append(arg)
+    new_node.meta["val"] = target(*values)
     return new_node
 
 
@@ -85,8 +100,8 @@ def _slice_split(node: Any) -> None:
     """Replaces a piece of a split by a slice."""
     if node.target is not operator.getitem or node.args[0].target is not _aten.split_with_sizes.default:
         return
-    source, sizes, *dims = node.args[0].args
-    dim = dims[0] if dims else 0
+    source, sizes = node.args[0].args[:2]
+    dim = _axis(node.args[0], 2)
     start = sum(sizes[: node.args[1]])
     stop = start + sizes[node.args[1]]
     _replace(node, _aten.slice.Tensor, source, dim % len(_shape(source)), start, stop)
@@ -123,20 +138,21 @@ def _leaves(node: Any) -> Iterable[Node]:
 def _slice_concatenation(node: Any) -> None:
     """Replaces columns cut from a concatenation by their source, and leaves out parts of width 0."""
     if node.target is _aten.cat.default:
-        dim = node.args[1] if len(node.args) > 1 else 0
+        dim = _axis(node, 1)
         parts = [piece for piece in node.args[0] if _shape(piece)[dim]]
         if len(parts) == 1:
             node.replace_all_uses_with(parts[0])
         elif len(parts) < len(node.args[0]):
             node.args = (parts, dim)
         return
-    source: Any = node.args[0] if node.args else None
-    if node.target is not _aten.slice.Tensor or source.op != "call_function" or source.target is not _aten.cat.default:
+    if node.target is not _aten.slice.Tensor:
+        return
+    source: Any = node.args[0]
+    if source.op != "call_function" or source.target is not _aten.cat.default:
         return
     # slice(source, dim, start, stop, step); without a step it is 1.
     dim, start, stop = node.args[1:4]
-    source_dim = source.args[1] if len(source.args) > 1 else 0
-    if len(node.args) > 4 or source_dim != dim:
+    if len(node.args) > 4 or _axis(source, 1) != dim:
         return
     stop = min(stop, _shape(source)[dim])
     offset = 0
@@ -161,12 +177,15 @@ def _index_per_member(indices: Any) -> Any:
         return None
     first, index = indices
     axes = len(_shape(index))
-    if first is None:
-        return index if axes == 1 else None
-    if first.op != "call_function" or first.target is not _aten.unsqueeze.default:
+    # One index for all members, as of a batch that they share.
+    if first is None and axes == 1:
+        return index
+    if first is None or first.op != "call_function" or first.target is not _aten.unsqueeze.default:
         return None
     counts_members = first.args[0].target is _aten.arange.default
-    return index if counts_members and axes == 2 else None
+    if counts_members and axes == 2:
+        return index
+    return None
 
 
 def _index_in_flat_rows(before: Node, indices: Any, rows: int) -> Node:
@@ -310,6 +329,7 @@ def leave_out_constants(graph: GraphModule, names: Sequence[str]) -> set[str]:
     for node in graph.graph.nodes:
         if node.op == "placeholder" or not reading.isdisjoint(node.all_input_nodes):
             reading.add(node)
+    # Nodes are in order, so those before it have been looked at.
     variable_outputs = {name: value for name, value in zip(names, values, strict=True) if value in reading}
     output.args = ([first, *variable_outputs.values()],)
     graph.graph.eliminate_dead_code()
@@ -340,7 +360,12 @@ def _loss(skeleton: Skeleton, inputs: Inputs) -> _Loss:
 
 
 def _over_members(inputs: Inputs) -> tuple[int | None, ...]:
-    return (0, 0, None if inputs.shared else 0, 0, 0)
+    """Returns the axis of the members in each part of the inputs, in the order of :func:`_parts`."""
+    axis_of_fields: int | None = 0
+    # vmap passes a batch that all members read as it is, without a copy for each.
+    if inputs.shared:
+        axis_of_fields = None
+    return (0, 0, axis_of_fields, 0, 0)
 
 
 def _parts(inputs: Inputs, tensors: tuple[Tensor, ...]) -> list[list[Tensor]]:

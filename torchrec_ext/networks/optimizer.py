@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +13,8 @@ from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.optim.declared import has_kernel
 from torchrec_ext.distributed.optim.hybrid import make_first_state
 from torchrec_ext.distributed.optim.kinds import rows_with_gradient
-from torchrec_ext.networks.skeleton import StackError
-from torchrec_ext.networks.stack import Stack
+from torchrec_ext.networks.skeleton import StackError, unlike_members
+from torchrec_ext.networks.stack import Stack, table_weights
 from torchrec_ext.train.config import Schedule
 
 # Schedules of the tables and of the dense layers, as in a TrainConfig.
@@ -81,7 +82,8 @@ class StackedOptimizer:
         choices = {name: _choices(stack, name, configs[name]) for name in stack.members}
         self._clipped_weights = self._weights_in_norm(choices)
         self._moved: list[tuple[dict[str, Any], StackedWeights]] = []
-        # One optimizer of torch for each kind; members agree on the kind of a weight, as _check_kinds() ensures.
+        self._owners: dict[nn.Parameter, torch.optim.Optimizer] = {}
+        # One optimizer of torch for each kind; members agree on the kind of a weight, as _optimizer() ensures.
         kinds = dict.fromkeys(choice.kind for choice in choices[stack.members[0]].values())
         self._optimizers = [self._optimizer(kind, choices) for kind in kinds]
 
@@ -92,9 +94,18 @@ class StackedOptimizer:
             if first[weights.name].kind != kind:
                 continue
             rules = {}
+            kinds = {}
             for member, member_choices in choices.items():
-                rules[member] = self._rule(member, member_choices[weights.name], weights.is_table)
-            _check_kinds(weights.name, {member: rule.choice.kind for member, rule in rules.items()})
+                choice = member_choices[weights.name]
+                kinds[member] = choice.kind
+                rules[member] = self._rule(member, choice, weights.is_table)
+            if (unlike := unlike_members(kinds)) is not None:
+                first_member, other = unlike
+                raise StackError(
+                    f"'{weights.name}' is moved by {kinds[first_member]} in '{first_member}' and by {kinds[other]} in "
+                    f"'{other}', but by one kind in a stack; give both the same optimizer.tables and optimizer.dense, "
+                    "or do not stack them"
+                )
             for entry, rule in _runs(weights, rules):
                 # Entries with one rule share a group, and so one fused call.
                 settings = {"params": [], **rule.choice.unfused()[1], **rule._asdict()}
@@ -106,24 +117,34 @@ class StackedOptimizer:
         if self._stack.flat.device.type == "cpu":
             # torch has a fused Adagrad for a CPU alone.
             fused_types.append(torch.optim.Adagrad)
-        options = {"fused": True} if optimizer_type in fused_types else {}
-        return optimizer_type(list(groups.values()), **options)  # type: ignore[arg-type]
+        options = {}
+        if optimizer_type in fused_types:
+            options["fused"] = True
+        optimizer = optimizer_type(list(groups.values()), **options)  # type: ignore[arg-type]
+        for group in groups.values():
+            self._owners |= dict.fromkeys(group["params"], optimizer)
+        return optimizer
 
     def _rule(self, member: str, choice: Choice, is_table: bool) -> _Rule:
-        of_tables, of_layers = self._schedules.get(member, (Schedule(), Schedule()))
-        schedule = of_tables if is_table else of_layers
+        of_tables, schedule = self._schedules.get(member, (Schedule(), Schedule()))
+        if is_table:
+            schedule = of_tables
+        steps = 0
         # A constant rate needs no number of steps: members that differ in it alone still share a rule.
-        steps = self._steps.get(member, 0) if schedule.changes else 0
+        if schedule.changes:
+            steps = self._steps.get(member, 0)
         return _Rule(choice, schedule, steps)
 
     def _weights_in_norm(self, choices: Mapping[str, Mapping[str, Choice]]) -> list[_Weights]:
         """Returns the weights to clip; as in a single run, without the tables updated inside the backward."""
-        kinds = {name: choice.kind for name, choice in choices[self._stack.members[0]].items()}
-        weights_of_all = _all_weights(self._stack)
+        # All members have the same kinds of optimizer, see _optimizer().
+        first = choices[self._stack.members[0]]
         device = self._stack.flat.device.type
-        return [
-            weights for weights in weights_of_all if not (weights.is_table and has_kernel(kinds[weights.name], device))
-        ]
+        in_norm = []
+        for weights in _all_weights(self._stack):
+            if not weights.is_table or not has_kernel(first[weights.name].kind, device):
+                in_norm.append(weights)
+        return in_norm
 
     @torch.no_grad()
     def step(self) -> None:
@@ -160,7 +181,10 @@ class StackedOptimizer:
 
     def entries(self) -> list[tuple[dict[str, Any], StackedWeights, dict[str, Tensor]]]:
         """Returns each group of settings with its weights and their state."""
-        return [(group, entry, self._owner(entry.parameter).state[entry.parameter]) for group, entry in self._moved]
+        entries = []
+        for group, entry in self._moved:
+            entries.append((group, entry, self._owners[entry.parameter].state[entry.parameter]))
+        return entries
 
     @property
     def begun(self) -> bool:
@@ -169,13 +193,13 @@ class StackedOptimizer:
 
     @property
     def limits(self) -> list[float]:
-        """The greatest gradient norm of each member; 0 for no limit."""
-        return [self._configs[member].clip_norm for member in self._stack.members]
+        """The greatest gradient norm of each member; infinite for no limit."""
+        return [self._configs[member].clip_norm or math.inf for member in self._stack.members]
 
     @property
     def clips(self) -> bool:
         """Whether the norm of any member's gradient has a limit."""
-        return any(self.limits)
+        return any(map(math.isfinite, self.limits))
 
     @property
     def limited_tables(self) -> list[str]:
@@ -185,7 +209,7 @@ class StackedOptimizer:
     def _clip(self, limits: Sequence[float]) -> None:
         grads = [weights.grad.view(len(limits), -1) for weights in self._clipped_weights]
         norms = torch.stack([grad.square().sum(dim=1) for grad in grads]).sum(dim=0).sqrt()
-        most = norms.new_tensor([limit or float("inf") for limit in limits])
+        most = norms.new_tensor(limits)
         # torch's clip_grad_norm_ adds 1e-6 to the norm too, and a member must learn as it would alone.
         factors = (most / (norms + 1e-6)).clamp(max=1)[:, None]
         for grad in grads:
@@ -207,50 +231,44 @@ class StackedOptimizer:
         optimizer._step = self._step
         states: dict[tuple[str, str], dict[str, Tensor]] = {}
         for _, entry in self._moved:
-            for member, state_of_one in zip(entry.members, self._state(entry), strict=True):
+            for member, state_of_one in self.states(entry).items():
                 states[entry.name, member] = state_of_one
         for _, entry in optimizer._moved:
             parts = [states[entry.name, member] for member in entry.members]
-            state = {name: _join([state_of_one[name] for state_of_one in parts]) for name in parts[0]}
+            state = {}
+            for name in parts[0]:
+                state[name] = _join([state_of_one[name] for state_of_one in parts])
+            # An optimizer without a step has no state, and none is made for it.
             if state:
-                optimizer._owner(entry.parameter).state[entry.parameter] = state
+                optimizer._owners[entry.parameter].state[entry.parameter] = state
         return optimizer
 
-    def _owner(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        for optimizer in self._optimizers:
-            # By identity: `in` would compare the tensors' numbers.
-            if any(value is parameter for group in optimizer.param_groups for value in group["params"]):
-                return optimizer
-        raise AssertionError("every weight has an optimizer")
-
-    def _state(self, entry: StackedWeights) -> list[dict[str, Tensor]]:
-        state = self._owner(entry.parameter).state[entry.parameter]
+    def states(self, entry: StackedWeights) -> dict[str, dict[str, Tensor]]:
+        """Returns the state of each member's part of an entry, by member."""
         count = len(entry.members)
-        parts: list[dict[str, Tensor]] = [{} for _ in entry.members]
-        for name, value in state.items():
+        parts: dict[str, dict[str, Tensor]] = {member: {} for member in entry.members}
+        for name, value in self._owners[entry.parameter].state[entry.parameter].items():
             # A scalar, such as a count of steps, is the same for all members of the entry.
-            chunks = value.chunk(count) if value.dim() else [value] * count
-            for state_of_one, chunk in zip(parts, chunks, strict=True):
+            chunks: Sequence[Tensor] = [value] * count
+            if value.dim():
+                chunks = value.chunk(count)
+            for state_of_one, chunk in zip(parts.values(), chunks, strict=True):
                 state_of_one[name] = chunk
         return parts
 
 
 def _choices(stack: Stack, member: str, config: OptimizerConfig) -> dict[str, Choice]:
     """Returns the optimizer of each table and dense parameter, by the stack's names."""
-    network = stack.networks[member]
-    tables = {f"{path}.{table.name}": table.name for path, stacked in stack.tables.items() for table in stacked.tables}
-    by_table = config.for_tables(network)
+    by_table = config.for_tables(stack.networks[member])
     by_layer = config.for_layers(stack.own_names(member))
-    dense = dict(zip(stack.dense, by_layer.values(), strict=True))
-    return {name: by_table[table] for name, table in tables.items()} | dense
+    choices = {name: by_table[name.rpartition(".")[2]] for name in table_weights(stack)}
+    return choices | dict(zip(stack.dense, by_layer.values(), strict=True))
 
 
 def _all_weights(stack: Stack) -> list[_Weights]:
     weights = []
-    for path, stacked in stack.tables.items():
-        for table in stacked.tables:
-            weight = stacked.weight(table)
-            weights.append(_Weights(f"{path}.{table.name}", weight.detach(), weight.grad, True))  # type: ignore[arg-type]
+    for name, weight in table_weights(stack).items():
+        weights.append(_Weights(name, weight.detach(), weight.grad, True))  # type: ignore[arg-type]
     weights.append(_Weights("", stack.flat, stack.flat_grad, False))
     return weights
 
@@ -260,30 +278,34 @@ def _weights(stack: Stack, choices: Mapping[str, Mapping[str, Choice]]) -> list[
     *tables, dense = _all_weights(stack)
     if not stack.dense:
         return tables
-    settings = [{choices[member][name] for name in stack.dense} for member in stack.members]
-    if max(map(len, settings)) == 1:
+    most_settings = 1
+    for member in stack.members:
+        most_settings = max(most_settings, len({choices[member][name] for name in stack.dense}))
+    if most_settings == 1:
         return [*tables, dense._replace(name=next(iter(stack.dense)))]
     grads = stack.dense_grads()
-    return [*tables, *(_Weights(name, value.detach(), grads[name], False) for name, value in stack.dense.items())]
+    for name, value in stack.dense.items():
+        tables.append(_Weights(name, value.detach(), grads[name], False))
+    return tables
 
 
 def _runs(weights: _Weights, rules: Mapping[str, _Rule]) -> list[tuple[StackedWeights, _Rule]]:
     """Returns one entry for all members if they agree and are adjacent in memory, else one for each."""
     members = tuple(rules)
     if len(set(rules.values())) == 1 and weights.value.is_contiguous():
-        return [(_entry(weights.name, members, weights.value, weights.grad, weights.is_table), rules[members[0]])]
+        return [(_entry(weights, members, weights.value, weights.grad), rules[members[0]])]
     parts = zip(members, weights.value.chunk(len(members)), weights.grad.chunk(len(members)), strict=True)
     runs = []
     for member, value, grad in parts:
-        entry = _entry(weights.name, (member,), value, grad, weights.is_table)
-        runs.append((entry, rules[member]))
+        runs.append((_entry(weights, (member,), value, grad), rules[member]))
     return runs
 
 
-def _entry(name: str, members: tuple[str, ...], value: Tensor, grad: Tensor, is_table: bool) -> StackedWeights:
+def _entry(weights: _Weights, members: tuple[str, ...], value: Tensor, grad: Tensor) -> StackedWeights:
+    # It shares the memory of the stack's weights and of their gradients.
     parameter = nn.Parameter(value)
     parameter.grad = grad
-    return StackedWeights(name, members, parameter, is_table)
+    return StackedWeights(weights.name, members, parameter, weights.is_table)
 
 
 def _decay(entry: StackedWeights, factor: float) -> None:
@@ -299,13 +321,3 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
     if not parts[0].dim():
         return parts[0].clone()
     return torch.cat(list(parts))
-
-
-def _check_kinds(name: str, kinds: Mapping[str, str]) -> None:
-    first = next(iter(kinds))
-    other = next((member for member, kind in kinds.items() if kind != kinds[first]), None)
-    if other is not None:
-        raise StackError(
-            f"'{name}' is moved by {kinds[first]} in '{first}' and by {kinds[other]} in '{other}', but by one kind in "
-            "a stack; give both the same optimizer.tables and optimizer.dense, or do not stack them"
-        )

@@ -9,6 +9,7 @@ import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -44,7 +45,9 @@ class JaggedStandIn:
 
 def jagged_of(batch: TowerBatch, name: str) -> KeyedJaggedTensor:
     """Returns the KeyedJaggedTensor behind a :class:`JaggedStandIn` of this name."""
-    return batch.shared.sparse if name == "shared.sparse" else getattr(batch, name)  # type: ignore[union-attr]
+    if name == "shared.sparse":
+        return batch.shared.sparse  # type: ignore[union-attr]
+    return getattr(batch, name)
 
 
 def tensors_of(batch: TowerBatch) -> dict[str, Tensor]:
@@ -60,8 +63,9 @@ def tensors_apart(batch: TowerBatch, members: int) -> dict[str, Tensor]:
     tensors = {}
     for name, value in tensors_of(batch).items():
         # The weight of the batch is one number for each member already.
-        is_total = name == "total_weight"
-        tensors[name] = value if is_total else value.view(members, len(value) // members, *value.shape[1:])
+        if name != "total_weight":
+            value = value.view(members, len(value) // members, *value.shape[1:])
+        tensors[name] = value
     # Shared rows are counted over all members.
     if batch.shared is not None:
         first = torch.arange(members, device=batch.labels.device)[:, None] * tensors["shared.dense"].shape[1]
@@ -84,9 +88,10 @@ class StackedSteps:
     def __init__(self, items: Sequence[DrawnStep], source: Resident) -> None:
         self.items = list(items)
         self.source = source
-        self.members = 1 if _is_one(items) else len(items)
+        self.members = 1
         self.tensors: Sequence[Tensor] = items[0].tensors
-        if self.members > 1:
+        if not are_one(items):
+            self.members = len(items)
             # Rows one member after another; scalars, such as the weight of a batch, one for each member.
             tensors = zip(*(item.tensors for item in items), strict=True)
             self.tensors = [torch.cat(parts) if parts[0].dim() else torch.stack(parts) for parts in tensors]
@@ -103,8 +108,23 @@ class StackedSteps:
         return [item.batch() for item in self.items]
 
 
-def _is_one(items: Sequence[object]) -> bool:
+def are_one(items: Sequence[object]) -> bool:
+    """Whether all items are one object, such as a batch that all members read."""
     return all(item is items[0] for item in items)
+
+
+def unlike_members(values: Mapping[str, object]) -> tuple[str, str] | None:
+    """Returns the first member and the first other one with another value; None if all have one.
+
+    Example:
+        >>> unlike_members({"a": 1, "b": 1, "c": 2})
+        ('a', 'c')
+    """
+    first = next(iter(values))
+    for name, value in values.items():
+        if value != values[first]:
+            return first, name
+    return None
 
 
 def joined_source(items: Sequence[DrawnStep]) -> Resident | None:
@@ -122,7 +142,7 @@ def joined_source(items: Sequence[DrawnStep]) -> Resident | None:
     shapes = [tensor.shape for tensor in first.tensors]
     if any([tensor.shape for tensor in item.tensors] != shapes for item in items):
         return None
-    if _is_one(items):
+    if are_one(items):
         return first.source
     return first.source.together([item.source for item in items[1:]])
 
@@ -157,8 +177,10 @@ class _Tables(nn.Module):
         self.path = path
         self.reads = ""
         configs = list(collection.embedding_bag_configs())
-        self.names = [name for names in get_embedding_names_by_table(configs) for name in names]
-        self.widths = [table.embedding_dim for table in configs for _ in table.feature_names]
+        self.names = list(chain.from_iterable(get_embedding_names_by_table(configs)))
+        self.widths: list[int] = []
+        for table in configs:
+            self.widths += [table.embedding_dim] * len(table.feature_names)
         self.pooled: Sequence[Tensor] | None = None
         self.strides: Mapping[str, int] = {}
         self.device = torch.device("cpu")
@@ -232,10 +254,10 @@ class Skeleton:
                 )
             if isinstance(module, EmbeddingBagCollection):
                 self.tables[path] = replaced[id(module)] = _Tables(path, module)
-        replaced |= {id(module): _Dropout() for module in network.modules() if isinstance(module, nn.Dropout)}
-        for module in network.modules():
-            if isinstance(module, nn.Dropout):
-                self.dropouts.append(replaced[id(module)])
+            elif isinstance(module, nn.Dropout):
+                dropout = _Dropout()
+                replaced[id(module)] = dropout
+                self.dropouts.append(dropout)
         # The copy has the weights of dense layers until a call passes others; tables are not copied.
         # `replaced` is the memo of the copy: it puts a stand-in wherever a module of it was.
         self.learner = Learner(copy.deepcopy(network, replaced)).train()
@@ -268,6 +290,7 @@ class Skeleton:
             table.reads = ""
         order: list[_Dropout] = []
         hooks = [layer.register_forward_hook(lambda layer, *_: order.append(layer)) for layer in self.dropouts]
+        # On a stand-in of the batch, which raises where the network reads ids itself.
         with torch.no_grad():
             self.learner(batch_from_tensors(tensors))
         for hook in hooks:
@@ -339,7 +362,10 @@ def first_difference(networks: Mapping[str, nn.Module]) -> str | None:
                 mine = layer.facts.get(field, "absent")
                 theirs = other.facts.get(field, "absent")
                 if mine != theirs:
-                    where = f"{layer.path}: {field}" if layer.path else field
+                    where = field
+                    # The path of the network itself is empty.
+                    if layer.path:
+                        where = f"{layer.path}: {field}"
                     return f"{where} is {mine} in '{first}' and {theirs} in '{name}'"
         if len(reference) != len(other_layers):
             return f"'{first}' has {len(reference)} layers and '{name}' {len(other_layers)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from torchrec_ext.networks.skeleton import (
     Skeleton,
     StackedSteps,
     StackError,
+    are_one,
     first_difference,
     jagged_of,
     joined_source,
@@ -50,7 +52,9 @@ class _Bags(NamedTuple):
         if self.lengths is None:
             return table.index_select(0, self.ids)
         ends = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
-        mode = "mean" if pooling == PoolingType.MEAN else "sum"
+        mode = "sum"
+        if pooling == PoolingType.MEAN:
+            mode = "mean"
         return embedding_bag(
             self.ids, table, ends, mode=mode, per_sample_weights=self.weights, include_last_offset=True
         )
@@ -93,11 +97,11 @@ class StackedTables(nn.Module):
         super().__init__()
         self.members = len(collections)
         self.tables: list[EmbeddingBagConfig] = list(collections[0].embedding_bag_configs())
-        self.names = [name for names in get_embedding_names_by_table(self.tables) for name in names]
-        stacked = [
-            dataclasses.replace(table, num_embeddings=self.members * table.num_embeddings, init_fn=None)
-            for table in self.tables
-        ]
+        self.names = list(chain.from_iterable(get_embedding_names_by_table(self.tables)))
+        stacked = []
+        for table in self.tables:
+            rows = self.members * table.num_embeddings
+            stacked.append(dataclasses.replace(table, num_embeddings=rows, init_fn=None))
         weighted = collections[0].is_weighted()
         # Without memory of its own: each weight becomes the members' weights, one below the other.
         self.collection = EmbeddingBagCollection(tables=stacked, is_weighted=weighted, device=torch.device("meta"))
@@ -160,14 +164,17 @@ class StackedTables(nn.Module):
         Raises:
             StackError: a bag has more than one id, or an id has a weight.
         """
-        bags = [bags.one_each() for bags in self._lookups]
-        if any(rows is None for rows in bags):
-            features = [feature for table in self.tables for feature in table.feature_names]
-            raise StackError(
-                f"one of the features {', '.join(dict.fromkeys(features))} has several ids or weights in some row; a "
-                "compiled step needs one id in each, such as with data.history_length=0"
-            )
-        return [rows for rows in bags if rows is not None]
+        all_rows = []
+        for bags in self._lookups:
+            rows = bags.one_each()
+            if rows is None:
+                features = chain.from_iterable(table.feature_names for table in self.tables)
+                raise StackError(
+                    f"one of the features {', '.join(dict.fromkeys(features))} has several ids or weights in some row; "
+                    "a compiled step needs one id in each, such as with data.history_length=0"
+                )
+            all_rows.append(rows)
+        return all_rows
 
     @torch.no_grad()
     def accumulate(self, gradients: Sequence[Tensor]) -> None:
@@ -201,8 +208,10 @@ class _OneEach:
 def _read_one_each(parts: Sequence[KeyedJaggedTensor], members: int) -> _OneEach | None:
     """Reads bags of one id each; None if a bag has another number of ids, or ids have weights."""
     first = parts[0]
-    same = all(batch is first for batch in parts)
-    different = parts[:1] if same else parts
+    same = are_one(parts)
+    different = parts
+    if same:
+        different = parts[:1]
     for batch in different:
         lengths = batch.lengths()
         if batch.values().numel() != lengths.numel() or batch.weights_or_none() is not None:
@@ -228,7 +237,9 @@ class _Jagged:
         # Member k's rows begin at row k x rows of the stacked table.
         ids = torch.cat([bags.values() + rows * member for member, bags in enumerate(by_member)])
         lengths = torch.cat([bags.lengths() for bags in by_member]).long()
-        return _Bags(ids, lengths, None if weights[0] is None else torch.cat(weights))
+        if weights[0] is None:
+            return _Bags(ids, lengths)
+        return _Bags(ids, lengths, torch.cat(weights))
 
 
 # Relative tolerance of a loss in fp32: batched products add up in another order.
@@ -318,13 +329,13 @@ class Stack(nn.Module):
         keep_freed_memory()
         # They are no submodules, because their weights are views of the stack's.
         self.networks = dict(networks)
-        self.generators = {name: torch.Generator().manual_seed((seeds or {}).get(name, 0)) for name in networks}
+        seeds = seeds or {}
+        self.generators = {name: torch.Generator().manual_seed(seeds.get(name, 0)) for name in networks}
         # Concatenate the members' tables, by the path of their collection.
-        first = next(iter(self.networks.values()))
-        paths = [path for path, module in first.named_modules() if isinstance(module, EmbeddingBagCollection)]
-        self.tables = {
-            path: StackedTables([network.get_submodule(path) for network in self.networks.values()]) for path in paths
-        }
+        self.tables: dict[str, StackedTables] = {}
+        for path, module in next(iter(networks.values())).named_modules():
+            if isinstance(module, EmbeddingBagCollection):
+                self.tables[path] = StackedTables([network.get_submodule(path) for network in networks.values()])
         self.skeleton: Skeleton | None = None
         self._graphs: dict[tuple[object, ...], GraphModule] = {}
         self._makers: dict[tuple[object, ...], _BatchMaker] = {}
@@ -403,15 +414,19 @@ class Stack(nn.Module):
         if len(steps) == len(items):
             sources = tuple(item.source for item in steps)
             if sources not in self._sources:
-                is_here = all(tensor.device == device for source in sources for tensor in source.tensors)
-                self._sources[sources] = joined_source(steps) if is_here else None
+                self._sources[sources] = None
+                tensors = chain.from_iterable(source.tensors for source in sources)
+                if all(tensor.device == device for tensor in tensors):
+                    self._sources[sources] = joined_source(steps)
             if (source := self._sources[sources]) is not None:
                 return StackedSteps(steps, source)
         # By identity: a batch that several members share is made and moved once, and stays one object.
         batches: dict[int, TowerBatch] = {}
         for item in items:
             if id(item) not in batches:
-                batch = item.batch() if isinstance(item, DrawnStep) else item
+                batch = item
+                if isinstance(batch, DrawnStep):
+                    batch = batch.batch()
                 if batch.labels.device != device:
                     batch = batch.to(device)
                 batches[id(item)] = batch
@@ -448,7 +463,8 @@ class Stack(nn.Module):
     @torch.no_grad()
     def _check_losses(self, graph: GraphModule, inputs: Inputs, batches: StepBatches) -> None:
         """Checks the losses of the first step against the members' own forwards."""
-        batches = batches.batches() if isinstance(batches, StackedSteps) else batches
+        if isinstance(batches, StackedSteps):
+            batches = batches.batches()
         losses = graph(*inputs.flat())[0].tolist()
         for (name, network), batch, loss in zip(self.networks.items(), batches, losses, strict=True):
             alone = float(network(batch)[0])
@@ -474,13 +490,14 @@ class Stack(nn.Module):
             shared = batches.members == 1
         else:
             fields = _stacked_fields(self.members, batches)
-            shared = all(batch is batches[0] for batch in batches)
+            shared = are_one(batches)
             if look_up:
                 self.read(batches)
-        pooled = [tables() for tables in self.tables.values()] if look_up else []
-        return Inputs(
-            list(self.dense.values()), list(self.tables), pooled, fields, *self.drawn(batches, peers, weight), shared
-        )
+        pooled: list[list[Tensor]] = []
+        if look_up:
+            pooled = [tables() for tables in self.tables.values()]
+        noise, stale = self.drawn(batches, peers, weight)
+        return Inputs(list(self.dense.values()), list(self.tables), pooled, fields, noise, stale, shared)
 
     def drawn(self, batches: StepBatches, peers: Tensor | None, weight: float) -> tuple[list[Tensor], list[Tensor]]:
         """Draws the noise of a step's dropout; returns it and the peers' inputs, see :meth:`inputs`."""
@@ -511,10 +528,10 @@ class Stack(nn.Module):
         """
         assert self.skeleton is not None, "the maker's example prepares it"
         batch = steps.source.assemble(resident, drawn)
-        rows = [
-            tables.rows_of(jagged_of(batch, self.skeleton.tables[path].reads), steps.members)
-            for path, tables in self.tables.items()
-        ]
+        rows = []
+        for path, tables in self.tables.items():
+            bags = jagged_of(batch, self.skeleton.tables[path].reads)
+            rows.append(tables.rows_of(bags, steps.members))
         if steps.members == 1:
             return rows, tensors_of(batch)
         return rows, tensors_apart(batch, steps.members)
@@ -558,7 +575,7 @@ class Stack(nn.Module):
 
     def _draw(self, skeleton: Skeleton, batch: TowerBatch) -> list[Tensor]:
         """Draws the noise of each dropout layer, (K, ...), as nn.Dropout does; empty if no member has dropout."""
-        if not any(rate for rates in self._rates for rate in rates):
+        if not any(map(any, self._rates)):
             return []
         layer_noises = []
         # On the CPU, from each member's own generator: the draws of the member alone.
@@ -576,8 +593,10 @@ def _stacked_fields(members: Sequence[str], batches: Sequence[TowerBatch]) -> di
     if len(batches) != len(members):
         raise StackError(f"{len(batches)} batches for {len(members)} networks: give one for each, {list(members)}")
     # One object for all members is read once, without a copy for each of them.
-    shared = all(batch is batches[0] for batch in batches)
-    different = batches[:1] if shared else batches
+    shared = are_one(batches)
+    different = batches
+    if shared:
+        different = batches[:1]
     tensors = [tensors_of(batch) for batch in different]
     for name, other in zip(members, tensors, strict=False):
         for field in {**tensors[0], **other}:
@@ -590,7 +609,19 @@ def _stacked_fields(members: Sequence[str], batches: Sequence[TowerBatch]) -> di
                 )
     if shared:
         return tensors[0]
-    return {name: torch.stack([fields[name] for fields in tensors]) for name in tensors[0]}
+    stacked = {}
+    for name in tensors[0]:
+        stacked[name] = torch.stack([fields[name] for fields in tensors])
+    return stacked
+
+
+def table_weights(stack: Stack) -> dict[str, nn.Parameter]:
+    """Returns the stacked weight of each table, (K x rows, D), by ``PATH.TABLE``."""
+    weights = {}
+    for path, stacked in stack.tables.items():
+        for table in stacked.tables:
+            weights[f"{path}.{table.name}"] = stacked.weight(table)
+    return weights
 
 
 def _dense_parameters(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -603,4 +634,6 @@ def _dropouts(network: nn.Module) -> list[nn.Dropout]:
 
 
 def _shape(tensor: Tensor | None) -> str:
-    return "absent" if tensor is None else str(tuple(tensor.shape))
+    if tensor is None:
+        return "absent"
+    return str(tuple(tensor.shape))

@@ -28,8 +28,8 @@ from torchrec_ext.networks.compiled import StackSteps
 from torchrec_ext.networks.config import Codistillation as Codistillation
 from torchrec_ext.networks.graph import Inputs, trace_logits
 from torchrec_ext.networks.optimizer import StackedOptimizer, StackedWeights
-from torchrec_ext.networks.skeleton import StackedSteps, StackError, jagged_of, tensors_of
-from torchrec_ext.networks.stack import Losses, Stack, StepBatches
+from torchrec_ext.networks.skeleton import StackedSteps, StackError, are_one, jagged_of, tensors_of, unlike_members
+from torchrec_ext.networks.stack import Losses, Stack
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.early_stop import EarlyStopWatch
@@ -78,6 +78,7 @@ def is_over(at: Position, epochs: int) -> bool:
 @contextmanager
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
     """Makes torch draw on the CPU from ``generator``'s state inside it, and advances ``generator`` by these draws."""
+    # No device: dropout of a stack is drawn on the CPU.
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(generator.get_state())
         yield
@@ -96,10 +97,10 @@ def optimizer_of(stack: Stack, optimizer: StackedOptimizer, member: str) -> Keye
     own_names = dict(zip(stack.dense, stack.own_names(member), strict=True))
     params: dict[str, Tensor] = {}
     state: dict[Tensor, dict[str, Tensor]] = {}
-    for _, entry, entry_state in optimizer.entries():
+    for _, entry, _ in optimizer.entries():
         if member not in entry.members:
             continue
-        for name, parts in _parts(stack, entry, entry_state, entry.members.index(member)).items():
+        for name, parts in _parts(stack, entry, optimizer.states(entry)[member]).items():
             # A table is called PATH.TABLE in the stack.
             key = own_names.get(name) or "{}.embedding_bags.{}.weight".format(*name.rsplit(".", 1))
             params[key] = network.get_parameter(key)
@@ -107,23 +108,24 @@ def optimizer_of(stack: Stack, optimizer: StackedOptimizer, member: str) -> Keye
     return KeyedOptimizer(params, state, [])
 
 
-def _parts(stack: Stack, entry: StackedWeights, state: dict[str, Tensor], index: int) -> dict[str, dict[str, Tensor]]:
-    """Returns the state of each weight, by name, of the member at ``index`` in ``entry``."""
-    count = len(entry.members)
-    member_state = {slot: value.chunk(count)[index] if value.dim() else value for slot, value in state.items()}
+def _parts(stack: Stack, entry: StackedWeights, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Splits one member's state of an entry by weight, by name."""
     if entry.is_table:
-        return {entry.name: member_state}
+        return {entry.name: state}
     names = [entry.name]
-    if entry.parameter.numel() == count * stack.flat.shape[1]:
-        names = list(stack.dense)  # all of them side by side
+    # An entry of one dense weight has its columns alone, one of all has them side by side.
+    if entry.parameter.numel() == len(entry.members) * stack.flat.shape[1]:
+        names = list(stack.dense)
     shapes = [stack.dense[name].shape[1:] for name in names]
     sizes = [shape.numel() for shape in shapes]
     parts: dict[str, dict[str, Tensor]] = {name: {} for name in names}
-    for slot, value in member_state.items():
+    for slot, value in state.items():
         # A scalar, such as a count of steps, belongs to each weight.
-        values = torch.split(value.reshape(-1), sizes) if value.dim() else [value] * len(names)
-        for name, shape, piece in zip(names, shapes, values, strict=True):
-            parts[name][slot] = piece.view(shape) if piece.dim() else piece
+        pieces: Sequence[Tensor] = [value] * len(names)
+        if value.dim():
+            pieces = list(map(Tensor.view, torch.split(value.reshape(-1), sizes), shapes))
+        for name, piece in zip(names, pieces, strict=True):
+            parts[name][slot] = piece
     return parts
 
 
@@ -152,17 +154,16 @@ class StalePeers:
         # Row k: the members other than k.
         others = []
         for member in range(members):
-            others.append([peer for peer in range(members) if peer != member])
+            others.append([*range(member), *range(member + 1, members)])
         self._others = torch.tensor(others)
 
     @torch.no_grad()
     def copy(self) -> None:
         """Copies the members' weights as they are now."""
         self._dense = [value.detach().clone() for value in self._stack.dense.values()]
-        self._tables = {
-            path: [stacked.weight(table).detach().clone() for table in stacked.tables]
-            for path, stacked in self._stack.tables.items()
-        }
+        self._tables = {}
+        for path, stacked in self._stack.tables.items():
+            self._tables[path] = [stacked.weight(table).detach().clone() for table in stacked.tables]
 
     def logits(self, batches: Sequence[TowerBatch], step: int) -> Tensor | None:
         """Returns the logits of each member's peers for its rows, (K, K - 1, B); None before the burn-in is over.
@@ -174,7 +175,7 @@ class StalePeers:
         Raises:
             StackError: the members read different batches.
         """
-        if any(batch is not batches[0] for batch in batches):
+        if not are_one(batches):
             raise StackError(
                 "codistillation between members that read different rows: peers predict for the same rows; let all "
                 "read one loader (the same loader settings and seed)"
@@ -278,38 +279,44 @@ class _Run:
     ) -> None:
         self._members = members
         self._evaluate = evaluate
-        self._log = log
+        self._log = log or (lambda name, record: None)
         self._stop = stop
         self._say = say
         self._codistillation = codistillation
         steps = {name: len(member.loader) for name, member in members.items()}
-        first = next(iter(steps))
-        other = next((name for name, count in steps.items() if count != steps[first]), None)
-        if other is not None:
+        if (unlike := unlike_members(steps)) is not None:
+            first, other = unlike
             raise StackError(
                 f"'{first}' has {steps[first]} steps an epoch and '{other}' {steps[other]}: members of a stack step "
                 "together; give both the same rows and loader.batch_size, or train them beside each other"
             )
-        self._steps = steps[first]
+        # Members agree in both.
+        self._steps = next(iter(steps.values()))
         self._compile = _compile_of_all(members)
-        self._stack = Stack(
-            {name: member.network for name, member in members.items()},
-            seeds={name: m.seed for name, m in members.items()},
-        )
-        self._optimizer = StackedOptimizer(
-            self._stack,
-            {name: member.optimizer for name, member in members.items()},
-            schedules={name: (m.train.tables_schedule, m.train.dense_schedule) for name, m in members.items()},
-            steps={name: m.train.epochs * self._steps for name, m in members.items()},
-        )
+        self._watches: dict[str, EarlyStopWatch] = {}
+        self._best: dict[str, BestWeights] = {}
+        self.history: dict[str, list[Record]] = {}
+        networks = {}
+        seeds = {}
+        optimizers = {}
+        schedules = {}
+        total_steps = {}
+        for name, member in members.items():
+            self.history[name] = []
+            # A runtime of one rank: other ranks have other members.
+            self._watches[name] = EarlyStopWatch(member.train.early_stop, Runtime())
+            if member.train.early_stop.metric:
+                self._best[name] = BestWeights(member.network)
+            networks[name] = member.network
+            seeds[name] = member.seed
+            optimizers[name] = member.optimizer
+            schedules[name] = member.train.tables_schedule, member.train.dense_schedule
+            total_steps[name] = member.train.epochs * self._steps
+        self._stack = Stack(networks, seeds=seeds)
+        self._optimizer = StackedOptimizer(self._stack, optimizers, schedules=schedules, steps=total_steps)
         self._peers = self._new_peers()
         # Made last: it counts the steps from the position of a resumed run.
         self._step: StackSteps | None = None
-        self._watches = {name: EarlyStopWatch(member.train.early_stop, Runtime()) for name, member in members.items()}
-        self.history: dict[str, list[Record]] = {name: [] for name in members}
-        self._best = {
-            name: BestWeights(member.network) for name, member in members.items() if member.train.early_stop.metric
-        }
         self._window = _Window(self.active)
         self.at = Position()
         if self._active_checkpoints():
@@ -339,8 +346,11 @@ class _Run:
     def epoch(self) -> None:
         """Trains the rest of the epoch."""
         # Each loader once: members may share one, and its batches then.
-        all_loaders = [self._members[name].loader for name in self.active]
-        loaders = list({id(loader): loader for loader in all_loaders}.values())
+        by_id = {}
+        for name in self.active:
+            loader = self._members[name].loader
+            by_id[id(loader)] = loader
+        loaders = list(by_id.values())
         if not self.at.done:
             for loader in loaders:
                 loader.set_epoch(self.at.epoch)
@@ -348,10 +358,13 @@ class _Run:
         for name in self.active:
             self._members[name].network.train()
         # Stale peers predict for batches, so these are made before the step and not in it.
-        streams = []
+        streams: list[Iterable[DrawnStep | TowerBatch]] = []
         for loader in loaders:
-            steps = None if self._peers else getattr(loader, "steps", None)
-            streams.append(steps() if callable(steps) else loader)
+            steps = getattr(loader, "steps", None)
+            if callable(steps) and not self._peers:
+                streams.append(steps())
+            else:
+                streams.append(loader)
         for items in zip(*streams, strict=True):
             item_of_loader = {id(loader): item for loader, item in zip(loaders, items, strict=True)}
             item_of_member = {name: item_of_loader[id(self._members[name].loader)] for name in self.active}
@@ -368,20 +381,20 @@ class _Run:
             if name not in self._best or len(steps) < len(self.history[name]):
                 continue
             record = self._best[name].restore(self._watches[name], max(steps, default=0), member.checkpoints)
-            if record is not None and self._log is not None:
+            if record is not None:
                 self._log(name, record)
 
     def _restore(self) -> None:
         """Restores all members from their checkpoints, if there are any."""
         self._optimizer.begin()
-        position_of = {name: self._restore_one(name, checkpoints) for name, checkpoints in self._active_checkpoints()}
-        # The log of a resumed run begins with the records of the run before.
-        for name, position in position_of.items():
-            for record in position.history:
-                if self._log is not None:
-                    self._log(name, record)
+        position_of = {}
+        for name, checkpoints in self._active_checkpoints():
+            position_of[name] = self._restore_one(name, checkpoints)
         finished = []
         for name, position in position_of.items():
+            # The log of a resumed run begins with the records of the run before.
+            for record in position.history:
+                self._log(name, record)
             if is_over(position, self._members[name].train.epochs):
                 finished.append(name)
         # A loader shared with a finished member now has that member's position: restore the others once more.
@@ -419,8 +432,12 @@ class _Run:
 
     def _active_checkpoints(self) -> list[tuple[str, RunCheckpoints]]:
         """The checkpoints of the remaining members, by name."""
-        checkpoints_of = ((name, self._members[name].checkpoints) for name in self.active)
-        return [(name, checkpoints) for name, checkpoints in checkpoints_of if checkpoints is not None]
+        checkpoints_of = []
+        for name in self.active:
+            checkpoints = self._members[name].checkpoints
+            if checkpoints is not None:
+                checkpoints_of.append((name, checkpoints))
+        return checkpoints_of
 
     def _as_run(self, name: str, *, ended: bool = False) -> MemberRun:
         return MemberRun(
@@ -440,13 +457,13 @@ class _Run:
 
     def _train(self, epoch: int, items: Mapping[str, DrawnStep | TowerBatch], window: _Window) -> bool:
         """Makes one step of all members; False when no member is left."""
-        losses = self._move(self._stack.joined([items[name] for name in self.active]))
+        losses = self._move(items)
         # A step with a diverged member has written nothing: the others take it again without that member.
         while not losses.finite():
             self._drop_diverged(epoch, losses.loss)
             if not self.active:
                 return False
-            losses = self._move(self._stack.joined([items[name] for name in self.active]))
+            losses = self._move(items)
         self.at.step += 1
         self.at.done += 1
         window.add(self.active, losses)
@@ -474,8 +491,9 @@ class _Run:
         self._save(RunCheckpoints.save)
         raise RunStoppedError(f"stopped by a signal after {where}, which is saved; go on with --resume auto")
 
-    def _move(self, batches: StepBatches) -> Losses:
+    def _move(self, items: Mapping[str, DrawnStep | TowerBatch]) -> Losses:
         assert self._step is not None, "members are left"
+        batches = self._stack.joined([items[name] for name in self.active])
         peers = None
         if self._peers and not isinstance(batches, StackedSteps):
             peers = self._peers.logits(batches, self.at.step)
@@ -500,7 +518,7 @@ class _Run:
         best = []
         for name in self.active:
             config = self._members[name].train
-            last = epoch == self._members[name].train.epochs
+            last = epoch == config.epochs
             if last:
                 ended.append(name)
             if self._evaluate is None or not (last or epoch % config.eval_every == 0):
@@ -540,8 +558,7 @@ class _Run:
 
     def _keep(self, name: str, record: Record) -> None:
         self.history[name].append(record)
-        if self._log is not None:
-            self._log(name, record)
+        self._log(name, record)
 
 
 class _Window:
@@ -575,12 +592,11 @@ class _Window:
 
 
 def _compile_of_all(members: Mapping[str, Member]) -> Compile:
-    first, *others = members
-    choice = members[first].train.compile
-    for other in others:
-        if members[other].train.compile != choice:
-            raise StackError(
-                f"train.compile is {choice} in '{first}' and {members[other].train.compile} in '{other}': members of a "
-                "stack step together; give both the same"
-            )
-    return choice
+    choices = {name: member.train.compile for name, member in members.items()}
+    if (unlike := unlike_members(choices)) is not None:
+        first, other = unlike
+        raise StackError(
+            f"train.compile is {choices[first]} in '{first}' and {choices[other]} in '{other}': members of a stack "
+            "step together; give both the same"
+        )
+    return next(iter(choices.values()))
