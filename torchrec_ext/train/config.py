@@ -78,6 +78,7 @@ class Schedule:
         if step < self.warmup:
             return (step + 1) / self.warmup
         steps_after_warmup = step - self.warmup
+        # The last step has the floor. At least 1, for a run of one step after its warm-up.
         decay_steps = max(steps - 1 - self.warmup, 1)
         if self.kind == "inverse_sqrt":
             return math.sqrt(max(self.warmup, 1) / max(step + 1, 1))
@@ -140,6 +141,7 @@ class EvaluationConfig:
     baselines: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        # Reading the figures checks their names.
         assert len(self.figures) == len(self.metrics)
         unknown = [name for name in self.baselines if name not in get_args(Baseline)]
         if unknown:
@@ -157,8 +159,10 @@ class EvaluationConfig:
             name, _, k = text.strip().partition("@")
             if name not in get_args(Figure) or not k.isdecimal() or int(k) < 1:
                 # RecBole's names of the same figures: Hit, Recall, NDCG.
-                meant = "hr" if name.lower() == "hit" else name.lower()
-                question = f"; did you mean {meant}@{k}?" if k and meant != name and meant in get_args(Figure) else ""
+                meant = name.lower().replace("hit", "hr")
+                question = ""
+                if k and meant != name and meant in get_args(Figure):
+                    question = f"; did you mean {meant}@{k}?"
                 raise ValueError(
                     f"metrics: '{text}' must be a figure and a number of items shown, such as recall@20; figures are "
                     f"{', '.join(get_args(Figure))}{question}"

@@ -48,14 +48,22 @@ class EarlyStopWatch:
                 f"train.early_stop.metric={name!r}: the figure is nan at step {record['step']}, so nothing can be "
                 "compared"
             )
-        better = self.best is None or self._gain(value) > self._config.min_delta
-        self._without_gain = 0 if better else self._without_gain + 1
+        better = True
+        if self.best is not None:
+            gain = float(value - self.best["best"])
+            if self._config.mode == "min":
+                gain = -gain
+            better = gain > self._config.min_delta
         if better:
+            self._without_gain = 0
             self.best = {"best": value, "best_epoch": record["epoch"], "best_step": record["step"]}
+        else:
+            self._without_gain += 1
         return better
 
     def state_dict(self) -> dict[str, Any]:
         """Returns its state, ready for JSON."""
+        # Checkpoints hold these keys.
         return {"since": self._without_gain, "best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -86,11 +94,6 @@ class EarlyStopWatch:
     def told(self, best: Mapping[str, Any]) -> str:
         """Returns the name of the best evaluation for messages."""
         return f"epoch {best['best_epoch']} ({self._config.metric} {best['best']:.4f})"
-
-    def _gain(self, value: float) -> float:
-        before = self.best["best"] if self.best else value
-        gain = float(value - before)
-        return gain if self._config.mode == "max" else -gain
 
     def _broadcast(self, value: float) -> float:
         if self._runtime.world_size == 1:

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -24,7 +23,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_ext.batch import DrawnStep, Fresh, TowerBatch
 from torchrec_ext.capture.policy import TrainingDivergedError as TrainingDivergedError
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, HybridOptimizer
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
 from torchrec_ext.ids.managed_collision import DynamicManagedCollision
@@ -33,7 +32,7 @@ from torchrec_ext.train.checkpoint.state import Parts, State, model_state
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.config import TrainConfig as TrainConfig
 from torchrec_ext.train.early_stop import EarlyStopWatch
-from torchrec_ext.train.guards.amp import LossScaling, forward_context
+from torchrec_ext.train.guards.amp import Forward, LossScaling, forward_context
 from torchrec_ext.train.guards.finite import FiniteLoss, RunStoppedError
 from torchrec_ext.train.guards.gradient_gate import GradientGate, gate_for
 from torchrec_ext.train.guards.watchdog import Watchdog
@@ -96,16 +95,16 @@ def checked_steps(
     # Training reads its checks one step late on a GPU, at no cost that a trial could miss.
     if runtime.device.type == "cuda":
         return make_pipeline(model, optimizer, runtime.device)
+    context = forward_context(config.amp, runtime.device)
     forward = FiniteLoss(
         model,
         runtime,
         sys.maxsize,
-        context=forward_context(config.amp, runtime.device),
+        context=context,
         # A trial only measures, so it goes on after a bad step: the training reports the error.
         leave_out=partial(setattr, optimizer, "leave_out", True),
         gate=gate(config, model, optimizer, runtime),
     )
-    context = forward_context(config.amp, runtime.device)
     plain = plain_step(model, optimizer, runtime, forward, together=runtime.world_size > 1, context=context)
     return plain or make_pipeline(
         model, optimizer, runtime.device, forward=forward, before_tables=forward.before_tables
@@ -143,8 +142,7 @@ def check_even(loader: Sized, runtime: Runtime) -> None:
     Raises:
         UnevenStepsError: the lengths differ; the same message on every rank.
     """
-    lengths = [0] * runtime.world_size
-    dist.all_gather_object(lengths, len(loader))
+    lengths = gather_objects(len(loader), runtime.world_size)
     if len(set(lengths)) > 1:
         by_rank = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
         raise UnevenStepsError(
@@ -326,16 +324,18 @@ def train(
         raise ValueError(
             f"train.early_stop.metric={config.early_stop.metric!r}, but nothing is evaluated: pass evaluate"
         )
-    managed = [module.table for module in model.modules() if isinstance(module, DynamicManagedCollision)]
-    if managed:
-        # A captured step and one without TorchRec's collections do not run the forward that maps them.
-        raise ValueError(
-            f"train(): table '{managed[0]}' has managed collision; keep your own loop or TorchRec's "
-            "pipeline, or use plain tables and a DynamicIdLoader"
-        )
+    for module in model.modules():
+        # A captured step and one without TorchRec's collections do not run the forward that maps ids.
+        if isinstance(module, DynamicManagedCollision):
+            raise ValueError(
+                f"train(): table '{module.table}' has managed collision; keep your own loop or TorchRec's "
+                "pipeline, or use plain tables and a DynamicIdLoader"
+            )
     check_even(loader, runtime)
     check_fits(config.trace_steps, config.epochs * len(loader))
-    trace = StepTrace(model, runtime, config.trace_steps, timeline) if config.trace_steps else None
+    trace = None
+    if config.trace_steps:
+        trace = StepTrace(model, runtime, config.trace_steps, timeline)
     with synchronised(model, optimizer, sync) as ranks:
         run = _Run(model, optimizer, loader, runtime, config, ranks, sync, trace, checkpoints, log, stop, watchdog)
         run.fresh_rows = fresh_rows
@@ -376,7 +376,10 @@ class _Run:
         self.ranks = ranks
         self.trace = trace
         self.checkpoints = checkpoints
-        self.log = log
+        # Records are the same on all ranks, so one of them logs.
+        self.log: Callable[[Record], None] = lambda _: None
+        if log is not None and runtime.is_main:
+            self.log = log
         self.watchdog = watchdog
         self.fresh_rows: FreshRows | None = None
         self.observer: StepObserver | None = None
@@ -388,7 +391,10 @@ class _Run:
         self.window = Window(runtime)
         self.best = BestWeights(model)
         self.over = False
-        self.at = checkpoints.restore(self) if checkpoints is not None else Position()
+        self.at = Position()
+        # Before the forward, the pipeline and Steps are made: they begin at the restored position.
+        if checkpoints is not None:
+            self.at = checkpoints.restore(self)
         self.progress = Progress(total=steps, visible=runtime.is_main, done=self.at.step)
         context = forward_context(config.amp, runtime.device)
         self.forward = FiniteLoss(
@@ -401,13 +407,17 @@ class _Run:
             leave_out=leave_out(config, sync, optimizer),
             gate=gate(config, model, optimizer, runtime),
         )
+        # Ranks that exchange nothing in a step learn of a bad loss here, before their weights are averaged.
         ranks.checks.append(self.forward.settle)
         scaler = scaling(config, sync, optimizer, runtime)
+        forward: Forward = self.forward
+        if scaler is not None:
+            forward = scaler.around(forward)
         pipeline = make_pipeline(
             model,
             scaler or optimizer,
             runtime.device,
-            forward=self.forward if scaler is None else scaler.around(self.forward),
+            forward=forward,
             before_tables=self.forward.before_tables,
             sync=sync,
         )
@@ -434,9 +444,9 @@ class _Run:
             # The rate depends only on the number of steps, so the steps so far need not be repeated.
             self.schedule.last_epoch = self.at.step - 1
             self.schedule.step()
-        if self.runtime.is_main and self.log is not None:
-            for record in self.at.history:
-                self.log(record)
+        # The log of a resumed run begins with the records of the run before.
+        for record in self.at.history:
+            self.log(record)
         # This checkpoint was written after an evaluation: the next epoch begins, unless the early stop ended the run.
         if self.at.ended:
             self.over = self.watch.stops() is not None
@@ -474,7 +484,7 @@ class _Run:
                 }
             )
             raise explained from None
-        # an evaluation, or a loader that draws hard negatives with the model, runs it outside the pipeline
+        # An evaluation, or a loader that draws hard negatives with the model, runs it outside the pipeline.
         self.steps.pipeline.detach()
 
     def _batches(self, loader: Any) -> Iterator[Any]:
@@ -501,26 +511,24 @@ class _Run:
         self.fresh_rows(notes)
 
     def _after_step(self, output: Any) -> None:
-        self.at.step = self.at.step + 1
-        self.at.done = self.at.done + 1
+        self.at.step += 1
+        self.at.done += 1
         step = self.at.step
         self.progress.advance()
         if self.forward.left_out:
-            self._record(
-                {"kind": "left_out", "epoch": self.at.epoch + 1, "step": step, "message": self.forward.left_out}
-            )
+            self._record(self._stamped("left_out", message=self.forward.left_out))
         else:
             # A step that was left out has trained no row, so it does not count.
             self.window.add(output.loss, output.weights)
             if self.observer is not None:
                 self.observer.see(output)
-        overlap = None if self.trace is None else self.trace.step()
-        if overlap is not None:
-            self._record({"kind": "timeline", "epoch": self.at.epoch + 1, "step": step, **overlap})
+        if self.trace is not None and (overlap := self.trace.step()) is not None:
+            self._record(self._stamped("timeline", **overlap))
         if self.progress.first and self.runtime.is_main and self.steps.piped:
             warn_unpipelined(unpipelined(self.steps.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
             self._record_window()
+        # After the record, whose rates are those of the step just made.
         if self.schedule:
             self.schedule.step()
         # After the last step of an epoch end_epoch() saves, together with the evaluation.
@@ -552,7 +560,7 @@ class _Run:
         if evaluate is not None and (epoch % self.config.eval_every == 0 or last):
             if self.checkpoints is not None:
                 self.checkpoints.before_evaluation(self, last=last)
-            record = {"kind": "eval", "epoch": epoch, "step": self.at.step, **self._evaluate(evaluate, looking)}
+            record = self._stamped("eval", **self._evaluate(evaluate, looking))
             best = self.watch.see(record)
             if best:
                 record["best"] = True
@@ -586,14 +594,12 @@ class _Run:
         if record is None:
             return
         self.progress.say(record["message"])
-        if self.runtime.is_main and self.log is not None:
-            self.log(record)
+        self.log(record)
 
     def _log_steps(self, figures: Record) -> None:
         """Logs whether this process captures its steps; such records are no part of the run's history."""
         self.progress.say(figures["message"])
-        if self.runtime.is_main and self.log is not None:
-            self.log({"kind": "steps", "epoch": self.at.epoch + 1, "step": self.at.step, **figures})
+        self.log(self._stamped("steps", **figures))
 
     def _pause_watchdog(self) -> None:
         """Pauses the watchdog before an evaluation, a save or a refresh of negatives."""
@@ -632,9 +638,12 @@ class _Run:
         if self.checkpoints is not None:
             self.checkpoints.close()
 
+    def _stamped(self, kind: str, **figures: Any) -> Record:
+        """Returns a record of this moment."""
+        return {"kind": kind, "epoch": self.at.epoch + 1, "step": self.at.step, **figures}
+
     def _record(self, record: Record) -> None:
         self.at.history.append(record)
         if self.runtime.is_main:
             self.progress.show(record)
-            if self.log is not None:
-                self.log(record)
+            self.log(record)

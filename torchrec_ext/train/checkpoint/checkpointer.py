@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -215,9 +216,16 @@ class Checkpointer:
         if line:
             print(line, flush=True)
         path = self.folder.begin(step)
-        if not self.folder.remote and (free := shutil.disk_usage(self.folder.root).free) < needed_bytes:
+        free = self._free_bytes()
+        if free < needed_bytes:
             raise CheckpointError(self._no_space(self.folder.path(step), needed_bytes, free))
         return path
+
+    def _free_bytes(self) -> int:
+        # An object store says nothing about its room.
+        if self.folder.remote:
+            return sys.maxsize
+        return shutil.disk_usage(self.folder.root).free
 
     def _no_space(self, path: str, needed_bytes: int, free: int) -> str:
         return (
@@ -227,7 +235,8 @@ class Checkpointer:
 
     def _explain_failure(self, path: str, needed_bytes: int, error: BaseException) -> str:
         # Other files may have filled the disk during the save: then "no space" explains the error better than its text.
-        if not self.folder.remote and (free := shutil.disk_usage(self.folder.root).free) < needed_bytes // 10:
+        free = self._free_bytes()
+        if free < needed_bytes // 10:
             return self._no_space(path, needed_bytes, free)
         return f"checkpoint '{path}' could not be written: {cause(error)}; the one before it is as it was"
 

@@ -331,17 +331,6 @@ def empty_tensors(index: Metadata, prefixes: Sequence[str]) -> State:
     return tensors
 
 
-def load_weights(path: str, state: ModelState, together: CheckpointRanks) -> None:
-    """Loads the weights of a checkpoint, without optimizer state, into the same model under any plan.
-
-    Args:
-        path: checkpoint in which :func:`damage` found nothing.
-        state: state of the model alone.
-        together: the ranks that load; all call it.
-    """
-    load_tensors(path, state.tensors, together)
-
-
 def load_tensors(path: str, tensors: State, together: CheckpointRanks) -> None:
     """Loads tensors of a checkpoint by name; all ranks call it."""
     group = together.group

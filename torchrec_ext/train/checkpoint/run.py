@@ -24,7 +24,7 @@ from torchrec_ext.train.checkpoint.folder import (
     read_checkpoint_manifest,
     read_index,
 )
-from torchrec_ext.train.checkpoint.load import empty_tensors, load_checkpoint, load_tensors, load_weights
+from torchrec_ext.train.checkpoint.load import empty_tensors, load_checkpoint, load_tensors
 from torchrec_ext.train.checkpoint.state import State, model_state
 
 # Key that stands for a tensor in a JSON state; no loader has such a key.
@@ -276,7 +276,8 @@ class RunCheckpoints:
         for root in roots:
             folder = CheckpointFolder(root)
             if step in together.on_main(folder.steps) and damage(folder.path(step), together) is None:
-                load_weights(folder.path(step), model_state(model), together)
+                # Without the optimizer, whose state has no use after the end of a run.
+                load_tensors(folder.path(step), model_state(model).tensors, together)
                 return True
         return False
 

@@ -83,11 +83,11 @@ class Parts:
 
     def rectangle(self, offsets: Sequence[int]) -> Tensor:
         """Returns the whole rectangle beginning at ``offsets``, to load into."""
-        return {tuple(shard.offsets): shard.tensor for shard in self.parts}[tuple(offsets)]
+        return _beginning_at(offsets, self.parts)
 
     def block(self, offsets: Sequence[int]) -> Tensor:
         """Returns the block beginning at ``offsets``, to save."""
-        return {tuple(shard.offsets): shard.tensor for shard in self._blocks()}[tuple(offsets)]
+        return _beginning_at(offsets, self._blocks())
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         items = []
@@ -108,6 +108,10 @@ class Parts:
             rows = max(_BLOCK_BYTES // max(tensor[0].nbytes, 1), 1)
             for start in range(0, len(tensor), rows):
                 yield LocalShard(tensor[start : start + rows], (row + start, *rest))
+
+
+def _beginning_at(offsets: Sequence[int], shards: Iterable[LocalShard]) -> Tensor:
+    return next(shard.tensor for shard in shards if tuple(shard.offsets) == tuple(offsets))
 
 
 def _chunk(shard: LocalShard) -> ChunkStorageMetadata:

@@ -57,18 +57,15 @@ class LossScaling:
     def __init__(self, optimizer: HybridOptimizer, device: torch.device, *, first: float = 65536.0) -> None:
         self._optimizer = optimizer
         self._scaler = torch.amp.GradScaler(device.type, init_scale=first)
-        # Kernels of sharded tables update inside the backward, before unscaling.
-        replicated = self._replicated_keys()
+        replicated = {id(table) for table in optimizer.replicated_tables}
+        keys = [key for key, table in optimizer.params.items() if id(table) in replicated]
         for name in optimizer.table_choices:
-            if not any(f".{name}." in key for key in replicated):
+            # The kernels of a sharded table update it inside the backward, before the gradient is divided.
+            if not any(f".{name}." in key for key in keys):
                 raise ValueError(
                     f"train.amp=fp16: table '{name}' is sharded, so its backward moves it by scaled "
                     "gradients; set train.amp=bf16, or plan.sharding=data_parallel"
                 )
-
-    def _replicated_keys(self) -> list[str]:
-        replicated = {id(table) for table in self._optimizer.replicated_tables}
-        return [key for key, table in self._optimizer.params.items() if id(table) in replicated]
 
     @property
     def factor(self) -> float:

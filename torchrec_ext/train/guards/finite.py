@@ -16,12 +16,12 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, first_few
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.observe.host_copy import HostCopy
 from torchrec_ext.train.guards.amp import Context
-from torchrec_ext.train.guards.gradient_gate import GradientGate, holding
+from torchrec_ext.train.guards.gradient_gate import GradientGate
 
 # Rows of a table to check at once, so that a large one needs no mask of its size.
 _BLOCK_ROWS = 65536
@@ -50,7 +50,9 @@ class _CheckedStep:
 
     def answers(self) -> list[float]:
         """Returns :attr:`worst` once it has arrived."""
-        return self.worst.read().tolist() if isinstance(self.worst, HostCopy) else self.worst
+        if isinstance(self.worst, HostCopy):
+            return self.worst.read().tolist()
+        return self.worst
 
 
 class FiniteLoss:
@@ -103,6 +105,9 @@ class FiniteLoss:
         self.stop_asked = False
         self._context = context
         self._gate = gate
+        self._holding: Context = nullcontext
+        if gate is not None:
+            self._holding = gate.holding
         self._ranks = ranks or EveryStep()
         self._leave_out = leave_out
         self.left_out = ""
@@ -124,7 +129,7 @@ class FiniteLoss:
             TrainingDivergedError: the loss of this step, or of the step before if read late, is not finite on some
                 rank.
         """
-        with self._context(), holding(self._gate):
+        with self._context(), self._holding():
             loss, output = self._model(batch)
         self.left_out = ""
         if self._waits_for_gate(loss):
@@ -153,7 +158,9 @@ class FiniteLoss:
         step_at_gate = self._step_at_gate
         self._step_at_gate = None
         # One all-reduce carries the loss, the request to stop and the gate's answer.
-        answers = [0.0, 0.0] if step_at_gate is None else [*step_at_gate.answers()]
+        answers = [0.0, 0.0]
+        if step_at_gate is not None:
+            answers = list(step_at_gate.answers())
         answers.append(float(self._gate.refuses()))
         if self._runtime.world_size > 1:
             worst = torch.tensor(answers, device=self._runtime.device)
@@ -205,8 +212,11 @@ class FiniteLoss:
         """Checks the losses not read yet, so that every step so far is verified; all ranks call it."""
         self._check(self._pending)
         self._pending = None
+        # Ranks that compared no losses since they last met do it now.
         if self._ranks.silent:
-            worst = self._answers(torch.tensor(float(self._own_bad_step is not None), device=self._runtime.device))
+            is_bad = self._own_bad_step is not None or self._ranks.fault
+            answers = [float(is_bad), float(self._stop_is_requested())]
+            worst = torch.tensor(answers, device=self._runtime.device)
             dist.all_reduce(worst, dist.ReduceOp.MAX)
             bad, stop_requested = worst.tolist()
             self.stop_asked = self.stop_asked or bool(stop_requested)
@@ -219,7 +229,7 @@ class FiniteLoss:
         return self._runtime.world_size > 1 and not self._ranks.silent
 
     def _worst(self, loss: Tensor) -> HostCopy | list[float]:
-        """Returns the :meth:`_answers` for a loss: the greatest of all ranks, or this rank's if they do not compare."""
+        """Returns the :meth:`local_answers`: the greatest of all ranks, or this rank's if they do not compare."""
         # Plain Python, because ten tensor ops are a noticeable share of a small network's step.
         if loss.device.type == "cpu":
             answers = self.local_answers(loss)
@@ -227,23 +237,23 @@ class FiniteLoss:
                 return answers
             worst = torch.tensor(answers)
         else:
-            worst = self._answers((~torch.isfinite(loss)).any().float())
+            # By tensors, because a Python number would wait for the device.
+            bad = (~torch.isfinite(loss)).any().float()
+            if self._ranks.fault:
+                bad = torch.ones_like(bad)
+            worst = torch.stack([bad, torch.full_like(bad, float(self._stop_is_requested()))])
         if self._ranks_compare:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         return HostCopy(worst)
 
     def local_answers(self, loss: Tensor) -> list[float]:
         """Returns two numbers: 1 if this rank's loss or previous gradient is not finite; 1 if a stop was requested."""
-        stop_requested = self._stop is not None and self._stop()
+        # Python's check of one number is cheaper than an op of torch.
         finite = math.isfinite(loss.item()) if loss.numel() == 1 else bool(torch.isfinite(loss).all())
-        return [float(self._ranks.fault or not finite), float(stop_requested)]
+        return [float(self._ranks.fault or not finite), float(self._stop_is_requested())]
 
-    def _answers(self, bad: Tensor) -> Tensor:
-        """Returns (2,): 1 if this rank's loss or previous gradient is not finite; 1 if a stop was requested."""
-        stop_requested = self._stop is not None and self._stop()
-        if self._ranks.fault:
-            bad = torch.ones_like(bad)
-        return torch.stack([bad, torch.full_like(bad, float(stop_requested))])
+    def _stop_is_requested(self) -> bool:
+        return self._stop is not None and self._stop()
 
     def _check(self, checked: _CheckedStep | None) -> None:
         if checked is None:
@@ -271,7 +281,9 @@ class FiniteLoss:
         if isinstance(error, TrainingDivergedError):
             return error
         step = error.step or self.step
-        effect = _NOTHING_WRITTEN if error.in_time else _TABLES_CHANGED
+        effect = _TABLES_CHANGED
+        if error.in_time:
+            effect = _NOTHING_WRITTEN
         return TrainingDivergedError(f"{error} at {self.where(step)}; {effect}; {_RATES_REMEDY}", step)
 
     def where(self, step: int) -> str:
@@ -286,19 +298,17 @@ class FiniteLoss:
         """Returns the cause and the step, the same on every rank; all call it."""
         bad_loss = None
         columns: list[str] = []
-        step = self.step if checked is None else checked.step
-        if checked is not None and not torch.isfinite(checked.loss).all():
-            bad_loss = str(checked.loss.sum().item())
-            columns = list(_bad_columns(checked.batch, self._model))
+        step = self.step
+        if checked is not None:
+            step = checked.step
+            if not torch.isfinite(checked.loss).all():
+                bad_loss = str(checked.loss.sum().item())
+                columns = list(_bad_columns(checked.batch, self._model))
         weights: list[str] = []
         # If losses are read late, the bad step has already changed the weights, so they no longer show the cause.
         if not self._late:
             weights = list(_bad_weights(self._model))
-        local = (bad_loss, columns, weights, step)
-        ranks: list[Any] = [local]
-        if self._runtime.world_size > 1:
-            ranks = [None] * self._runtime.world_size
-            dist.all_gather_object(ranks, local)
+        ranks = gather_objects((bad_loss, columns, weights, step), self._runtime.world_size)
         bad_ranks = [rank for rank, (loss, *_) in enumerate(ranks) if loss is not None]
         # Every loss is finite, so it was a gradient: meet() raises its error.
         if not bad_ranks:
@@ -310,9 +320,14 @@ class FiniteLoss:
         for rank, (_, columns, weights, _) in enumerate(ranks):
             data_causes += [f"{text} on rank {rank}" for text in columns]
             weight_causes |= dict.fromkeys(weights)
-        causes = data_causes or list(weight_causes) or [_OVERFLOW]
-        remedy = _DATA_REMEDY if data_causes else _RATES_REMEDY
-        effect = "the update of this step was written" if self._late else _NOTHING_WRITTEN
+        causes = data_causes
+        remedy = _DATA_REMEDY
+        if not data_causes:
+            causes = list(weight_causes) or [_OVERFLOW]
+            remedy = _RATES_REMEDY
+        effect = _NOTHING_WRITTEN
+        if self._late:
+            effect = "the update of this step was written"
         # Under local steps ranks go bad at different steps, and the first one counts.
         step = min(ranks[rank][3] for rank in bad_ranks)
         message = (
@@ -340,14 +355,20 @@ def _bad_columns(batch: TowerBatch | DrawnStep, model: nn.Module) -> Iterator[st
 def _dense_names(model: nn.Module, attribute: str, width: int) -> list[str]:
     """Returns the names of dense columns from the model's schema; their indices without a schema."""
     schema = getattr(get_unwrapped_module(model), "schema", None)
-    names = list(getattr(schema(), attribute, ())) if callable(schema) else []
-    return names if len(names) == width else [str(number) for number in range(width)]
+    if callable(schema):
+        names = list(getattr(schema(), attribute, ()))
+        # Names of another number would name the wrong columns.
+        if len(names) == width:
+            return names
+    return list(map(str, range(width)))
 
 
 def _describe_bad(name: str, values: Tensor) -> Iterator[str]:
     rows = (~torch.isfinite(values)).nonzero().reshape(-1)
     if len(rows):
-        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+        more = ""
+        if len(rows) > 1:
+            more = f" and {len(rows) - 1} more"
         yield f"{name} is {values[rows[0]].item()} in row {int(rows[0])}{more} of the batch"
 
 

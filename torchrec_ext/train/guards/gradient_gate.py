@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer, first_few
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.distributed.tables import collections
 
 
@@ -71,14 +71,10 @@ class GradientGate:
     def explain(self) -> str:
         """Names the refused gradients of all ranks, in the same text on every rank; all ranks call it."""
         self.drop()
-        ranks: list[Any] = [self._bad]
-        if self._runtime.world_size > 1:
-            ranks = [None] * self._runtime.world_size
-            dist.all_gather_object(ranks, self._bad)
+        ranks = gather_objects(self._bad, self._runtime.world_size)
         # One text about all ranks; empty if nothing is wrong.
         messages = []
-        vectors_by_rank = [vectors for vectors, _ in ranks]
-        layers_by_rank = [layers for _, layers in ranks]
+        vectors_by_rank, layers_by_rank = zip(*ranks, strict=True)
         for prefix, names_by_rank in (("vectors of ", vectors_by_rank), ("", layers_by_rank)):
             names = list(dict.fromkeys(chain.from_iterable(names_by_rank)))
             if not names:
@@ -111,13 +107,16 @@ class GradientGate:
     def _hook_for(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             assert isinstance(output, LazyAwaitable)
+            # The vectors are there only when the exchange has ended, so the cut waits for that.
             output.callbacks.append(lambda output_now: self._cut(path, output_now))
 
         return hook
 
     def _cut(self, path: str, output: Any) -> Any:
+        parts = [output]
         # A collection of sequences returns a dictionary by feature.
-        parts = output.values() if isinstance(output, dict) else [output]
+        if isinstance(output, dict):
+            parts = list(output.values())
         for embeddings in parts:
             assert isinstance(embeddings, (JaggedTensor, KeyedTensor))
             vectors = embeddings.values()
@@ -142,12 +141,9 @@ def gate_for(model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime, *, 
     gate_needed = torch.tensor(float(always or bool(gate._collections)), device=runtime.device)
     # With placed towers, ranks hold different collections, and all must decide alike.
     dist.all_reduce(gate_needed, dist.ReduceOp.MAX)
-    return gate if gate_needed else None
-
-
-def holding(gate: GradientGate | None) -> AbstractContextManager[None]:
-    """Returns :meth:`GradientGate.holding`, or an empty context without a gate."""
-    return nullcontext() if gate is None else gate.holding()
+    if gate_needed:
+        return gate
+    return None
 
 
 def _sharded(collection: nn.Module) -> bool:

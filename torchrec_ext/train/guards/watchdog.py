@@ -135,7 +135,7 @@ class Watchdog:
             if last is None:
                 # In a pause only the time in one collective counts: computing may take as long as it likes.
                 faulthandler.cancel_dump_traceback_later()
-                last = now if call is None else self._collective_since
+                last = self._collective_since
             else:
                 # Armed anew in each round, so it fires by itself if this thread cannot run.
                 faulthandler.dump_traceback_later(after_s + _PATIENCE_S, file=self._file)
@@ -149,8 +149,10 @@ class Watchdog:
             if now - last > after_s:
                 silent_ranks = self._standing_still(now, after_s)
             # A rank that only waits leaves the first report to the rank it waits for, unless that one is silent.
-            patience_s = 0.0 if call is None else _PATIENCE_S
-            if silent_ranks or now - last > after_s + patience_s:
+            limit_s = after_s
+            if call is not None:
+                limit_s += _PATIENCE_S
+            if silent_ranks or now - last > limit_s:
                 self._report(self._file, now - last, _name(call), silent_ranks)
                 break
         while not self._closed.wait(min(_POLL_S, self.after_s / 8)):
@@ -179,11 +181,14 @@ class Watchdog:
                 self._last_counts[rank] = count, now
 
     def _standing_still(self, now: float, after_s: float) -> list[int]:
+        # A rank without a step counts on in each round: if its count stands still, so does its process.
         silence_s = min(_SIGN_AFTER_S, after_s / 2)
         return [rank for rank, (_, since) in self._last_counts.items() if now - since > silence_s]
 
     def _report(self, file: IO[str], silent_s: float, collective: str, silent_ranks: Sequence[int]) -> None:
-        waits = f"it waits for other ranks in {collective}" if collective else "it waits for no other rank"
+        waits = "it waits for no other rank"
+        if collective:
+            waits = f"it waits for other ranks in {collective}"
         frame = sys._current_frames().get(self._main_thread)
         # The main thread may have ended.
         if frame is not None:
@@ -191,7 +196,9 @@ class Watchdog:
             waits += f"; its last line is {Path(last_line.filename).name}:{last_line.lineno}, in {last_line.name}"
         faulthandler.dump_traceback(file, all_threads=True)
         file.flush()
-        event = "made no step" if self._last_beat is not None else "stood still"
+        event = "made no step"
+        if self._last_beat is None:
+            event = "stood still"
         line = f"rank {self._rank} has {event} for {silent_s:.0f} s since {self._where or 'its start'}: "
         if silent_ranks:
             names = ", ".join(f"rank {rank}" for rank in silent_ranks)

@@ -109,9 +109,9 @@ class Question:
     @cached_property
     def queries(self) -> int:
         """The number of queries, U."""
-        if self.target_rows is None:
+        if self.target_rows is None or not len(self.targets):
             return len(self.targets)
-        return int(self.target_rows[-1]) + 1 if len(self.target_rows) else 0
+        return int(self.target_rows[-1]) + 1
 
     def targets_of(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Returns rows, counted from ``start``, and items of the targets of queries ``start`` to ``stop``."""
@@ -150,7 +150,9 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0, *, depth: int |
         ValueError: a score is NaN, a target's score is infinite, or a target is not an item.
     """
     stop = start + len(scores)
-    rows, items = (tensor.to(scores.device) for tensor in question.targets_of(start, stop))
+    rows, items = question.targets_of(start, stop)
+    rows = rows.to(scores.device)
+    items = items.to(scores.device)
     if len(items) and int(items.max()) >= scores.shape[1]:
         raise ValueError(
             f"targets: item {int(items.max())}, but the catalogue has {scores.shape[1]} items, from 0; give its row"
@@ -167,7 +169,8 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0, *, depth: int |
         if len(bad) or torch.isinf(target_scores).any():
             raise ValueError(f"scores: {problem}; a rank needs numbers: has training diverged?")
     # Left-out items get -inf, and then the targets their score back: a target may be among the left-out items.
-    scores[tuple(tensor.to(scores.device) for tensor in question.seen_by(start, stop))] = -torch.inf
+    seen_rows, seen_items = question.seen_by(start, stop)
+    scores[seen_rows.to(scores.device), seen_items.to(scores.device)] = -torch.inf
     scores[:, list(question.not_items)] = -torch.inf
     scores[rows, items] = target_scores
     if question.target_rows is None:
@@ -207,10 +210,13 @@ def _compare(scores: Tensor, rows: Tensor, target_scores: Tensor, *, alone: bool
         return _count(torch.gt, scores, column), _count(torch.eq, scores, column) - 1
     # A row of scores is copied for each of its targets: in blocks, so that the copies are never larger than the scores.
     size = max(1, len(scores))
-    blocks = zip(torch.split(rows, size), torch.split(target_scores, size), strict=True)
-    parts = [_compare(scores[block_rows], block_rows, block_scores, alone=True) for block_rows, block_scores in blocks]
-    better, ties = (torch.cat(values) for values in zip(*parts, strict=True))
-    return better, ties
+    better = []
+    ties = []
+    for block_rows, block_scores in zip(torch.split(rows, size), torch.split(target_scores, size), strict=True):
+        block_better, block_ties = _compare(scores[block_rows], block_rows, block_scores, alone=True)
+        better.append(block_better)
+        ties.append(block_ties)
+    return torch.cat(better), torch.cat(ties)
 
 
 def _count(compare: Callable[..., Tensor], scores: Tensor, target_scores: Tensor) -> Tensor:
@@ -256,6 +262,7 @@ def catalogue_ranks(
     start = own_start(len(embedded), question.queries, runtime)
     parts = []
     rows = max(1, _PAIRS_PER_BLOCK // max(len(items), 1))
+    # Ranks look for a stop after the same block, so all count as many as the busiest has.
     most_blocks = max(1, -(-question.queries // (runtime.world_size * rows)))
     for block in watched(
         torch.split(embedded, rows),
@@ -264,6 +271,7 @@ def catalogue_ranks(
     ):
         scores = model.interaction.score_all(block, items)
         parts.append(ranks_of(scores, question, start))
+        # After the ranks, which have set the scores of items that are left out to -inf.
         if coverage is not None:
             coverage.update(scores)
         start += len(block)
@@ -281,8 +289,12 @@ def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
         raise ValueError(
             f"targets: item {int(question.targets.max())}, but the catalogue has {count} items, from 0; give its row"
         )
-    levels, level = (values.cpu().numpy() for values in torch.unique(popularity, return_inverse=True))
-    rows = np.arange(question.queries) if question.target_rows is None else question.target_rows.cpu().numpy()
+    # Items are compared by the level of their popularity, as an integer fits into a key with a query.
+    levels, places = torch.unique(popularity, return_inverse=True)
+    level = places.cpu().numpy()
+    rows = np.arange(question.queries)
+    if question.target_rows is not None:
+        rows = question.target_rows.cpu().numpy()
     targets = question.targets.cpu().numpy()
     is_candidate = np.ones(count, bool)
     is_candidate[list(question.not_items)] = False
@@ -318,7 +330,9 @@ def _sorted(keys: NDArray[np.int64]) -> NDArray[Any]:
     """Sorts keys of 0 or more: unchanged if in order, as int32 if they fit, which is twice as fast."""
     if not len(keys) or bool((keys[1:] >= keys[:-1]).all()):
         return keys
-    return np.sort(keys.astype(np.int32) if keys.max() < 2**31 else keys)
+    if keys.max() < 2**31:
+        return np.sort(keys.astype(np.int32))
+    return np.sort(keys)
 
 
 def _check_targets(rows: Tensor, items: Tensor) -> None:
@@ -327,15 +341,21 @@ def _check_targets(rows: Tensor, items: Tensor) -> None:
     steps = torch.diff(rows, prepend=rows.new_tensor([-1]))
     wrong = ((steps < 0) | (steps > 1)).nonzero()
     if len(wrong) or (len(rows) and int(rows[0])):
-        index = int(wrong[0]) if len(wrong) else 0
-        before = int(rows[index - 1]) if index else "the start"
+        index = 0
+        if len(wrong):
+            index = int(wrong[0])
+        before = "the start"
+        if index:
+            before = str(int(rows[index - 1]))
         raise ValueError(
             f"target_rows: {int(rows[index])} after {before}; must ascend from 0 without a gap: sort "
             "the targets by query, and number the queries that have one"
         )
     # One number for each pair, so that equal pairs are neighbours after one sort.
-    num_items = 1 + int(items.max()) if len(items) else 1
-    pairs = (rows.long() * num_items + items).sort().values
+    pairs = rows.long()
+    if len(items):
+        pairs = pairs * (1 + int(items.max())) + items
+    pairs = pairs.sort().values
     repeated = int((pairs[1:] == pairs[:-1]).sum())
     if repeated:
         raise ValueError(f"targets: {repeated} of {len(rows)} pairs (query, item) repeat; give each once")

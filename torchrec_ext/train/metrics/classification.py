@@ -55,7 +55,10 @@ def classification_metrics(logits: Tensor, labels: Tensor, weights: Tensor, runt
 
 def classification_names(*, calibrated: bool) -> list[str]:
     """Returns the names of the figures of labelled rows: the AUC alone for scores without calibration."""
-    return ["auc", "log_loss", "ne", "calibration"] if calibrated else ["auc"]
+    names = ["auc"]
+    if calibrated:
+        names += ["log_loss", "ne", "calibration"]
+    return names
 
 
 class ClassificationMetrics:
@@ -74,7 +77,8 @@ class ClassificationMetrics:
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
         """Adds rows, each argument (B,), as for :func:`auc`."""
-        logits, labels, weights = (tensor.to(self._sums.device) for tensor in counted_rows(logits, labels, weights))
+        device = self._sums.device
+        logits, labels, weights = counted_rows(logits.to(device), labels.to(device), weights.to(device))
         classes = by_class(labels, weights)
         loss = binary_cross_entropy_with_logits(logits, labels, weight=weights, reduction="sum")
         self._sums += torch.stack([loss, (weights * logits.sigmoid()).sum(), *classes.sum(1)])
@@ -105,11 +109,16 @@ class ClassificationMetrics:
         total = positive + negative
         if not total:
             return dict.fromkeys(("log_loss", "ne", "calibration"), math.nan)
-        entropy = -sum(weight / total * math.log(weight / total) for weight in (positive, negative) if weight)
-        log_loss = loss / total
-        ne = log_loss / entropy if entropy else math.nan
-        calibration = predicted_positives / positive if positive else math.nan
-        return {"log_loss": log_loss, "ne": ne, "calibration": calibration}
+        figures = {"log_loss": loss / total, "ne": math.nan, "calibration": math.nan}
+        if positive and negative:
+            share = positive / total
+            other = negative / total
+            # The log loss of always predicting the mean label.
+            entropy = -(share * math.log(share) + other * math.log(other))
+            figures["ne"] = figures["log_loss"] / entropy
+        if positive:
+            figures["calibration"] = predicted_positives / positive
+        return figures
 
 
 def counted_rows(logits: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor]:
@@ -120,7 +129,9 @@ def counted_rows(logits: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor
             "(B,), one for each row"
         )
     has_weight = weights != 0
-    logits, labels, weights = (tensor.detach()[has_weight].double() for tensor in (logits, labels, weights))
+    logits = logits.detach()[has_weight].double()
+    labels = labels.detach()[has_weight].double()
+    weights = weights.detach()[has_weight].double()
     rules = (
         ("logits", logits, ~torch.isfinite(logits), "finite: has training diverged?"),
         ("labels", labels, ~((labels >= 0) & (labels <= 1)), "0 to 1: turn ratings into 0 and 1 first"),

@@ -38,8 +38,10 @@ class TargetRanks(NamedTuple):
 def joined_ranks(blocks: Sequence[TargetRanks]) -> TargetRanks:
     """Concatenates the ranks of one or more blocks of queries, in order."""
     better, ties, queries = zip(*blocks, strict=True)
-    numbers = [numbers_of_block for numbers_of_block in queries if numbers_of_block is not None]
-    all_queries = torch.cat(numbers) if numbers else None
+    all_queries = None
+    # The blocks of one question have numbers of queries all or none.
+    if queries[0] is not None:
+        all_queries = torch.cat(queries)
     return TargetRanks(torch.cat(better), torch.cat(ties), all_queries)
 
 
@@ -86,9 +88,10 @@ class RankingMetrics:
         """Adds queries: each in one update of one rank only, with all its relevant items."""
         figures = query_figures(ranks, self._k, self._names)
         count = len(next(iter(figures.values())))
-        self._sums += torch.stack(
-            [torch.tensor(float(count)).double(), *(values.sum().cpu() for values in figures.values())]
-        )
+        sums = [torch.tensor(float(count)).double()]
+        for values in figures.values():
+            sums.append(values.sum().cpu())
+        self._sums += torch.stack(sums)
 
     def compute(self, runtime: Runtime) -> dict[str, float]:
         """Returns the means over the queries of all ranks, NaN without queries; every rank must call it."""
@@ -132,9 +135,8 @@ def query_figures(
     else:
         queries = ranks.queries.to(better.device)
     # Numbers without gaps, as index_add needs them: an update may begin at any query.
-    queries = torch.unique_consecutive(queries, return_inverse=True)[1]
-    count = int(queries[-1]) + 1 if len(queries) else 0
-    places = _Places(better, ties, queries, count)
+    numbers, queries = torch.unique_consecutive(queries, return_inverse=True)
+    places = _Places(better, ties, queries, len(numbers))
     figures: dict[str, Tensor] = {}
     for size in ks:
         hits, gain = places.expected(size)
@@ -298,8 +300,8 @@ def candidate_ranks(
     scores = []
     rows = max(1, _PAIRS_PER_BLOCK // width)
     most_blocks = max(1, -(-len(ids) // (runtime.world_size * rows)))
-    blocks = zip(*(torch.split(tensor, rows) for tensor in (*embedded, own_ids)), strict=True)
-    for *block_towers, block_ids in watched(blocks, most_blocks):
+    parts = [torch.split(tensor, rows) for tensor in (*embedded, own_ids)]
+    for *block_towers, block_ids in watched(zip(*parts, strict=True), most_blocks):
         outputs = [tensor.repeat_interleave(width, dim=0) for tensor in block_towers]
         # Padding has ids below 0: it is scored as item 0, and ranks_among() leaves it out.
         candidates_of_block = items[block_ids.clamp(min=0).flatten()]

@@ -55,7 +55,9 @@ def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[PaddedRow
     shares = []
     for start in range(runtime.rank * share, (runtime.rank + 1) * share, block):
         keep = max(0, min(start + block, stop) - start)
-        rows = slice(start, start + keep) if keep else slice(total - 1, total)
+        rows = slice(start, start + keep)
+        if not keep:
+            rows = slice(total - 1, total)
         shares.append(PaddedRows(rows, keep))
     return shares
 
@@ -101,9 +103,12 @@ def gather_uneven_rows(rows: Tensor, runtime: Runtime) -> Tensor:
     # all_gather needs equal shapes, so the rows are padded to the longest rank's number and cut afterwards.
     sizes = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(runtime.world_size)]
     dist.all_gather(sizes, torch.tensor([len(rows)], device=rows.device))
-    longest = max(int(size) for size in sizes)
-    padded = rows.new_zeros(longest, *rows.shape[1:])
+    lengths = list(map(int, sizes))
+    padded = rows.new_zeros(max(lengths), *rows.shape[1:])
     padded[: len(rows)] = rows
     received = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(received, padded)
-    return torch.cat([rows_of_rank[: int(size)] for rows_of_rank, size in zip(received, sizes, strict=True)])
+    parts = []
+    for rows_of_rank, length in zip(received, lengths, strict=True):
+        parts.append(rows_of_rank[:length])
+    return torch.cat(parts)

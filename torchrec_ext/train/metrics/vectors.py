@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from torchrec_ext.train.metrics.catalogue import Question, ranks_of
 from torchrec_ext.train.metrics.ranking import TargetRanks
@@ -44,7 +44,8 @@ def vector_ranks(
     if len(queries) != question.queries:
         raise ValueError(f"{len(queries)} vectors for {question.queries} queries; give one for each, in their order")
     if similarity == "cosine":
-        queries, items = (torch.nn.functional.normalize(vectors, dim=1) for vectors in (queries, items))
+        queries = normalize(queries, dim=1)
+        items = normalize(items, dim=1)
     rows = max(QUERIES, SCORES // max(1, len(items)))
     for start in range(0, len(queries), rows):
         block = queries[start : start + rows]

@@ -10,9 +10,10 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,6 +57,10 @@ class _Sleep:
         return time.perf_counter() - time.thread_time() - queued
 
 
+def _no_clock() -> float:
+    return 0.0
+
+
 class Window:
     """Sums the loss and rows since the last record, on the device, so that no step waits for it.
 
@@ -67,10 +72,12 @@ class Window:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._sleep: _Sleep | None = None
+        self._sleep: Callable[[], float] = _no_clock
+        # One rank waits for no other, and on a GPU the kernels wait, not this thread.
         if runtime.world_size > 1 and runtime.device.type == "cpu":
             sleep = _Sleep()
-            self._sleep = sleep if sleep.is_available else None
+            if sleep.is_available:
+                self._sleep = sleep
         self.restart()
 
     @property
@@ -86,16 +93,16 @@ class Window:
         self._start = time.perf_counter()
         self._data_wait_s = 0.0
         # The clock has no known start: its value now is subtracted here, and its value at the record is added there.
-        self._sleep_s = -self._sleep() if self._sleep is not None else 0.0
+        self._sleep_s = -self._sleep()
 
     def fetch(self, batches: Iterator[_Item]) -> _Item | None:
         """Returns the next batch, None after the last, and counts the seconds of waiting for it."""
-        slept = self._sleep() if self._sleep is not None else 0.0
+        slept = self._sleep()
         start = time.perf_counter()
         batch = next(batches, None)
         self._data_wait_s += time.perf_counter() - start
-        if self._sleep is not None:
-            self._sleep_s -= self._sleep() - slept
+        # Waits for a batch are no waits for other ranks.
+        self._sleep_s -= self._sleep() - slept
         return batch
 
     def add(self, loss: Tensor, weights: Tensor) -> None:
@@ -121,7 +128,9 @@ class Window:
         its share of waits for batches and of waits in collectives.
         """
         # A rank without the clock sends -1; then the waits of no rank are known.
-        slept = self._sleep_s + self._sleep() if self._sleep is not None else -1.0
+        slept = -1.0
+        if self._sleep is not _no_clock:
+            slept = self._sleep_s + self._sleep()
         local = torch.cat([self.sums, self.sums.new_tensor([self._data_wait_s, slept])])
         ranks = [torch.zeros_like(local) for _ in range(self._runtime.world_size)]
         dist.all_gather(ranks, local)
@@ -142,8 +151,10 @@ class Window:
         }
         if waits_known:
             # The two waits are read from two clocks, so their sum may be a little above 1: it is cut.
-            shares = [[round(data, 4), round(min(ranks, 1 - data), 4)] for data, ranks in waits]
-            record["ranks_wait"] = sum(ranks for _, ranks in shares) / len(shares)
+            shares = []
+            for data, collectives in waits:
+                shares.append([round(data, 4), round(min(collectives, 1 - data), 4)])
+            record["ranks_wait"] = sum(collectives for _, collectives in shares) / len(shares)
             if len(shares) <= _MOST_RANKS:
                 record["waits"] = shares
         return record
@@ -167,7 +178,9 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
         return {"data": data, "compute": 1 - data}
     by_rank = rank_shares(records)
     if by_rank:
-        data, ranks = (sum(shares) / len(by_rank) for shares in zip(*by_rank, strict=True))
+        data_by_rank, ranks_by_rank = zip(*by_rank, strict=True)
+        data = sum(data_by_rank) / len(by_rank)
+        ranks = sum(ranks_by_rank) / len(by_rank)
     else:
         ranks = mean_over_time(measured, [record["ranks_wait"] for record in measured])
     return {"data": data, "ranks": ranks, "compute": max(0.0, 1 - data - ranks)}
@@ -228,9 +241,10 @@ class Progress:
 
     def show(self, record: dict[str, Any]) -> None:
         """Shows the figures of a record."""
-        figures = ", ".join(
-            f"{name} {_readable(name, value)}" for name, value in record.items() if isinstance(value, float)
-        )
+        figures = []
+        for name, value in record.items():
+            if isinstance(value, float):
+                figures.append(f"{name} {_readable(name, value)}")
         is_step = record["kind"] == "train"
         if record["kind"] in ("stop", "left_out"):
             tqdm.write(record["message"])
@@ -239,7 +253,7 @@ class Progress:
             self._bar.set_postfix_str(f"loss {record['loss']:.4f}, {record.get('rows_per_s', 0.0):,.0f} rows/s")
         # The bar on this process's own terminal shows the figures of steps. The log of a launcher needs them too.
         if figures and not (is_step and self._terminal is sys.stderr):
-            self.say(step_line(record["epoch"], record["step"], self._total, figures))
+            self.say(step_line(record["epoch"], record["step"], self._total, ", ".join(figures)))
 
     def say(self, text: str) -> None:
         """Prints a line above the bar, on rank 0 only."""
@@ -259,7 +273,9 @@ _COUNTS = ("ids_live", "ids_admitted", "ids_evicted", "ids_refused")
 def _readable(name: str, value: float) -> str:
     if name.endswith("_lr"):
         return f"{value:.3g}"
-    return f"{value:,.0f}" if name.endswith("_per_s") or name in _COUNTS else f"{value:.4f}"
+    if name.endswith("_per_s") or name in _COUNTS:
+        return f"{value:,.0f}"
+    return f"{value:.4f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +332,9 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             # Mode x fails if another run is there.
-            mode = "w" if replace else "x"
+            mode = "x"
+            if replace:
+                mode = "w"
             self._metrics = (path / "metrics.jsonl").open(mode)
             (path / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
         except FileExistsError:
@@ -400,8 +418,12 @@ def main_figure(figures: Mapping[str, float]) -> str:
         >>> main_figure({"auc": 0.9, "hr@10": 0.2}), main_figure({"log_loss": 0.3, "auc": 0.9})
         ('hr@10', 'auc')
     """
-    rankings = [name for name in figures if "@" in name]
-    return (rankings or [name for name in figures if name == "auc"] or list(figures))[0]
+    for name in figures:
+        if "@" in name:
+            return name
+    if "auc" in figures:
+        return "auc"
+    return next(iter(figures))
 
 
 def records_of(records: Sequence[Record], kind: str) -> list[Record]:
@@ -416,14 +438,17 @@ def best_evaluation(records: Sequence[Record]) -> Record | None:
     if not figures:
         return None
     name = main_figure(figures)
-    sign = -1 if _is_better_lower(name) else 1
-    return max((record for record in evaluations if name in record), key=lambda record: sign * record[name])
+    candidates = [record for record in evaluations if name in record]
+    if _is_better_lower(name):
+        return min(candidates, key=itemgetter(name))
+    return max(candidates, key=itemgetter(name))
 
 
 def _last_figures(evaluations: Sequence[Record]) -> dict[str, float]:
     """Returns the figures of the last evaluation by name; nothing without an evaluation."""
-    last = evaluations[-1] if evaluations else {}
-    return {name: value for name, value in last.items() if isinstance(value, float)}
+    if not evaluations:
+        return {}
+    return {name: value for name, value in evaluations[-1].items() if isinstance(value, float)}
 
 
 def _comparison(name: str, value: float, other: float, baseline_name: str) -> str:
@@ -432,9 +457,13 @@ def _comparison(name: str, value: float, other: float, baseline_name: str) -> st
     elif "@" in name and 0 < 2 * other <= value:
         relation = f"{value / other:.1f}x"
     elif _is_better_lower(name):
-        relation = "better than" if value < other else "worse than"
+        relation = "worse than"
+        if value < other:
+            relation = "better than"
+    elif value > other:
+        relation = "above"
     else:
-        relation = "above" if value > other else "below"
+        relation = "below"
     return f"{relation} {baseline_name} {other:.4f}"
 
 
@@ -459,10 +488,10 @@ def draw_training(
     best = best_evaluation(records)
     axes[0].plot([record["step"] for record in train], [record["loss"] for record in train], color=BLUE)
     axes[0].set(title="training loss", xlabel="step")
+    steps = [record["step"] for record in evaluations]
     for axis, name in zip(axes[1:], names, strict=True):
-        axis.plot(
-            [r["step"] for r in evaluations], [r[name] for r in evaluations], marker="o", color=BLUE, label="model"
-        )
+        values = [record[name] for record in evaluations]
+        axis.plot(steps, values, marker="o", color=BLUE, label="model")
         if name in baselines:
             axis.axhline(baselines[name], linestyle="--", color=RED, label=baseline_name)
         if best is not None:
@@ -487,7 +516,8 @@ def run_page(
     evaluations = records_of(records, "eval")
     errors = [record["message"] for record in records if record["kind"] in ("error", "stop", "restore")]
     summary = paragraph(conclusion(records, facts.test), "conclusion")
-    summary += "".join(paragraph(note, "warning") for note in (*facts.notes, *errors))
+    for note in (*facts.notes, *errors):
+        summary += paragraph(note, "warning")
     last = max((record["step"] for record in records), default=0)
     rows = sum(record["rows"] for record in train)
     summary += paragraph(f"{last:,} steps, {rows:,} rows trained", "muted")
@@ -498,9 +528,10 @@ def run_page(
     if facts.settings:
         cards.append(card("Settings", text_table(["setting", "value"], facts.settings.items())))
     if facts.commands:
-        pairs = facts.commands.items()
-        commands = [f"{paragraph(purpose)}<pre class=command>{escape(command)}</pre>" for purpose, command in pairs]
-        cards.append(card("Next", "".join(commands)))
+        commands = ""
+        for purpose, command in facts.commands.items():
+            commands += f"{paragraph(purpose)}<pre class=command>{escape(command)}</pre>"
+        cards.append(card("Next", commands))
     losses = Curve("", [(record["step"], record["loss"]) for record in train])
     cards.append(card("Loss", chart([losses], x="step", caption="training loss")))
     cards += _figure_cards(evaluations, baselines, baseline_name)
@@ -515,10 +546,12 @@ def run_page(
 
 def _figure_cards(evaluations: Sequence[Record], baselines: Mapping[str, float], baseline_name: str) -> Iterator[str]:
     for name in _last_figures(evaluations):
-        curves = [Curve("model", [(r["step"], r[name]) for r in evaluations if name in r], marked=True)]
+        points = [(record["step"], record[name]) for record in evaluations if name in record]
+        curves = [Curve("model", points, marked=True)]
         if name in baselines:
-            ends = evaluations[0]["step"], evaluations[-1]["step"]
-            curves.append(Curve(baseline_name, [(step, baselines[name]) for step in dict.fromkeys(ends)], dashed=True))
+            # Both ends are one point after a single evaluation.
+            ends = dict.fromkeys([evaluations[0]["step"], evaluations[-1]["step"]], baselines[name])
+            curves.append(Curve(baseline_name, list(ends.items()), dashed=True))
         yield card(name, chart(curves, x="step", caption=f"{name} on the validation rows"))
 
 
@@ -528,18 +561,20 @@ def _test_table(test: Mapping[str, Mapping[str, float]]) -> str:
         names |= dict.fromkeys(figures)
     rows = []
     for name in names:
-        # A baseline may lack a figure of the model, such as one of probabilities.
-        cells = [f"{figures[name]:.4f}" if name in figures else "" for figures in test.values()]
-        rows.append([name, *cells])
+        row = [name]
+        for figures in test.values():
+            cell = ""
+            # A baseline may lack a figure of the model, such as one of probabilities.
+            if name in figures:
+                cell = f"{figures[name]:.4f}"
+            row.append(cell)
+        rows.append(row)
     return text_table(["", *test], rows)
 
 
 def _time_picture(train: Sequence[Record], facts: RunFacts) -> str:
-    rates = chart(
-        [Curve("", [(r["step"], r["rows_per_s"]) for r in train if r.get("rows_per_s")])],
-        x="step",
-        caption="rows a second, over all ranks",
-    )
+    points = [(record["step"], record["rows_per_s"]) for record in train if record.get("rows_per_s")]
+    rates = chart([Curve("", points)], x="step", caption="rows a second, over all ranks")
     # Records of a stack of networks lack it.
     if not all("data_wait" in record for record in train):
         return rates
@@ -568,28 +603,27 @@ def _plan_picture(plan: Sequence[tuple[str, Mapping[int, float]]]) -> str:
     ranks_of_tables: set[int] = set()
     for _, shards in plan:
         ranks_of_tables |= set(shards)
-    ranks = sorted(ranks_of_tables)
     rows = []
-    for rank in ranks[:_MOST_RANKS]:
+    for rank in sorted(ranks_of_tables):
         sizes = {name: shards[rank] / 2**20 for name, shards in largest if rank in shards}
         others = sum(shards.get(rank, 0.0) for _, shards in smaller) / 2**20
         if others:
             sizes[f"{len(smaller)} smaller tables"] = others
         rows.append(stacked(f"rank {rank}", sizes, f"{sum(sizes.values()):,.2f} MiB"))
-    text = "tables over ranks, to scale"
-    if len(ranks) > _MOST_RANKS:
-        text += f"; {len(ranks) - _MOST_RANKS} more ranks are left out"
-    return lanes(rows, text)
+    return _rank_lanes(rows, "tables over ranks, to scale")
 
 
 def _memory_picture(memory: Sequence[float]) -> str:
     rows = []
-    for rank, size in enumerate(memory[:_MOST_RANKS]):
+    for rank, size in enumerate(memory):
         rows.append(Lane(name=f"rank {rank}", spans=[Bar("peak memory", 0, size)], value=f"{size:,.0f} MiB"))
-    text = "the most that each rank's process took"
-    if len(memory) > _MOST_RANKS:
-        text += f"; {len(memory) - _MOST_RANKS} more ranks are left out"
-    return lanes(rows, text)
+    return _rank_lanes(rows, "the most that each rank's process took")
+
+
+def _rank_lanes(rows: list[Lane], text: str) -> str:
+    if len(rows) > _MOST_RANKS:
+        text += f"; {len(rows) - _MOST_RANKS} more ranks are left out"
+    return lanes(rows[:_MOST_RANKS], text)
 
 
 def _tensorboard(path: Path) -> Any:

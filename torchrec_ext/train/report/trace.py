@@ -56,10 +56,12 @@ class RankSpans:
 
     def towers(self) -> dict[str, list[Interval]]:
         """Returns each tower's intervals of computing."""
-        names = dict.fromkeys([*self.forward, *self.backward])
-        return {
-            name: both(self.busy, union([*self.forward.get(name, ()), *self.backward.get(name, ())])) for name in names
-        }
+        spans = {}
+        for name in dict.fromkeys([*self.forward, *self.backward]):
+            passes = union([*self.forward.get(name, ()), *self.backward.get(name, ())])
+            # A pass includes waits, in which the rank does not compute.
+            spans[name] = both(self.busy, passes)
+        return spans
 
 
 def at_least(count: int, sets: Sequence[Sequence[Interval]]) -> list[Interval]:
@@ -101,15 +103,18 @@ def overlap(ranks: Sequence[RankSpans]) -> dict[str, float]:
         ``exchange_hidden``: of the time of a rank's exchanges, the share in which the rank computed. A share of no time
         is left out.
     """
-    towers = [rank.towers() for rank in ranks]
-    by_rank = [union(chain.from_iterable(rank.values())) for rank in towers]
+    by_rank = []
     spans_by_tower: dict[str, list[Interval]] = {}
-    for tower_spans in towers:
-        for name, spans in tower_spans.items():
+    hidden = 0.0
+    exchange = 0.0
+    for rank in ranks:
+        towers_of_rank = rank.towers()
+        by_rank.append(union(chain.from_iterable(towers_of_rank.values())))
+        for name, spans in towers_of_rank.items():
             spans_by_tower.setdefault(name, []).extend(spans)
-    by_tower = [union(spans) for spans in spans_by_tower.values()]
-    hidden = sum(length(both(rank.exchange, rank.busy)) for rank in ranks)
-    exchange = sum(length(rank.exchange) for rank in ranks)
+        hidden += length(both(rank.exchange, rank.busy))
+        exchange += length(rank.exchange)
+    by_tower = list(map(union, spans_by_tower.values()))
     parts = {
         "ranks_in_towers": (length(at_least(2, by_rank)), length(at_least(1, by_rank))),
         "towers_at_once": (length(at_least(2, by_tower)), length(at_least(1, by_tower))),
@@ -125,24 +130,30 @@ def read_spans(events: Iterable[Event], shift: float = 0.0) -> RankSpans:
     it. On a GPU a tower's spans are those of the kernels launched by it.
     """
     complete_events = [event for event in events if event.get("ph") == "X"]
-    calls = [
-        event for event in complete_events if event["name"].startswith(TOWER) and event.get("cat") == "user_annotation"
-    ]
+    calls = []
+    collectives = []
+    computing = []
+    kernels = []
+    launch_times = {}
     forward: dict[str, list[Interval]] = {}
-    for event in calls:
-        forward.setdefault(event["name"].removeprefix(TOWER), []).append(_interval(event))
+    for event in complete_events:
+        name = event["name"]
+        category = event.get("cat")
+        if name.startswith(TOWER) and category == "user_annotation":
+            calls.append(event)
+            forward.setdefault(name.removeprefix(TOWER), []).append(_interval(event))
+        if name.startswith(("gloo:", "shared_memory:", "nccl")):
+            collectives.append(event)
+        if category == "kernel":
+            kernels.append(event)
+        if category == "cpu_op" and name.startswith(_COMPUTING):
+            computing.append(event)
+        if category in ("cuda_runtime", "cuda_driver"):
+            launch_times[event["args"]["correlation"]] = float(event["ts"])
     backward = _backward(complete_events, calls)
-    kernels = [event for event in complete_events if event.get("cat") == "kernel"]
-    collectives = [event for event in complete_events if event["name"].startswith(("gloo:", "shared_memory:", "nccl"))]
-    computing = [
-        event for event in complete_events if event.get("cat") == "cpu_op" and event["name"].startswith(_COMPUTING)
-    ]
+    # On a GPU operators only launch the kernels that compute. Those of NCCL exchange.
     if kernels:
         computing = [event for event in kernels if not event["name"].startswith("nccl")]
-        launch_times = {}
-        for event in complete_events:
-            if event.get("cat") in ("cuda_runtime", "cuda_driver"):
-                launch_times[event["args"]["correlation"]] = float(event["ts"])
         for by_tower in (forward, backward):
             for name, spans in by_tower.items():
                 by_tower[name] = _launched_in(spans, computing, launch_times)
@@ -182,9 +193,8 @@ def _launched_in(
 def _backward(complete_events: Sequence[Event], calls: Sequence[Event]) -> dict[str, list[Interval]]:
     """Returns each tower's intervals of consecutive backward nodes, unbroken by another tower's."""
     tower_of_node = _towers_of_nodes(complete_events, calls)
-    nodes = sorted(
-        (e for e in complete_events if e["name"].startswith(_BACKWARD)), key=lambda event: float(event["ts"])
-    )
+    nodes = [event for event in complete_events if event["name"].startswith(_BACKWARD)]
+    nodes.sort(key=lambda event: float(event["ts"]))
     result: dict[str, list[Interval]] = {}
     tower_before = None
     for event in nodes:
@@ -265,10 +275,13 @@ class Timeline:
     @cached_property
     def shifts(self) -> list[float]:
         """The microseconds to add to each rank's times, for rank 0's clock with the earliest event at 0."""
-        bases = [rank.trace["baseTimeNanoseconds"] for rank in self.ranks]
-        shifts = [(base - bases[0]) / 1e3 - rank.ahead_us for base, rank in zip(bases, self.ranks, strict=True)]
+        first_base = self.ranks[0].trace["baseTimeNanoseconds"]
+        shifts = []
         starts: list[float] = []
-        for rank, shift in zip(self.ranks, shifts, strict=True):
+        for rank in self.ranks:
+            # Times of events count from the base of their own trace.
+            shift = (rank.trace["baseTimeNanoseconds"] - first_base) / 1e3 - rank.ahead_us
+            shifts.append(shift)
             starts += [event["ts"] + shift for event in rank.work]
         first = min(starts)
         return [shift - first for shift in shifts]
@@ -285,7 +298,9 @@ class Timeline:
     def merged(self) -> dict[str, Any]:
         """Merges the ranks into one Chrome trace: a process per rank, with its towers' spans above its threads."""
         events: list[Event] = []
+        clocks = []
         for number, (rank, shift, spans) in enumerate(zip(self.ranks, self.shifts, self.spans, strict=True)):
+            clocks.append({"rank": number, "ahead_us": rank.ahead_us, "error_us": rank.error_us})
             events += [
                 _metadata_event("process_name", number, name=f"rank {number} on {rank.host}"),
                 _metadata_event("process_sort_index", number, sort_index=number),
@@ -294,10 +309,11 @@ class Timeline:
             ]
             for direction, by_tower in (("forward", spans.forward), ("backward", spans.backward)):
                 for tower, intervals in by_tower.items():
-                    events += [_tower_event(f"{tower} {direction}", number, interval) for interval in intervals]
+                    event = {"ph": "X", "cat": "tower", "name": f"{tower} {direction}", "pid": number, "tid": 0}
+                    for start, stop in intervals:
+                        events.append({**event, "ts": start, "dur": stop - start})
             for event in (*filter(_is_thread_name, rank.trace["traceEvents"]), *rank.work):
                 events.append(_shift_event(event, number, shift))
-        clocks = [{"rank": n, "ahead_us": r.ahead_us, "error_us": r.error_us} for n, r in enumerate(self.ranks)]
         return {"traceEvents": events, "displayTimeUnit": "ms", "clocks": clocks, "overlap": self.figures()}
 
     def write(self, folder: Path) -> None:
@@ -310,8 +326,11 @@ class Timeline:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
-        names = list(dict.fromkeys(name for rank in self.spans for name in [*rank.forward, *rank.backward]))
-        colours = {name: f"C{number}" for number, name in enumerate(names)}
+        # A tower has matplotlib's next colour on all ranks, whichever rank runs it first.
+        colours: dict[str, str] = {}
+        for rank in self.spans:
+            for name in (*rank.forward, *rank.backward):
+                colours.setdefault(name, f"C{len(colours)}")
         figure = Figure(figsize=(12, 1.6 + 1.0 * len(self.spans)), layout="constrained")
         axes = figure.subplots()
         for number, rank in enumerate(self.spans):
@@ -321,15 +340,15 @@ class Timeline:
                     _band(axes, both(rank.busy, union(intervals)), low, 0.27, colours[name])
             _band(axes, rank.exchange, number + 0.18, 0.1, _EXCHANGE)
             _band(axes, rank.busy, number + 0.3, 0.1, _BUSY)
-        axes.set_yticks(
-            range(len(self.ranks)), [f"rank {number}\n{rank.host}" for number, rank in enumerate(self.ranks)]
-        )
-        axes.set_ylim(len(self.ranks) - 0.4, -0.5)
+        labels = [f"rank {number}\n{trace.host}" for number, trace in enumerate(self.ranks)]
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set_ylim(len(labels) - 0.4, -0.5)
         shares = [f"{name.replace('_', ' ')} {share:.0%}" for name, share in self.figures().items()]
-        caption = ", ".join(shares)
-        axes.set(xlabel="ms", title=caption)
+        axes.set(xlabel="ms", title=", ".join(shares))
         axes.spines[["top", "right", "left"]].set_visible(False)
-        key = [Patch(color=colours[name], label=f"{name}: forward above backward, waits pale") for name in names]
+        key = []
+        for name, colour in colours.items():
+            key.append(Patch(color=colour, label=f"{name}: forward above backward, waits pale"))
         key += [Patch(color=_EXCHANGE, label="an exchange under way"), Patch(color=_BUSY, label="any operator")]
         figure.legend(handles=key, frameon=False, fontsize=8, ncols=4, loc="outside lower center")
         figure.savefig(path, dpi=120)
@@ -345,17 +364,14 @@ def _metadata_event(kind: str, rank: int, **arguments: object) -> Event:
     return {"ph": "M", "name": kind, "pid": rank, "tid": 0, "args": arguments}
 
 
-def _tower_event(name: str, rank: int, interval: Interval) -> Event:
-    start, stop = interval
-    return {"ph": "X", "cat": "tower", "name": name, "pid": rank, "tid": 0, "ts": start, "dur": stop - start}
-
-
 def _shift_event(event: Event, rank: int, shift: float) -> Event:
     """Moves an event to the rank's process and to the common clock; arrows stay within their rank."""
     if event["ph"] == "M":
         return {**event, "pid": rank}
     shifted = {**event, "pid": rank, "ts": event["ts"] + shift}
-    return {**shifted, "id": f"{rank}.{event['id']}"} if "id" in event else shifted
+    if "id" in event:
+        shifted["id"] = f"{rank}.{event['id']}"
+    return shifted
 
 
 def _band(axes: Any, intervals: Sequence[Interval], low: float, height: float, colour: str, alpha: float = 1.0) -> None:
@@ -399,7 +415,9 @@ class StepTrace:
         self._steps_seen += 1
         if self._steps_seen == self._first:
             self._start()
-        return self._stop() if self._steps_seen == self._last else None
+        if self._steps_seen == self._last:
+            return self._stop()
+        return None
 
     def _start(self) -> None:
         self._clock = clock_ahead(self._runtime)
@@ -425,10 +443,12 @@ class StepTrace:
             # Traces are text of many MB per rank: the fastest compression already shrinks them to a fraction.
             local = (socket.gethostname(), *self._clock, zlib.compress(path.read_bytes(), 1))
         self._profile = None
-        ranks: list[Any] = [None] * self._runtime.world_size
-        dist.gather_object(local, ranks if self._runtime.is_main else None)
-        figures: list[Any] = [None]
+        ranks: list[Any] | None = None
         if self._runtime.is_main:
+            ranks = [None] * self._runtime.world_size
+        dist.gather_object(local, ranks)
+        figures: list[Any] = [None]
+        if ranks is not None:
             traces = []
             for host, ahead, error, packed in ranks:
                 trace = json.loads(zlib.decompress(packed))
@@ -452,7 +472,9 @@ def check_fits(traced: int, steps: int) -> None:
             f"train.trace_steps={traced}: must be {MOST} or fewer; each takes about half a MB of the timeline per rank"
         )
     if traced and SKIP + traced > steps:
-        remedy = f"trace {steps - SKIP} or fewer" if steps > SKIP else "train for longer"
+        remedy = "train for longer"
+        if steps > SKIP:
+            remedy = f"trace {steps - SKIP} or fewer"
         raise ValueError(
             f"train.trace_steps={traced}: the run has {steps} steps, of which the first {SKIP} are not traced; {remedy}"
         )

@@ -10,13 +10,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
@@ -27,7 +26,7 @@ from torchrec_ext.capture.executors import StepExecutor, engine_for
 from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.runtime import Runtime, max_over_ranks
 from torchrec_ext.distributed.sync import EveryStep, placement_of
 from torchrec_ext.train.config import Threads
 from torchrec_ext.train.guards.amp import Context, LossScaling
@@ -69,21 +68,26 @@ def with_best_threads(
     cores = pin(runtime)
     thread_counts = numbers(len(cores))
     yield from run(islice(items, 3))  # the first steps are slow once, so they are not measured
-    step = _max_over_ranks((yield from _measure(run(islice(items, _FEWEST_STEPS)))), runtime)
-    count = (
-        min(max(int(_SECONDS / len(thread_counts) / step), _FEWEST_STEPS), _MOST_STEPS)
-        if math.isfinite(step)
-        else _FEWEST_STEPS
-    )
+    step = yield from _measure(run(islice(items, _FEWEST_STEPS)))
+    # Ranks that went by their own times would make unequal numbers of steps.
+    step = max_over_ranks(step, runtime)
+    count = _FEWEST_STEPS
+    if math.isfinite(step):
+        count = min(max(int(_SECONDS / len(thread_counts) / step), _FEWEST_STEPS), _MOST_STEPS)
     times = {}
     for number in thread_counts:
         torch.set_num_threads(number)
-        times[number] = _max_over_ranks((yield from _measure(run(islice(items, count)))), runtime)
-    times = {number: seconds for number, seconds in times.items() if math.isfinite(seconds)}
-    best = min(times, key=lambda number: times[number], default=initial_threads)
+        seconds = yield from _measure(run(islice(items, count)))
+        seconds = max_over_ranks(seconds, runtime)
+        # It is infinite if the epoch was over before.
+        if math.isfinite(seconds):
+            times[number] = seconds
+    best = min(times, key=times.__getitem__, default=initial_threads)
     torch.set_num_threads(best)
     measured = ", ".join(f"{number}: {seconds * 1e3:.2f} ms" for number, seconds in times.items())
-    basis = f"a step with {measured}" if measured else "as before: the epoch was over before a step could be measured"
+    basis = "as before: the epoch was over before a step could be measured"
+    if measured:
+        basis = f"a step with {measured}"
     say(f"threads: {best} ({basis}); each process is pinned to {len(cores)} core(s)")
 
 
@@ -94,7 +98,9 @@ def _measure(outputs: Iterator[Any]) -> Generator[Any, None, float]:
     for output in outputs:
         count += 1
         yield output
-    return (time.perf_counter() - start) / count if count else math.inf
+    if not count:
+        return math.inf
+    return (time.perf_counter() - start) / count
 
 
 def pin(runtime: Runtime) -> list[int]:
@@ -108,14 +114,6 @@ def pin(runtime: Runtime) -> list[int]:
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), local)
     return local
-
-
-def _max_over_ranks(seconds: float, runtime: Runtime) -> float:
-    if runtime.world_size == 1:
-        return seconds
-    worst = torch.tensor(seconds, dtype=torch.float64, device=runtime.device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return float(worst)
 
 
 def plain_step(
@@ -139,8 +137,10 @@ def plain_step(
         context: makes the context of the forward.
         scaling: scales the loss for float16.
     """
+    # On a GPU the pipeline overlaps copies with kernels, which a plain step does not.
     if runtime.device.type != "cpu" or not isinstance(optimizer, HybridOptimizer):
         return None
+    # Ranks with towers of their own have no gradients in common to average.
     if together and placement_of(model) is not None:
         return None
     try:
@@ -219,16 +219,15 @@ class Steps:
         self.pipeline = pipeline
         self._forward = forward
         self._ranks = ranks
-        self._remaining_steps = config.total
         self._policy = CapturePolicy(config.compile, self._say)
         if config.piped:
             self._policy.reason = _PIPELINE_ONLY
         elif config.compile == "off":
             self._policy.reason = "train.compile=off"
-        self._context = config.context
-        self._scaling = config.scaling
         self._step: CapturedStep | None = None
-        self._threads = config.threads if runtime.device.type == "cpu" else "given"
+        self._threads = config.threads
+        if runtime.device.type != "cpu":
+            self._threads = "given"
         together = runtime.world_size > 1 and ranks.agrees_every_step
         self._plain: PlainStep | None = None
         if not config.piped:
@@ -283,7 +282,7 @@ class Steps:
         return self._plain is None
 
     def _eager(self, items: Iterable[_Step]) -> Iterator[Any]:
-        batches = (item.batch() if isinstance(item, DrawnStep) else item for item in items)
+        batches = map(_batch_of, items)
         if self._plain is None:
             yield from self._piped(batches)
             return
@@ -300,15 +299,11 @@ class Steps:
         is_over = False
         while not is_over:
             run = _UpToFresh(batches)
-            yield from self._overlapped(run)
+            # The pipeline raises it once it has run empty.
+            with suppress(StopIteration):
+                while True:
+                    yield self.pipeline.progress(run)
             is_over = run.is_over
-
-    def _overlapped(self, batches: Iterator[TowerBatch]) -> Iterator[Any]:
-        while True:
-            try:
-                yield self.pipeline.progress(batches)
-            except StopIteration:
-                return
 
     def _timed(self, outputs: Iterator[Any], seconds: list[float]) -> Iterator[Any]:
         """Passes the outputs on, and times them until the choice is made and reported."""
@@ -345,8 +340,8 @@ class Steps:
     def _decide(self) -> None:
         policy = self._policy
         policy.is_decided = True
-        self._remaining_steps -= len(policy.eager_seconds)
-        too_few = policy.too_few_left(self._remaining_steps, self._runtime.device.type)
+        remaining_steps = self._config.total - len(policy.eager_seconds)
+        too_few = policy.too_few_left(remaining_steps, self._runtime.device.type)
         if self._runtime.world_size > 1 and not self._ranks.silent:
             policy.reason = f"{self._runtime.world_size} ranks wait for each other in every step"
             if policy.compile == "require":
@@ -364,7 +359,7 @@ class Steps:
         step = CapturedStep(
             ShardedSource(self._model, self._optimizer),
             engine,
-            autocast=self._context,
+            autocast=self._config.context,
             take_time=self._config.take_time,
             patience=self._policy.patience,
         )
@@ -376,7 +371,7 @@ class Steps:
             raise CannotCaptureError(
                 f"the optimizer is a {type(self._optimizer).__name__}, not that of hybrid_parallel()"
             )
-        if self._scaling is not None:
+        if self._config.scaling is not None:
             raise CannotCaptureError(
                 "train.amp=fp16 leaves out steps whose gradients overflow; bf16 needs no such look at them"
             )
@@ -410,8 +405,10 @@ class Steps:
                 self._policy.since = self._policy.since or self._forward.step + 1
                 self._say(f"... {time.perf_counter() - start:.1f} s; {step.describe()}")
             self._forward.look(loss, item, written=True)
-            for call in self._optimizer.after_step if isinstance(self._optimizer, HybridOptimizer) else ():
-                call()
+            # A captured step updates by its own kernels, so nobody else calls these.
+            if isinstance(self._optimizer, HybridOptimizer):
+                for call in self._optimizer.after_step:
+                    call()
             yield output
 
     def _run_eager_instead(self, step: CapturedStep, item: _Step, error: CannotCaptureError) -> list[Any]:
@@ -439,10 +436,9 @@ class Steps:
     def _raise_model_error(self, item: _Step, error: Exception) -> None:
         """Raises the error of the model's own forward, if any, after a captured step has failed on a batch."""
         self.pipeline.detach()
-        batch = item.batch() if isinstance(item, DrawnStep) else item
         try:
-            with torch.no_grad(), self._context():
-                self._model(batch.to(self._runtime.device))
+            with torch.no_grad(), self._config.context():
+                self._model(_batch_of(item).to(self._runtime.device))
         except Exception as model_error:
             raise model_error from error
 
@@ -456,6 +452,12 @@ class Steps:
     def _say(self, text: str) -> None:
         if self._runtime.is_main:
             print(text, flush=True)
+
+
+def _batch_of(item: _Step) -> TowerBatch:
+    if isinstance(item, DrawnStep):
+        return item.batch()
+    return item
 
 
 class _DrawnSteps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import Fresh, TowerBatch
-from torchrec_ext.distributed.plan.tower_plan import TowerPlan
+from torchrec_ext.distributed.plan.tower_plan import table_shardings
 from torchrec_ext.distributed.tables import collections, table_configs
 from torchrec_ext.ids.index import mixed
-from torchrec_ext.train.checkpoint.state import LocalShard, Parts, model_state
+from torchrec_ext.train.checkpoint.state import LocalShard, Parts, model_state, table_in_name
 
 # (table, ids (n,)) -> (n, D) values, alike on every rank
 Begin = Callable[[str, Tensor], Tensor]
@@ -90,12 +90,15 @@ class FreshRows:
         weights: dict[str, list[LocalShard]] = {}
         state = model_state(self._model, self._optimizer)
         for name, value in state.tensors.items():
-            kind, table, *slot = name.split(".")
-            if kind == "tables" and isinstance(value, Parts):
-                by_table = weights if slot == ["weight"] else self._states
+            table = table_in_name(name)
+            # A count of steps belongs to all rows, and goes on.
+            if table and isinstance(value, Parts):
+                by_table = self._states
+                if name.endswith(".weight"):
+                    by_table = weights
                 by_table.setdefault(table, []).extend(value.parts)
         for name, row_state in state.row_states.items():
-            self._states.setdefault(name.split(".")[1], []).extend(row_state.parts)
+            self._states.setdefault(table_in_name(name), []).extend(row_state.parts)
         return weights
 
     def _drawn(self, table: str, ids: Tensor) -> Tensor:
@@ -117,17 +120,12 @@ def _here(shard: LocalShard, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_kernels(model: nn.Module) -> None:
-    for table, kernel in _kernels(model):
+    if not isinstance(model, DistributedModelParallel):
+        return
+    for table, sharding in table_shardings(model.plan).items():
+        kernel = sharding.compute_kernel
         if "caching" in kernel or "key_value" in kernel:
             raise ValueError(
                 f"table '{table}': the kernel {kernel} keeps rows in a cache, where fresh rows would be missed; choose "
                 "another plan.kernel, such as fused or fused_uvm"
             )
-
-
-def _kernels(model: nn.Module) -> Iterator[tuple[str, str]]:
-    if isinstance(model, DistributedModelParallel):
-        for tables in model.plan.plan.values():
-            # A TowerPlan has no tables of its own: the plans of its towers' collections stand beside it.
-            if not isinstance(tables, TowerPlan):
-                yield from ((name, sharding.compute_kernel) for name, sharding in tables.items())

@@ -21,6 +21,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.distributed.plan.tower_plan import table_shardings
 from torchrec_ext.distributed.sync import SyncConfig, refuse_placed_towers
 
 
@@ -78,13 +79,15 @@ class SemiSyncOnCpu(GatedSemiSync):
             _start_embedding_lookup(module, context, None, None, self._stream_context)
 
 
+def _has_sharded_modules(model: nn.Module) -> bool:
+    return any(isinstance(module, ShardedModule) for module in model.modules())
+
+
 def _replicated_tables(model: nn.Module) -> list[str]:
     if not isinstance(model, DistributedModelParallel):
         return []
-    names: list[str] = []
-    for tables in model.plan.plan.values():
-        names += [name for name, sharding in tables.items() if sharding.sharding_type == "data_parallel"]
-    return names
+    shardings = table_shardings(model.plan)
+    return [name for name, sharding in shardings.items() if sharding.sharding_type == "data_parallel"]
 
 
 def make_pipeline(
@@ -111,47 +114,43 @@ def make_pipeline(
         ValueError: ``sync`` does not fit the model.
     """
     sync = sync or SyncConfig()
-    has_tables = any(isinstance(module, ShardedModule) for module in model.modules())
+    has_tables = _has_sharded_modules(model)
     if sync.stash_gradients and not has_tables:
         raise ValueError(
             f"sync.stash_gradients: {type(model).__name__} has no table, whose look-up would overlap; leave it out, or "
             "take sync.mode=every_step"
         )
+    make: Callable[..., TrainPipelineSparseDist[TowerBatch, Any]] = GatedPipeline
+    options: dict[str, Any] = {}
     if sync.looks_ahead and has_tables:
         refuse_placed_towers(model, sync)
-        # Build TorchRec's semi-sync pipeline: it looks up the rows of batch B + 1 before the update by batch B.
+        # TorchRec's semi-sync pipeline looks up the rows of batch B + 1 before the update by batch B.
         replicated = _replicated_tables(model)
         if replicated:
             raise ValueError(
                 f"sync.mode={sync.mode}: table(s) {', '.join(replicated)} are data_parallel, whose next "
                 "batch cannot be looked up ahead; set plan.sharding=table_wise, or another sync.mode"
             )
-        names = dict(optimizer.optimizers) if isinstance(optimizer, CombinedOptimizer) else {}
-        if sync.stash_gradients and "sharded_adam" in names:
+        is_emulated = isinstance(optimizer, CombinedOptimizer) and "sharded_adam" in dict(optimizer.optimizers)
+        if sync.stash_gradients and is_emulated:
             raise ValueError(
                 "sync.stash_gradients: no kernel runs this device's adam, so its first step cannot be "
                 "left out; set optimizer.tables=adagrad, or sync.stash_gradients=false"
             )
-        make = SemiSyncOnCpu if device.type == "cpu" else GatedSemiSync
-        return make(
-            before_tables,
-            model,
-            optimizer,
-            device,
-            execute_all_batches=True,
-            start_batch=sync.together,
-            stash_gradients=sync.stash_gradients,
-            custom_model_fwd=forward,
-            dmp_collection_sync_interval_batches=sync.tables_every,
-        )
-    return GatedPipeline(
+        make = GatedSemiSync
+        if device.type == "cpu":
+            make = SemiSyncOnCpu
+        options = {"start_batch": sync.together, "stash_gradients": sync.stash_gradients}
+    return make(
         before_tables,
         model,
         optimizer,
         device,
+        # The last batches of an epoch are trained too, not only those with a next one in the pipeline.
         execute_all_batches=True,
         custom_model_fwd=forward,
         dmp_collection_sync_interval_batches=sync.tables_every,
+        **options,
     )
 
 
@@ -170,7 +169,7 @@ class GatedPipeline(TrainPipelineSparseDist[TowerBatch, Any]):
 
     def _pipeline_model(self, *args: Any, **kwargs: Any) -> None:
         """Rewrites the model only if there is an input dist to start early, because TorchRec searches every layer."""
-        if any(isinstance(module, ShardedModule) for module in self._model.modules()):
+        if _has_sharded_modules(self._model):
             super()._pipeline_model(*args, **kwargs)
 
     def _backward(self, losses: Tensor) -> None:
@@ -184,8 +183,14 @@ def unpipelined(pipeline: TrainPipelineSparseDist[TowerBatch, Any], model: nn.Mo
     TorchRec is silent if it cannot follow a module's input by ``getattr`` from the batch. The tables of towers with
     ranks of their own belong to the towers, one module with a common input dist.
     """
-    pipelined = {id(module) for module in pipeline._pipelined_modules}
-    sharded = {path: module for path, module in model.named_modules() if isinstance(module, ShardedModule)}
-    # A module inside of another sharded module has its input dist in that one.
-    outermost = [path for path in sharded if not any(path.startswith(f"{other}.") for other in sharded)]
-    return [path for path in outermost if id(sharded[path]) not in pipelined]
+    pipelined = set(map(id, pipeline._pipelined_modules))
+    paths = []
+    inside: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        # A module inside of another sharded module has its input dist in that one.
+        if not isinstance(module, ShardedModule) or path.startswith(inside):
+            continue
+        inside += (f"{path}.",)
+        if id(module) not in pipelined:
+            paths.append(path)
+    return paths

@@ -57,21 +57,19 @@ class FusedAdam:
     ) -> None:
         self._optimizer = optimizer
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        # Read once: a combined optimizer makes it anew each time.
         state = optimizer.state
         self._groups = []
-        for group in optimizer.param_groups:
-            states = [state[parameter] for parameter in group["params"]]
-            places = [index_of[id(parameter)] for parameter in group["params"]]
-            self._groups.append(
-                _Group(
-                    settings=group,
-                    places=places,
-                    weights=[weights[index].detach() for index in places],
-                    first=[parameter_state["exp_avg"] for parameter_state in states],
-                    second=[parameter_state["exp_avg_sq"] for parameter_state in states],
-                    steps=[parameter_state["step"] for parameter_state in states],
-                )
-            )
+        for settings in optimizer.param_groups:
+            group = _Group(settings, [], [], [], [], [])
+            for parameter in settings["params"]:
+                index = index_of[id(parameter)]
+                group.places.append(index)
+                group.weights.append(weights[index].detach())
+                group.first.append(state[parameter]["exp_avg"])
+                group.second.append(state[parameter]["exp_avg_sq"])
+                group.steps.append(state[parameter]["step"])
+            self._groups.append(group)
 
     @staticmethod
     def fits(optimizer: HybridOptimizer, parameters: Sequence[nn.Parameter]) -> bool:
@@ -84,6 +82,7 @@ class FusedAdam:
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor | None]) -> bool:
         """Takes one step by the parameters' gradients; returns False without a step if one is missing or not finite."""
+        # Once a step: comprehensions stay, because a loop of statements takes longer.
         present_grads = [grad for grad in grads if grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(present_grads)))
         if len(present_grads) < len(grads) or not torch.isfinite(norm):
@@ -133,7 +132,10 @@ class GradientMean:
         """
         pieces = []
         for grad, weight in zip(grads, self._weights, strict=True):
-            pieces.append((torch.zeros_like(weight) if grad is None else grad).reshape(-1))
+            if grad is None:
+                grad = torch.zeros_like(weight)
+            pieces.append(grad.reshape(-1))
+        # Which gradients there are travels with them, as numbers: a sum of 0 means none on any rank.
         notes = torch.tensor([*(float(grad is not None) for grad in grads), *answers])
         flat = torch.cat([*pieces, notes])
         dist.all_reduce(flat)
@@ -176,14 +178,14 @@ class PlainStep:
         self._forward = forward
         self._context = context
         self._scaling = scaling
-        replicated = {id(table) for table in optimizer.replicated_tables}
+        replicated = set(map(id, optimizer.replicated_tables))
         by_name = owners(optimizer)
         tables = {}
         self._parameters: list[nn.Parameter] = []
         # There is never a table read id by id, because no plan replicates these on a CPU.
         for shard in local_shards(model):
             parameters_of_shard = by_name.get(shard.fqn, [])
-            is_replicated = [id(table) in replicated for table in parameters_of_shard] == [True]
+            is_replicated = len(parameters_of_shard) == 1 and id(parameters_of_shard[0]) in replicated
             if not is_replicated or shard.config.data_type != DataType.FP32:
                 raise CannotCaptureError(f"table '{shard.config.name}' is sharded, or not fp32")
             tables[shard.config.name] = shard.tensor.detach().requires_grad_()
@@ -263,16 +265,18 @@ class _PlainBags(nn.Module):
         super().__init__()
         self._read = read
         names = get_embedding_names_by_table(list(tables))
-        self._look_ups: list[tuple[str, str, EmbeddingBagConfig, Tensor]] = []
+        self._names: list[str] = []
+        self._look_ups: list[tuple[str, EmbeddingBagConfig, Tensor]] = []
         for table, table_names in zip(tables, names, strict=True):
-            for feature, name in zip(table.feature_names, table_names, strict=True):
-                self._look_ups.append((name, feature, table, weights[table.name]))
+            self._names += table_names
+            for feature in table.feature_names:
+                self._look_ups.append((feature, table, weights[table.name]))
 
     def forward(self, features: KeyedJaggedTensor) -> Pooled:
         """Returns the pooled bags, (B, D) each."""
         bags = self._read(features)
-        pooled = [bags.pooled(feature, table, weight) for _, feature, table, weight in self._look_ups]
-        return Pooled([name for name, *_ in self._look_ups], pooled)
+        pooled = [bags.pooled(feature, table, weight) for feature, table, weight in self._look_ups]
+        return Pooled(self._names, pooled)
 
 
 class _LastRead:
@@ -285,7 +289,10 @@ class _LastRead:
     def __call__(self, features: KeyedJaggedTensor) -> _OneEach | _Jagged:
         if features is not self._features:
             self._features = features
-            self._bags = _OneEach(features) if _one_each(features) else _Jagged(features)
+            if _one_each(features):
+                self._bags = _OneEach(features)
+            else:
+                self._bags = _Jagged(features)
         return self._bags
 
 
@@ -320,7 +327,9 @@ class _Jagged:
 
     def pooled(self, feature: str, table: EmbeddingBagConfig, weight: Tensor) -> Tensor:
         bags = self._bags[feature]
-        mode = "mean" if table.pooling == PoolingType.MEAN else "sum"
+        mode = "sum"
+        if table.pooling == PoolingType.MEAN:
+            mode = "mean"
         weights = bags.weights_or_none()
         return embedding_bag(
             bags.values(), weight, bags.offsets(), mode=mode, per_sample_weights=weights, include_last_offset=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -35,9 +36,15 @@ def scheduler(optimizer: KeyedOptimizer, tables: Schedule, dense: Schedule, step
             )
     table_groups: set[int] = set()
     if isinstance(optimizer, HybridOptimizer):
-        table_groups = {id(group) for group in optimizer.table_groups}
-    schedules = [tables if id(group) in table_groups else dense for group in optimizer.param_groups]
-    return LambdaLR(optimizer, [partial(schedule.factor, steps=steps) for schedule in schedules])
+        table_groups = set(map(id, optimizer.table_groups))
+    factors: list[Callable[[int], float]] = []
+    for group in optimizer.param_groups:
+        schedule = dense
+        if id(group) in table_groups:
+            schedule = tables
+        # Not a lambda, which would read the schedule of the last group.
+        factors.append(partial(schedule.factor, steps=steps))
+    return LambdaLR(optimizer, factors)
 
 
 def rates(optimizer: KeyedOptimizer) -> dict[str, Any]:
