@@ -128,7 +128,9 @@ class StackedTables(nn.Module):
     def rows_of(self, bags: KeyedJaggedTensor, members: int) -> list[Tensor]:
         """Returns the rows (K x S,) of each look-up in bags of one id each, of ``members`` one after another."""
         values = bags.values().view(len(bags.keys()), members, -1).transpose(0, 1)
-        return [lookup.ids for lookup in self._of_each(_OneEach(bags.keys(), values.expand(self.members, -1, -1)))]
+        # One batch for all members is read by each of them.
+        reader = _OneEach(bags.keys(), values.expand(self.members, -1, -1))
+        return [lookup.ids for lookup in self._of_each(reader)]
 
     def set_rows(self, rows: Sequence[Tensor]) -> None:
         """Makes the rows of :meth:`rows_of` the current look-ups."""
@@ -414,19 +416,16 @@ class Stack(nn.Module):
         if len(steps) == len(items):
             sources = tuple(item.source for item in steps)
             if sources not in self._sources:
-                self._sources[sources] = None
                 tensors = chain.from_iterable(source.tensors for source in sources)
-                if all(tensor.device == device for tensor in tensors):
-                    self._sources[sources] = joined_source(steps)
+                is_here = all(tensor.device == device for tensor in tensors)
+                self._sources[sources] = joined_source(steps) if is_here else None
             if (source := self._sources[sources]) is not None:
                 return StackedSteps(steps, source)
         # By identity: a batch that several members share is made and moved once, and stays one object.
         batches: dict[int, TowerBatch] = {}
         for item in items:
             if id(item) not in batches:
-                batch = item
-                if isinstance(batch, DrawnStep):
-                    batch = batch.batch()
+                batch = item.batch() if isinstance(item, DrawnStep) else item
                 if batch.labels.device != device:
                     batch = batch.to(device)
                 batches[id(item)] = batch
