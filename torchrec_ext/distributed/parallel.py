@@ -246,8 +246,13 @@ def _optimizer(
     # A model may be a collection itself, at the empty path, with which all names begin.
     paths = tuple(f"{path}.".lstrip(".") for path, _ in collections(model.module))
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
-    tables = {name: value for name, value in parameters.items() if name.startswith(paths)}
-    dense = {name: value for name, value in parameters.items() if name not in tables}
+    tables = {}
+    dense = {}
+    for name, value in parameters.items():
+        if name.startswith(paths):
+            tables[name] = value
+        else:
+            dense[name] = value
     towers = next((module for module in model.module.modules() if isinstance(module, ShardedTowers)), None)
     holders = None
     if towers is not None:

@@ -47,9 +47,14 @@ class Averager:
     """
 
     def __init__(self, tables: Iterable[Tensor], others: Iterable[Tensor]) -> None:
-        tables = list(tables)
-        self._large = [table for table in tables if table.numel() > WHOLE_WEIGHTS]
-        self._whole = [*(table for table in tables if table.numel() <= WHOLE_WEIGHTS), *others]
+        self._large: list[Tensor] = []
+        self._whole: list[Tensor] = []
+        for table in tables:
+            if table.numel() > WHOLE_WEIGHTS:
+                self._large.append(table)
+            else:
+                self._whole.append(table)
+        self._whole += others
         self._marked = [table.detach().clone() for table in self._large]
         self.sent = 0
 

@@ -127,8 +127,13 @@ class HybridOptimizer(CombinedOptimizer):
         self._tables: set[Any] = set()
         for _, keyed in tables:
             self._tables.update(keyed.params.values())
-        self.replicated_tables: list[nn.Parameter] = [weight for weight in self._names if weight in self._tables]
-        self.dense_parameters: list[nn.Parameter] = [weight for weight in self._names if weight not in self._tables]
+        self.replicated_tables: list[nn.Parameter] = []
+        self.dense_parameters: list[nn.Parameter] = []
+        for weight in self._names:
+            if weight in self._tables:
+                self.replicated_tables.append(weight)
+            else:
+                self.dense_parameters.append(weight)
         self.gradient_norm: Tensor | None = None
         self._checked: _CheckedGradients | None = None
         self.apart = False

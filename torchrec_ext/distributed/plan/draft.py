@@ -46,35 +46,26 @@ from torchrec_ext.distributed.sharders import (
 from torchrec_ext.distributed.tables import tables_of
 
 
-def refusal(
-    reason: str,
-    tables: Sequence[BaseEmbeddingConfig],
-    sharding: Mapping[str, str],
-    world_size: int,
-    usable: int,
-    choices: Mapping[str, Choice],
-    kernels: Mapping[str, TableChoice] | None = None,
-    others: Storage | None = None,
-) -> str:
+def refusal(reason: str, request: Request, topology: Topology) -> str:
     """Explains why no plan fits, and names remedies.
 
     Args:
         reason: message of the planner.
-        tables: all tables of the model.
-        sharding: sharding type asked for, by table name.
-        world_size: R, the number of ranks.
-        usable: bytes per rank that tables and their state may take.
-        choices: optimizer of each table, whose state takes memory too.
-        kernels: what is asked by table, where a kernel may have rows off the GPU.
-        others: bytes per rank of GPU, host memory and SSD.
+        request: tables, with all that is asked for them.
+        topology: devices and their usable memory.
     """
-    need = _need(tables, sharding, choices)
-    sizes = {table.name: _size_with_state(table, choices) for table in tables}
-    largest = max(sizes, key=lambda name: sizes[name])
+    world_size = topology.world_size
+    storage = topology.devices[0].storage
+    # On a CPU, tables are in host memory, and there is no HBM.
+    usable = storage.hbm or storage.ddr
+    need = _need(request)
+    sizes = {table.name: _size_with_state(table, request.choices) for table in request.tables}
+    largest = max(sizes, key=sizes.__getitem__)
     rows = []
-    for table in tables:
-        name = table.name
-        rows.append([name, f"{table.num_embeddings:,}", table.embedding_dim, sharding[name], size_text(sizes[name])])
+    for table in request.tables:
+        sharding = request.asked[table.name].sharding
+        size = size_text(sizes[table.name])
+        rows.append([table.name, f"{table.num_embeddings:,}", table.embedding_dim, sharding, size])
     headers = ["table", "rows", "dim", "sharding asked for", "with state"]
     lines = [
         f"no sharding plan fits: tables with optimizer state need {size_text(need.spread)} over all ranks and "
@@ -84,32 +75,28 @@ def refusal(
         tabulate(rows, headers=headers, disable_numparse=True),
     ]
     # One number of bytes describes a rank only if all tables live in the same memory.
-    if kernels and others and any(choice.kernel in OFF_THE_GPU for choice in kernels.values()):
-        lines.append(_by_memory(tables, kernels, choices, world_size, others))
+    if any(choice.kernel in OFF_THE_GPU for choice in request.asked.values()):
+        lines.append(_by_memory(request, world_size, storage))
     else:
         lines.append(f"what would make it fit: {_remedy(need, world_size, usable)}")
-        lines.append(_changes(tables, sharding, choices, usable))
+        lines.append(_changes(request, usable))
     lines.append(f"TorchRec's planner said: {reason.splitlines()[0]}")
     return "\n".join(lines)
 
 
-def _by_memory(
-    tables: Sequence[BaseEmbeddingConfig],
-    requests: Mapping[str, TableChoice],
-    choices: Mapping[str, Choice],
-    world_size: int,
-    has: Storage,
-) -> str:
+def _by_memory(request: Request, world_size: int, has: Storage) -> str:
     """Formats the kernels' needs of GPU, host memory and SSD as a table, with a remedy in ranks."""
     needs = {"GPU": 0.0, "host memory": 0.0, "SSD": 0.0}
-    for table in tables:
+    for table in request.tables:
         size = table_bytes(table)
-        kernel = requests[table.name].kernel
+        choice = request.asked[table.name]
+        kernel = choice.kernel
         home = {"key_value": "SSD", "fused_uvm": "host memory", "fused_uvm_caching": "host memory"}.get(kernel, "GPU")
         needs[home] += size
         if kernel in CACHING:
-            needs["GPU"] += size * (requests[table.name].cache_load_factor or KV_CACHING_RATIO)
-        state = state_storage(choices[table.name], (table.num_embeddings, table.embedding_dim), kernel, "cuda")
+            needs["GPU"] += size * (choice.cache_load_factor or KV_CACHING_RATIO)
+        shape = (table.num_embeddings, table.embedding_dim)
+        state = state_storage(request.choices[table.name], shape, kernel, "cuda")
         needs["GPU"] += state.hbm
         needs["host memory"] += state.ddr
         needs["SSD"] += state.ssd
@@ -146,14 +133,15 @@ class _Need(NamedTuple):
         return max(1, -(-self.spread // room))
 
 
-def _need(tables: Sequence[BaseEmbeddingConfig], sharding: Mapping[str, str], choices: Mapping[str, Choice]) -> _Need:
+def _need(request: Request) -> _Need:
     spread = 0
     on_each = 0
-    for table in tables:
-        if sharding[table.name] == "data_parallel":
-            on_each += _size_with_state(table, choices)
+    for table in request.tables:
+        size = _size_with_state(table, request.choices)
+        if request.asked[table.name].sharding == "data_parallel":
+            on_each += size
         else:
-            spread += _size_with_state(table, choices)
+            spread += size
     return _Need(spread, on_each)
 
 
@@ -174,27 +162,26 @@ def _remedy(need: _Need, world_size: int, usable: int) -> str:
     return f"at least {ranks} ranks of this size, with row_wise for a table larger than one; {others}"
 
 
-def _changes(
-    tables: Sequence[BaseEmbeddingConfig], sharding: Mapping[str, str], choices: Mapping[str, Choice], usable: int
-) -> str:
+def _changes(request: Request, usable: int) -> str:
     """Formats the needs under other optimizers and half precision as a table."""
     half = []
-    for table in tables:
+    for table in request.tables:
         # A data_parallel table must be fp32, see refused_because().
-        if sharding[table.name] != "data_parallel":
+        if request.asked[table.name].sharding != "data_parallel":
             table = dataclasses.replace(table, data_type=DataType.FP16)
         half.append(table)
-    precisions = {"": tables}
-    if half != list(tables):
+    precisions = {"": request.tables}
+    # What changes nothing has no line of its own.
+    if half != request.tables:
         precisions["fp16 tables"] = half
-    kinds: dict[str, Mapping[str, Choice]] = {"": choices}
+    kinds = {"": request.choices}
     for kind in ("row_wise_adagrad", "sgd"):
-        changed = {name: dataclasses.replace(choice, kind=kind) for name, choice in choices.items()}
-        if changed != choices:
+        changed = {name: dataclasses.replace(choice, kind=kind) for name, choice in request.choices.items()}
+        if changed != request.choices:
             kinds[kind] = changed
     rows = []
     for (kind, changed), (precision, configs) in product(kinds.items(), precisions.items()):
-        need = _need(configs, sharding, changed)
+        need = _need(request._replace(tables=configs, choices=changed))
         what = ", ".join(filter(None, [kind, precision])) or "as asked"
         rows.append([what, size_text(need.spread), size_text(need.on_each), need.ranks(usable) or "never"])
     headers = ["tables and their state", "over all ranks", "on each", "ranks of this size"]
@@ -282,11 +269,6 @@ class Request(NamedTuple):
     choices: dict[str, Choice]
     constraints: dict[str, ParameterConstraints]
     codecs: Codecs | None = None
-
-    @property
-    def sharding(self) -> dict[str, str]:
-        """Sharding type of each table, ``auto`` included."""
-        return {name: choice.sharding for name, choice in self.asked.items()}
 
     @classmethod
     def of(
@@ -424,21 +406,8 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
         widen_caches(stats.options, kinds)
         check_gpus(stats.options, topology)
     except PlannerError as error:
-        storage = topology.devices[0].storage
         reason = str(error).strip() or type(error).__name__
-        usable = storage.hbm or storage.ddr
-        raise PlanError(
-            refusal(
-                reason,
-                request.tables,
-                request.sharding,
-                topology.world_size,
-                usable,
-                request.choices,
-                request.asked,
-                storage,
-            )
-        ) from None
+        raise PlanError(refusal(reason, request, topology)) from None
     finally:
         logging.getLogger().removeFilter(_not_of_replicated_tables)
     return Draft(plan, stats.options)

@@ -230,8 +230,8 @@ def _weights(tower: nn.Module) -> int:
 def _possible(request: Request) -> dict[str, ParameterConstraints]:
     """Returns constraints for tables with sharding ``auto``: the types that TorchRec supports on a subset of ranks."""
     constraints = {}
-    for name, sharding in request.sharding.items():
-        if sharding != "auto":
+    for name, choice in request.asked.items():
+        if choice.sharding != "auto":
             continue
         current = request.constraints.get(name, ParameterConstraints())
         allowed = current.sharding_types or WITHIN_A_TOWER
