@@ -279,7 +279,7 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
 def evaluator_of(
     task: Task, schema: BatchSchema, loader: Any, model: DistributedModelParallel, runtime: Runtime
 ) -> Evaluator:
-    """Returns the task's evaluator, which gives dynamic ids the rows that they have in training."""
+    """Returns the task's evaluator; dynamic ids have their rows of training there."""
     evaluator = task.evaluator(schema, model, runtime)
     if isinstance(loader, DynamicIdLoader):
         evaluator.rows = loader.rows

@@ -145,7 +145,7 @@ class ClosedForms:
         return users @ vectors.T
 
     def feature(self, name: str, table: str, features: Sequence[str]) -> str:
-        """Returns the feature whose vectors a table begins with, among those that read it.
+        """Returns the first feature of a table for which EASE or ALS has vectors.
 
         Raises:
             ValueError: the table is read for no users, items or history; or ``als`` is asked for a history; or EASE
