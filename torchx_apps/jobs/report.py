@@ -316,7 +316,7 @@ def worse_than(name: str, figures: Mapping[str, float], baseline: Mapping[str, f
             worse.append(key)
     if not worse:
         return ""
-    reasons = ", ".join(f"{key} ({figures[key]:.4f} against {baseline[key]:.4f})" for key in worse)
+    reasons = _against(worse, figures, baseline)
     calibration = figures.get("calibration", 1.0)
     if not 0.8 < calibration < 1.25:
         reasons += f"; it predicts {calibration:.3g} times the positives that there are"
@@ -338,12 +338,15 @@ def closed_form_notes(figures: Mapping[str, float], beside: Mapping[str, Record]
     for name, theirs in beside.items():
         better = [key for key, value in theirs.items() if value > figures.get(key, value)]
         if better:
-            by = ", ".join(f"{key} ({theirs[key]:.4f} against {figures[key]:.4f})" for key in better)
             notes.append(
-                f"{name}, which is solved for and not trained, is better by {by}; tables can begin with its vectors: "
-                f"pretrained=TABLE={name}"
+                f"{name}, which is solved for and not trained, is better by {_against(better, theirs, figures)}; "
+                f"tables can begin with its vectors: pretrained=TABLE={name}"
             )
     return notes
+
+
+def _against(names: Sequence[str], figures: Mapping[str, float], others: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} ({figures[name]:.4f} against {others[name]:.4f})" for name in names)
 
 
 def read_warning(run: Path) -> dict[str, str]:

@@ -41,7 +41,8 @@ def numbered(values: pa.Array) -> Tensor:
     numbers = ids.numpy()
     # Equal hashes stand side by side in this order.
     order = numbers.argsort()
-    twice = np.flatnonzero((numbers[order[1:]] == numbers[order[:-1]]) & (numbers[order[1:]] != EMPTY))
+    hashes = numbers[order]
+    twice = np.flatnonzero((hashes[1:] == hashes[:-1]) & (hashes[1:] != EMPTY))
     if len(twice):
         pair = [values[int(place)].as_py() for place in order[twice[0] : twice[0] + 2]]
         raise DataError(f"ids: the texts {pair[0]!r} and {pair[1]!r} have one 64-bit hash; rename one of them")
