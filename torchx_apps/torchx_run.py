@@ -99,6 +99,7 @@ class Run(CmdRun):
         except SignalException as stop:
             print(f"torchx run: stopped by {stop.sigval.name}; no rank is left", file=sys.stderr)
             sys.exit(128 + stop.sigval)
+        # Once the job has been launched, an error is no mistake in its flags.
         except ModuleNotFoundError as error:
             if self._launched or args.scheduler == _LOCAL:
                 raise
@@ -108,6 +109,7 @@ class Run(CmdRun):
             if self._launched:
                 raise
             self._parser.error(str(error.args[0]))
+        # By name, because docker need not be installed.
         except Exception as error:
             if self._launched or type(error).__module__ != "docker.errors":
                 raise
@@ -179,6 +181,7 @@ class JobRunner(Runner):
                 raise ValueError(f"--manifest: it writes files for Kubernetes, not for -s {scheduler}; leave -s out")
             write_service(app, settings, only_shows=self.only_shows)
             sys.exit(0)
+        # TorchX's own folder of logs is deleted when the job has ended.
         if scheduler == _LOCAL and not settings.get("log_dir") and _can_make(LOGS):
             settings["log_dir"] = str(LOGS.absolute())
         info = super().dryrun(app, scheduler, cfg=settings, workspace=workspace, parent_run_id=parent_run_id)
@@ -436,7 +439,8 @@ def _copy(lines: Iterable[str], prefix: str, file: TextIO) -> None:
             file.flush()
             at_line_start = text.endswith("\n")
     except BrokenPipeError:
-        # `| head` causes this; the job continues, and its logs are kept.
+        # `| head` causes this; the job continues, and its logs are kept. Python would raise again when it flushes at
+        # its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 

@@ -187,6 +187,7 @@ class CatalogueFiles:
 
     def _opened(self, file: DataFile) -> pq.ParquetFile:
         source: Any = file.path if file.remote is None else file.open()
+        # With page checksums a flipped bit is an error, and not another value.
         try:
             return pq.ParquetFile(source, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
@@ -450,6 +451,7 @@ def fill_redis(rows: TowerGroup, url: str, expiry_s: float | None, deleted: Know
         # One rank reads the ids, because an id may be twice in the files of two ranks.
         if runtime.is_main:
             _check_ids(rows, deleted)
+        # No rank writes before the ids are checked.
         dist.barrier()
         for ids, block in rows.blocks():
             with torch.inference_mode():

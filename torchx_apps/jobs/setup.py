@@ -222,6 +222,7 @@ def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Jo
     loader.set_epoch(0)
     if job.lookups == "merged":
         merge_lookups(job, model, runtime.world_size)
+    # With all towers on every rank look-ups may be merged, so that placement is tried with a model of its own.
     flat = dataclasses.replace(job, plan=dataclasses.replace(job.plan, towers=EVERYWHERE))
     everywhere = copy.deepcopy(model)
     merge_lookups(flat, everywhere, runtime.world_size)
