@@ -90,21 +90,23 @@ def _mix(a: Hashes, b: Hashes, c: Hashes, d: Hashes) -> list[Hashes]:
     """Applies one round of SipHash to the four words of N states."""
     a = a + b
     c = c + d
-    b = _rotate(b, *_BY_13) ^ a
-    d = _rotate(d, *_BY_16) ^ c
-    a = _rotate(a, *_BY_32) + d
+    b = _rotate(b, 13) ^ a
+    d = _rotate(d, 16) ^ c
+    a = _rotate(a, 32) + d
     c = c + b
-    d = _rotate(d, *_BY_21) ^ a
-    b = _rotate(b, *_BY_17) ^ c
-    return [a, b, _rotate(c, *_BY_32), d]
+    d = _rotate(d, 21) ^ a
+    b = _rotate(b, 17) ^ c
+    return [a, b, _rotate(c, 32), d]
 
 
 # Left and right shifts of each rotation, in the words' own type.
-_BY_13, _BY_16, _BY_17, _BY_21, _BY_32 = ((np.uint64(bits), np.uint64(64 - bits)) for bits in (13, 16, 17, 21, 32))
+_SHIFTS = {bits: (np.uint64(bits), np.uint64(64 - bits)) for bits in (13, 16, 17, 21, 32)}
 
 
-def _rotate(values: Hashes, left_shift: np.uint64, right_shift: np.uint64) -> Hashes:
-    return (values << left_shift) | (values >> right_shift)
+def _rotate(values: Hashes, bits: int) -> Hashes:
+    left_shift, right_shift = _SHIFTS[bits]
+    rotated: Hashes = (values << left_shift) | (values >> right_shift)
+    return rotated
 
 
 IdArray = NDArray[np.int64]
@@ -212,6 +214,7 @@ class IdMap:
                 f"ids: {values[0]!s} and {len(values) - 1} more are {kind}, this catalogue's are {self.kind}; convert "
                 "them"
             )
+        # An empty map has no last id to compare with.
         if not len(values) or not len(self):
             return np.full(len(values), -1, np.int64)
         if self.kind == "str":
@@ -291,6 +294,7 @@ class IdMap:
             keys = hashed(self.arrays["offsets"], self.arrays["bytes"], self.key)
         else:
             keys = self.arrays["ids"]
+        # Without a sorted copy the keys themselves must ascend.
         ascending = self.arrays.get("sorted", keys)
         order = self.arrays.get("order")
         wrong = np.flatnonzero(ascending[1:] <= ascending[:-1])
@@ -303,13 +307,12 @@ class IdMap:
         if order is not None and not np.array_equal(keys[order], ascending):
             raise ValueError("ids: the sorted ones are not those of the positions")
 
-    def save(self, folder: Path) -> list[str]:
-        """Writes the arrays below ``folder`` and returns the names of the files."""
+    def save(self, folder: Path) -> None:
+        """Writes the arrays to files in ``folder``."""
         header = {"kind": self.kind, "seed": self.key.hex() or 0, "arrays": list(self.arrays)}
         (folder / "ids.json").write_text(json.dumps(header) + "\n")
         for name, array in self.arrays.items():
             np.save(folder / f"ids_{name}.npy", array, allow_pickle=False)
-        return ["ids.json", *(f"ids_{name}.npy" for name in self.arrays)]
 
     @classmethod
     def open(cls, folder: Path) -> IdMap:
@@ -380,6 +383,7 @@ def checked_ids(ids: KnownIds) -> IdArray | pa.LargeStringArray:
         return array.astype(np.int64, copy=False)
     if array.dtype.kind in "UOT":
         try:
+            # Not from pandas, whose missing values are NaN too: here a NaN is a wrong id.
             strings = pa.array(array, type=pa.large_string(), from_pandas=False)
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise ValueError(f"ids: {error}; all ids must be int64, or all str") from None

@@ -73,8 +73,8 @@ class RedisStore:
         scheme, mark, rest = url.partition("://")
         host, _, options = rest.partition("?")
         # If a password contains both ? and @, the begin of the host is ambiguous: hide everything.
-        shown = "..." if "@" in options else host.rpartition("@")[2]
-        self.where = f"{scheme}{mark}{shown}"
+        address = "..." if "@" in options else host.rpartition("@")[2]
+        self.where = f"{scheme}{mark}{address}"
         try:
             # One immediate retry: a connection that the server closed while idle fails once, without delay.
             self._redis = redis.Redis.from_url(
@@ -200,6 +200,7 @@ class RedisStore:
             allowed_error: first word of errors to return among the answers instead of raising.
         """
         try:
+            # No transaction: each vector stands for itself, so other clients' commands may come between.
             with self._redis.pipeline(transaction=False) as pipe:
                 fill(pipe)
                 answers = list(pipe.execute(raise_on_error=allowed_error is None))

@@ -82,6 +82,7 @@ class HalfRows(RowFormat):
 
     def rounding(self, greatest: float) -> float:
         """Returns half of the distance between neighbouring 16-bit numbers."""
+        # 11 significant bits; the smallest numbers lie 2^-24 apart.
         return max(greatest * 2**-11, 2**-25)
 
 

@@ -200,8 +200,9 @@ class EmbeddingStore:
 
 def _map_numbers(path: Path, dtype: torch.dtype, numbers: int) -> tuple[Any, mmap.mmap | None, Tensor]:
     """Maps a file of numbers; returns the open file, its mapping (None if empty), and the numbers."""
+    # Stays open, so that check() asks for this file's size even if another has taken its name.
     stream = path.open("rb")
-    if not numbers:
+    if not numbers:  # nothing to map
         return stream, None, torch.empty(0, dtype=dtype)
     mapping = mmap.mmap(stream.fileno(), numbers * dtype.itemsize, access=mmap.ACCESS_READ)
     # torch cannot mark a tensor read-only and warns; no code here writes to the rows.
@@ -292,6 +293,7 @@ def _tombstone_positions(id_map: IdMap, deleted: KnownIds, written_positions: ND
 
 def _copy_with_rows(source: Path, target: Path, rows: Tensor, positions: NDArray[np.int64], count: int) -> None:
     """Copies a file, extends it to ``count`` rows, and writes ``rows`` (N, W) at ``positions``."""
+    # Readers have the old file mapped, so it must not change.
     shutil.copyfile(source, target)
     width = rows.shape[1] * rows.element_size()
     with target.open("r+b") as stream:

@@ -74,6 +74,7 @@ def read_store_manifest(folder: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise StoreError(f"'{path}' is damaged ({error}); write the store again") from None
+    # Before the digest, because a newer format may compute it otherwise.
     if form > _FORMAT:
         raise StoreError(f"'{path}' is of format {form}, this version reads up to {_FORMAT}: update torchrec-ext")
     if sha != json_digest(content):

@@ -52,6 +52,7 @@ def write_store(
         with RowWriter(path, dtype, queries) as writer:
             for ids, vectors in blocks:
                 writer.add(ids, vectors)
+        # Only now, because an id and its duplicate may be in any two blocks.
         id_map = IdMap.build(writer.ids)
         id_map.save(path)
         np.save(path / LIVE, np.ones(len(id_map), np.bool_))
@@ -200,6 +201,7 @@ def embed(
     # Other formats go through fp32 shares, so that rows are rounded once.
     if world_size == 1 and row_format(dtype).exact:
         store = write_store(folder, embedded_blocks, tower=digest)
+        # In order already, so the rows need not be written again.
         if _ascend(store.ids):
             return store
         return _join_shares([store], folder, dtype, digest)
@@ -212,7 +214,7 @@ def embed(
         _join_shares([EmbeddingStore.open(share) for share in folders], folder, dtype, digest)
         for share in folders:
             shutil.rmtree(share)
-    wait()
+    wait()  # until the store is there
     return EmbeddingStore.open(folder)
 
 
