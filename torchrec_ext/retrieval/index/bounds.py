@@ -265,6 +265,7 @@ class _Query:
         # einsum computes row by row, so that equal rows have equal products.
         self._positions = np.concatenate([self._positions, positions])
         self._values = np.concatenate([self._values, np.einsum("nd,d->n", rows(positions), self._query)])
+        # Rows of later blocks must exceed it, so each block rules out more than the one before.
         if len(self._values) >= self._k:
             self._kth_product = float(np.partition(self._values, -self._k)[-self._k])
 
@@ -272,6 +273,7 @@ class _Query:
         """Returns the positions and products of the greatest K; None if the bounds cannot decide the query."""
         if not self.bounded:
             return None
+        # By value, and equal values by position.
         order = np.lexsort((self._positions, -self._values))[: self._k]
         return self._positions[order], self._values[order]
 

@@ -139,6 +139,7 @@ class Blockwise:
         # None if all are live, the usual case: then no mask is applied to any block.
         self.live: Tensor | None = None
         if not isinstance(source, Tensor) and not source.live.all():
+            # A copy, because torch warns about the read-only mapped file.
             self.live = torch.from_numpy(source.live.copy())
 
     def search(
@@ -524,6 +525,7 @@ def _products(queries: Tensor, rows: Tensor, out: Tensor) -> None:
     if rest and len(rows) > rest:
         _products(queries, rows[:-rest], out[:, :-rest])
     if rest:
+        # Rows of zeros fill the last group; only the products of its own rows are taken.
         last = torch.zeros(_LANES, rows.shape[1])
         last[:rest] = rows[len(rows) - rest :]
         products = torch.empty(len(queries), _LANES)

@@ -134,8 +134,13 @@ class PqKind(IvfKind):
         """See :meth:`FaissKind.make`."""
         centres = faiss.IndexFlat(width, metric)
         # One code for two numbers, if that divides the width.
-        codes = next(number for number in range(max(1, width // 2), 0, -1) if width % number == 0)
-        bits = next((bits for bits in (8, 6, 4) if count >= 39 * 2**bits), 2)
+        codes = max(1, width // 2)
+        while width % codes:
+            codes -= 1
+        # FAISS asks for 39 training points per centre, of which a code has 2^bits.
+        bits = 8
+        while bits > 2 and count < 39 * 2**bits:
+            bits -= 2
         return faiss.IndexIVFPQ(centres, width, _lists(count), codes, bits, metric)
 
 
@@ -208,19 +213,6 @@ def selector(allowed: Tensor | None, excluded: Tensor | None) -> list[Any]:
 
 
 _EPS = 1e-12  # as in torch.nn.functional.normalize
-
-
-def _rows(source: EmbeddingStore | Tensor, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Returns the (Q, C, D) float32 rows at positions (Q, C)."""
-    if isinstance(source, Tensor):
-        return source.numpy()[positions]
-    if source.dtype == "fp32":
-        source.check()
-        return source.matrix().numpy()[positions]
-    rows = source.rows(torch.from_numpy(positions.reshape(-1)))
-    return rows.numpy().reshape(*positions.shape, -1)
-
-
 _FILE = "faiss.index"
 _SETTING = "setting.json"
 _QUERIES = 512
@@ -287,11 +279,11 @@ class FaissIndex:
             )
         exact = ExactIndex(source, metric)
         vectors = torch.cat([exact.rows(start, stop) for start, stop in exact.blocks()])
-        tuning_queries = _sample_queries(vectors) if queries is None else queries
-        lift = (
-            metric == "dot" and FAISS_KINDS[kind].may_lift and cls._lift_pays(vectors, kind, recall, k, tuning_queries)
-        )
-        return cls._tuned(source, vectors, metric, kind, recall, k, tuning_queries, lift)
+        if queries is None:
+            count = min(_QUERIES, max(2, len(vectors)))
+            queries = vectors[torch.linspace(0, len(vectors) - 1, count).long()]
+        lift = metric == "dot" and FAISS_KINDS[kind].may_lift and cls._lift_pays(vectors, kind, recall, k, queries)
+        return cls._tuned(source, vectors, metric, kind, recall, k, queries, lift)
 
     @classmethod
     def _lift_pays(cls, vectors: Tensor, kind: FaissName, recall: float, k: int, queries: Tensor) -> bool:
@@ -416,7 +408,10 @@ class FaissIndex:
         _, candidates = self._index.search(index_queries, candidate_count, params=parameters)
         # In ascending order, so that the stable sort below puts the smaller position first among ties.
         candidates.sort(axis=1)
-        rows = _rows(self._exact.source, np.maximum(candidates, 0))
+        if not isinstance(self._exact.source, Tensor):
+            self._exact.source.check()
+        # FAISS pads with -1; row 0 stands in there, and its score is left out below.
+        rows = self._exact.stored(np.maximum(candidates, 0).reshape(-1)).reshape(*candidates.shape, -1)
         scores: NDArray[np.float32] = np.matmul(rows, query_rows[:, :, None])[:, :, 0]
         if self.metric == "cosine":
             scores /= np.maximum(np.sqrt(np.einsum("qcd,qcd->qc", rows, rows)), _EPS)
@@ -470,8 +465,3 @@ def _recall_lower_bound(recalls: Tensor) -> float:
     """Returns a 95 % lower confidence bound of the mean recall, from a sample (Q,)."""
     # 1.645 standard errors below the mean: the one-sided 95 % quantile of a normal distribution.
     return float(recalls.mean() - 1.645 * recalls.std(correction=0) / len(recalls) ** 0.5)
-
-
-def _sample_queries(vectors: Tensor) -> Tensor:
-    count = min(_QUERIES, max(2, len(vectors)))
-    return vectors[torch.linspace(0, len(vectors) - 1, count).long()]

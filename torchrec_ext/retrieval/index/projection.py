@@ -132,6 +132,7 @@ class _FM(_Linear):
         width = self.width
         weight: Tensor = machine.first_order.weight[0]
         towers = query.view(*query.shape[:-1], -1, width)
+        # The sum of all pairs' products is half of the squared sum less the sum of squares.
         total = towers.sum(dim=-2)
         products = (total.square() - towers.square().sum(dim=-2)).sum(dim=-1) / 2
         alone = query @ weight[:-width] + products + machine.first_order.bias[0]
@@ -274,6 +275,7 @@ def _in_order(interaction: Reordered) -> TopMLP:
     first: nn.Linear = top.mlp[0]  # type: ignore[assignment]
     columns = torch.split(first.weight.data, [interaction.widths[tower] for tower in interaction.order], dim=1)
     first.weight.data = torch.cat([columns[interaction.order.index(tower)] for tower in range(len(columns))], dim=1)
+    # The query's towers are one input, side by side as an encoder gives them.
     top.widths = [sum(interaction.widths[:-1]), interaction.widths[-1]]
     return top
 
