@@ -80,11 +80,10 @@ def describe_module(module: nn.Module | Made, *, also: Sequence[type[nn.Module]]
             f"module {name}: does not remember its arguments; put torchrec_ext.modules.layers.Recorded before "
             "nn.Module among its bases"
         )
-    arguments = {
-        key: _describe_value(f"{name}({key}=", value, also)
-        for key, value in record.arguments.items()
-        if key != "device"
-    }
+    arguments = {}
+    for key, value in record.arguments.items():
+        if key != "device":  # that of the training
+            arguments[key] = _describe_value(f"{name}({key}=", value, also)
     return {"class": name, "arguments": arguments}
 
 
@@ -107,6 +106,7 @@ def rebuild(description: Any, *, also: Sequence[type[nn.Module]] = ()) -> nn.Mod
 def _allowed_classes(also: Sequence[type[nn.Module]]) -> dict[str, type[nn.Module]]:
     classes = dict(_MODULES)
     for kind in also:
+        # A file names classes by one word, so no class of a caller may have a name of ours.
         if kind.__name__ in _MODULES or not issubclass(kind, Recorded):
             raise BundleError(
                 f"also: {kind.__name__} must be Recorded, and have a name of its own (not {listed(sorted(_MODULES))})"
@@ -116,6 +116,7 @@ def _allowed_classes(also: Sequence[type[nn.Module]]) -> dict[str, type[nn.Modul
 
 
 def _describe_value(where: str, value: Any, also: Sequence[type[nn.Module]]) -> Any:
+    # JSON has no NaN and no infinity.
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, nn.Module):
@@ -158,7 +159,10 @@ def _build_value(where: str, value: Any, also: Sequence[type[nn.Module]], depth:
     if not isinstance(value, dict):
         return value
     if set(value) == {"mapping"} and isinstance(value["mapping"], dict):
-        return {key: _build_value(f"{where}.{key}", each, also, depth + 1) for key, each in value["mapping"].items()}
+        mapping = {}
+        for key, each in value["mapping"].items():
+            mapping[key] = _build_value(f"{where}.{key}", each, also, depth + 1)
+        return mapping
     if (
         set(value) != {"class", "arguments"}
         or not isinstance(value["class"], str)
@@ -177,6 +181,7 @@ def _build_value(where: str, value: Any, also: Sequence[type[nn.Module]], depth:
             f"{where}: class {name!r} is not one that a bundle may name ({listed(sorted(classes))}); if it is your "
             "own, give it to Bundle.load as also=[...]"
         )
+    # Before construction: a huge number of layers takes time and memory on the meta device too.
     _check_sizes(f"{where}.{name}", arguments, table=name in _TABLES)
     try:
         if name in _TABLES:
@@ -256,6 +261,7 @@ def fill_dense(where: Path, module: nn.Module, tensors: Mapping[str, Tensor], ta
                 f"{where}: weight '{name}' is {tuple(tensors[name].shape)} {tensors[name].dtype}, the architecture "
                 f"needs {tuple(expected[name].shape)} {expected[name].dtype}; export the bundle again"
             )
+    # Assigned, because meta tensors have no memory to copy into; not strict, because the tables are none of these.
     module.load_state_dict(dict(tensors), strict=False, assign=True)
 
 
@@ -294,6 +300,7 @@ class Int8Table(nn.Module):
         if self._mode is None:
             return rows
         return embedding_bag(
+            # The rows are in the order of the ids already.
             torch.arange(len(input)),
             rows,
             offsets,
@@ -336,6 +343,7 @@ def map_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None
                 f"{file}: {content}, table '{name}' is {tuple(weight.shape)} {weight.dtype}: it is of another model, "
                 "or was cast; export the bundle again"
             )
+        # The mapped rows themselves: nothing is read before a look-up, and all processes share the pages.
         holder.weight = nn.Parameter(rows, requires_grad=False)
 
 

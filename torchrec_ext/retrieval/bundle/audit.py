@@ -84,9 +84,10 @@ class LiveModel:
         self.rounding = max([TOLERANCE, *map(_rounding, model.modules())])
         self.rows = dict(rows or {})
         self.towers = {name: describe_module(records[name], also=also) for name in self.names}
-        for tower in self.towers.values():
-            for table in tower["arguments"].get("tables", ()):
+        for description in self.towers.values():
+            for table in description["arguments"].get("tables", ()):
                 arguments = table["arguments"]
+                # The bundle's table holds the exported rows alone.
                 if arguments["name"] in self.rows:
                     arguments["num_embeddings"] = len(self.rows[arguments["name"]])
         self._order = [self.names.index(name) for name in self._names]
@@ -95,8 +96,12 @@ class LiveModel:
         if isinstance(inner, InteractionLayer) and inner.metric is not None:
             self.metric = inner.metric
         self.interaction = describe_module(how_made(inner), also=also)
+        # The candidate comes last in the bundle, and the interaction still takes the towers in the model's order.
         if self.names != self._names:
-            widths = [int(rebuild(self.towers[name], also=also).out_features) for name in self.names]  # type: ignore[arg-type]
+            widths = []
+            for name in self.names:
+                tower: Any = rebuild(self.towers[name], also=also)
+                widths.append(int(tower.out_features))
             self.interaction = describe_module(
                 Made(Reordered, {"interaction": inner, "order": self._order, "widths": widths}), also=also
             )
@@ -148,8 +153,11 @@ class LiveModel:
     def of_interaction(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Selects the interaction's weights from the model's, by their names in the bundle's interaction."""
         prefix = "interaction."
-        inner = "interaction." if self.reordered else ""
-        return {inner + key.removeprefix(prefix): value for key, value in dense.items() if key.startswith(prefix)}
+        weights = {key: value for key, value in dense.items() if key.startswith(prefix)}
+        # A Reordered holds the model's interaction under this very name.
+        if self.reordered:
+            return weights
+        return {key.removeprefix(prefix): value for key, value in weights.items()}
 
 
 def _rounding(module: nn.Module) -> float:
@@ -214,6 +222,7 @@ class Audit:
         """Returns (P,) logits of the trained model. If it is sharded, call this on every rank."""
         queries = query.read(self.queries.to_pydict())
         candidates = candidate.read(self.candidates.to_pydict())
+        # The model computes from one batch, so the columns of both sides are joined row by row.
         batch = live.schema().assemble(
             live.model_ids({**queries.sparse, **candidates.sparse}),
             {**queries.dense, **candidates.dense},

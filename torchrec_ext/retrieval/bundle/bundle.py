@@ -78,11 +78,13 @@ class Bundle:
         self.store = self._open_store(STORE, self.candidate_digest, self._candidate.width)
         self.projected = self.store
         if (folder / PROJECTED).is_dir():
-            self.projected = self._open_store(PROJECTED, self.projection_digest, self.projection.width)
+            digest = projection_digest(self.architecture, manifest.content["files"])
+            self.projected = self._open_store(PROJECTED, digest, self.projection.width)
         self.items = ItemTable(read_table(folder / ITEMS))
         self.users: UserTable | None = None
         if manifest.content.get("users"):
             self.users = UserTable.open(folder / USERS, manifest.content["users"]["key"])
+        # Before the index opens, which refers to positions of the store.
         self._check_catalogue()
         self.index = open_index(folder, manifest, self.projection, self.store, self.projected)
         if verify:
@@ -111,9 +113,9 @@ class Bundle:
             return cls(folder, manifest, verify=verify, also=also)
         except (KeyError, TypeError) as error:
             raise BundleError(f"{folder}: the manifest lacks {error}, or has another type for it; {_ANEW}") from None
+        except BundleError:
+            raise
         except (OSError, ValueError) as error:
-            if isinstance(error, BundleError):
-                raise
             raise BundleError(f"{folder}: {error}; {_ANEW}, or copy the whole folder anew") from None
 
     @property
@@ -140,11 +142,6 @@ class Bundle:
     def candidate_digest(self) -> str:
         """Digest of everything behind the candidate tower's vectors: weights, architecture and preprocessing."""
         return tower_digest(self.architecture, [self.candidate], self.manifest.content["files"])
-
-    @property
-    def projection_digest(self) -> str:
-        """Digest of the candidate tower and the interaction, and so of the projected rows."""
-        return projection_digest(self.architecture, self.manifest.content["files"])
 
     @property
     def query_width(self) -> int:
@@ -233,11 +230,13 @@ class Bundle:
                 f"{listed[2]}, the architecture {self.query}, '{self.candidate}' and {self.architecture.metric}; "
                 f"{_ANEW}"
             )
+        # Stored vectors name a tower by its digest, so the manifest's must be that of these files.
         for what, digest in (("query", self.query_digest), ("candidate", self.candidate_digest)):
             if content["towers"][what] != digest:
                 raise BundleError(f"{self.folder}: the {what} tower is not that of the manifest; {_ANEW}")
 
     def _check_catalogue(self) -> None:
+        # All are by position, so parts of another catalogue would answer with wrong items.
         sizes = {"items": len(self.items), STORE: len(self.store), PROJECTED: len(self.projected)}
         if len({*sizes.values(), self.manifest.content["coverage"]["items"]}) > 1:
             raise BundleError(
@@ -325,7 +324,8 @@ def _check_users(
     except ValueError as error:
         raise BundleError(f"{where}: {error}; {_ANEW}") from None
     for name, lists in users.positions():
-        for first, chunk in _chunks(lists):
+        first = 0
+        for chunk in lists.chunks:
             values = chunk.flatten()
             bounds = pc.min_max(values).as_py()
             if values.null_count or (len(values) and not 0 <= bounds["min"] <= bounds["max"] < items):
@@ -334,6 +334,7 @@ def _check_users(
                     f"to {bounds['max']} and {values.null_count} nulls; must be 0 to {items - 1}, of the {items:,} "
                     f"items; {_ANEW}"
                 )
+            first += len(chunk)
     # Reading all users would be slow, and one row of each special kind is refused just like the others of its kind.
     odd_rows: set[int] = set()
     for name, column in users.features():
@@ -354,14 +355,6 @@ def _check_users(
                 f"{where}: {who}: {error}; a request for such a user would be refused: give users finite features and "
                 f"{_ANEW}"
             ) from None
-
-
-def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Any]]:
-    """Yields the chunks of a column, each with the number of its first row."""
-    first = 0
-    for chunk in column.chunks:
-        yield first, chunk
-        first += len(chunk)
 
 
 def _odd_rows(column: pa.ChunkedArray) -> Iterator[int]:

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import embedding, embedding_bag
-from torchrec import PoolingType
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
@@ -38,7 +37,6 @@ from torchrec_ext.sealed import json_digest
 
 _OF_NUMPY = (torch.float32, torch.float16, torch.int8)
 _BEGIN = torch.zeros(1, dtype=torch.int64)  # offsets of one bag of all values
-_MODES = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean"}
 
 
 class PlainTower:
@@ -58,7 +56,7 @@ class PlainTower:
         self._tables: list[tuple[str, Any, str]] = []
         for table in tower.bags:
             for name in table.feature_names:
-                self._tables.append((name, bags[table.name], _MODES[table.pooling]))
+                self._tables.append((name, bags[table.name], table.pooling.value.lower()))
         self._dense = tower.dense
         self._compress = tower.compress
         self._mlp = tower.mlp
@@ -74,7 +72,9 @@ class PlainTower:
         """Returns (B, D) outputs of B rows, from columns as for ``BatchSchema.assemble``."""
         if self._layers is not None and self._is_single_row(sparse, dense):
             return torch.from_numpy(self._row(sparse, dense, self._layers)[None])
-        inputs = [_look_up(table, sparse[name], mode).float() for name, table, mode in self._tables]
+        inputs = []
+        for name, table, mode in self._tables:
+            inputs.append(_look_up(table, sparse[name], mode).float())
         inputs += [dense[name][:, None] for name in self._dense]
         rows = torch.cat(inputs, dim=1)
         if self._compress is not None:
@@ -82,6 +82,7 @@ class PlainTower:
         return self._mlp(rows)  # type: ignore[no-any-return]
 
     def _is_single_row(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor]) -> bool:
+        # All columns have as many rows, so any of them tells.
         if not self._tables:
             return len(dense[self._dense[0]]) == 1
         bags = sparse[self._tables[0][0]]
@@ -375,6 +376,7 @@ def open_encoder(
         raise BundleError(f"{folder / ARCHITECTURE}: {error}") from None
     except (AttributeError, TypeError, ValueError) as error:
         raise BundleError(f"{folder / ARCHITECTURE}: towers {list(names)}: {error}; export the bundle again") from None
+    # Tables first: only their weights are real then, and fill_dense() must find all others.
     map_tables(folder, model, architecture.tables)
     dense: dict[str, Tensor] = {}
     for name in names:

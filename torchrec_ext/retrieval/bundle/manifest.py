@@ -88,6 +88,7 @@ class Manifest:
             most=_MOST_OF_MANIFEST,
             hint=f"; is '{folder}' a bundle? One is made of a run by: torchx run rec.serve.export --run RUN",
         )
+        # Checkpoints and stores have a manifest.json too.
         if not {"seal", "certificate"} & values.keys():
             raise BundleError(
                 f"{path}: belongs to something other than a bundle, such as a checkpoint or a store; give the folder "
@@ -123,8 +124,10 @@ def read_json(path: Path, hint: str = "", *, most: int = _MOST_BYTES) -> dict[st
 
 def file_digests(folder: Path, *, entries: Mapping[str, dict[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
     """Returns size and SHA-256 of every file except the manifest, by path; reuses ``entries``."""
-    files = _files(folder)
-    return {name: (entries or {}).get(name) or measure_file(path) for name, path in files.items()}
+    files = {}
+    for name, path in _files(folder).items():
+        files[name] = (entries or {}).get(name) or measure_file(path)
+    return files
 
 
 def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digests: bool) -> None:

@@ -101,7 +101,7 @@ class Program:
     def result_width(self) -> int:
         """Number of values in one row of all results."""
         _, results = self._dry_run(1)
-        return sum(result.numel() for result in results)
+        return _count(results)
 
     def __call__(self, values: Mapping[str, Any]) -> list[Any]:
         """Computes the results from inputs, weights, tables and ``rows``, given by reference.
@@ -173,6 +173,7 @@ class Program:
         for reference, name, arguments, options in self._steps:
             positional = [_value(argument, values) for argument in arguments]
             keyword = {key: _value(option, values) for key, option in options.items()}
+            # Otherwise it would be made on the CPU, in memory.
             if meta and _takes_device(name):
                 keyword["device"] = "meta"
             try:
@@ -180,6 +181,7 @@ class Program:
                     values[reference] = _look_up(positional[0], positional[1])
                 else:
                     values[reference] = run_operator(name, positional, keyword)
+            # It ends a dry run, and is no error of the node.
             except _TooMuchError:
                 raise
             except Exception as error:  # an untrusted program can make torch raise anything
@@ -209,17 +211,17 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         options = kwargs or {}
         result = function(*args, **options)
         self.operations += _OF_A_CALL
+        # A view has no memory of its own, and reads nothing.
         if not function.is_view:
             packet = function.overloadpacket
-            outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-            inputs = [each for each in tree_leaves((args, options)) if isinstance(each, Tensor)]
-            elements = sum(each.numel() for each in outputs)
+            outputs = _tensors(result)
+            elements = _count(outputs)
             # A pooling operator reads its whole window for each element of the result.
             if packet in _POOLS:
                 elements *= torch.Size(args[1]).numel()
             # A look-up reads only the rows it returns, not the whole table.
             if packet not in _LOOK_UPS:
-                elements = max(elements, sum(each.numel() for each in inputs))
+                elements = max(elements, _count(_tensors((args, options))))
             self.bytes += sum(each.nbytes for each in outputs)
             self.operations += elements * _OF_AN_ELEMENT
             if packet in flop_registry:
@@ -231,6 +233,14 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _LOOK_UPS = (torch.ops.aten.embedding, torch.ops.aten._embedding_bag, torch.ops.aten.index_select, torch.ops.aten.index)
 _POOLS = (torch.ops.aten.max_pool1d_with_indices, torch.ops.aten.max_pool2d_with_indices)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def _count(tensors: Sequence[Tensor]) -> int:
+    return sum(each.numel() for each in tensors)
 
 
 def _takes_device(name: str) -> bool:
@@ -331,6 +341,7 @@ class ProgramTower(Recorded, nn.Module):
                 continue
             if dtype == "int64":
                 self.computed_ids.append(name)
+            # A batch has a column for each number of a list.
             if size:
                 dense += [f"{name}[{index}]" for index in range(size[0])]
             else:
@@ -373,6 +384,7 @@ class ProgramTower(Recorded, nn.Module):
         try:
             results = self._program({**values, "rows": len(dense)})
         except ValueError as error:
+            # Columns are checked before, so only an id that the program computes can be beyond its table.
             if not isinstance(error.__cause__, IndexError):
                 raise
             id_columns = listed(f"'{name}'" for name, (dtype, _) in self._columns.items() if dtype == "int64")

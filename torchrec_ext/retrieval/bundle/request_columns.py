@@ -72,14 +72,20 @@ class Columns:
         self.unseen = {name: np.asarray(rows, np.int64) for name, rows in (unseen or {}).items()}
         # Per feature: (num_embeddings,) whether a row is unseen, mostly None.
         self._features = [(each, _mask(self.unseen.get(each.name), each.num_embeddings)) for each in schema.sparse]
-        names = types.keys() if preprocessor is None else preprocessor.outputs.keys()
-        self.widths = widths_of(schema.dense, names)
-        column_names = [*schema.keys, *source_columns(schema.dense, names), *schema.weight_columns]
+        source = "the rows of the export"
+        if preprocessor is not None:
+            source = "the preprocessor's result"
+            types = preprocessor.outputs
+        self.widths = widths_of(schema.dense, types.keys())
+        column_names = [*schema.keys, *source_columns(schema.dense, types.keys()), *schema.weight_columns]
+        for name in column_names:
+            if name not in types:
+                raise missing_column(source, name, types.keys())
         self._steps: FittedPreprocessor | None = None
         self._vocabularies: list[tuple[set[str], Vocabulary]] = []  # with the raw columns that each is of
         if preprocessor is None:
             self._as_sent: Collection[str] = column_names
-            self.request_columns = {name: _type_of(name, types) for name in column_names}
+            self.request_columns = {name: types[name] for name in column_names}
             self._is_plain = _is_plain(schema, self.request_columns)
         else:
             self._steps = steps = steps_for_columns(preprocessor, column_names)
@@ -90,7 +96,6 @@ class Columns:
             self.request_columns = {**steps.request_columns, **{name: steps.raw[name] for name in steps.keep}}
             # Without steps, every column is kept as it was sent.
             self._is_plain = not steps.steps and _is_plain(schema, self.request_columns)
-            _check_outputs(column_names, steps)
 
     def read(self, rows: Rows) -> Read:
         """Reads B raw rows.
@@ -195,6 +200,7 @@ class Columns:
             # A set of exact types: a bool is an int to isinstance.
             if type(ids) is not list or set(map(type, ids)) - {int}:
                 return None
+            # Unknown and unseen ids are for the long way, which marks them.
             if not is_list and feature.oov_id in ids:
                 return None
             if ids and not 0 <= min(ids) <= max(ids) < feature.num_embeddings:
@@ -269,18 +275,6 @@ def _narrow_step(step: Step, needed_columns: Collection[str]) -> Step:
     if (step.output or step.column) in needed_columns:
         return dataclasses.replace(step, also=also)
     return dataclasses.replace(step, column=also[0], output=None, also=also[1:])
-
-
-def _type_of(name: str, types: Mapping[str, str]) -> str:
-    if name not in types:
-        raise missing_column("the rows of the export", name, types.keys())
-    return types[name]
-
-
-def _check_outputs(column_names: Collection[str], steps: FittedPreprocessor) -> None:
-    for name in column_names:
-        if name not in steps.outputs:
-            raise missing_column("the preprocessor's result", name, steps.outputs.keys())
 
 
 def _rows_of(columns: Mapping[str, Values]) -> int:

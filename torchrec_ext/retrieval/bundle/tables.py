@@ -185,6 +185,7 @@ class Attribute:
             ValueError: no item has a value, or a value has another type.
         """
         for value in values:
+            # A bool is an int to isinstance.
             if isinstance(value, bool) or not isinstance(value, self._type):
                 what = "strings"
                 if self._type is int:
@@ -277,6 +278,7 @@ def write_items(
     Raises:
         BundleError: an attribute has a reserved name, or another type than whole numbers, text or lists of them.
     """
+    # A table without any column would have no rows.
     columns: dict[str, Any] = {_POSITION: np.arange(count)}
     if titles is not None:
         columns[TITLE] = pa.array(titles, type=pa.string())
@@ -326,6 +328,7 @@ def read_table(path: Path) -> pa.Table:
     try:
         with pa.ipc.open_file(pa.memory_map(str(path))) as source:
             table = source.read_all()
+        # In full, because offsets of a damaged file may point beyond its values.
         table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise BundleError(

@@ -101,10 +101,18 @@ class TracedModel(nn.Module):
             self.interaction, scale = split.interaction()
         if scale != 1:
             programs[0].scale(scale)
-        self.towers = nn.ModuleDict({name: each.tower(model) for name, each in zip(towers, programs, strict=True)})
-        self.made_of: dict[str, Made] = {name: how_made(tower) for name, tower in self.towers.items()}
-        self._tables = [table for tower in self.towers.values() for table in tower.tables]  # type: ignore[union-attr]
+        self.towers = nn.ModuleDict()
+        self.made_of: dict[str, Made] = {}
+        self._tables: list[EmbeddingBagConfig] = []
+        self._dense: list[str] = []
+        for name, program in zip(towers, programs, strict=True):
+            tower = program.tower(model)
+            self.towers[name] = tower
+            self.made_of[name] = how_made(tower)
+            self._tables += tower.tables
+            self._dense += tower.dense
         self.eval().requires_grad_(False)
+        # The model itself is checked, so its ids must be rows: unknown ones are replaced as in a request.
         example = {name: column.values for name, column in columns.items()}
         oov_rows = {name: row for name, row in oov_ids.items() if row >= 0}
         for feature in BatchSchema.from_tables(self._tables, oov_ids=oov_rows).sparse:
@@ -114,13 +122,15 @@ class TracedModel(nn.Module):
 
     def schema(self) -> BatchSchema:
         """Returns the schema of the batches for :meth:`logits`."""
-        towers: Any = self.towers.values()
-        return BatchSchema.from_tables(self._tables, dense=[name for tower in towers for name in tower.dense])
+        return BatchSchema.from_tables(self._tables, dense=self._dense)
 
     @property
     def features(self) -> list[str]:
         """Columns of ids with a table."""
-        return list(dict.fromkeys(name for table in self._tables for name in table.feature_names))
+        names: list[str] = []
+        for table in self._tables:
+            names += table.feature_names
+        return list(dict.fromkeys(names))
 
     def read_columns(self, table: pa.Table) -> pa.Table:
         """Selects the columns that the towers read."""
@@ -155,7 +165,7 @@ class TracedModel(nn.Module):
             ) from None
         for row in np.unique(even_rows(len(logits), _CHECKED_ROWS)).tolist():
             # Three rows instead of one, because squeeze() and the like treat a batch of one differently.
-            among = [row, *((row + step) % len(logits) for step in (1, 2))]
+            among = [number % len(logits) for number in range(row, row + 3)]
             alone = self._model_logits({name: values[among] for name, values in columns.items()})[0]
             if not abs(float(alone - logits[row])) <= _SAME * max(1.0, float(logits.abs().max())):
                 raise BundleError(
@@ -248,6 +258,7 @@ def _is_numeric(kind: pa.DataType) -> bool:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Puts a model into evaluation mode inside the block."""
+    # Noted one by one: model.train() would put the others into training too.
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -266,6 +277,7 @@ def _call_model(model: nn.Module, call: str, columns: Mapping[str, Tensor]) -> A
 
 def _trace(model: nn.Module, call: str, columns: Mapping[str, _Column]) -> ExportedProgram:
     values = {name: column.values for name, column in columns.items()}
+    # At least 2, because torch.export fixes axes of size 0 and 1.
     size = Dim("rows", min=2)
     arguments: dict[str, Any] = values
     dynamic_shapes: dict[str, Any] = {name: {0: size} for name in values}
@@ -349,10 +361,10 @@ class _Split:
 
     def _side(self, node: Node) -> int | None:
         """Returns 0 for a node of queries alone, 1 for candidates alone, 2 for both, None for neither."""
-        sides = {int(self.columns[name].candidate) for name in self.reads[node]}
+        sides = {self.columns[name].candidate for name in self.reads[node]}
         if len(sides) > 1:
             return 2
-        return next(iter(sides), None)
+        return int(sides.pop()) if sides else None
 
     def _check_result(self, result: Any) -> None:
         several = isinstance(result, list | tuple) and len(result) != 1
@@ -420,11 +432,11 @@ class _Split:
                         f"towers: {name}={path!r} reads {listed(other)}{_line(mixed)}, which the {owner}, so its "
                         f"output cannot be {use}; name modules that read columns of {table} alone"
                     )
-                if not any(self._side(node) == tower for node in inside):
+                if tower not in map(self._side, inside):
+                    own = listed(column for column in self.columns if self.columns[column].candidate == bool(tower))
                     raise BundleError(
-                        f"towers: {name}={path!r} reads no column of {table} in forward, which are "
-                        f"{listed(name for name, each in self.columns.items() if each.candidate == bool(tower))}; "
-                        "name its module, the query tower's first, or put the columns into the other table"
+                        f"towers: {name}={path!r} reads no column of {table} in forward, which are {own}; name its "
+                        "module, the query tower's first, or put the columns into the other table"
                     )
 
     def towers(self) -> list[_ProgramWriter]:
@@ -435,9 +447,10 @@ class _Split:
             tables = self._tables(results)
             program = _ProgramWriter(self, results, tables)
             names_read = frozenset().union(*(self.reads[node] for node in results))
+            # No others: a request must give every column of a tower.
             for name, column in self.columns.items():
                 if bool(tower) == column.candidate and name in names_read:
-                    dtype = "int64" if column.values.dtype == torch.int64 else "float32"
+                    dtype = str(column.values.dtype).removeprefix("torch.")
                     program.columns[name] = [dtype, *column.values.shape[1:]]
             programs.append(program)
         return programs
@@ -448,8 +461,9 @@ class _Split:
         inner = _closure(results, self.references)
         for node in inner:
             for each in node.all_input_nodes:
+                # A matrix becomes a table only if nothing but look-ups by columns reads it.
                 if self.references.get(each, "").startswith("$"):
-                    column = ""  # any other use of the table than a look-up
+                    column = ""  # any other use
                     if _name(node) == "embedding.default" and each is node.args[0]:
                         column = self._column_of(node.args[1])
                     look_ups.setdefault(each, []).append(column)
@@ -463,7 +477,7 @@ class _Split:
     def _column_of(self, ids: Any) -> str:
         """Returns the column behind these ids, if they are its values in any shape, else an empty name."""
         while isinstance(ids, Node) and ids not in self.references:
-            if _name(ids).partition(".")[0] not in _SHAPES:
+            if _packet(ids) not in _SHAPES:
                 return ""
             ids = ids.args[0]
         whole = isinstance(ids, Node) and ids.meta["val"].dtype == torch.int64
@@ -475,10 +489,12 @@ class _Split:
         """Returns the interaction, and the factor that the query tower's output needs for it."""
         with torch.no_grad():
             widths = [0, 0]
+            shapes = []
             for node in self.frontier:
-                widths[self._side(node) or 0] += _width(node)
+                side = self._side(node) or 0
+                widths[side] += _width(node)
+                shapes.append([side, *node.meta["val"].shape[1:]])
             program = _ProgramWriter(self, [self.result], {}, inputs=self.frontier)
-            shapes = [[self._side(node) or 0, *node.meta["val"].shape[1:]] for node in self.frontier]
             top = ProgramTop(widths, shapes, program.sizes(), program.nodes, program.results[0])
             program.fill(top.kept)
             scale = self._dot_scale(top, widths)
@@ -492,13 +508,13 @@ class _Split:
         With only products and sums, and without weights, the interaction is a polynomial. Two polynomials are equal if
         they agree on random points.
         """
-        kinds = {_name(node).partition(".")[0] for node in self.pairwise}
         if len(self.frontier) != 2 or len(set(widths)) > 1:
             return None
-        if top.arguments["weights"] or not kinds <= {*_MULTILINEAR}:
+        if top.arguments["weights"] or not set(map(_packet, self.pairwise)) <= {*_MULTILINEAR}:
             return None
         draw = torch.Generator().manual_seed(0)
-        query, candidate = (torch.randn(256, width, generator=draw, dtype=torch.float64) for width in widths)
+        query = torch.randn(256, widths[0], generator=draw, dtype=torch.float64)
+        candidate = torch.randn(256, widths[1], generator=draw, dtype=torch.float64)
         dots = (query * candidate).sum(1)
         logits = top([query, candidate])
         scale = float((logits @ dots) / (dots @ dots))
@@ -511,37 +527,40 @@ class _Split:
 
     def _top_mlp(self, widths: Sequence[int]) -> TopMLP | None:
         """Returns the interaction as a TopMLP with a splittable first layer, if it is one: cat, layers, one logit."""
-        first, *layers = [node for node in self.pairwise if not _name(node).startswith(("detach.", "clone."))]
+        first, *layers = [node for node in self.pairwise if _packet(node) not in ("detach", "clone")]
         concatenated: Any = []
         if _name(first) == "cat.default" and first.args[1:] in ((1,), (-1,)):
             concatenated = first.args[0]
-        flat = all(node.meta["val"].dim() == 2 for node in self.frontier)
-        chain = True
+        if sorted(map(str, concatenated)) != sorted(map(str, self.frontier)):
+            return None
+        if any(node.meta["val"].dim() != 2 for node in self.frontier):
+            return None
         for node in layers:
             # Weights read no column: in a chain exactly one input of each layer does.
-            chain = chain and sum(bool(self.reads[each]) for each in node.all_input_nodes) == 1
-        if not flat or not chain or sorted(map(str, concatenated)) != sorted(map(str, self.frontier)):
-            return None
+            if sum(bool(self.reads[each]) for each in node.all_input_nodes) != 1:
+                return None
         # Shape operators at the end turn (B, 1) into (B,), as TopMLP does itself.
-        while layers and _name(layers[-1]).partition(".")[0] in _SHAPES:
+        while layers and _packet(layers[-1]) in _SHAPES:
             layers.pop()
         names = [_name(node) for node in layers]
-        activations = {name for name in names if name != "linear.default"}
-        plain = all(len(node.args) == 1 and not node.kwargs for node in layers if _name(node) in activations)
+        activation = next((name for name in names if name != "linear.default"), "relu.default")
         input_too = names[:1] != ["linear.default"]
         hidden = names.count("linear.default") - 1
-        activation = next(iter(activations), "relu.default")
         expected = [activation] * input_too + ["linear.default", activation] * hidden + ["linear.default"]
-        if not plain or activation not in _ACTIVATIONS or names != expected:
+        if activation not in _ACTIVATIONS or names != expected:
             return None
-        arguments: list[Any] = [node.args[1:] for node in layers if _name(node) == "linear.default"]
         weights: list[list[Any]] = []
-        for linear in arguments:
-            weights.append([self.weights.get(self.references.get(each, "")) for each in linear])
-            # A computed matrix or bias is none of the model's weights.
-            if any(each is None for each in weights[-1]):
+        for node in layers:
+            arguments: Any = node.args[1:]
+            if _name(node) == "linear.default":
+                weights.append([self.weights.get(self.references.get(each, "")) for each in arguments])
+                # A computed matrix or bias is none of the model's weights.
+                if any(each is None for each in weights[-1]):
+                    return None
+            # Another slope of a leaky ReLU, or GELU by tanh, is no activation of a TopMLP.
+            elif arguments or node.kwargs:
                 return None
-        matrices: list[Any] = [linear[0] for linear in weights]
+        matrices = [matrix for matrix, *_ in weights]
         if len(matrices[-1]) != 1:
             return None
         # forward may concatenate in any order, a TopMLP takes the query's values first.
@@ -553,10 +572,9 @@ class _Split:
         linears = [layer for layer in top.mlp if isinstance(layer, nn.Linear)]
         for layer, matrix, (_, *bias) in zip(linears, matrices, weights, strict=True):
             layer.weight.copy_(matrix)
+            layer.bias.zero_()
             if bias:
                 layer.bias.copy_(bias[0])
-            else:
-                layer.bias.zero_()
         return top
 
 
@@ -567,11 +585,14 @@ def _is_batch(node: Node) -> bool:
 
 
 def _inside(node: Node, path: str) -> bool:
-    stack = node.meta.get("nn_module_stack", {}).values()
-    paths = [str(each[0]).removeprefix("L['self']").lstrip(".") for each in stack]
+    """Whether a node is of a call within the module at ``path``."""
     if node.op != "call_function":
         return False
-    return any(each == path or each.startswith(f"{path}.") for each in paths)
+    for frame in node.meta.get("nn_module_stack", {}).values():
+        module_path = str(frame[0]).removeprefix("L['self']").lstrip(".")
+        if f"{module_path}.".startswith(f"{path}."):
+            return True
+    return False
 
 
 def _name(node: Node) -> str:
@@ -583,12 +604,18 @@ def _name(node: Node) -> str:
     return str(node.target).removeprefix("aten.")
 
 
+def _packet(node: Node) -> str:
+    """Returns an operator's name in programs without its overload."""
+    return _name(node).partition(".")[0]
+
+
 def _width(node: Node) -> int:
     return int(torch.Size(node.meta["val"].shape[1:]).numel())
 
 
 def _closure(results: Sequence[Node], leaves: Collection[Node]) -> list[Node]:
     """Returns the nodes that compute ``results`` from ``leaves``, in the order of the graph."""
+    # The number of rows is an input of every program, and not computed.
     return _reachable(results, lambda node: node not in leaves and not _is_batch(node))
 
 
@@ -654,6 +681,7 @@ class _ProgramWriter:
             rows, width = self._split.weights[reference].shape
             names = [name for name in columns if name in self.columns]
             tables.append(EmbeddingBagConfig(rows, width, name=reference[1:], feature_names=names))
+        # Without memory: the tables' weights are the model's own.
         with torch.device("meta"):
             tower = ProgramTower(tables, self.columns, self.sizes(), self.nodes, self.results, self.width)
         tower.kept.to_empty(device="cpu")
