@@ -169,6 +169,7 @@ class BundleContent:
     progress: ExportProgress
 
     def __post_init__(self) -> None:
+        # Here, before anything is computed or written.
         check_index_metric(self.settings.index, self.live.metric)
         missing = self.missing
         if missing:
@@ -264,6 +265,7 @@ class BundleContent:
         index = build_index(folder, self.settings.index, self.settings.recall, self.live.metric, store, index_queries)
         allowed = audits.tolerance(expected, self.live.rounding)
         parity = {"pairs": len(expected), "greatest_difference": difference, "allowed": allowed}
+        # Not a part of the content, because times and versions differ between equal exports.
         certificate = {
             "parity": parity,
             "calibrated": self.live.calibrated,
@@ -419,6 +421,7 @@ class BundleContent:
         split = projection(interaction, candidate.width)
         if split.projected:
             digest = projection_digest(self.architecture, files)
+            # By the tower again and not from the store, whose rows may be rounded.
             blocks = ((ids, split.candidates(block)) for ids, block in self._vectors(candidate))
             projected = write_store(folder / PROJECTED, blocks, dtype=self.settings.store, tower=digest)
             expected = split.candidates(vectors)

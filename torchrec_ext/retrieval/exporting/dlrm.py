@@ -47,10 +47,14 @@ class DLRMByColumns(nn.Module):
         if torch.compiler.is_compiling():
             return self.by_columns(columns[_DENSE], columns)  # type: ignore[no-any-return]
         features = self.look_ups.features
-        bags = [columns[name] for name in features]
-        lengths = [torch.full((len(ids),), ids[0].numel(), dtype=torch.int32) for ids in bags]
-        values = torch.cat([ids.flatten() for ids in bags])
-        keyed = KeyedJaggedTensor(features, values, lengths=torch.cat(lengths))
+        values = []
+        lengths = []
+        for name in features:
+            ids = columns[name]
+            values.append(ids.flatten())
+            # Rows of a column have lists of one length, or one id.
+            lengths.append(torch.full((len(ids),), ids[0].numel(), dtype=torch.int32))
+        keyed = KeyedJaggedTensor(features, torch.cat(values), lengths=torch.cat(lengths))
         return self.dlrm(columns[_DENSE], keyed)  # type: ignore[no-any-return]
 
 

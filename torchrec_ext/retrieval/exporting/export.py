@@ -132,6 +132,7 @@ def export(
     )
     with evaluating(model):
         query_columns = content.columns(live.names[:-1])
+        # On every rank, because a sharded model's forward exchanges rows.
         expected = content.audit.of_model(live, query_columns, content.columns([live.candidate]))
         weights = LiveWeights(model, ranks, live.rows)
         dense = weights.dense()
@@ -141,8 +142,10 @@ def export(
             try:
                 with whole_folder(Path(out), overwrite=overwrite, mark=BUNDLE_MANIFEST) as folder, one_thread():
                     outcome = content.write(folder, weights.tables, blocks, dense, expected)
+                    # On the disk before the folder gets its name, so that a crash leaves no bundle of empty files.
                     sync_tree(folder)
             except Exception as error:
+                # Raised below, when the other ranks have sent their rows.
                 outcome = error
         # The other ranks send their rows even if rank 0 failed, so that no rank waits forever.
         for _ in blocks:
@@ -282,12 +285,12 @@ class LiveWeights:
         unwrapped = get_unwrapped_module(model)
         tables: set[str] = set()
         for path, collection in collections(model):
-            tables |= {f"{path}.{key}" if path else key for key in collection.state_dict()}
-        self._dense = {
-            name: value.detach().cpu().contiguous()
-            for name, value in unwrapped.state_dict().items()
-            if name not in tables and isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
-        }
+            prefix = f"{path}." if path else ""
+            tables |= {prefix + key for key in collection.state_dict()}
+        self._dense: dict[str, Tensor] = {}
+        for name, value in unwrapped.state_dict().items():
+            if name not in tables and isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
+                self._dense[name] = value.detach().cpu().contiguous()
 
     def blocks(self, names: Iterable[str]) -> Iterator[tuple[str, int, Tensor]]:
         """Yields (table, first row, full rows), table by table and block by block; rows are valid on rank 0 only."""
@@ -305,6 +308,7 @@ class LiveWeights:
             if name in self._rows_of:
                 rows = self._rows_of[name][start:stop]
             block = torch.empty(stop - start, width, dtype=self.tables[name].dtype)
+            # Every rank goes through the pieces of all ranks, so that a sender and rank 0 meet in one order.
             for piece in self._pieces[name]:
                 places = ((rows >= piece.row) & (rows < piece.row + piece.rows)).nonzero().squeeze(1)
                 if len(places):

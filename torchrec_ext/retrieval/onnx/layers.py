@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +90,10 @@ def write_onnx(
     require_onnx()
     if dynamic is None:
         rows = Dim("rows", min=2)
-        dynamic = tuple({0: rows} if value.dim() > 1 else None for value in examples.values())
+        shapes = []
+        for value in examples.values():
+            shapes.append({0: rows} if value.dim() > 1 else None)
+        dynamic = tuple(shapes)
     if module.training:
         raise ValueError("module: is in training mode, in which dropout and batch statistics act; call module.eval()")
     try:
@@ -203,7 +206,7 @@ class PaddedTower(nn.Module):
         rows = {table: weight.detach() for table, _, weight in values_by_table(encoder.model) if table in names}
         if replaces_unseen:
             rows = {table: _with_unseen(weight, table, encoder) for table, weight in rows.items()}
-        self.weights = nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in rows.values())
+        self.weights = _parameters(rows.values())
         # By number: a table's name may hold characters that no parameter can be called by.
         self._indices = {table: index for index, table in enumerate(rows)}
         self._weighted: dict[str, str] = tower.weights
@@ -315,8 +318,13 @@ class PaddedTower(nn.Module):
     def take_tables(self) -> list[Tensor]:
         """Takes the tables out of the module, for a caller that passes them to ``functional_call``."""
         tables = [weight.detach() for weight in self.weights]
-        self.weights = nn.ParameterList(nn.Parameter(table[:0].clone(), requires_grad=False) for table in tables)
+        # Empty ones stay in their places, for the caller's tables.
+        self.weights = _parameters([table[:0].clone() for table in tables])
         return tables
+
+
+def _parameters(tables: Iterable[Tensor]) -> nn.ParameterList:
+    return nn.ParameterList(nn.Parameter(table, requires_grad=False) for table in tables)
 
 
 def shapes_of(inputs: list[Input]) -> tuple[Any, ...]:
@@ -350,6 +358,7 @@ def _with_unseen(weight: Tensor, table: str, encoder: RowEncoder) -> Tensor:
     unseen = [columns.unseen.get(feature.name, np.zeros(0, np.int64)) for feature in features]
     if not any(map(len, unseen)):
         return weight
+    # The file has one table for all of them, so an unseen row must be unseen by each.
     if not all(np.array_equal(rows, unseen[0]) for rows in unseen):
         raise ValueError(
             f"table '{table}': {len(features)} features read it and have seen different ids; leave the tower out"
@@ -370,6 +379,7 @@ def _attend(pool: AttentionPooling, rows: Tensor, is_id: Tensor) -> Tensor:
 
 def _pad_row(values: Tensor, filler: float) -> Tensor:
     """Returns the values of one bag as (1, L), L at least 2."""
+    # torch.export fixes axes of size 0 and 1, so a graph is traced for 2 and more.
     if len(values) < 2:
         values = torch.nn.functional.pad(values, (0, 2 - len(values)), value=filler)
     return values[None]

@@ -100,6 +100,7 @@ def _check_top(
     towers = torch.cat([outputs[name] for name in bundle.query], dim=1)
     queries = query({"towers": towers.numpy()})
     rows = candidates({"tower": outputs[bundle.candidate].numpy()})
+    # Each audited pair by itself, then one query with all candidates, as a caller runs it.
     pairs = [top({"query": user, "candidates": item[None]}) for user, item in zip(queries, rows, strict=True)]
     difference = _check_outputs(TOP, folder / description[TOP]["file"], np.concatenate(pairs), logits)
     many = top({"query": queries[0], "candidates": rows})
@@ -185,9 +186,14 @@ def readme(description: Mapping[str, Any]) -> str:
     text = _HEAD.format(bundle=description["bundle"][:12])
     for name, graph in graphs.items():
         difference = description["differences"].get(name.removeprefix("tower "))
-        difference_text = "" if difference is None else f"{difference:.1g}"
-        inputs = "; ".join(f"`{each['name']}` {_axes(each)}: {each['meaning']}" for each in graph["inputs"])
-        text += f"| {name} | `{graph['file']}` | {inputs} | {_axes(graph['output'])} | {difference_text} |\n"
+        difference_text = ""
+        if difference is not None:
+            difference_text = f"{difference:.1g}"
+        inputs = []
+        for each in graph["inputs"]:
+            inputs.append(f"`{each['name']}` {_axes(each)}: {each['meaning']}")
+        row = [name, f"`{graph['file']}`", "; ".join(inputs), _axes(graph["output"]), difference_text]
+        text += f"| {' | '.join(row)} |\n"
     for file, array in description.get("arrays", {}).items():
         text += f"| {array['meaning']} | `{file}` | | {_axes(array)} | |\n"
     columns = {}
@@ -269,7 +275,9 @@ def export_bundle(
 def describe_onnx(description: Mapping[str, Any], out: Path) -> str:
     """Returns lines for a report: the written folder, and its differences from the bundle."""
     differences = ", ".join(f"{name} {value:.1g}" for name, value in description["differences"].items())
-    omission = f"; without {', '.join(description['skipped'])}" if description["skipped"] else ""
+    omission = ""
+    if description["skipped"]:
+        omission = f"; without {', '.join(description['skipped'])}"
     return (
         f"onnx: {out} (on {audits.PAIRS} audit rows it differs from the bundle by at most: {differences}{omission})\n"
         f"serve it with numpy and onnxruntime: {out / 'README.md'}"
