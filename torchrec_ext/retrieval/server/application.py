@@ -64,8 +64,8 @@ def application(queued: QueuedScorer) -> Guard:
         Route("/readyz", endpoints.ready, methods=["GET"]),
         Route("/metrics", endpoints.metrics, methods=["GET"]),
         Route("/openapi.json", endpoints.description, methods=["GET"]),
-        *(Route(path, _static(*page), methods=["GET"]) for path, page in _PAGES.items()),
     ]
+    routes += [Route(path, _static(*page), methods=["GET"]) for path, page in _PAGES.items()]
     return Guard(Router(routes, redirect_slashes=False), queued, frozenset(route.path for route in routes))
 
 
@@ -145,6 +145,7 @@ class _Endpoints:
     async def metrics(self, request: HttpRequest) -> Response:
         """Returns the metrics of all workers."""
         self._queued.metrics.waiting.set(self._queued.waiting())
+        # In a thread, because it reads the files of all workers, and requests should not wait for that.
         page = await asyncio.get_running_loop().run_in_executor(None, self._queued.metrics.page)
         return Response(page, headers={"Content-Type": self._queued.metrics.content_type})
 
@@ -154,6 +155,7 @@ class _Endpoints:
 
 
 def _static(name: str, kind: str) -> Callable[[HttpRequest], Any]:
+    # Read once, when the worker starts.
     content = (files("torchrec_ext.retrieval.server") / "static" / name).read_bytes()
 
     async def page(request: HttpRequest) -> Response:

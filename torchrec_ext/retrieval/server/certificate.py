@@ -235,6 +235,7 @@ def _serving(settings: ServerConfig) -> Iterator[_Service]:
         log = Path(folder, "log")
         process = _SPAWN.Process(target=_run, args=(settings, listening, child, log))
         process.start()
+        # Open in the service alone, so that its end closes the pipe and the port.
         child.close()
         listening.close()
         try:

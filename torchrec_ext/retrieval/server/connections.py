@@ -181,13 +181,16 @@ class BoundedProtocol(HttpToolsProtocol):
     def answer(self, refusal: Refusal, why: str) -> None:
         """Writes an answer without the application."""
         response = refusal.response()
-        lines = [STATUS_LINE[response.status_code], *(b"%s: %s\r\n" % header for header in response.raw_headers)]
-        self.transport.write(b"".join([*lines, b"connection: close\r\n\r\n", bytes(response.body)]))
+        text = STATUS_LINE[response.status_code]
+        for header in response.raw_headers:
+            text += b"%s: %s\r\n" % header
+        self.transport.write(text + b"connection: close\r\n\r\n" + bytes(response.body))
         self.worker.closed(why)
 
     def close(self, why: str) -> None:
         """Aborts the connection, even with a request in progress."""
         self.worker.closed(why)
+        # close() would first wait until the client reads what is written.
         self.transport.abort()
 
     def _count(self, size: int) -> None:

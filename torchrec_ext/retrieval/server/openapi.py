@@ -44,6 +44,7 @@ def document(bundle: Bundle, settings: ServerConfig) -> Schema:
         live[f"error {status}"] = {"description": description, "content": error}
     live["errors"] = {status: live[f"error {status}"] for status in template["statuses"]}
     described: Schema = _fill(template["document"], live)
+    # The file describes a server without a token.
     if settings.token is not None:
         described["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         for path, operations in described["paths"].items():
@@ -169,7 +170,8 @@ def _user(bundle: Bundle, private: bool) -> Schema:
     if bundle.users is not None:
         key = bundle.users.key
         columns[key] = _column(bundle.users.ids.kind)
-        described["anyOf"] = [{"required": [key]}, {"required": [name for name in required if name != key]}]
+        others = [name for name in required if name != key]
+        described["anyOf"] = [{"required": [key]}, {"required": others}]
         required = []
         described["description"] = (
             "The id alone, or with features, which then take the place of those that are known. Without an id, all "

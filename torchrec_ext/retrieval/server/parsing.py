@@ -92,6 +92,7 @@ def _number(limit: str) -> Callable[[str, Any, Limits], int]:
 
     def read(name: str, value: Any, limits: Limits) -> int:
         most = getattr(limits, limit, MAX_LIKED)
+        # A bool is an int to isinstance.
         if type(value) is not int:
             raise _wrong(name, value, "a whole number")
         if value > most:

@@ -147,6 +147,7 @@ class QueuedScorer:
                 await asyncio.wait(either, timeout=left_s - _SOON_S, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return answer.result()
+            # The request leaves the queue.
             answer.cancel()
             if gone is not None and gone.done():
                 raise ClientGoneError
@@ -206,6 +207,7 @@ class QueuedScorer:
         answers = self.scorer.answer(requests)
         self.metrics.batch.observe(len(requests))
         self.metrics.batch_seconds.observe(time.perf_counter() - start)
+        # Once a batch, because each count writes to this worker's file of metrics.
         cold = 0
         for each in answers:
             if isinstance(each, Recommendation | Scores) and each.cold.unknown_user:
@@ -217,6 +219,7 @@ class QueuedScorer:
         return answers
 
     def _count_malformed(self, source: UserSource, total: int) -> None:
+        # The store counts since it was opened, Prometheus wants the increase.
         if total > self._malformed[source]:
             self.metrics.malformed.labels(source).inc(total - self._malformed[source])
             self._malformed[source] = total

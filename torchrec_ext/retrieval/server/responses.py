@@ -8,7 +8,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # ASCII: a lone surrogate in an id cannot fail
+# ASCII, because a lone surrogate in an id could not be encoded otherwise; NaN is no JSON.
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
 def json_response(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -43,6 +43,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            # Written so, because NaN is below nothing.
             if not value >= 1:
                 raise ValueError(f"limit {name}={value}: must be 1 or more")
 

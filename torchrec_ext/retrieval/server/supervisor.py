@@ -154,6 +154,7 @@ class Supervisor:
                     worker.digest = text
                 elif kind == FAILED:
                     worker.failure = text
+        # Its end of the pipe is closed, so the process is about to end.
         except (EOFError, OSError):
             worker.process.join(1.0)
 
@@ -190,6 +191,7 @@ class Supervisor:
             worker.hung = True
 
     def _replace(self, index: int, worker: _Worker) -> None:
+        # Not before run() has set the folder of the metrics, which prometheus_client reads when it is imported.
         from torchrec_ext.retrieval.server.telemetry import forget_worker
 
         now = time.monotonic()

@@ -120,6 +120,7 @@ def _prepare(settings: ServerConfig, last_good: Sequence[Path]) -> tuple[QueuedS
     allow_files(settings.limits.connections)
     torch.set_num_threads(settings.threads)
     sys.setswitchinterval(_SWITCH_S)
+    # An orphan gets another parent.
     first_parent = os.getppid()
     watcher: Watcher
 
@@ -283,6 +284,7 @@ def identity(pointer: Path) -> Identity:
         folder = bundle_folder(pointer)
         entries = []
         for parent, folders, names in os.walk(folder):
+            # In place: os.walk() goes on in this order.
             folders.sort()
             for name in sorted(names):
                 status = os.stat(os.path.join(parent, name))
@@ -330,6 +332,7 @@ class Watcher(threading.Thread):
 
     def look(self) -> None:
         """Checks now, and retries a bundle that was refused before."""
+        # No bundle has it, so the check finds a change.
         self._last_identity = ()
         self._wake.set()
 
