@@ -256,10 +256,12 @@ def fill_dense(where: Path, module: nn.Module, tensors: Mapping[str, Tensor], ta
             raise BundleError(
                 f"{where}: weight '{name}' {problem}: these weights are of another model; export the bundle again"
             )
-        if expected[name].shape != tensors[name].shape or expected[name].dtype != tensors[name].dtype:
+        tensor = tensors[name]
+        weight = expected[name]
+        if tensor.shape != weight.shape or tensor.dtype != weight.dtype:
             raise BundleError(
-                f"{where}: weight '{name}' is {tuple(tensors[name].shape)} {tensors[name].dtype}, the architecture "
-                f"needs {tuple(expected[name].shape)} {expected[name].dtype}; export the bundle again"
+                f"{where}: weight '{name}' is {tuple(tensor.shape)} {tensor.dtype}, the architecture needs "
+                f"{tuple(weight.shape)} {weight.dtype}; export the bundle again"
             )
     # Assigned, because meta tensors have no memory to copy into; not strict, because the tables are none of these.
     module.load_state_dict(dict(tensors), strict=False, assign=True)

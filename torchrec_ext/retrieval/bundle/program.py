@@ -394,7 +394,10 @@ class ProgramTower(Recorded, nn.Module):
 
 def _shapes(mark: str, sizes: Mapping[str, Sequence[Any]]) -> dict[str, Shape]:
     """Returns dtype and shape of each weight or column by reference: ``mark`` and its name."""
-    return {f"{mark}{name}": (_DTYPES[f"dtype.{dtype}"], tuple(size)) for name, (dtype, *size) in sizes.items()}
+    shapes: dict[str, Shape] = {}
+    for name, (dtype, *size) in sizes.items():
+        shapes[mark + name] = (_DTYPES[f"dtype.{dtype}"], tuple(size))
+    return shapes
 
 
 def _check_columns(columns: Mapping[str, Sequence[Any]]) -> None:

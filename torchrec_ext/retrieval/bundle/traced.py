@@ -167,7 +167,8 @@ class TracedModel(nn.Module):
             # Three rows instead of one, because squeeze() and the like treat a batch of one differently.
             among = [number % len(logits) for number in range(row, row + 3)]
             alone = self._model_logits({name: values[among] for name, values in columns.items()})[0]
-            if not abs(float(alone - logits[row])) <= _SAME * max(1.0, float(logits.abs().max())):
+            allowed = _SAME * max(1.0, float(logits.abs().max()))
+            if not abs(float(alone - logits[row])) <= allowed:
                 raise BundleError(
                     f"model: forward's logit of row {row} is {float(logits[row]):.6g} among {len(logits)} "
                     f"rows and {float(alone):.6g} among 3: it depends on other rows; compute it from its own "
@@ -372,7 +373,7 @@ class _Split:
         if isinstance(self.result, Node) and isinstance(self.result.meta.get("val"), Tensor):
             shape = tuple(self.result.meta["val"].shape)
         # In the trace the number of rows is symbolic, so a plain int is not one logit for each row.
-        one_for_each_row = len(shape) in (1, 2) and not isinstance(shape[0], int) and shape[1:] in ((), (1,))
+        one_for_each_row = shape != () and not isinstance(shape[0], int) and shape[1:] in ((), (1,))
         if several or not one_for_each_row:
             answer: Any = shape or "no tensor"
             if several:
@@ -424,15 +425,16 @@ class _Split:
                 owner = "queries have"
                 use = "stored for each candidate"
             for path in modules:
-                inside = [node for node in self.reads if _inside(node, path)]
-                mixed = next((node for node in inside if self._side(node) == 2), None)
+                # The module's first node of each side, for the line in a message.
+                sides = {self._side(node): node for node in reversed(self.reads) if _inside(node, path)}
+                mixed = sides.get(2)
                 if mixed is not None:
                     other = sorted(name for name in self.reads[mixed] if self.columns[name].candidate != bool(tower))
                     raise BundleError(
                         f"towers: {name}={path!r} reads {listed(other)}{_line(mixed)}, which the {owner}, so its "
                         f"output cannot be {use}; name modules that read columns of {table} alone"
                     )
-                if tower not in map(self._side, inside):
+                if tower not in sides:
                     own = listed(column for column in self.columns if self.columns[column].candidate == bool(tower))
                     raise BundleError(
                         f"towers: {name}={path!r} reads no column of {table} in forward, which are {own}; name its "

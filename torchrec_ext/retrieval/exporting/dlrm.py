@@ -66,11 +66,13 @@ class _LookUps(nn.Module):
         configs = collection.embedding_bag_configs()
         self.features: list[str] = []
         self.places: list[int] = []  # position of each feature's table
+        self._means: list[bool] = []
+        weights: list[Any] = []
         for place, config in enumerate(configs):
             self.features += config.feature_names
             self.places += [place] * len(config.feature_names)
-        self._means = [config.pooling is PoolingType.MEAN for config in configs]
-        weights: list[Any] = [collection.embedding_bags[config.name].weight for config in configs]
+            self._means.append(config.pooling is PoolingType.MEAN)
+            weights.append(collection.embedding_bags[config.name].weight)
         self.tables = nn.ModuleList(map(nn.Embedding.from_pretrained, weights))
 
     def forward(self, columns: dict[str, Tensor]) -> Tensor:

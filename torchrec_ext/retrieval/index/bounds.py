@@ -55,7 +55,9 @@ class ScoreBounds:
         self._errors = errors
         # A norm of 0 would make a bound of width 0.
         self._norms = np.maximum(norms, np.float32(1e-30))
-        self._block_maxima = [(float(errors[block].max()), float(self._norms[block].max())) for block in self._blocks()]
+        self._block_maxima = []
+        for block in self._blocks():
+            self._block_maxima.append((float(errors[block].max()), float(self._norms[block].max())))
         self._greatest = max(error + norm for error, norm in self._block_maxima)
         # In float32 a product is off by up to D roundings of its factors' norms: the bound's, and the exact one's.
         self._slack = (codes.shape[1] + 8) * 2.0**-22

@@ -339,8 +339,10 @@ class FaissIndex:
             """Returns (Q,) recalls of a half's queries at a setting."""
             self.setting = settings[index]
             results = torch.cat([self._search(block, self.k)[1] for block in halves[half]])
-            hits = (truths[half][:, :, None] == results[:, None, :]).any(dim=2) & (truths[half] >= 0)
-            return hits.sum(dim=1) / (truths[half] >= 0).sum(dim=1).clamp(min=1)
+            truth = truths[half]
+            is_item = truth >= 0  # not the padding of a small catalogue
+            hits = (truth[:, :, None] == results[:, None, :]).any(dim=2) & is_item
+            return hits.sum(dim=1) / is_item.sum(dim=1).clamp(min=1)
 
         low = 0
         high = len(settings) - 1

@@ -203,9 +203,13 @@ class PaddedTower(nn.Module):
         tower: Any = encoder.model.towers[name]
         self._tables: list[EmbeddingBagConfig] = [*tower.bags, *tower.lists]
         names = {table.name for table in self._tables}
-        rows = {table: weight.detach() for table, _, weight in values_by_table(encoder.model) if table in names}
-        if replaces_unseen:
-            rows = {table: _with_unseen(weight, table, encoder) for table, weight in rows.items()}
+        rows: dict[str, Tensor] = {}
+        for table, _, weight in values_by_table(encoder.model):
+            if table not in names:
+                continue
+            rows[table] = weight.detach()
+            if replaces_unseen:
+                rows[table] = _with_unseen(rows[table], table, encoder)
         self.weights = _parameters(rows.values())
         # By number: a table's name may hold characters that no parameter can be called by.
         self._indices = {table: index for index, table in enumerate(rows)}

@@ -54,7 +54,9 @@ def ask(port: int, rate: float, seconds: float, requests: Sequence[bytes]) -> Lo
     """
     load = Load()
     start = time.perf_counter() + 0.1  # when every thread is there
-    due = [(start + number / rate, requests[number % len(requests)]) for number in range(max(1, int(rate * seconds)))]
+    due = []
+    for number in range(max(1, int(rate * seconds))):
+        due.append((start + number / rate, requests[number % len(requests)]))
     with ThreadPoolExecutor(CONNECTIONS) as threads:
         # list(), because only reading a result raises what its thread has raised.
         list(threads.map(lambda thread: one_after_the_other(port, due[thread::CONNECTIONS], load), range(CONNECTIONS)))

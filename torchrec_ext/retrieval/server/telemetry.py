@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import traceback
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -72,8 +72,7 @@ class Log:
 
     def __call__(self, event: str, **values: object) -> None:
         """Writes a line for an event."""
-        now = time.time()
-        stamp = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1e3):03d}Z"
+        stamp = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         self._stream.write(json.dumps({"time": stamp, "event": event, "pid": os.getpid(), **values}) + "\n")
         self._stream.flush()
 
