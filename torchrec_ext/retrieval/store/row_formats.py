@@ -10,8 +10,8 @@ from torch import Tensor
 from torchrec_ext.schema.validation import check_choice
 
 Dtype = str  # a name in ROW_FORMATS
-QUERIES = 64
-K = 100
+_QUERIES = 64
+_K = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class LossMeter:
     """Measures the loss of rows as they stream by: two running top-k lists, no second copy of the catalogue.
 
     Args:
-        queries: (Q, D) queries whose :data:`K` nearest rows are compared; without, only differences are measured.
+        queries: (Q, D) queries whose 100 nearest rows are compared; without, only differences are measured.
     """
 
     def __init__(self, queries: Tensor | None = None) -> None:
@@ -179,12 +179,12 @@ class LossMeter:
         self._rows += len(vectors)
 
     def _merge_best(self, best: tuple[Tensor, Tensor] | None, scores: Tensor) -> tuple[Tensor, Tensor]:
-        values, rows = scores.topk(min(K, scores.shape[1]), dim=1)
+        values, rows = scores.topk(min(_K, scores.shape[1]), dim=1)
         rows = rows + self._rows  # from a row of this block to a row of all
         if best is not None:
             values = torch.cat([best[0], values], dim=1)
             rows = torch.cat([best[1], rows], dim=1)
-        best_values, order = values.topk(min(K, values.shape[1]), dim=1)
+        best_values, order = values.topk(min(_K, values.shape[1]), dim=1)
         return best_values, rows.gather(1, order)
 
     def loss(self) -> Loss:
@@ -195,10 +195,10 @@ class LossMeter:
             hits = (exact[1][:, :, None] == stored[1][:, None, :]).any(dim=2)
             recall = float(hits.float().mean())
         return Loss(
-            greatest=self._greatest, mean=self._sum / max(1, self._numbers), recall=recall, k=K, rows=self._rows
+            greatest=self._greatest, mean=self._sum / max(1, self._numbers), recall=recall, k=_K, rows=self._rows
         )
 
 
 def some_of(block: Tensor) -> Tensor:
     """Returns up to 64 rows of a block, evenly spaced."""
-    return block[:: max(1, len(block) // QUERIES)][:QUERIES].clone()
+    return block[:: max(1, len(block) // _QUERIES)][:_QUERIES].clone()
