@@ -8,6 +8,7 @@ the user averages, such as buffers and frozen parameters, torch updates after th
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,7 @@ class StepAverage:
         self._averaged = averaged
         self._model = model
         self.check()
+        # The object stays the user's, who saves and evaluates it.
         averaged.__class__ = _AveragedInSteps
 
     def check(self) -> None:
@@ -63,8 +65,9 @@ class StepAverage:
         self._functions = averaged.avg_fn, averaged.multi_avg_fn
         of_model = dict(self._model.named_parameters())
         self._of_average: dict[str, nn.Parameter] = dict(averaged.module.named_parameters())
-        for name in {**of_model, **self._of_average}:
-            form, form_of_model = (_form(each.get(name)) for each in (self._of_average, of_model))
+        for name in of_model | self._of_average:
+            form = _form(self._of_average.get(name))
+            form_of_model = _form(of_model.get(name))
             if form != form_of_model:
                 raise CannotAdopt(
                     f"average has '{name}' as {form} and the model as {form_of_model}; make it of the model that you "
@@ -72,17 +75,20 @@ class StepAverage:
                 )
         self._pairs = {name: (self._of_average[name], parameter) for name, parameter in of_model.items()}
         self._addresses = [(parameter, parameter.data_ptr()) for parameter in self._of_average.values()]
-        modules = list(averaged.modules())
-        places = [averaged._buffers]  # with n_averaged
-        places += [values for module in modules for values in (module._modules, module._parameters)]
-        self._places = [(values, name, value) for values in places for name, value in values.items()]
+        # All dicts that hold a module, a weight or n_averaged, each with what it holds now.
+        places: list[dict[str, Any]] = [averaged._buffers]
+        for module in averaged.modules():
+            places += [module._modules, module._parameters]
+        self._places = [(values, dict(values)) for values in places]
 
     def change(self) -> str:
         """Names what was replaced since :meth:`check`; empty if nothing was. Tensors must not lag."""
         averaged = self._averaged
         if (averaged.avg_fn, averaged.multi_avg_fn) != self._functions:
             return "the rule of the average"
-        is_replaced = any(values.get(name) is not value for values, name, value in self._places)
+        is_replaced = False
+        for values, before in self._places:
+            is_replaced |= not all(map(operator.is_, map(values.get, before), before.values()))
         if is_replaced or any(parameter.data_ptr() != address for parameter, address in self._addresses):
             return "a weight of the average"
         return ""
@@ -93,13 +99,13 @@ class StepAverage:
         Raises:
             CannotAdopt: it reads one.
         """
-        names = {id(parameter): name for name, parameter in self._of_average.items()}
-        name = next((names[id(tensor)] for tensor in tensors if id(tensor) in names), "")
-        if name:
-            raise CannotAdopt(
-                f"the loss reads the average of '{name}'; leave average= out, and call "
-                "averaged.update_parameters(model) after each step"
-            )
+        inputs = set(map(id, tensors))
+        for name, parameter in self._of_average.items():
+            if id(parameter) in inputs:
+                raise CannotAdopt(
+                    f"the loss reads the average of '{name}'; leave average= out, and call "
+                    "averaged.update_parameters(model) after each step"
+                )
 
     def of(self, name: str) -> nn.Parameter:
         """Returns the average of a parameter by its name in the model."""
@@ -112,12 +118,16 @@ class StepAverage:
     def rate(self) -> float:
         """Returns the share of the new weights in the average of the next step."""
         count = self._averaged.n_averaged
-        if count._version != self._version:  # on a GPU, reading it at each step would wait for the device
+        # On a GPU, reading it at each step would wait for the device.
+        if count._version != self._version:
             self._count = int(count)
             self._version = count._version
+        # The first update copies the weights.
         if not self._count:
             return _COPY
-        return 1 - self._decay if self._decay else 1 / (self._count + 1)
+        if self._decay:
+            return 1 - self._decay
+        return 1 / (self._count + 1)
 
     @torch.no_grad()
     def end_step(self, updated: Collection[str]) -> None:
@@ -127,16 +137,20 @@ class StepAverage:
             updated: names of the parameters that the step has averaged.
         """
         averaged = self._averaged
-        rest = {
-            name: pair
-            for name, pair in self._pairs.items()
-            if name not in updated and self._equal.get(name) != (pair[0]._version, pair[1]._version)
-        }
+        rest: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+        for name, (average, parameter) in self._pairs.items():
+            # Before any look at a tensor: a version that is read updates the rows that are behind.
+            if name in updated:
+                continue
+            # The average of equal tensors is the same again.
+            if self._equal.get(name) != (average._version, parameter._version):
+                rest[name] = average, parameter
         pairs: list[tuple[Tensor, Tensor]] = list(rest.values())
         buffers = zip(averaged.module.buffers(), self._model.buffers(), strict=True)
         if averaged.use_buffers:
             pairs += buffers
         else:
+            # As torch does: buffers that are not averaged are copied.
             for of_average, of_model in buffers:
                 of_average.copy_(of_model)
         if pairs:
@@ -180,6 +194,7 @@ def _decay_of(averaged: AveragedModel) -> float:
     function = averaged.multi_avg_fn or averaged.avg_fn
     if function is None:
         return 0.0
+    # torch decorates its functions with no_grad(), and makes each anew: their code tells them apart.
     plain = inspect.unwrap(function)
     code = getattr(plain, "__code__", None)
     if code in _codes(get_swa_multi_avg_fn, get_swa_avg_fn):

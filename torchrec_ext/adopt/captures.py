@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from torchrec_ext.adopt.checks import HOOK_ON_GRADIENT, STATES, Rules, StateTensor, check_model, update_rules
@@ -114,7 +115,8 @@ class Captures:
                 if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                     raise CannotAdopt(f"{module_line(self._rank_step.model, name)} {HOOK_ON_GRADIENT}")
             average = self._rank_step.average
-            if average is not None and (change := average.change()):
+            change = "" if average is None else average.change()
+            if change:
                 raise TensorChangedError(change)
             for index, (line, value) in graph.masks.items():
                 if not torch.equal(tensors[index], value):
@@ -130,20 +132,25 @@ class Captures:
         """
         rank_step = self._rank_step
         rules = update_rules(rank_step.model, rank_step.optimizers)
-        reached = {name for graph in graphs for name in graph.reached}
+        reached: set[str] = set()
+        tables: set[str] = set()
+        for graph in graphs:
+            reached |= graph.reached
+            tables.update(graph.look_ups)
         if not reached:
             raise CannotAdopt("the loss does not depend on a parameter that an optimizer moves")
         dense_tables = self._dense_tables(graphs, rules)
-        tables = {name for graph in graphs for name in graph.look_ups} - set(dense_tables)
         parameters = []
         state = []
         groups: dict[tuple[int, int], GroupSettings] = {}  # one for all parameters of a group, which share a rate
         for name, (number, index, _, _) in rules.items():
             if name in reached:
                 group = groups.setdefault((number, index), GroupSettings(rank_step.optimizers[number], index))
-                parameter, tensors = self._updated_parameter(name, rules, group, is_table=name in tables)
+                is_table = name in tables and name not in dense_tables
+                parameter, tensors = self._updated_parameter(name, rules, group, is_table=is_table)
                 parameters.append(parameter)
                 state += tensors
+        # Two forwards that update the same parameters share their memory, and the rows that are behind.
         key = tuple((each.name, each.table) for each in parameters)
         if key not in self._updates:
             average_rate = rank_step.average.rate if rank_step.average else None
@@ -172,24 +179,19 @@ class Captures:
         number, _, parameter, choice = rules[name]
         values = self._rank_step.optimizers[number].state.get(parameter, {})
         keys = STATES[choice.kind]
-        if any(key not in values for key in keys):
+        if not values.keys() >= set(keys):
             raise CannotAdopt(f"{module_line(self._rank_step.model, name)} has not been moved by an eager step yet")
-        state = [StateTensor(number, parameter, key, values[key]) for key in (*keys, "step") if key in values]
+        state = [StateTensor(number, parameter, key, values[key]) for key in keys]
         tensors = [values[key].detach() for key in keys]
+        steps = []
+        # SGD counts no steps.
+        if "step" in values:
+            state.append(StateTensor(number, parameter, "step", values["step"]))
+            steps.append(values["step"].detach())
         if self._rank_step.average is not None:
             tensors.append(self._rank_step.average.of(name).detach())
             choice = dataclasses.replace(choice, averages=True)
-        updated = UpdatedParameter(
-            name,
-            is_table,
-            False,
-            parameter.detach(),
-            tensors,
-            [values["step"].detach()] if "step" in values else [],
-            group,
-            choice,
-        )
-        return updated, state
+        return UpdatedParameter(name, is_table, False, parameter.detach(), tensors, steps, group, choice), state
 
     def run(self, update: CapturedUpdate, call: Any) -> list[Any]:
         """Makes the step of a graph, and returns the graph's outputs.
@@ -201,6 +203,7 @@ class Captures:
             EndOfStepError: all ranks ended the step.
         """
         if self.current is not update:
+            # Both memories hold the same tensors, and each counts the steps of its own.
             self.settle()
             update.source.memory.reload()
         inputs = update.source.inputs(call)
@@ -210,6 +213,7 @@ class Captures:
         if snapshot is not None:
             # Op by op, the step draws the same random numbers as the eager one.
             update.engine.plain = self.draws_random
+        # .grad is None after a captured step: no gradient of an eager one stays.
         if self.after_eager:
             for optimizer in self._rank_step.optimizers:
                 optimizer.zero_grad()
@@ -218,6 +222,7 @@ class Captures:
         except EndOfStepError:
             raise
         except Exception as error:
+            # Weights may be half written, and without copies they are lost.
             if snapshot is None:
                 raise HalfStepError from error
             snapshot.restore()
@@ -239,20 +244,29 @@ class Captures:
         seconds = time.perf_counter() - start
         self._verification.begin(update, inputs.key, is_first=is_first)
         text = f"... {seconds:.1f} s"
-        if is_another:  # no line before it says that it compiles, as for the first one
+        # No line before it says that it compiles, as for the first one.
+        if is_another:
             text = f"compiled one more step in {seconds:.1f} s: {inputs.rows} rows of other shapes, or another forward"
         if is_first:
-            rows = set(update.step.row_tables)
-            tables = {name: table for name, table in self._rank_step.model.named_parameters() if name in rows}
-            table_ids = {id(table) for table in tables.values()}
-            late = [each.tensor for each in update.state if each.name == "step" or id(each.parameter) in table_ids]
-            if (average := self._rank_step.average) is not None:
-                tables |= {f"average.module.{name}": average.of(name) for name in rows}
-            update.lag = Lag(update.source.memory, tables, late)
-            if ways := update.step.describe():
-                text += f"; {ways}"
+            update.lag = self._lag(update)
+            text = "; ".join(filter(None, (text, update.step.describe())))
         self.seconds += seconds
         self._rank_step.say(text)
+
+    def _lag(self, update: CapturedUpdate) -> Lag:
+        """Returns the tables that a step updates row by row, with all that is updated as late as they."""
+        rows = set(update.step.row_tables)
+        tables = {name: table for name, table in self._rank_step.model.named_parameters() if name in rows}
+        table_ids = set(map(id, tables.values()))
+        late = []
+        for each in update.state:
+            # The memory counts the steps; the optimizers' own counts are written when rows are updated.
+            if each.name == "step" or id(each.parameter) in table_ids:
+                late.append(each.tensor)
+        if self._rank_step.average is not None:
+            for name in rows:
+                tables[f"average.module.{name}"] = self._rank_step.average.of(name)
+        return Lag(update.source.memory, tables, late)
 
     def end_step(self) -> None:
         """Ends a captured step, and averages the rest of the weights and buffers."""
@@ -270,7 +284,7 @@ class Captures:
         return sum(update.lag.seconds for update in self._updates.values() if update.unverified)
 
     def call_traced(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function that Dynamo guards, while tables that are behind have their class of the trace."""
+        """Calls a function that Dynamo guards: meanwhile tables have the class that they had in its trace."""
         current = self.current
         if current is None:
             return call(*args)
@@ -298,6 +312,7 @@ class Captures:
     def take_turn(self) -> None:
         """Lets other steps over the same tensors update their rows, and reads how many steps were made."""
         current = self.current
+        # While rows are behind, nobody else has read or written these tensors.
         if current is not None and current.lag.active:
             return
         catch_up(list(self._rank_step.model.parameters()))
@@ -306,7 +321,7 @@ class Captures:
         catch_up([each.tensor for each in current.state])
         current.source.memory.reload()
 
-    def load_state(self, optimizer: torch.optim.Optimizer) -> None:
+    def load_state(self, optimizer: Optimizer) -> None:
         """Copies a loaded state into the memory of the steps, which stays at its addresses.
 
         Raises:
@@ -316,6 +331,7 @@ class Captures:
             for update in self._updates.values():
                 for number, parameter, key, tensor in update.state:
                     if self._rank_step.optimizers[number] is optimizer:
+                        # The optimizer goes on with the capture's tensor in place of the loaded one.
                         state = optimizer.state[parameter]
                         tensor.copy_(torch.as_tensor(state[key]))
                         state[key] = tensor

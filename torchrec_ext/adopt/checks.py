@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -53,12 +54,14 @@ def check_model(model: nn.Module) -> None:
     """
     # A line is looked for where there is something to say: Python parses the file of the class for it.
     for path, module in model.named_modules():
-        if fault := _fault_of_module(module):
+        fault = _fault_of_module(module)
+        if fault:
             raise CannotAdopt(f"{module_line(model, path)} {fault}")
     if any(GLOBAL_HOOKS):
         raise CannotAdopt("torch has a hook on all modules, whose Python a captured step would not run; remove it")
     for path, parameter in model.named_parameters():
-        if fault := _fault_of_parameter(parameter):
+        fault = _fault_of_parameter(parameter)
+        if fault:
             raise CannotAdopt(f"{module_line(model, path)} {fault}")
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1:
@@ -72,7 +75,9 @@ def _fault_of_module(module: nn.Module) -> str:
     for attribute, hook in _HOOKS.items():
         if getattr(module, attribute):
             return f"has a {hook}, whose Python a captured step would not run; remove it, or write it into forward"
-    return _fault_of_table(module) if isinstance(module, nn.Embedding | nn.EmbeddingBag) else ""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return _fault_of_table(module)
+    return ""
 
 
 def _fault_of_table(module: nn.Embedding | nn.EmbeddingBag) -> str:
@@ -89,6 +94,7 @@ def _fault_of_table(module: nn.Embedding | nn.EmbeddingBag) -> str:
 
 
 def _fault_of_parameter(parameter: nn.Parameter) -> str:
+    # By the class itself: a lazy parameter is derived from it.
     if type(parameter) not in (nn.Parameter, Tensor):
         return f"is a {type(parameter).__name__}, not a plain parameter; run one forward first if it is lazy"
     if parameter.dtype != torch.float32 and parameter.requires_grad:
@@ -101,12 +107,7 @@ def _fault_of_parameter(parameter: nn.Parameter) -> str:
     return ""
 
 
-_KINDS: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.Adam: "adam",
-    torch.optim.AdamW: "adam",
-    torch.optim.Adagrad: "adagrad",
-    torch.optim.SGD: "sgd",
-}
+_KINDS: dict[type[Optimizer], str] = {Adam: "adam", AdamW: "adam", Adagrad: "adagrad", SGD: "sgd"}
 STATES = {"adam": ("exp_avg", "exp_avg_sq"), "adagrad": ("sum",), "sgd": ()}
 _REFUSED = {
     "amsgrad": "set amsgrad=False",
@@ -117,6 +118,7 @@ _REFUSED = {
     "differentiable": "set differentiable=False",
     "lr_decay": "set lr_decay=0 and take a scheduler, LambdaLR for one",
 }
+# A captured step is compiled with these. The learning rate alone is read in each step.
 _FIXED = ("betas", "eps", "weight_decay", "decoupled_weight_decay", *_REFUSED)
 
 
@@ -124,7 +126,7 @@ _FIXED = ("betas", "eps", "weight_decay", "decoupled_weight_decay", *_REFUSED)
 Rules = dict[str, tuple[int, int, nn.Parameter, Choice]]
 
 
-def update_rules(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Rules:
+def update_rules(model: nn.Module, optimizers: Sequence[Optimizer]) -> Rules:
     """Returns for each parameter that an optimizer moves, by name: optimizer, group, the parameter and its rule.
 
     Raises:
@@ -150,27 +152,27 @@ def update_rules(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
     return rules
 
 
-def _kind(optimizer: torch.optim.Optimizer) -> str:
+def _kind(optimizer: Optimizer) -> str:
     name = type(optimizer).__name__
     kind = _KINDS.get(type(optimizer))
     if kind is None:
-        instead = (
-            "torch.optim.Adam moves rows that few steps read as cheaply once captured"
-            if name == "SparseAdam"
-            else f"those with one: {', '.join(optimizer_type.__name__ for optimizer_type in _KINDS)}"
-        )
+        instead = f"those with one: {', '.join(each.__name__ for each in _KINDS)}"
+        if name == "SparseAdam":
+            instead = "torch.optim.Adam moves rows that few steps read as cheaply once captured"
         raise CannotAdopt(f"the optimizer {name} has no captured form; {instead}")
-    if hook := hook_of_optimizers([optimizer]):
+    hook = hook_of_optimizers([optimizer])
+    if hook:
         raise CannotAdopt(f"{hook}, whose Python a captured step would not run; remove it")
+    # A scheduler of torch's wraps it to count the steps, which it may do.
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise CannotAdopt(f"{name}.step was replaced by another function, which a captured step would not run")
     return kind
 
 
-_OPTIMIZERS = sys.modules[torch.optim.Optimizer.__module__]
+_OPTIMIZERS = sys.modules[Optimizer.__module__]
 
 
-def hook_of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+def hook_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
     """Names a hook on steps of optimizers; empty if there is none."""
     for optimizer in optimizers:
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -192,6 +194,7 @@ def _check_settings(optimizer: str, group: Mapping[str, Any]) -> None:
 
 
 def _choice(kind: str, group: Mapping[str, Any]) -> Choice:
+    # A decoupled decay, as AdamW's, is of the weight itself; any other is added to the gradient.
     decay = float(group.get("weight_decay", 0.0))
     decoupled = bool(group.get("decoupled_weight_decay"))
     return Choice(
@@ -221,7 +224,7 @@ class Changes:
         optimizers: the user's optimizers, as they are when the capture begins.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._settings = self._fixed_settings()
         self._state_ids: list[int] = []
@@ -230,7 +233,8 @@ class Changes:
         """Names a change after which all steps stay eager; empty if there is none."""
         if self._fixed_settings() != self._settings:
             return "a setting of the optimizer other than lr (OneCycleLR: give cycle_momentum=False)"
-        if hook := hook_of_optimizers(self._optimizers):
+        hook = hook_of_optimizers(self._optimizers)
+        if hook:
             return f"a hook of the optimizer ({hook})"
         if any(GLOBAL_HOOKS):
             return "a hook on all modules"
@@ -243,6 +247,7 @@ class Changes:
             state: the tensors of the capture.
             is_behind: whether rows are behind, so that nobody can have read, copied or loaded the state.
         """
+        # Compared in every step; the loop below runs only after somebody may have touched the state.
         states = [values for optimizer in self._optimizers for values in optimizer.state.values()]
         state_ids = [id(value) for values in states for value in values.values()]
         if is_behind and state_ids == self._state_ids:
@@ -255,11 +260,11 @@ class Changes:
 
     def _fixed_settings(self) -> list[list[Any]]:
         """Returns the settings of all groups that a capture fixes: all but the learning rate."""
-        return [
-            [len(group["params"]), *[group.get(setting) for setting in _FIXED]]
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-        ]
+        settings = []
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                settings.append([len(group["params"]), *map(group.get, _FIXED)])
+        return settings
 
 
 class ForwardWatch(TorchFunctionMode):
@@ -286,7 +291,8 @@ class ForwardWatch(TorchFunctionMode):
         self.selects = False
         self.problem = ""
         self._parameters = list(model.parameters())
-        may_change = {id(weight) for weight in written}
+        may_change = set(map(id, written))
+        # Each tensor counts the writes in place, in _version.
         self._watched = [each for each in (*self._parameters, *tensor_leaves(args)) if id(each) not in may_change]
         self._device = self._parameters[0].device
 
@@ -345,7 +351,10 @@ def loss_and_output(result: Any) -> tuple[Tensor, Any]:
     Raises:
         CannotAdopt: it is neither a loss nor a tuple of a loss and something else.
     """
-    loss, output = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    loss = result
+    output = None
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, output = result
     if not isinstance(loss, Tensor):
         raise CannotAdopt(
             f"the loss function returned a {type(loss).__name__}; return the loss, a tensor of one number, or a "
@@ -353,7 +362,8 @@ def loss_and_output(result: Any) -> tuple[Tensor, Any]:
         )
     if loss.numel() != 1:
         raise CannotAdopt(f"the loss has the shape {tuple(loss.shape)}; return one number, such as its .mean()")
-    return (loss.reshape(()) if loss.dim() else loss), output  # backward takes any tensor of one number
+    # backward takes any tensor of one number.
+    return (loss.reshape(()) if loss.dim() else loss), output
 
 
 def tensor_leaves(tree: Any) -> Iterator[Tensor]:

@@ -409,12 +409,14 @@ class ForwardGraph:
             )
 
     def _refuse_constants(self) -> None:
+        # Its value would be that of the trace in each step.
         for node in self._module.graph.nodes:
             if node.op == "get_attr":
                 raise CannotAdopt(f"{_line_of(node)} reads a tensor as a constant; make it a buffer of the model")
 
     def _look_at_readers(self, name: str, parameter: fx.Node, is_table: bool) -> None:
         """Notes the look-ups of a parameter, and of a table the line that reads it otherwise."""
+        # A table with one other reader is updated whole, and the user is told which line it is.
         readers = list(parameter.users)
         others = [node for node in readers if not _is_look_up(node, parameter)]
         if readers and not others:
@@ -549,7 +551,8 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 def _is_penalty(node: fx.Node, parameter: fx.Node) -> bool:
     """Whether a node squares a parameter or takes its norm, as an L2 term of a loss does."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    # A method is called by its name, a function by itself.
+    name = str(getattr(node.target, "__name__", node.target))
     rest = [*node.args[1:], *node.kwargs.values()]
     if name == "mul":
         return rest == [parameter]

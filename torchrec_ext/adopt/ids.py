@@ -51,6 +51,7 @@ class StepIds:
         return self._rows_of(path, ids, is_training=is_training)
 
     def _rows_of(self, path: str, ids: Tensor, *, is_training: bool) -> Tensor:
+        # Evaluation admits no id, so that it may look up as often as it likes.
         if not is_training:
             return self.embeddings.rows(path, ids, is_training=False)
         if self._place == len(self._rows):
@@ -69,7 +70,8 @@ class StepIds:
         if not graph.row_nodes:
             return []
         rows = []
-        for node, ids in zip(graph.row_nodes, graph.raw_ids(*graph_inputs(graph, batch, tensors)), strict=True):
+        ids_of_nodes = graph.raw_ids(*graph_inputs(graph, batch, tensors))
+        for node, ids in zip(graph.row_nodes, ids_of_nodes, strict=True):
             _, path, is_training = node.args
             rows.append(self._rows_of(path, ids, is_training=is_training))
         return rows

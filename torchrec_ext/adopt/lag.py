@@ -64,11 +64,13 @@ class Lag:
         """
         if self.active:
             return
+        # After each step again: somebody may have taken hold of a table since.
         if self.holder():
             self._update()
             return
         for reference in self._tensors:
-            if (tensor := reference()) is not None:
+            tensor = reference()
+            if tensor is not None:
                 tensor.__dict__["_lag"] = self
                 tensor.__class__ = _LaggingParameter if isinstance(tensor, nn.Parameter) else _LaggingTensor
         self.active = True
@@ -79,6 +81,7 @@ class Lag:
             parameter = reference()
             if parameter is None:
                 continue
+            # The parameter itself, and the memories of all steps over it.
             known_users = 1 + sum(storage in lag._storages for lag in _LIVE)
             if _users_of(parameter) > known_users:
                 return self._names[id(parameter)]
@@ -86,6 +89,7 @@ class Lag:
 
     def settle(self) -> None:
         """Updates all rows, so that weights and state are as after eager steps."""
+        # Two threads may read at the same time.
         with self._lock:
             if not self.active:
                 return
@@ -103,8 +107,11 @@ class Lag:
 
     def release(self) -> None:
         """Makes the tensors plain ones again, after all rows were updated."""
-        for reference in self._tensors if self.active else ():
-            if (tensor := reference()) is not None:
+        if not self.active:
+            return
+        for reference in self._tensors:
+            tensor = reference()
+            if tensor is not None:
                 tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
                 tensor.__dict__.pop("_lag", None)
         self.active = False
@@ -124,8 +131,11 @@ class Lag:
         self._set_class(_LaggingParameter)
 
     def _set_class(self, kind: type[nn.Parameter]) -> None:
-        for reference in self._tables if self.active else ():
-            if (parameter := reference()) is not None:
+        if not self.active:
+            return
+        for reference in self._tables:
+            parameter = reference()
+            if parameter is not None:
                 parameter.__class__ = kind
 
     def write_rows(self, tensor: Tensor, index: Any, value: Any) -> bool:
@@ -139,13 +149,17 @@ class Lag:
         name = self._table_of(tensor)
         if name is None or not self.active or torch.is_grad_enabled():
             return False
-        rows = index[0] if isinstance(index, tuple) and len(index) == 2 and index[1] == slice(None) else index
+        rows = index
+        if isinstance(index, tuple) and len(index) == 2 and index[1] == slice(None):
+            rows = index[0]
         if isinstance(rows, Tensor):
             is_rows = rows.dtype == torch.int64 and rows.dim() == 1
         else:
+            # A bool is an int of Python's, and selects all or nothing.
             is_rows = isinstance(rows, int | list) and not isinstance(rows, bool)
         if not is_rows:
             return False
+        # Without __torch_function__, which would update all rows first.
         with self._lock, torch._C.DisableTorchFunctionSubclass():
             whole_rows = torch.as_tensor(rows).reshape(-1)
             self._memory.update_rows(name, whole_rows)
@@ -157,9 +171,10 @@ class Lag:
         if isinstance(tensor, nn.Parameter):
             name = self._names.get(id(tensor))
             return name if name in self._memory.tables else None
+        # The memory holds detached tensors of the optimizer's state.
         storage = _storage(tensor)
         for name in self._memory.row_tables:
-            if any(_storage(state) == storage for state in self._memory.tables[name].state):
+            if storage in map(_storage, self._memory.tables[name].state):
                 return name
         return None
 
@@ -197,7 +212,8 @@ def reader_cost(lag: Lag, steps: int, policy: CapturePolicy, *, has_row_tables: 
     if not settling_s or not (is_often or step_s >= policy.eager_s):
         return None
     cause = lag.reader
-    if name := lag.holder():
+    name = lag.holder()
+    if name:
         cause = f"the memory of '{name}' is held by a kept .data, state_dict or numpy array"
     text = (
         f"{cause}: all rows are updated after each step for it, {1e3 * step_s:.3g} ms a step with them, eager "
@@ -214,6 +230,7 @@ def catch_up(tree: Any) -> None:
 
 
 def _storage(tensor: Tensor) -> int:
+    # This is no use of its values, before which its rows would be updated.
     with torch._C.DisableTorchFunctionSubclass():
         return int(tensor.untyped_storage()._cdata)
 
@@ -222,12 +239,15 @@ def _users_of(tensor: Tensor) -> int:
     """Returns how many tensors share the memory of one, with itself."""
     with torch._C.DisableTorchFunctionSubclass():
         storage = tensor.untyped_storage()
+        # Less this storage itself.
         return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def _caught_up_first(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    is_behind = isinstance(args[0], _LaggingParameter | _LaggingTensor) if args else False
-    if is_behind and func is Tensor.__setitem__ and args[0].__dict__["_lag"].write_rows(*args):
+    """Updates the rows that are behind, and then calls ``func``; the ``__torch_function__`` of marked tensors."""
+    # A write of whole rows, as of dynamic ids that begin anew, updates these rows alone.
+    is_write = func is Tensor.__setitem__ and isinstance(args[0], _LaggingParameter | _LaggingTensor)
+    if is_write and args[0].__dict__["_lag"].write_rows(*args):
         return None
     catch_up((args, kwargs))
     return func(*args, **(kwargs or {}))

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -31,7 +33,7 @@ from torchrec_ext.observe.user_lines import module_line
 class GroupSettings(Mapping[str, Any]):
     """A group of an optimizer's settings by its index: load_state_dict puts other dicts in their place."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, index: int) -> None:
+    def __init__(self, optimizer: Optimizer, index: int) -> None:
         self._optimizer = optimizer
         self._index = index
 
@@ -94,11 +96,13 @@ class DrawnBatch(NamedTuple):
         device = self.resident.tensors[0].device
         parts = [tensor.to(device) for tensor in self.parts()]
         batch = self.resident.assemble(self.resident.tensors, parts)
+        # In memory as a DataLoader's batch: repeated rows are views until here.
         return pytree.tree_map_only(Tensor, Tensor.contiguous, batch)  # type: ignore[no-any-return]
 
     def example(self) -> tuple[Any, ...]:
         """Returns the arguments of the user's function of some batch of the same size."""
         shapes = tuple(tensor.shape for tensor in self.parts())
+        # Dynamo looks at shapes and types alone, so that one batch of a size is enough.
         if shapes not in self.resident.examples:
             self.resident.examples[shapes] = self.args()
         return self.resident.examples[shapes]
@@ -186,7 +190,7 @@ class AdoptedSource(StepSource):
             parts = [tensors[index].detach() for index in of_batch]
         # Dynamic ids are looked up before the step, which takes their rows.
         step_tensors = [*parts, *rows]
-        given = len(step_tensors)
+        width = len(step_tensors)
         outer_tensors = item.outer()
         on_gpu = self.memory.device.type == "cuda"
         if on_gpu:
@@ -200,13 +204,15 @@ class AdoptedSource(StepSource):
         key = _Key(graph.number, shapes, addresses)
 
         def make(resident: Sequence[Tensor], tensors: Sequence[Tensor]) -> _Values:
-            outer_values = resident[: len(outer)] if on_gpu else tensors[given:]
-            step_rows = tensors[len(parts) : given]
+            outer_values = resident[: len(outer)] if on_gpu else tensors[width:]
+            step_rows = tensors[len(parts) : width]
             inputs = dict(zip(outer, outer_values, strict=True))
             if drawn_batch is None:
                 inputs |= dict(zip(of_batch, tensors, strict=False))
                 return _Values(graph, inputs, RepeatedRows((), {}), step_rows)
-            args = drawn_batch.resident.assemble(resident[len(resident) - len(columns) :], tensors[: len(parts)])
+            # On a GPU the columns stand behind the outer tensors.
+            columns_now = resident[len(resident) - len(columns) :]
+            args = drawn_batch.resident.assemble(columns_now, tensors[: len(parts)])
             leaves = pytree.tree_leaves(args)
             repeats = _repeats(drawn_batch.resident.rows, leaves, len(parts[0]))
             inputs |= {index: leaves[leaf] for index, leaf in of_batch.items()}
@@ -218,6 +224,7 @@ class AdoptedSource(StepSource):
     def forward(self, tensors: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
         """Returns the loss, (), and the outputs of the graph, on ``tensors`` in place of the model's."""
         loss, outputs = self.run(tensors, batch)
+        # They go to the user, who gets no graph behind them.
         return loss, pytree.tree_map_only(Tensor, Tensor.detach, outputs)
 
     def train(self, step: CapturedStep, inputs: StepInputs) -> tuple[Tensor, Any]:
@@ -358,7 +365,7 @@ class RepeatedRows(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls ``func``, but for a layer on repeated rows."""
         kwargs = kwargs or {}
-        if func is torch.nn.functional.linear and len(args) > 1 and args[1].dim() == 2:
+        if func is F.linear and len(args) > 1 and args[1].dim() == 2:
             columns = self._columns(args[0])
             # Under autocast each product is rounded, so that their sum is another one.
             is_exact = not torch.is_autocast_enabled(args[0].device.type)
@@ -391,7 +398,7 @@ class RepeatedRows(TorchFunctionMode):
                 if column.repeats == repeats:
                     rows.append(column.rows)
                     weights.append(block)
-            product = torch.nn.functional.linear(torch.cat(rows, 1), torch.cat(weights, 1))
+            product = F.linear(torch.cat(rows, 1), torch.cat(weights, 1))
             if repeats > 1:
                 product = product.repeat_interleave(repeats, 0)
             total = product if total is None else product + total

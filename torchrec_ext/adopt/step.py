@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from torchrec_ext.adopt.average import StepAverage
@@ -46,12 +47,16 @@ CAPTURE_S = {"cpu": 8.0, "cuda": 2.0}
 CAPTURE_S_PER_CALL = {"cpu": 0.4, "cuda": 0.02}
 RESTARTS = 3  # captures that are given up because the model was changed, before steps stay eager
 SMALL_MS = 5.0  # captured steps up to this may be faster on one thread: .7 ms against 1.7 on two, of 75 k parameters
+_ANOMALY = (
+    "torch.autograd.set_detect_anomaly is on, in which eager steps take several times as long; captured steps do not "
+    "look for NaN in gradients, and stop at a loss that is not finite"
+)
 _PACE = 64  # steps after which the time for readers of whole tables, and of the step, is looked at again
 
 
 def adopt(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizer: Optimizer | Sequence[Optimizer],
     loss: LossFunction,
     *,
     rows: Rows | None = None,
@@ -94,17 +99,17 @@ def adopt(
     """
     if not isinstance(model, nn.Module):
         raise CannotAdopt(f"model is a {type(model).__name__}; give an nn.Module, several in an nn.ModuleList")
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     for each in optimizers:
-        if not isinstance(each, torch.optim.Optimizer):
+        if not isinstance(each, Optimizer):
             raise CannotAdopt(f"optimizer is a {type(each).__name__}; give a torch.optim.Optimizer or several")
     if not optimizers:
         raise CannotAdopt("there is no optimizer; give a torch.optim.Optimizer or several")
     if not callable(loss):
         raise CannotAdopt(f"loss is a {type(loss).__name__}; give a function from a batch to the loss")
     check_arguments(clip_norm, compile, verify=verify, patience=patience)
-    for name, module in model.named_modules() if clip_norm else ():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+    for name, module in model.named_modules():
+        if clip_norm and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             path = f"{name}.weight".lstrip(".")
             raise CannotAdopt(
                 f"clip_norm={clip_norm:g}: the gradient of {module_line(model, path)} is sparse, and "
@@ -123,7 +128,7 @@ def adopt(
 def _step_ids(
     ids: Mapping[str, Dynamic] | DynamicEmbeddings,
     model: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
+    optimizers: list[Optimizer],
     average: AveragedModel | None,
 ) -> StepIds:
     if average is not None:
@@ -164,15 +169,18 @@ class AdoptedStep:
         self._rank_step = rank_step
         self._make_trace = make_trace
         self.optimizers = tuple(rank_step.optimizers)
-        self.ids = rank_step.ids.embeddings if rank_step.ids is not None else None
-        self.after_step: list[Callable[[], None]] = [] if rank_step.ids is None else [rank_step.ids.end_step]
+        self.ids = None if rank_step.ids is None else rank_step.ids.embeddings
+        self.after_step: list[Callable[[], None]] = []
+        if rank_step.ids is not None:
+            self.after_step.append(rank_step.ids.end_step)
         self._policy = CapturePolicy(compile_, rank_step.note, patience=patience)
         if compile_ == "off":
             self._policy.reason = "compile='off'"
         self._verify = verify
         self._restarts = 0
         self._broken = ""
-        catch_up(list(rank_step.model.parameters()))  # behind another step, perhaps
+        # Another step over the same model may have left rows behind.
+        catch_up(list(rank_step.model.parameters()))
         self._rows = rows
         self._resident = None if rows is None else RowsOnDevice(rows, rank_step.device)
         self._begin()
@@ -268,30 +276,22 @@ class AdoptedStep:
 
     def describe(self) -> str:
         """Describes whether steps are eager or captured and why, and how each table is updated."""
-        current, steps = self._captures.current, self._rank_step.number
+        current = self._captures.current
         if self._policy.reason:
             return f"eager: {self._policy.reason}"
         if current is None:
-            return f"eager so far ({steps} step{'s' if steps != 1 else ''})"
-        dense = [f"as a dense layer: {name} ({why})" for name, why in current.dense_tables.items()]
-        ways = [f"captured since step {self._policy.since:,}", current.step.describe(), *dense]
-        return "; ".join(way for way in ways if way)
+            steps = self._rank_step.number
+            return "eager so far (1 step)" if steps == 1 else f"eager so far ({steps} steps)"
+        ways = [f"captured since step {self._policy.since:,}", current.step.describe()]
+        ways += [f"as a dense layer: {name} ({why})" for name, why in current.dense_tables.items()]
+        return "; ".join(filter(None, ways))
 
     def figures(self) -> dict[str, float]:
         """Returns ``eager_s`` and ``captured_s``, medians of a step, and ``capture_s``, of all captures, in seconds.
 
         Unknown ones are left out. ``captured_s`` includes the updates of all rows for readers of a table.
         """
-        policy = self._policy
-        figures = {}
-        if self._captures.seconds:
-            figures["capture_s"] = self._captures.seconds
-        if policy.eager_seconds:
-            figures["eager_s"] = policy.eager_s
-        if policy.captured_seconds:
-            steps = max(self._rank_step.number - policy.since, 1)
-            figures["captured_s"] = policy.captured_s + self._captures.settling_seconds() / steps
-        return figures
+        return _figures(self._policy, self._captures, self._rank_step.number)
 
     @property
     def capture_is_due(self) -> bool:
@@ -303,10 +303,7 @@ class AdoptedStep:
         self._changes = Changes(self.optimizers)
         self._rank_step.say(f"{progress} ...")
         if torch.is_anomaly_enabled():
-            self._policy.note(
-                "torch.autograd.set_detect_anomaly is on, in which eager steps take several times as long; captured "
-                "steps do not look for NaN in gradients, and stop at a loss that is not finite"
-            )
+            self._policy.note(_ANOMALY)
         self._captures.draws_random = self._watch.draws_random
         self._trace = self._make_trace(self._captures, self._watch.selects)
         self._policy.since = self._rank_step.number
@@ -314,16 +311,20 @@ class AdoptedStep:
 
     def _captured(self, trace: Trace, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Makes a captured step, or the eager one if there is none for this batch."""
-        policy, captures, rank_step = self._policy, self._captures, self._rank_step
-        if change := self._changes.ending():
-            self._stay_eager(CannotAdopt(f"{change} has changed at step {rank_step.number:,}"))
-            return rank_step.eager(batch)
-        current = captures.current
-        if current is not None and (change := self._changes.of_state(current.state, is_behind=current.lag.active)):
+        policy = self._policy
+        change = self._changes.ending()
+        if change:
+            self._stay_eager(CannotAdopt(f"{change} has changed at step {self._rank_step.number:,}"))
+            return self._rank_step.eager(batch)
+        current = self._captures.current
+        if current is not None:
+            change = self._changes.of_state(current.state, is_behind=current.lag.active)
+        if change:
             return self._anew(change, batch)
         try:
-            captures.take_turn()
-            start = time.perf_counter() if policy.is_reported else rank_step.now()
+            self._captures.take_turn()
+            # Once the times are reported, no step waits for a GPU to be timed.
+            start = time.perf_counter() if policy.is_reported else self._rank_step.now()
             loss, output = trace(batch)
         except StepComparison as captured:
             return self._compared(captured, batch)
@@ -333,17 +334,17 @@ class AdoptedStep:
             return self._instead(error, batch)
         except HalfStepError as error:
             raise self._broken_by(error.__cause__, batch) from error.__cause__
-        assert captures.current is not None
-        captures.current.lag.begin()
-        captures.end_step()
+        assert self._captures.current is not None
+        self._captures.current.lag.begin()
+        self._captures.end_step()
         self._too_many = 0
-        rank_step.look(loss, has_updated=True)
+        self._rank_step.look(loss, has_updated=True)
         if not policy.is_reported:
-            policy.captured_seconds.append(rank_step.now() - start)
+            policy.captured_seconds.append(self._rank_step.now() - start)
             if policy.can_compare:
                 self._report()
-        elif not rank_step.number % _PACE:
-            policy.note_pace(time.perf_counter() - start)  # without a wait for the device
+        elif not self._rank_step.number % _PACE:
+            policy.note_pace(time.perf_counter() - start)
             self._check_pace()
         return loss, output
 
@@ -367,6 +368,7 @@ class AdoptedStep:
         self._begin()
         self._check()
         result = self._rank_step.eager(batch)
+        # It stands for the first step of the watch, so that the next one is observed.
         self._policy.eager_seconds.append(0.0)
         return result
 
@@ -374,6 +376,7 @@ class AdoptedStep:
         """Makes the eager step on a batch for which there is no captured one."""
         self.settle()
         is_rare = isinstance(error, RareShapeError)
+        # Before the first capture an error is of the step, and later of one kind of batch.
         self._too_many += isinstance(error, OneGraphTooMany)
         has_ended = isinstance(error, EndOfCaptureError) or self._too_many > GRAPHS
         if has_ended or (not is_rare and (self._captures.is_empty or self._policy.compile == "require")):
@@ -393,13 +396,15 @@ class AdoptedStep:
         )
         return self._rank_step.forward_error(batch) or RuntimeError(self._broken)
 
-    def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
+    def _take_over(self, optimizer: Optimizer) -> None:
         """Copies a loaded state into the memory of the captured steps."""
+        # Captured steps read the addresses of before, and load_state_dict makes other tensors.
         try:
             if not self._policy.reason:
                 self._captures.load_state(optimizer)
         except KeyError:
-            self._begin()  # another state, as of an optimizer without a step
+            # Another state, as of an optimizer without a step.
+            self._begin()
 
     def _report(self) -> None:
         """Says what the capture gained, and goes back to eager steps if it gained nothing."""
@@ -407,8 +412,8 @@ class AdoptedStep:
         policy.is_reported = True
         hint = _thread_hint(policy.captured_s, self._rank_step.device)
         if policy.is_slower:
-            captured, eager = f"{1e3 * policy.captured_s:.3g} ms", f"{1e3 * policy.eager_s:.3g} ms"
-            self._stay_eager(CannotAdopt(f"a captured step takes {captured}, and an eager one {eager}{hint}"))
+            times = f"{1e3 * policy.captured_s:.3g} ms, and an eager one {1e3 * policy.eager_s:.3g} ms"
+            self._stay_eager(CannotAdopt(f"a captured step takes {times}{hint}"))
         else:
             self._rank_step.say(_gain(policy, self._captures.seconds) + hint)
 
@@ -492,15 +497,29 @@ class EagerWatch:
     def _observed(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         args = batch.args()
         ids = self._rank_step.ids
-        watch = ForwardWatch(self._rank_step.model, args, ids.weights if ids is not None else ())
+        watch = ForwardWatch(self._rank_step.model, args, () if ids is None else ids.weights)
         result = self._rank_step.eager(GivenBatch(args), watch)
         seconds = self._policy.eager_seconds
-        seconds.append(seconds[-1])  # the watch takes time, so this step is not timed
+        # The watch takes time, so this step is not timed.
+        seconds.append(seconds[-1])
         self._capture_s = _capture_seconds(self._rank_step.device, watch.calls)
         self.selects = watch.selects
         self.draws_random = watch.random
         self.problem = watch.problem
         return result
+
+
+def _figures(policy: CapturePolicy, captures: Captures, number: int) -> dict[str, float]:
+    """Returns the seconds of :meth:`AdoptedStep.figures` at the step of a number."""
+    figures = {}
+    if captures.seconds:
+        figures["capture_s"] = captures.seconds
+    if policy.eager_seconds:
+        figures["eager_s"] = policy.eager_s
+    if policy.captured_seconds:
+        steps = max(number - policy.since, 1)
+        figures["captured_s"] = policy.captured_s + captures.settling_seconds() / steps
+    return figures
 
 
 def _capture_seconds(device: torch.device, calls: int = 0) -> float:
@@ -521,7 +540,8 @@ def _gain(policy: CapturePolicy, capture_s: float) -> str:
     """Says how much faster captured steps are, and after how many steps the capture has paid."""
     compared = paid = ""
     saved_s = policy.eager_s - policy.captured_s
-    if len(policy.eager_seconds) > 2:  # the first two say nothing of later ones
+    # The first two steps say nothing of later ones.
+    if len(policy.eager_seconds) > 2:
         compared = f", eager {1e3 * policy.eager_s:.3g} ms ({policy.eager_s / policy.captured_s:.1f}x)"
         if saved_s > 0:
             paid = f", paid after {two_digits(capture_s / saved_s):,} steps"

@@ -248,6 +248,7 @@ def _trace(model: nn.Module) -> fx.Graph:
     before = python_attributes(model)
     modes = [(m, m.training) for m in model.modules()]
     graphs = []
+    # A graph has no branches: both modes must make the same one.
     try:
         for training in (True, False):
             model.train(training)
@@ -325,6 +326,7 @@ def _names(modules: Mapping[str, Any]) -> dict[int, str]:
 
 def _hoist(graph: fx.Graph, nodes: Sequence[fx.Node], ids: Sequence[fx.Node]) -> fx.Graph:
     """Returns the graph with one call in place of all look-ups, behind the last of their ids."""
+    # All look-ups stand behind the last of their ids: whatever needs a row comes later.
     order = {node: index for index, node in enumerate(graph.nodes)}
     last = max(order[each] for each in ids)
     end = max(order[node] for node in nodes)

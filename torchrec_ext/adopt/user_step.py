@@ -64,6 +64,7 @@ class RankStep(ABC):
         self.optimizers = list(optimizers)
         self.loss = loss
         self.autocast = autocast
+        # check() refuses a model on several devices.
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.dense_tables: dict[str, str] = {}
 
@@ -113,6 +114,7 @@ class RankStep(ABC):
 
     def forward_error(self, batch: AnyBatch) -> Exception | None:
         """Returns the error of the user's own forward on a batch: it says more than that of a captured step."""
+        # The rows of this step's ids are decided already.
         if self.ids is not None:
             self.ids.repeat()
         try:
@@ -186,14 +188,18 @@ class UserStep(RankStep):
             raise CannotAdopt(
                 "the loss does not depend on a parameter that requires a gradient; return the loss itself"
             )
+        # Before the backward, so that no weight is written after a loss that is not finite.
         self.look(loss, has_updated=False)
         loss.backward()  # type: ignore[no-untyped-call]
         if self._clip_norm:
-            groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-            parameters = [parameter for group in groups for parameter in group["params"]]
+            parameters: list[Tensor] = []
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    parameters += group["params"]
             nn.utils.clip_grad_norm_(parameters, self._clip_norm)
         for optimizer in self.optimizers:
             optimizer.step()
+        # After the optimizers, as a user's loop calls update_parameters().
         if self.average is not None:
             self.average.update()
         return loss.detach(), pytree.tree_map_only(Tensor, Tensor.detach, output)
@@ -211,6 +217,7 @@ class UserStep(RankStep):
             self._pending = value
             if earlier is None:
                 return
+            # By now the step before has written its update.
             value = earlier
             step = step - 1
             has_updated = True
@@ -238,6 +245,7 @@ class UserStep(RankStep):
 
     def say(self, text: str) -> None:
         """Prints a line on rank 0."""
+        # Under local SGD each rank adopts a model of its own, and all would say the same.
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
             print(f"adopt: {text}", flush=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -67,7 +68,8 @@ class Verification:
     def _is_due(self, update: CapturedUpdate, *, after_eager: bool) -> bool:
         """Whether time is left for a comparison: somebody may have changed things since, above all in a pause."""
         now = time.perf_counter()
-        is_read = not (update.lag.active or after_eager)  # somebody has read what was behind
+        # Rows were behind after the last captured step, so somebody has read them.
+        is_read = not (update.lag.active or after_eager)
         self._is_after_pause = is_read or now - self._last > _PAUSE_S
         return bool(self._steps) and self._seconds[self._is_after_pause] < _CHECKED * (now - self._began)
 
@@ -92,9 +94,11 @@ class Verification:
         captured.snapshot.restore_random()
         start = rank_step.now()
         eager, difference = rank_step.repeated(batch)
-        if self._policy.compile == "require":  # nothing but the two slow first steps was eager before
+        # Nothing but the two slow first steps was eager before.
+        if self._policy.compile == "require":
             self._policy.eager_seconds.append(rank_step.now() - start)
         results = (captured.loss, captured.outputs), eager
+        # In 16 bits each op rounds, and a compiled kernel rounds less often.
         factor = 1.0 if rank_step.autocast_dtype() is None else 300.0
         far = step_difference(memory, outer, before, after, *results, factor)
         # A step of towers cannot be made again without the other ranks.
@@ -142,6 +146,7 @@ class Verification:
             set_random_state(memory.device, random)
 
 
+@dataclass(eq=False)
 class StepComparison(Exception):  # noqa: N818 - no error: it ends a call of Dynamo's
     """Ends a call of Dynamo's after the captured step, because the eager one does what the user's Python does.
 
@@ -154,16 +159,12 @@ class StepComparison(Exception):  # noqa: N818 - no error: it ends a call of Dyn
         outputs: outputs of the graph.
     """
 
-    def __init__(
-        self, update: CapturedUpdate, key: Any, call: Any, snapshot: Snapshot, loss: Tensor, outputs: Sequence[Any]
-    ) -> None:
-        super().__init__()
-        self.update = update
-        self.key = key
-        self.call = call
-        self.snapshot = snapshot
-        self.loss = loss
-        self.outputs = outputs
+    update: CapturedUpdate
+    key: Any
+    call: Any
+    snapshot: Snapshot
+    loss: Tensor
+    outputs: Sequence[Any]
 
 
 class Snapshot:
@@ -193,10 +194,13 @@ class Snapshot:
 
 def _written(memory: StepMemory, outer: Sequence[Tensor]) -> dict[str, Tensor]:
     """Returns all tensors that a step may write, by name."""
+    # Steps read the rates, and do not write them.
     result = {name: tensor for name, tensor in memory.tensors().items() if not name.startswith("rate ")}
-    result |= {f"outer {index}": tensor for index, tensor in enumerate(outer)}
+    for index, tensor in enumerate(outer):
+        result[f"outer {index}"] = tensor
     for parameter in memory.parameters:
-        result |= {f"{parameter.name}/step {index}": tensor for index, tensor in enumerate(parameter.steps)}
+        for index, tensor in enumerate(parameter.steps):
+            result[f"{parameter.name}/step {index}"] = tensor
     return result
 
 
@@ -273,11 +277,10 @@ def step_difference(
             most = 0.05 * _most(average - before[key]) + 2.5 * memory.average_rate() * step
             if _most(average - captured[key]) > most + 2e-5 * _most(average):
                 return f"the average of '{name}'"
-    for name in eager:
-        if name.startswith("outer ") and not torch.allclose(
-            eager[name].float(), captured[name].float(), rtol=10 * near, atol=near, equal_nan=True
-        ):
-            return f"a buffer of shape {tuple(eager[name].shape)}"
+    for index, buffer in enumerate(outer):
+        other = captured[f"outer {index}"].float()
+        if not torch.allclose(buffer.float(), other, rtol=10 * near, atol=near, equal_nan=True):
+            return f"a buffer of shape {tuple(buffer.shape)}"
     outputs = [other for other in output if isinstance(other, Tensor)]
     for tensor in tensor_leaves(eager_output):
         if not any(_alike(tensor, other, 10 * near) for other in outputs):
@@ -293,8 +296,10 @@ def _most(tensor: Tensor) -> float:
 def _alike(tensor: Tensor, other: Tensor, near: float) -> bool:
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
+    # An integer may be the rank of a score, which rounding changes.
     if not tensor.is_floating_point():
         return True
+    # Not the opposite comparison, by which NaN would be a difference.
     return not _most(tensor - other) > near * max(_most(tensor.float()), 1e-3)
 
 
@@ -331,10 +336,12 @@ def response_to_rounding(
         for run in range(1 + _SHIFTS):
             write_back(memory, outer, before)
             begun = dict(before)
-            for parameter in memory.parameters if run else ():
-                shift = torch.randint(-1, 2, parameter.weight.shape, generator=draw, device=memory.device)
-                parameter.weight.mul_(1 + 2.0**-23 * shift)
-                begun[parameter.name] = parameter.weight.clone()
+            if run:
+                for parameter in memory.parameters:
+                    # By the last bit of a float32, up or down or not at all.
+                    shift = torch.randint(-1, 2, parameter.weight.shape, generator=draw, device=memory.device)
+                    parameter.weight.mul_(1 + 2.0**-23 * shift)
+                    begun[parameter.name] = parameter.weight.clone()
             losses.append(float(step()))
             memory.settle()
             after = _written(memory, outer)
@@ -356,6 +363,9 @@ def response_to_rounding(
 
 def _pull(parameter: UpdatedParameter, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor:
     """Estimates a gradient by the change of the first moment, or of the weight under SGD."""
-    name = f"{parameter.name}/0" if STATES[parameter.choice.kind] else parameter.name
-    far = after[name] - before[name]
-    return far.sqrt() if parameter.choice.kind == "adagrad" else far
+    name = parameter.name
+    if STATES[parameter.choice.kind]:
+        name = f"{name}/0"
+    change = after[name] - before[name]
+    # Adagrad adds the square.
+    return change.sqrt() if parameter.choice.kind == "adagrad" else change
