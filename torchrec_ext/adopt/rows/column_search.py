@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, held_by, is_frame, seed_everything, words
 from torchrec_ext.adopt.rows.rereads import MOST_NUMBERS, ROUNDS, Rereads, differs
+from torchrec_ext.data.columns import Int64
 
 COMPARED = 4096  # rows that are compared if reading all would take too long
 _SECONDS = 8.0  # that reading all rows may take
@@ -84,7 +84,9 @@ class _MatrixColumn(_Source):
 def _array(value: Any) -> Tensor | None:
     """Returns values as a tensor, or None where they are no numbers of one shape."""
     if isinstance(value, Tensor):
-        return value.detach() if value.layout == torch.strided and value.dim() else None
+        if value.layout != torch.strided or not value.dim():
+            return None
+        return value.detach()
     try:
         if isinstance(value, list | tuple) and len(value) and isinstance(value[0], Tensor):
             return torch.stack([item.detach() for item in value])
@@ -266,6 +268,7 @@ class Reading:
         """Returns what was compared, of ``rows`` in all, in words."""
         if self.compared >= rows:
             return "all rows were compared with the Dataset's"
+        # The rule of three: after no event in n, at most 3 in n are expected with 95 % certainty.
         return (
             f"{self.compared:,} rows were compared with the Dataset's: a difference in more than one row of "
             f"{self.compared // 3:,} would have been seen with 95 % certainty; compared=len(dataset) compares all"
@@ -324,7 +327,7 @@ class ColumnSearch:
         return self._result
 
     @property
-    def rows(self) -> NDArray[np.int64]:
+    def rows(self) -> Int64:
         """Numbers of the rows that were read, (C,)."""
         return self._rows.numpy()
 
@@ -339,6 +342,7 @@ class ColumnSearch:
         Raises:
             CannotAdopt: they cannot be written as columns, constants and draws.
         """
+        # All rows are compared if that is quick, also where nothing has to be written.
         all_too = self._quickly and self._seconds_of_all < _SECONDS and len(self._rows) < self._reader.num_rows
         if self._own_columns and self._seconds_of_all > _LONG_S and self._speaks:
             print(
@@ -360,6 +364,7 @@ class ColumnSearch:
         rows = self._reader.num_rows
         rows_read = np.arange(rows)
         if self._compared < rows:
+            # A random sample alone would miss the one row in which an attribute differs.
             some = self._random.choice(rows, self._compared, replace=False)
             rows_read = np.unique(np.concatenate([[0, rows - 1], some, self._extremes()]))
         again = np.sort(self._random.choice(len(rows_read), min(len(rows_read), _READ_AGAIN), replace=False))
@@ -371,13 +376,13 @@ class ColumnSearch:
         rereads.check()
         self._draw_masks = rereads.masks
 
-    def _read_more(self, rows: NDArray[np.int64]) -> None:
+    def _read_more(self, rows: Int64) -> None:
         seed_everything(len(self._rows))
         values = self._reader.rows(rows)
         self._rows = torch.cat([self._rows, torch.from_numpy(rows)])
         self._values = list(map(torch.cat, zip(self._values, values, strict=True)))
 
-    def _extremes(self) -> NDArray[np.int64]:
+    def _extremes(self) -> Int64:
         """Returns rows in which a column is least, greatest, no number, or has a rare value."""
         rows = [np.zeros(0, np.int64)]
         for source in self._sources:
@@ -451,6 +456,7 @@ class ColumnSearch:
     def _known(self, piece: SlotPiece) -> str | None:
         """Returns the name of the constant or attribute with the values of a piece, or None."""
         values = piece.of(self._values)
+        # A pass over all rows has shown that no source of it holds.
         if piece in self._refuted:
             return None
         matches = [source for source in self._sources if self._holds(source, values)]
@@ -480,14 +486,17 @@ class ColumnSearch:
                 or not equal(_as(source_rows, expected), expected)
             ):
                 return False
-        return source.whole() is not None  # other rows of a list may be of another length
+        # Other rows of a list may be of another length.
+        return source.whole() is not None
 
     def _column(self, piece: SlotPiece, source: _Source, values: Tensor) -> str:
         path_and_dtype = (source.path, values.dtype)
         if path_and_dtype not in self._paths:
-            key = self._reader.names[piece.slot] if not isinstance(piece.index, int) else None
-            short = source.path.rsplit(".", 1)[-1]
-            short = short.rpartition("['")[2].rstrip("']") if short.endswith("']") else short
+            # The name that a user would give it: the row's key, else the attribute's last name or key.
+            key = None if isinstance(piece.index, int) else self._reader.names[piece.slot]
+            short = source.path.rpartition(".")[2]
+            if short.endswith("']"):
+                short = short.rpartition("['")[2].removesuffix("']")
             used = {*self._result.columns, *self._result.constants}
             names = (key, short, source.path, f"slot {piece.slot} {source.path}")
             name = next(name for name in names if name and name not in used)
@@ -525,7 +534,7 @@ class ColumnSearch:
         )
         return None
 
-    def _blocks(self) -> Iterator[NDArray[np.int64]]:
+    def _blocks(self) -> Iterator[Int64]:
         title = "rows: comparing all"
         if self._own_columns:
             title = f"rows: writing {', '.join(self._own_columns)}"
@@ -539,6 +548,7 @@ class ColumnSearch:
 
     def _check_steady(self) -> None:
         for name, piece in self._own_columns.items():
+            # Rows of the sample have been read a second time now.
             changed = self._rows[~_equal_rows(self._result.columns[name][self._rows], piece.of(self._values))]
             if len(changed):
                 raise CannotAdopt(
@@ -569,9 +579,7 @@ def _equal_rows(first: Tensor, second: Tensor) -> Tensor:
     return same.flatten(1).all(dim=1) if same.dim() > 1 else same
 
 
-def drawn_rows(
-    reader: DatasetReader, slot: Slot, index: int, calls: int, among: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def drawn_rows(reader: DatasetReader, slot: Slot, index: int, calls: int, among: Int64) -> tuple[Int64, Int64]:
     """Reads what some rows draw, each row eight times.
 
     Args:

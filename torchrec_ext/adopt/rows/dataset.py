@@ -74,8 +74,7 @@ class ReadDataset:
 
     def _check_kind(self, law: Any, reading: Reading) -> None:
         if reading.drawn is None and law is not None:
-            text = "'check'" if law == "check" else law
-            raise CannotAdopt(f"negatives={text}: {self.reader.where} draws nothing; leave negatives out")
+            raise CannotAdopt(f"negatives={law!r}: {self.reader.where} draws nothing; leave negatives out")
         if law is not None and law != "check" and not isinstance(law, Law):
             raise CannotAdopt(f"negatives={law!r}: must be Uniform(...), Popular(...) or 'check'")
 
@@ -98,11 +97,9 @@ class ReadDataset:
         if looks and any(map(is_key, own.values())):
             needs_own = True
         if attributes and not needs_own:
+            # The draws that were read already, against a law that needs no row more.
             evidence = evidence_of(self.reader, replace(sample, columns=attributes), draws, self._call)
-            evidence.refuse(self._draws(law, evidence))
-
-    def _draws(self, law: Law, evidence: Evidence, seed: int = 0) -> NegativeDraws:
-        return NegativeDraws(law, evidence.columns, evidence.positive, evidence.ids.shape[1], seed, evidence.exclusions)
+            evidence.refuse(evidence.draws_by(law))
 
     def confirm(self, law: Law | None, seed: int) -> tuple[NegativeDraws, list[str]] | None:
         """Returns draws by the user's sampling distribution, and lines with the evidence for it; None without draws.
@@ -115,7 +112,7 @@ class ReadDataset:
             return None
         if law is None:
             raise CannotAdopt(str(evidence))
-        draws = self._draws(law, evidence, seed)
+        draws = evidence.draws_by(law, seed)
         findings = evidence.refuse(draws)
         tested = p_values(findings)
         unseen = [finding.text for finding in findings if finding.text.startswith(UNSEEN)]

@@ -21,6 +21,7 @@ from torchrec_ext.adopt.rows.law import (
     Law,
     NegativeDraws,
     Popular,
+    TensorColumns,
     Uniform,
     describe_ids,
     integers,
@@ -73,13 +74,21 @@ class Evidence:
     what: str
     rows: Ids
     ids: Ids
-    columns: Mapping[str, Tensor]
+    columns: TensorColumns
     positive: str | None
     exclusions: Sequence[Exclusion]
     call: str
 
     def __str__(self) -> str:
         return "\n".join([f"{self.what} by a law that must be signed.", *self.proposal()])
+
+    def draws_by(self, law: Law, seed: int = 0) -> NegativeDraws:
+        """Returns draws by a law over the rows of the Dataset, as many a row as its own.
+
+        Raises:
+            CannotAdopt: the law does not fit the columns.
+        """
+        return NegativeDraws(law, self.columns, self.positive, self.ids.shape[1], seed, self.exclusions)
 
     def refuse(self, draws: NegativeDraws) -> list[LawTest]:
         """Returns the tests of a law that the draws do not contradict.
@@ -134,6 +143,7 @@ class Evidence:
         if self.positive is not None:
             numbers, there = numbers_of(draws.ids, integers(self.columns, self.positive, "positive"))
             counts = np.bincount(numbers[there], minlength=len(counts))
+        # From the rarest item on; equally rare ones by their ids.
         order = 1 + counts[1:].argsort(kind="stable")
         bins = np.zeros(len(counts), np.int64)
         bins[order] = _equal_bins(len(draws.ids), self._bins(draws, 1))[1:]
@@ -170,8 +180,7 @@ class Evidence:
                 findings.append(LawTest(_poisson(count, expected), text))
         if draws.law.exclude is not None:
             free = replace(draws.law, exclude=None, by=None, items=draws.ids)
-            everything = NegativeDraws(free, self.columns, self.positive, 1)
-            expected, _ = self.hits(everything, draws.exclusion)
+            expected, _ = self.hits(self.draws_by(free), draws.exclusion)
             text = f"no draw is one that the law excludes; without the exclusion {expected:,.1f} would be"
             if expected < _SEEN:
                 text = f"{UNSEEN} in {self.size}: whether known pairs are left out ({expected:,.1f} expected)"
@@ -195,7 +204,8 @@ class Evidence:
             expected = second.sum() * math.comb(count, 2)
             text = f"{within:,} repeats within a row, {expected:,.1f} expected where a row's draws can repeat"
             if not draws.law.replace:
-                findings.append(LawTest(0.0 if within else None, text))
+                p = 0.0 if within else None
+                findings.append(LawTest(p, text))
             else:
                 spread = _pairs_variance(np.full(len(self.rows), count), second, third).sum()
                 findings.append(LawTest(_tail(within, expected, spread), text))
@@ -251,8 +261,7 @@ class Evidence:
         trials = []
         for law, code in self._laws():
             try:
-                draws = NegativeDraws(law, self.columns, self.positive, self.ids.shape[1], 0, self.exclusions)
-                findings = self.against(draws)
+                findings = self.against(self.draws_by(law))
             except CannotAdopt:
                 # Rows without an item left to draw, for one.
                 continue
@@ -279,7 +288,7 @@ class Evidence:
         """Returns the laws to try, the simplest first, with what a user writes for each."""
         whole = self._range()
         text = f"range({whole.start}, {whole.stop})" if whole.start else str(whole.stop)
-        draws = NegativeDraws(Uniform(whole), self.columns, self.positive, self.ids.shape[1])
+        draws = self.draws_by(Uniform(whole))
         pairs = self._left_out(draws) or draws.exclusion
         exclude = pairs.exclude
         by = pairs.by
@@ -307,11 +316,14 @@ class Evidence:
             mapping = isinstance(other.exclude, Mapping)
             if not count and expected > 0 and (expected >= least or mapping):
                 never.append((expected >= least, mapping, expected, other))
-        return max(never, key=lambda case: case[:3])[3] if never else None
+        if not never:
+            return None
+        *_, pairs = max(never, key=lambda case: case[:3])
+        return pairs
 
     def expected(self) -> float | None:
         """Returns the expected draws of known pairs if these were not excluded; None if some are drawn."""
-        draws = NegativeDraws(Uniform(self._range()), self.columns, self.positive, self.ids.shape[1])
+        draws = self.draws_by(Uniform(self._range()))
         pairs = self._left_out(draws, least=0.0)
         return None if pairs is None else self.hits(draws, pairs)[0]
 
@@ -356,6 +368,7 @@ def _equal_pairs(groups: Ids, numbers: Ids) -> int:
 
 def _pairs_variance(counts: Ids, second: Floats, third: Floats) -> Floats:
     """Returns the variance of the number of equal pairs among draws, from sums of powers of probabilities."""
+    # Two pairs that share a draw depend on each other unless all items are as likely.
     pairs = counts * (counts - 1) / 2
     return pairs * second * (1 - second) + 2 * pairs * (counts - 2) * np.maximum(third - second**2, 0)
 
@@ -442,6 +455,7 @@ def with_enough_draws(reader: DatasetReader, reading: Reading, evidence: Evidenc
     calls = len(evidence.rows)
     count = evidence.ids.shape[1]
     more = min(_MOST_CALLS, _MOST_DRAWS // count, int(calls * _EXPECTED / max(few, 1e-9)))
+    # Where even the most calls would show nothing, none are made.
     if more <= calls or few * more / calls <= _SEEN:
         return evidence
     rows, ids = read_draws(reader, reading, np.arange(reader.num_rows), more)
@@ -471,6 +485,7 @@ def _exclusions(reader: DatasetReader, reading: Reading, positive: str | None) -
     for path, value in held_by(reader.dataset):
         pairs = value
         code = f"dataset.{path}"
+        # Sets by the number of a user, as a mapping has them by the user's id.
         if isinstance(value, list) and value and isinstance(value[0], set | frozenset):
             pairs = dict(enumerate(value))
             code = f"dict(enumerate({code}))"

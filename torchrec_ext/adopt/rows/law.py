@@ -24,6 +24,7 @@ from torchrec_ext.data.negatives.samplers import PROPOSED, PopularityNegatives, 
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float64]
+TensorColumns: TypeAlias = Mapping[str, Tensor]  # of a Dataset, (N, ...) each, by name
 Items: TypeAlias = int | range | str | Sequence[int] | Ids | Tensor | None
 Taken: TypeAlias = tuple[str, str] | Mapping[Any, Collection[int]] | None
 
@@ -49,7 +50,7 @@ class Law(ABC):
         return [(argument, name) for argument, name in names if isinstance(name, str)]
 
     @abstractmethod
-    def sampler(self, ids: Ids, users: Ids, items: Ids, columns: Mapping[str, Tensor]) -> RejectionNegatives:
+    def sampler(self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns) -> RejectionNegatives:
         """Returns what draws the numbers 1 to I of the catalogue ``ids`` (I,).
 
         Args:
@@ -77,9 +78,10 @@ class Uniform(Law):
 
     def text(self) -> str:
         """See :meth:`Law.text`."""
-        return f"uniform, {'with' if self.replace else 'without'} repeats in a row"
+        repeats = "with" if self.replace else "without"
+        return f"uniform, {repeats} repeats in a row"
 
-    def sampler(self, ids: Ids, users: Ids, items: Ids, columns: Mapping[str, Tensor]) -> RejectionNegatives:
+    def sampler(self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns) -> RejectionNegatives:
         """See :meth:`Law.sampler`."""
         return UniformNegatives(len(ids), users, items)
 
@@ -110,7 +112,7 @@ class Popular(Law):
         """See :meth:`Law.text`."""
         return f"by popularity in '{self.counted}', (count + {self.smoothing:g}) ** {self.exponent:g}"
 
-    def sampler(self, ids: Ids, users: Ids, items: Ids, columns: Mapping[str, Tensor]) -> RejectionNegatives:
+    def sampler(self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns) -> RejectionNegatives:
         """See :meth:`Law.sampler`."""
         if not self.replace:
             raise CannotAdopt("Popular(replace=False): draws by popularity repeat; use Uniform, or __getitems__")
@@ -121,7 +123,7 @@ class Popular(Law):
         )
 
 
-def integers(columns: Mapping[str, Tensor], name: str, argument: str) -> Ids:
+def integers(columns: TensorColumns, name: str, argument: str) -> Ids:
     """Returns the (N,) integers of a column that an argument names.
 
     Raises:
@@ -170,9 +172,7 @@ class Exclusion(NamedTuple):
     text: str
 
 
-def excluded(
-    law: Law, columns: Mapping[str, Tensor], positive: str | None, exclusions: Sequence[Exclusion] = ()
-) -> Exclusion:
+def excluded(law: Law, columns: TensorColumns, positive: str | None, exclusions: Sequence[Exclusion] = ()) -> Exclusion:
     """Returns the excluded pairs of ``law``, one of ``exclusions`` if possible.
 
     Raises:
@@ -180,6 +180,7 @@ def excluded(
     """
     pairs = law.exclude
     if pairs is None:
+        # Of no row: a key below 0 has no pairs.
         none = np.zeros(0, np.int64)
         rows = len(next(iter(columns.values())))
         return Exclusion(np.full(rows, -1), none, none, None, None, "exclude=None", "nothing excluded")
@@ -198,7 +199,7 @@ def excluded(
     )
 
 
-def of_columns(columns: Mapping[str, Tensor], user: str, item: str) -> Exclusion:
+def of_columns(columns: TensorColumns, user: str, item: str) -> Exclusion:
     """Returns the pairs that two columns make."""
     keys = integers(columns, user, "exclude")
     # KnownPairs has a row for each number up to the greatest.
@@ -209,7 +210,7 @@ def of_columns(columns: Mapping[str, Tensor], user: str, item: str) -> Exclusion
     return Exclusion(keys, keys, items, (user, item), None, f'exclude=("{user}", "{item}")', text)
 
 
-def of_mapping(pairs: Mapping[Any, Collection[int]], columns: Mapping[str, Tensor], by: str, name: str) -> Exclusion:
+def of_mapping(pairs: Mapping[Any, Collection[int]], columns: TensorColumns, by: str, name: str) -> Exclusion:
     """Returns the pairs of a mapping from the values of the column ``by`` to items.
 
     Raises:
@@ -217,7 +218,7 @@ def of_mapping(pairs: Mapping[Any, Collection[int]], columns: Mapping[str, Tenso
     """
     users = _keys(pairs)
     try:
-        lengths = np.fromiter((len(items) for items in pairs.values()), np.int64, len(pairs))
+        lengths = np.fromiter(map(len, pairs.values()), np.int64, len(pairs))
         items = np.fromiter(itertools.chain.from_iterable(pairs.values()), np.int64, int(lengths.sum()))
     except (TypeError, ValueError) as error:
         raise CannotAdopt(_NO_MAPPING + f" ({error})") from None
@@ -238,12 +239,12 @@ _NO_MAPPING = "exclude must map ids to collections of ids, such as {3: {17, 40}}
 
 def _keys(pairs: Mapping[Any, Any]) -> Ids:
     try:
-        return np.fromiter((int(user) for user in pairs), np.int64, len(pairs))
+        return np.fromiter(map(int, pairs), np.int64, len(pairs))
     except (TypeError, ValueError) as error:
         raise CannotAdopt(f"{_NO_MAPPING} ({error})") from None
 
 
-def _holder(pairs: Mapping[Any, Collection[int]], columns: Mapping[str, Tensor], positive: str | None) -> str:
+def _holder(pairs: Mapping[Any, Collection[int]], columns: TensorColumns, positive: str | None) -> str:
     """Returns the column that holds a mapping's keys: its values are keys, and the rows' positives are their items."""
     users = _keys(pairs)
     names = []
@@ -253,7 +254,12 @@ def _holder(pairs: Mapping[Any, Collection[int]], columns: Mapping[str, Tensor],
     # Of several columns with such values, the one whose rows have their positives in the mapping.
     if positive is not None and len(names) > 1:
         items = integers(columns, positive, "positive")[:_LOOKED_AT].tolist()
-        names = [name for name in names if _hold(pairs, integers(columns, name, "by")[:_LOOKED_AT].tolist(), items)]
+        candidates = names
+        names = []
+        for name in candidates:
+            keys = integers(columns, name, "by")[:_LOOKED_AT].tolist()
+            if _hold(pairs, keys, items):
+                names.append(name)
     if len(names) != 1:
         many = f"each of {', '.join(names)}" if names else "no column"
         raise CannotAdopt(f"exclude is a mapping, and {many} could hold its keys: name the column, by='user'")
@@ -286,7 +292,7 @@ class NegativeDraws:
     def __init__(
         self,
         law: Law,
-        columns: Mapping[str, Tensor],
+        columns: TensorColumns,
         positive: str | None,
         count: int,
         seed: int = 0,
@@ -385,7 +391,7 @@ def describe_ids(ids: Ids) -> str:
     return f"{len(ids):,} ids from {ids[0]:,} to {ids[-1]:,}"
 
 
-def _catalogue(items: Items, columns: Mapping[str, Tensor], positive: str | None, pairs: Exclusion) -> Ids:
+def _catalogue(items: Items, columns: TensorColumns, positive: str | None, pairs: Exclusion) -> Ids:
     if items is None:
         if positive is None:
             raise CannotAdopt(
@@ -399,7 +405,9 @@ def _catalogue(items: Items, columns: Mapping[str, Tensor], positive: str | None
         raise CannotAdopt(f"items={items}: must be a number of 1 or more, a range, ids, or the name of a column")
     if isinstance(items, int):
         return np.arange(items, dtype=np.int64)
-    values = integers(columns, items, "items") if isinstance(items, str) else np.asarray(items)
+    if isinstance(items, str):
+        return np.unique(integers(columns, items, "items"))
+    values = np.asarray(items)
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
         raise CannotAdopt(f"items is an array of {values.dtype} {values.shape}: must be (I,) integers")
     return np.unique(values).astype(np.int64)

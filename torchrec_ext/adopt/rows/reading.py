@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
 from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.data.columns import Int64
 from torchrec_ext.observe.put_back import copy_generator, copy_global_generators
 from torchrec_ext.observe.reached import GENERATORS
 
@@ -77,6 +77,7 @@ class DatasetReader:
         value = self.dataset[row]
         values, spec = _flat(value)
         tensors = [self._tensor(leaf, index) for index, leaf in enumerate(values)]
+        # The first row says how all others must be.
         if self._spec is None:
             self._first = value
             self._spec = spec
@@ -93,7 +94,7 @@ class DatasetReader:
                 )
         return tensors
 
-    def rows(self, rows: Sequence[int] | NDArray[np.int64]) -> list[Tensor]:
+    def rows(self, rows: Sequence[int] | Int64) -> list[Tensor]:
         """Returns each slot's values in ``rows`` (C,), (C, *S)."""
         slots: list[Tensor] = []
         before = _reads()
@@ -129,6 +130,7 @@ class DatasetReader:
         if isinstance(value, Tensor) and value.layout == torch.strided:
             return value.detach()
         if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+            # np.array makes an array of a scalar too, in memory that torch may write.
             return torch.from_numpy(np.array(value))
         # default_collate makes float64 of Python's numbers.
         if isinstance(value, float):
@@ -219,6 +221,7 @@ class _Opened:
 
     def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def noting(file: Any, *rest: Any, **options: Any) -> Any:
+            # What other threads open meanwhile is not the Dataset's.
             if threading.get_ident() == self._thread and not str(file).endswith(_NOT_NOTED):
                 self.names.append(str(file))
             return function(file, *rest, **options)
@@ -301,6 +304,7 @@ class _Snapshot:
         elif isinstance(value, dict | list | set):
             self._containers.append((path, value, copy.copy(value)))
         elif isinstance(value, Tensor):
+            # Its version tells of a write, without a copy.
             self._arrays.append((path, value, value._version))
         elif isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= _MOST_BYTES:
             self._arrays.append((path, value, value.copy()))

@@ -82,8 +82,10 @@ class Rows:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        lengths = {name: len(column) if column.dim() else 0 for name, column in columns.items()}
-        if not lengths or len(set(lengths.values())) != 1 or 0 in lengths.values():
+        lengths = {}
+        for name, column in columns.items():
+            lengths[name] = len(column) if column.dim() else 0
+        if len(set(lengths.values())) != 1 or 0 in lengths.values():
             raise ValueError(f"columns have {lengths} rows: must be one number of 1 or more, the same for all")
         self.num_rows = next(iter(lengths.values()))
         order = RowOrder(self.num_rows, batch_size, seed, shuffle, drop_last, ranks, rank)
@@ -95,7 +97,9 @@ class Rows:
         self._order: RowOrder | LoaderOrder = order
         self._stream = order.state()
         self._constants: dict[str, Tensor] = {}
-        self._negatives = None if negatives is None else NegativeDraws(negatives, self.columns, positive, draws, seed)
+        self._negatives: NegativeDraws | None = None
+        if negatives is not None:
+            self._negatives = NegativeDraws(negatives, self.columns, positive, draws, seed)
         self._notes: list[str] = []
         self._dataset: ReadDataset | None = None
         self._epoch = -1
@@ -172,6 +176,7 @@ class Rows:
             rows._negatives, rows._notes = confirmation
             if speaks:
                 print("rows:", "\nrows: ".join([rows._negatives.describe(), *rows._notes]), flush=True)
+        # Its sampler decides the order, seeded anew in each epoch.
         if sampler is not None:
             rows._order = LoaderOrder(sampler, source.reader, seed, draws=rows._negatives is not None)
         rows._dataset = source
@@ -221,6 +226,7 @@ class Rows:
             self._epoch += 1
             self._step = 0
         self._continued = False
+        # Here, because a Dataset is written anew between epochs if at all.
         if self._dataset is not None:
             self._dataset.check(self._stream["seed"], self._epoch)
         return self._rest(self._epoch)
@@ -250,6 +256,7 @@ class Rows:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the epoch, after the last batch."""
+        # Before the first epoch, the state is that of its beginning.
         return {"epoch": max(self._epoch, 0), "step": self._step, **self._stream}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -80,6 +80,7 @@ def compare_with_one_process(local: LocalTowers, example: Sequence[Any]) -> Step
     one_process = []
     step = []
     phases = []
+    # In turns, so that whatever else the machine does slows both.
     for _ in range(_ROUNDS):
         _forget(split)
         dist.barrier()

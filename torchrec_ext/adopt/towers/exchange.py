@@ -55,6 +55,19 @@ class _Record:
     next: int | None = None  # of those that are read again; None where ranks meet
     difference: str = ""
 
+    def answer(self, pieces: Sequence[Tensor], name: str) -> Tensor:
+        """Returns what has arrived in the next recorded exchange, and compares the message with the recorded one."""
+        assert self.next is not None
+        message, arrived = self.messages[self.next]
+        self.next += 1
+        for piece, before in zip(pieces, torch.split(message, [len(piece) for piece in pieces]), strict=True):
+            # The head is bits and no number: equal, or other ranks would not have gone on.
+            far = torch.nan_to_num(piece - before).abs()
+            # Only the first difference is named: all that follow come of it.
+            if len(piece) and float(far.max()) > _NEAR * float(torch.nan_to_num(piece).abs().max()):
+                self.difference = self.difference or name
+        return arrived
+
 
 class OutputExchange:
     """The exchanges of the steps of one model.
@@ -175,7 +188,9 @@ class OutputExchange:
         """Sends zero gradients, with a flag for the failure of this rank. Collective."""
         total = self.total(self.zero(), [None] * len(self._top), failed=True)
         size = self.counts(rows)[self._rank]
-        leaves = [self.empty(size * shape.numel()).zero_() for tower in self._towers for shape in tower.shapes]
+        leaves = []
+        for tower in self._towers:
+            leaves += [self.empty(size * shape.numel()).zero_() for shape in tower.shapes]
         self.exchange_gradients(self.returning(leaves, total), rows)
         if not self.small:
             self.sum_ended(self.sum_begun(total))
@@ -207,9 +222,7 @@ class OutputExchange:
         """Returns the flat all-reduce buffer: the loss, flags, and the gradients of all outside of the towers."""
         flags = [float(failed), *(float(gradient is not None) for gradient in gradients)]
         pieces = [loss.detach().reshape(1), torch.tensor(flags, device=self._runtime.device)]
-        for parameter, gradient in zip(self._top, gradients, strict=True):
-            summand = torch.zeros_like(parameter) if gradient is None else gradient
-            pieces.append(summand.reshape(-1))
+        pieces += [summand.reshape(-1) for summand in zeros_for_none(gradients, self._top)]
         return torch.cat([piece.to(self._sum_dtype) for piece in pieces])
 
     def returning(self, gradients: Sequence[Tensor], total: Tensor) -> list[Tensor]:
@@ -264,8 +277,9 @@ class OutputExchange:
             headers = []
             for piece in torch.split(flat, sizes):
                 # A copy, because a view as float64 needs an aligned offset.
-                headers.append(piece[:size].clone().view(torch.float64).tolist())
-            self._compare(headers, problem)
+                headers.append(OutputHeader(*piece[:size].clone().view(torch.float64).tolist()))
+            self.due = any(header.due for header in headers)
+            _refuse_different(headers, problem, self.step)
         return flat
 
     def exchange_gradients(self, pieces: Sequence[Tensor], rows: int) -> Tensor:
@@ -290,7 +304,7 @@ class OutputExchange:
         message, total, work = begun
         if work is None:
             pieces = torch.split(message, self._total_sizes)
-            return self._again(pieces, "the gradients outside of the towers")
+            return self._record.answer(pieces, "the gradients outside of the towers")
         self.wait(work)
         self._record.messages.append((message, total))
         return total  # type: ignore[no-any-return]
@@ -298,7 +312,7 @@ class OutputExchange:
     def sum_of(self, squares: Tensor) -> Tensor:
         """Returns the sum of (1,) over the ranks. Collective."""
         if self._record.next is not None:
-            return self._again([squares], "the norm of the gradients")
+            return self._record.answer([squares], "the norm of the gradients")
         total = squares.clone()
         self.wait(dist.all_reduce(total, async_op=True))
         self._record.messages.append((squares, total))
@@ -324,54 +338,52 @@ class OutputExchange:
 
     def _exchange(self, pieces: Sequence[Tensor], sizes: list[int], counts: list[int], name: str) -> Tensor:
         if self._record.next is not None:
-            return self._again(pieces, name)
+            return self._record.answer(pieces, name)
         message = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
         flat = self.empty(sum(sizes))
         self.wait(dist.all_to_all_single(flat, message, sizes, counts, async_op=True))
         self._record.messages.append((message, flat))
         return flat
 
-    def _again(self, pieces: Sequence[Tensor], name: str) -> Tensor:
-        """Returns the recorded answer to an exchange, and compares the message with the recorded one."""
-        record = self._record
-        assert record.next is not None
-        message, arrived = record.messages[record.next]
-        record.next += 1
-        for piece, before in zip(pieces, torch.split(message, [len(piece) for piece in pieces]), strict=True):
-            # The head is bits and no number: equal, or other ranks would not have gone on.
-            far = torch.nan_to_num(piece - before).abs()
-            if len(piece) and float(far.max()) > _NEAR * float(torch.nan_to_num(piece).abs().max()):
-                record.difference = record.difference or name
-        return arrived
-
-    def _compare(self, headers: list[list[float]], problem: Exception | None) -> None:
-        """Raises alike on all ranks where they are about to do different things, or some cannot."""
-        calls, rows, prints, failed, due = zip(*headers, strict=True)
-        self.due = any(due)
-        if len(set(calls)) > 1:
-            names = ", ".join("settle()" if call == SETTLE else "a step" for call in calls)
-            raise CannotAdopt(
-                f"step {self.step}: ranks came to different calls ({names}): every rank makes the same number of "
-                "steps, and calls settle() after the same one"
-            )
-        if any(failed):
-            self.raise_together(problem)
-        if len(set(rows)) > 1 or len(set(prints)) > 1:
-            sizes = ", ".join(f"{size:.0f}" for size in rows)
-            raise CannotAdopt(
-                f"step {self.step}: ranks have different batches (of {sizes} rows) or modes; give every "
-                "rank the same whole batch in the same order, all in train or all in eval mode"
-            )
-
     def _shapes(self, rank: int) -> list[torch.Size]:
         """Returns the shapes of the leaves of the outputs of a rank's towers, without the rows."""
-        return [shape for tower in self._towers if tower.rank == rank for shape in tower.shapes]
+        shapes: list[torch.Size] = []
+        for tower in self._towers:
+            if tower.rank == rank:
+                shapes += tower.shapes
+        return shapes
 
     def _split(self, rank: int, flat: Tensor, rows: int) -> list[Tensor]:
         """Returns the leaves of the outputs of a rank's towers for so many rows, (rows, ...) each."""
         shapes = self._shapes(rank)
         pieces = torch.split(flat, [rows * shape.numel() for shape in shapes]) if shapes else ()
         return [piece.view(rows, *shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def _refuse_different(headers: Sequence[OutputHeader], problem: Exception | None, step: int) -> None:
+    """Raises alike on all ranks where they are about to do different things, or some cannot."""
+    if len({header.call for header in headers}) > 1:
+        names = ", ".join("settle()" if header.call == SETTLE else "a step" for header in headers)
+        raise CannotAdopt(
+            f"step {step}: ranks came to different calls ({names}): every rank makes the same number of steps, and "
+            "calls settle() after the same one"
+        )
+    if any(header.failed for header in headers):
+        raise_together(problem, len(headers), step)
+    if len({(header.rows, header.fingerprint) for header in headers}) > 1:
+        sizes = ", ".join(f"{header.rows:.0f}" for header in headers)
+        raise CannotAdopt(
+            f"step {step}: ranks have different batches (of {sizes} rows) or modes; give every rank the same whole "
+            "batch in the same order, all in train or all in eval mode"
+        )
+
+
+def zeros_for_none(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the gradients of tensors, zeros where one has none: each has a place in a message."""
+    summands = []
+    for gradient, tensor in zip(gradients, tensors, strict=True):
+        summands.append(torch.zeros_like(tensor) if gradient is None else gradient)
+    return summands
 
 
 def squared_norm(gradients: Sequence[Tensor], exchange: OutputExchange) -> Tensor:
@@ -398,7 +410,10 @@ def together(runtime: Runtime, check: Callable[[], Result]) -> Result:
 def raise_together(problem: Exception | None, world_size: int, step: int) -> None:
     """Raises on all ranks where some of them have met a problem in a step. Collective."""
     texts: list[Any] = [None] * world_size
-    dist.all_gather_object(texts, None if problem is None else f"{type(problem).__name__}: {problem}")
+    own_text = None
+    if problem is not None:
+        own_text = f"{type(problem).__name__}: {problem}"
+    dist.all_gather_object(texts, own_text)
     if problem is not None:
         raise problem
     for rank, text in enumerate(texts):

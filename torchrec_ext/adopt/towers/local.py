@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from torchrec_ext.adopt.checks import ForwardWatch
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.towers.exchange import OutputExchange, OutputHeader
+from torchrec_ext.adopt.towers.exchange import OutputExchange, OutputHeader, zeros_for_none
 from torchrec_ext.adopt.towers.split import TowerSplit, fingerprint
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError
 
@@ -126,9 +126,7 @@ class LocalTowers:
             gradients = [None] * len(top)
             weighed = torch.zeros_like(loss)
         total = exchange.total(weighed, gradients, failed=problem is not None)
-        returned = []
-        for leaf in received:
-            returned.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+        returned = zeros_for_none([leaf.grad for leaf in received], received)
         arrived = exchange.exchange_gradients(exchange.returning(returned, total), rows)
         # A large total is summed while the towers' backward runs.
         begun = None if exchange.small else exchange.sum_begun(total)

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_flatten
 
 from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.adopt.graph import LossFunction
 from torchrec_ext.adopt.towers.subnetworks import (
     UserLoss,
     batch_rows,
@@ -58,7 +59,7 @@ class TowerSplit:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        function: Callable[..., Any],
+        function: LossFunction,
         runtime: Runtime,
         ranks: Mapping[str, int],
         example: Sequence[Any],
@@ -70,7 +71,9 @@ class TowerSplit:
         self.towers = subnetworks(model, ranks, runtime.world_size)
         self.local = [tower for tower in self.towers if tower.rank == runtime.rank]
         self.loss = UserLoss(function, self.towers)
-        inside = {id(parameter) for tower in self.towers for parameter in tower.module.parameters()}
+        inside: set[int] = set()
+        for tower in self.towers:
+            inside.update(map(id, tower.module.parameters()))
         self.top = [each for each in self.moved_parameters() if id(each) not in inside and each.requires_grad]
         leaves, self._spec = tree_flatten(tuple(example))
         self.rows = batch_rows(leaves)
@@ -169,6 +172,7 @@ class TowerSplit:
         state = python_attributes(self.model)
         buffers = outer_buffers(self.model, self.towers)
         losses = []
+        # Two seeds give one loss if nothing is drawn.
         for seed in (0, 1):
             for set_seed in (torch.manual_seed, random.seed, np.random.seed):
                 set_seed(seed)

@@ -19,7 +19,7 @@ from torchrec_ext.adopt.checks import ForwardWatch
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfStepError
 from torchrec_ext.adopt.graph import ForwardGraph, TracedCall, traced_forward
 from torchrec_ext.adopt.source import AdoptedSource, AnyBatch, CapturedUpdate, GivenBatch, GraphCall
-from torchrec_ext.adopt.towers.exchange import OutputHeader, squared_norm
+from torchrec_ext.adopt.towers.exchange import OutputHeader, squared_norm, zeros_for_none
 from torchrec_ext.adopt.towers.local import LocalTowers
 from torchrec_ext.adopt.user_step import RankStep
 from torchrec_ext.capture.captured import CapturedStep, RareShapeError, StepInputs
@@ -97,6 +97,7 @@ class TowerRankStep(RankStep):
             for optimizer in self.optimizers:
                 optimizer.step()
         except BaseException:
+            # The other ranks write the update of this step, which this one has not.
             self._local.fail()
             raise
         return loss, aux
@@ -178,6 +179,7 @@ class TowersTrace:
         rows = int(self._header.rows)
         if not exchange.fits(rows):
             raise RareShapeError("a batch of more rows than any before")
+        # Dynamo guards on the same stand-ins in each step; the captured one reads what arrives in their place.
         if rows not in self._received:
             self._received[rows] = exchange.received(exchange.blanks(rows, late=False)[0], rows)
         received = self._received[rows]
@@ -276,6 +278,7 @@ class TowersSource(AdoptedSource):
         self._top = [names[id(parameter)] for parameter in local.split.top]
         updated = {each.name for each in memory.parameters}
         self._used = [name in updated for name in self._top]
+        # The norm and a large total come after the towers' backward, by a third exchange.
         late = bool(clip_norm) or not self._exchange.small
         self.cuts = (1, TOTAL + 1, TOTAL + 2) if late else (1, TOTAL + 1)
         self._rows = 0
@@ -322,6 +325,7 @@ class TowersSource(AdoptedSource):
         try:
             _, (_, outputs) = step(inputs)
         except Exception as error:
+            # It ended before it wrote anything but the count, or this rank has failed for good.
             self.memory.take_back(steps_made)
             raise EndOfStepError from error
         return self.whole_loss, outputs
@@ -329,7 +333,9 @@ class TowersSource(AdoptedSource):
     def forward(self, tensors: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
         """Returns the loss of this rank's rows, (), and as the output what is sent, and the outputs of the graph."""
         towers, places, top, first, rows = batch
-        outputs = [] if towers is None else super().run(tensors, towers)[1]
+        outputs: list[Tensor] = []
+        if towers is not None:
+            _, outputs = super().run(tensors, towers)
         self._rows = rows
         self._outputs = [outputs[index] for index in places]
         self._messages = [torch.cat(self._exchange.outgoing(self._head, self._outputs, rows))]
@@ -359,10 +365,7 @@ class TowersSource(AdoptedSource):
             elif grad is not None:
                 raise CannotAdopt(f"{module_line(self._model, name)} is read outside of its tower")
         total = self._exchange.total(loss, list(of_top.values()))
-        # An output that the loss does not read gets zeros, because the others' messages have a place for it.
-        returned = []
-        for leaf, grad in zip(self._received, of_received, strict=True):
-            returned.append(torch.zeros_like(leaf) if grad is None else grad)
+        returned = zeros_for_none(of_received, self._received)
         self._messages += [total, torch.cat(self._exchange.returning(returned, total))]
         gradients, summed = self._exchange.arrived(self._arrived[1], self._rows)
         outputs = []
@@ -396,7 +399,7 @@ class TowersSource(AdoptedSource):
         # The norm that has arrived is that of all towers.
         norm = self._norm.squeeze(0)
         top = {name: of_one for name, of_one in grads.items() if name in self._top}
-        return norm + super().squared_norm(top) if top else norm
+        return norm + (super().squared_norm(top) if top else 0.0)
 
     def meet(self, cut: int, message: Tensor, total: Tensor) -> Tensor:
         """Exchanges the results of a step at a cut, and returns the received message. Collective.
@@ -419,10 +422,13 @@ class TowersSource(AdoptedSource):
             total = self._exchange.sum_ended(self._begun)
             self._look_at(total, total)
         norm = self._exchange.sum_of(message) if self.clip_norm else message
-        return norm if self._exchange.small else torch.cat([norm.to(total.dtype), total])
+        if self._exchange.small:
+            return norm
+        return torch.cat([norm.to(total.dtype), total])
 
     def fail(self, cut: int, error: Exception) -> None:
         """Signals a failure to the other ranks, so that all raise alike. Collective."""
+        # The others wait for this rank's outputs or gradients; after these they make the step without it.
         if cut == 0 and not self._exchange.met:
             head = self._exchange.header(self._header._replace(failed=1.0))
             self._exchange.exchange_outputs(self._exchange.outgoing(head, [], self._rows), error)
@@ -440,6 +446,7 @@ class TowersSource(AdoptedSource):
             self._exchange.raise_together(None)
         self._local.before_writing(loss)
         self.whole_loss = head[0].clone()
+        # Which parameters a step updates is fixed by its capture.
         for name, ranks, expected in zip(self._top, used, self._used, strict=True):
             if bool(ranks) != expected:
                 self._local.fail()

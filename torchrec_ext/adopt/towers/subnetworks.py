@@ -56,6 +56,9 @@ def _same(before: Any, after: Any) -> bool:
     return before is after
 
 
+_Forward = Callable[..., Any]
+
+
 @dataclass(frozen=True)
 class _Leaf:
     """The index of a tensor among the leaves of a batch."""
@@ -138,6 +141,7 @@ def subnetworks(model: nn.Module, ranks: Mapping[str, int], world_size: int) -> 
     if not ranks:
         raise CannotAdopt("towers={}: name a sub-network and its rank, as in {'user': 0, 'item': 1}")
     towers = []
+    # A module at two paths may be named by either.
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, rank in ranks.items():
         if path not in modules or not path:
@@ -200,8 +204,9 @@ def batch_rows(leaves: Sequence[Any]) -> int:
 
 
 @contextlib.contextmanager
-def standing(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def standing(forwards: Mapping[nn.Module, _Forward]) -> Iterator[None]:
     """Has each module run another ``forward``, whoever holds the module."""
+    # In the instance, because its class may have others.
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward
@@ -215,6 +220,7 @@ def standing(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
                 module.__dict__["forward"] = forward_before
 
 
+# No Exception, because the user's code may catch all of them.
 class _InputsRead(BaseException):
     """Ends the user's forward once it has computed what some towers read."""
 
@@ -231,7 +237,7 @@ class UserLoss:
         self.function = function
         self._towers = towers
         self._finished: dict[str, list[Tensor]] = {}
-        self._stand_ins: dict[nn.Module, Callable[..., Any]] = {}
+        self._stand_ins: dict[nn.Module, _Forward] = {}
 
     def __call__(self, *batch: Any) -> tuple[Tensor, Any]:
         """Returns the loss and aux of a batch, as the user computes them."""
@@ -260,7 +266,7 @@ class UserLoss:
         outputs: dict[str, list[Tensor]] = {}
         numbers = {id(leaf): index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
 
-        def observed(tower: Subnetwork, run: Callable[..., Any]) -> Callable[..., Any]:
+        def observed(tower: Subnetwork, run: _Forward) -> _Forward:
             def forward(*positional: Any, **keywords: Any) -> Any:
                 tower.lines.append(user_line())
                 arguments, tower.inputs = tree_flatten((positional, keywords))
@@ -289,7 +295,8 @@ class UserLoss:
             _refuse_outputs(tower, outputs[tower.path], rows)
             tower.shapes = [leaf.shape[1:] for leaf in outputs[tower.path]]
         self._refuse_dependent(leaves, spec, rows)
-        return [leaf.detach() for tower in self._towers for leaf in outputs[tower.path]]
+        in_order = itertools.chain.from_iterable(outputs[tower.path] for tower in self._towers)
+        return [leaf.detach() for leaf in in_order]
 
     def _refuse_dependent(self, leaves: Sequence[Any], spec: TreeSpec, rows: int) -> None:
         """Refuses a tower that reads other values if the towers before it return zeros."""
@@ -310,11 +317,12 @@ class UserLoss:
             return inputs
         device = next((leaf.device for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)), None)
 
-        def reading(tower: Subnetwork) -> Callable[..., Any]:
+        def reading(tower: Subnetwork) -> _Forward:
             def forward(*positional: Any, **keywords: Any) -> Any:
                 inputs[tower.path] = tree_flatten((positional, keywords))[0]
                 if all(each.path in inputs for each in towers):
                     raise _InputsRead
+                # This tower is not asked for: what is read may not depend on it, see _refuse_dependent().
                 zeros = [torch.zeros(rows, *shape, device=device) for shape in tower.shapes]
                 return tree_unflatten(zeros, tower.outputs)  # type: ignore[arg-type]
 
@@ -339,7 +347,7 @@ class UserLoss:
         finished = self._by_tower(outputs)
         calls = dict.fromkeys(finished, 0)
 
-        def returning(tower: Subnetwork) -> Callable[..., Any]:
+        def returning(tower: Subnetwork) -> _Forward:
             def forward(*positional: Any, **keywords: Any) -> Any:
                 calls[tower.path] += 1
                 arguments = tree_flatten((positional, keywords))[0]
@@ -355,6 +363,7 @@ class UserLoss:
 
         with standing({tower.module: returning(tower) for tower in self._towers}):
             result = self(*tree_unflatten(leaves, spec))
+        # One that is not called, or twice, would get wrong gradients without a word.
         for path, count in calls.items():
             if count != 1:
                 raise CannotAdopt(f"tower '{path}' was called {count} times, and once on the example")
@@ -377,7 +386,7 @@ class UserLoss:
         leaves = iter(outputs)
         return {tower.path: list(itertools.islice(leaves, len(tower.shapes))) for tower in self._towers}
 
-    def _stand_in(self, tower: Subnetwork) -> Callable[..., Any]:
+    def _stand_in(self, tower: Subnetwork) -> _Forward:
         finished = self._finished
         path = tower.path
         spec = tower.outputs
@@ -395,6 +404,7 @@ class UserLoss:
             CannotAdopt: the loss of both is not the mean of the pieces' losses, weighed by their rows.
         """
         generator = torch.Generator().manual_seed(0)
+        # Of different sizes, so that a mean of both losses without weights is seen too.
         splits = [(torch.arange(rows // 3), torch.arange(rows // 3, rows))]
         for _ in range(8):  # of few rows each, in which weights that differ by row show
             four = torch.randperm(rows, generator=generator)[:4]

@@ -17,7 +17,7 @@ at the exchanges and compiled. Ranks need not be alike in that: what they exchan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torchrec_ext.adopt.captures import Captures
 from torchrec_ext.adopt.checks import check_arguments
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfStepError
+from torchrec_ext.adopt.graph import LossFunction
 from torchrec_ext.adopt.step import AdoptedStep
 from torchrec_ext.adopt.towers.comparison import StepTimes, compare_with_one_process
 from torchrec_ext.adopt.towers.exchange import SETTLE, OutputHeader, together
@@ -42,7 +43,7 @@ from torchrec_ext.distributed.runtime import Runtime, calm_gloo
 def adopt_towers(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    loss: Callable[..., Any],
+    loss: LossFunction,
     runtime: Runtime,
     towers: Mapping[str, int],
     example: Sequence[Any],
@@ -174,6 +175,7 @@ class _Guard:
             raise CannotAdopt(self.text)
 
     def __reduce__(self) -> tuple[type[_Guard], tuple[str]]:
+        # To copy or to save a model is to read its weights.
         self()
         return type(self), (self.text,)
 
@@ -207,6 +209,7 @@ class TowerWeights:
     def broadcast(self) -> None:
         """Broadcasts every tower's weights, buffers and optimizer state from its rank. Collective."""
         for tower in self._split.towers:
+            # .data, because a parameter that requires a gradient is not written in place.
             for tensor in (*tower.module.parameters(), *tower.module.buffers()):
                 self._broadcast(tensor.data, tower.rank)
             for optimizer in self._split.optimizers:
@@ -227,8 +230,9 @@ class TowerWeights:
         for parameter in parameters:
             form: dict[str, Any] = {}
             for key, value in optimizer.state.get(parameter, {}).items():
-                is_tensor = isinstance(value, Tensor)
-                form[key] = (is_tensor, (value.shape, value.dtype, value.device.type) if is_tensor else value)
+                form[key] = False, value
+                if isinstance(value, Tensor):
+                    form[key] = True, (value.shape, value.dtype, value.device.type)
             forms.append(form)
         message: list[Any] = [forms]
         dist.broadcast_object_list(message, src=rank, device=runtime.device)
