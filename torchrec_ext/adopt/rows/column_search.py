@@ -17,9 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, held_by, is_frame, seed_everything, words
+from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, Ids, held_by, is_frame, seed_everything, words
 from torchrec_ext.adopt.rows.rereads import MOST_NUMBERS, ROUNDS, Rereads, differs
-from torchrec_ext.data.columns import Int64
 
 COMPARED = 4096  # rows that are compared if reading all would take too long
 _SECONDS = 8.0  # that reading all rows may take
@@ -327,7 +326,7 @@ class ColumnSearch:
         return self._result
 
     @property
-    def rows(self) -> Int64:
+    def rows(self) -> Ids:
         """Numbers of the rows that were read, (C,)."""
         return self._rows.numpy()
 
@@ -376,13 +375,13 @@ class ColumnSearch:
         rereads.check()
         self._draw_masks = rereads.masks
 
-    def _read_more(self, rows: Int64) -> None:
+    def _read_more(self, rows: Ids) -> None:
         seed_everything(len(self._rows))
         values = self._reader.rows(rows)
         self._rows = torch.cat([self._rows, torch.from_numpy(rows)])
         self._values = list(map(torch.cat, zip(self._values, values, strict=True)))
 
-    def _extremes(self) -> Int64:
+    def _extremes(self) -> Ids:
         """Returns rows in which a column is least, greatest, no number, or has a rare value."""
         rows = [np.zeros(0, np.int64)]
         for source in self._sources:
@@ -534,7 +533,7 @@ class ColumnSearch:
         )
         return None
 
-    def _blocks(self) -> Iterator[Int64]:
+    def _blocks(self) -> Iterator[Ids]:
         title = "rows: comparing all"
         if self._own_columns:
             title = f"rows: writing {', '.join(self._own_columns)}"
@@ -579,7 +578,7 @@ def _equal_rows(first: Tensor, second: Tensor) -> Tensor:
     return same.flatten(1).all(dim=1) if same.dim() > 1 else same
 
 
-def drawn_rows(reader: DatasetReader, slot: Slot, index: int, calls: int, among: Int64) -> tuple[Int64, Int64]:
+def drawn_rows(reader: DatasetReader, slot: Slot, index: int, calls: int, among: Ids) -> tuple[Ids, Ids]:
     """Reads what some rows draw, each row eight times.
 
     Args:

@@ -15,8 +15,8 @@ from torch.utils.data import default_collate
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.rows.column_search import ColumnSearch, Reading, equal
 from torchrec_ext.adopt.rows.evidence import UNSEEN, Evidence, evidence_of, p_values, read_draws, with_enough_draws
-from torchrec_ext.adopt.rows.law import Ids, Law, NegativeDraws, integers, is_key
-from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader
+from torchrec_ext.adopt.rows.law import Law, NegativeDraws, integers, is_key
+from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, Ids
 
 _SPOT_CHECK = 64  # rows that are read again at the start of an epoch
 

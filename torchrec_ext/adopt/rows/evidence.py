@@ -17,7 +17,6 @@ from torchrec_ext.adopt.rows.column_search import Reading, drawn_rows
 from torchrec_ext.adopt.rows.law import (
     Exclusion,
     Floats,
-    Ids,
     Law,
     NegativeDraws,
     Popular,
@@ -30,7 +29,7 @@ from torchrec_ext.adopt.rows.law import (
     of_columns,
     of_mapping,
 )
-from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, held_by
+from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, Ids, held_by
 
 UNLIKELY = 1e-6  # evidence of a smaller p-value contradicts a law
 _SEEN = -math.log(UNLIKELY)  # of so many expected events, none has that probability

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.adopt.rows.reading import Ids
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.random import stream, uniform
 from torchrec_ext.data.negatives.samplers import PROPOSED, PopularityNegatives, RejectionNegatives, UniformNegatives
 
-Ids = NDArray[np.int64]
 Floats = NDArray[np.float64]
 TensorColumns: TypeAlias = Mapping[str, Tensor]  # of a Dataset, (N, ...) each, by name
 Items: TypeAlias = int | range | str | Sequence[int] | Ids | Tensor | None

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.data.columns import Int64
 from torchrec_ext.observe.put_back import copy_generator, copy_global_generators
 from torchrec_ext.observe.reached import GENERATORS
 
@@ -29,6 +29,7 @@ GETITEMS = (
     "Or make whole batches yourself: give the Dataset a method __getitems__(rows), which torch's DataLoader calls with "
     "a batch's row numbers; the documentation has examples under 'Where columns cannot be read'."
 )
+Ids = NDArray[np.int64]
 _MOST_BYTES = 1 << 26  # of an array of which a copy is kept
 _DEPTH = 3
 _MANY = 256  # entries of a container that are looked at one by one
@@ -94,7 +95,7 @@ class DatasetReader:
                 )
         return tensors
 
-    def rows(self, rows: Sequence[int] | Int64) -> list[Tensor]:
+    def rows(self, rows: Sequence[int] | Ids) -> list[Tensor]:
         """Returns each slot's values in ``rows`` (C,), (C, *S)."""
         slots: list[Tensor] = []
         before = _reads()

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, seed_everything, words
-from torchrec_ext.data.columns import Int64
+from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, Ids, seed_everything, words
 
 ROUNDS = 4
 MOST_NUMBERS = 32  # of a vector that are looked at one by one
@@ -32,7 +31,7 @@ class Rereads:
         masks: (*S) numbers of each slot that are drawn.
     """
 
-    def __init__(self, reader: DatasetReader, rows: Int64, values: Sequence[Tensor]) -> None:
+    def __init__(self, reader: DatasetReader, rows: Ids, values: Sequence[Tensor]) -> None:
         self._reader = reader
         self._rows = rows
         self._values = [values, *self._read(rows, range(1, ROUNDS))]
@@ -44,7 +43,7 @@ class Rereads:
             if not values[slot].is_floating_point() and values[slot].dtype != torch.bool:
                 self._ids.append(slot)
 
-    def _read(self, rows: Int64, seeds: Iterable[int]) -> list[list[Tensor]]:
+    def _read(self, rows: Ids, seeds: Iterable[int]) -> list[list[Tensor]]:
         readings = []
         for seed in seeds:
             seed_everything(seed)
