@@ -143,6 +143,7 @@ class TowerBatch(_Fields):
         """Returns a copy on ``device``; the lengths of a batch from the host stay there, too."""
         on_device = super().to(device, non_blocking)
         keys = self.sparse.keys()
+        # Only from the host, since lengths that are on a GPU would be waited for.
         if keys and self.sparse.device().type == "cpu" != torch.device(device).type:
             lengths = self.sparse.lengths().view(len(keys), -1)
             on_device.host_lengths = dict(zip(keys, lengths, strict=True))
@@ -308,6 +309,7 @@ def pack(
     skip_fx_notice()
 
     def keyed(keys: Keys, *bags: int) -> KeyedJaggedTensor:
+        # A key of two halves has Q bags of its first feature, then B of its second.
         ids = fill(keys, [bags[number % len(bags)] for number in range(len(keys.features))])
         return KeyedJaggedTensor(
             keys=list(keys.keys),

@@ -89,6 +89,7 @@ class TensorWriter:
             return
         try:
             self._stream.flush()
+            # On disk before it is renamed: after a crash the file is the old one or whole.
             os.fsync(self._stream.fileno())
             self._stream.close()
             os.replace(self._part, self._file)
@@ -118,4 +119,5 @@ class TensorWriter:
 
 
 def _raw(block: Tensor) -> Any:
+    # As bytes, because numpy has no bfloat16.
     return block.contiguous().reshape(-1).view(torch.uint8).numpy().data

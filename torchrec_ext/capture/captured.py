@@ -331,6 +331,7 @@ class CapturedStep:
         """Trains one step on ``tensors``; returns the loss and the model's output."""
         memory = self._memory
         with torch.no_grad():
+            # Inside of the step, so that a replay counts too.
             tensors["step"].add_(1)
         # The function is traced once and replayed, so it may only use tensors that it is called with.
         tables = {name: memory.table(parameter, tensors) for name, parameter in memory.tables.items()}

@@ -46,6 +46,7 @@ class Pooled(KeyedTensor):
     """A KeyedTensor over separate tensors; only ``values()`` concatenates them."""
 
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        # The fields of a KeyedTensor, whose own constructor takes one concatenated tensor.
         self._by_name = dict(zip(names, tensors, strict=True))
         self._keys = list(names)
         self._length_per_key = [tensor.shape[1] for tensor in tensors]

@@ -302,6 +302,7 @@ def state_tensors(state: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]
     for name, value in state.items():
         if isinstance(value, ShardedTensor):
             value = value.local_shards()[0].tensor
+        # TorchRec's kernels put the table's name before that of a state.
         if name.split(".")[-1] == "step":
             steps.append(value if isinstance(value, Tensor) else torch.tensor(float(value)))
         elif isinstance(value, Tensor):

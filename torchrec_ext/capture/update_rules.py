@@ -56,6 +56,7 @@ def _adam(
 ) -> tuple[Tensor, list[Tensor]]:
     (beta1, beta2) = choice.betas
     (first, second) = state
+    # As torch's lerp_ does, so that both round alike.
     first = first + (grad - first) * (1 - beta1)
     second = second * beta2 + grad * grad * (1 - beta2)
     size = lr / debiased(beta1, step)
@@ -295,6 +296,7 @@ def slide_on(
     step_size = lr * debiased(betas[1], step).sqrt() / debiased(betas[0], step)
     now = step.long()
     this_step = now.remainder(len(slides)).view(1)
+    # The step before now has waited for r^1, the one before it for r^2.
     earlier_steps = (now - 1 - torch.arange(len(powers), device=slides.device)).remainder(len(slides))
     earlier = slides.index_select(0, earlier_steps)
     if decay:

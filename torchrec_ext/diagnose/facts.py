@@ -65,12 +65,14 @@ def paired_gain(low: Sequence[float], high: Sequence[float] | None = None) -> Ga
         indices = [generator.randrange(len(low)) for _ in low]
         lows.append(statistics.median([low[index] for index in indices]))
         highs.append(statistics.median([high[index] for index in indices]))
+    # The middle four fifths of the medians.
     tenth = _RESAMPLES // 10
     return Gain(sorted(lows)[tenth] / DRIFT, sorted(highs)[-tenth - 1] * DRIFT)
 
 
 def spread(values: Sequence[float]) -> float:
     """Returns the difference of the quartiles as a share of the median; infinite for fewer than four values."""
+    # Quartiles of fewer say nothing.
     if len(values) < 4:
         return math.inf
     low, middle, high = statistics.quantiles(values, n=4)
@@ -331,6 +333,7 @@ class Facts:
 
     def iteration(self, each: Round) -> float:
         """Returns the seconds of a round's iteration: batch, step, and the share of calls between steps."""
+        # Where a step failed, the loader alone was timed.
         return each.get("data", 0.0) + each.get("step", 0.0) + self.mean_between()
 
     def gain(self, slow: Callable[[Round], float], fast: Callable[[Round], float] | None = None) -> Gain:

@@ -277,6 +277,7 @@ def apply_in_turn(
             continue
         training, lines = changed
         diagnosis.kept.append((lines, realised.ratio))
+        # Predicted anew from the faster training. For the captured step alone a diagnosis is spared.
         if not all(each.is_captured for each in untried(now)):
             now = again(training)
     if not diagnosis.proof:
@@ -477,6 +478,7 @@ def _rank_lanes(ranks: Iterable[RankFacts]) -> str:
 
 def _roofline(facts: Facts) -> str:
     """Draws operations a second over operations for each byte: what this machine can do, and what the step does."""
+    # A step without parameters moves nothing, which has no place on a logarithmic axis.
     traffic = max(costs.traffic(facts), 1.0)
     whole = _median_iteration(facts)
     intensity = facts.product_flops / traffic

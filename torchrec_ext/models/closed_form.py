@@ -45,6 +45,7 @@ def ease(users: Tensor, items: Tensor, num_items: int, *, l2: float = 500.0) -> 
     _check_penalty(l2)
     gram = co_occurrences(users, items, num_items)
     gram.diagonal().add_(l2)
+    # With the penalty it is positive definite, so Cholesky's factor gives the inverse.
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
     weights = inverse / -inverse.diagonal()
     return weights.fill_diagonal_(0.0)
@@ -136,6 +137,7 @@ def als(
         torch.zeros(num_users, dim), torch.randn(num_items, dim, generator=generator) * 0.1 / math.sqrt(dim)
     )
     for _ in range(epochs):
+        # Users first, so that only the items' vectors have to begin somewhere.
         by_user = als_half_step(users, items, num_users, factors.items, l2=l2, unobserved=unobserved)
         by_item = als_half_step(items, users, num_items, by_user, l2=l2, unobserved=unobserved)
         factors = Factors(by_user, by_item)

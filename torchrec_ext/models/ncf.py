@@ -97,6 +97,7 @@ class ContextualNCF(TowerModel):
         user = NCFTower(
             [*ids(user_feature, users), *context_tables], gmf_dim, first, dense=context_dense, device=device
         )
+        # The two halves are one layer, so one of them adds its bias.
         item = NCFTower(
             [*ids(item_feature, items), *item_tables], gmf_dim, first, bias=False, dense=item_dense, device=device
         )
@@ -189,6 +190,7 @@ class NCFHead(InteractionLayer):
         self.rest = nn.Sequential(*layers)
         self.width = max(mlp_widths)
         self.predict = nn.Linear(gmf_dim + mlp_widths[-1], 1)
+        # LeCun uniform.
         bound = math.sqrt(3 / self.predict.in_features)
         nn.init.uniform_(self.predict.weight, -bound, bound)
         nn.init.zeros_(self.predict.bias)

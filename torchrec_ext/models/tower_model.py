@@ -83,6 +83,7 @@ class TowerModel(nn.Module):
         self.interaction = interaction
         self.loss = _LossModule(loss)
         self._names = list(towers)
+        # In the order of the towers, whatever the order of the argument.
         self._shared = [name for name in towers if name in shared]
         self._weights = _weights(self.towers)
         # A plan may leave this rank without some of the towers, so their arguments are kept here.

@@ -51,6 +51,7 @@ def over_pairs(queries: Tensor, candidates: Tensor, score: Callable[[Tensor, Ten
     """
     floats = HIDDEN_FLOATS if queries.device.type == "cpu" else HIDDEN_FLOATS_GPU
     pairs = max(1, floats // max(1, width))
+    # Few candidates leave room for several queries at once.
     query_rows = max(1, pairs // max(1, len(candidates)))
     blocks = torch.split(candidates, pairs)
     scores = []
@@ -504,6 +505,7 @@ class MultiTaskTop(TopMLP):
             raise ValueError(f"serve={list(serve)}: must be numbers of tasks, 0 to {tasks - 1}, each once")
         super().__init__(widths, hidden, activation=activation, normalization=normalization, dropout=dropout)
         first: nn.Linear = self.mlp[-1]  # type: ignore[assignment]
+        # The first head is TopMLP's, whose weights keep their names.
         self.further = nn.ModuleList(nn.Linear(first.in_features, 1) for _ in range(tasks - 1))
         self.serve = list(serve)
 

@@ -70,6 +70,7 @@ class BatchNorm(nn.BatchNorm1d):
 
     @torch.no_grad()
     def _remember(self, mean: Tensor, variance: Tensor, counts: Tensor) -> None:
+        # 0 for a batch without weight: a branch would wait for a GPU.
         rate = counts * self.momentum  # type: ignore[operator]
         self.num_batches_tracked.add_(counts)  # type: ignore[union-attr]
         self.running_mean.lerp_(mean.to(self.running_mean), rate.to(self.running_mean))  # type: ignore[union-attr]

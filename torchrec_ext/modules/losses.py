@@ -32,6 +32,7 @@ def bce(logits: Tensor, batch: TowerBatch) -> Tensor:
         ValueError: not one logit for each row.
     """
     check_rows(logits, batch)
+    # Divided here, because the total weight is that of all ranks.
     loss = binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="sum")
     return loss / batch.total_weight
 
@@ -186,6 +187,7 @@ def softmax_losses(
     if log_q is not None:
         scores = scores - log_q
     if excluded is not None:
+        # Its share of the softmax is then exactly 0.
         scores = scores.masked_fill(excluded, -torch.inf)
     return cross_entropy(scores, targets, reduction="none")
 

@@ -66,6 +66,7 @@ class Packing:
         """Returns a tensor of the host on the device, which need not wait for it."""
         if self._device.type == "cpu":
             return tensor
+        # From page-locked memory, or the copy would wait.
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def without_last_steps(self, attention: Attention) -> tuple[Tensor, Packing]:
@@ -89,6 +90,7 @@ class Packing:
         """The buckets; together they hold each sequence of one step or more once."""
         buckets = []
         for steps, valid in self._host_buckets:
+            # Sequences of one length need no mask.
             mask = None if bool(valid.all()) else self.moved(valid)
             buckets.append(Bucket(self.moved(steps), mask))
         return buckets
@@ -99,6 +101,7 @@ class Packing:
         if self.attention == "bucketed":
             widths = _widths(self.longest)
         lengths = self.host.lengths
+        # An empty sequence is in no bucket.
         bucket_of = torch.bucketize(lengths, torch.tensor(widths)).masked_fill(lengths == 0, -1)
         buckets = []
         for index, width in enumerate(widths):
@@ -106,6 +109,7 @@ class Packing:
             if len(rows):
                 steps = torch.arange(width)
                 lengths_of_rows = lengths[rows][:, None]
+                # Padding repeats the last step, so that it is an index too.
                 packed = self.host.offsets[rows][:, None] + torch.minimum(steps, lengths_of_rows - 1)
                 buckets.append((packed, steps < lengths_of_rows))
         return buckets
@@ -113,6 +117,7 @@ class Packing:
     @cached_property
     def back(self) -> Tensor:
         """(P,) int64, each packed step's index among the steps of all buckets, flattened one after the other."""
+        # Padding has no packed step to go back to.
         flat = torch.cat([valid.flatten() for _, valid in self._host_buckets]).nonzero()[:, 0]
         packed = torch.cat([steps.flatten() for steps, _ in self._host_buckets])[flat]
         return self.moved(torch.empty_like(flat).scatter_(0, packed, flat))
@@ -315,6 +320,7 @@ class SessionEncoder(Recorded, nn.Module):
             )
             for _ in range(layers)
         )
+        # With norm_first nothing has normalised the sum of the last layer.
         self.norm = nn.LayerNorm(width) if norm_first else nn.Identity()
 
     def forward(self, steps: Tensor, lengths: Tensor) -> Tensor:

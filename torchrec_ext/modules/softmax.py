@@ -85,6 +85,7 @@ def in_batch_negatives(
     size = len(ids)
     count = size if queries is None else queries
     _check(embeddings, ids, log_q, count, rows, present)
+    # An exchange of sizes, for which a GPU is waited.
     if rows is None:
         rows = _greatest(embeddings, log_q, group)
     if present is None:
@@ -162,6 +163,7 @@ def _greatest(embeddings: Tensor, log_q: Tensor | None, group: dist.ProcessGroup
         return len(embeddings)
     local = torch.tensor([[*embeddings.shape, log_q is not None]], device=embeddings.device)
     sizes = _gathered(local, group).tolist()
+    # On all ranks, because an error on one alone would leave the others waiting.
     facts = {"D of the embeddings": [size[1] for size in sizes], "log_q given": [bool(size[2]) for size in sizes]}
     for name, by_rank in facts.items():
         if len(set(by_rank)) > 1:
@@ -314,6 +316,7 @@ def _hidden_hits(targets: Tensor, candidate_ids: Tensor) -> _LeaveOut:
 
 def _indexed_hits(targets: Tensor, candidate_ids: Tensor) -> _LeaveOut:
     """Returns what leaves targets out by the (row, column) of each, found once."""
+    # Once for all blocks, forward and backward.
     ordered, columns = candidate_ids.sort()
     first = torch.searchsorted(ordered, targets)
     counts = torch.searchsorted(ordered, targets, right=True) - first

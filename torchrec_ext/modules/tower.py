@@ -242,6 +242,7 @@ class Tower(Recorded, nn.Module):
             looked_up: embeddings of released tables.
             weights: (B,) weight of each row for batch normalisation; by default all 1.
         """
+        # A table may be stored in 16 bits.
         blocks = [embedded.to(dense.dtype) for embedded in self._pooled(sparse, looked_up or {})]
         if self.attention is not None:
             listed = dict(looked_up or {})
@@ -262,6 +263,7 @@ class Tower(Recorded, nn.Module):
         side_by_side = beside(blocks)
         if self.compress is not None:
             side_by_side = self.compress(side_by_side)
+        # Without layers the MLP is an Identity, which takes no weights.
         if isinstance(self.mlp, Layers):
             return self.mlp(side_by_side, weights)  # type: ignore[no-any-return]
         return self.mlp(side_by_side)  # type: ignore[no-any-return]
@@ -444,6 +446,7 @@ class Towers(nn.ModuleDict):
         for name in self.reads if names is None else names:
             shared, tower_columns, weighs, reads_host_lengths = self.reads[name]
             rows, columns = (shared_sparse, shared_dense) if shared else (sparse, dense)
+            # Only what a tower takes: one of the user's own may know none of these arguments.
             options: dict[str, Any] = {}
             if looked_up and hasattr(self[name], "release_tables"):
                 options["looked_up"] = looked_up

@@ -43,6 +43,7 @@ class ThreadClock:
 
     def __call__(self) -> float:
         """Returns seconds since some moment."""
+        # The file is that of the thread that opened it.
         assert threading.get_ident() == self._thread, "a ThreadClock belongs to the thread that made it"
         if self._file < 0:
             return time.perf_counter()

@@ -61,6 +61,7 @@ def _open_for_writing() -> Iterator[tuple[str, os.stat_result]]:
         except OSError:  # closed meanwhile, as the descriptor of this listing
             continue
         writable = int(flags, 8) & (os.O_WRONLY | os.O_RDWR) and int(entry.name) >= _STANDARD
+        # A file without a link has no name any more: it is gone when it is closed.
         if writable and stat.S_ISREG(about.st_mode) and about.st_nlink:
             yield path, about
 

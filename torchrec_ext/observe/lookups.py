@@ -54,6 +54,7 @@ def count_lookups(roots: Sequence[nn.Module]) -> Iterator[dict[Any, tuple[TableF
             add((id(module), index), module, facts)
 
     with ExitStack() as stack:
+        # Two roots may hold one module, whose ids count once.
         for module in dict.fromkeys(modules):
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 stack.callback(module.register_forward_pre_hook(plain).remove)

@@ -23,6 +23,7 @@ def best_seconds(call: Callable[[], Any]) -> float:
     while time.perf_counter() < end:
         start = time.perf_counter()
         call()
+        # The least, because other processes can only make a call longer.
         best = min(best, time.perf_counter() - start)
     return best
 
@@ -72,6 +73,7 @@ def bytes_read() -> int | None:
 def roofline() -> tuple[float, float]:
     """Returns floating-point operations of a large product, and bytes of a large copy, a second, on today's threads."""
     size = 768
+    # 64 MiB each, which no cache holds.
     many = 2**24
     matrix = torch.randn(size, size)
     source = torch.ones(many)

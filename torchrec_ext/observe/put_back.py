@@ -67,6 +67,7 @@ def copy_attributes(attributes: dict[str, Any], leave: tuple[str, ...] = ()) -> 
 
 def copy_slots(each: Any) -> PutBack:
     """Copies the slots of an object."""
+    # Past the class's own __setattr__, which a frozen one refuses with.
     return _copy_names(partial(slots_of, each), partial(object.__setattr__, each), partial(object.__delattr__, each))
 
 

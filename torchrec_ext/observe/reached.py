@@ -179,6 +179,7 @@ def is_library(name: str) -> bool:
         return False
     file = getattr(sys.modules.get(name), "__file__", None)
     folders = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+    # A module that is built in has no file.
     return file is None or any(folder in file for folder in folders)
 
 

@@ -94,6 +94,7 @@ def module_line(model: nn.Module, path: str) -> str:
 @functools.cache
 def owner_of(file: str) -> str:
     """Returns whose code a file is: ``optimizer`` and ``autograd`` of torch, ``hidden``, ``library``, or ``user``."""
+    # Both are torch's own folders, so they are asked for before torch itself.
     if file.startswith(_OPTIMIZERS):
         return "optimizer"
     if file.startswith(_AUTOGRAD):

@@ -120,6 +120,7 @@ class BatchColumns:
         return cls(
             sparse=features_of(tables, shared, oov_ids or {}, weights),
             dense=tuple(dense),
+            # A feature's weights stand where its ids do.
             shared=shared | {weights[name] for name in shared if name in weights},
             joint=unique(joint.plain),
             weighted=unique(joint.weighted),
@@ -203,6 +204,7 @@ class BatchColumns:
             tables.update(feature.tables)
         features = []
         for feature in self.sparse:
+            # A table has one map of ids for all of its features.
             features.append(replace(feature, dynamic=feature.dynamic or not tables.isdisjoint(feature.tables)))
         return replace(self, sparse=tuple(features))
 

@@ -76,6 +76,7 @@ def finite(name: str, column: Tensor, rows: ExpectedRows) -> Tensor:
 def between(name: str, column: Tensor, rows: ExpectedRows, bounds: tuple[float, float] | None) -> Tensor:
     """Returns the column as float32; raises a DataError if a value is not finite or outside ``bounds``."""
     column = _of_shape(name, column, rows)
+    # torch.aminmax refuses an empty tensor.
     if not column.numel():
         return column
     extremes = finite_range(column)
@@ -159,6 +160,7 @@ def bags_of(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Check
         DataError: the types are wrong, or the lengths do not fit the rows and ids.
     """
     _check_types(feature.name, column)
+    # Without lengths each row has one id.
     values, lengths, _ = column
     if lengths is not None:
         _check_lengths(feature.name, values, lengths, rows)
@@ -204,6 +206,7 @@ def check_ids(values: Tensor, columns: Sequence[CheckedBags], *, replace: bool) 
     start = 0
     for run in _runs(columns):
         stop = start + sum(column.bags.values.numel() for column in run)
+        # torch.aminmax refuses an empty tensor.
         if stop > start:
             _check_run(values[start:stop], run, replace)
         start = stop
@@ -231,6 +234,7 @@ def _check_run(ids: Tensor, columns: list[CheckedBags], replace: bool) -> None:
         low, high = (bound.tolist() for bound in torch.aminmax(ids.view(len(columns), -1), dim=1))
     for number, column in enumerate(columns):
         feature = column.feature
+        # Any 64-bit number is an id of such a feature: rows come later.
         if feature.dynamic:
             continue
         if low[number] < 0 or high[number] >= feature.num_embeddings:

@@ -182,6 +182,7 @@ def features_of(
             # An id must be a row of every table that reads it.
             num_embeddings=min(table.num_embeddings for table in feature_tables),
             oov_id=oov_ids.get(name, 0),
+            # A feature whose tables are all read jointly is in no other tensor.
             keyed=not set(names_of_tables) <= {*joint.plain, *joint.weighted},
             weights=weights.get(name),
             row_bytes=sum(row_sizes),
@@ -221,6 +222,7 @@ def dense_names(dense: Sequence[str] | Mapping[str, int]) -> tuple[str, ...]:
     for name, width in dense.items():
         if width < 1:
             raise ValueError(f"dense: {name}={width}: the column must have 1 number in each row or more")
+        # A column of one number keeps its name.
         if width == 1:
             names.append(name)
         else:

@@ -86,6 +86,7 @@ class BatchSource:
             start = clock()
             computed = thread_time()
             batch = next(self._iterator)
+        # The thread's own time leaves out sleeps and reads, which the clock counts.
         computed = thread_time() - computed
         seconds = clock() - start
         self.seconds.append(seconds)
@@ -147,6 +148,7 @@ class BatchSource:
 def loader_with(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """Returns a DataLoader with the same Dataset, sampler and settings, but no running workers of its own."""
     changed = copy.copy(loader)
+    # Past __setattr__, by which a DataLoader refuses to change its settings.
     vars(changed).update({"persistent_workers": False, "_iterator": None, **changes})
     return changed
 

@@ -86,6 +86,7 @@ def _ddp(facts: Facts) -> Answer:
 
     gain = facts.gain(lambda each: 1.25 * slow(each), fast)
     why = f"predicted for 2 processes at the same batch in all, which exchange {dense / 2**20:,.1f} MiB a step"
+    # Two processes need two cores.
     if facts.busy is not None and facts.cores - facts.busy < 1.7:
         gain = Gain(gain.low / 2, gain.high)
         why = f"{why}{busy_text(facts)}"

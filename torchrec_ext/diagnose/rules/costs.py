@@ -153,6 +153,7 @@ def _without_ops(facts: Facts, each: Round, line: LineFacts) -> float:
 
 def held_lines(facts: Facts) -> list[tuple[LineFacts, float]]:
     """Returns the lines of a step with much time outside of ops, and their shares, the largest first."""
+    # Without counted ops every line would seem to hold the step.
     if facts.ranks or "ops" in facts.not_measured or not facts.has("data", "step", "op"):
         return []
     # Ops on whole tables are a cause of their own.

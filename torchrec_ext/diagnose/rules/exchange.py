@@ -90,6 +90,7 @@ def _kib(calls: Sequence[CollectiveFacts]) -> float:
 
 def _by_bytes(facts: Facts) -> float:
     """Returns the share of the exchange's time for its bytes, at the rate of the links."""
+    # Beyond the latency the seconds of a message are those of its bytes.
     rates = [each.send_s - facts.latency_s for each in facts.ranks if each.send_s > facts.latency_s]
     if not rates or not facts.link_bytes:
         return 0.0
@@ -199,6 +200,7 @@ def unmerged_exchange(facts: Facts) -> Finding | None:
 
 def latency(facts: Facts) -> Finding | None:
     """The exchange takes the time of its messages' way, whatever their size."""
+    # A slow link and many small collectives are causes of their own.
     if not facts.collectives or next(_slow_links(facts), None) or unmerged_exchange(facts) or _by_bytes(facts) > 0.5:
         return None
     evidence = (
@@ -227,6 +229,7 @@ def bandwidth(facts: Facts) -> Finding | None:
     half = Remedy(
         name="half the bytes: 16 bits on the way",
         lines=lines,
+        # Half the bytes save half of their time at most.
         gain=_gain_of_exchange(facts, 0.25 * rows, 0.5 * rows),
         changes=Change.BF16_SUMS,
         basis="predicted from the bytes",
@@ -294,6 +297,7 @@ def one_rank(facts: Facts) -> Gain | None:
     alone = [each.alone_s for each in facts.ranks if each.alone_s]
     if not alone or not facts.rounds:
         return None
+    # One rank would load the batches of all, and make their steps.
     seconds = len(facts.ranks) * statistics.median(alone)
     between = facts.mean_between()
     ratios = [facts.iteration(each) / (seconds + len(facts.ranks) * each["data"] + between) for each in facts.rounds]

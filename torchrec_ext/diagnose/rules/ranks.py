@@ -52,6 +52,7 @@ def _excess(facts: Facts, span: str) -> Excess:
 
 def _without(facts: Facts, seconds: float) -> Gain:
     """Returns the speed-up if ranks waited `seconds` less for the slow one."""
+    # Something of an iteration always stays.
     return paired_gain([total / max(total - min(seconds, 0.97 * total), 1e-9) for total in _iterations(facts)])
 
 
@@ -175,6 +176,7 @@ def rotating_straggler(facts: Facts) -> Finding | None:
     computed = [[_computed(each) for each in step] for step in steps]
     slowest = [step.index(max(step)) for step in computed]
     counts = [slowest.count(rank) for rank in range(len(facts.ranks))]
+    # Fewer steps do not tell whether the slowest rank is always the same.
     if len(steps) < 8 or max(counts) > _CONSTANT * len(steps):
         return None
     # By the median, so that a step in which the machine had a hiccup makes no straggler.
@@ -261,6 +263,7 @@ def imbalanced_table(facts: Facts) -> Finding | None:
     """The tables of one rank are read far more than those of the others."""
     values = [float(sum(table.numbers_read for table in each.tables)) for each in facts.ranks]
     most = _excessive(facts, values)
+    # Uneven lists explain uneven look-ups without the tables.
     if most is None or _top([each.ids for each in facts.ranks])[1] >= _UNEVEN:
         return None
     name = rank_name(facts, most.rank)
