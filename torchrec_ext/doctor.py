@@ -472,6 +472,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         requested_triple = stack.triple_by_name(flags.stack) if flags.stack else None
         if flags.install or flags.editable:
             variant = stack.wanted_variant(stack.installed(), stack.machine_variant())
+            # stdout is for the report, which may be JSON.
             say = partial(print, file=sys.stderr, flush=True)
             say(f"installing for {variant} into {sys.prefix}")
             if python := _python_problem(sys.version_info[:2]):
@@ -479,6 +480,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             install(variant, flags.editable, say, requested_triple)
             if variant == "cpu":
                 build_shared_memory(say)
+            # pip has installed packages since this process looked for some.
             importlib.invalidate_caches()
         installation = diagnose(really_import=flags.really_import, named=requested_triple)
     except (InstallError, ValueError) as error:

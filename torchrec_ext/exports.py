@@ -126,6 +126,7 @@ class Registry(Mapping[str, Any]):
         return self._objects[name]
 
     def __contains__(self, name: object) -> bool:
+        # Mapping's own would import the object.
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:

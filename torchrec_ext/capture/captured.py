@@ -388,9 +388,10 @@ class CapturedStep:
         if not self._clip_norm:
             return
         limited = [parameter.name for parameter in self._memory.parameters if not parameter.sharded]
-        counted_grads = {name: [grad for grad in grads[name] if grad is not None] for name in limited}
+        counted_grads: dict[str, list[Tensor]] = {}
         for name in limited:
             table = tables.get(name)
+            counted_grads[name] = [grad for grad in grads[name] if grad is not None]
             if isinstance(table, RowTable) and grads[name]:
                 # A row that was looked up twice has one gradient in the norm: the sum of both.
                 row_gradients, is_representative = table.gradients(grads[name])

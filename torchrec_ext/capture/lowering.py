@@ -131,8 +131,7 @@ def static_bags(read: Read) -> Lower:
 
     def lower(path: str, collection: nn.Module) -> nn.Module:
         check_pools(path, collection)
-        tables: list[EmbeddingBagConfig] = table_configs(collection)
-        return LoweredBags(tables, read)
+        return LoweredBags(table_configs(collection), read)
 
     return lower
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -342,6 +343,7 @@ class StepMemory:
         self.parameters = list(parameters)
         self.fixed = dict(fixed)
         self._clips = clips
+        # By identity: each group has a rate of its own, and two groups may be equal.
         self._groups = list({id(parameter.group): parameter.group for parameter in self.parameters}.values())
         self.device = self.parameters[0].weight.device
         self._step = torch.zeros((), device=self.device)
@@ -373,7 +375,7 @@ class StepMemory:
         Raises:
             CannotCaptureError: the parameters have made different numbers of steps.
         """
-        counts = {float(step) for parameter in self.parameters for step in parameter.steps}
+        counts = set(map(float, chain.from_iterable(parameter.steps for parameter in self.parameters)))
         if len(counts) > 1:
             raise CannotCaptureError(f"some parameters have made {min(counts):.0f} steps and others {max(counts):.0f}")
         self._step.fill_(max(counts, default=0.0))

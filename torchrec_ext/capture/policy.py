@@ -140,6 +140,7 @@ class CapturePolicy:
 
     def note(self, text: str) -> None:
         """Says a line, unless it was said before."""
+        # A note may come up in every step.
         if text not in self._notes:
             self._notes.add(text)
             self._note(text)

@@ -348,6 +348,7 @@ def row_clock(rows: int, step: int, choice: Choice, device: torch.device) -> Row
     decays = bool(decay_of(choice))
 
     def sums(dtype: torch.dtype, *, is_used: bool) -> Tensor:
+        # A sum that is not used is a tensor too, so that the clocks of all tables have the same inputs.
         return torch.zeros(SLIDES if is_used else 1, dtype=dtype, device=device)
 
     since = torch.zeros(rows, dtype=torch.int32, device=device)

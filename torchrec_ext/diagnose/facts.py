@@ -316,7 +316,7 @@ class Facts:
 
     def has(self, *names: str) -> bool:
         """Whether every round measured all of these."""
-        return bool(self.rounds) and all(name in each for each in self.rounds for name in names)
+        return bool(self.rounds) and all(set(names) <= each.keys() for each in self.rounds)
 
     def median(self, name: str) -> float:
         """Returns the median seconds of an experiment; 0 if it is missing."""

@@ -183,6 +183,7 @@ def _blocks(
     ordered = columns[rows.argsort(stable=True)]
     starts = counts.cumsum(0) - counts
     by_count = counts.argsort(stable=True)
+    # A row without columns keeps its vector of 0.
     by_count = by_count[counts[by_count] > 0]
     while len(by_count):
         rest = counts[by_count]

@@ -114,6 +114,7 @@ class MultiTaskModel(TowerModel):
         loss = sum(weight * losses[task] for task, weight in enumerate(self.tasks.values()))
         predictions = {}
         for task, name in enumerate(self.tasks):
+            # The first task's labels are the batch's own.
             labels = batch.targets[:, task - 1] if task else batch.labels  # type: ignore[index]
             predictions[name] = Prediction(losses[task].detach(), logits[:, task].detach(), labels, weights[:, task])
         return loss, TaskPredictions(loss.detach(), logits[:, 0].detach(), batch.labels, batch.weights, predictions)

@@ -77,6 +77,7 @@ class RetrievalModel(TowerModel):
             )
         super().__init__(towers, interaction, shared=shared)
         self.in_batch = _InBatchLoss(loss, interaction, counts, known, item_feature, temperature)
+        # Only known items are looked up by users.
         self._query = None if known is None else user_feature
         self._candidate = item_feature
 

@@ -289,6 +289,7 @@ def bst(
         max_length=max_length,
         **top,
     )
+    # All features of a step are equally many, so one tells the lengths.
     network.session = session[0]
     return TowerModel(towers, network)
 

@@ -283,6 +283,7 @@ class TopMLP(InteractionLayer):
     def _rest(self, query: Tensor, candidate: Tensor) -> Tensor:
         """Returns (b, n) logits from the two halves of the first layer, (b, 1, H) and (1, n, H)."""
         hidden = query + candidate
+        # Batch normalisation takes two dimensions: rows and columns.
         return self.mlp[1:](hidden.flatten(0, 1)).view(hidden.shape[:2])  # type: ignore[no-any-return]
 
 

@@ -176,6 +176,7 @@ def mlp(
         if dropout:
             block.append(nn.Dropout(dropout))
         if residual and before == width:
+            # As wide as its input, so that both can be added.
             block = [Residual(*block)]
         layers += block
     # Called for its check: a wrong name must raise even without hidden layers.

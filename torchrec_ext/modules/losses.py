@@ -309,6 +309,7 @@ def check_fed(loss: str, *, negatives: int, label: str | None, metric: str | Non
         if kind.catalogue:
             why = "all items are negatives of each positive already"
         remedies = ["set loader.negatives=0"]
+    # Only what these rows and this interaction can feed, so that the remedy works.
     others = [name for name, kind in LOSSES.items() if kind.fits(negatives=negatives, label=label, metric=metric)]
     if others:
         remedies.append(f"take model.loss={' or '.join(others)}")

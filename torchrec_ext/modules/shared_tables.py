@@ -210,8 +210,8 @@ def look_ups(towers: Towers, names: Sequence[str]) -> SharedTables:
         released |= set(tower.released_tables)
     tables = merged(chain.from_iterable(tower.tables for tower in members.values()))
     tables = [table for table in tables if table.name in released]
-    all_readers = readers(members)
-    read_by = {table.name: all_readers[table.name] for table in tables}
+    read_by = readers(members)
+    read_by = {table.name: read_by[table.name] for table in tables}
     return SharedTables(tables, towers.columns(shared=True), read_by, (), torch.device("meta"))
 
 

@@ -5,7 +5,6 @@ A plan runs towers one after the other on each rank, or places them on ranks of 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -459,9 +458,8 @@ class Towers(nn.ModuleDict):
 
 
 def _check_columns(towers: Towers) -> None:
-    members: list[Any] = list(towers.values())
-    dense = Counter(chain.from_iterable(tower.dense for tower in members))
-    twice = sorted(name for name, count in dense.items() if count > 1)
+    dense = [name for tower in towers.values() for name in tower.dense]  # type: ignore[union-attr]
+    twice = sorted({name for name in dense if dense.count(name) > 1})
     if twice:
         raise ValueError(
             f"dense columns {twice} are read by more than one tower; give each tower a column of its own name"

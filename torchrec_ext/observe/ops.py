@@ -95,10 +95,9 @@ class Sizes:
         self.few: list[float] = []
         self.many: list[float] = []
 
-    def add(self, packet: Any, args: Any, result: Any, seconds: float, line: str) -> None:
-        """Adds an op of a line."""
+    def add(self, packet: Any, args: Any, tensors: Sequence[Tensor], seconds: float, line: str) -> None:
+        """Adds an op of a line; ``tensors`` are those of its arguments and results."""
         name = packet.__name__
-        tensors = tensors_in((args, result))
         most = max((each.numel() for each in tensors), default=0)
         times = self.many if most > _FEW else self.few
         times.append(seconds)
@@ -220,7 +219,8 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         packet = func._overloadpacket
         self.kinds[packet.__name__] += seconds
         # The mode sees ops of both devices, and a model may have parts on the CPU.
-        if any(each.is_cuda for each in tensors_in((args, result))):
+        op_tensors = tensors_in((args, result))
+        if any(each.is_cuda for each in op_tensors):
             waits = waits_for_device(func, args, kwargs)
         else:
             # Backward and optimizer belong to torch: what Python reads there is not for the user to change.
@@ -247,7 +247,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The step of a user's own optimizer too: torch's wrapper around it is in the stack.
         if any(owner_of(code.co_filename) == "optimizer" for code, _ in stack):
             line_of_sizes = "optimizer"
-        self.sizes.add(packet, args, result, seconds, line_of_sizes)
+        self.sizes.add(packet, args, op_tensors, seconds, line_of_sizes)
         return result
 
     @contextmanager

@@ -311,6 +311,7 @@ class BatchSchema(BatchColumns):
             raise DataError(
                 f"the labels of the tasks {list(self.tasks)} are missing; give targets of shape (B, {len(self.tasks)})"
             )
+        # Labels of tasks that the model lacks are ignored, as further columns are.
         if targets is None or not self.tasks:
             return None
         if targets.shape != (rows.size, len(self.tasks)):

@@ -144,6 +144,7 @@ def joints(tables: Iterable[BaseEmbeddingConfig], shared: Collection[str], weigh
         shared_names = [name for name in table.feature_names if name in shared]
         row_names = [name for name in table.feature_names if name not in shared]
         pairs = [Joint(*pair) for pair in zip_longest(shared_names, row_names)]
+        # Bags with weights stand apart from all others, see Joint.
         if not set(weights).isdisjoint(table.feature_names):
             result.weighted[table.name] = pairs
         elif shared_names and row_names:
@@ -191,6 +192,7 @@ def features_of(
     return tuple(features)
 
 
+# The last brackets alone: the name of a column may have others.
 _ELEMENT = re.compile(r"(.+)\[(\d+)\]")
 
 

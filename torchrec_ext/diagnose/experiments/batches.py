@@ -50,7 +50,9 @@ class BatchSource:
             self._ahead = [next(self._iterator)]
         except StopIteration:
             raise ValueError(f"batches: {type(batches).__name__} gives no batch; give at least one") from None
-        self._keep()
+        if self.kind == "iterator":
+            # What is taken of an iterator is kept, to be handed back.
+            self._history += self._ahead
 
     @property
     def first(self) -> Any:
@@ -61,10 +63,6 @@ class BatchSource:
     def is_ahead(self) -> bool:
         """Whether the next batch is ready."""
         return bool(self._ahead)
-
-    def _keep(self) -> None:
-        if self.kind == "iterator":
-            self._history += self._ahead
 
     def peek(self) -> None:
         """Gets the next batch ready, so that only its step can fail then."""

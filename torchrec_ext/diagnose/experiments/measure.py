@@ -7,7 +7,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -95,7 +94,11 @@ class Experiments:
         loop.notes += _burst_notes(loop.source.seconds, rounds)
         worker = self._time_worker(rounds)
         runs = self._time_between(between)
-        products = self._products(counted)
+        products = Products()
+        if cuda:
+            loop.not_measured["products"] = "timed on a CPU alone"
+        else:
+            products = sum_products(counted.products)
         kernels, device_busy = self._watch_device(rounds)
         flops, traffic = machine
         if not cuda:
@@ -289,14 +292,9 @@ class Experiments:
             self._rounds.share_missing()
         if "worker" in loop.not_measured:
             return ()
+        # A worker is tried without exchange, which both sides have in the loop.
         exposed = statistics.median([each.get("wait", 0.0) + each.get("exchange", 0.0) for each in rounds])
         return [(old + exposed, new + exposed) for old, new in turns]
-
-    def _products(self, counted: Counted) -> Products:
-        if self._loop.cuda:
-            self._loop.not_measured["products"] = "timed on a CPU alone"
-            return Products()
-        return sum_products(counted.products)
 
     def _time_between(self, between: Mapping[str, tuple[Callable[[], object], int]]) -> Sequence[Between]:
         """Times the calls between steps once."""
@@ -383,8 +381,9 @@ def _line_facts(samples: Samples, counted: Counted, iterations: int) -> Sequence
 def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Any]:
     """Returns the parameters of all optimizers by id."""
     parameters = {}
-    for group in chain.from_iterable(each.param_groups for each in optimizers):
-        parameters.update({id(parameter): parameter for parameter in group["params"]})
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters |= {id(parameter): parameter for parameter in group["params"]}
     return parameters
 
 

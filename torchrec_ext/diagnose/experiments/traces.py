@@ -110,6 +110,7 @@ def parted(traced: Sequence[Sequence[Traced]], offsets: Sequence[float] = ()) ->
             parts = dict.fromkeys(STEP_PARTS, 0.0)
             for part in step.parts:
                 parts[part.name] += part.seconds
+            # All that is neither backward nor an optimizer.
             parts["forward"] = step.step.seconds - sum(parts.values())
             inside = 0.0
             # Collectives count by themselves, and not for the part that calls them.
@@ -165,9 +166,9 @@ def collectives_of(traced: Sequence[Sequence[Traced]], offsets: Sequence[float])
                 line=call.line,
                 span=_inside(first[ranks[0]], call),
                 ranks=ranks,
-                bytes=[statistics.fmean(each) for each in zip(*sizes, strict=True)],
+                bytes=list(map(statistics.fmean, zip(*sizes, strict=True))),
                 exchange_s=max(0.0, statistics.median(exchange)),
-                waits_s=[statistics.median(each) for each in zip(*waits, strict=True)],
+                waits_s=list(map(statistics.median, zip(*waits, strict=True))),
             )
         )
     return collectives
@@ -248,5 +249,10 @@ def _lanes(steps: Sequence[Traced], offsets: Sequence[float]) -> list[list[tuple
                 call = meeting.calls[rank]
                 arrival = min(max(call.begin.wall, meeting.last + offset), call.end.wall)
                 spans += [("wait", call.begin.wall, arrival), ("exchange", arrival, call.end.wall)]
-        lanes.append([(name, a - offset - zero, b - offset - zero) for name, a, b in spans if b - a > 1e-6])
+        lane = []
+        for name, start, end in spans:
+            # Shorter than a microsecond there is nothing to see.
+            if end - start > 1e-6:
+                lane.append((name, start - offset - zero, end - offset - zero))
+        lanes.append(lane)
     return lanes

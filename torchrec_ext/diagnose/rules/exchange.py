@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from torchrec_ext.diagnose.facts import CollectiveFacts, Facts, Gain, RankFacts, paired_gain
 from torchrec_ext.diagnose.findings import Change, Finding, Remedy, expected, finding_of_cost, in_ms, share_of
@@ -106,7 +107,8 @@ def _share_of_sums(facts: Facts) -> float:
 
 def _sharded(facts: Facts) -> list[TableFacts]:
     """Returns the shards of sharded tables."""
-    return [table for each in facts.ranks for table in each.tables if table.sharding not in ("", "data_parallel")]
+    tables = chain.from_iterable(each.tables for each in facts.ranks)
+    return [table for table in tables if table.sharding not in ("", "data_parallel")]
 
 
 def _mib(tables: Sequence[TableFacts]) -> float:
@@ -246,28 +248,29 @@ def oversubscribed(facts: Facts) -> Finding | None:
     by_host: dict[str, list[RankFacts]] = {}
     for each in facts.ranks:
         by_host.setdefault(each.host, []).append(each)
-    crowded = [ranks for ranks in by_host.values() if sum(each.threads for each in ranks) > _core_count(ranks)]
+    crowded = [ranks for ranks in by_host.values() if _thread_count(ranks) > _core_count(ranks)]
     if not crowded:
         return None
     ranks = max(crowded, key=_queued_share)
     cost = _queued_share(ranks)
     host = ranks[0].host
     cores = _core_count(ranks)
-    threads = sum(each.threads for each in ranks)
     slower = statistics.median([each.together_s / each.alone_s for each in ranks if each.alone_s] or [1.0])
     evidence = (
-        f"{len(ranks)} ranks with {threads} thread(s) share {cores} core(s) of {host or 'this host'}: for {cost:.0%} "
-        "of an iteration a rank is ready to run and has no core",
+        f"{len(ranks)} ranks with {_thread_count(ranks)} thread(s) share {cores} core(s) of {host or 'this host'}: for "
+        f"{cost:.0%} of an iteration a rank is ready to run and has no core",
         f"its step without exchange takes {slower:.2f} times as long beside the others as alone",
     )
     lines = (
         f"-j 1x{cores} --threads 1" if facts.recipe else f"torchrun --nproc-per-node {cores} ...",
         "OMP_NUM_THREADS=1; and no taskset, cgroup or container limit of fewer cores than processes",
     )
+    # Something of an iteration always stays.
+    queue = min(cost, 0.9)
     remedy = Remedy(
         name="as many processes as cores, with one thread each",
         lines=lines,
-        gain=Gain(max(1.0, 1 / (1 - 0.5 * min(cost, 0.9))), 1.3 / (1 - min(cost, 0.9))),
+        gain=Gain(max(1.0, 1 / (1 - 0.5 * queue)), 1.3 / (1 - queue)),
         changes=Change.BATCH,
         basis="predicted from the time without a core",
     )
@@ -276,7 +279,12 @@ def oversubscribed(facts: Facts) -> Finding | None:
 
 
 def _core_count(ranks: Sequence[RankFacts]) -> int:
-    return len({core for each in ranks for core in each.cores})
+    # Ranks of one host may use the same cores.
+    return len(set[int]().union(*(each.cores for each in ranks)))
+
+
+def _thread_count(ranks: Sequence[RankFacts]) -> int:
+    return sum(each.threads for each in ranks)
 
 
 def _queued_share(ranks: Sequence[RankFacts]) -> float:

@@ -173,7 +173,7 @@ def _step_of(rank: RankFacts) -> float:
 def rotating_straggler(facts: Facts) -> Finding | None:
     """The slow rank is another one in each step."""
     steps = list(zip(*(each.steps for each in facts.ranks), strict=True))
-    computed = [[_computed(each) for each in step] for step in steps]
+    computed = [list(map(_computed, step)) for step in steps]
     slowest = [step.index(max(step)) for step in computed]
     counts = [slowest.count(rank) for rank in range(len(facts.ranks))]
     # Fewer steps do not tell whether the slowest rank is always the same.
@@ -233,7 +233,7 @@ def _top(values: Sequence[float]) -> tuple[int, float]:
 def _excessive(facts: Facts, values: Sequence[float]) -> Excessive | None:
     """Returns the rank with most, if it has far more than the mean and computes longer than it."""
     rank, times = _top(values)
-    steps = [_step_of(each) for each in facts.ranks]
+    steps = list(map(_step_of, facts.ranks))
     seconds = steps[rank] - statistics.fmean(steps)
     if times < _UNEVEN or seconds <= 0:
         return None
