@@ -380,7 +380,7 @@ def _line_facts(samples: Samples, counted: Counted, iterations: int) -> Sequence
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Any]:
     """Returns the parameters of all optimizers by id."""
-    parameters = {}
+    parameters: dict[int, Any] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             parameters |= {id(parameter): parameter for parameter in group["params"]}
