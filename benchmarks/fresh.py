@@ -1,7 +1,7 @@
 """From an event to the first answer that knows it: a log that grows, rec.train.stream and rec.serve.http.
 
-10,000 events a second of 1 M users and 200,000 items, for ten minutes, after all of them have been seen once; 100 requests
-a second. A bundle every 1.5 seconds. Trainer and server have a core each, and writer and client share them.
+10,000 events a second of 1 M users and 200,000 items, for ten minutes, after all of them have been seen once. 100
+requests a second, and a bundle every 1.5 seconds. Trainer and server have a core each; writer and client share them.
 """
 
 from __future__ import annotations

@@ -181,6 +181,7 @@ class DynamicIds:
         self.now += not again
         rows = self._look_ups.find(self._index, flat, layout).clamp_(min=0)
         self._sightings.add(self.now, rows + self._starts[layout.table])
+        # Each look-up waits by itself, with repeats: adding them up can wait for the admission.
         missing = (rows == 0).nonzero().squeeze(1)
         self.counts["lookups"] += len(flat)
         self.counts["unknown"] += len(missing)
@@ -234,6 +235,7 @@ class DynamicIds:
                 self._warned.add(table.name)
                 _warn_of_refused(table, self.now, len(chosen) - len(free))
             self.counts["refused"] += len(chosen) - len(free)
+            # In the order of ids, so that all ranks refuse the same ones.
             chosen = chosen[: len(free)]
             rows[chosen] = free
             table.give(free, ids[chosen], sightings[chosen], self.now)
@@ -241,6 +243,7 @@ class DynamicIds:
             self.counts["admitted"] += len(free)
         # The lowest bit marks a candidate as seen since candidates were last forgotten.
         values = torch.where(rows > 0, rows, -(2 * total.clamp(max=MOST_SIGHTINGS) + 1))
+        # What has been counted before has a place already; only the others are inserted.
         self._index.set(slots[counted], values[counted])
         absent = (~counted & can_have_row).nonzero().squeeze(1)
         self._index.insert(ids[absent], number[absent], values[absent])
@@ -257,6 +260,7 @@ class DynamicIds:
         """Returns up to ``count`` free rows; evicts if there are not as many."""
         missing = count - table.free
         if missing > 0:
+            # An eviction ranks by all look-ups so far, also by those of this step.
             self._sightings.count()
             table.score_sightings(self._group, several=self._world_size > 1)
             share = int(table.policy.share * table.policy.capacity)
@@ -316,6 +320,7 @@ class DynamicIds:
         _check_saved_tables(saved, self._tables, state["now"])
         self.now = state["now"]
         self.counts = dict(state["counts"])
+        # Those of steps after the save: a resumed run makes these steps again.
         self._sightings.drop()
         is_first = self._world_size == 1 or dist.get_rank(self._group) == 0
         # What waits is a sum over ranks, so one rank has it all.

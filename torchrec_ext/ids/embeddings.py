@@ -128,11 +128,13 @@ class DynamicEmbeddings:
             raise ValueError(f"'{path}': ids are a {kind}, must be a tensor; make ids of strings by string_ids()")
         if ids.is_floating_point():
             raise ValueError(f"'{path}': ids are {ids.dtype}, must be whole numbers; convert them where they are read")
+        # The index is in the host's memory, and rows go back to where the ids are.
         raw = ids.long().cpu()
         if self._modules[path].padding_idx is not None:
             raw = torch.where(raw == 0, EMPTY, raw)
         if not is_training:
             return self.ids.rows({path: raw})[path].to(ids.device)
+        # Several look-ups of one step count as one, so that none of its rows is given away.
         rows, notes = self.ids.step({path: raw}, again=not self._is_new_step)
         self._is_new_step = False
         for note in notes:

@@ -42,6 +42,7 @@ class LookUps:
         start = time.perf_counter()
         values = index.find(ids, layout)
         seconds = self._eager_s.get(key)
+        # By number of ids, because compiled code is for one number.
         self._eager_s[key] = (seconds or 0.0) + time.perf_counter() - start
         is_due = seconds is not None and self._eager_s[key] > self._patience * compile_s()
         if is_due and len(ids) and len(self._compiled) < _MOST_COMPILED:

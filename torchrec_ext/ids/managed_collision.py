@@ -76,6 +76,7 @@ class DynamicManagedCollision(ManagedCollisionModule):
         input_hash_func: Callable[[Tensor, int], Tensor] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        # One segment: all ranks map by one index, so the rows of no shard are apart.
         super().__init__(torch.device("cpu"), output_segments=[0, policy.capacity])
         # They serve TorchRec's own sharder alone.
         for name, buffer in list(self.named_buffers()):

@@ -55,8 +55,10 @@ def resized(state: Mapping[str, Any], tables: Mapping[str, Dynamic]) -> tuple[di
             continue
         staying = _staying(saved, policy, state["now"])
         lost += int((saved["ids"] != EMPTY).sum()) - len(staying)
+        # Of each new row the saved one: weights and optimizer state are moved by it.
         source = torch.full((policy.capacity,), -1)
         source[0] = 0
+        # As if they had been admitted one after the other: RowPool knows by their number which rows are free.
         source[spread_rows(torch.arange(1, len(staying) + 1), policy.capacity)] = staying
         fitted = {**saved, "used": len(staying) + 1}
         for key, value in _EMPTY_ROW.items():

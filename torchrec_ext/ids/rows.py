@@ -58,9 +58,11 @@ class Sightings:
         places = torch.cat(pieces)
         lengths = torch.tensor([len(piece) for piece in pieces], device=self._device)
         numbers = torch.tensor(steps, dtype=torch.int32, device=self._device)
+        # Expanded, not repeated: a tensor of ones would be read from memory.
         one = torch.ones((), dtype=torch.int32, device=self._device)
         self.number.scatter_add_(0, places, one.expand(len(places)))
         step_of_each = torch.repeat_interleave(numbers, lengths, output_size=len(places))
+        # The greatest, because places repeat and a plain scatter may write any of them last.
         self.step.scatter_reduce_(0, places, step_of_each, "amax")
 
     def drop(self) -> None:
@@ -141,6 +143,7 @@ class RowPool:
         ids = self.id_of[rows]
         self.id_of[rows] = EMPTY
         self._score[rows] = 0.0
+        # Sorted, so that rows are given again in one order, whatever the order of evictions.
         self._freed = torch.cat([self._freed, rows]).sort().values
         return ids
 

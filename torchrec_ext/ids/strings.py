@@ -46,6 +46,7 @@ def string_ids(strings: pa.Array | pa.ChunkedArray | NDArray[Any] | Sequence[str
     array = pa.concat_arrays([pa.array([], pa.large_string()), *texts.fill_null("").chunks])
     _, offsets, content = array.buffers()
     begins = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+    # An array of empty strings alone has no buffer.
     hashes = hashed(begins, np.frombuffer(content or b"", np.uint8), key)
     ids = torch.from_numpy(hashes.view(np.int64))
     if texts.null_count:

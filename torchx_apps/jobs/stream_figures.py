@@ -93,6 +93,7 @@ def figures_of(predicted: _Predicted, *, calibrated: bool) -> dict[str, float]:
         losses = np.logaddexp(0, logits) - rows.labels * logits
         figures["log_loss"] = float((losses * rows.weights).sum() / rows.weights.sum())
     if logits.shape[1] > 1:
+        # A candidate without weight is padding, or the event's own item drawn again.
         others = np.where(rows.weights > 0, logits, -np.inf)[:, 1:].max(axis=1)
         figures["hit_rate"] = float((logits[:, 0] > others).mean())
     return figures
@@ -113,6 +114,7 @@ class Ages:
 
     def add(self, bundle: Bundle) -> None:
         """Adds a bundle of the model as it is now; it is asked about later events alone."""
+        # The newest first: its place in the list is the number of its age.
         self._bundles = [(bundle, self._predictions.events, time.monotonic()), *self._bundles][: self._keep]
         self._predictions.recent.clear()
 

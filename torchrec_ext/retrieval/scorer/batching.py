@@ -82,6 +82,7 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
         self._max_cost_s = max_cost_s
         self._waiting: deque[_Waiting[RequestT, AnswerT]] = deque()
         self._running_s = 0.0
+        # One condition for every change: a request came, or the batcher closes.
         self._change = threading.Condition()
         self._closing = False
         self._batch_start: float | None = None
@@ -101,6 +102,7 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
     @property
     def busy_s(self) -> float:
         """Running time of the current batch in seconds; 0 without one."""
+        # Without the lock, and read once, because the thread sets it to None between two reads.
         start = self._batch_start
         return 0.0 if start is None else time.monotonic() - start
 
@@ -112,6 +114,7 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
             RuntimeError: the batcher is closed.
         """
         future: Future[AnswerT] = Future()
+        # Outside of the lock: an estimate must not hold up the batches.
         cost_s = self._cost_s(request)
         with self._change:
             if self._closing:
@@ -151,6 +154,7 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
         try:
             answers = self._answer(requests)
             assert len(answers) == len(requests), "one answer each"
+        # Whatever it is: an error of one request must not end the thread, on which all others wait.
         except Exception as error:
             if len(requests) == 1:
                 return [error]
@@ -177,6 +181,7 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
                     elif waiting.answer.set_running_or_notify_cancel():
                         batch.append(waiting)
                         self._running_s += waiting.cost_s
+                # In front, so that a request that did not fit is the first of the next batch.
                 self._waiting = later + self._waiting
                 if batch or (self._closing and not self._waiting):
                     return batch

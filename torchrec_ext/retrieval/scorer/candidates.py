@@ -54,6 +54,7 @@ class CandidateScorer:
         self._matrix = store.matrix()
         self._scales = store.scales
         self._size = len(store)
+        # One for each thread, because requests are answered beside each other.
         self._buffers = threading.local()
         self.populated = store.populate()
         self._compiled = None
@@ -86,6 +87,7 @@ class CandidateScorer:
             wrong = rows_wanted[(rows_wanted < 0) | (rows_wanted >= self._size)][0]
             raise ValueError(f"positions: {wrong} is not a row of this store, which has {self._size}")
         query = self.projection.query_of_one(query)
+        # Decoding writes new rows in any case, so that the buffer would save nothing.
         if self._matrix.dtype != torch.float32:
             scales = None if self._scales is None else self._scales[positions]
             return self.projection.score(query, decode(self._matrix.index_select(0, positions), scales))
@@ -107,6 +109,7 @@ def compiled_or_none(compile: Callable[[], _Compiled]) -> _Compiled | None:  # n
     try:
         return compile()
     except Exception as error:
+        # A compiler's message has pages; its first line names the cause.
         first = str(error).strip().splitlines()[0][:400]
         warnings.warn(f"the top NN runs uncompiled: {type(error).__name__}: {first}", stacklevel=3)
         return None

@@ -48,6 +48,7 @@ class CompiledScores:
     def __init__(self, package: Path, constants: Sequence[Tensor]) -> None:
         self.package = package
         self.constants = constants
+        # The loader itself: torch's wrapper flattens trees, which takes longer than a small request.
         self._run = torch._inductor.aoti_load_package(str(package)).loader.run
 
     def __call__(self, user: list[Tensor], positions: Tensor) -> tuple[Tensor, bool]:
@@ -210,6 +211,7 @@ class UserScorer:
         Raises:
             StoreError: the store's file was cut off.
         """
+        # The rows are mapped: a file that was cut off would end the process at the first read.
         self._check()
         user = [column for tower in self.towers for column in tower.row(rows)]
         scores, unusable = self._compiled(user, positions)

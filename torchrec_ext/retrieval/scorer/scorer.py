@@ -76,6 +76,7 @@ class ReadyBundle:
         self.users = UserLookup(bundle, vectors, embeds_later=self._score_user is not None)
         self.digest = bundle.manifest.digest
         self.size = len(bundle.store.ids)
+        # Measured on this machine, because a batch takes requests by their cost.
         self.search_s, self.score_s = self._measure_seconds()
         # Seconds per row of each side's towers, from the latest answer: there are no inputs to measure with before.
         self.embed_s = {"query": 0.0, "candidate": 0.0}
@@ -161,6 +162,7 @@ class ReadyBundle:
         """Measures a search with one query, and one row of the top NN, in seconds of this thread."""
         if not self.size:
             return 0.0, 0.0
+        # A generator of its own: a server must not change the process's random numbers.
         query = torch.randn(1, self.bundle.query_width, generator=torch.Generator().manual_seed(0))
         positions = torch.arange(_MEASURED_ROWS) % self.size
         search_s = _least_seconds(lambda: self.index.search(query, min(_MEASURED_K, self.size)))
@@ -180,6 +182,7 @@ class ReadyBundle:
         request = pending.request
         if scores is None or not self._final:
             scores = self._logits(pending.user, positions)
+        # Stable, unlike topk, so that equal scores have one order on every machine.
         best = scores.sort(descending=True, stable=True).indices[: request.k]
         _require_finite(scores[best], pending.user)
         ranked = positions[best].numpy()
@@ -270,6 +273,7 @@ def _require_finite(scores: Tensor, user: ResolvedUser) -> Tensor:
 def _least_seconds(function: Callable[[], object]) -> float:
     """Returns the thread's seconds for a call, the shorter of two calls."""
     seconds = []
+    # The first call also loads code and pages, which later ones do not pay for.
     for _ in range(2):
         start = time.thread_time()
         function()
@@ -353,6 +357,7 @@ class Scorer:
 
     def swap(self, bundle: Bundle) -> None:
         """Replaces the bundle. Requests in progress finish with the previous one."""
+        # One assignment, which is atomic: a request reads the bundle once and keeps it.
         self._ready = ReadyBundle(bundle, self._vectors, self._stage, self._compile)
 
     def cost_s(self, request: Request) -> float:
@@ -411,6 +416,7 @@ class Scorer:
     @torch.inference_mode()
     def answer(self, requests: Sequence[Request]) -> list[Answer | Exception]:
         """Returns one answer or error for each request, in order."""
+        # Read once: a swap in the middle must not mix two bundles.
         ready = self._ready
         answers: dict[int, Answer | Exception] = {}
         user_requests = [

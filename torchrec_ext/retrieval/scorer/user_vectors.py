@@ -76,6 +76,7 @@ class FolderVectors:
         """See :meth:`UserVectors.find`."""
         if time.monotonic() >= self._next:
             self._look()
+        # Read once, because another thread may open a newer version.
         store = self._store
         nothing = torch.empty(len(ids), 0), np.zeros(len(ids), dtype=bool)
         if store.tower != tower or width not in (None, store.width):
@@ -160,6 +161,7 @@ class RemoteVectors:
             # Only the latest tower's store: after a swap of the bundle nobody asks for the former one.
             self._stores = {(tower, width): self._connect(tower, width)}
         store = self._stores[tower, width]
+        # The store counts from its own beginning; here the count goes on over all stores.
         before = store.malformed
         try:
             result = store.find(cast(Sequence[int], ids))

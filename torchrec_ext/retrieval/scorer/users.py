@@ -69,6 +69,7 @@ class UserLookup:
         if not requests:
             return []
         results: dict[int, ResolvedUser | Exception] = {}
+        # In this order: a stored vector needs no features, and only the rest runs the towers.
         rows = self._rows(requests, results)
         self._take_stored(requests, rows, results)
         for index in range(len(requests)) if self._embeds_later else ():
@@ -258,6 +259,7 @@ def _run(
 
 
 def _require_finite(vectors: Tensor, where: str) -> Tensor:
+    # By numpy: for one row torch's dispatch takes longer than the check.
     if not np.isfinite(vectors.numpy()).all():
         raise RequestError(where, "the tower's output is not finite: a feature is too large")
     return vectors
