@@ -93,7 +93,7 @@ def figures_of(predicted: _Predicted, *, calibrated: bool) -> dict[str, float]:
         losses = np.logaddexp(0, logits) - rows.labels * logits
         figures["log_loss"] = float((losses * rows.weights).sum() / rows.weights.sum())
     if logits.shape[1] > 1:
-        # A candidate without weight is padding, or the event's own item drawn again.
+        # A candidate without weight is the event's own item, which was drawn too.
         others = np.where(rows.weights > 0, logits, -np.inf)[:, 1:].max(axis=1)
         figures["hit_rate"] = float((logits[:, 0] > others).mean())
     return figures
