@@ -93,7 +93,6 @@ class DynamicIds:
         for start, (name, policy) in zip(starts, tables.items(), strict=False):
             rows = slice(start, start + policy.capacity)
             self._tables.append(RowPool(name, policy, self._sightings.number[rows], self._sightings.step[rows]))
-        self._warned: set[str] = set()
         self._look_ups = LookUps()
         self._index = self._new_index()
 
@@ -181,7 +180,6 @@ class DynamicIds:
         self.now += not again
         rows = self._look_ups.find(self._index, flat, layout).clamp_(min=0)
         self._sightings.add(self.now, rows + self._starts[layout.table])
-        # Each look-up waits by itself, with repeats: adding them up can wait for the admission.
         missing = (rows == 0).nonzero().squeeze(1)
         self.counts["lookups"] += len(flat)
         self.counts["unknown"] += len(missing)
@@ -231,10 +229,9 @@ class DynamicIds:
         ready = can_have_row & (total >= self._admit_after[number])
         for table, chosen in zip(self._tables, _places_by_table(ready, number, len(self._tables)), strict=True):
             free = self._take(table, len(chosen), changes)
-            if len(free) < len(chosen) and table.name not in self._warned:
-                self._warned.add(table.name)
-                _warn_of_refused(table, self.now, len(chosen) - len(free))
-            self.counts["refused"] += len(chosen) - len(free)
+            refused = len(chosen) - len(free)
+            self.counts["refused"] += refused
+            _warn_of_refused(table, self.now, refused)
             # In the order of ids, so that all ranks refuse the same ones.
             chosen = chosen[: len(free)]
             rows[chosen] = free
@@ -260,11 +257,10 @@ class DynamicIds:
         """Returns up to ``count`` free rows; evicts if there are not as many."""
         missing = count - table.free
         if missing > 0:
-            # An eviction ranks by all look-ups so far, also by those of this step.
             self._sightings.count()
             table.score_sightings(self._group, several=self._world_size > 1)
-            share = int(table.policy.share * table.policy.capacity)
-            self._remove(table, table.lowest(max(missing, share), self.now), changes)
+            count_to_free = max(missing, int(table.policy.share * table.policy.capacity))
+            self._remove(table, table.lowest(count_to_free, self.now), changes)
         return table.take(count)
 
     def _remove(self, table: RowPool, rows: Tensor, changes: _Changes) -> None:
@@ -320,7 +316,6 @@ class DynamicIds:
         _check_saved_tables(saved, self._tables, state["now"])
         self.now = state["now"]
         self.counts = dict(state["counts"])
-        # Those of steps after the save: a resumed run makes these steps again.
         self._sightings.drop()
         is_first = self._world_size == 1 or dist.get_rank(self._group) == 0
         # What waits is a sum over ranks, so one rank has it all.
@@ -394,6 +389,10 @@ def _check_ids(ids: Mapping[str, Tensor]) -> None:
 
 
 def _warn_of_refused(table: RowPool, step: int, count: int) -> None:
+    # Once for a table: where one step is too large, the next ones are too.
+    if not count or table.has_warned:
+        return
+    table.has_warned = True
     warnings.warn(
         f"table '{table.name}': capacity={table.policy.capacity:,} is below what step {step:,} needs: {count:,} new "
         "ids read row 0 and were not admitted; make the table larger",

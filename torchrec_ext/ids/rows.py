@@ -81,12 +81,14 @@ class RowPool:
 
     Attributes:
         candidates: number of ids that wait for their admission.
+        has_warned: whether it was said that the table is too small.
     """
 
     def __init__(self, name: str, policy: Dynamic, sightings: Tensor, seen: Tensor) -> None:
         self.name = name
         self.policy = policy
         self.candidates = 0
+        self.has_warned = False
         self._sightings = sightings
         self._seen = seen
         self._device = seen.device
