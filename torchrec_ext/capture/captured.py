@@ -282,7 +282,7 @@ class CapturedStep:
                 f"batches of more than {MOST_GRAPHS} sizes: {sizes} rows; give them one batch_size"
             )
         key = step_inputs.key
-        last = next(known for known in reversed(self._calls) if self._calls[known].rows == step_inputs.rows)
+        last = next(other for other in reversed(self._calls) if self._calls[other].rows == step_inputs.rows)
         difference = f"{last} and {key}"
         if isinstance(last, _Named):
             difference = last.difference(key)

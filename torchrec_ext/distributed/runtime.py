@@ -161,9 +161,7 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
     own_device = choose_device(device, local_rank, local_world_size, gpus, os.environ.get(GPUS, ""))
-    backend = "gloo"
-    if own_device.type == "cuda":
-        backend = "nccl"
+    backend = "nccl" if own_device.type == "cuda" else "gloo"
     if threads is None:
         threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores // local_world_size)
     return Runtime(

@@ -27,12 +27,12 @@ def _kinds(facts: Facts) -> dict[str, list[CollectiveFacts]]:
 def _sent(facts: Facts) -> float:
     """Returns the bytes of a step on a rank's link."""
     size = len(facts.ranks)
-    sent = 0.0
+    message_bytes = 0.0
     for each in facts.collectives:
         # An all_reduce is a reduce_scatter and an all_gather of the same bytes.
         times = 2 if each.name == "all_reduce" else 1
-        sent += max(each.bytes) * times * (size - 1) / size
-    return sent
+        message_bytes += max(each.bytes) * times * (size - 1) / size
+    return message_bytes
 
 
 def _gain_of_exchange(facts: Facts, least: float, most: float) -> Gain | None:

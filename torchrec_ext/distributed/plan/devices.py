@@ -63,9 +63,7 @@ class Cluster:
                 "devices, so the one must be a multiple of the other"
             )
         # Tables must have some memory to lie in: a GPU's, or a CPU's host's.
-        home = "ddr_gb"
-        if self.device == "cuda":
-            home = "hbm_gb"
+        home = "hbm_gb" if self.device == "cuda" else "ddr_gb"
         for name in ("hbm_gb", "ddr_gb", "ssd_gb", "intra_gb_s", "inter_gb_s", "memory_gb_s"):
             value = getattr(self, name)
             least = "at least"

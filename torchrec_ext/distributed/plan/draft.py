@@ -336,8 +336,8 @@ class Request(NamedTuple):
             PlanError: a table cannot be sharded as asked on these ranks.
         """
         tables = [table for table in self.tables if table.name in names]
-        asked = {table.name: self.asked[table.name] for table in tables}
-        request = self._replace(tables=tables, asked=asked)
+        choices = {table.name: self.asked[table.name] for table in tables}
+        request = self._replace(tables=tables, asked=choices)
         winning = {name: constraint for name, constraint in constraints.items() if name in request.asked}
         return request._replace(constraints=_winning(request.derived(runtime), winning))
 

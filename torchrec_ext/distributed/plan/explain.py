@@ -113,9 +113,7 @@ def _by_rank(sizes: Sequence[float]) -> list[str]:
         groups.setdefault(size, []).append(rank)
     lines = []
     for size, ranks in groups.items():
-        noun = "rank"
-        if len(ranks) > 1:
-            noun = "ranks"
+        noun = "rank" if len(ranks) == 1 else "ranks"
         lines.append(f"{noun} {ranges(ranks)}: {size}")
     return lines
 
