@@ -21,7 +21,15 @@ import adopt_towers
 import torch
 from harness import Options, Row, Trainings, command_line, rates, row
 from small_model import INSTANCES, Script, one_rank
-from small_model_baseline import BATCH, SHAPES, Interactions, PlainNCF, Shape, drawn, positives
+from small_model_baseline import (
+    BATCH,
+    SHAPES,
+    Interactions,
+    PlainNCF,
+    Shape,
+    drawn,
+    positives,
+)
 from small_model_training import Side, loader_of, network, training
 from torch import Tensor, nn
 
@@ -34,7 +42,9 @@ def collate(batch: list[tuple[Tensor, ...]]) -> list[Tensor]:
     return [torch.cat(column) for column in zip(*batch, strict=True)]
 
 
-def adopted(shape: Shape, rows: Rows | None = None, compile_: Compile = "require") -> AdoptedStep:
+def adopted(
+    shape: Shape, rows: Rows | None = None, compile_: Compile = "require"
+) -> AdoptedStep:
     """The user's network, adopted by two lines."""
     torch.manual_seed(0)
     model, criterion = PlainNCF(shape.users, shape.items), nn.BCEWithLogitsLoss()
@@ -85,11 +95,16 @@ def ncf(name: str, required: float) -> Callable[[Options], Iterator[Row]]:
         script, ours, others = Script(name, 1.0 if options.quick else 3.0), [], []
         with one_rank() as runtime:
             step, model = adopted(shape, columns_of(shape)), network(shape)
-            sides = {"adopted": over_rows(step), "own": training(model, loader_of(shape, model), runtime)}
+            sides = {
+                "adopted": over_rows(step),
+                "own": training(model, loader_of(shape, model), runtime),
+            }
             trainings = Trainings(sides)
             for turn in range(options.turns):
                 script.turn()
-                seconds = trainings.seconds_per_step(steps, 1, warm_up=1 if turn else 50)
+                seconds = trainings.seconds_per_step(
+                    steps, 1, warm_up=1 if turn else 50
+                )
                 ours += seconds["adopted"]
                 others += seconds["own"]
             trainings.close()
@@ -106,7 +121,11 @@ def ncf(name: str, required: float) -> Callable[[Options], Iterator[Row]]:
         captured, figures = sum(ours) / len(ours), step.figures()
         pays = figures["capture_s"] / (eager - captured)
         yield row(
-            f"capturing, {name}", figures["capture_s"], "s", pays_after=round(pays), eager_ms=round(eager * 1e3, 3)
+            f"capturing, {name}",
+            figures["capture_s"],
+            "s",
+            pays_after=round(pays),
+            eager_ms=round(eager * 1e3, 3),
         )
 
     return rows
@@ -131,7 +150,9 @@ def loader_kept(options: Options) -> Iterator[Row]:
         trainings = Trainings({"adopted": over_loader(adopted(shape), shape)})
         for turn in range(options.turns):
             script.turn()
-            ours += trainings.seconds_per_step(steps, 1, warm_up=1 if turn else 30)["adopted"]
+            ours += trainings.seconds_per_step(steps, 1, warm_up=1 if turn else 30)[
+                "adopted"
+            ]
         trainings.close()
         yield from script.rows(f"loader-kept, {name}", rates(INSTANCES, ours), required)
 

@@ -30,7 +30,9 @@ SIZES = {4096: 1.7, 256: 1.3}
 
 
 def mlp(*widths: int) -> nn.Sequential:
-    return nn.Sequential(*(layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())))
+    return nn.Sequential(
+        *(layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU()))
+    )
 
 
 class TwoTowers(nn.Module):
@@ -43,7 +45,9 @@ class TwoTowers(nn.Module):
 
     def forward(self, profile: Tensor, content: Tensor) -> Tensor:
         """(B,) logits."""
-        return self.top(torch.cat([self.user(profile), self.item(content)], 1)).squeeze(1)  # type: ignore[no-any-return]
+        return self.top(torch.cat([self.user(profile), self.item(content)], 1)).squeeze(
+            1
+        )  # type: ignore[no-any-return]
 
 
 def script() -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Tensor]]:
@@ -69,7 +73,9 @@ def batches(size: int) -> list[tuple[Tensor, ...]]:
     ]
 
 
-def loop(optimizer: torch.optim.Optimizer, loss: Callable[..., Tensor], given: list[Any]) -> Callable[[], None]:
+def loop(
+    optimizer: torch.optim.Optimizer, loss: Callable[..., Tensor], given: list[Any]
+) -> Callable[[], None]:
     """The user's four lines."""
     feed = cycle(given)
 
@@ -88,9 +94,13 @@ def measured(runtime: Runtime, options: Options, size: int) -> dict[str, list[fl
     model, optimizer, loss = script()
     feed = cycle(given)
     towers = {"user": 0, "item": 1}
-    apart = adopt_towers(model, optimizer, loss, runtime, towers, given[0], compile="require")
+    apart = adopt_towers(
+        model, optimizer, loss, runtime, towers, given[0], compile="require"
+    )
     model, optimizer, loss = script()
-    eager = adopt_towers(model, optimizer, loss, runtime, towers, given[0], compile="off")
+    eager = adopt_towers(
+        model, optimizer, loss, runtime, towers, given[0], compile="off"
+    )
     model, optimizer, _ = script()
     ddp, loss_fn = DistributedDataParallel(model), nn.BCEWithLogitsLoss()
     half = slice(runtime.rank * size // 2, (runtime.rank + 1) * size // 2)

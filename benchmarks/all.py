@@ -33,7 +33,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 LIMIT_S = 1500  # of one script in one round
 STUDIES_LIMIT_S = 4500  # of the long rows of one script, which run once
 # A number of threads that somebody exported would be that of a baseline that takes torch's own.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.endswith("_NUM_THREADS")
+}
 SCRIPTS = (
     "small_model",
     "negatives",
@@ -57,7 +61,11 @@ SCRIPTS = (
 def main() -> int:
     options = _options()
     if options.yardsticks:
-        print(json.dumps({unit: measure(options.quick) for unit, measure in YARDSTICKS.items()}))
+        print(
+            json.dumps(
+                {unit: measure(options.quick) for unit, measure in YARDSTICKS.items()}
+            )
+        )
         return 0
     if not options.quick and (busy := _busy_cores()) > 0.3:
         print(
@@ -65,7 +73,11 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    about: dict[str, Any] = {"commit": commit(), "date": datetime.date.today().isoformat(), "cpu": _cpu()}
+    about: dict[str, Any] = {
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        "cpu": _cpu(),
+    }
     start = time.monotonic()
     yardsticks: list[dict[str, float]] = []
     rounds: dict[str, list[Row]] = {name: [] for name in options.only}
@@ -74,11 +86,17 @@ def main() -> int:
     options.results.mkdir(parents=True, exist_ok=True)
     for number in range(1, options.rounds + 1):
         yardsticks.append(machine(options.quick))
-        print(f"round {number} of {options.rounds}, {_minutes(start)}: {_yardsticks(yardsticks[-1:])}", flush=True)
+        print(
+            f"round {number} of {options.rounds}, {_minutes(start)}: {_yardsticks(yardsticks[-1:])}",
+            flush=True,
+        )
         for name in options.only:
             if name in failed:
                 continue
-            print(f"round {number} of {options.rounds}, {_minutes(start)}: {name}", flush=True)
+            print(
+                f"round {number} of {options.rounds}, {_minutes(start)}: {name}",
+                flush=True,
+            )
             try:
                 rounds[name].append(_run(name, options))
             except RuntimeError as error:
@@ -89,32 +107,72 @@ def main() -> int:
                 about |= {"rounds": number, "machine": _spread(yardsticks)}
                 tables[name] = _write(name, rounds[name], about, options)
     print("\n".join(line for lines in tables.values() for line in lines), flush=True)
-    print(f"{_minutes(start)}; results in {options.results}" + "".join(f"\nfailed: {name}" for name in failed))
+    print(
+        f"{_minutes(start)}; results in {options.results}"
+        + "".join(f"\nfailed: {name}" for name in failed)
+    )
     return 1 if failed else 0
 
 
-def _write(name: str, results: Sequence[Any], about: Mapping[str, Any], options: argparse.Namespace) -> list[str]:
+def _write(
+    name: str,
+    results: Sequence[Any],
+    about: Mapping[str, Any],
+    options: argparse.Namespace,
+) -> list[str]:
     """Writes the results of a script's rounds so far; returns their table."""
     if not results[0]["rows"]:
         return []
-    merged = {**results[0], **about, "rows": merge([result["rows"] for result in results])}
-    (options.results / f"{name}{'-studies' if options.studies else ''}.json").write_text(_as_json(merged))
+    merged = {
+        **results[0],
+        **about,
+        "rows": merge([result["rows"] for result in results]),
+    }
+    (
+        options.results / f"{name}{'-studies' if options.studies else ''}.json"
+    ).write_text(_as_json(merged))
     return list(table(name, merged["rows"]))
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="times that each script runs")
-    parser.add_argument("--turns", type=int, default=3, help="measured turns of each side in a script")
-    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), metavar="NAME")
-    parser.add_argument("--studies", action="store_true", help="the long rows that scripts leave out, once")
-    parser.add_argument("--quick", action="store_true", help="small sizes and one round, to see that all of it runs")
-    parser.add_argument("--yardsticks", action="store_true", help="print the machine's own figures, and nothing else")
-    parser.add_argument("--results", type=Path, help="folder of the results; with --quick a temporary one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="times that each script runs"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=3, help="measured turns of each side in a script"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), metavar="NAME"
+    )
+    parser.add_argument(
+        "--studies",
+        action="store_true",
+        help="the long rows that scripts leave out, once",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small sizes and one round, to see that all of it runs",
+    )
+    parser.add_argument(
+        "--yardsticks",
+        action="store_true",
+        help="print the machine's own figures, and nothing else",
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="folder of the results; with --quick a temporary one",
+    )
     options = parser.parse_args()
     if options.quick or options.studies:
         options.rounds = 1
-    options.results = options.results or (Path(tempfile.mkdtemp()) if options.quick else RESULTS)
+    options.results = options.results or (
+        Path(tempfile.mkdtemp()) if options.quick else RESULTS
+    )
     return options
 
 
@@ -124,10 +182,24 @@ def _run(name: str, options: argparse.Namespace) -> Any:
     Raises:
         RuntimeError: the script failed, or was not done within its limit; it and its processes are ended.
     """
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--turns", str(options.turns)]
-    command += [flag for flag, given in (("--quick", options.quick), ("--studies", options.studies)) if given]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / f"{name}.py"),
+        "--turns",
+        str(options.turns),
+    ]
+    command += [
+        flag
+        for flag, given in (("--quick", options.quick), ("--studies", options.studies))
+        if given
+    ]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     limit_s = STUDIES_LIMIT_S if options.studies else LIMIT_S
     try:
@@ -139,7 +211,9 @@ def _run(name: str, options: argparse.Namespace) -> Any:
         os.killpg(process.pid, 9)
         raise
     if process.returncode:
-        raise RuntimeError(f"exit code {process.returncode}; its last lines stand above")
+        raise RuntimeError(
+            f"exit code {process.returncode}; its last lines stand above"
+        )
     return json.loads(output.splitlines()[-1])
 
 
@@ -152,19 +226,28 @@ def merge(rounds: Sequence[Sequence[Row]]) -> list[Row]:
             if any(row[key] is None for row in rows):
                 one[key] = None
             else:
-                one[key] = float(f"{statistics.median(float(str(row[key])) for row in rows):.4g}")
-        one["low"], one["high"] = min(row["low"] for row in rows), max(row["high"] for row in rows)  # type: ignore[type-var]
+                one[key] = float(
+                    f"{statistics.median(float(str(row[key])) for row in rows):.4g}"
+                )
+        one["low"], one["high"] = (
+            min(row["low"] for row in rows),
+            max(row["high"] for row in rows),
+        )  # type: ignore[type-var]
         if one["required"] is not None:
             figure = one["ours"] if one["ratio"] is None else one["ratio"]
             less = one["ratio"] is None and one["better"] == "less"
-            one["held"] = figure <= one["required"] if less else figure >= one["required"]
+            one["held"] = (
+                figure <= one["required"] if less else figure >= one["required"]
+            )
         merged.append(one)
     return merged
 
 
 def machine(quick: bool) -> dict[str, float]:
     """The machine's own yardsticks, none of which runs any of our code; their memory is a process's of its own."""
-    return last_json([sys.executable, __file__, "--yardsticks", *(["--quick"] if quick else [])])  # type: ignore[no-any-return]
+    return last_json(
+        [sys.executable, __file__, "--yardsticks", *(["--quick"] if quick else [])]
+    )  # type: ignore[no-any-return]
 
 
 def _copy(quick: bool) -> float:
@@ -182,7 +265,9 @@ def _random_reads(quick: bool) -> float:
     rows = np.ones(((2**14 if quick else 2**22), 64), dtype=np.float32)
     places = np.random.default_rng(0).permutation(len(rows))[:200_000]
     out = np.empty((len(places), 64), dtype=np.float32)
-    seconds = in_turn({"rows": lambda: np.take(rows, places, axis=0, out=out, mode="clip")}, 5)["rows"]
+    seconds = in_turn(
+        {"rows": lambda: np.take(rows, places, axis=0, out=out, mode="clip")}, 5
+    )["rows"]
     return len(places) / statistics.median(seconds) / 1e6
 
 
@@ -238,7 +323,9 @@ def _work(_: object, turns: int) -> float:
     import torch.distributed as dist
 
     matrix = torch.rand(256, 256)
-    return statistics.median(in_turn({"": lambda: matrix @ matrix}, turns, 2000, before=dist.barrier)[""])
+    return statistics.median(
+        in_turn({"": lambda: matrix @ matrix}, turns, 2000, before=dist.barrier)[""]
+    )
 
 
 YARDSTICKS: Mapping[str, Callable[[bool], float]] = {
@@ -256,27 +343,44 @@ def _spread(yardsticks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]
     spread = {}
     for unit in YARDSTICKS:
         each = [round_[unit] for round_ in yardsticks]
-        spread[unit] = [float(f"{value:.3g}") for value in (min(each), statistics.median(each), max(each))]
+        spread[unit] = [
+            float(f"{value:.3g}")
+            for value in (min(each), statistics.median(each), max(each))
+        ]
     return spread
 
 
 def _yardsticks(yardsticks: Sequence[Mapping[str, float]]) -> str:
-    return ", ".join(f"{middle:g} {unit}" for unit, (_, middle, _) in _spread(yardsticks).items())
+    return ", ".join(
+        f"{middle:g} {unit}" for unit, (_, middle, _) in _spread(yardsticks).items()
+    )
 
 
 def commit() -> str:
     """The commit that is measured; ``+`` where files differ from it."""
     git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    head = subprocess.run(
+        [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     changed = subprocess.run(
-        [*git, "status", "--porcelain", "--", ".", ":!benchmarks/results"], capture_output=True, text=True
+        [*git, "status", "--porcelain", "--", ".", ":!benchmarks/results"],
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     return head + "+" * bool(changed)
 
 
 def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    lines = (
+        Path("/proc/cpuinfo").read_text().splitlines()
+        if Path("/proc/cpuinfo").exists()
+        else []
+    )
+    names = [
+        line.partition(":")[2].strip()
+        for line in lines
+        if line.startswith("model name")
+    ]
     return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
@@ -284,7 +388,10 @@ def _busy_cores(seconds: float = 2.0) -> float:
     """Cores that others keep busy."""
 
     def busy() -> float:
-        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        fields = [
+            int(field)
+            for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+        ]
         return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
     if not Path("/proc/stat").exists():
@@ -298,8 +405,15 @@ def table(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Lines of a result as a person reads it."""
     yield f"== {name}"
     for row in rows:
-        figures = " ".join(f"{row[key]:>12,.4g}" if row[key] is not None else " " * 12 for key in ("baseline", "ours"))
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.3g}x ({row['low']:.3g} to {row['high']:.3g})"
+        figures = " ".join(
+            f"{row[key]:>12,.4g}" if row[key] is not None else " " * 12
+            for key in ("baseline", "ours")
+        )
+        ratio = (
+            ""
+            if row["ratio"] is None
+            else f"{row['ratio']:.3g}x ({row['low']:.3g} to {row['high']:.3g})"
+        )
         ceiling = "" if row["ceiling"] is None else f"ceiling {row['ceiling']:.3g}x"
         yield f"{row['name'][:60]:60s} {figures} {row['unit']:22s} {ratio:24s} {ceiling}".rstrip()
 

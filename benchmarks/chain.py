@@ -51,16 +51,24 @@ FIGURES = ("recall@10", "ndcg@10", "hr@10", "mrr@10", "map@10")
 SAMPLE_S = 0.1
 LOG_EVERY = 10
 CAPTURED = {"train__compile": "require"}
-APART = {"plan__sharding": "data_parallel", "sync__mode": "local_sgd", "sync__every": "128"}
+APART = {
+    "plan__sharding": "data_parallel",
+    "sync__mode": "local_sgd",
+    "sync__every": "128",
+}
 _DIGITS = np.frombuffer(b"0123456789abcdef", np.uint8)
 
 
 def texts(numbers: np.ndarray[Any, Any]) -> pa.Array:
     """(N,) whole numbers, below 2**32, as texts of 8 hexadecimal digits that do not show their order."""
     mixed = (numbers.astype(np.uint64) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)
-    digits = _DIGITS[(mixed[:, None] >> np.arange(28, -4, -4, dtype=np.uint64)) & np.uint64(15)]
+    digits = _DIGITS[
+        (mixed[:, None] >> np.arange(28, -4, -4, dtype=np.uint64)) & np.uint64(15)
+    ]
     offsets = pa.py_buffer(np.arange(0, 8 * len(numbers) + 1, 8, dtype=np.int32))
-    return pa.Array.from_buffers(pa.string(), len(numbers), [None, offsets, pa.py_buffer(digits.tobytes())])
+    return pa.Array.from_buffers(
+        pa.string(), len(numbers), [None, offsets, pa.py_buffer(digits.tobytes())]
+    )
 
 
 def write_file(path: Path, seed: int, rows: int) -> None:
@@ -79,7 +87,9 @@ def write_file(path: Path, seed: int, rows: int) -> None:
     logits += 0.5 * columns["d0"]
     lengths = rng.integers(0, 21, rows)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    columns["history"] = pa.ListArray.from_arrays(pa.array(offsets), texts(rng.integers(0, 200_000, int(offsets[-1]))))
+    columns["history"] = pa.ListArray.from_arrays(
+        pa.array(offsets), texts(rng.integers(0, 200_000, int(offsets[-1])))
+    )
     columns["label"] = (rng.random(rows) < 1 / (1 + np.exp(-logits))).astype(np.float32)
     pq.write_table(pa.table(columns), path, row_group_size=GROUP_ROWS)
 
@@ -101,8 +111,24 @@ def preprocessed(folder: Path, gigabytes: float, file_rows: int) -> Log:
         write_file(raw / f"part-{files:05d}.parquet", files, file_rows)
         files += 1
     start = time.perf_counter()
-    settings = {"config.folder": raw, "config.max_size": 100_000, "memory": "1500MB", "pictures": "false"}
-    run([sys.executable, "-m", "torchx_apps.preprocess", "--recipe", "clicks", "--out", out, *flags(settings)])
+    settings = {
+        "config.folder": raw,
+        "config.max_size": 100_000,
+        "memory": "1500MB",
+        "pictures": "false",
+    }
+    run(
+        [
+            sys.executable,
+            "-m",
+            "torchx_apps.preprocess",
+            "--recipe",
+            "clicks",
+            "--out",
+            out,
+            *flags(settings),
+        ]
+    )
     return Log(size_gb(raw), (files - 1) * file_rows, out, time.perf_counter() - start)
 
 
@@ -111,22 +137,53 @@ def size_gb(folder: Path) -> float:
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    return [
+        word for key, value in settings.items() for word in ("--set", f"{key}={value}")
+    ]
 
 
 def run(command: Sequence[object]) -> None:
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, cwd=ROOT
+    )
     if done.returncode:
-        raise RuntimeError(f"{command} ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+        raise RuntimeError(
+            f"{command} ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
+        )
 
 
 def training(rows: Path, run_dir: Path, *, ranks: int = 1, **more: str) -> list[str]:
     """What a user types to train for an epoch; ``more`` settings have ``__`` for the dot."""
     chosen = {key.replace("__", "."): value for key, value in more.items()}
-    settings = flags({"data.name": rows, "train.epochs": 1, "train.log_every": LOG_EVERY, "export": "never"} | chosen)
+    settings = flags(
+        {
+            "data.name": rows,
+            "train.epochs": 1,
+            "train.log_every": LOG_EVERY,
+            "export": "never",
+        }
+        | chosen
+    )
     if ranks == 1:
-        return [sys.executable, "-m", "torchx_apps.train", "--recipe", "stream", "--run-dir", str(run_dir), *settings]
-    job = ["rec.train.hybrid", "--recipe", "stream", "-j", f"1x{ranks}", "--run_dir", str(run_dir)]
+        return [
+            sys.executable,
+            "-m",
+            "torchx_apps.train",
+            "--recipe",
+            "stream",
+            "--run-dir",
+            str(run_dir),
+            *settings,
+        ]
+    job = [
+        "rec.train.hybrid",
+        "--recipe",
+        "stream",
+        "-j",
+        f"1x{ranks}",
+        "--run_dir",
+        str(run_dir),
+    ]
     return [str(BIN / "torchx"), "run", "-s", "local_cwd", *job, *settings]
 
 
@@ -135,17 +192,28 @@ def epoch(run_dir: Path) -> tuple[float, float]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
     seconds = [record["rows"] / record["rows_per_s"] for record in records]
-    waited = sum(record["data_wait"] * each for record, each in zip(records, seconds, strict=True))
+    waited = sum(
+        record["data_wait"] * each
+        for record, each in zip(records, seconds, strict=True)
+    )
     return sum(seconds), waited / sum(seconds)
 
 
-def trained(commands: Sequence[Sequence[str]], *, watched: Path | None = None) -> list[tuple[int, float]]:
+def trained(
+    commands: Sequence[Sequence[str]], *, watched: Path | None = None
+) -> list[tuple[int, float]]:
     """Runs commands at the same time, one thread each; of the first the records so far and its MB, sample by sample."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
         processes = [
-            subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
             for command, output in zip(commands, outputs, strict=True)
         ]
         samples = []
@@ -170,32 +238,54 @@ def records(run_dir: Path) -> int:
 def resident_mb(pid: int) -> float:
     """Resident memory of a process, MB; 0 where it has just ended."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+        return (
+            int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            * os.sysconf("SC_PAGE_SIZE")
+            / 1e6
+        )
     except (OSError, IndexError):
         return 0.0
 
 
 def stream(options: Options) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
-        log = preprocessed(Path(name), *((0.0, 2**14) if options.quick else (10.0, FILE_ROWS)))
+        log = preprocessed(
+            Path(name), *((0.0, 2**14) if options.quick else (10.0, FILE_ROWS))
+        )
         run_dir = Path(name) / "run"
         samples = trained([training(log.folder, run_dir)], watched=run_dir)
         seconds, waited = epoch(run_dir)
         summary = json.loads((run_dir / "summary.json").read_text())
     quarter = samples[-1][0] / 4
     second, last = (
-        statistics.median([mb for done, mb in samples if low <= done / quarter < low + 1] or [0.0]) for low in (1, 3)
+        statistics.median(
+            [mb for done, mb in samples if low <= done / quarter < low + 1] or [0.0]
+        )
+        for low in (1, 3)
     )
-    of_log = {"raw_gb": round(log.raw_gb, 2), "rows": log.rows, "preprocess_s": round(log.seconds)}
+    of_log = {
+        "raw_gb": round(log.raw_gb, 2),
+        "rows": log.rows,
+        "preprocess_s": round(log.seconds),
+    }
     peak = max(mb for _, mb in samples)
-    yield row("stream-memory", peak, "MB", required=MEMORY_MB, **of_log, auc=round(summary["test"]["auc"], 4))
+    yield row(
+        "stream-memory",
+        peak,
+        "MB",
+        required=MEMORY_MB,
+        **of_log,
+        auc=round(summary["test"]["auc"], 4),
+    )
     yield row("stream-memory-growth", last - second, "MB", required=GROWTH_MB)
     yield row("stream-wait", waited, "share", required=WAIT, epoch_s=round(seconds, 1))
 
 
 def ranks(options: Options) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
-        log = preprocessed(Path(name), *((0.0, 2**14) if options.quick else (1.0, FILE_ROWS)))
+        log = preprocessed(
+            Path(name), *((0.0, 2**14) if options.quick else (1.0, FILE_ROWS))
+        )
         jobs: dict[str, dict[str, Any]] = {
             "1 rank": CAPTURED,
             "2 ranks": {"ranks": 2, **CAPTURED, **APART},
@@ -211,13 +301,23 @@ def ranks(options: Options) -> Iterator[Row]:
                 seconds[which].append(taken)
                 if which == "1 rank":
                     waits.append(waited)
-                aucs[which] = json.loads((run_dir / "summary.json").read_text())["test"]["auc"]
+                aucs[which] = json.loads((run_dir / "summary.json").read_text())[
+                    "test"
+                ]["auc"]
             folders = [Path(name) / f"{turn}-apart-{number}" for number in range(2)]
             trained([training(log.folder, folder, **CAPTURED) for folder in folders])
-            seconds["apart"].append(statistics.mean(epoch(folder)[0] for folder in folders) / 2)
+            seconds["apart"].append(
+                statistics.mean(epoch(folder)[0] for folder in folders) / 2
+            )
     speed = {which: rates(log.rows, each) for which, each in seconds.items()}
-    ceiling = statistics.median(both / alone for both, alone in zip(speed["apart"], speed["1 rank"], strict=True))
-    for which, named, required in (("2 ranks", "ranks", 1.7), ("every step", "ranks-every-step", None)):
+    ceiling = statistics.median(
+        both / alone
+        for both, alone in zip(speed["apart"], speed["1 rank"], strict=True)
+    )
+    for which, named, required in (
+        ("2 ranks", "ranks", 1.7),
+        ("every step", "ranks-every-step", None),
+    ):
         yield row(
             named,
             speed[which],
@@ -252,7 +352,10 @@ def movielens(folder: Path, users: int, items: int) -> Evaluation:
         pq.write_table(pa.table({"id": np.arange(count), "vector": lists}), path)
     counts = np.minimum(20 + rng.geometric(1 / 146, users), items // 2)
     owners = np.arange(users).repeat(counts)
-    pairs = np.unique(np.stack([owners, (items * rng.random(len(owners)) ** 2).astype(np.int64)]), axis=1)
+    pairs = np.unique(
+        np.stack([owners, (items * rng.random(len(owners)) ** 2).astype(np.int64)]),
+        axis=1,
+    )
     held_out = rng.random(pairs.shape[1]) < 0.1
     for path, chosen in ((files.truth, held_out), (files.seen, ~held_out)):
         user, item = pairs[:, chosen]
@@ -262,7 +365,11 @@ def movielens(folder: Path, users: int, items: int) -> Evaluation:
 
 def evaluated(files: Evaluation) -> dict[str, float]:
     """The figures by rec.evaluate's program, in this process."""
-    paths = [word for name, path in files._asdict().items() for word in (f"--{name}", str(path))]
+    paths = [
+        word
+        for name, path in files._asdict().items()
+        for word in (f"--{name}", str(path))
+    ]
     with contextlib.redirect_stdout(io.StringIO()) as output:
         code = evaluate.main([*paths, "--metrics", ",".join(FIGURES), "--json"])
     if code:
@@ -273,7 +380,9 @@ def evaluated(files: Evaluation) -> dict[str, float]:
 
 def evaluation(options: Options) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
-        files = movielens(Path(name), *((604, 370) if options.quick else (6_040, 3_706)))
+        files = movielens(
+            Path(name), *((604, 370) if options.quick else (6_040, 3_706))
+        )
         figures, seconds = evaluated(files), []
         for _ in range(options.turns):
             start = time.perf_counter()
@@ -281,14 +390,33 @@ def evaluation(options: Options) -> Iterator[Row]:
             seconds.append(time.perf_counter() - start)
         yield row("evaluate", seconds, "s", required=0.25)
         python = os.environ.get("RECBOLE_PYTHON", sys.executable)
-        if subprocess.run([python, "-c", "import recbole"], capture_output=True).returncode:
-            print("evaluate-recbole: left out: RecBole cannot be imported; set RECBOLE_PYTHON", file=sys.stderr)
+        if subprocess.run(
+            [python, "-c", "import recbole"], capture_output=True
+        ).returncode:
+            print(
+                "evaluate-recbole: left out: RecBole cannot be imported; set RECBOLE_PYTHON",
+                file=sys.stderr,
+            )
         else:
-            theirs = last_json([python, ROOT / "benchmarks" / "recbole_evaluation.py", name, options.turns])
-            worst = max(abs(theirs["figures"][figure] - figures[figure]) for figure in FIGURES)
+            theirs = last_json(
+                [
+                    python,
+                    ROOT / "benchmarks" / "recbole_evaluation.py",
+                    name,
+                    options.turns,
+                ]
+            )
+            worst = max(
+                abs(theirs["figures"][figure] - figures[figure]) for figure in FIGURES
+            )
             if worst > 1e-6:
-                raise RuntimeError(f"RecBole's figures are {theirs['figures']}, ours {figures}")
-            for name_of_row, batch, required in (("", "default", 100), ("-best-batch", "best", None)):
+                raise RuntimeError(
+                    f"RecBole's figures are {theirs['figures']}, ours {figures}"
+                )
+            for name_of_row, batch, required in (
+                ("", "default", 100),
+                ("-best-batch", "best", None),
+            ):
                 yield row(
                     f"evaluate-recbole{name_of_row}",
                     seconds,
@@ -300,7 +428,9 @@ def evaluation(options: Options) -> Iterator[Row]:
                     greatest_difference=worst,
                 )
         child = f"import chain, pathlib; chain.of_a_million(pathlib.Path({name!r}), {options.quick})"
-        peak = last_json([sys.executable, "-c", child], PYTHONPATH=str(ROOT / "benchmarks"))
+        peak = last_json(
+            [sys.executable, "-c", child], PYTHONPATH=str(ROOT / "benchmarks")
+        )
         yield row("evaluate-memory", peak, "MB", required=MEMORY_MB)
 
 

@@ -52,7 +52,9 @@ EVERY = 100  # steps between two saves
 
 
 def table(name: str, rows: int) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=DIM)
+    return EmbeddingBagConfig(
+        name=name, feature_names=[name], num_embeddings=rows, embedding_dim=DIM
+    )
 
 
 def towers(rows: int) -> TowerModel:
@@ -66,7 +68,9 @@ def towers(rows: int) -> TowerModel:
 
 
 def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 def memory_beyond(work: Callable[[], object]) -> int:
@@ -74,7 +78,11 @@ def memory_beyond(work: Callable[[], object]) -> int:
     Path("/proc/self/clear_refs").write_text("5")
     before = resident()
     work()
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024 - before
 
 
@@ -85,8 +93,12 @@ class Built:
         optimizers = OptimizerConfig(tables="sgd", tables_lr=0.01)
         model = towers(rows)
         self.schema = model.schema()
-        plan = plan_sharding(model, runtime, PlanConfig(sharding="row_wise"), optimizer=optimizers)
-        self.model, self.optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizers)
+        plan = plan_sharding(
+            model, runtime, PlanConfig(sharding="row_wise"), optimizer=optimizers
+        )
+        self.model, self.optimizer = hybrid_parallel(
+            model, runtime, plan=plan, optimizer=optimizers
+        )
 
 
 def building(runtime: Runtime, rows: int) -> int:
@@ -103,7 +115,12 @@ def loader(built: Built, runtime: Runtime, rows: int, steps: int) -> ChunkLoader
     }
     config = LoaderConfig(batch_size=2 * BATCH, negatives=0, label="label")
     return ChunkLoader(
-        Chunk(columns), built.schema, config=config, device="cpu", rank=runtime.rank, world_size=runtime.world_size
+        Chunk(columns),
+        built.schema,
+        config=config,
+        device="cpu",
+        rank=runtime.rank,
+        world_size=runtime.world_size,
     )
 
 
@@ -128,34 +145,69 @@ class Watch:
     def by_save(self, every: int) -> dict[str, list[float]]:
         """Milliseconds by save, the first left out: a plain step, the one that saves, one while writing, all of it."""
         milliseconds = 1e3 * np.diff(self.ends)
-        saves = [number for number in range(1, len(self.ends)) if self.writing[number] and not self.writing[number - 1]]
-        figures: dict[str, list[float]] = {"plain": [], "saving": [], "writing": [], "cost": []}
+        saves = [
+            number
+            for number in range(1, len(self.ends))
+            if self.writing[number] and not self.writing[number - 1]
+        ]
+        figures: dict[str, list[float]] = {
+            "plain": [],
+            "saving": [],
+            "writing": [],
+            "cost": [],
+        }
         for save in saves[1:]:
-            after = save + next(n for n, writes in enumerate([*self.writing[save:], False]) if not writes)
+            after = save + next(
+                n
+                for n, writes in enumerate([*self.writing[save:], False])
+                if not writes
+            )
             if after - save >= every:
-                raise RuntimeError(f"a checkpoint was written for more than {every} steps; give EVERY more")
+                raise RuntimeError(
+                    f"a checkpoint was written for more than {every} steps; give EVERY more"
+                )
             plain = float(np.mean(milliseconds[save - 21 : save - 1]))
             writing = milliseconds[save : after - 1]
             figures["plain"].append(plain)
             figures["saving"].append(float(milliseconds[save - 1]))
             figures["writing"].append(float(writing.mean()))
-            figures["cost"].append(float(milliseconds[save - 1 : after - 1].sum() - plain * (after - save)))
+            figures["cost"].append(
+                float(milliseconds[save - 1 : after - 1].sum() - plain * (after - save))
+            )
         return figures
 
 
-def training(built: Built, runtime: Runtime, folder: str, rows: int, every: int, turns: int) -> dict[str, list[float]]:
+def training(
+    built: Built, runtime: Runtime, folder: str, rows: int, every: int, turns: int
+) -> dict[str, list[float]]:
     """Milliseconds of the steps of a run that saves every so many steps."""
     config = CheckpointConfig(epochs=0, steps=every, keep=1)
     batches = loader(built, runtime, rows, every * (turns + 2))
     checkpointer = Checkpointer(folder, runtime, keep=1)
     watch, checkpoints = Watch(checkpointer), RunCheckpoints(checkpointer, config)
-    train(built.model, built.optimizer, batches, runtime, TrainConfig(epochs=1), checkpoints=checkpoints, stop=watch)
+    train(
+        built.model,
+        built.optimizer,
+        batches,
+        runtime,
+        TrainConfig(epochs=1),
+        checkpoints=checkpoints,
+        stop=watch,
+    )
     return watch.by_save(every)
 
 
 def dd(folder: str, size: int) -> None:
     """Has dd write and sync as many bytes."""
-    line = ["dd", "if=/dev/zero", f"of={folder}/dd", "bs=4M", f"count={size // 2**22}", "conv=fsync", "status=none"]
+    line = [
+        "dd",
+        "if=/dev/zero",
+        f"of={folder}/dd",
+        "bs=4M",
+        f"count={size // 2**22}",
+        "conv=fsync",
+        "status=none",
+    ]
     subprocess.run(line, check=True, timeout=LIMIT_S)
 
 
@@ -167,7 +219,9 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def saving(runtime: Runtime, rows: int, folder: str, every: int, turns: int) -> dict[str, list[float]]:
+def saving(
+    runtime: Runtime, rows: int, folder: str, every: int, turns: int
+) -> dict[str, list[float]]:
     """Milliseconds of steps by save; seconds of the copy, the writing and of dd by turn; bytes of memory."""
     built = Built(runtime, rows)
     checkpointer = Checkpointer(f"{folder}/alone", runtime, keep=1)
@@ -179,9 +233,16 @@ def saving(runtime: Runtime, rows: int, folder: str, every: int, turns: int) -> 
         save(0)
         checkpointer.wait()
 
-    figures: dict[str, list[float]] = {"memory": [memory_beyond(first)], "copy": [], "write": [], "dd": []}
+    figures: dict[str, list[float]] = {
+        "memory": [memory_beyond(first)],
+        "copy": [],
+        "write": [],
+        "dd": [],
+    }
     for turn in range(1, turns + 1):
-        figures["dd"].append(seconds(lambda: dd(folder, 4 * rows * DIM) if runtime.is_main else None))
+        figures["dd"].append(
+            seconds(lambda: dd(folder, 4 * rows * DIM) if runtime.is_main else None)
+        )
         dist.barrier()
         if runtime.is_main:
             os.unlink(f"{folder}/dd")
@@ -211,18 +272,33 @@ def saves(options: Options) -> Iterator[Row]:
     size = GIB // 16 if options.quick else GIB
     rows = size // (4 * DIM)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = on_ranks(saving, 2, rows, folder, 40 if options.quick else EVERY, options.turns)
+        ranks = on_ranks(
+            saving, 2, rows, folder, 40 if options.quick else EVERY, options.turns
+        )
         slow = slowest(ranks)
-        path = next(str(file.parent) for file in Path(folder).glob("run/step-*/manifest.json"))
+        path = next(
+            str(file.parent) for file in Path(folder).glob("run/step-*/manifest.json")
+        )
         file = f"{folder}/model.safetensors"
         extra = on_ranks(published, 1, path, file)[0]
         assert os.path.getsize(file) > size
     plain = slow["plain"]
     copy_ms, costs_ms = (
-        round(scale * statistics.median(slow[name]), 1) for name, scale in (("copy", 1e3), ("cost", 1))
+        round(scale * statistics.median(slow[name]), 1)
+        for name, scale in (("copy", 1e3), ("cost", 1))
     )
-    yield row("step", slow["saving"], "ms", baseline=plain, table=named(size), copy_ms=copy_ms, save_costs_ms=costs_ms)
-    yield row("steps while writing", slow["writing"], "ms", baseline=plain, table=named(size))
+    yield row(
+        "step",
+        slow["saving"],
+        "ms",
+        baseline=plain,
+        table=named(size),
+        copy_ms=copy_ms,
+        save_costs_ms=costs_ms,
+    )
+    yield row(
+        "steps while writing", slow["writing"], "ms", baseline=plain, table=named(size)
+    )
     yield row(
         "write",
         rates(mib(size), slow["write"]),
@@ -234,14 +310,35 @@ def saves(options: Options) -> Iterator[Row]:
         table=named(size),
     )
     memory = max(rank["memory"][0] for rank in ranks)
-    yield row("memory", mib(memory), "MiB", baseline=mib(size / 2), required=1 / 1.1, table=named(size))
-    yield row("publish", mib(extra), "MiB", baseline=mib(size), required=mib(size) / 500, table=named(size))
+    yield row(
+        "memory",
+        mib(memory),
+        "MiB",
+        baseline=mib(size / 2),
+        required=1 / 1.1,
+        table=named(size),
+    )
+    yield row(
+        "publish",
+        mib(extra),
+        "MiB",
+        baseline=mib(size),
+        required=mib(size) / 500,
+        table=named(size),
+    )
 
 
 def builds(options: Options) -> Iterator[Row]:
     size = GIB // 32 if options.quick else GIB // 2
     extra = max(on_ranks(building, 2, size // (4 * DIM)))
-    yield row("build", mib(extra), "MiB", baseline=mib(size), required=1 / 0.7, table=named(size))
+    yield row(
+        "build",
+        mib(extra),
+        "MiB",
+        baseline=mib(size),
+        required=1 / 0.7,
+        table=named(size),
+    )
 
 
 ROWS = {"saves": saves, "build": builds}

@@ -31,22 +31,40 @@ def gate_row(turns: int) -> Row:
 
 
 def _rank(runtime: Runtime, turns: int) -> dict[str, list[float]]:
-    trainings = Trainings({side: _side(runtime, gated=side == "on") for side in ("off", "on")}, before=dist.barrier)
+    trainings = Trainings(
+        {side: _side(runtime, gated=side == "on") for side in ("off", "on")},
+        before=dist.barrier,
+    )
     times = trainings.seconds_per_step(40, turns, warm_up=10)
     trainings.close()
     return times
 
 
 def _side(runtime: Runtime, *, gated: bool) -> Side:
-    names = {tower: [f"{tower}_{number}" for number in range(TABLES)] for tower in ("user", "item")}
+    names = {
+        tower: [f"{tower}_{number}" for number in range(TABLES)]
+        for tower in ("user", "item")
+    }
     towers = {tower: _tower(own) for tower, own in names.items()}
-    model = TowerModel(towers, interaction_layer("dot", [tower.out_features for tower in towers.values()]))
+    model = TowerModel(
+        towers,
+        interaction_layer("dot", [tower.out_features for tower in towers.values()]),
+    )
     generator, schema = torch.Generator().manual_seed(runtime.rank), model.schema()
     columns = [
-        {name: Jagged(torch.randint(ROWS, (BATCH,), generator=generator)) for own in names.values() for name in own}
+        {
+            name: Jagged(torch.randint(ROWS, (BATCH,), generator=generator))
+            for own in names.values()
+            for name in own
+        }
         for _ in range(8)
     ]
-    batches = [schema.assemble(own, labels=torch.randint(2, (BATCH,), generator=generator).float()) for own in columns]
+    batches = [
+        schema.assemble(
+            own, labels=torch.randint(2, (BATCH,), generator=generator).float()
+        )
+        for own in columns
+    ]
     return training(
         model,
         runtime,
@@ -59,6 +77,9 @@ def _side(runtime: Runtime, *, gated: bool) -> Side:
 
 def _tower(names: list[str]) -> Tower:
     tables = [
-        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=ROWS, embedding_dim=WIDTH) for name in names
+        EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=ROWS, embedding_dim=WIDTH
+        )
+        for name in names
     ]
     return Tower(tables, LAYERS, device=torch.device("meta"))

@@ -59,7 +59,9 @@ def model(data: InteractionData, seed: int) -> TowerModel:
     return made
 
 
-def scores(data: InteractionData, new: NDArray[np.bool_], rate: float, seed: int, epochs: int) -> NDArray[np.float32]:
+def scores(
+    data: InteractionData, new: NDArray[np.bool_], rate: float, seed: int, epochs: int
+) -> NDArray[np.float32]:
     """(users of the test rows, items) after training without the items that are ``new``."""
     made = model(data, seed)
     schema = made.schema()
@@ -70,7 +72,10 @@ def scores(data: InteractionData, new: NDArray[np.bool_], rate: float, seed: int
     held_out, users = np.flatnonzero(new), np.arange(1, data.vocab["user_id"])
     avoided = np.concatenate([data.known.users, users.repeat(len(held_out))])
     negatives = UniformNegatives(
-        data.num_items, avoided, np.concatenate([data.known.items, np.tile(held_out, len(users))]), seed
+        data.num_items,
+        avoided,
+        np.concatenate([data.known.items, np.tile(held_out, len(users))]),
+        seed,
     )
     config = LoaderConfig(batch_size=512, negatives=4, seed=seed)
     plain = ChunkLoader(train, schema, config=config, items=items, negatives=negatives)
@@ -87,14 +92,18 @@ def scores(data: InteractionData, new: NDArray[np.bool_], rate: float, seed: int
 
 @torch.no_grad()
 def ranked(made: TowerModel, builder: BatchBuilder, rows: Chunk) -> NDArray[np.float32]:
-    catalogue = made.embed("item", builder.item_batch(np.arange(builder.items.num_rows)))
+    catalogue = made.embed(
+        "item", builder.item_batch(np.arange(builder.items.num_rows))
+    )
     made_scores: NDArray[np.float32] = made.interaction.score_all(
         made.embed("user", builder.user_batch(rows)), catalogue
     ).numpy()  # type: ignore[operator]
     return made_scores
 
 
-def figures(values: NDArray[np.float32], data: InteractionData, new: NDArray[np.bool_]) -> tuple[float, float]:
+def figures(
+    values: NDArray[np.float32], data: InteractionData, new: NDArray[np.bool_]
+) -> tuple[float, float]:
     """(recall@K, AUC) of each user's movies among those that are ``new``."""
     candidates, pairs = np.flatnonzero(new), data.pairs()
     recalls, aucs = [], []
@@ -120,13 +129,26 @@ def id_dropout(options: Options) -> Iterator[Row]:
         new[rng.permutation(data.num_items)[: data.num_items // 5] + 1] = True
         epochs = 1 if options.quick else EPOCHS
         runs = {f"rate {rate}": scores(data, new, rate, seed, epochs) for rate in RATES}
-        runs["random"] = rng.random((data.test.num_rows, data.num_items + 1)).astype(np.float32)
+        runs["random"] = rng.random((data.test.num_rows, data.num_items + 1)).astype(
+            np.float32
+        )
         for name, values in runs.items():
             reached.setdefault(name, []).append(figures(values, data, new))
-    columns = {name: list(zip(*of_seeds, strict=True)) for name, of_seeds in reached.items()}
+    columns = {
+        name: list(zip(*of_seeds, strict=True)) for name, of_seeds in reached.items()
+    }
     for name, of_run in columns.items():
-        for figure, ours, plain in zip((f"recall@{K}", "AUC"), of_run, columns[f"rate {RATES[0]}"], strict=True):
-            yield row(f"{figure}, {name}", ours, figure, baseline=plain, better="more", seeds=len(ours))
+        for figure, ours, plain in zip(
+            (f"recall@{K}", "AUC"), of_run, columns[f"rate {RATES[0]}"], strict=True
+        ):
+            yield row(
+                f"{figure}, {name}",
+                ours,
+                figure,
+                baseline=plain,
+                better="more",
+                seeds=len(ours),
+            )
 
 
 if __name__ == "__main__":

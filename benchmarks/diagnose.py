@@ -50,7 +50,15 @@ import rank_programs
 import torch
 import torch.distributed as dist
 from harness import Options, Row, command_line, last_json, row
-from small_model_baseline import BATCH, NEGATIVES, SHAPES, Interactions, PlainNCF, Positives, positives
+from small_model_baseline import (
+    BATCH,
+    NEGATIVES,
+    SHAPES,
+    Interactions,
+    PlainNCF,
+    Positives,
+    positives,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -82,19 +90,32 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 def batches_of(rows: int, width: int, count: int = 16) -> list[tuple[Tensor, Tensor]]:
-    return [(torch.randn(rows, width), torch.randint(2, (rows, 1)).float()) for _ in range(count)]
+    return [
+        (torch.randn(rows, width), torch.randint(2, (rows, 1)).float())
+        for _ in range(count)
+    ]
 
 
 def plain(model: nn.Module, batches: Any, **more: Any) -> Program:
     loss_fn = nn.BCEWithLogitsLoss()
-    return Program(model, torch.optim.Adam(model.parameters(), 1e-3), lambda x, y: loss_fn(model(x), y), batches, more)
+    return Program(
+        model,
+        torch.optim.Adam(model.parameters(), 1e-3),
+        lambda x, y: loss_fn(model(x), y),
+        batches,
+        more,
+    )
 
 
 class Slept(Dataset[tuple[Tensor, Tensor]]):
     """Rows in memory; the first of each batch waits as a disk or a network would."""
 
     def __init__(self, seconds: float) -> None:
-        self.x, self.y, self.seconds = torch.randn(50_000, 64), torch.randint(2, (50_000, 1)).float(), seconds
+        self.x, self.y, self.seconds = (
+            torch.randn(50_000, 64),
+            torch.randint(2, (50_000, 1)).float(),
+            seconds,
+        )
 
     def __len__(self) -> int:
         return len(self.x)
@@ -105,7 +126,10 @@ class Slept(Dataset[tuple[Tensor, Tensor]]):
 
 
 def sleeping() -> Program:
-    return plain(mlp(64, 128, 1), DataLoader(Slept(0.01), 256, shuffle=True, collate_fn=lambda rows: rows[0]))
+    return plain(
+        mlp(64, 128, 1),
+        DataLoader(Slept(0.01), 256, shuffle=True, collate_fn=lambda rows: rows[0]),
+    )
 
 
 def concatenated(rows: list[tuple[Tensor, ...]]) -> list[Tensor]:
@@ -116,9 +140,13 @@ def ncf(shape: str, rows: int) -> Program:
     held = SHAPES[shape]
     kept = Positives(*(column[:rows] for column in positives(held)))
     model, loss_fn = PlainNCF(held.users, held.items), nn.BCEWithLogitsLoss()
-    loader = DataLoader(Interactions(held.items, kept), BATCH, shuffle=True, collate_fn=concatenated)
+    loader = DataLoader(
+        Interactions(held.items, kept), BATCH, shuffle=True, collate_fn=concatenated
+    )
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    return Program(model, optimizer, lambda u, i, c, y: loss_fn(model(u, i, c), y), loader, {})
+    return Program(
+        model, optimizer, lambda u, i, c, y: loss_fn(model(u, i, c), y), loader, {}
+    )
 
 
 class Together(Interactions):
@@ -133,16 +161,25 @@ class Together(Interactions):
         user, item, context = self.user[rows], self.item[rows], self.context[rows]
         drawn = torch.randint(1, self.items + 1, (len(rows), NEGATIVES))
         while (wrong := self.taken[user[:, None], drawn]).any():
-            drawn = torch.where(wrong, torch.randint_like(drawn, 1, self.items + 1), drawn)
+            drawn = torch.where(
+                wrong, torch.randint_like(drawn, 1, self.items + 1), drawn
+            )
         count = 1 + NEGATIVES
         labels = torch.tensor([1.0] + [0.0] * NEGATIVES).repeat(len(rows))
         items = torch.cat([item[:, None], drawn], 1).flatten()
-        return [user.repeat_interleave(count), items, context.repeat_interleave(count, 0), labels]
+        return [
+            user.repeat_interleave(count),
+            items,
+            context.repeat_interleave(count, 0),
+            labels,
+        ]
 
 
 def read_together(_: Program) -> DataLoader[Any]:
     held = SHAPES["small"]
-    data = Together(held.items, Positives(*(column[:80_000] for column in positives(held))))
+    data = Together(
+        held.items, Positives(*(column[:80_000] for column in positives(held)))
+    )
     return DataLoader(data, BATCH, shuffle=True, collate_fn=lambda made: made)
 
 
@@ -175,7 +212,10 @@ class Wide(nn.Module):
 
 
 def swept(rows: int = 12_400_000) -> Program:
-    return plain(Wide(rows, 1), [(torch.randint(rows, (1024,)), torch.ones(1024, 1)) for _ in range(16)])
+    return plain(
+        Wide(rows, 1),
+        [(torch.randint(rows, (1024,)), torch.ones(1024, 1)) for _ in range(16)],
+    )
 
 
 def oversubscribed() -> Program:
@@ -193,7 +233,9 @@ def synced() -> Program:
             right += int((logits[row_number, 0] > 0).item() == bool(y[row_number, 0]))
         return loss_fn(logits, y)
 
-    return Program(model, torch.optim.Adam(model.parameters()), loss, batches_of(256, 64), {})
+    return Program(
+        model, torch.optim.Adam(model.parameters()), loss, batches_of(256, 64), {}
+    )
 
 
 def evaluated() -> Program:
@@ -212,7 +254,10 @@ def wide_layers() -> Program:
 
 PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
     "a sleep in the loader": (sleeping, "loader_sleeps"),
-    "Python per row, data in memory": (functools.partial(ncf, "small", 80_000), "row_python"),
+    "Python per row, data in memory": (
+        functools.partial(ncf, "small", 80_000),
+        "row_python",
+    ),
     "400 tiny ops": (lambda: plain(Tiny(), batches_of(64, 8)), "launches"),
     "dense Adam over 12.4 M rows": (swept, "untouched_rows"),
     "8 threads on few cores": (oversubscribed, "too_many_threads"),
@@ -224,12 +269,22 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
 
 def two_towers() -> Program:
     """Tables whose touched rows alone move, towers of some width, batches that are ready."""
-    users, items = nn.Embedding(20_000, 64, sparse=True), nn.Embedding(5_000, 64, sparse=True)
+    users, items = (
+        nn.Embedding(20_000, 64, sparse=True),
+        nn.Embedding(5_000, 64, sparse=True),
+    )
     towers = nn.ModuleList([mlp(64, 512, 256), mlp(64, 512, 256)])
     model, loss_fn = nn.ModuleList([users, items, towers]), nn.BCEWithLogitsLoss()
-    optimizers = [torch.optim.SparseAdam([users.weight, items.weight]), torch.optim.Adam(towers.parameters())]
+    optimizers = [
+        torch.optim.SparseAdam([users.weight, items.weight]),
+        torch.optim.Adam(towers.parameters()),
+    ]
     batches = [
-        (torch.randint(20_000, (4096,)), torch.randint(5_000, (4096,)), torch.randint(2, (4096,)).float())
+        (
+            torch.randint(20_000, (4096,)),
+            torch.randint(5_000, (4096,)),
+            torch.randint(2, (4096,)).float(),
+        )
         for _ in range(8)
     ]
 
@@ -255,16 +310,23 @@ class Arrays(Dataset[tuple[Tensor, Tensor]]):
 HEALTHY: dict[str, Callable[[], Program]] = {
     "an MLP": lambda: plain(mlp(256, 1024, 1024, 1), batches_of(512, 256)),
     "an MLP, batches read whole": lambda: plain(
-        mlp(256, 1024, 1024, 1), DataLoader(Arrays(), 512, shuffle=True, collate_fn=lambda rows: rows)
+        mlp(256, 1024, 1024, 1),
+        DataLoader(Arrays(), 512, shuffle=True, collate_fn=lambda rows: rows),
     ),
     "two towers": two_towers,
     "a deep MLP": lambda: plain(mlp(512, *[512] * 8, 1), batches_of(1024, 512)),
 }
 
 
-def usual(program: Program, loss: Callable[..., Any] | None = None) -> Callable[..., None]:
+def usual(
+    program: Program, loss: Callable[..., Any] | None = None
+) -> Callable[..., None]:
     """The step of a program, with another loss where one is given."""
-    optimizers = program.optimizer if isinstance(program.optimizer, list) else [program.optimizer]
+    optimizers = (
+        program.optimizer
+        if isinstance(program.optimizer, list)
+        else [program.optimizer]
+    )
 
     def step(*batch: Tensor) -> None:
         for each in optimizers:
@@ -282,7 +344,10 @@ def first_batches(program: Program, count: int = 40) -> list[Any]:
 
 def four_at_once(program: Program) -> list[Any]:
     starts = range(0, len(program.batches), 4)
-    return [tuple(map(torch.cat, zip(*program.batches[start : start + 4], strict=True))) for start in starts]
+    return [
+        tuple(map(torch.cat, zip(*program.batches[start : start + 4], strict=True)))
+        for start in starts
+    ]
 
 
 def in_bf16(program: Program) -> Callable[..., None]:
@@ -298,7 +363,10 @@ def in_bf16(program: Program) -> Callable[..., None]:
 def sparse(_: Program) -> Callable[..., None]:
     model, loss_fn = Wide(12_400_000, 1), nn.BCEWithLogitsLoss()
     model.table.sparse = True
-    optimizers = [torch.optim.SparseAdam([model.table.weight]), torch.optim.Adam(model.top.parameters())]
+    optimizers = [
+        torch.optim.SparseAdam([model.table.weight]),
+        torch.optim.Adam(model.top.parameters()),
+    ]
     return usual(Program(model, optimizers, lambda x, y: loss_fn(model(x), y), [], {}))
 
 
@@ -315,13 +383,30 @@ def not_read(program: Program) -> Callable[..., None]:
 
 
 # By name: the program, the remedy that its diagnosis names so, its step and its batches.
-REMEDIES: dict[str, tuple[str, str, Callable[[Program], Any], Callable[[Program], Any]]] = {
+REMEDIES: dict[
+    str, tuple[str, str, Callable[[Program], Any], Callable[[Program], Any]]
+] = {
     "no wait": ("a sleep in the loader", "batches ready", usual, first_batches),
-    "no rows in Python": ("Python per row, data in memory", "__getitems__", usual, read_together),
-    "sparse": ("dense Adam over 12.4 M rows", "SparseAdam", sparse, lambda program: program.batches),
+    "no rows in Python": (
+        "Python per row, data in memory",
+        "__getitems__",
+        usual,
+        read_together,
+    ),
+    "sparse": (
+        "dense Adam over 12.4 M rows",
+        "SparseAdam",
+        sparse,
+        lambda program: program.batches,
+    ),
     "batch": ("400 tiny ops", "4 times the batch", usual, four_at_once),
     "bf16": ("an oversized MLP", "bf16", in_bf16, lambda program: program.batches),
-    "no values to Python": ("values brought to Python", "keep values", not_read, lambda program: program.batches),
+    "no values to Python": (
+        "values brought to Python",
+        "keep values",
+        not_read,
+        lambda program: program.batches,
+    ),
 }
 
 
@@ -331,14 +416,26 @@ def realised(name: str, program: Program, diagnosis: Diagnosis) -> list[dict[str
     for about, prefix, step, batches in REMEDIES.values():
         if about != name:
             continue
-        remedies = [each for finding in diagnosis.findings for each in finding.remedies if each.name.startswith(prefix)]
+        remedies = [
+            each
+            for finding in diagnosis.findings
+            for each in finding.remedies
+            if each.name.startswith(prefix)
+        ]
         if not remedies:
-            made.append({"held": None, "text": f"{name}: no remedy {prefix}: {diagnosis.verdict}"})
+            made.append(
+                {
+                    "held": None,
+                    "text": f"{name}: no remedy {prefix}: {diagnosis.verdict}",
+                }
+            )
             continue
         result = diagnosis.realised(step(program), batches(program), remedy=remedies[0])
         low, high = result.predicted or (math.nan, math.nan)
         width = (high - low) / (high + low)
-        made.append({"held": result.held, "half_width": width, "text": f"{name}: {result}"})
+        made.append(
+            {"held": result.held, "half_width": width, "text": f"{name}: {result}"}
+        )
     return made
 
 
@@ -368,7 +465,10 @@ def tries(program: Program) -> dict[str, tuple[Callable[..., None], Any]]:
     if isinstance(program.batches, list):
         made["a larger batch"] = step, four_at_once(program)
     elif isinstance(program.batches, DataLoader):
-        made["loader workers"] = step, loader_with(program.batches, num_workers=1, prefetch_factor=2)
+        made["loader workers"] = (
+            step,
+            loader_with(program.batches, num_workers=1, prefetch_factor=2),
+        )
     return made
 
 
@@ -389,14 +489,25 @@ def on_two_ranks(name: str, seed: int, seconds: float) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(seed)
     program = made_of(name)
-    alone, together = usual(program), usual(program, DistributedDataParallel(WithLoss(program)))
+    alone, together = (
+        usual(program),
+        usual(program, DistributedDataParallel(WithLoss(program))),
+    )
     if isinstance(program.batches, DataLoader):
         loader = program.batches
         rows = (loader.batch_size or 2) // 2
-        halves: Any = DataLoader(loader.dataset, rows, shuffle=True, collate_fn=loader.collate_fn)
+        halves: Any = DataLoader(
+            loader.dataset, rows, shuffle=True, collate_fn=loader.collate_fn
+        )
     else:
-        halves = [tuple(column[: len(column) // 2] for column in batch) for batch in program.batches]
-    sides = [(alone, repeated(program.batches), (0,)), (together, repeated(halves), (0, 1))]
+        halves = [
+            tuple(column[: len(column) // 2] for column in batch)
+            for batch in program.batches
+        ]
+    sides = [
+        (alone, repeated(program.batches), (0,)),
+        (together, repeated(halves), (0, 1)),
+    ]
     turns: list[list[float]] = []
     until = time.perf_counter() + seconds
     more = torch.ones(1)
@@ -405,7 +516,9 @@ def on_two_ranks(name: str, seed: int, seconds: float) -> None:
         for step, batches, ranks in sides:
             dist.barrier()
             start, steps = time.perf_counter(), 8 if turns else 2
-            for batch in itertools.islice(batches, steps if dist.get_rank() in ranks else 0):
+            for batch in itertools.islice(
+                batches, steps if dist.get_rank() in ranks else 0
+            ):
                 step(*batch)
             dist.barrier()
             turn.append((time.perf_counter() - start) / steps)
@@ -414,7 +527,15 @@ def on_two_ranks(name: str, seed: int, seconds: float) -> None:
         dist.broadcast(more, 0)
     if dist.get_rank() == 0:
         ratios = [before / after for before, after in turns[1:]]
-        print(json.dumps({"ratio": statistics.median(ratios), "high": paired_gain(ratios).high / DRIFT}), flush=True)
+        print(
+            json.dumps(
+                {
+                    "ratio": statistics.median(ratios),
+                    "high": paired_gain(ratios).high / DRIFT,
+                }
+            ),
+            flush=True,
+        )
     dist.destroy_process_group()
 
 
@@ -423,7 +544,9 @@ def repeated(batches: Any) -> Iterator[Any]:
         yield from batches
 
 
-def tried(name: str, seed: int, program: Program, diagnosis: Diagnosis) -> dict[str, dict[str, float]]:
+def tried(
+    name: str, seed: int, program: Program, diagnosis: Diagnosis
+) -> dict[str, dict[str, float]]:
     """Returns what came of trying what the diagnosis says gains under 5 %."""
     useless = {answer.name for answer in diagnosis.answers if answer.helps == "no"}
     made = {}
@@ -434,8 +557,17 @@ def tried(name: str, seed: int, program: Program, diagnosis: Diagnosis) -> dict[
             # in them.
             made[answer] = {"ratio": result.ratio, "high": result.gain.high / DRIFT}
     if "DDP on this machine" in useless and len(os.sched_getaffinity(0)) > 1:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        made["DDP on this machine"] = last_json([*launch, __file__, "--ddp", name, seed, 5.0], limit_s=LIMIT_S)
+        launch = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ]
+        made["DDP on this machine"] = last_json(
+            [*launch, __file__, "--ddp", name, seed, 5.0], limit_s=LIMIT_S
+        )
     return made
 
 
@@ -450,36 +582,65 @@ def case(name: str, seed: int, budget_s: float, rows: Collection[str]) -> None:
     program = made_of(name)
     start = time.perf_counter()
     diagnosis = why_slow(
-        program.model, program.optimizer, program.loss, program.batches, budget_s=budget_s, **program.more
+        program.model,
+        program.optimizer,
+        program.loss,
+        program.batches,
+        budget_s=budget_s,
+        **program.more,
     )
     seconds = time.perf_counter() - start
     print(diagnosis)
-    above = [finding.cause for finding in diagnosis.findings if finding.size in ("large", "medium")]
-    made = {"verdict": diagnosis.verdict, "above": above, "seconds": seconds, "noisy": diagnosis.noisy}
+    above = [
+        finding.cause
+        for finding in diagnosis.findings
+        if finding.size in ("large", "medium")
+    ]
+    made = {
+        "verdict": diagnosis.verdict,
+        "above": above,
+        "seconds": seconds,
+        "noisy": diagnosis.noisy,
+    }
     made["gain"] = realised(name, program, diagnosis) if "gain" in rows else []
     made["no-help"] = tried(name, seed, program, diagnosis) if "no-help" in rows else {}
     print(json.dumps(made))
 
 
 @functools.cache
-def result_of(name: str, turn: int, rows: tuple[str, ...], quick: bool) -> dict[str, Any]:
+def result_of(
+    name: str, turn: int, rows: tuple[str, ...], quick: bool
+) -> dict[str, Any]:
     """Returns what a process of its own measured of a program, which all rows read."""
     budget_s = 5.0 if quick else 25.0
     if name in rank_programs.CASES:
-        made = rank_programs.launched(name, turn, functools.partial(last_json, limit_s=LIMIT_S), budget_s)
+        made = rank_programs.launched(
+            name, turn, functools.partial(last_json, limit_s=LIMIT_S), budget_s
+        )
     else:
-        made = last_json([sys.executable, __file__, "--case", name, turn, budget_s, *rows], limit_s=LIMIT_S)
-    print(f"{name}: {made['verdict']}, {made['seconds']:.0f} s {made['noisy']}", file=sys.stderr, flush=True)
+        made = last_json(
+            [sys.executable, __file__, "--case", name, turn, budget_s, *rows],
+            limit_s=LIMIT_S,
+        )
+    print(
+        f"{name}: {made['verdict']}, {made['seconds']:.0f} s {made['noisy']}",
+        file=sys.stderr,
+        flush=True,
+    )
     return dict(made)
 
 
 def runs(names: Sequence[str], options: Options) -> Iterator[tuple[str, int]]:
     """Yields each of the programs, turn by turn."""
     for turn in range(1 if options.quick else options.turns):
-        yield from ((name, turn) for name in names if not options.quick or name in QUICK)
+        yield from (
+            (name, turn) for name in names if not options.quick or name in QUICK
+        )
 
 
-def results(names: Sequence[str], options: Options) -> Iterator[tuple[str, dict[str, Any]]]:
+def results(
+    names: Sequence[str], options: Options
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields what was measured of each of the programs, turn by turn."""
     rows = tuple(each for each in ("gain", "no-help") if each in ASKED)
     for name, turn in runs(names, options):
@@ -493,7 +654,12 @@ def gain(options: Options) -> Iterator[Row]:
     outside = [each["text"] for each in made if not each["held"]]
     share = (len(made) - len(outside)) / len(made)
     widths = [each["half_width"] for each in made if "half_width" in each]
-    more = {"of": len(made), "outside": outside, "half_width": statistics.median(widths), "widest": max(widths)}
+    more = {
+        "of": len(made),
+        "outside": outside,
+        "half_width": statistics.median(widths),
+        "widest": max(widths),
+    }
     yield row("gain", share, "in the interval", better="more", required=13 / 15, **more)
 
 
@@ -508,21 +674,60 @@ def no_help(options: Options) -> Iterator[Row]:
                 wrong.append(f"{name}, {answer}: {gained['ratio']:.3g}x")
     count = right + len(wrong)
     share = right / count if count else 1.0  # of nothing, as `of` says
-    yield row("no-help", share, "gained under 5 %", better="more", required=0.95, of=count, wrong=wrong)
+    yield row(
+        "no-help",
+        share,
+        "gained under 5 %",
+        better="more",
+        required=0.95,
+        of=count,
+        wrong=wrong,
+    )
 
 
 def overhead(options: Options) -> Iterator[Row]:
     """Steps of two ranks, and beside these what counting their waits and writing their page takes."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "torchx_apps.train"]
-        words += ["--recipe", "n_tower", "--set", "data.name=planted", "--set", "train.compile=off"]
-        words += ["--set", f"train.epochs={1 if options.quick else 6}", "--run-dir", str(run)]
+        words = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            "-m",
+            "torchx_apps.train",
+        ]
+        words += [
+            "--recipe",
+            "n_tower",
+            "--set",
+            "data.name=planted",
+            "--set",
+            "train.compile=off",
+        ]
+        words += [
+            "--set",
+            f"train.epochs={1 if options.quick else 6}",
+            "--run-dir",
+            str(run),
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, *words], check=True, timeout=LIMIT_S, stdout=sys.stderr, env=environment)
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        subprocess.run(
+            [sys.executable, *words],
+            check=True,
+            timeout=LIMIT_S,
+            stdout=sys.stderr,
+            env=environment,
+        )
+        records = [
+            json.loads(line)
+            for line in (run / "metrics.jsonl").read_text().splitlines()
+        ]
     train = [record for record in records if record["kind"] == "train"]
-    seconds, steps = sum(record["rows"] / record["rows_per_s"] for record in train), train[-1]["step"]
+    seconds, steps = (
+        sum(record["rows"] / record["rows_per_s"] for record in train),
+        train[-1]["step"],
+    )
     many = 20_000
     runtime: Any = SimpleNamespace(world_size=2, device=torch.device("cpu"))
     shares = []
@@ -539,7 +744,14 @@ def overhead(options: Options) -> Iterator[Row]:
         page_s = time.perf_counter() - end
         fetch_s = (2 * middle - start - end) / many
         shares.append((fetch_s * steps + page_s) / seconds)
-    yield row("overhead", shares, "of the steps' seconds", required=0.01, fetch_us=fetch_s * 1e6, page_ms=page_s * 1e3)
+    yield row(
+        "overhead",
+        shares,
+        "of the steps' seconds",
+        required=0.01,
+        fetch_us=fetch_s * 1e6,
+        page_ms=page_s * 1e3,
+    )
 
 
 def planted_in(name: str) -> tuple[str, int | None]:
@@ -554,7 +766,11 @@ def _wrong(name: str, made: dict[str, Any]) -> str:
     """Returns what is wrong with a verdict; empty where it is right, and names the rank that is slow."""
     cause, slow = planted_in(name)
     right = made["verdict"] == cause and (slow is None or made["ranks"] == [slow])
-    return "" if right else made["verdict"] + (f" of ranks {made['ranks']}" if "ranks" in made else "")
+    return (
+        ""
+        if right
+        else made["verdict"] + (f" of ranks {made['ranks']}" if "ranks" in made else "")
+    )
 
 
 def planted(options: Options) -> Iterator[Row]:
@@ -566,7 +782,15 @@ def planted(options: Options) -> Iterator[Row]:
         if text := _wrong(name, made):
             wrong.append(f"{name}: {text}")
     share = (count - len(wrong)) / count
-    yield row("planted", share, "right first verdicts", better="more", required=73 / 75, of=count, wrong=wrong)
+    yield row(
+        "planted",
+        share,
+        "right first verdicts",
+        better="more",
+        required=73 / 75,
+        of=count,
+        wrong=wrong,
+    )
     yield row("seconds", seconds, "s", required=60.0)
 
 
@@ -581,12 +805,21 @@ def planted_traceml(options: Options) -> Iterator[Row]:
         verdict, ranks = diagnose_traceml.verdict(command, name, turn, options.quick)
         cause, slow = planted_in(name)
         right += diagnose_traceml.names(cause, verdict) and slow in (None, *ranks)
-        verdicts.setdefault(name, []).append(f"{verdict} of ranks {ranks}" if ranks else verdict)
+        verdicts.setdefault(name, []).append(
+            f"{verdict} of ranks {ranks}" if ranks else verdict
+        )
         print(f"TraceML, {name}: {verdicts[name][-1]}", file=sys.stderr, flush=True)
     ours = [not _wrong(name, made) for name, made in results(names, options)]
     shares = sum(ours) / len(ours), right / len(ours)
     more = {"of": len(ours), "verdicts": verdicts, "version": diagnose_traceml.PACKAGE}
-    yield row("planted-traceml", shares[0], "right first verdicts", baseline=shares[1], better="more", **more)
+    yield row(
+        "planted-traceml",
+        shares[0],
+        "right first verdicts",
+        baseline=shares[1],
+        better="more",
+        **more,
+    )
 
 
 def healthy(options: Options) -> Iterator[Row]:
@@ -594,8 +827,19 @@ def healthy(options: Options) -> Iterator[Row]:
     count = 0
     for name, made in results([*HEALTHY, *rank_programs.HEALTHY], options):
         count += 1
-        above += [f"{name}: {', '.join(made['above'])}"] if made["above"] or made["noisy"] else []
-    yield row("healthy", len(above), "of the runs with a finding above small", required=0, of=count, wrong=above)
+        above += (
+            [f"{name}: {', '.join(made['above'])}"]
+            if made["above"] or made["noisy"]
+            else []
+        )
+    yield row(
+        "healthy",
+        len(above),
+        "of the runs with a finding above small",
+        required=0,
+        of=count,
+        wrong=above,
+    )
 
 
 ROWS = {

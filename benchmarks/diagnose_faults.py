@@ -58,13 +58,17 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def batches_of(width: int, rows: int = ROWS, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
+def batches_of(
+    width: int, rows: int = ROWS, dtype: torch.dtype = torch.float32
+) -> list[tuple[Tensor, Tensor]]:
     return [
         (torch.randn(rows, width, dtype=dtype), torch.randint(2, (rows, 1)).to(dtype)) for _ in range(16)
     ]  # fmt: skip
 
 
-def training(model: nn.Module, then: Callable[[Tensor], object] = lambda loss: None) -> Step:
+def training(
+    model: nn.Module, then: Callable[[Tensor], object] = lambda loss: None
+) -> Step:
     """Returns the usual step on x and y, which calls a function with its loss at its end."""
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
 
@@ -90,7 +94,10 @@ class Sentences(Dataset[tuple[str, int]]):
 
     def __init__(self) -> None:
         draw = np.random.default_rng(0)
-        self.texts = [" ".join(WORDS[each] for each in draw.integers(0, 5_000, 24)) for _ in range(8_000)]
+        self.texts = [
+            " ".join(WORDS[each] for each in draw.integers(0, 5_000, 24))
+            for _ in range(8_000)
+        ]
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -123,8 +130,13 @@ def tokenising() -> Case:
     data = Sentences()
     step = training(Bag())
     ids, labels = tokenised([data[row] for row in range(len(data))])
-    ready = [(ids[row : row + ROWS], labels[row : row + ROWS]) for row in range(0, len(data) - ROWS, ROWS)]
-    return Case(step, DataLoader(data, ROWS, shuffle=True, collate_fn=tokenised), step, ready)
+    ready = [
+        (ids[row : row + ROWS], labels[row : row + ROWS])
+        for row in range(0, len(data) - ROWS, ROWS)
+    ]
+    return Case(
+        step, DataLoader(data, ROWS, shuffle=True, collate_fn=tokenised), step, ready
+    )
 
 
 class Frame(Dataset[tuple[Tensor, Tensor]]):
@@ -134,7 +146,9 @@ class Frame(Dataset[tuple[Tensor, Tensor]]):
         import pandas
 
         names = [f"feature{number}" for number in range(32)]
-        self.frame = pandas.DataFrame(np.random.randn(20_000, 32).astype(np.float32), columns=names)
+        self.frame = pandas.DataFrame(
+            np.random.randn(20_000, 32).astype(np.float32), columns=names
+        )
         self.frame["label"] = np.random.randint(0, 2, 20_000).astype(np.float32)
 
     def __len__(self) -> int:
@@ -155,7 +169,9 @@ class WholeFrame(Frame):
 
 def data_frame() -> Case:
     step = training(mlp(32, 64, 1))
-    together = DataLoader(WholeFrame(), ROWS, shuffle=True, collate_fn=lambda batch: batch)
+    together = DataLoader(
+        WholeFrame(), ROWS, shuffle=True, collate_fn=lambda batch: batch
+    )
     return Case(step, DataLoader(Frame(), ROWS, shuffle=True), step, together)
 
 
@@ -183,7 +199,9 @@ def csv_lines() -> Case:
 
 def callback() -> Case:
     model = mlp(64, 128, 1)
-    return Case(training(model, lambda loss: time.sleep(0.02)), batches_of(64), training(model))
+    return Case(
+        training(model, lambda loss: time.sleep(0.02)), batches_of(64), training(model)
+    )
 
 
 def figures_read() -> Case:
@@ -201,9 +219,20 @@ def figures_read() -> Case:
     def log() -> None:
         for name, each in model.named_parameters():
             moments = optimizer.state[each]
-            for held in (each.detach(), each.grad, moments["exp_avg"], moments["exp_avg_sq"]):
+            for held in (
+                each.detach(),
+                each.grad,
+                moments["exp_avg"],
+                moments["exp_avg_sq"],
+            ):
                 if held is not None:
-                    of_all = (held.norm(), held.mean(), held.amax(), held.amin(), held.sum())
+                    of_all = (
+                        held.norm(),
+                        held.mean(),
+                        held.amax(),
+                        held.amin(),
+                        held.sum(),
+                    )
                     figures[name] = [figure.item() for figure in of_all]
 
     def step(x: Tensor, y: Tensor) -> None:
@@ -233,13 +262,19 @@ class Rows(nn.Module):
 
 
 def id_batches(rows: int, count: int = ROWS) -> list[tuple[Tensor, Tensor]]:
-    return [(torch.randint(rows, (count,)), torch.randint(2, (count, 1)).float()) for _ in range(16)]
+    return [
+        (torch.randint(rows, (count,)), torch.randint(2, (count, 1)).float())
+        for _ in range(16)
+    ]
 
 
 def sparse_rows(rows: int) -> tuple[nn.Module, Step, list[Any]]:
     """Returns a table whose optimizer moves the rows that are read, its step, and a list for copies."""
     model = Rows(rows)
-    tables, layers = torch.optim.SparseAdam(model.table.parameters()), torch.optim.Adam(model.top.parameters())
+    tables, layers = (
+        torch.optim.SparseAdam(model.table.parameters()),
+        torch.optim.Adam(model.top.parameters()),
+    )
 
     def step(x: Tensor, y: Tensor) -> None:
         tables.zero_grad()
@@ -309,7 +344,9 @@ def collected() -> Case:
     held = [{"number": number, "row": [number]} for number in range(600_000)]
     kept: list[Any] = []
 
-    def keep(loss: Tensor) -> None:  # what lives until the next collection, as of a log or a replay buffer
+    def keep(
+        loss: Tensor,
+    ) -> None:  # what lives until the next collection, as of a log or a replay buffer
         value = loss.detach()
         kept.append([{"loss": value} for _ in range(2_000)])
         del kept[:-200]
@@ -352,7 +389,9 @@ def all_items() -> Case:
         logits = torch.cat([right, vectors @ drawn.T], 1)
         return F.cross_entropy(logits, torch.zeros(len(item), dtype=torch.int64))
 
-    batches = [(torch.randint(5_000, (128,)), torch.randint(60_000, (128,))) for _ in range(16)]
+    batches = [
+        (torch.randint(5_000, (128,)), torch.randint(60_000, (128,))) for _ in range(16)
+    ]
     return Case(trained(whole), batches, trained(sampled))
 
 
@@ -379,7 +418,9 @@ def anomaly() -> Case:
 def profiler() -> Case:
     trained = training(mlp(64, *[64] * 20, 1))
 
-    def profiles() -> Generator[None, bool, None]:  # which is not put back, since torch's own switch is not either
+    def profiles() -> Generator[
+        None, bool, None
+    ]:  # which is not put back, since torch's own switch is not either
         wanted = yield
         while True:
             while not wanted:
@@ -405,9 +446,13 @@ def profiler() -> Case:
 def graph_of_all() -> Case:
     users, items = 6_000, 8_000
     nodes = users + items
-    ends = torch.stack([torch.randint(users, (150_000,)), users + torch.randint(items, (150_000,))])
+    ends = torch.stack(
+        [torch.randint(users, (150_000,)), users + torch.randint(items, (150_000,))]
+    )
     both = torch.cat([ends, ends.flip(0)], 1)
-    graph = torch.sparse_coo_tensor(both, torch.full((300_000,), 0.02), (nodes, nodes)).coalesce()
+    graph = torch.sparse_coo_tensor(
+        both, torch.full((300_000,), 0.02), (nodes, nodes)
+    ).coalesce()
     table = nn.Embedding(nodes, 32)
     optimizer = torch.optim.Adam(table.parameters(), 1e-3)
 
@@ -417,14 +462,24 @@ def graph_of_all() -> Case:
         for _ in range(3):
             layers.append(torch.sparse.mm(graph, layers[-1]))
         vectors = torch.stack(layers).mean(0)
-        difference = (vectors[user] * (vectors[users + item] - vectors[users + other])).sum(1)
+        difference = (
+            vectors[user] * (vectors[users + item] - vectors[users + other])
+        ).sum(1)
         (-F.logsigmoid(difference).mean()).backward()
         optimizer.step()
 
     batches = [
-        (torch.randint(users, (ROWS,)), torch.randint(items, (ROWS,)), torch.randint(items, (ROWS,))) for _ in range(16)
+        (
+            torch.randint(users, (ROWS,)),
+            torch.randint(items, (ROWS,)),
+            torch.randint(items, (ROWS,)),
+        )
+        for _ in range(16)
     ]
-    larger = [tuple(map(torch.cat, zip(*batches[at : at + 4], strict=True))) for at in range(0, 16, 4)]
+    larger = [
+        tuple(map(torch.cat, zip(*batches[at : at + 4], strict=True)))
+        for at in range(0, 16, 4)
+    ]
     return Case(step, batches, step, larger)
 
 
@@ -444,7 +499,9 @@ def groups() -> Case:
         total = score.new_zeros(())
         for number in range(400):
             mask = (group == number).float()
-            total = total + ((score - y).square() * mask).sum() / mask.sum().clamp(min=1)
+            total = total + ((score - y).square() * mask).sum() / mask.sum().clamp(
+                min=1
+            )
         return total / 400
 
     def at_once(score: Tensor, y: Tensor, group: Tensor) -> Tensor:
@@ -478,21 +535,37 @@ def normalised() -> Case:
 
 
 FAULTS: dict[str, Fault] = {
-    "tokenising in collate_fn": Fault(tokenising, ("loader_computes",), "batches ready"),
+    "tokenising in collate_fn": Fault(
+        tokenising, ("loader_computes",), "batches ready"
+    ),
     "rows of a pandas frame": Fault(data_frame, ("row_python",), "__getitems__"),
-    "CSV lines parsed in an IterableDataset": Fault(csv_lines, ("loader_computes",), "batches ready"),
+    "CSV lines parsed in an IterableDataset": Fault(
+        csv_lines, ("loader_computes",), "batches ready"
+    ),
     "a callback that sleeps": Fault(callback, ("python_lines",), "take these lines"),
     "figures read one by one": Fault(figures_read, ("host_syncs",), "keep values"),
-    "a deep copy of the model in each step": Fault(copied, ("python_lines", "whole_tables"), "the same on the rows"),
-    "vectors written as JSON in each step": Fault(json_lines, ("python_lines",), "take these lines"),
-    "a checkpoint every tenth step": Fault(saved, ("python_lines",), "take these lines"),
-    "the mean of a list of 200,000": Fault(mean_of_list, ("python_lines",), "take these lines"),
+    "a deep copy of the model in each step": Fault(
+        copied, ("python_lines", "whole_tables"), "the same on the rows"
+    ),
+    "vectors written as JSON in each step": Fault(
+        json_lines, ("python_lines",), "take these lines"
+    ),
+    "a checkpoint every tenth step": Fault(
+        saved, ("python_lines",), "take these lines"
+    ),
+    "the mean of a list of 200,000": Fault(
+        mean_of_list, ("python_lines",), "take these lines"
+    ),
     "many objects to collect": Fault(collected, ("garbage",), "fewer objects"),
-    "a softmax over 60,000 items": Fault(all_items, ("all_items",), "a sampled softmax"),
+    "a softmax over 60,000 items": Fault(
+        all_items, ("all_items",), "a sampled softmax"
+    ),
     "64-bit floats": Fault(double, ("double_precision",), "32-bit"),
     "anomaly mode": Fault(anomaly, ("debug_modes",), "train without"),
     "a profiler left on": Fault(profiler, ("debug_modes",), "train without"),
     "LightGCN's graph in each batch": Fault(graph_of_all, ("small_batch",), "4 times"),
     "a loop over 400 groups": Fault(groups, ("launches",), "one op on all"),
-    "F.normalize of a whole table": Fault(normalised, ("whole_tables",), "the same on the rows"),
+    "F.normalize of a whole table": Fault(
+        normalised, ("whole_tables",), "the same on the rows"
+    ),
 }

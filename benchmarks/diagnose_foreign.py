@@ -49,8 +49,14 @@ class Foreign(NamedTuple):
 
 def columns() -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(0)
-    ids = {name: torch.randint(1, size, (ROWS,), generator=draw) for name, size in (("user_id", USERS), ("age", 9))}
-    ids |= {name: torch.randint(1, ITEMS, (ROWS,), generator=draw) for name in ("item_id", "neg_item_id")}
+    ids = {
+        name: torch.randint(1, size, (ROWS,), generator=draw)
+        for name, size in (("user_id", USERS), ("age", 9))
+    }
+    ids |= {
+        name: torch.randint(1, ITEMS, (ROWS,), generator=draw)
+        for name in ("item_id", "neg_item_id")
+    }
     return ids
 
 
@@ -59,15 +65,26 @@ def rechub_dssm() -> Foreign:
     from torch_rechub.models.matching.dssm import DSSM
     from torch_rechub.utils.data import TorchDataset
 
-    user = [SparseFeature(name, size, D) for name, size in (("user_id", USERS), ("age", 9))]
+    user = [
+        SparseFeature(name, size, D) for name, size in (("user_id", USERS), ("age", 9))
+    ]
     layers = {"dims": [128, 64], "activation": "prelu"}
-    model = DSSM(user, [SparseFeature("item_id", ITEMS, D)], dict(layers), dict(layers), temperature=0.02)
+    model = DSSM(
+        user,
+        [SparseFeature("item_id", ITEMS, D)],
+        dict(layers),
+        dict(layers),
+        temperature=0.02,
+    )
     data = TorchDataset(
-        {name: each.numpy() for name, each in columns().items()}, torch.randint(2, (ROWS,)).float().numpy()
+        {name: each.numpy() for name, each in columns().items()},
+        torch.randint(2, (ROWS,)).float().numpy(),
     )
     loader = DataLoader(data, B, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    return Foreign(model, optimizer, lambda x, y: F.binary_cross_entropy(model(x), y), loader)
+    return Foreign(
+        model, optimizer, lambda x, y: F.binary_cross_entropy(model(x), y), loader
+    )
 
 
 class Settings(dict[str, Any]):
@@ -80,18 +97,41 @@ class Settings(dict[str, Any]):
 def recbole_neumf() -> Foreign:
     from recbole.model.general_recommender.neumf import NeuMF
 
-    fields = {"USER_ID_FIELD": "user_id", "ITEM_ID_FIELD": "item_id", "NEG_PREFIX": "neg_", "LABEL_FIELD": "label"}
-    sizes = {"mf_embedding_size": 64, "mlp_embedding_size": 64, "mlp_hidden_size": [128, 64], "dropout_prob": 0.1}
+    fields = {
+        "USER_ID_FIELD": "user_id",
+        "ITEM_ID_FIELD": "item_id",
+        "NEG_PREFIX": "neg_",
+        "LABEL_FIELD": "label",
+    }
+    sizes = {
+        "mf_embedding_size": 64,
+        "mlp_embedding_size": 64,
+        "mlp_hidden_size": [128, 64],
+        "dropout_prob": 0.1,
+    }
     dataset = SimpleNamespace(num=lambda field: USERS if field == "user_id" else ITEMS)
-    model = NeuMF(Settings(device="cpu", mf_train=True, mlp_train=True, **fields, **sizes), dataset)
+    model = NeuMF(
+        Settings(device="cpu", mf_train=True, mlp_train=True, **fields, **sizes),
+        dataset,
+    )
     rows = {**columns(), "label": torch.randint(2, (ROWS,)).float()}
-    batches = [{name: each[start : start + 2048] for name, each in rows.items()} for start in range(0, 40_000, 2048)]
-    return Foreign(model, torch.optim.Adam(model.parameters(), 1e-3), model.calculate_loss, batches)
+    batches = [
+        {name: each[start : start + 2048] for name, each in rows.items()}
+        for start in range(0, 40_000, 2048)
+    ]
+    return Foreign(
+        model, torch.optim.Adam(model.parameters(), 1e-3), model.calculate_loss, batches
+    )
 
 
 def golden_alone() -> Foreign:
     model, batches = rank_programs.dlrm(0)
-    return Foreign(model, torch.optim.Adagrad(model.parameters(), lr=0.1), lambda batch: model(batch), list(batches))
+    return Foreign(
+        model,
+        torch.optim.Adagrad(model.parameters(), lr=0.1),
+        lambda batch: model(batch),
+        list(batches),
+    )
 
 
 def users_script() -> Foreign:
@@ -100,7 +140,9 @@ def users_script() -> Foreign:
     data = Interactions(shape.items, positives(shape))
     loader = DataLoader(data, BATCH, shuffle=True, collate_fn=adopted_ncf.collate)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    return Foreign(model, optimizer, lambda u, i, c, y: criterion(model(u, i, c), y), loader)
+    return Foreign(
+        model, optimizer, lambda u, i, c, y: criterion(model(u, i, c), y), loader
+    )
 
 
 PROGRAMS: dict[str, tuple[str, Callable[[], Foreign]]] = {
@@ -128,7 +170,12 @@ def diagnosed(name: str, budget_s: float) -> None:
 
 def missing(module: str) -> str:
     """Returns why a module cannot be imported; empty where it can."""
-    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 
 
@@ -141,8 +188,16 @@ def foreign(options: Options) -> Iterator[Row]:
             continue
         made = last_json([sys.executable, __file__, name, budget_s], limit_s=LIMIT_S)
         more = {"verdict": made["verdict"], "applied": made["applied"]}
-        yield row(f"foreign, {name}", made["gain"], "times as fast, applied", better="more", **more)
-    on_ranks = rank_programs.launched(GOLDEN, 0, functools.partial(last_json, limit_s=LIMIT_S), budget_s)
+        yield row(
+            f"foreign, {name}",
+            made["gain"],
+            "times as fast, applied",
+            better="more",
+            **more,
+        )
+    on_ranks = rank_programs.launched(
+        GOLDEN, 0, functools.partial(last_json, limit_s=LIMIT_S), budget_s
+    )
     more = {"verdict": on_ranks["verdict"], "above": on_ranks["above"]}
     yield row(f"foreign, {GOLDEN}", on_ranks["seconds"], "s to a verdict", **more)
 
@@ -155,9 +210,14 @@ def end_to_end(options: Options) -> Iterator[Row]:
     import diagnose
 
     shape, steps = SHAPES["small"], 20 if options.quick else 300
-    script, whole_batches = diagnose.ncf("small", shape.rows), diagnose.read_together(None)
+    script, whole_batches = (
+        diagnose.ncf("small", shape.rows),
+        diagnose.read_together(None),
+    )
 
-    def over(step: Callable[..., object], batches: Any) -> Callable[[Callable[[], bool]], None]:
+    def over(
+        step: Callable[..., object], batches: Any
+    ) -> Callable[[Callable[[], bool]], None]:
         def loop(stop: Callable[[], bool]) -> None:
             while True:
                 for batch in batches:
@@ -167,14 +227,19 @@ def end_to_end(options: Options) -> Iterator[Row]:
 
         return loop
 
-    def on_one_thread(loop: Callable[[Callable[[], bool]], None]) -> Callable[[Callable[[], bool]], None]:
+    def on_one_thread(
+        loop: Callable[[Callable[[], bool]], None],
+    ) -> Callable[[Callable[[], bool]], None]:
         def run(stop: Callable[[], bool]) -> None:
             torch.set_num_threads(1)  # of this side's own thread
             loop(stop)
 
         return run
 
-    plain, inside = diagnose.usual(script), adopted_ncf.adopted(shape, adopted_ncf.columns_of(shape))
+    plain, inside = (
+        diagnose.usual(script),
+        adopted_ncf.adopted(shape, adopted_ncf.columns_of(shape)),
+    )
     sides = {
         "small_model_baseline.py": over(plain, script.batches),
         "one thread": on_one_thread(over(plain, script.batches)),
@@ -184,13 +249,27 @@ def end_to_end(options: Options) -> Iterator[Row]:
     }
     trainings = Trainings(sides)
     # More than an epoch: the last batch of one has a shape of its own, for which the step is captured once.
-    times = trainings.seconds_per_step(steps, options.turns, warm_up=50 if options.quick else 350)
+    times = trainings.seconds_per_step(
+        steps, options.turns, warm_up=50 if options.quick else 350
+    )
     trainings.close()
     names = list(sides)
     medians = {name: statistics.median(each) for name, each in times.items()}
-    factors = {after: round(medians[before] / medians[after], 2) for before, after in itertools.pairwise(names)}
-    products = [first / last for first, last in zip(times[names[0]], times[names[-1]], strict=True)]
-    yield row("end-to-end", products, "times as fast, the product", better="more", factors=factors)
+    factors = {
+        after: round(medians[before] / medians[after], 2)
+        for before, after in itertools.pairwise(names)
+    }
+    products = [
+        first / last
+        for first, last in zip(times[names[0]], times[names[-1]], strict=True)
+    ]
+    yield row(
+        "end-to-end",
+        products,
+        "times as fast, the product",
+        better="more",
+        factors=factors,
+    )
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ SOURCES = {"TorchBench's": TORCHBENCH, "examples'": EXAMPLES, "TraceML's": TRACE
 
 def brought(source: str) -> Path:
     """Returns the folder of a repository at a commit in the cache folder; raises as :func:`checkout`."""
-    from torchrec_ext.data.datasets.catalog import cache_folder  # not beside the numpy that recommenders bring
+    from torchrec_ext.data.datasets.catalog import (
+        cache_folder,
+    )  # not beside the numpy that recommenders bring
 
     return checkout(source, cache_folder() / source.replace("/", "-"))
 
@@ -101,7 +103,9 @@ def module_of(source: str, path: str, package: str = "") -> Any:
         sys.path.insert(0, str(file))
         return importlib.import_module(package)
     # Two levels of packages, so that `from ...util` finds a stand-in too.
-    spec = importlib.util.spec_from_file_location("torchbenchmark.models.program", file, submodule_search_locations=[])
+    spec = importlib.util.spec_from_file_location(
+        "torchbenchmark.models.program", file, submodule_search_locations=[]
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -138,7 +142,11 @@ def supervised(
 
 
 def classified(
-    model: nn.Module, rows: int, shape: tuple[int, ...], classes: int, optimizer: Any = torch.optim.Adam
+    model: nn.Module,
+    rows: int,
+    shape: tuple[int, ...],
+    classes: int,
+    optimizer: Any = torch.optim.Adam,
 ) -> Case:
     return supervised(
         model,
@@ -148,7 +156,12 @@ def classified(
     )
 
 
-def images(model: nn.Module, rows: int, shape: tuple[int, ...], out: tuple[int, ...] | None = None) -> Case:
+def images(
+    model: nn.Module,
+    rows: int,
+    shape: tuple[int, ...],
+    out: tuple[int, ...] | None = None,
+) -> Case:
     """A network from images to images."""
     return supervised(
         model,
@@ -158,17 +171,31 @@ def images(model: nn.Module, rows: int, shape: tuple[int, ...], out: tuple[int, 
 
 
 def next_tokens(
-    model: nn.Module, rows: int, length: int, words: int, logits: Callable[[nn.Module, Tensor], Tensor]
+    model: nn.Module,
+    rows: int,
+    length: int,
+    words: int,
+    logits: Callable[[nn.Module, Tensor], Tensor],
 ) -> Case:
     return supervised(
         model,
-        lambda: (torch.randint(words, (rows, length)), torch.randint(words, (rows, length))),
-        lambda net, x, y: F.cross_entropy(logits(net, x).reshape(-1, words), y.reshape(-1)),
+        lambda: (
+            torch.randint(words, (rows, length)),
+            torch.randint(words, (rows, length)),
+        ),
+        lambda net, x, y: F.cross_entropy(
+            logits(net, x).reshape(-1, words), y.reshape(-1)
+        ),
     )
 
 
 def resnet() -> Case:
-    return classified(bench(f"{_MODELS}/phlippe_resnet/__init__.py").ResNetModel(), 24, (3, 32, 32), 10)
+    return classified(
+        bench(f"{_MODELS}/phlippe_resnet/__init__.py").ResNetModel(),
+        24,
+        (3, 32, 32),
+        10,
+    )
 
 
 def discriminator() -> Case:
@@ -184,7 +211,11 @@ def discriminator() -> Case:
 
 def nanogpt() -> Case:
     module = bench(f"{_MODELS}/nanogpt/model.py")
-    model = module.GPT(module.GPTConfig(block_size=64, vocab_size=2_000, n_layer=3, n_head=4, n_embd=128))
+    model = module.GPT(
+        module.GPTConfig(
+            block_size=64, vocab_size=2_000, n_layer=3, n_head=4, n_embd=128
+        )
+    )
     return supervised(
         model,
         lambda: (torch.randint(2_000, (8, 64)), torch.randint(2_000, (8,))),
@@ -194,16 +225,24 @@ def nanogpt() -> Case:
 
 def bert() -> Case:
     module = bench(f"{_MODELS}/BERT_pytorch", "bert_pytorch.model")
-    model = module.BERTLM(module.BERT(2_000, hidden=128, n_layers=2, attn_heads=4), 2_000)
-    return next_tokens(model, 8, 64, 2_000, lambda net, x: net(x, torch.ones_like(x))[1])
+    model = module.BERTLM(
+        module.BERT(2_000, hidden=128, n_layers=2, attn_heads=4), 2_000
+    )
+    return next_tokens(
+        model, 8, 64, 2_000, lambda net, x: net(x, torch.ones_like(x))[1]
+    )
 
 
 def autoencoder() -> Case:
     module = bench(f"{_MODELS}/nvidia_deeprecommender/reco_encoder/model/model.py")
-    model = module.AutoEncoder([3_000, 256, 256, 512], dp_drop_prob=0.8, is_constrained=False)
+    model = module.AutoEncoder(
+        [3_000, 256, 256, 512], dp_drop_prob=0.8, is_constrained=False
+    )
     return supervised(
         model,
-        lambda: (torch.randint(6, (128, 3_000)).float() * (torch.rand(128, 3_000) < 0.05),),
+        lambda: (
+            torch.randint(6, (128, 3_000)).float() * (torch.rand(128, 3_000) < 0.05),
+        ),
         lambda net, x: functools.reduce(Tensor.div, module.MSEloss(net(x), x)),
         functools.partial(torch.optim.SGD, momentum=0.9),
     )
@@ -221,22 +260,38 @@ def unet() -> Case:
 
 
 def renderer() -> Case:
-    return images(bench(f"{_MODELS}/LearningToPaint/baseline/Renderer/model.py").FCN(), 8, (10,), (128, 128))
+    return images(
+        bench(f"{_MODELS}/LearningToPaint/baseline/Renderer/model.py").FCN(),
+        8,
+        (10,),
+        (128, 128),
+    )
 
 
 def painter() -> Case:
-    return classified(bench(f"{_MODELS}/LearningToPaint/baseline/DRL/actor.py").ResNet(9, 18, 65), 2, (9, 128, 128), 65)
+    return classified(
+        bench(f"{_MODELS}/LearningToPaint/baseline/DRL/actor.py").ResNet(9, 18, 65),
+        2,
+        (9, 128, 128),
+        65,
+    )
 
 
 def speaker() -> Case:
-    model = bench(f"{_MODELS}/tts_angular/model.py").SpeakerEncoder(40, proj_dim=64, lstm_dim=128)
+    model = bench(f"{_MODELS}/tts_angular/model.py").SpeakerEncoder(
+        40, proj_dim=64, lstm_dim=128
+    )
     return classified(model, 32, (50, 40), 64)
 
 
 def stargan() -> Case:
-    model = bench(f"{_MODELS}/pytorch_stargan/model.py").Discriminator(image_size=64, conv_dim=16, repeat_num=5)
+    model = bench(f"{_MODELS}/pytorch_stargan/model.py").Discriminator(
+        image_size=64, conv_dim=16, repeat_num=5
+    )
     return supervised(
-        model, lambda: (torch.randn(8, 3, 64, 64),), lambda net, x: sum(each.square().mean() for each in net(x))
+        model,
+        lambda: (torch.randn(8, 3, 64, 64),),
+        lambda net, x: sum(each.square().mean() for each in net(x)),
     )
 
 
@@ -247,13 +302,26 @@ def pix2pix() -> Case:
 
 def lennard_jones() -> Case:
     module = bench(f"{_MODELS}/lennard_jones/__init__.py")
-    layers = [nn.Linear(1, 128), *(each for _ in range(3) for each in (nn.Tanh(), nn.Linear(128, 128)))]
+    layers = [
+        nn.Linear(1, 128),
+        *(each for _ in range(3) for each in (nn.Tanh(), nn.Linear(128, 128))),
+    ]
     model = nn.Sequential(*layers, nn.Tanh(), nn.Linear(128, 1))
 
-    def loss(net: nn.Module, distances: Tensor, energy: Tensor, force: Tensor) -> Tensor:
+    def loss(
+        net: nn.Module, distances: Tensor, energy: Tensor, force: Tensor
+    ) -> Tensor:
         return module.loss_fn(energy, force, *module.make_prediction(net, distances))
 
-    return supervised(model, lambda: (0.5 + torch.rand(1_000, 3), torch.randn(1_000, 1), torch.randn(1_000, 3)), loss)
+    return supervised(
+        model,
+        lambda: (
+            0.5 + torch.rand(1_000, 3),
+            torch.randn(1_000, 1),
+            torch.randn(1_000, 3),
+        ),
+        loss,
+    )
 
 
 def language_model() -> Case:
@@ -267,7 +335,9 @@ def language_model() -> Case:
 
 
 def language_transformer() -> Case:
-    model = example("word_language_model/model.py").TransformerModel(5_000, 128, 4, 256, 2)
+    model = example("word_language_model/model.py").TransformerModel(
+        5_000, 128, 4, 256, 2
+    )
     return supervised(
         model,
         lambda: (torch.randint(5_000, (35, 20)), torch.randint(5_000, (700,))),
@@ -277,11 +347,17 @@ def language_transformer() -> Case:
 
 
 def super_resolution() -> Case:
-    return images(example("super_resolution/model.py").Net(3), 4, (1, 48, 48), (1, 144, 144))
+    return images(
+        example("super_resolution/model.py").Net(3), 4, (1, 48, 48), (1, 144, 144)
+    )
 
 
 def neural_style() -> Case:
-    return images(example("fast_neural_style/neural_style/transformer_net.py").TransformerNet(), 1, (3, 48, 48))
+    return images(
+        example("fast_neural_style/neural_style/transformer_net.py").TransformerNet(),
+        1,
+        (3, 48, 48),
+    )
 
 
 def graph_convolution() -> Case:
@@ -290,7 +366,9 @@ def graph_convolution() -> Case:
     graph = (torch.rand(nodes, nodes) < 0.01).float() / 20
     x, y = torch.randn(nodes, 256), torch.randint(7, (nodes,))
     return supervised(
-        model, lambda: (torch.randperm(nodes)[:500],), lambda net, rows: F.nll_loss(net(x, graph)[rows], y[rows])
+        model,
+        lambda: (torch.randperm(nodes)[:500],),
+        lambda net, rows: F.nll_loss(net(x, graph)[rows], y[rows]),
     )
 
 
@@ -300,7 +378,9 @@ def graph_attention() -> Case:
     graph = (torch.rand(nodes, nodes) < 0.05).float()
     x, y = torch.randn(nodes, 64), torch.randint(7, (nodes,))
     return supervised(
-        model, lambda: (torch.randperm(nodes)[:200],), lambda net, rows: F.nll_loss(net(x, graph)[rows], y[rows])
+        model,
+        lambda: (torch.randperm(nodes)[:200],),
+        lambda net, rows: F.nll_loss(net(x, graph)[rows], y[rows]),
     )
 
 
@@ -314,15 +394,23 @@ def translation() -> Case:
         words = net(source, target[:-1], nothing, mask, None, None, None)
         return F.cross_entropy(words.reshape(-1, 2_000), target[1:].reshape(-1))
 
-    return supervised(model, lambda: (torch.randint(2_000, (24, 16)), torch.randint(2_000, (25, 16))), loss)
+    return supervised(
+        model,
+        lambda: (torch.randint(2_000, (24, 16)), torch.randint(2_000, (25, 16))),
+        loss,
+    )
 
 
 def digits() -> Case:
-    return classified(example("mnist/main.py").Net(), 32, (1, 28, 28), 10, torch.optim.Adadelta)
+    return classified(
+        example("mnist/main.py").Net(), 32, (1, 28, 28), 10, torch.optim.Adadelta
+    )
 
 
 def digits_by_rows() -> Case:
-    return classified(example("mnist_rnn/main.py").Net(), 64, (1, 28, 28), 10, torch.optim.Adadelta)
+    return classified(
+        example("mnist_rnn/main.py").Net(), 64, (1, 28, 28), 10, torch.optim.Adadelta
+    )
 
 
 # What an audit of why_slow found without a false alarm.
@@ -343,19 +431,37 @@ def lstm() -> Case:
 def transformer() -> Case:
     layer = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
     return classified(
-        nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(32 * 128, 10)), 16, (32, 128), 10
+        nn.Sequential(
+            nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(32 * 128, 10)
+        ),
+        16,
+        (32, 128),
+        10,
     )
 
 
 def convolution() -> Case:
-    layers = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()]
+    layers = [
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.ReLU(),
+    ]
     return classified(
-        nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 10)), 16, (3, 32, 32), 10
+        nn.Sequential(
+            *layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 10)
+        ),
+        16,
+        (3, 32, 32),
+        10,
     )
 
 
 def in_batch_softmax() -> Case:
-    users, items = nn.Embedding(20_000, 64, sparse=True), nn.Embedding(10_000, 64, sparse=True)
+    users, items = (
+        nn.Embedding(20_000, 64, sparse=True),
+        nn.Embedding(10_000, 64, sparse=True),
+    )
     towers = nn.ModuleList([mlp(64, 256, 128), mlp(64, 256, 128)])
     tables = torch.optim.SparseAdam([users.weight, items.weight])
     layers = torch.optim.Adam(towers.parameters())
@@ -368,7 +474,13 @@ def in_batch_softmax() -> Case:
         tables.step()
         layers.step()
 
-    return Case(step, [(torch.randint(20_000, (1_024,)), torch.randint(10_000, (1_024,))) for _ in range(8)])
+    return Case(
+        step,
+        [
+            (torch.randint(20_000, (1_024,)), torch.randint(10_000, (1_024,)))
+            for _ in range(8)
+        ],
+    )
 
 
 def batch_sampler() -> Case:
@@ -432,7 +544,13 @@ def bottleneck() -> Case:
 def on_ranks(name: str) -> Case:
     """A demo of TraceML on two ranks, at a size for a CPU, with the loop of its main()."""
     module = module_of(TRACEML, f"src/dev/demo/mlp_ddp_{name}.py")
-    vars(module).update(INPUT_DIM=256, HIDDEN_DIM=512, NUM_CLASSES=100, NUM_SAMPLES=8_192, EXTRA_OPTIMIZER_DIM=512)
+    vars(module).update(
+        INPUT_DIM=256,
+        HIDDEN_DIM=512,
+        NUM_CLASSES=100,
+        NUM_SAMPLES=8_192,
+        EXTRA_OPTIMIZER_DIM=512,
+    )
     module.STRAGGLER_RANK = SLOW
     rank = dist.get_rank()
     loader, _ = module.prepare_data(rank, dist.get_world_size())
@@ -440,7 +558,9 @@ def on_ranks(name: str) -> Case:
     optimizer: Any = module.AdamW(model.parameters(), lr=1e-3)
     if hasattr(module, "RankStragglerAdamW"):
         device = torch.device("cpu")
-        optimizer = module.RankStragglerAdamW(model.parameters(), rank=rank, device=device, lr=1e-3)
+        optimizer = module.RankStragglerAdamW(
+            model.parameters(), rank=rank, device=device, lr=1e-3
+        )
     running = [0.0, 0.0]
 
     def step(features: Tensor, labels: Tensor) -> None:
@@ -450,16 +570,26 @@ def on_ranks(name: str) -> Case:
         loss.backward()
         optimizer.step()
         running[0] += float(loss.detach())
-        running[1] += float(module.accuracy_from_logits(logits.detach(), labels).detach())
+        running[1] += float(
+            module.accuracy_from_logits(logits.detach(), labels).detach()
+        )
 
     return Case(step, loader)
 
 
 DEMOS: dict[str, Fault] = {
-    "TraceML's dataloader bottleneck": Fault(bottleneck, ("loader_sleeps",), "batches ready"),
-    "TraceML's input bound": Fault(lambda: on_ranks("input_bound"), ("loader_sleeps",), ""),
-    "TraceML's input straggler": Fault(lambda: on_ranks("input_straggler"), ("straggler_input",), ""),
-    "TraceML's compute straggler": Fault(lambda: on_ranks("compute_straggler"), ("straggler_optimizer",), ""),
+    "TraceML's dataloader bottleneck": Fault(
+        bottleneck, ("loader_sleeps",), "batches ready"
+    ),
+    "TraceML's input bound": Fault(
+        lambda: on_ranks("input_bound"), ("loader_sleeps",), ""
+    ),
+    "TraceML's input straggler": Fault(
+        lambda: on_ranks("input_straggler"), ("straggler_input",), ""
+    ),
+    "TraceML's compute straggler": Fault(
+        lambda: on_ranks("compute_straggler"), ("straggler_optimizer",), ""
+    ),
 }
 ON_RANKS = [name for name in DEMOS if name != "TraceML's dataloader bottleneck"]
 RECOMMENDERS = {
@@ -490,17 +620,37 @@ def recommended(name: str, budget_s: float) -> None:
         zoo.seed_all(0)
         case = LIBRARIES[library].build(model, Size(), 8)()
         start = time.perf_counter()
-        diagnosis = why_slow(case.model, case.optimizers, case.loss, case.batches, budget_s=budget_s, apply=True)
+        diagnosis = why_slow(
+            case.model,
+            case.optimizers,
+            case.loss,
+            case.batches,
+            budget_s=budget_s,
+            apply=True,
+        )
         os.chdir("/")
     print(diagnosis)
     faults = [each for each in diagnosis.findings if each.size != "offer"]
     names = {each.name for each in (faults[0].remedies if faults else ())}
     proof = [each for each in diagnosis.proof if each.remedy in names]
     gain = proof[0].ratio if proof else None
-    made = {"verdict": diagnosis.verdict, "first": faults[0].cause if faults else diagnosis.verdict, "gain": gain}
-    made |= {"right": gain is not None and gain >= 1.15, "held": proof[0].held if proof else None}
-    made |= {"predicted": proof[0].predicted if proof else None, "noisy": diagnosis.noisy}
-    made |= {"seconds": time.perf_counter() - start, "above": [each.cause for each in faults if each.size != "small"]}
+    made = {
+        "verdict": diagnosis.verdict,
+        "first": faults[0].cause if faults else diagnosis.verdict,
+        "gain": gain,
+    }
+    made |= {
+        "right": gain is not None and gain >= 1.15,
+        "held": proof[0].held if proof else None,
+    }
+    made |= {
+        "predicted": proof[0].predicted if proof else None,
+        "noisy": diagnosis.noisy,
+    }
+    made |= {
+        "seconds": time.perf_counter() - start,
+        "above": [each.cause for each in faults if each.size != "small"],
+    }
     print(json.dumps(made))
 
 
@@ -522,8 +672,14 @@ def diagnosed(name: str, seed: int, budget_s: float) -> None:
     start = time.perf_counter()
     diagnosis = why_slow.step(case.step, case.batches, budget_s=budget_s)
     seconds = time.perf_counter() - start
-    made: dict[str, Any] = {"verdict": diagnosis.verdict, "noisy": diagnosis.noisy, "seconds": seconds}
-    made["above"] = [each.cause for each in diagnosis.findings if each.size in ("large", "medium")]
+    made: dict[str, Any] = {
+        "verdict": diagnosis.verdict,
+        "noisy": diagnosis.noisy,
+        "seconds": seconds,
+    }
+    made["above"] = [
+        each.cause for each in diagnosis.findings if each.size in ("large", "medium")
+    ]
     offers = [each.cause for each in diagnosis.findings if each.size == "offer"]
     made["first"] = [*made["above"], *offers, diagnosis.verdict][0]
     if name in WITH_FAULT:
@@ -532,9 +688,20 @@ def diagnosed(name: str, seed: int, budget_s: float) -> None:
         made["right"] = made["right"] and diagnosis.findings[0].ranks == (SLOW,)
     if case.mended is not None:
         prefix = WITH_FAULT[name].remedy
-        remedies = [each for found in diagnosis.findings for each in found.remedies if each.name.startswith(prefix)]
-        result = diagnosis.realised(case.mended, case.mended_batches, remedy=remedies[0] if remedies else None)
-        made |= {"predicted": result.predicted if remedies else None, "gain": result.ratio, "turns": result.gain}
+        remedies = [
+            each
+            for found in diagnosis.findings
+            for each in found.remedies
+            if each.name.startswith(prefix)
+        ]
+        result = diagnosis.realised(
+            case.mended, case.mended_batches, remedy=remedies[0] if remedies else None
+        )
+        made |= {
+            "predicted": result.predicted if remedies else None,
+            "gain": result.ratio,
+            "turns": result.gain,
+        }
         made["held"] = bool(remedies) and result.held
     if rank == 0:
         print(diagnosis)
@@ -547,7 +714,13 @@ def run(name: str, options: Options) -> dict[str, Any] | None:
     """Returns what a process of its own, or one for each rank, found; None where the program cannot be had."""
     command, environment = [sys.executable], {}
     if name in ON_RANKS:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ]
     try:
         if name in RECOMMENDERS:
             import zoo
@@ -559,12 +732,27 @@ def run(name: str, options: Options) -> dict[str, Any] | None:
             if name.startswith(prefix):
                 brought(source)
     except (ImportError, RuntimeError, subprocess.CalledProcessError) as error:
-        print(f"others, {name}: left out: {str(error).splitlines()[-1]}", file=sys.stderr, flush=True)
+        print(
+            f"others, {name}: left out: {str(error).splitlines()[-1]}",
+            file=sys.stderr,
+            flush=True,
+        )
         return None
     try:
-        made = last_json([*command, __file__, name, 0, 5.0 if options.quick else 25.0], limit_s=LIMIT_S, **environment)
-    except RuntimeError as error:  # of the program or of why_slow: no verdict is a wrong one
-        made = {"first": str(error).splitlines()[-1], "right": False, "above": ["failed"], "noisy": ""}
+        made = last_json(
+            [*command, __file__, name, 0, 5.0 if options.quick else 25.0],
+            limit_s=LIMIT_S,
+            **environment,
+        )
+    except (
+        RuntimeError
+    ) as error:  # of the program or of why_slow: no verdict is a wrong one
+        made = {
+            "first": str(error).splitlines()[-1],
+            "right": False,
+            "above": ["failed"],
+            "noisy": "",
+        }
     text = f"{made['first']}, gain {made.get('gain')} of {made.get('predicted')}, above small: {made['above']}"
     print(f"others, {name}: {text} {made['noisy']}", file=sys.stderr, flush=True)
     return dict(made)
@@ -573,25 +761,69 @@ def run(name: str, options: Options) -> dict[str, Any] | None:
 def others(options: Options) -> Iterator[Row]:
     """Yields the share of right first verdicts, and that of intervals that held the gain."""
     names = [*WITH_FAULT, *RECOMMENDERS]
-    results = {name: made for name in names[:: 6 if options.quick else 1] if (made := run(name, options)) is not None}
-    wrong = {name: made for name, made in results.items() if made["noisy"] or not made["right"]}
-    gains = {name: made for name, made in results.items() if made.get("gain") is not None}
-    outside = [f"{name}: {made['gain']:.3g} of {made['predicted']}" for name, made in gains.items() if not made["held"]]
+    results = {
+        name: made
+        for name in names[:: 6 if options.quick else 1]
+        if (made := run(name, options)) is not None
+    }
+    wrong = {
+        name: made
+        for name, made in results.items()
+        if made["noisy"] or not made["right"]
+    }
+    gains = {
+        name: made for name, made in results.items() if made.get("gain") is not None
+    }
+    outside = [
+        f"{name}: {made['gain']:.3g} of {made['predicted']}"
+        for name, made in gains.items()
+        if not made["held"]
+    ]
     share = 1 - len(wrong) / len(results)
-    verdicts = [f"{name}: {made['noisy'] or made['first']}" for name, made in wrong.items()]
-    yield row("others", share, "right first verdicts", better="more", required=0.9, of=len(results), wrong=verdicts)
+    verdicts = [
+        f"{name}: {made['noisy'] or made['first']}" for name, made in wrong.items()
+    ]
+    yield row(
+        "others",
+        share,
+        "right first verdicts",
+        better="more",
+        required=0.9,
+        of=len(results),
+        wrong=verdicts,
+    )
     held = 1 - len(outside) / len(gains)
-    yield row("others, gains", held, "in the interval", better="more", required=0.8, of=len(gains), outside=outside)
+    yield row(
+        "others, gains",
+        held,
+        "in the interval",
+        better="more",
+        required=0.8,
+        of=len(gains),
+        outside=outside,
+    )
 
 
 def others_healthy(options: Options) -> Iterator[Row]:
     """Yields the number of healthy programs with a finding above "small"."""
-    results = {name: run(name, options) for name in list(HEALTHY)[:: 10 if options.quick else 1]}
+    results = {
+        name: run(name, options)
+        for name in list(HEALTHY)[:: 10 if options.quick else 1]
+    }
     known = {name: made for name, made in results.items() if made is not None}
     wrong = [
-        f"{name}: {made['above'] or made['noisy']}" for name, made in known.items() if made["above"] or made["noisy"]
+        f"{name}: {made['above'] or made['noisy']}"
+        for name, made in known.items()
+        if made["above"] or made["noisy"]
     ]
-    yield row("others-healthy", len(wrong), "with a finding above small", required=0, of=len(known), wrong=wrong)
+    yield row(
+        "others-healthy",
+        len(wrong),
+        "with a finding above small",
+        required=0,
+        of=len(known),
+        wrong=wrong,
+    )
 
 
 if __name__ == "__main__":

@@ -43,15 +43,21 @@ NAMED: dict[str, tuple[str, ...]] = {
     "loader_sleeps": ("INPUT_BOUND",),
     "row_python": ("INPUT_BOUND",),  # "slow preprocessing"
     "products": ("COMPUTE_BOUND",),  # "large model compute cost"
-    "untouched_rows": ("COMPUTE_BOUND optimizer",),  # "expensive optimizer step": where the time goes, if not why
+    "untouched_rows": (
+        "COMPUTE_BOUND optimizer",
+    ),  # "expensive optimizer step": where the time goes, if not why
     "host_syncs": ("RESIDUAL_HEAVY",),  # "CPU stalls"
-    "between_steps": ("RESIDUAL_HEAVY",),  # "validation or evaluation inside the measured loop"
+    "between_steps": (
+        "RESIDUAL_HEAVY",
+    ),  # "validation or evaluation inside the measured loop"
     "straggler_input": ("INPUT_STRAGGLER",),
     "straggler_backward": ("COMPUTE_STRAGGLER", "STRAGGLER"),
     "slow_rank": ("COMPUTE_STRAGGLER", "STRAGGLER"),
     "uneven_lists": ("COMPUTE_STRAGGLER", "STRAGGLER"),  # "uneven shapes or data"
     "imbalanced_table": ("COMPUTE_STRAGGLER", "STRAGGLER"),
-    "slow_link": ("STRAGGLER",),  # "inspect sync, collective, and unattributed work around the culprit rank"
+    "slow_link": (
+        "STRAGGLER",
+    ),  # "inspect sync, collective, and unattributed work around the culprit rank"
     # No category has these. Small ops, threads and processes on few cores are not "large model compute cost"; residual
     # time is "not direct collective, NCCL, or all-reduce timing"; a straggler that rotates is not one rank.
     "launches": (),
@@ -72,7 +78,10 @@ def names(cause: str, verdict: str) -> bool:
 def installed() -> Path | None:
     """Returns TraceML's command; None where it cannot be installed, and stderr says why."""
     packages = sysconfig.get_path("purelib")
-    folder = cache_folder() / f"{PACKAGE}-{hashlib.sha256(packages.encode()).hexdigest()[:8]}"
+    folder = (
+        cache_folder()
+        / f"{PACKAGE}-{hashlib.sha256(packages.encode()).hexdigest()[:8]}"
+    )
     command = folder / "bin" / "traceml"
     if command.exists():
         return command
@@ -80,11 +89,28 @@ def installed() -> Path | None:
         output([sys.executable, "-m", "venv", "--clear", folder], limit_s=LIMIT_S)
         (site,) = (folder / "lib").glob("python*/site-packages")
         # Not the bare path: an editable package is a .pth file of that folder, read only of a folder that is added so.
-        (site / "beside.pth").write_text(f"import site; site.addsitedir({packages!r})\n")
-        pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--retries", 1, "--timeout", 15, PACKAGE]
+        (site / "beside.pth").write_text(
+            f"import site; site.addsitedir({packages!r})\n"
+        )
+        pip = [
+            folder / "bin" / "python",
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--retries",
+            1,
+            "--timeout",
+            15,
+            PACKAGE,
+        ]
         output(pip, limit_s=LIMIT_S)
     except RuntimeError as error:
-        print(f"planted-traceml: left out: {str(error).splitlines()[-1]}", file=sys.stderr, flush=True)
+        print(
+            f"planted-traceml: left out: {str(error).splitlines()[-1]}",
+            file=sys.stderr,
+            flush=True,
+        )
         return None
     return command
 
@@ -95,25 +121,40 @@ def verdict(command: Path, name: str, seed: int, quick: bool) -> tuple[str, list
     with tempfile.TemporaryDirectory() as folder:
         words = [command, "run", __file__, "--logs-dir", folder, "--run-name", "run"]
         words += ["--nproc-per-node", 2 if case else 1]
-        for option, port in zip(("--master-port", "--aggregator-port"), _free_ports(2), strict=True):
+        for option, port in zip(
+            ("--master-port", "--aggregator-port"), _free_ports(2), strict=True
+        ):
             words += [option, port]
         words += ["--args", name, seed, QUICK_STEPS if quick else STEPS]
-        output(words, limit_s=LIMIT_S, **(rank_programs.lagging(case, folder) if case else {}))
+        output(
+            words,
+            limit_s=LIMIT_S,
+            **(rank_programs.lagging(case, folder) if case else {}),
+        )
         summary = json.loads(Path(folder, "run", "final_summary.json").read_text())
     # The run's primary diagnosis is this section's, and leaves its ranks and phase out.
     found = summary["step_time"]["diagnosis"]
-    return " ".join(filter(None, (found["kind"], found.get("phase")))), (found.get("ranks") or []) if case else []
+    return " ".join(filter(None, (found["kind"], found.get("phase")))), (
+        found.get("ranks") or []
+    ) if case else []
 
 
 def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        sockets = [
+            held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            for _ in range(count)
+        ]
         return [each.getsockname()[1] for each in sockets]
 
 
 def without_end(batches: Any, traceml: Any) -> Iterator[Any]:
     """Yields batches epoch after epoch, whose making TraceML times: of a DataLoader by itself."""
-    timed = batches if isinstance(batches, DataLoader) else traceml.wrap_dataloader_fetch(batches)
+    timed = (
+        batches
+        if isinstance(batches, DataLoader)
+        else traceml.wrap_dataloader_fetch(batches)
+    )
     while True:
         yield from timed
 
@@ -147,10 +188,17 @@ def train_steps(name: str, steps: int) -> None:
         program = diagnose.PLANTED[name][0]()
         step, batches, model = diagnose.usual(program), program.batches, program.model
         between = program.more.get("between", {})
-    for number, batch in enumerate(itertools.islice(without_end(batches, traceml), steps), 1):
+    for number, batch in enumerate(
+        itertools.islice(without_end(batches, traceml), steps), 1
+    ):
         with traceml.trace_step(model):
             step(*batch)
-        for call, every in between.values():  # outside, as the quickstart has it; inside, the model's call is "forward"
+        for (
+            call,
+            every,
+        ) in (
+            between.values()
+        ):  # outside, as the quickstart has it; inside, the model's call is "forward"
             if number % every == 0:
                 call()
 

@@ -47,7 +47,13 @@ from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.train.loop import TrainConfig, train
 
 BATCH, LOOKUPS, LIVE = 4_096, 16_384, 1_000_000
-NAMES, WIDTH, ROWS, CATALOGUE, EVERY = ("user", "place", "item", "brand"), 64, 200_000, 150_000, 8
+NAMES, WIDTH, ROWS, CATALOGUE, EVERY = (
+    ("user", "place", "item", "brand"),
+    64,
+    200_000,
+    150_000,
+    8,
+)
 
 
 def random_ids(*shape: int) -> Tensor:
@@ -62,7 +68,11 @@ def find(options: Options) -> Iterator[Row]:
     eager = DynamicIds({"item": Dynamic(capacity=live + 1)})
     eager.load_state_dict(ids.state_dict())
     ids.compile_look_ups()
-    wanted = torch.where(torch.rand(LOOKUPS) < 0.95, known[torch.randint(live, (LOOKUPS,))], random_ids(LOOKUPS))
+    wanted = torch.where(
+        torch.rand(LOOKUPS) < 0.95,
+        known[torch.randint(live, (LOOKUPS,))],
+        random_ids(LOOKUPS),
+    )
     in_order = known.sort().values.numpy()
     numbers = dict(zip(known.tolist(), range(live), strict=True))
 
@@ -93,7 +103,12 @@ def admit(options: Options) -> Iterator[Row]:
         for batch in batches:
             ids.step({"item": batch})
 
-    yield row("admit", rates(live, in_turn({"ours": fill}, options.turns)["ours"]), "ids/s", better="more")
+    yield row(
+        "admit",
+        rates(live, in_turn({"ours": fill}, options.turns)["ours"]),
+        "ids/s",
+        better="more",
+    )
 
 
 def step(options: Options) -> Iterator[Row]:
@@ -107,11 +122,15 @@ def step(options: Options) -> Iterator[Row]:
             names = random_ids(len(NAMES), CATALOGUE)
             raw = list(drawn(names, 4 if options.quick else 64))
             sides = {
-                kind: training(runtime, kind, names, raw, compile_mode, compiled=compiled)  # type: ignore[arg-type]
+                kind: training(
+                    runtime, kind, names, raw, compile_mode, compiled=compiled
+                )  # type: ignore[arg-type]
                 for kind in ("static", "dynamic")
             }
             trainings = Trainings(sides)
-            seconds = trainings.seconds_per_step(8 if options.quick else 96, options.turns, warm_up=24)
+            seconds = trainings.seconds_per_step(
+                8 if options.quick else 96, options.turns, warm_up=24
+            )
             trainings.close()
         yield row(
             f"step, {name}, admitted every {EVERY}",
@@ -125,7 +144,12 @@ def step(options: Options) -> Iterator[Row]:
 def drawn(names: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (4, B) ids, of which few known ones are frequent, and 1 % are new; and a mask of these."""
     for _ in range(count):
-        places = torch.exp(torch.rand(len(NAMES), BATCH) * np.log(CATALOGUE)).long().clamp(max=CATALOGUE) - 1
+        places = (
+            torch.exp(torch.rand(len(NAMES), BATCH) * np.log(CATALOGUE))
+            .long()
+            .clamp(max=CATALOGUE)
+            - 1
+        )
         known = torch.gather(names, 1, places * 7_919 % CATALOGUE)
         is_new = torch.rand(known.shape) < 0.01
         yield torch.where(is_new, random_ids(*known.shape), known), is_new
@@ -147,28 +171,47 @@ class NewIds(Repeated):
 
 
 def training(
-    runtime: Any, kind: str, names: Tensor, raw: list[tuple[Tensor, Tensor]], compile_mode: Compile, *, compiled: bool
+    runtime: Any,
+    kind: str,
+    names: Tensor,
+    raw: list[tuple[Tensor, Tensor]],
+    compile_mode: Compile,
+    *,
+    compiled: bool,
 ) -> Any:
     """Returns a side of :class:`Trainings`; ``kind`` is ``static`` or ``dynamic``."""
 
     def table(name: str) -> EmbeddingBagConfig:
-        return EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=ROWS, embedding_dim=WIDTH)
+        return EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=ROWS, embedding_dim=WIDTH
+        )
 
-    model = two_tower([table("user"), table("place")], [table("item"), table("brand")], device=torch.device("meta"))
+    model = two_tower(
+        [table("user"), table("place")],
+        [table("item"), table("brand")],
+        device=torch.device("meta"),
+    )
     adagrad = OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.05)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise"), optimizer=adagrad)
+    plan = plan_sharding(
+        model, runtime, PlanConfig(sharding="table_wise"), optimizer=adagrad
+    )
     schema = model.schema().with_dynamic(NAMES)
     parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=adagrad)
     labels = (torch.rand(BATCH) < 0.3).float()
     batches = []
     for ids, _ in raw:
         values = ids.abs() % ROWS if kind == "static" else ids
-        columns = {name: Jagged(values[number].contiguous()) for number, name in enumerate(NAMES)}
+        columns = {
+            name: Jagged(values[number].contiguous())
+            for number, name in enumerate(NAMES)
+        }
         batches.append(schema.assemble(columns, labels=labels))
     loader: Any = Repeated(batches)
     if kind == "dynamic":
         policies = {name: Dynamic(capacity=ROWS, admit_after=2) for name in NAMES}
-        loader = DynamicIdLoader(NewIds(batches, [mask for _, mask in raw]), schema, policies, every=EVERY)
+        loader = DynamicIdLoader(
+            NewIds(batches, [mask for _, mask in raw]), schema, policies, every=EVERY
+        )
         # The catalogue is live before the first step.
         for _ in range(2 * EVERY):
             loader.ids.step(dict(zip(NAMES, names, strict=True)))
@@ -191,12 +234,17 @@ class Stream:
         self._draw = torch.Generator().manual_seed(seed)
         born = self._random.random(ITEMS - AT_FIRST) * steps
         self._born = np.sort(np.concatenate([np.zeros(AT_FIRST), born]))
-        self._life = self._random.exponential(steps * AT_FIRST / (ITEMS - AT_FIRST), ITEMS)
+        self._life = self._random.exponential(
+            steps * AT_FIRST / (ITEMS - AT_FIRST), ITEMS
+        )
         self._popular = self._random.pareto(1.1, ITEMS) + 0.1
         self.category = torch.from_numpy(self._random.integers(0, CATEGORIES, ITEMS))
         self.ids = torch.from_numpy(self._random.integers(-(2**62), 2**62, ITEMS))
         of_category = torch.randn(CATEGORIES, FACTORS, generator=self._draw) * 0.4
-        self._vectors = torch.randn(ITEMS, FACTORS, generator=self._draw) * 0.45 + of_category[self.category]
+        self._vectors = (
+            torch.randn(ITEMS, FACTORS, generator=self._draw) * 0.45
+            + of_category[self.category]
+        )
         self._bias = torch.randn(ITEMS, generator=self._draw) * 0.6 - 1.2
         self._segments = torch.randn(SEGMENTS, FACTORS, generator=self._draw) * 0.6
 
@@ -204,13 +252,25 @@ class Stream:
         for number in range(self.steps):
             if number % 20 == 0:
                 age = number - self._born
-                weights = np.where(age >= 0, self._popular * np.exp(-np.maximum(age, 0) / self._life), 0)
+                weights = np.where(
+                    age >= 0,
+                    self._popular * np.exp(-np.maximum(age, 0) / self._life),
+                    0,
+                )
                 shares = np.cumsum(weights) / weights.sum()
             places = np.searchsorted(shares, self._random.random(self._size))
             item = torch.from_numpy(np.minimum(places, ITEMS - 1))
             segment = torch.randint(SEGMENTS, (self._size,), generator=self._draw)
-            score = self._bias[item] + (self._vectors[item] * self._segments[segment]).sum(1)
-            yield item, segment, (torch.rand(self._size, generator=self._draw) < torch.sigmoid(score)).float()
+            score = self._bias[item] + (
+                self._vectors[item] * self._segments[segment]
+            ).sum(1)
+            yield (
+                item,
+                segment,
+                (
+                    torch.rand(self._size, generator=self._draw) < torch.sigmoid(score)
+                ).float(),
+            )
 
 
 class Factorization:
@@ -218,24 +278,35 @@ class Factorization:
 
     def __init__(self, rows: int) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.tables = [torch.zeros(rows, FACTORS + 1), torch.zeros(CATEGORIES, FACTORS + 1)]
-        self.tables.append(torch.randn(SEGMENTS, FACTORS + 1, generator=generator) * 0.3)
+        self.tables = [
+            torch.zeros(rows, FACTORS + 1),
+            torch.zeros(CATEGORIES, FACTORS + 1),
+        ]
+        self.tables.append(
+            torch.randn(SEGMENTS, FACTORS + 1, generator=generator) * 0.3
+        )
         self.sums = [torch.zeros(len(table)) for table in self.tables]
 
     def losses(self, *ids: Tensor, label: Tensor) -> Tensor:
         """Log loss of each event, before the step on them."""
-        rows, categories, segments = (table[each] for table, each in zip(self.tables, ids, strict=True))
+        rows, categories, segments = (
+            table[each] for table, each in zip(self.tables, ids, strict=True)
+        )
         vector = rows + categories
         segments[:, FACTORS] = 1.0
         score = (vector * segments).sum(1) - 1.2
         pull = (torch.sigmoid(score) - label)[:, None]
         gradients = (pull * segments, pull * segments, pull * vector)
-        for table, sums, each, gradient in zip(self.tables, self.sums, ids, gradients, strict=True):
+        for table, sums, each, gradient in zip(
+            self.tables, self.sums, ids, gradients, strict=True
+        ):
             read, place = torch.unique(each, return_inverse=True)
             summed = torch.zeros(len(read), FACTORS + 1).index_add_(0, place, gradient)
             sums[read] += summed.square().mean(1)
             table[read] -= 0.15 * summed / (sums[read].sqrt() + 1e-6)[:, None]
-        return nn.functional.binary_cross_entropy_with_logits(score, label, reduction="none")
+        return nn.functional.binary_cross_entropy_with_logits(
+            score, label, reduction="none"
+        )
 
 
 def drift(options: Options) -> Iterator[Row]:
@@ -244,19 +315,32 @@ def drift(options: Options) -> Iterator[Row]:
     for seed in range(options.turns):
         stream = Stream(seed, steps, 1_024)
         distinct = len(torch.unique(torch.cat([item for item, _, _ in stream])))
-        for name, value in log_losses(Stream(seed, steps, 1_024), distinct // 10).items():
+        for name, value in log_losses(
+            Stream(seed, steps, 1_024), distinct // 10
+        ).items():
             means.setdefault(name, []).append(value)
     ours = means.pop("dynamic")
     for name, values in means.items():
         gain = float(np.median(np.subtract(values, ours)))
-        yield row(f"drift, rows for 10 %, against {name}", ours, "log loss", baseline=values, gain=round(gain, 5))
+        yield row(
+            f"drift, rows for 10 %, against {name}",
+            ours,
+            "log loss",
+            baseline=values,
+            gain=round(gain, 5),
+        )
 
 
 def log_losses(stream: Stream, capacity: int) -> dict[str, float]:
     """Mean log loss of the last three quarters by what gives items their rows."""
     ids = DynamicIds({"item": Dynamic(capacity=capacity)})
     vocabulary = torch.zeros(ITEMS, dtype=torch.int64)
-    rows = {"a row for every item": ITEMS, "the hash trick": capacity, "one unknown row": ITEMS, "dynamic": capacity}
+    rows = {
+        "a row for every item": ITEMS,
+        "the hash trick": capacity,
+        "one unknown row": ITEMS,
+        "dynamic": capacity,
+    }
     models = {name: Factorization(count) for name, count in rows.items()}
     sums = dict.fromkeys(models, 0.0)
     for number, (item, segment, label) in enumerate(stream):
@@ -267,12 +351,18 @@ def log_losses(stream: Stream, capacity: int) -> dict[str, float]:
             models["dynamic"].tables[0][note.rows] = 0.0
             models["dynamic"].sums[0][note.rows] = 0.0
         hashed = mixed(stream.ids[item]).abs() % capacity
-        rows_of = dict(zip(models, (item, hashed, vocabulary[item], given["item"]), strict=True))
+        rows_of = dict(
+            zip(models, (item, hashed, vocabulary[item], given["item"]), strict=True)
+        )
         for name, model in models.items():
-            losses = model.losses(rows_of[name], stream.category[item], segment, label=label)
+            losses = model.losses(
+                rows_of[name], stream.category[item], segment, label=label
+            )
             if number >= stream.steps // 4:
                 sums[name] += float(losses.mean())
-    return {name: total / (stream.steps - stream.steps // 4) for name, total in sums.items()}
+    return {
+        name: total / (stream.steps - stream.steps // 4) for name, total in sums.items()
+    }
 
 
 TFRA = """
@@ -308,10 +398,19 @@ def tfra(options: Options) -> Iterator[Row]:
     for piece in torch.split(known, LOOKUPS):
         ids.step({"item": piece})
     ids.compile_look_ups()
-    command = [os.environ["TFRA_PYTHON"], "-c", TFRA, str(live), str(LOOKUPS), str(WIDTH)]
+    command = [
+        os.environ["TFRA_PYTHON"],
+        "-c",
+        TFRA,
+        str(live),
+        str(LOOKUPS),
+        str(WIDTH),
+    ]
     settings = os.environ | {"TF_USE_LEGACY_KERAS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=settings) as process:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, text=True, env=settings
+    ) as process:
         assert process.stdin
         assert process.stdout
         for line in process.stdout:  # which TFRA writes to as well
@@ -322,7 +421,11 @@ def tfra(options: Options) -> Iterator[Row]:
             for turn in range(10 * options.turns + 3):
                 print(what, file=process.stdin, flush=True)
                 theirs = float(process.stdout.readline())
-                wanted = known[torch.randint(live, (LOOKUPS,))] if what == "look-ups" else random_ids(LOOKUPS)
+                wanted = (
+                    known[torch.randint(live, (LOOKUPS,))]
+                    if what == "look-ups"
+                    else random_ids(LOOKUPS)
+                )
                 start = time.perf_counter()
                 with torch.no_grad():
                     if what == "look-ups":
@@ -334,11 +437,23 @@ def tfra(options: Options) -> Iterator[Row]:
                 if turn >= 3:
                     sides["ours"].append(1e9 * ours / LOOKUPS)
                     sides["theirs"].append(1e9 * theirs / LOOKUPS)
-            yield row(f"{what}, against TFRA", sides["ours"], "ns/id", baseline=sides["theirs"])
+            yield row(
+                f"{what}, against TFRA",
+                sides["ours"],
+                "ns/id",
+                baseline=sides["theirs"],
+            )
         process.stdin.close()
 
 
-ROWS_OF = {"find": find, "admit": admit, "step": step, "drift": drift, "tfra": tfra, "fresh": fresh}
+ROWS_OF = {
+    "find": find,
+    "admit": admit,
+    "step": step,
+    "drift": drift,
+    "tfra": tfra,
+    "fresh": fresh,
+}
 
 
 if __name__ == "__main__":

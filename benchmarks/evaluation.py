@@ -35,7 +35,13 @@ from torchrec_ext.train.metrics import (
 )
 
 USERS, ITEMS, PAIRS, HISTORY, DIM, K = 6_040, 3_706, 1_000_209, 50, 32, 10
-SIZES = {"user_id": USERS + 1, "gender": 3, "age": 8, "occupation": 22, "history": ITEMS + 1}
+SIZES = {
+    "user_id": USERS + 1,
+    "gender": 3,
+    "age": 8,
+    "occupation": 22,
+    "history": ITEMS + 1,
+}
 ITEM_SIZES = {"item_id": ITEMS + 1, "year": 82, "genres": 19}
 BASELINE_USERS = 300
 LIMITS = {"dot": 5.0, "top-nn": 60.0, "memory": 1000.0}
@@ -48,16 +54,29 @@ def made() -> tuple[Chunk, Chunk, Question]:
     rng = np.random.default_rng(0)
     counts = np.minimum(20 + rng.geometric(1 / 146, USERS), ITEMS // 2)
     counts = np.maximum((counts * (PAIRS / counts.sum())).astype(np.int64), 1)
-    orders = [np.minimum(ITEMS * rng.random(2 * count + 40) ** 2, ITEMS - 1).astype(np.int64) + 1 for count in counts]
-    taken = [np.unique(order)[:count] for order, count in zip(orders, counts, strict=True)]
-    targets = np.array([rng.choice(np.setdiff1d(np.arange(1, ITEMS + 1), own)) for own in taken])
+    orders = [
+        np.minimum(ITEMS * rng.random(2 * count + 40) ** 2, ITEMS - 1).astype(np.int64)
+        + 1
+        for count in counts
+    ]
+    taken = [
+        np.unique(order)[:count] for order, count in zip(orders, counts, strict=True)
+    ]
+    targets = np.array(
+        [rng.choice(np.setdiff1d(np.arange(1, ITEMS + 1), own)) for own in taken]
+    )
     lengths = np.array([len(own) for own in taken])
     recent = [own[:HISTORY] for own in taken]
     users = Chunk(
         {
             "user_id": Column(np.arange(1, USERS + 1)),
-            **{name: Column(rng.integers(1, SIZES[name], USERS)) for name in ("gender", "age", "occupation")},
-            "history": Column.from_lengths(np.concatenate(recent), np.array([len(own) for own in recent])),
+            **{
+                name: Column(rng.integers(1, SIZES[name], USERS))
+                for name in ("gender", "age", "occupation")
+            },
+            "history": Column.from_lengths(
+                np.concatenate(recent), np.array([len(own) for own in recent])
+            ),
         }
     )
     genres = rng.integers(1, 4, ITEMS + 1)
@@ -65,7 +84,9 @@ def made() -> tuple[Chunk, Chunk, Question]:
         {
             "item_id": Column(np.arange(ITEMS + 1)),
             "year": Column(rng.integers(1, ITEM_SIZES["year"], ITEMS + 1)),
-            "genres": Column.from_lengths(rng.integers(1, ITEM_SIZES["genres"], genres.sum()), genres),
+            "genres": Column.from_lengths(
+                rng.integers(1, ITEM_SIZES["genres"], genres.sum()), genres
+            ),
         }
     )
     question = Question(
@@ -81,20 +102,33 @@ def model_of(interaction: str) -> TowerModel:
     tables = [
         [
             EmbeddingBagConfig(
-                name=name, feature_names=[name], num_embeddings=rows, embedding_dim=DIM, pooling=PoolingType.MEAN
+                name=name,
+                feature_names=[name],
+                num_embeddings=rows,
+                embedding_dim=DIM,
+                pooling=PoolingType.MEAN,
             )
             for name, rows in sizes.items()
         ]
         for sizes in (SIZES, ITEM_SIZES)
     ]
-    return two_tower(*tables, tower_widths=(64,), interaction=interaction, top_widths=(128, 64)).eval()  # type: ignore[arg-type]
+    return two_tower(
+        *tables, tower_widths=(64,), interaction=interaction, top_widths=(128, 64)
+    ).eval()  # type: ignore[arg-type]
 
 
 class Case:
     """One model, evaluated by us and plainly."""
 
-    def __init__(self, interaction: str, users: Chunk, items: Chunk, question: Question) -> None:
-        self.model, self.users, self.items, self.question = model_of(interaction), users, items, question
+    def __init__(
+        self, interaction: str, users: Chunk, items: Chunk, question: Question
+    ) -> None:
+        self.model, self.users, self.items, self.question = (
+            model_of(interaction),
+            users,
+            items,
+            question,
+        )
         self.builder = BatchBuilder(self.model.schema(), items)
 
     def batches(self, side: str) -> list[Kept]:
@@ -102,12 +136,20 @@ class Case:
         rows = self.users if side == "user" else self.items
         shares = own_share(rows.num_rows, HERE)
         if side == "user":
-            return [(self.builder.user_batch(rows.slice(share.start, share.stop)), keep) for share, keep in shares]
-        return [(self.builder.item_batch(rows["item_id"].values[share]), keep) for share, keep in shares]
+            return [
+                (self.builder.user_batch(rows.slice(share.start, share.stop)), keep)
+                for share, keep in shares
+            ]
+        return [
+            (self.builder.item_batch(rows["item_id"].values[share]), keep)
+            for share, keep in shares
+        ]
 
     def ranks(self) -> TargetRanks:
         """Ours, from the columns."""
-        return catalogue_ranks(self.model, HERE, self.batches("user"), self.batches("item"), self.question)
+        return catalogue_ranks(
+            self.model, HERE, self.batches("user"), self.batches("item"), self.question
+        )
 
     def ours(self) -> Figures:
         """Ours, from the columns to the figures."""
@@ -115,7 +157,10 @@ class Case:
 
     def embedded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The outputs of both towers, which the baseline starts from."""
-        queries, items = (embed_all(self.model, side, self.batches(side), HERE) for side in ("user", "item"))
+        queries, items = (
+            embed_all(self.model, side, self.batches(side), HERE)
+            for side in ("user", "item")
+        )
         return queries, items
 
     @torch.no_grad()
@@ -129,14 +174,24 @@ class Case:
         return TargetRanks(places, torch.zeros_like(places))
 
     @torch.no_grad()
-    def user_by_user(self, queries: torch.Tensor, items: torch.Tensor, users: int) -> TargetRanks:
+    def user_by_user(
+        self, queries: torch.Tensor, items: torch.Tensor, users: int
+    ) -> TargetRanks:
         """Plainly: the interaction over one user beside every item, sorted."""
         places = []
         for user in range(users):
-            scores = self.model.interaction([queries[user].expand(len(items), -1), items])
+            scores = self.model.interaction(
+                [queries[user].expand(len(items), -1), items]
+            )
             scores[self.question.seen_by(user, user + 1)[1]] = -torch.inf
             scores[0] = -torch.inf
-            places.append(int((scores.argsort(descending=True) == self.question.targets[user]).int().argmax()))
+            places.append(
+                int(
+                    (scores.argsort(descending=True) == self.question.targets[user])
+                    .int()
+                    .argmax()
+                )
+            )
         return TargetRanks(torch.tensor(places), torch.zeros(users, dtype=torch.int64))
 
 
@@ -145,13 +200,17 @@ def agree(ours: TargetRanks, plain: TargetRanks) -> None:
     count = len(plain.better)
     ours = TargetRanks(ours.better[:count], ours.ties[:count])
     if int((ours.better - plain.better).abs().max()) > 3:
-        raise SystemExit(f"the two sides disagree: ours {ranking_metrics(ours, K)}, plain {ranking_metrics(plain, K)}")
+        raise SystemExit(
+            f"the two sides disagree: ours {ranking_metrics(ours, K)}, plain {ranking_metrics(plain, K)}"
+        )
 
 
 def whole(options: Options) -> Iterator[Row]:
     """Yields the rows of both interactions, and the memory."""
     users, items, question = made()
-    dot, top = (Case(interaction, users, items, question) for interaction in ("dot", "top_nn"))
+    dot, top = (
+        Case(interaction, users, items, question) for interaction in ("dot", "top_nn")
+    )
     sides = {"dot": dot.ours, "top-nn": top.ours}
     figures = {name: side() for name, side in sides.items()}
     ours_mb = peak_mb()
@@ -167,8 +226,21 @@ def whole(options: Options) -> Iterator[Row]:
     times["top-nn plain"] = [each * USERS / some for each in times["top-nn plain"]]
     for name in sides:
         plain_s = round(statistics.median(times[f"{name} plain"]), 3)
-        yield row(name, times[name], "s", required=LIMITS[name], plain_s=plain_s, **figures[name])
-    yield row("memory", ours_mb, "MB", required=LIMITS["memory"], with_baseline_mb=round(peak_mb()))
+        yield row(
+            name,
+            times[name],
+            "s",
+            required=LIMITS[name],
+            plain_s=plain_s,
+            **figures[name],
+        )
+    yield row(
+        "memory",
+        ours_mb,
+        "MB",
+        required=LIMITS["memory"],
+        with_baseline_mb=round(peak_mb()),
+    )
 
 
 if __name__ == "__main__":

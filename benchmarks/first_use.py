@@ -34,7 +34,11 @@ COMMANDS: dict[str, tuple[Sequence[str], int, float]] = {
     "dry-run": ([*APPS, "torchx_apps.train", "--dry-run"], 0, 2.0),
     "help": ([*APPS, "torchx_apps.preprocess", "--help"], 0, 2.0),
     "wrong-key": ([*APPS, "torchx_apps.train", "--set", "nosuch=1"], 1, 2.0),
-    "plan": ([*APPS, "torchx_apps.plan", "--tables", "ad=300Mx64", "--world-size", "64"], 0, 2.0),
+    "plan": (
+        [*APPS, "torchx_apps.plan", "--tables", "ad=300Mx64", "--world-size", "64"],
+        0,
+        2.0,
+    ),
     "doctor": ([*APPS, "torchrec_ext.doctor"], 0, 3.0),
     "builtins": ([str(BIN / "torchx"), "builtins"], 0, 1.0),
 }
@@ -55,7 +59,9 @@ COMPONENTS: dict[str, Sequence[str]] = {
 JOB = "import torchx_apps.jobs.training, torchx_apps.recipes.two_tower"  # what a rank of a job of training imports
 
 
-def run(command: Sequence[str], status: int = 0, cwd: Path = ROOT, limit_s: float = LIMIT_S) -> None:
+def run(
+    command: Sequence[str], status: int = 0, cwd: Path = ROOT, limit_s: float = LIMIT_S
+) -> None:
     """Runs a command to its end.
 
     Raises:
@@ -63,11 +69,20 @@ def run(command: Sequence[str], status: int = 0, cwd: Path = ROOT, limit_s: floa
     """
     line = " ".join(command)
     try:
-        done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=limit_s)
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+        )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{line}: not done after {limit_s:.0f} s") from None
     if done.returncode != status:
-        raise RuntimeError(f"{line} ended with exit code {done.returncode}, not {status}:\n{done.stderr[-3000:]}")
+        raise RuntimeError(
+            f"{line} ended with exit code {done.returncode}, not {status}:\n{done.stderr[-3000:]}"
+        )
 
 
 def start_up(options: Options) -> Iterator[Row]:
@@ -75,7 +90,11 @@ def start_up(options: Options) -> Iterator[Row]:
         name: lambda command=command, status=status: run(command, status)
         for name, (command, status, _) in COMMANDS.items()
     }
-    for name, code in (("python", "pass"), ("package", "import torchrec_ext"), ("torch", "import torch")):
+    for name, code in (
+        ("python", "pass"),
+        ("package", "import torchrec_ext"),
+        ("torch", "import torch"),
+    ):
         sides[name] = lambda code=code: run([sys.executable, "-c", code])
     seconds = in_turn(sides, options.turns)
 
@@ -95,7 +114,9 @@ def launch(options: Options) -> Iterator[Row]:
     torchx = str(BIN / "torchx")
     dry = in_turn(
         {
-            name: lambda name=name, flags=flags: run([torchx, "run", "--dryrun", f"rec.{name}", *flags])
+            name: lambda name=name, flags=flags: run(
+                [torchx, "run", "--dryrun", f"rec.{name}", *flags]
+            )
             for name, flags in COMPONENTS.items()
         },
         1 if options.quick else options.turns,
@@ -104,23 +125,48 @@ def launch(options: Options) -> Iterator[Row]:
     yield row("torchx-dry-run", dry[slowest], "s", required=1.5, component=slowest)
     sides = {
         name: lambda code=code: run([sys.executable, "-c", code])
-        for name, code in (("torchrec", "import torchrec"), ("job", f"import torchrec; {JOB}"))
+        for name, code in (
+            ("torchrec", "import torchrec"),
+            ("job", f"import torchrec; {JOB}"),
+        )
     }
     seconds = in_turn(sides, options.turns)
     pairs = zip(seconds["job"], seconds["torchrec"], strict=True)
-    yield row("own-imports", [max(whole - torchrec, 0.001) for whole, torchrec in pairs], "s", required=1.0)
-    yield row("first-step", [_first_step(torchx) for _ in range(options.turns)], "s", required=12.0)
+    yield row(
+        "own-imports",
+        [max(whole - torchrec, 0.001) for whole, torchrec in pairs],
+        "s",
+        required=1.0,
+    )
+    yield row(
+        "first-step",
+        [_first_step(torchx) for _ in range(options.turns)],
+        "s",
+        required=12.0,
+    )
 
 
 def _first_step(torchx: str) -> float:
     """Returns the seconds from `torchx run` on two ranks to the record of the first step."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [torchx, "run", "rec.train.hybrid", "-j", "1x2", "--run_dir", f"{folder}/run"]
+        command = [
+            torchx,
+            "run",
+            "rec.train.hybrid",
+            "-j",
+            "1x2",
+            "--run_dir",
+            f"{folder}/run",
+        ]
         for setting in ("data.name=planted", "train.epochs=1", "train.log_every=1"):
             command += ["--set", setting]
         start = time.perf_counter()
         process = subprocess.Popen(
-            command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         records, seconds = Path(folder, "run", "metrics.jsonl"), None
         assert process.stdout is not None
@@ -133,7 +179,9 @@ def _first_step(torchx: str) -> float:
                 time.sleep(0.01)
             reader.join()
         if process.returncode or seconds is None:
-            raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode}, and steps: {seconds}")
+            raise RuntimeError(
+                f"{' '.join(command)} ended with exit code {process.returncode}, and steps: {seconds}"
+            )
         return seconds
 
 
@@ -143,7 +191,13 @@ def demo(options: Options) -> Iterator[Row]:
         return
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        command = [str(BIN / "torchx"), "run", "rec.train.hybrid", "--run_dir", str(run_dir)]
+        command = [
+            str(BIN / "torchx"),
+            "run",
+            "rec.train.hybrid",
+            "--run_dir",
+            str(run_dir),
+        ]
         if options.quick:
             command += ["--set", "data.name=planted", "--set", "train.epochs=1"]
         start = time.perf_counter()
@@ -152,7 +206,10 @@ def demo(options: Options) -> Iterator[Row]:
         summary = json.loads((run_dir / "summary.json").read_text())
     figures = {
         f"{name}, {of}": round(values[name], 4)
-        for of, values in (("test items", summary["test"]), ("popularity", summary["popularity"]))
+        for of, values in (
+            ("test items", summary["test"]),
+            ("popularity", summary["popularity"]),
+        )
         for name in values
     }
     yield row("demo-job", seconds, "s", required=90, figures=figures)
@@ -165,8 +222,14 @@ def cold(options: Options) -> Iterator[Row]:
         clone = Path(folder) / "clone"
         run(["git", "clone", "-q", str(ROOT), str(clone)])
         start = time.perf_counter()
-        run(["make", "demo", "DEMO_ARGS=--set data.name=planted"], cwd=clone, limit_s=3 * LIMIT_S)
-        yield row("make-demo-from-nothing", time.perf_counter() - start, "s", required=360)
+        run(
+            ["make", "demo", "DEMO_ARGS=--set data.name=planted"],
+            cwd=clone,
+            limit_s=3 * LIMIT_S,
+        )
+        yield row(
+            "make-demo-from-nothing", time.perf_counter() - start, "s", required=360
+        )
 
 
 ROWS = {"start-up": start_up, "launch": launch, "demo": demo, "cold": cold}

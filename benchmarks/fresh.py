@@ -28,7 +28,10 @@ from harness import ROOT, Options, Row, row
 from torchrec_ext.retrieval.server.load import answered, http_request
 
 RATE, REQUESTS, PUBLISH_S = 10_000, 100, 1.5
-SIZES = {False: (1_000_000, 200_000, 600), True: (5_000, 1_000, 15)}  # by --quick: users, items, seconds
+SIZES = {
+    False: (1_000_000, 200_000, 600),
+    True: (5_000, 1_000, 15),
+}  # by --quick: users, items, seconds
 _TICK_S = 0.05
 
 
@@ -40,13 +43,24 @@ def write_known(folder: Path, users: int, items: int) -> int:
     """Writes a part in which each user and each item is there once; returns its number of events."""
     count = max(users, items)
     places = np.random.default_rng(3).permutation(count)
-    columns = {"user_id": names(users, 1)[places % users], "item_id": names(items, 2)[places % items]}
-    columns["clicked"] = (np.random.default_rng(4).random(count) < 0.3).astype(np.float32)
-    pq.write_table(pa.table({**columns, "time": np.zeros(count)}), folder / "part-0.parquet", write_page_checksum=True)
+    columns = {
+        "user_id": names(users, 1)[places % users],
+        "item_id": names(items, 2)[places % items],
+    }
+    columns["clicked"] = (np.random.default_rng(4).random(count) < 0.3).astype(
+        np.float32
+    )
+    pq.write_table(
+        pa.table({**columns, "time": np.zeros(count)}),
+        folder / "part-0.parquet",
+        write_page_checksum=True,
+    )
     return count
 
 
-def write_events(folder: Path, users: int, items: int, times: list[float], ending: threading.Event) -> None:
+def write_events(
+    folder: Path, users: int, items: int, times: list[float], ending: threading.Event
+) -> None:
     """Appends events at the rate, few of them frequent, and notes when each was written."""
     random = np.random.default_rng(5)
     user_ids, item_ids = names(users, 1), names(items, 2)
@@ -56,8 +70,14 @@ def write_events(folder: Path, users: int, items: int, times: list[float], endin
             now = time.time()
             count = int((now - begin) * RATE) - len(times)
             drawn = random.random((3, count)) ** 2
-            for user, item, luck in zip(*(drawn * [[users], [items], [1]]).tolist(), strict=True):
-                event = {"user_id": int(user_ids[int(user)]), "item_id": int(item_ids[int(item)]), "time": now}
+            for user, item, luck in zip(
+                *(drawn * [[users], [items], [1]]).tolist(), strict=True
+            ):
+                event = {
+                    "user_id": int(user_ids[int(user)]),
+                    "item_id": int(item_ids[int(item)]),
+                    "time": now,
+                }
                 file.write(json.dumps({**event, "clicked": int(luck < 0.3)}) + "\n")
             file.flush()
             times.extend([now] * count)
@@ -66,7 +86,9 @@ def write_events(folder: Path, users: int, items: int, times: list[float], endin
 class Client(threading.Thread):
     """Asks at a rate, over one connection for each of several threads; notes the first answer of each bundle."""
 
-    def __init__(self, port: int, users: int, number: int, of: int, ending: threading.Event) -> None:
+    def __init__(
+        self, port: int, users: int, number: int, of: int, ending: threading.Event
+    ) -> None:
         super().__init__(daemon=True)
         self.ms: list[float] = []
         self.failed: list[str] = []
@@ -97,22 +119,39 @@ class Client(threading.Thread):
                 connection = socket.create_connection(("127.0.0.1", port), timeout=30)
 
 
-def started(stack: ExitStack, arguments: list[str], core: int, log: Path) -> subprocess.Popen[str]:
+def started(
+    stack: ExitStack, arguments: list[str], core: int, log: Path
+) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = ["taskset", "-c", str(core), sys.executable, "-m", *arguments]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log.open("w"), text=True)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=log.open("w"),
+        text=True,
+    )
     stack.callback(process.wait)
     stack.callback(process.kill)
     return process
 
 
-def waits(first: Mapping[str, float], bundles: Mapping[str, int], times: list[float], known: int) -> list[float]:
+def waits(
+    first: Mapping[str, float],
+    bundles: Mapping[str, int],
+    times: list[float],
+    known: int,
+) -> list[float]:
     """Returns the seconds from the oldest event that only a bundle and later ones know to an answer of one of them."""
     seconds = []
-    events = sorted((count, digest) for digest, count in bundles.items() if count > known)
+    events = sorted(
+        (count, digest) for digest, count in bundles.items() if count > known
+    )
     for place, (_, _) in enumerate(events[:-1]):
         before = max(events[place][0] - known, 0)
-        answers = [first[digest] for _, digest in events[place + 1 :] if digest in first]
+        answers = [
+            first[digest] for _, digest in events[place + 1 :] if digest in first
+        ]
         if answers and before < len(times):
             seconds.append(min(answers) - times[before])
     return seconds
@@ -130,22 +169,46 @@ def fresh(options: Options) -> Iterator[Row]:
         log, current = folder / "log", folder / "run" / "bundles" / "current"
         log.mkdir()
         known = write_known(log, users, items)
-        sets = ["data.label=clicked", "data.time=time", "loader.negatives=0", "loader.batch_size=1000"]
-        sets += ["model.interaction=dot", "checkpoint.steps=500", "data.batch_s=0.2", "model.tower_widths=64,32"]
-        sets += [f"ids.user_id=dynamic,capacity={users + 1}", f"ids.item_id=dynamic,capacity={items + 1}"]
+        sets = [
+            "data.label=clicked",
+            "data.time=time",
+            "loader.negatives=0",
+            "loader.batch_size=1000",
+        ]
+        sets += [
+            "model.interaction=dot",
+            "checkpoint.steps=500",
+            "data.batch_s=0.2",
+            "model.tower_widths=64,32",
+        ]
+        sets += [
+            f"ids.user_id=dynamic,capacity={users + 1}",
+            f"ids.item_id=dynamic,capacity={items + 1}",
+        ]
         if options.quick:
             # A capture would take longer than the run.
             sets.append("train.compile=off")
-        arguments = ["torchx_apps.train_stream", f"--log={log}", f"--run-dir={folder / 'run'}", "--keep=4"]
+        arguments = [
+            "torchx_apps.train_stream",
+            f"--log={log}",
+            f"--run-dir={folder / 'run'}",
+            "--keep=4",
+        ]
         arguments += [f"--publish-s={PUBLISH_S}", *(f"--set={text}" for text in sets)]
         trainer = started(stack, arguments, cores[0], folder / "trainer.txt")
-        threading.Thread(target=lambda: trainer.stdout and trainer.stdout.read(), daemon=True).start()
+        threading.Thread(
+            target=lambda: trainer.stdout and trainer.stdout.read(), daemon=True
+        ).start()
         bundles: dict[str, int] = {}
 
         def look() -> int:
             """Notes the newest bundle; returns its number of events."""
             try:
-                manifest = json.loads((current.parent / current.read_text().strip() / "manifest.json").read_text())
+                manifest = json.loads(
+                    (
+                        current.parent / current.read_text().strip() / "manifest.json"
+                    ).read_text()
+                )
             except (OSError, ValueError):
                 return 0
             # As answers name it: by the digest of the content.
@@ -155,15 +218,25 @@ def fresh(options: Options) -> Iterator[Row]:
         while look() < known:
             assert trainer.poll() is None, (folder / "trainer.txt").read_text()[-2000:]
             time.sleep(0.2)
-        server_flags = ["torchx_apps.serve", str(current), "--port=0", "--watch=0.1", "--log=events"]
+        server_flags = [
+            "torchx_apps.serve",
+            str(current),
+            "--port=0",
+            "--watch=0.1",
+            "--log=events",
+        ]
         server = started(stack, server_flags, cores[-1], folder / "server.txt")
         assert server.stdout is not None
         match = re.search(r":(\d+)/", server.stdout.readline())
         assert match, (folder / "server.txt").read_text()[-2000:]
         ending = threading.Event()
         times: list[float] = []
-        clients = [Client(int(match[1]), users, number, 8, ending) for number in range(8)]
-        writer = threading.Thread(target=write_events, args=(log, users, items, times, ending), daemon=True)
+        clients = [
+            Client(int(match[1]), users, number, 8, ending) for number in range(8)
+        ]
+        writer = threading.Thread(
+            target=write_events, args=(log, users, items, times, ending), daemon=True
+        )
         for thread in (writer, *clients):
             thread.start()
         end = time.time() + seconds
@@ -183,9 +256,37 @@ def fresh(options: Options) -> Iterator[Row]:
     ms = sorted(value for client in clients for value in client.ms)
     failed = [text for client in clients for text in client.failed]
     size = f"{users:,} users, {items:,} items"
-    more = {"events": trained, "written": len(times), "seconds": seconds, "bundles": len(first)}
-    yield row(f"fresh, event to answer p50, {size}", float(np.percentile(oldest, 50)), "s", **more)
-    yield row(f"fresh, event to answer p99, {size}", float(np.percentile(oldest, 99)), "s", required=4.0)
-    yield row(f"fresh, answers p50, {size}", float(np.percentile(ms, 50)), "ms", answers=len(ms))
-    yield row(f"fresh, answers p99, {size}", float(np.percentile(ms, 99)), "ms", required=20.0)
-    yield row(f"fresh, answers that failed, {size}", len(failed), "answers", required=0, reasons=sorted(set(failed)))
+    more = {
+        "events": trained,
+        "written": len(times),
+        "seconds": seconds,
+        "bundles": len(first),
+    }
+    yield row(
+        f"fresh, event to answer p50, {size}",
+        float(np.percentile(oldest, 50)),
+        "s",
+        **more,
+    )
+    yield row(
+        f"fresh, event to answer p99, {size}",
+        float(np.percentile(oldest, 99)),
+        "s",
+        required=4.0,
+    )
+    yield row(
+        f"fresh, answers p50, {size}",
+        float(np.percentile(ms, 50)),
+        "ms",
+        answers=len(ms),
+    )
+    yield row(
+        f"fresh, answers p99, {size}", float(np.percentile(ms, 99)), "ms", required=20.0
+    )
+    yield row(
+        f"fresh, answers that failed, {size}",
+        len(failed),
+        "answers",
+        required=0,
+        reasons=sorted(set(failed)),
+    )

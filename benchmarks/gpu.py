@@ -44,10 +44,18 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 SCRIPTS = {"gpu_adopt": [], "negatives": [], "mixed_precision": ["--studies"]}
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 DEVICE = "cuda" if GPUS else "cpu"
-SIZES = ("data.name=planted", "export=never", "train.early_stop.metric=", f"device={DEVICE}")
+SIZES = (
+    "data.name=planted",
+    "export=never",
+    "train.early_stop.metric=",
+    f"device={DEVICE}",
+)
 SMALL = ("train.epochs=1", "loader.batch_size=256")
 IDS = ("ids.user_id=dynamic,capacity=4096", "ids.item_id=dynamic,capacity=4096")
-FEW = ("data.users=200", "data.items=100")  # of the recipes that learn pairs; the rows of n_tower are few as they are
+FEW = (
+    "data.users=200",
+    "data.items=100",
+)  # of the recipes that learn pairs; the rows of n_tower are few as they are
 
 
 class Part(NamedTuple):
@@ -75,27 +83,42 @@ def parts() -> dict[str, Part]:
     here = ("train.compile=off", f"loader.device={DEVICE}")
     capture = "train.compile=require"
     several = "" if GPUS != 1 else "a second GPU"
-    sharing = "" if mps_is_running(os.environ) or not GPUS else "MPS, which `nvidia-cuda-mps-control -d` starts"
+    sharing = (
+        ""
+        if mps_is_running(os.environ) or not GPUS
+        else "MPS, which `nvidia-cuda-mps-control -d` starts"
+    )
     return {
         "resident data": Part("two_tower", ("train.compile=off",), here),
-        "captured steps": Part("two_tower", here, (f"loader.device={DEVICE}", "train.compile=require")),
+        "captured steps": Part(
+            "two_tower", here, (f"loader.device={DEVICE}", "train.compile=require")
+        ),
         "dynamic ids, captured": Part("two_tower", (capture,), (capture, *IDS)),
         "towers on streams": Part("n_tower", here, (*here, "streams=true")),
         "two ranks, NCCL": Part("two_tower", here, here, ranks=(1, 2), missing=several),
-        "two processes on one GPU, MPS": Part("two_tower", here, here, together=2, missing=sharing),
+        "two processes on one GPU, MPS": Part(
+            "two_tower", here, here, together=2, missing=sharing
+        ),
     }
 
 
 def main() -> int:
     options = _options()
     if not GPUS and not options.quick:
-        print("gpu.py: torch sees no GPU here; `python -m torchrec_ext.doctor` says why", file=sys.stderr)
+        print(
+            "gpu.py: torch sees no GPU here; `python -m torchrec_ext.doctor` says why",
+            file=sys.stderr,
+        )
         return 1
     about = {
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip(),
         "device": torch.cuda.get_device_name(0) if GPUS else "cpu",
         "gpus": GPUS,
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "torchrec")},
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("torch", "torchrec")
+        },
     }
     options.results.mkdir(parents=True, exist_ok=True)
     results = Results(options.results, about)
@@ -181,45 +204,89 @@ class Results:
         """Returns what an earlier run on this commit and device wrote, or nothing."""
         file = self._folder / f"{name}.json"
         earlier: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-        return earlier if all(earlier.get(key) == value for key, value in self._about.items()) else {}
+        return (
+            earlier
+            if all(earlier.get(key) == value for key, value in self._about.items())
+            else {}
+        )
 
     def write(self, name: str, result: Mapping[str, Any]) -> None:
         """Writes the results of one script."""
-        text = json.dumps({**result, **self._about, "date": datetime.date.today().isoformat()}, indent=1)
+        text = json.dumps(
+            {**result, **self._about, "date": datetime.date.today().isoformat()},
+            indent=1,
+        )
         (self._folder / f"{name}.json").write_text(text + "\n")
 
     def write_rows(self, turns: Mapping[str, Sequence[Turn]]) -> None:
         """Writes the rows so far."""
         result = {"benchmark": "gpu", "rows": list(self.rows.values()), "turns": turns}
-        self.write("gpu", {**result, "left_out": self.missing, "failed": list(self.failed)})
+        self.write(
+            "gpu", {**result, "left_out": self.missing, "failed": list(self.failed)}
+        )
 
     @property
     def failed_tests(self) -> list[str]:
         """Names of the tests that failed."""
-        return [name for name, outcome in self.tests.items() if outcome in ("failure", "error")]
+        return [
+            name
+            for name, outcome in self.tests.items()
+            if outcome in ("failure", "error")
+        ]
 
     def summary(self, left_out: Sequence[str]) -> str:
         """Returns a page of what held and what did not."""
-        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(Counter(self.tests.values()).items()))
-        lines = [f"# On {self._about['device']}, commit {self._about['commit'][:7] or 'unknown'}", ""]
-        lines += [f"Tests marked `gpu`: {outcomes or 'not run'}.", *(f"- failed: {name}" for name in self.failed_tests)]
-        lines += ["", "| part | with it, samples/s | without | ratio | turns |", "| --- | --- | --- | --- | --- |"]
+        outcomes = ", ".join(
+            f"{count} {outcome}"
+            for outcome, count in sorted(Counter(self.tests.values()).items())
+        )
+        lines = [
+            f"# On {self._about['device']}, commit {self._about['commit'][:7] or 'unknown'}",
+            "",
+        ]
+        lines += [
+            f"Tests marked `gpu`: {outcomes or 'not run'}.",
+            *(f"- failed: {name}" for name in self.failed_tests),
+        ]
+        lines += [
+            "",
+            "| part | with it, samples/s | without | ratio | turns |",
+            "| --- | --- | --- | --- | --- |",
+        ]
         for name, each in self.rows.items():
-            figures = f"{each['ours']:,.0f} | {each['baseline']:,.0f} | {each['ratio']:.2f}"
+            figures = (
+                f"{each['ours']:,.0f} | {each['baseline']:,.0f} | {each['ratio']:.2f}"
+            )
             lines.append(f"| {name} | {figures} | {each['turns']} |")
-        lines += [f"- {name}: left out, since this machine lacks {what}" for name, what in self.missing.items()]
+        lines += [
+            f"- {name}: left out, since this machine lacks {what}"
+            for name, what in self.missing.items()
+        ]
         lines += [f"- {name}: no time was left" for name in dict.fromkeys(left_out)]
         lines += [f"- {name} failed: {error}" for name, error in self.failed.items()]
         return "\n".join(lines) + "\n"
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=parts(), default=list(parts()), metavar="ROW")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=parts(), default=list(parts()), metavar="ROW"
+    )
     parser.add_argument("--turns", type=int, default=3, help="trainings of each side")
-    parser.add_argument("--budget", type=float, default=0.0, help="seconds; nothing begins that would take longer")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that the rows run")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=0.0,
+        help="seconds; nothing begins that would take longer",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, to see that the rows run"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder of the results"
+    )
     return parser.parse_args()
 
 
@@ -235,17 +302,28 @@ def run_rows(options: argparse.Namespace, results: Results, budget: Budget) -> N
     """Trains one turn of every part after the other, and writes the rows after each."""
     quick, names = options.quick, options.only
     turns = {
-        name: [Turn(*turn) for turn in of_part] for name, of_part in results.earlier("gpu").get("turns", {}).items()
+        name: [Turn(*turn) for turn in of_part]
+        for name, of_part in results.earlier("gpu").get("turns", {}).items()
     }
-    results.rows = {name: compared(name, of_part) for name, of_part in turns.items() if of_part}
+    results.rows = {
+        name: compared(name, of_part) for name, of_part in turns.items() if of_part
+    }
     for number in range(1 if quick else options.turns):
         for name in names:
             part = parts()[name]
             if part.missing and name not in results.missing:
                 results.missing[name] = part.missing
-                print(f"{name}: left out, since this machine lacks {part.missing}", flush=True)
+                print(
+                    f"{name}: left out, since this machine lacks {part.missing}",
+                    flush=True,
+                )
             is_done = len(turns.setdefault(name, [])) > number
-            if part.missing or is_done or name in results.failed or not budget.has(name):
+            if (
+                part.missing
+                or is_done
+                or name in results.failed
+                or not budget.has(name)
+            ):
                 continue
             try:
                 with budget.timed(name):
@@ -262,11 +340,20 @@ def one_turn(part: Part, *, quick: bool) -> Turn:
     few = () if part.recipe == "n_tower" else FEW
     size = (*SMALL, *few) if quick else ()
     before = trained(part.recipe, (*SIZES, *part.without, *size), part.ranks[0])
-    run = functools.partial(trained, part.recipe, (*SIZES, *part.part, *size), part.ranks[1])
+    run = functools.partial(
+        trained, part.recipe, (*SIZES, *part.part, *size), part.ranks[1]
+    )
     with ThreadPoolExecutor(part.together) as pool:
-        runs = [each.result() for each in [pool.submit(run) for _ in range(part.together)]]
-    quality = {figure: (before["test"][figure], runs[0]["test"][figure]) for figure in before["test"]}
-    return Turn(before["samples_per_s"], sum(each["samples_per_s"] for each in runs), quality)
+        runs = [
+            each.result() for each in [pool.submit(run) for _ in range(part.together)]
+        ]
+    quality = {
+        figure: (before["test"][figure], runs[0]["test"][figure])
+        for figure in before["test"]
+    }
+    return Turn(
+        before["samples_per_s"], sum(each["samples_per_s"] for each in runs), quality
+    )
 
 
 def compared(name: str, turns: Sequence[Turn]) -> Row:
@@ -290,13 +377,31 @@ def trained(recipe: str, settings: tuple[str, ...], ranks: int) -> dict[str, Any
         RuntimeError: it failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        launch = ["-m", "torchx_apps.agent", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+        launch = (
+            ["-m", "torchx_apps.agent", "--standalone", f"--nproc_per_node={ranks}"]
+            if ranks > 1
+            else []
+        )
         flags = [f"--set={setting}" for setting in settings]
-        app = ["-m", "torchx_apps.train", "--recipe", recipe, "--run-dir", f"{folder}/run", *flags]
-        done = subprocess.run([sys.executable, *launch, *app], capture_output=True, text=True, cwd=ROOT)
+        app = [
+            "-m",
+            "torchx_apps.train",
+            "--recipe",
+            recipe,
+            "--run-dir",
+            f"{folder}/run",
+            *flags,
+        ]
+        done = subprocess.run(
+            [sys.executable, *launch, *app], capture_output=True, text=True, cwd=ROOT
+        )
         if done.returncode:
-            raise RuntimeError(f"{recipe} with {settings}: exit code {done.returncode}:\n{done.stderr[-2000:]}")
-        summary: dict[str, Any] = json.loads((Path(folder) / "run" / "summary.json").read_text())
+            raise RuntimeError(
+                f"{recipe} with {settings}: exit code {done.returncode}:\n{done.stderr[-2000:]}"
+            )
+        summary: dict[str, Any] = json.loads(
+            (Path(folder) / "run" / "summary.json").read_text()
+        )
         return summary
 
 
@@ -305,22 +410,55 @@ def tested(seconds: float) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "tests.xml"
         chosen = "gpu or (gpu and slow)"  # conftest.py leaves slow tests out where nobody names them
-        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-m", chosen, f"--junitxml={report}"]
-        command += ["--continue-on-collection-errors", "-p", "no:cacheprovider", "--tb=short", *map(str, gpu_files())]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rfE",
+            "-m",
+            chosen,
+            f"--junitxml={report}",
+        ]
+        command += [
+            "--continue-on-collection-errors",
+            "-p",
+            "no:cacheprovider",
+            "--tb=short",
+            *map(str, gpu_files()),
+        ]
         if importlib.util.find_spec("xdist"):
             workers = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
-            command += ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]
+            command += [
+                "-n",
+                str(workers),
+                "--dist",
+                "loadfile",
+                "--no-loadscope-reorder",
+            ]
         try:
-            subprocess.run(command, cwd=ROOT, timeout=None if math.isinf(seconds) else seconds)
+            subprocess.run(
+                command, cwd=ROOT, timeout=None if math.isinf(seconds) else seconds
+            )
         except subprocess.TimeoutExpired:
-            print(f"gpu.py: the tests did not end within {seconds:.0f} s", file=sys.stderr, flush=True)
-        return outcomes_of(report.read_text()) if report.exists() else {"pytest": "error"}
+            print(
+                f"gpu.py: the tests did not end within {seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+        return (
+            outcomes_of(report.read_text()) if report.exists() else {"pytest": "error"}
+        )
 
 
 def gpu_files() -> list[Path]:
     """Returns the files with tests marked `gpu`: to collect all others takes longer than these tests."""
     marked = re.compile(r"mark\.gpu\b|\bdevice: torch\.device\b")
-    return [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if marked.search(file.read_text())]
+    return [
+        file
+        for file in sorted((ROOT / "tests").rglob("test_*.py"))
+        if marked.search(file.read_text())
+    ]
 
 
 def outcomes_of(report: str) -> dict[str, str]:
@@ -332,7 +470,9 @@ def outcomes_of(report: str) -> dict[str, str]:
         {'a.b': 'passed', 'a.c': 'skipped'}
     """
     return {
-        f"{case.get('classname')}.{case.get('name')}": next((child.tag for child in case), "passed")
+        f"{case.get('classname')}.{case.get('name')}": next(
+            (child.tag for child in case), "passed"
+        )
         for case in ElementTree.fromstring(report).iter("testcase")
     }
 

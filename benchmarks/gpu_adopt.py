@@ -42,15 +42,22 @@ def batches(shape: Shape, rows: int) -> list[Batch]:
 def step_of(form: str, shape: Shape) -> Step:
     """Returns a step of the network in one form."""
     torch.manual_seed(0)
-    model, criterion = PlainNCF(shape.users, shape.items).to(DEVICE), nn.BCEWithLogitsLoss()
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3, fused=form in ("fused Adam", "torch.compile"))
+    model, criterion = (
+        PlainNCF(shape.users, shape.items).to(DEVICE),
+        nn.BCEWithLogitsLoss(),
+    )
+    optimizer = torch.optim.Adam(
+        model.parameters(), 1e-3, fused=form in ("fused Adam", "torch.compile")
+    )
 
     def loss(user: Tensor, item: Tensor, context: Tensor, label: Tensor) -> Tensor:
         return criterion(model(user, item, context), label)  # type: ignore[no-any-return]
 
     if form == "adopted":
         return adopt(model, optimizer, loss, compile="require")
-    forward = torch.compile(loss, mode="reduce-overhead") if form == "torch.compile" else loss
+    forward = (
+        torch.compile(loss, mode="reduce-overhead") if form == "torch.compile" else loss
+    )
 
     def step(*batch: Tensor) -> None:
         optimizer.zero_grad()
@@ -82,7 +89,12 @@ def compared(name: str, size: str, options: Options) -> Iterator[Row]:
     """Times the adopted step and each other form, in turn."""
     shape = SHAPES[name]
     given = batches(shape, SIZES[size])
-    forms = ["adopted", "as written", "fused Adam", *(["torch.compile"] if DEVICE == "cuda" else [])]
+    forms = [
+        "adopted",
+        "as written",
+        "fused Adam",
+        *(["torch.compile"] if DEVICE == "cuda" else []),
+    ]
     steps = {form: step_of(form, shape) for form in forms}
     times: dict[str, list[float]] = {form: [] for form in forms}
     for step in steps.values():
@@ -90,7 +102,9 @@ def compared(name: str, size: str, options: Options) -> Iterator[Row]:
             step(*batch)
     for _ in range(options.turns):
         for form, step in steps.items():
-            times[form].append(microseconds(step, given, 0.05 if options.quick else SECONDS))
+            times[form].append(
+                microseconds(step, given, 0.05 if options.quick else SECONDS)
+            )
     for form in forms[1:]:
         what = f"adopted {name}, {size}, against {form} ({DEVICE})"
         yield row(what, times["adopted"], "us/step", baseline=times[form])
@@ -100,7 +114,9 @@ def main() -> None:
     rows = {}
     for name in SHAPES:
         for size in SIZES:
-            rows[f"{name}, {size}"] = lambda options, name=name, size=size: compared(name, size, options)
+            rows[f"{name}, {size}"] = lambda options, name=name, size=size: compared(
+                name, size, options
+            )
     command_line(__doc__, rows, turns=3)
 
 

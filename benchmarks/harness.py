@@ -31,7 +31,9 @@ Row = dict[str, object]
 Clock = Callable[[], float]
 LIMIT_S = 600.0  # of any wait for another process or thread
 ROOT = Path(__file__).resolve().parents[1]
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, which users lack, each process compiles the package anew
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # with it, which users lack, each process compiles the package anew
 
 
 class Options(NamedTuple):
@@ -63,20 +65,44 @@ def command_line(
         packages: distributions besides torch and torchrec whose versions are printed, with spaces.
         studies: rows that run only where `--only` names them: too long, or in need of something that few machines have.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     usual = [name for name in rows if name not in studies]
-    text = ", ".join(usual) + (f"; only where named: {', '.join(studies)}" if studies else "")
-    parser.add_argument("--only", nargs="+", choices=rows, default=usual, metavar="ROW", help=text)
-    parser.add_argument("--studies", action="store_true", help="the rows that run only where they are named")
-    parser.add_argument("--turns", type=int, default=turns, help=f"measured turns of each side, default {turns}")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    text = ", ".join(usual) + (
+        f"; only where named: {', '.join(studies)}" if studies else ""
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=rows, default=usual, metavar="ROW", help=text
+    )
+    parser.add_argument(
+        "--studies",
+        action="store_true",
+        help="the rows that run only where they are named",
+    )
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=turns,
+        help=f"measured turns of each side, default {turns}",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, to see that it runs"
+    )
     args = parser.parse_args()
     options = Options(turns=1 if args.quick else args.turns, quick=args.quick)
     with tempfile.TemporaryDirectory() as folder:
         # What an earlier run compiled would make captures faster; torch's processes inherit the variable.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        made = [row for name in (studies if args.studies else args.only) for row in rows[name](options)]
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec", *packages.split())}
+        made = [
+            row
+            for name in (studies if args.studies else args.only)
+            for row in rows[name](options)
+        ]
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("torch", "torchrec", *packages.split())
+    }
     result = {
         "benchmark": Path(sys.argv[0]).stem,
         "versions": versions,
@@ -96,7 +122,11 @@ def has_data(rows: str, name: str) -> bool:
     folder = os.environ.get("TORCHREC_EXT_DATA")
     if folder and Path(folder, name).is_dir():
         return True
-    print(f"{rows}: left out: TORCHREC_EXT_DATA names no folder with {name}", file=sys.stderr, flush=True)
+    print(
+        f"{rows}: left out: TORCHREC_EXT_DATA names no folder with {name}",
+        file=sys.stderr,
+        flush=True,
+    )
     return False
 
 
@@ -130,12 +160,19 @@ def row(
     ratio = None
     if turns is not None and (all(turns) or better == "less"):
         paired = zip(turns, our_turns, strict=True)
-        each = [mine / theirs if better == "more" else theirs / mine for theirs, mine in paired]
+        each = [
+            mine / theirs if better == "more" else theirs / mine
+            for theirs, mine in paired
+        ]
         ratio = statistics.median(each)
     middle = statistics.median(each)
     held = None
     if required is not None:
-        held = middle <= required if ratio is None and better == "less" else middle >= required
+        held = (
+            middle <= required
+            if ratio is None and better == "less"
+            else middle >= required
+        )
     made: Row = {
         "name": name,
         "baseline": None if turns is None else _digits(statistics.median(turns)),
@@ -151,8 +188,14 @@ def row(
         "machine": machine,
         **more,
     }
-    keys = [key for key in ("baseline", "ours", "ratio", "ceiling") if made[key] is not None]
-    print(f"{name}: {', '.join(f'{key} {made[key]:,}' for key in keys)} ({unit})", file=sys.stderr, flush=True)
+    keys = [
+        key for key in ("baseline", "ours", "ratio", "ceiling") if made[key] is not None
+    ]
+    print(
+        f"{name}: {', '.join(f'{key} {made[key]:,}' for key in keys)} ({unit})",
+        file=sys.stderr,
+        flush=True,
+    )
     return made
 
 
@@ -195,7 +238,11 @@ def in_turn(
 
 
 def calls_in_turn(
-    sides: Mapping[str, Callable[[int], object]], turns: int, calls: int, *, in_a_row: int = 10
+    sides: Mapping[str, Callable[[int], object]],
+    turns: int,
+    calls: int,
+    *,
+    in_a_row: int = 10,
 ) -> dict[str, list[list[float]]]:
     """Seconds of every call of each side, a list for each turn after the first, which warms up with a tenth of them.
 
@@ -205,7 +252,9 @@ def calls_in_turn(
         calls: calls of each side in a turn.
         in_a_row: calls of one side before the next one's, as in a server that does nothing else.
     """
-    times: dict[str, list[list[float]]] = {name: [[] for _ in range(turns)] for name in sides}
+    times: dict[str, list[list[float]]] = {
+        name: [[] for _ in range(turns)] for name in sides
+    }
     number = 0
     for turn in range(-1, turns):
         last = number + (calls if turn >= 0 else max(in_a_row, calls // 10))
@@ -254,7 +303,9 @@ class Trainings:
         self._before, self._loaders = before, loaders or {}
         self._sides = {name: _Training(name, side) for name, side in sides.items()}
 
-    def seconds_per_step(self, steps: int, turns: int, *, warm_up: int = 50) -> dict[str, list[float]]:
+    def seconds_per_step(
+        self, steps: int, turns: int, *, warm_up: int = 50
+    ) -> dict[str, list[float]]:
         """Seconds of a step of each side, by turn; each side first makes ``warm_up`` steps that are not counted."""
         for side in self._sides.values():
             self._before()
@@ -264,10 +315,15 @@ class Trainings:
             for name, side in self._sides.items():
                 self._before()
                 loader = self._loaders.get(name)
-                handed, start = 0 if loader is None else loader.count, time.perf_counter()
+                handed, start = (
+                    0 if loader is None else loader.count,
+                    time.perf_counter(),
+                )
                 side.run(steps)
                 seconds = time.perf_counter() - start
-                times[name].append(seconds / (steps if loader is None else loader.count - handed))
+                times[name].append(
+                    seconds / (steps if loader is None else loader.count - handed)
+                )
         return times
 
     def run(self, name: str, steps: int) -> None:
@@ -316,7 +372,9 @@ class _Training:
         if self._error is not None:
             raise self._error
         if self._over:
-            raise RuntimeError(f"{self._name}: its training ended before its turns did; give it more epochs")
+            raise RuntimeError(
+                f"{self._name}: its training ended before its turns did; give it more epochs"
+            )
 
     def end(self) -> None:
         self._ending = True
@@ -374,7 +432,9 @@ class Repeated:
         """Changes nothing: every pass has one order."""
 
 
-def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, limit_s: float = LIMIT_S) -> list[Any]:
+def on_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, limit_s: float = LIMIT_S
+) -> list[Any]:
     """Runs a module's ``function(runtime, *args)`` on ``world_size`` gloo ranks with one thread each; results by rank.
 
     What a rank prints to stdout, such as the lines of a training, is dropped.
@@ -385,32 +445,50 @@ def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, limit_s:
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        settings = [(function, rank, world_size, f"{folder}/store", results, args) for rank in range(world_size)]
-        processes = [context.Process(target=_rank, args=setting, daemon=True) for setting in settings]
+        settings = [
+            (function, rank, world_size, f"{folder}/store", results, args)
+            for rank in range(world_size)
+        ]
+        processes = [
+            context.Process(target=_rank, args=setting, daemon=True)
+            for setting in settings
+        ]
         for process in processes:
             process.start()
         try:
-            return _gathered(function.__name__, processes, results, time.monotonic() + limit_s)
+            return _gathered(
+                function.__name__, processes, results, time.monotonic() + limit_s
+            )
         finally:
             for process in processes:
                 process.join(10)
                 process.kill()
 
 
-def _gathered(name: str, processes: Sequence[Any], results: Any, until: float) -> list[Any]:
+def _gathered(
+    name: str, processes: Sequence[Any], results: Any, until: float
+) -> list[Any]:
     values: dict[int, Any] = {}
     while len(values) < len(processes):
         try:
             rank, error, value = results.get(timeout=2)
         except queue.Empty:
-            dead = [at for at, process in enumerate(processes) if process.exitcode is not None and at not in values]
+            dead = [
+                at
+                for at, process in enumerate(processes)
+                if process.exitcode is not None and at not in values
+            ]
             if dead:
                 raise RuntimeError(
                     f"{name}: rank {dead[0]} ended with exit code {processes[dead[0]].exitcode} and no result"
                 ) from None
             if time.monotonic() > until:
-                waiting = [str(rank) for rank in range(len(processes)) if rank not in values]
-                raise RuntimeError(f"{name}: no result of rank {', '.join(waiting)} within the limit") from None
+                waiting = [
+                    str(rank) for rank in range(len(processes)) if rank not in values
+                ]
+                raise RuntimeError(
+                    f"{name}: no result of rank {', '.join(waiting)} within the limit"
+                ) from None
             continue
         if error:
             raise RuntimeError(f"{name}: rank {rank}:\n{error}")
@@ -419,7 +497,12 @@ def _gathered(name: str, processes: Sequence[Any], results: Any, until: float) -
 
 
 def _rank(
-    function: Callable[..., Any], rank: int, world_size: int, store: str, results: Any, args: tuple[Any, ...]
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    results: Any,
+    args: tuple[Any, ...],
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -429,14 +512,26 @@ def _rank(
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     torch.set_num_threads(1)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
     )
     timeout = datetime.timedelta(seconds=LIMIT_S)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
     )
     try:
-        runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
+        runtime = Runtime(
+            rank=rank,
+            local_rank=rank,
+            world_size=world_size,
+            local_world_size=world_size,
+        )
         results.put((rank, None, function(runtime, *args)))
     except BaseException:
         results.put((rank, traceback.format_exc(), None))
@@ -448,12 +543,21 @@ def _rank(
 
 def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
     """For each side and turn the seconds of the rank that took longest."""
-    return {name: [max(turn) for turn in zip(*(rank[name] for rank in by_rank), strict=True)] for name in by_rank[0]}
+    return {
+        name: [
+            max(turn) for turn in zip(*(rank[name] for rank in by_rank), strict=True)
+        ]
+        for name in by_rank[0]
+    }
 
 
 def peak_mb() -> float:
     """Greatest resident memory of this process, MB; ru_maxrss would be that of the process that started it, if more."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024 / 1e6
 
 
@@ -462,7 +566,9 @@ def rates(count: float, seconds: Iterable[float]) -> list[float]:
     return [count / each for each in seconds]
 
 
-def last_json(command: Sequence[object], *, limit_s: float = LIMIT_S, **environment: str) -> Any:
+def last_json(
+    command: Sequence[object], *, limit_s: float = LIMIT_S, **environment: str
+) -> Any:
     """Runs a command in a process of its own and returns the JSON of its last line.
 
     Raises:
@@ -480,16 +586,30 @@ def checkout(source: str, folder: Path, *, limit_s: float = 300.0) -> Path:
     if folder.is_dir():
         return folder
     name, commit = source.split("@")
-    partial = folder.with_suffix(".partial")  # a clone that was interrupted is no checkout
+    partial = folder.with_suffix(
+        ".partial"
+    )  # a clone that was interrupted is no checkout
     git = ["git", "-C", partial]
     output(["git", "init", "--quiet", partial], limit_s=limit_s)
-    output([*git, "fetch", "--quiet", "--depth=1", f"https://github.com/{name}.git", commit], limit_s=limit_s)
+    output(
+        [
+            *git,
+            "fetch",
+            "--quiet",
+            "--depth=1",
+            f"https://github.com/{name}.git",
+            commit,
+        ],
+        limit_s=limit_s,
+    )
     output([*git, "checkout", "--quiet", "FETCH_HEAD"], limit_s=limit_s)
     partial.rename(folder)
     return folder
 
 
-def output(command: Sequence[object], *, limit_s: float = LIMIT_S, **environment: str) -> str:
+def output(
+    command: Sequence[object], *, limit_s: float = LIMIT_S, **environment: str
+) -> str:
     """Runs a command in a process of its own and returns what it printed.
 
     Raises:
@@ -498,10 +618,19 @@ def output(command: Sequence[object], *, limit_s: float = LIMIT_S, **environment
     line = [str(word) for word in command]
     try:
         done = subprocess.run(
-            line, capture_output=True, text=True, timeout=limit_s, cwd=ROOT, env={**os.environ, **environment}
+            line,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            cwd=ROOT,
+            env={**os.environ, **environment},
         )
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{' '.join(line)}: not done after {limit_s:.0f} s") from None
+        raise RuntimeError(
+            f"{' '.join(line)}: not done after {limit_s:.0f} s"
+        ) from None
     if done.returncode:
-        raise RuntimeError(f"{' '.join(line)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+        raise RuntimeError(
+            f"{' '.join(line)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}"
+        )
     return done.stdout

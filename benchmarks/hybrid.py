@@ -27,7 +27,10 @@ ROWS = {
     "sync": hybrid_sync.rows,
     "shared-memory": hybrid_shared_memory.rows,
 }
-STUDIES = {"sync-quality": hybrid_sync.quality, "small-tables": hybrid_small_tables.rows}
+STUDIES = {
+    "sync-quality": hybrid_sync.quality,
+    "small-tables": hybrid_small_tables.rows,
+}
 ROWS |= STUDIES
 
 if __name__ == "__main__":

@@ -34,7 +34,10 @@ from torchrec_ext.train.loop import checked_steps
 
 SHAPES, CLOSE, DEVICES = 10, 1.05, 64
 IN_A_ROW_MS = 200.0  # of one candidate before it is the next one's turn
-AUTO, OPTIMIZER = PlanConfig(towers="auto"), OptimizerConfig(tables="row_wise_adagrad", dense="adam")
+AUTO, OPTIMIZER = (
+    PlanConfig(towers="auto"),
+    OptimizerConfig(tables="row_wise_adagrad", dense="adam"),
+)
 
 
 class Table(NamedTuple):
@@ -64,13 +67,23 @@ def shapes(count: int, quick: bool) -> list[Shape]:
         rows = [1_000] if quick else [1_000, 20_000, 200_000]
         user, item = (
             [
-                Table(draw.choice(rows), draw.choice([16, 32, 64]), draw.choice([1, 1, 1, 10, 20]))
+                Table(
+                    draw.choice(rows),
+                    draw.choice([16, 32, 64]),
+                    draw.choice([1, 1, 1, 10, 20]),
+                )
                 for _ in range(draw.randint(1, 6))
             ]
             for _ in range(2)
         )
         made.append(
-            Shape(256 if quick else draw.choice([1024, 2048, 4096]), user, item, widths, 4 if place % 4 == 3 else 1)
+            Shape(
+                256 if quick else draw.choice([1024, 2048, 4096]),
+                user,
+                item,
+                widths,
+                4 if place % 4 == 3 else 1,
+            )
         )
     return made
 
@@ -97,7 +110,9 @@ def model(shape: Shape) -> TowerModel:
     )
 
 
-def batches(shape: Shape, made: TowerModel, runtime: Runtime, count: int = 4) -> list[TowerBatch]:
+def batches(
+    shape: Shape, made: TowerModel, runtime: Runtime, count: int = 4
+) -> list[TowerBatch]:
     """Some of this rank's batches; ids as popular as they are in logs."""
     generator = torch.Generator().manual_seed(runtime.rank)
     rows, schema = shape.batch // runtime.world_size, made.schema()
@@ -112,10 +127,16 @@ def batches(shape: Shape, made: TowerModel, runtime: Runtime, count: int = 4) ->
 
     return [
         schema.assemble(
-            {f"{side}{place}": bags(size, height) for side, sizes, height in sides for place, size in enumerate(sizes)},
+            {
+                f"{side}{place}": bags(size, height)
+                for side, sizes, height in sides
+                for place, size in enumerate(sizes)
+            },
             labels=torch.rand(rows, generator=generator).round(),
             index=shape.repeats if shape.repeats > 1 else None,
-            shared_rows=torch.arange(rows // shape.repeats) if shape.repeats > 1 else None,
+            shared_rows=torch.arange(rows // shape.repeats)
+            if shape.repeats > 1
+            else None,
         )
         for _ in range(count)
     ]
@@ -132,16 +153,29 @@ def decided(runtime: Runtime, options: Options, count: int) -> list[dict[str, An
         start = time.perf_counter()
         unsharded = model(shape)
         own = batches(shape, unsharded, runtime)
-        _, decision = auto_plan(unsharded, own[0], runtime, AUTO, OPTIMIZER, more=own[1:], steps=checked_steps)
+        _, decision = auto_plan(
+            unsharded,
+            own[0],
+            runtime,
+            AUTO,
+            OPTIMIZER,
+            more=own[1:],
+            steps=checked_steps,
+        )
         took = time.perf_counter() - start
         possible = [one for one in decision.candidates if not one.refused]
         names = [f"{one.towers} {one.sharding}" for one in possible]
-        sides = {name: side(shape, runtime, own, one) for name, one in zip(names, possible, strict=True)}
+        sides = {
+            name: side(shape, runtime, own, one)
+            for name, one in zip(names, possible, strict=True)
+        }
         trainings = Trainings(sides, before=dist.barrier)
         steps = min(max(int(IN_A_ROW_MS / decision.taken.trial_ms), 2), 20)
         times = trainings.seconds_per_step(steps, options.turns, warm_up=2)
         trainings.close()
-        foreseen = {name: one.trial_ms for name, one in zip(names, possible, strict=True)}
+        foreseen = {
+            name: one.trial_ms for name, one in zip(names, possible, strict=True)
+        }
         made.append({"took": took, "foreseen": foreseen, "seconds": times})
     return made
 
@@ -159,9 +193,23 @@ def chooser(options: Options) -> Iterator[Row]:
         strict += taken == fastest
         best += ms[taken] <= CLOSE * ms[fastest]
         errors.append(abs(one["foreseen"][taken] / ms[taken] - 1))
-        steps = ", ".join(f"{name} tried {one['foreseen'][name]:.1f} measured {ms[name]:.1f}" for name in ms)
-        print(f"shape {index}, decided in {one['took']:.1f} s: {steps}; fastest {fastest}", file=sys.stderr)
-    yield row("chooser", best, "shapes", better="more", required=0.9 * count, of=count, strict=strict)
+        steps = ", ".join(
+            f"{name} tried {one['foreseen'][name]:.1f} measured {ms[name]:.1f}"
+            for name in ms
+        )
+        print(
+            f"shape {index}, decided in {one['took']:.1f} s: {steps}; fastest {fastest}",
+            file=sys.stderr,
+        )
+    yield row(
+        "chooser",
+        best,
+        "shapes",
+        better="more",
+        required=0.9 * count,
+        of=count,
+        strict=strict,
+    )
     yield row(
         "chooser, foreseen step",
         max(errors),
@@ -180,7 +228,12 @@ def plan(options: Options) -> Iterator[Row]:
     seconds, memory = [], []
     for _ in range(1 if options.quick else options.turns):
         start = time.perf_counter()
-        memory.append(last_json([sys.executable, "-c", child], PYTHONPATH=f"{ROOT}:{ROOT / 'benchmarks'}"))
+        memory.append(
+            last_json(
+                [sys.executable, "-c", child],
+                PYTHONPATH=f"{ROOT}:{ROOT / 'benchmarks'}",
+            )
+        )
         seconds.append(time.perf_counter() - start)
     yield row("plan", seconds, "s", required=10, machine="cores")
     yield row("plan, peak memory", memory, "MB", required=2000)

@@ -43,11 +43,22 @@ def model() -> TowerModel:
     def tables(tower: str) -> list[EmbeddingBagConfig]:
         names = [f"{tower}_{at}" for at in range(TABLES)]
         return [
-            EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=ROWS, embedding_dim=COLUMNS)
+            EmbeddingBagConfig(
+                name=name,
+                feature_names=[name],
+                num_embeddings=ROWS,
+                embedding_dim=COLUMNS,
+            )
             for name in names
         ]
 
-    return two_tower(tables("user"), tables("item"), tower_widths=(32,), interaction="dot", device=torch.device("meta"))
+    return two_tower(
+        tables("user"),
+        tables("item"),
+        tower_widths=(32,),
+        interaction="dot",
+        device=torch.device("meta"),
+    )
 
 
 def batches(size: int, seed: int) -> list[TowerBatch]:
@@ -56,8 +67,15 @@ def batches(size: int, seed: int) -> list[TowerBatch]:
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(8):
-        ids = {name: Jagged(torch.randint(ROWS, (size,), generator=generator)) for name in schema.keys}
-        made.append(schema.assemble(ids, labels=torch.randint(2, (size,), generator=generator).float()))
+        ids = {
+            name: Jagged(torch.randint(ROWS, (size,), generator=generator))
+            for name in schema.keys
+        }
+        made.append(
+            schema.assemble(
+                ids, labels=torch.randint(2, (size,), generator=generator).float()
+            )
+        )
     return made
 
 
@@ -108,8 +126,13 @@ class Collectives:
             before: dict[str, int] = {}
 
             def after_step() -> bool:
-                calls = {name: self._calls[threading.get_ident(), name] for name in self.NAMES}
-                steps.append({name: count - before.get(name, 0) for name, count in calls.items()})
+                calls = {
+                    name: self._calls[threading.get_ident(), name]
+                    for name in self.NAMES
+                }
+                steps.append(
+                    {name: count - before.get(name, 0) for name, count in calls.items()}
+                )
                 before.update(calls)
                 return stop()
 
@@ -122,19 +145,28 @@ class Collectives:
         return statistics.median(step[function] for step in self.by_step[name])
 
 
-def measured(runtime: Runtime, options: Options) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+def measured(
+    runtime: Runtime, options: Options
+) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
     size = 64 if options.quick else BATCH
     counts = Collectives()
     sides = {
-        f"{name}{how}": side(runtime, size, merged=name == "merged", pipelined=bool(how))
+        f"{name}{how}": side(
+            runtime, size, merged=name == "merged", pipelined=bool(how)
+        )
         for how in ("", ", pipelined")
         for name in ("apart", "merged")
     }
     sides = {name: counts.watching(name, made) for name, made in sides.items()}
     trainings = Trainings(sides, before=dist.barrier)
-    times = trainings.seconds_per_step(5 if options.quick else 100, options.turns, warm_up=10)
+    times = trainings.seconds_per_step(
+        5 if options.quick else 100, options.turns, warm_up=10
+    )
     trainings.close()
-    return times, {name: {kind: counts.of_a_step(name, kind) for kind in counts.NAMES} for name in sides}
+    return times, {
+        name: {kind: counts.of_a_step(name, kind) for kind in counts.NAMES}
+        for name in sides
+    }
 
 
 def rows(options: Options) -> Iterator[Row]:
@@ -143,7 +175,10 @@ def rows(options: Options) -> Iterator[Row]:
     seconds, calls = slowest([times for times, _ in ranks]), ranks[0][1]
     for how, required in (("", 2.0), (", pipelined", None)):
         apart, merged = calls[f"apart{how}"], calls[f"merged{how}"]
-        reduced = {name: counts["all_reduce"] for name, counts in (("apart", apart), ("merged", merged))}
+        reduced = {
+            name: counts["all_reduce"]
+            for name, counts in (("apart", apart), ("merged", merged))
+        }
         yield row(
             f"collectives{how}",
             merged["all_to_all_single"],
@@ -153,5 +188,10 @@ def rows(options: Options) -> Iterator[Row]:
             all_reduces=reduced,
         )
     for how, required in (("", None), (", pipelined", 1.4)):
-        apart_ms, merged_ms = ([1e3 * turn for turn in seconds[f"{name}{how}"]] for name in ("apart", "merged"))
-        yield row(f"merged{how}", merged_ms, "ms a step", baseline=apart_ms, required=required)
+        apart_ms, merged_ms = (
+            [1e3 * turn for turn in seconds[f"{name}{how}"]]
+            for name in ("apart", "merged")
+        )
+        yield row(
+            f"merged{how}", merged_ms, "ms a step", baseline=apart_ms, required=required
+        )

@@ -28,12 +28,17 @@ import torch.distributed as dist
 from harness import Options, Row, Trainings, has_data, on_ranks, row, slowest
 from hybrid_training import Side, Stop, looping
 from torch import Tensor, nn
-from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torch.distributed.optim import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    table_wise,
+)
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_ext.distributed import share_memory
@@ -60,7 +65,9 @@ class Switch:
     def to(self, *, shared: bool) -> None:
         """Takes shared memory, or gloo."""
         kinds = dist.ProcessGroup.BackendType
-        kind, backend = (kinds.CUSTOM, self._shared) if shared else (kinds.GLOO, self._gloo)
+        kind, backend = (
+            (kinds.CUSTOM, self._shared) if shared else (kinds.GLOO, self._gloo)
+        )
         self._group._register_backend(CPU, kind, backend)
 
     def over(self, side: Side, *, shared: bool) -> Side:
@@ -85,10 +92,15 @@ class Ncf(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.users, self.items = nn.Embedding(USERS, COLUMNS), nn.Embedding(ITEMS, COLUMNS)
+        self.users, self.items = (
+            nn.Embedding(USERS, COLUMNS),
+            nn.Embedding(ITEMS, COLUMNS),
+        )
         widths = (2 * COLUMNS, 32, 16)
         layers = [(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(widths)]
-        self.top = nn.Sequential(*(each for pair in layers for each in pair), nn.Linear(16, 1))
+        self.top = nn.Sequential(
+            *(each for pair in layers for each in pair), nn.Linear(16, 1)
+        )
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         """Returns (B,) logits."""
@@ -101,7 +113,10 @@ def ncf_in_ddp(rank: int) -> Side:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     loss = nn.BCEWithLogitsLoss()
     generator = torch.Generator().manual_seed(rank)
-    users, items = (torch.randint(count, (8, NCF_BATCH), generator=generator) for count in (USERS, ITEMS))
+    users, items = (
+        torch.randint(count, (8, NCF_BATCH), generator=generator)
+        for count in (USERS, ITEMS)
+    )
     labels = torch.rand(8, NCF_BATCH, generator=generator).round()
     feed = cycle(range(8))
 
@@ -118,7 +133,12 @@ def bags_in_dmp(rank: int) -> Side:
     torch.manual_seed(0)
     names = [f"table_{at}" for at in range(TABLES)]
     tables = [
-        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=TABLE_ROWS, embedding_dim=COLUMNS)
+        EmbeddingBagConfig(
+            name=name,
+            feature_names=[name],
+            num_embeddings=TABLE_ROWS,
+            embedding_dim=COLUMNS,
+        )
         for name in names
     ]
     bags = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
@@ -126,7 +146,9 @@ def bags_in_dmp(rank: int) -> Side:
     sharder = EmbeddingBagCollectionSharder()
     plan = construct_module_sharding_plan(
         bags,
-        per_param_sharding={name: table_wise(rank=at % 2) for at, name in enumerate(names)},
+        per_param_sharding={
+            name: table_wise(rank=at % 2) for at, name in enumerate(names)
+        },
         sharder=sharder,  # type: ignore[arg-type]
         local_size=2,
         world_size=2,
@@ -141,7 +163,11 @@ def bags_in_dmp(rank: int) -> Side:
     generator = torch.Generator().manual_seed(rank)
     lengths = torch.ones(TABLES * BAGS_BATCH, dtype=torch.long)
     batches = [
-        KeyedJaggedTensor(names, torch.randint(TABLE_ROWS, lengths.shape, generator=generator), lengths=lengths)
+        KeyedJaggedTensor(
+            names,
+            torch.randint(TABLE_ROWS, lengths.shape, generator=generator),
+            lengths=lengths,
+        )
         for _ in range(8)
     ]
     feed = cycle(batches)
@@ -154,7 +180,10 @@ def bags_in_dmp(rank: int) -> Side:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(count)
+    ]
     try:
         yield
     finally:
@@ -168,22 +197,35 @@ def measured(runtime: Runtime, options: Options, steps: int) -> dict[str, list[f
     quieten_libraries()
     size = 64 if options.quick else hybrid_merged.BATCH
     job = hybrid_sync.job_of(SyncConfig(), 2, options.quick, hybrid_sync.ENDLESS)
-    task = load_task(job, runtime) if options.quick or has_data("shared-memory", "ml-100k") else None
+    task = (
+        load_task(job, runtime)
+        if options.quick or has_data("shared-memory", "ml-100k")
+        else None
+    )
     sides: dict[str, tuple[Side, bool]] = {}
     for medium, shared in (("gloo", False), ("shared", True)):
         sides[f"NCF in DDP, {medium}"] = ncf_in_ddp(runtime.rank), shared
         sides[f"TorchRec's DMP, {medium}"] = bags_in_dmp(runtime.rank), shared
         if task is not None:
-            sides[f"NeuMF every step, {medium}"] = hybrid_sync.side(runtime, SyncConfig(), options, task)[0], shared
+            sides[f"NeuMF every step, {medium}"] = (
+                hybrid_sync.side(runtime, SyncConfig(), options, task)[0],
+                shared,
+            )
         for how in ("", ", pipelined"):
             side = hybrid_merged.side(runtime, size, merged=True, pipelined=bool(how))
             sides[f"merged look-ups{how}, {medium}"] = side, shared
     switch = Switch()
     calm_gloo()
     trainings = Trainings(
-        {name: switch.over(side, shared=shared) for name, (side, shared) in sides.items()}, before=dist.barrier
+        {
+            name: switch.over(side, shared=shared)
+            for name, (side, shared) in sides.items()
+        },
+        before=dist.barrier,
     )
-    times = trainings.seconds_per_step(5 if options.quick else steps, options.turns, warm_up=20)
+    times = trainings.seconds_per_step(
+        5 if options.quick else steps, options.turns, warm_up=20
+    )
     trainings.close()
     return times
 
@@ -202,9 +244,16 @@ def rows(options: Options) -> Iterator[Row]:
     yield from _against_gloo(seconds, ", beside two busy processes", 0.97)
 
 
-def _against_gloo(seconds: dict[str, list[float]], where: str, required: float | None) -> Iterator[Row]:
-    for name in [name.removesuffix(", gloo") for name in seconds if name.endswith(", gloo")]:
-        gloo, shared = ([1e3 * turn for turn in seconds[f"{name}, {medium}"]] for medium in ("gloo", "shared"))
+def _against_gloo(
+    seconds: dict[str, list[float]], where: str, required: float | None
+) -> Iterator[Row]:
+    for name in [
+        name.removesuffix(", gloo") for name in seconds if name.endswith(", gloo")
+    ]:
+        gloo, shared = (
+            [1e3 * turn for turn in seconds[f"{name}, {medium}"]]
+            for medium in ("gloo", "shared")
+        )
         yield row(
             f"shared memory, {name}, against gloo{where}",
             shared,

@@ -21,7 +21,16 @@ from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.schema import Jagged
 
 TABLES, BATCH = 3, 512
-SIZES = ((100, 8), (1_000, 8), (1_000, 64), (3_000, 64), (10_000, 16), (10_000, 64), (30_000, 64), (100_000, 8))
+SIZES = (
+    (100, 8),
+    (1_000, 8),
+    (1_000, 64),
+    (3_000, 64),
+    (10_000, 16),
+    (10_000, 64),
+    (30_000, 64),
+    (100_000, 8),
+)
 KINDS = ("table_wise", "data_parallel")
 META = torch.device("meta")
 
@@ -30,11 +39,19 @@ def model(rows: int, dim: int) -> TowerModel:
     def tables(tower: str) -> list[EmbeddingBagConfig]:
         names = [f"{tower}_{number}" for number in range(TABLES)]
         return [
-            EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=dim)
+            EmbeddingBagConfig(
+                name=name, feature_names=[name], num_embeddings=rows, embedding_dim=dim
+            )
             for name in names
         ]
 
-    made = two_tower(tables("user"), tables("item"), tower_widths=(64, 32), interaction="dot", device=META)
+    made = two_tower(
+        tables("user"),
+        tables("item"),
+        tower_widths=(64, 32),
+        interaction="dot",
+        device=META,
+    )
     return made.merge_lookups()
 
 
@@ -43,19 +60,37 @@ def batches(rows: int, dim: int, seed: int) -> list[TowerBatch]:
     schema, generator = model(rows, dim).schema(), torch.Generator().manual_seed(seed)
     made = []
     for _ in range(4):
-        ids = {name: Jagged(torch.randint(rows, (BATCH,), generator=generator)) for name in schema.keys}
-        made.append(schema.assemble(ids, labels=torch.randint(2, (BATCH,), generator=generator).float()))
+        ids = {
+            name: Jagged(torch.randint(rows, (BATCH,), generator=generator))
+            for name in schema.keys
+        }
+        made.append(
+            schema.assemble(
+                ids, labels=torch.randint(2, (BATCH,), generator=generator).float()
+            )
+        )
     return made
 
 
-def measured(runtime: Runtime, options: Options, sizes: tuple[tuple[int, int], ...]) -> list[dict[str, list[float]]]:
+def measured(
+    runtime: Runtime, options: Options, sizes: tuple[tuple[int, int], ...]
+) -> list[dict[str, list[float]]]:
     optimizer = OptimizerConfig(tables="adagrad", dense="adam")
     results = []
     for rows, dim in sizes:
         own = batches(rows, dim, runtime.rank)
-        sides = {kind: training(model(rows, dim), runtime, own, PlanConfig(sharding=kind), optimizer) for kind in KINDS}
+        sides = {
+            kind: training(
+                model(rows, dim), runtime, own, PlanConfig(sharding=kind), optimizer
+            )
+            for kind in KINDS
+        }
         trainings = Trainings(sides, before=dist.barrier)
-        results.append(trainings.seconds_per_step(4 if options.quick else 30, options.turns, warm_up=8))
+        results.append(
+            trainings.seconds_per_step(
+                4 if options.quick else 30, options.turns, warm_up=8
+            )
+        )
         trainings.close()
     return results
 
@@ -68,4 +103,10 @@ def rows(options: Options) -> Iterator[Row]:
         seconds = slowest([rank[index] for rank in ranks])
         sharded, whole = ([1e3 * turn for turn in seconds[kind]] for kind in KINDS)
         weights = 2 * TABLES * height * dim
-        yield row(f"small-tables, {height:,} x {dim}", whole, "ms a step", baseline=sharded, weights=weights)
+        yield row(
+            f"small-tables, {height:,} x {dim}",
+            whole,
+            "ms a step",
+            baseline=sharded,
+            weights=weights,
+        )

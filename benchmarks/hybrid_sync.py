@@ -27,7 +27,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Counted, Options, Row, Trainings, has_data, on_ranks, rates, row, slowest
+from harness import (
+    Counted,
+    Options,
+    Row,
+    Trainings,
+    has_data,
+    on_ranks,
+    rates,
+    row,
+    slowest,
+)
 from hybrid_training import Side, Stop, looping
 
 from torchrec_ext.batch import TowerBatch
@@ -48,7 +58,10 @@ POSITIVES, STEPS, EPOCHS, ENDLESS = 256, 384, 10, 100_000
 ROWS_A_STEP = POSITIVES * 5
 MODES = {
     "every step": SyncConfig(),
-    **{f"local SGD, {every}": SyncConfig(mode="local_sgd", every=every) for every in (8, 32, 128)},
+    **{
+        f"local SGD, {every}": SyncConfig(mode="local_sgd", every=every)
+        for every in (8, 32, 128)
+    },
     "DiLoCo, 32": SyncConfig(mode="diloco", every=32),
     "semi-sync": SyncConfig(mode="semi_sync"),
 }
@@ -60,9 +73,13 @@ def rows(options: Options) -> Iterator[Row]:
         return
     seconds = slowest(on_ranks(speeds, 2, options))
     alone, together = seconds["one process"], seconds["two of them"]
-    ceiling = statistics.median(2 * one / two for one, two in zip(alone, together, strict=True))
+    ceiling = statistics.median(
+        2 * one / two for one, two in zip(alone, together, strict=True)
+    )
     for name in MODES:
-        of_ceiling = [two / mode for two, mode in zip(together, seconds[name], strict=True)]
+        of_ceiling = [
+            two / mode for two, mode in zip(together, seconds[name], strict=True)
+        ]
         yield row(
             f"sync {name}",
             rates(2 * ROWS_A_STEP, seconds[name]),
@@ -79,14 +96,18 @@ def quality(options: Options) -> Iterator[Row]:
     """One row for each mode: its speed, HR@10 and AUC; draws the picture."""
     if not (options.quick or has_data("sync-quality", "ml-100k")):
         return
-    alone = on_ranks(qualities, 1, {"one process": SyncConfig()}, options)[0]["one process"]
+    alone = on_ranks(qualities, 1, {"one process": SyncConfig()}, options)[0][
+        "one process"
+    ]
     reached = on_ranks(qualities, 2, MODES, options)[0]
     made = [
         {
             **one,
             "name": str(one["name"]).replace("sync ", "sync-quality "),
             **{figure: round(reached[name][figure], 4) for figure in ("hr@10", "auc")},
-            "one_process": {figure: round(alone[figure], 4) for figure in ("hr@10", "auc")},
+            "one_process": {
+                figure: round(alone[figure], 4) for figure in ("hr@10", "auc")
+            },
         }
         for name, one in zip(MODES, rows(options), strict=True)
     ]
@@ -114,24 +135,34 @@ def built(runtime: Runtime, job: Job, task: Any) -> tuple[Any, Any, Any]:
     model = job.build(job.model, task.data)
     schema = model.schema()
     plan = plan_sharding(model, runtime, job.plan, optimizer=job.optimizer)
-    return schema, *hybrid_parallel(model, runtime, plan=plan, optimizer=job.optimizer, seed=job.train.seed)
+    return schema, *hybrid_parallel(
+        model, runtime, plan=plan, optimizer=job.optimizer, seed=job.train.seed
+    )
 
 
-def qualities(runtime: Runtime, modes: dict[str, SyncConfig], options: Options) -> dict[str, dict[str, float]]:
+def qualities(
+    runtime: Runtime, modes: dict[str, SyncConfig], options: Options
+) -> dict[str, dict[str, float]]:
     """HR@10 and AUC on the test items after the last epoch, by mode."""
     quieten_libraries()
     epochs = 1 if options.quick else EPOCHS
-    task = load_task(job_of(SyncConfig(), runtime.world_size, options.quick, epochs), runtime)
+    task = load_task(
+        job_of(SyncConfig(), runtime.world_size, options.quick, epochs), runtime
+    )
     reached = {}
     for name, sync in modes.items():
         job = job_of(sync, runtime.world_size, options.quick, epochs)
         schema, parallel, optimizer = built(runtime, job, task)
-        loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
+        loader = task.loader(
+            schema, job.loader, rank=runtime.rank, world_size=runtime.world_size
+        )
         evaluator = task.evaluator(schema, parallel, runtime)
         train(parallel, optimizer, loader, runtime, job.train, sync=sync)
         reached[name] = evaluator.test()
         if runtime.is_main:
-            figures = ", ".join(f"{figure} {reached[name][figure]:.4f}" for figure in ("hr@10", "auc"))
+            figures = ", ".join(
+                f"{figure} {reached[name][figure]:.4f}" for figure in ("hr@10", "auc")
+            )
             print(f"{name}: {figures}", file=sys.stderr, flush=True)
     return reached
 
@@ -139,14 +170,21 @@ def qualities(runtime: Runtime, modes: dict[str, SyncConfig], options: Options) 
 def speeds(runtime: Runtime, options: Options) -> dict[str, list[float]]:
     """Seconds of a step of each side by turn."""
     quieten_libraries()
-    task = load_task(job_of(SyncConfig(), runtime.world_size, options.quick, ENDLESS), runtime)
+    task = load_task(
+        job_of(SyncConfig(), runtime.world_size, options.quick, ENDLESS), runtime
+    )
     one = plain(options, task)
-    sides = {"one process": one if runtime.is_main else looping(lambda: None), "two of them": plain(options, task)}
+    sides = {
+        "one process": one if runtime.is_main else looping(lambda: None),
+        "two of them": plain(options, task),
+    }
     loaders = {}
     for name, sync in MODES.items():
         sides[name], loaders[name] = side(runtime, sync, options, task)
     trainings = Trainings(sides, before=dist.barrier, loaders=loaders)
-    times = trainings.seconds_per_step(16 if options.quick else STEPS, options.turns, warm_up=16)
+    times = trainings.seconds_per_step(
+        16 if options.quick else STEPS, options.turns, warm_up=16
+    )
     trainings.close()
     return times
 
@@ -177,11 +215,17 @@ def plain(options: Options, task: Any) -> Side:
     return looping(step)
 
 
-def side(runtime: Runtime, sync: SyncConfig, options: Options, task: Any) -> tuple[Side, Counted]:
+def side(
+    runtime: Runtime, sync: SyncConfig, options: Options, task: Any
+) -> tuple[Side, Counted]:
     """`train()` in a mode, and its loader. It ends by an error: ranks that meet seldom would not hear of a stop."""
     job = job_of(sync, runtime.world_size, options.quick, ENDLESS)
     schema, parallel, optimizer = built(runtime, job, task)
-    loader = Counted(task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size))
+    loader = Counted(
+        task.loader(
+            schema, job.loader, rank=runtime.rank, world_size=runtime.world_size
+        )
+    )
 
     def trained(stop: Stop) -> None:
         def stopping() -> bool:
@@ -201,7 +245,9 @@ def say(made: list[Row], alone: dict[str, float]) -> None:
         "|---|---|---|---|---|---|",
     ]
     rate = made[0]["baseline"]
-    lines.append(f"| one process | {rate:,.0f} | 1.00x | | {alone['hr@10']:.4f} | {alone['auc']:.4f} |")
+    lines.append(
+        f"| one process | {rate:,.0f} | 1.00x | | {alone['hr@10']:.4f} | {alone['auc']:.4f} |"
+    )
     for one in made:
         name = str(one["name"]).removeprefix("sync-quality ")
         speed = f"{one['ours']:,.0f} | {one['ratio']:.2f}x | {one['of_ceiling']:.2f}"
@@ -218,11 +264,24 @@ def draw(made: list[Row], alone: float) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
     error = math.sqrt(alone * (1 - alone) / 943)
-    axes.axhspan(alone - error, alone + error, color="0.9", label="one process, one standard error")
-    axes.axvline(float(str(made[0]["ceiling"])), color="0.5", linestyle="--", label="two processes that never talk")
+    axes.axhspan(
+        alone - error,
+        alone + error,
+        color="0.9",
+        label="one process, one standard error",
+    )
+    axes.axvline(
+        float(str(made[0]["ceiling"])),
+        color="0.5",
+        linestyle="--",
+        label="two processes that never talk",
+    )
     points = [
         ("one process", 1.0, alone),
-        *((str(one["name"]).removeprefix("sync-quality "), one["ratio"], one["hr@10"]) for one in made),
+        *(
+            (str(one["name"]).removeprefix("sync-quality "), one["ratio"], one["hr@10"])
+            for one in made
+        ),
     ]
     for name, ratio, hit in points:
         axes.plot(ratio, hit, "o")

@@ -36,7 +36,9 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 
 BATCH, BAG, WIDTHS = 4096, 20, (512, 256, 64)
-OPTIMIZER = OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=1e-3)
+OPTIMIZER = OptimizerConfig(
+    tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=1e-3
+)
 
 
 def model(quick: bool, device: str = "meta") -> TowerModel:
@@ -44,7 +46,11 @@ def model(quick: bool, device: str = "meta") -> TowerModel:
 
     def table(name: str, rows: int, width: int) -> EmbeddingBagConfig:
         return EmbeddingBagConfig(
-            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=width, pooling=PoolingType.MEAN
+            name=name,
+            feature_names=[name],
+            num_embeddings=rows,
+            embedding_dim=width,
+            pooling=PoolingType.MEAN,
         )
 
     return two_tower(
@@ -68,10 +74,18 @@ def batches(size: int, made: TowerModel, seed: int) -> list[TowerBatch]:
     lengths[1] = BAG
     made_batches = []
     for _ in range(8):
-        values = torch.cat([ids("user_id", size), ids("history", size * BAG), ids("item_id", size)])
-        kjt = KeyedJaggedTensor(["user_id", "history", "item_id"], values, lengths=lengths.view(-1))
+        values = torch.cat(
+            [ids("user_id", size), ids("history", size * BAG), ids("item_id", size)]
+        )
+        kjt = KeyedJaggedTensor(
+            ["user_id", "history", "item_id"], values, lengths=lengths.view(-1)
+        )
         labels, ones = torch.rand(size, generator=generator).round(), torch.ones(size)
-        made_batches.append(TowerBatch(kjt, torch.empty(size, 0), labels, ones, torch.tensor(float(size))))
+        made_batches.append(
+            TowerBatch(
+                kjt, torch.empty(size, 0), labels, ones, torch.tensor(float(size))
+            )
+        )
     return made_batches
 
 
@@ -79,9 +93,14 @@ def alone(quick: bool) -> Callable[[], None]:
     made = model(quick)
     for tower in made.towers.values():
         tower.embeddings = FusedEmbeddingBagCollection(
-            tower.tables, RowWiseAdagrad, {"lr": OPTIMIZER.tables_lr}, device=torch.device("cpu")
+            tower.tables,
+            RowWiseAdagrad,
+            {"lr": OPTIMIZER.tables_lr},
+            device=torch.device("cpu"),
         )
-    dense = [value for name, value in made.named_parameters() if "embeddings." not in name]
+    dense = [
+        value for name, value in made.named_parameters() if "embeddings." not in name
+    ]
     optimizer = torch.optim.Adam(dense, lr=OPTIMIZER.dense_lr, fused=True)
     feed = cycle(batches(256 if quick else BATCH, made, seed=0))
 
@@ -100,14 +119,19 @@ class SparseBags(nn.Module):
         super().__init__()
         self.bags = nn.ModuleDict(
             {
-                table.name: nn.EmbeddingBag(table.num_embeddings, table.embedding_dim, mode="mean", sparse=True)
+                table.name: nn.EmbeddingBag(
+                    table.num_embeddings, table.embedding_dim, mode="mean", sparse=True
+                )
                 for table in tables
             }
         )
 
     def forward(self, sparse: KeyedJaggedTensor) -> Any:
         """The pooled bags by feature, as a collection of TorchRec gives them."""
-        found = {name: bag(sparse[name].values(), sparse[name].offsets()[:-1]) for name, bag in self.bags.items()}
+        found = {
+            name: bag(sparse[name].values(), sparse[name].offsets()[:-1])
+            for name, bag in self.bags.items()
+        }
         return _Dict(found)
 
 
@@ -127,7 +151,11 @@ def plain_ddp(runtime: Runtime, quick: bool) -> Callable[[], None]:
         torch.optim.Adam(dense, lr=OPTIMIZER.dense_lr, fused=True),
     ]
     ddp = DistributedDataParallel(made)
-    feed = cycle(batches((256 if quick else BATCH) // runtime.world_size, made, seed=runtime.rank))
+    feed = cycle(
+        batches(
+            (256 if quick else BATCH) // runtime.world_size, made, seed=runtime.rank
+        )
+    )
 
     def step() -> None:
         for optimizer in optimizers:
@@ -141,8 +169,12 @@ def plain_ddp(runtime: Runtime, quick: bool) -> Callable[[], None]:
 
 def hybrid(runtime: Runtime, quick: bool, towers: str) -> Side:
     made = model(quick)
-    own = batches((256 if quick else BATCH) // runtime.world_size, made, seed=runtime.rank)
-    return training(made, runtime, own, PlanConfig(sharding="table_wise", towers=towers), OPTIMIZER)
+    own = batches(
+        (256 if quick else BATCH) // runtime.world_size, made, seed=runtime.rank
+    )
+    return training(
+        made, runtime, own, PlanConfig(sharding="table_wise", towers=towers), OPTIMIZER
+    )
 
 
 def with_two_threads(step: Callable[[], None]) -> Callable[[], None]:
@@ -166,7 +198,9 @@ def measured(runtime: Runtime, options: Options) -> dict[str, list[float]]:
         "two threads": looping(with_two_threads(on_one_rank)),
     }
     trainings = Trainings(sides, before=dist.barrier)
-    times = trainings.seconds_per_step(4 if options.quick else 8, options.turns, warm_up=6)
+    times = trainings.seconds_per_step(
+        4 if options.quick else 8, options.turns, warm_up=6
+    )
     trainings.close()
     return times
 
@@ -185,7 +219,12 @@ def rows(options: Options) -> Iterator[Row]:
         ("tower-parallel, one process of two threads instead", "two threads", None),
     ):
         ours = rates(size, seconds[side])
-        share = statistics.median(mine / theirs for mine, theirs in zip(ours, one, strict=True)) / ceiling
+        share = (
+            statistics.median(
+                mine / theirs for mine, theirs in zip(ours, one, strict=True)
+            )
+            / ceiling
+        )
         yield row(
             name,
             ours,

@@ -38,10 +38,14 @@ def training(
         optimizer: optimizers of tables and dense layers.
         config: settings of the loop; a command's where not given.
     """
-    sharding = plan_sharding(model, runtime, plan, optimizer=optimizer, batch_size=len(batches[0]))
+    sharding = plan_sharding(
+        model, runtime, plan, optimizer=optimizer, batch_size=len(batches[0])
+    )
     sharded, own = hybrid_parallel(model, runtime, plan=sharding, optimizer=optimizer)
     settings = config or TrainConfig(epochs=1)
-    return lambda stop: train(sharded, own, Repeated(batches), runtime, settings, stop=stop)
+    return lambda stop: train(
+        sharded, own, Repeated(batches), runtime, settings, stop=stop
+    )
 
 
 def looping(step: Callable[[], object]) -> Side:

@@ -53,25 +53,39 @@ from torchrec_ext.schema import Jagged
 from torchrec_ext.train.loop import TrainConfig, train
 
 # TorchRec's own compression: pooled vectors and their gradients travel as float16.
-_IN_16_BITS = PlanConfig(sharding="table_wise", forward_precision="fp16", backward_precision="fp16")
+_IN_16_BITS = PlanConfig(
+    sharding="table_wise", forward_precision="fp16", backward_precision="fp16"
+)
 FEATURES, WIDTH, TOP = 13, 128, (128, 64)
 COMPRESS = Compression(dim=16, per_feature=1, flat=2)
 GBIT, LINK = 1, "host_link"
 PLACEMENT = "left:0,right:1"
-NAMES = {side: [f"{side}_{place}" for place in range(FEATURES)] for side in ("left", "right")}
+NAMES = {
+    side: [f"{side}_{place}" for place in range(FEATURES)] for side in ("left", "right")
+}
 
 
 def two_hosts(options: Options) -> Iterator[Row]:
     """The rows, or none and a line that says why."""
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None] or (["root"] if os.geteuid() else [])
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None] or (
+        ["root"] if os.geteuid() else []
+    )
     if missing:
         print(f"two-hosts: not measured: needs {', '.join(missing)}", file=sys.stderr)
         return
-    sizes = {"table_rows": 10_000 if options.quick else 50_000, "batch": 256 if options.quick else 1024}
+    sizes = {
+        "table_rows": 10_000 if options.quick else 50_000,
+        "batch": 256 if options.quick else 1024,
+    }
     try:
-        result = _on_two_hosts({**sizes, "turns": options.turns, "steps": 3 if options.quick else 10})
+        result = _on_two_hosts(
+            {**sizes, "turns": options.turns, "steps": 3 if options.quick else 10}
+        )
     except subprocess.CalledProcessError as error:
-        print(f"two-hosts: not measured: `{' '.join(error.cmd)}` ended with {error.returncode}", file=sys.stderr)
+        print(
+            f"two-hosts: not measured: `{' '.join(error.cmd)}` ended with {error.returncode}",
+            file=sys.stderr,
+        )
         return
     seconds, measured, formula = result["seconds"], result["bytes"], result["formula"]
     for side, traffic in formula.items():
@@ -94,9 +108,13 @@ def two_hosts(options: Options) -> Iterator[Row]:
             required=required,
             machine="cores",
             link_gbit_per_s=round(result["gbit"], 3),
-            megabytes={side: round(measured[side] / 1e6, 3) for side in (baseline, "towers")},
+            megabytes={
+                side: round(measured[side] / 1e6, 3) for side in (baseline, "towers")
+            },
             megabytes_by_formula={
-                side: round(formula[side]["total"] / 1e6, 3) for side in (baseline, "towers") if side in formula
+                side: round(formula[side]["total"] / 1e6, 3)
+                for side in (baseline, "towers")
+                if side in formula
             },
             bytes_ratio=round(measured[baseline] / measured["towers"], 2),
             greatest_difference_of_logits=result["differences"].get(baseline),
@@ -110,9 +128,25 @@ def _namespaces() -> Iterator[list[str]]:
     try:
         for name in names:
             _run("ip", "netns", "add", name)
-        _run("ip", "link", "add", LINK, "netns", names[0], "type", "veth", "peer", "name", LINK, "netns", names[1])
+        _run(
+            "ip",
+            "link",
+            "add",
+            LINK,
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            LINK,
+            "netns",
+            names[1],
+        )
         for host, name in enumerate(names):
-            _run("ip", "-n", name, "addr", "add", f"10.213.0.{host + 1}/24", "dev", LINK)
+            _run(
+                "ip", "-n", name, "addr", "add", f"10.213.0.{host + 1}/24", "dev", LINK
+            )
             _run("ip", "-n", name, "link", "set", LINK, "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
             limit = ["tbf", "rate", f"{GBIT}gbit", "burst", "128kb", "latency", "50ms"]
@@ -120,7 +154,9 @@ def _namespaces() -> Iterator[list[str]]:
         yield names
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            subprocess.run(
+                ["ip", "netns", "del", name], check=False, capture_output=True
+            )
 
 
 def _run(*command: str) -> None:
@@ -132,24 +168,44 @@ def _on_two_hosts(sizes: dict[str, int]) -> dict[str, Any]:
     with _namespaces() as names, tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         processes: list[subprocess.Popen[bytes]] = []
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts go, and the ranks with them
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(143)
+        )  # so that the hosts go, and the ranks with them
         for rank, name in enumerate(names):
-            place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+            place = {
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "1",
+            }
             net = {
                 "MASTER_ADDR": "10.213.0.1",
                 "MASTER_PORT": "29513",
                 "GLOO_SOCKET_IFNAME": LINK,
                 "OMP_NUM_THREADS": "1",
             }
-            command = ["ip", "netns", "exec", name, sys.executable, __file__, json.dumps(sizes), str(answer)]
-            processes.append(subprocess.Popen(command, env={**os.environ, **place, **net}))
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                sys.executable,
+                __file__,
+                json.dumps(sizes),
+                str(answer),
+            ]
+            processes.append(
+                subprocess.Popen(command, env={**os.environ, **place, **net})
+            )
         try:
             codes = [process.wait(timeout=LIMIT_S) for process in processes]
         finally:
             for process in processes:
                 process.kill()
         if any(codes):
-            raise RuntimeError(f"two-hosts: the ranks ended with exit codes {codes}; what they said stands above")
+            raise RuntimeError(
+                f"two-hosts: the ranks ended with exit codes {codes}; what they said stands above"
+            )
         return json.loads(answer.read_text())  # type: ignore[no-any-return]
 
 
@@ -160,14 +216,22 @@ def _towers(table_rows: int) -> dict[str, Tower]:
 def _tower(names: list[str], table_rows: int, compress: Compression | None) -> Tower:
     torch.manual_seed(len(names[0]))  # both sides begin alike
     tables = [
-        EmbeddingBagConfig(name=n, feature_names=[n], num_embeddings=table_rows, embedding_dim=WIDTH) for n in names
+        EmbeddingBagConfig(
+            name=n, feature_names=[n], num_embeddings=table_rows, embedding_dim=WIDTH
+        )
+        for n in names
     ]
     return Tower(tables, [], compress=compress, device=torch.device("meta"))
 
 
 def _model(towers: dict[str, Tower]) -> TowerModel:
     torch.manual_seed(0)
-    return TowerModel(towers, interaction_layer("top_nn", [tower.out_features for tower in towers.values()], TOP))
+    return TowerModel(
+        towers,
+        interaction_layer(
+            "top_nn", [tower.out_features for tower in towers.values()], TOP
+        ),
+    )
 
 
 def _batches(model: TowerModel, sizes: dict[str, int], rank: int) -> list[TowerBatch]:
@@ -175,11 +239,18 @@ def _batches(model: TowerModel, sizes: dict[str, int], rank: int) -> list[TowerB
     schema = model.schema()
 
     def ids() -> Jagged:
-        return Jagged(torch.randint(sizes["table_rows"], (sizes["batch"],), generator=generator))
+        return Jagged(
+            torch.randint(sizes["table_rows"], (sizes["batch"],), generator=generator)
+        )
 
-    columns = [{name: ids() for names in NAMES.values() for name in names} for _ in range(8)]
+    columns = [
+        {name: ids() for names in NAMES.values() for name in names} for _ in range(8)
+    ]
     labels = torch.randint(2, (8, sizes["batch"]), generator=generator).float()
-    return [schema.assemble(own, labels=label) for own, label in zip(columns, labels, strict=True)]
+    return [
+        schema.assemble(own, labels=label)
+        for own, label in zip(columns, labels, strict=True)
+    ]
 
 
 def _rank(runtime: Runtime, sizes: dict[str, int]) -> dict[str, Any]:
@@ -192,19 +263,29 @@ def _rank(runtime: Runtime, sizes: dict[str, int]) -> dict[str, Any]:
     kinds = {
         "flat": (_towers(sizes["table_rows"]), PlanConfig(sharding="table_wise")),
         "fp16": (_towers(sizes["table_rows"]), _IN_16_BITS),
-        "plain": ({"all": _tower(everything, sizes["table_rows"], None)}, PlanConfig(sharding="table_wise")),
-        "towers": (_towers(sizes["table_rows"]), PlanConfig(sharding="table_wise", towers=PLACEMENT)),
+        "plain": (
+            {"all": _tower(everything, sizes["table_rows"], None)},
+            PlanConfig(sharding="table_wise"),
+        ),
+        "towers": (
+            _towers(sizes["table_rows"]),
+            PlanConfig(sharding="table_wise", towers=PLACEMENT),
+        ),
     }
     optimizer = OptimizerConfig(tables="row_wise_adagrad", dense="adam")
     for side, (towers, config) in kinds.items():
         model = _model(towers)
         if side in ("flat", "fp16"):
             model.merge_lookups()
-        plan = plan_sharding(model, runtime, config, optimizer=optimizer, batch_size=sizes["batch"])
+        plan = plan_sharding(
+            model, runtime, config, optimizer=optimizer, batch_size=sizes["batch"]
+        )
         if side != "fp16":
             formula[side] = _formula(model, towers, plan, config.towers, sizes["batch"])
         batches = _batches(model, sizes, runtime.rank)
-        sharded, own = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, codecs=codecs_of(config))
+        sharded, own = hybrid_parallel(
+            model, runtime, plan=plan, optimizer=optimizer, codecs=codecs_of(config)
+        )
         with torch.no_grad():
             first[side] = sharded(batches[0])[1].logits
         sent[side] = []
@@ -213,19 +294,31 @@ def _rank(runtime: Runtime, sizes: dict[str, int]) -> dict[str, Any]:
     trainings = Trainings(sides, before=dist.barrier)
     seconds = trainings.seconds_per_step(sizes["steps"], sizes["turns"], warm_up=4)
     trainings.close()
-    totals = torch.tensor([statistics.median(sent[side]) for side in sides], dtype=torch.float64)
+    totals = torch.tensor(
+        [statistics.median(sent[side]) for side in sides], dtype=torch.float64
+    )
     dist.all_reduce(totals)  # what each of the two sent
     return {
         "seconds": seconds,
         "bytes": dict(zip(sides, totals.tolist(), strict=True)),
-        "formula": {side: {"total": traffic.total, "text": str(traffic)} for side, traffic in formula.items()},
+        "formula": {
+            side: {"total": traffic.total, "text": str(traffic)}
+            for side, traffic in formula.items()
+        },
         "gbit": gbit,
-        "differences": {side: float((first[side] - first["towers"]).abs().max()) for side in ("flat", "fp16")},
+        "differences": {
+            side: float((first[side] - first["towers"]).abs().max())
+            for side in ("flat", "fp16")
+        },
     }
 
 
-def _training(model: Any, optimizer: Any, batches: list[TowerBatch], runtime: Runtime) -> Side:
-    return lambda stop: train(model, optimizer, Repeated(batches), runtime, TrainConfig(epochs=1), stop=stop)
+def _training(
+    model: Any, optimizer: Any, batches: list[TowerBatch], runtime: Runtime
+) -> Side:
+    return lambda stop: train(
+        model, optimizer, Repeated(batches), runtime, TrainConfig(epochs=1), stop=stop
+    )
 
 
 def _counting(side: Side, sent: list[int]) -> Side:
@@ -261,7 +354,9 @@ def _link_speed() -> float:
     return 8 * data[0].numel() * 4 / (time.perf_counter() - start) / 1e9
 
 
-def _formula(model: TowerModel, towers: dict[str, Tower], plan: Any, placement: str, rows: int) -> Traffic:
+def _formula(
+    model: TowerModel, towers: dict[str, Tower], plan: Any, placement: str, rows: int
+) -> Traffic:
     layout = HostLayout(world_size=2, local_world_size=1, rows=rows)
     ids = {name: 1.0 for names in NAMES.values() for name in names}
     layers = dict(model.named_parameters())
@@ -269,9 +364,13 @@ def _formula(model: TowerModel, towers: dict[str, Tower], plan: Any, placement: 
     if placement == "data_parallel":
         plans = [plan.get_plan_for_module(path) or {} for path, _ in collections(model)]
         owner = {table: own.ranks[0] for found in plans for table, own in found.items()}
-        return flat_traffic(list(towers.values()), layout, owner, ids, sum(dense.values()))
+        return flat_traffic(
+            list(towers.values()), layout, owner, ids, sum(dense.values())
+        )
     top = sum(count for name, count in dense.items() if not name.startswith("towers."))
-    return tower_traffic(towers, layout, TowerPlacement.parse(placement, list(towers), 2), ids, top)
+    return tower_traffic(
+        towers, layout, TowerPlacement.parse(placement, list(towers), 2), ids, top
+    )
 
 
 def main() -> None:

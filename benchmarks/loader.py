@@ -36,7 +36,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from harness import ROOT, Options, Row, command_line, in_turn, last_json, peak_mb, rates, row
+from harness import (
+    ROOT,
+    Options,
+    Row,
+    command_line,
+    in_turn,
+    last_json,
+    peak_mb,
+    rates,
+    row,
+)
 from row_loader import make
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -58,14 +68,18 @@ GROWTH_MB = 0.1
 
 
 def table(name: str, features: list[str]) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(name=name, embedding_dim=16, num_embeddings=1_000_000, feature_names=features)
+    return EmbeddingBagConfig(
+        name=name, embedding_dim=16, num_embeddings=1_000_000, feature_names=features
+    )
 
 
 SCHEMA = BatchSchema.from_tables([table("ids", IDS)], dense=FLOATS)
 
 
 def loader(source: Source, schema: BatchSchema = SCHEMA, **options: Any) -> ChunkLoader:
-    config = LoaderConfig(**{"batch_size": BATCH, "negatives": 0, "label": "label"} | options)
+    config = LoaderConfig(
+        **{"batch_size": BATCH, "negatives": 0, "label": "label"} | options
+    )
     return ChunkLoader(source, schema, config=config)
 
 
@@ -105,7 +119,9 @@ def read(rows: Iterable[Any]) -> int:
     return sum(len(batch) for batch in rows)
 
 
-def one_thread(kind: Callable[[Path], Source], folder: Path, *, shuffle: bool = True) -> int:
+def one_thread(
+    kind: Callable[[Path], Source], folder: Path, *, shuffle: bool = True
+) -> int:
     return read(loader(kind(folder), shuffle=shuffle, prefetch=0, read_ahead=0))
 
 
@@ -113,8 +129,19 @@ def row_wise(folder: Path, options: Options) -> float:
     """Returns the baseline's rows a second."""
     script = Path(__file__).with_name("row_loader.py")
     seconds = 0.5 if options.quick else 2
-    command = [sys.executable, script, folder, "--batch", BATCH, "--seconds", seconds, "--workers"]
-    return float(max(last_json([*command, workers])["rows_per_s"] for workers in (0, 2)))
+    command = [
+        sys.executable,
+        script,
+        folder,
+        "--batch",
+        BATCH,
+        "--seconds",
+        seconds,
+        "--workers",
+    ]
+    return float(
+        max(last_json([*command, workers])["rows_per_s"] for workers in (0, 2))
+    )
 
 
 def speeds(options: Options) -> Iterator[Row]:
@@ -123,7 +150,9 @@ def speeds(options: Options) -> Iterator[Row]:
         to_arrow(folder, Path(target))
         sides: dict[str, Callable[[], object]] = {
             "pyarrow": lambda: read(decoded(folder)),
-            "plain": functools.partial(one_thread, ParquetSource, folder, shuffle=False),
+            "plain": functools.partial(
+                one_thread, ParquetSource, folder, shuffle=False
+            ),
             "shuffled": functools.partial(one_thread, ParquetSource, folder),
             "ipc": functools.partial(one_thread, ArrowSource, Path(target)),
         }
@@ -132,7 +161,14 @@ def speeds(options: Options) -> Iterator[Row]:
     speed = {name: rates(rows, seconds) for name, seconds in times.items()}
 
     def made(name: str, ours: str, baseline: list[float], required: float) -> Row:
-        return row(name, speed[ours], "rows/s", baseline=baseline, better="more", required=required)
+        return row(
+            name,
+            speed[ours],
+            "rows/s",
+            baseline=baseline,
+            better="more",
+            required=required,
+        )
 
     yield made("row-wise", "shuffled", [slow] * options.turns, 10)
     yield made("parquet-plain", "plain", speed["pyarrow"], 0.8)
@@ -184,25 +220,52 @@ def wait_share(options: Options) -> Iterator[Row]:
         timed = Timed(loader(ParquetSource(folder), model.schema()))
         optimizers = OptimizerConfig(tables="sgd", tables_lr=0.01)
         parallel, optimizer = hybrid_parallel(model, runtime, optimizer=optimizers)
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            train(parallel, optimizer, timed, runtime, TrainConfig(epochs=epochs), log=lambda _: None)
-    took = [end - start for start, end in itertools.pairwise([*timed.starts, time.perf_counter()])][1:]
-    shares = [waited / seconds for waited, seconds in zip(timed.waits[1:], took, strict=True)]
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            train(
+                parallel,
+                optimizer,
+                timed,
+                runtime,
+                TrainConfig(epochs=epochs),
+                log=lambda _: None,
+            )
+    took = [
+        end - start
+        for start, end in itertools.pairwise([*timed.starts, time.perf_counter()])
+    ][1:]
+    shares = [
+        waited / seconds for waited, seconds in zip(timed.waits[1:], took, strict=True)
+    ]
     steps = len(timed) * (epochs - 1)
     step_ms = round(1e3 * sum(took) / steps, 2)
-    yield row("wait-share", shares, "share", required=0.05, steps=steps, step_ms=step_ms)
+    yield row(
+        "wait-share", shares, "share", required=0.05, steps=steps, step_ms=step_ms
+    )
 
 
 def resident() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return (
+        int(Path("/proc/self/statm").read_text().split()[1])
+        * os.sysconf("SC_PAGE_SIZE")
+        / 1e6
+    )
 
 
 class Heap(ctypes.Structure):
     """glibc's mallinfo2: bytes that malloc has handed out and not got back are ``uordblks`` and ``hblkhd``."""
 
     _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
-        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
+        *(
+            (name, ctypes.c_size_t)
+            for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")
+        ),
+        *(
+            (name, ctypes.c_size_t)
+            for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+        ),
     ]
 
 
@@ -220,7 +283,10 @@ def allocated() -> float:
     return (heap.uordblks + heap.hblkhd) / 1e6
 
 
-MALLOC = {"PYTHONMALLOC": "malloc", "ARROW_DEFAULT_MEMORY_POOL": "system"}  # one allocator, which counts
+MALLOC = {
+    "PYTHONMALLOC": "malloc",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+}  # one allocator, which counts
 
 
 def used(folder: Path) -> dict[str, float]:
@@ -236,7 +302,9 @@ def grown(folder: Path) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         with pq.ParquetFile(min(folder.glob("*.parquet"))) as file:
-            pq.write_table(file.read_row_group(0), Path(name) / "a.parquet", row_group_size=8_192)
+            pq.write_table(
+                file.read_row_group(0), Path(name) / "a.parquet", row_group_size=8_192
+            )
         one = loader(ParquetSource(name))
 
         def epoch(number: int) -> None:
@@ -264,11 +332,22 @@ def memory(options: Options) -> Iterator[Row]:
 
     def in_process(function: str, **environment: str) -> Any:
         child = f"import json, pathlib, loader; print(json.dumps(loader.{function}(pathlib.Path({str(folder)!r}))))"
-        return last_json([sys.executable, "-c", child], PYTHONPATH=str(ROOT / "benchmarks"), **environment)
+        return last_json(
+            [sys.executable, "-c", child],
+            PYTHONPATH=str(ROOT / "benchmarks"),
+            **environment,
+        )
 
     figures, added = in_process("used"), in_process("grown", **MALLOC)
     log_of = {"rows": rows, "log_mb": round(size)}
-    yield row("memory", figures["peak"], "MB", required=1000, before_mb=round(figures["before"]), **log_of)
+    yield row(
+        "memory",
+        figures["peak"],
+        "MB",
+        required=1000,
+        before_mb=round(figures["before"]),
+        **log_of,
+    )
     for what, (ours, resident_mb) in added.items():
         more = {"resident_mb": round(resident_mb, 2), "rows": 2**16}
         yield row(f"memory-growth-20-{what}", ours, "MB", required=GROWTH_MB, **more)

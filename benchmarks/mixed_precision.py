@@ -35,7 +35,9 @@ from harness import ROOT, Options, Row, command_line, has_data, row
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.recipes.by_name import load_recipe
 
-_BESIDE = ("evaluation.baselines=popularity",)  # EASE and ALS would be solved for in each run
+_BESIDE = (
+    "evaluation.baselines=popularity",
+)  # EASE and ALS would be solved for in each run
 # Epochs that are enough to compare, the figure that is compared, and further settings.
 RECIPES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "two_tower": (1, "hr@10", _BESIDE),
@@ -49,23 +51,47 @@ RECIPES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "multi_task": (2, "conversion_auc", _BESIDE),
 }
 PLAIN = ("loader.prefetch=0", "loader.read_ahead=0")
-AHEAD = ("loader.prefetch=2",)  # as with a GPU; where it is not given, a CPU's loader measures whether it is faster
+AHEAD = (
+    "loader.prefetch=2",
+)  # as with a GPU; where it is not given, a CPU's loader measures whether it is faster
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def trained(recipe: str, epochs: int, settings: tuple[str, ...]) -> dict[str, Any]:
     """The summary of one run."""
     with tempfile.TemporaryDirectory() as name:
-        words = [f"train.epochs={epochs}", f"device={DEVICE}", "export=never", "train.early_stop.metric=", *settings]
+        words = [
+            f"train.epochs={epochs}",
+            f"device={DEVICE}",
+            "export=never",
+            "train.early_stop.metric=",
+            *settings,
+        ]
         flags = [word for setting in words for word in ("--set", setting)]
-        command = [sys.executable, "-m", "torchx_apps.train", "--recipe", recipe, "--run-dir", f"{name}/run", *flags]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as `torchx run` starts a rank
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+        command = [
+            sys.executable,
+            "-m",
+            "torchx_apps.train",
+            "--recipe",
+            recipe,
+            "--run-dir",
+            f"{name}/run",
+            *flags,
+        ]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+        }  # as `torchx run` starts a rank
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, env=environment
+        )
         if done.returncode:
             raise RuntimeError(
                 f"{command} ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}"
             )
-        summary: dict[str, Any] = json.loads((Path(name) / "run" / "summary.json").read_text())
+        summary: dict[str, Any] = json.loads(
+            (Path(name) / "run" / "summary.json").read_text()
+        )
         return summary
 
 
@@ -77,16 +103,28 @@ def compared(recipe: str, options: Options) -> Iterator[Row]:
     kinds = ("bf16", "fp16") if DEVICE == "cuda" else ("bf16",)
     variants = {"plain": PLAIN, "loader": AHEAD}
     for kind in kinds:
-        precision = (f"train.amp={kind}", *(("plan.sharding=data_parallel",) if kind == "fp16" else ()))
-        variants |= {kind: (*PLAIN, *precision), f"{kind} and loader": (*AHEAD, *precision)}
+        precision = (
+            f"train.amp={kind}",
+            *(("plan.sharding=data_parallel",) if kind == "fp16" else ()),
+        )
+        variants |= {
+            kind: (*PLAIN, *precision),
+            f"{kind} and loader": (*AHEAD, *precision),
+        }
     made: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     for turn in range(1 if options.quick else options.turns):
         for name, settings in variants.items():
             begun = time.monotonic()
             run = trained(recipe, 1 if options.quick else epochs, (*more, *settings))
             made[name].append(run)
-            said = f"{recipe}, {name}, turn {turn + 1}: {time.monotonic() - begun:.0f} s"
-            print(f"{said}, {run['samples_per_s']:,.0f} samples/s", file=sys.stderr, flush=True)
+            said = (
+                f"{recipe}, {name}, turn {turn + 1}: {time.monotonic() - begun:.0f} s"
+            )
+            print(
+                f"{said}, {run['samples_per_s']:,.0f} samples/s",
+                file=sys.stderr,
+                flush=True,
+            )
     baseline = made.pop("plain")
     for name, runs in made.items():
         yield row(
@@ -96,8 +134,16 @@ def compared(recipe: str, options: Options) -> Iterator[Row]:
             baseline=[run["samples_per_s"] for run in baseline],
             better="more",
             device=DEVICE,
-            quality={figure: [round(baseline[0]["test"][figure], 4), round(runs[0]["test"][figure], 4)]},
-            waiting=[round(baseline[0]["data_wait"], 3), round(runs[0]["data_wait"], 3)],
+            quality={
+                figure: [
+                    round(baseline[0]["test"][figure], 4),
+                    round(runs[0]["test"][figure], 4),
+                ]
+            },
+            waiting=[
+                round(baseline[0]["data_wait"], 3),
+                round(runs[0]["data_wait"], 3),
+            ],
         )
 
 

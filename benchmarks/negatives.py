@@ -20,7 +20,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 from harness import Options, Row, command_line, in_turn, row
-from small_model_baseline import BATCH, CONTEXT, NEGATIVES, SHAPES, Positives, drawn, positives
+from small_model_baseline import (
+    BATCH,
+    CONTEXT,
+    NEGATIVES,
+    SHAPES,
+    Positives,
+    drawn,
+    positives,
+)
 from torch import Tensor
 from torchrec import EmbeddingBagConfig
 
@@ -29,7 +37,11 @@ from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.hard import HardNegatives
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.on_device import sampler_on_device
-from torchrec_ext.data.negatives.samplers import Negatives, PopularityNegatives, UniformNegatives
+from torchrec_ext.data.negatives.samplers import (
+    Negatives,
+    PopularityNegatives,
+    UniformNegatives,
+)
 from torchrec_ext.modules.losses import in_batch_softmax
 from torchrec_ext.modules.softmax import in_batch_negatives
 from torchrec_ext.schema import BatchSchema
@@ -49,30 +61,58 @@ def vectorised(rows: Positives, sampler: Negatives) -> Iterator[list[Tensor]]:
         for first in range(0, len(user) - BATCH + 1, BATCH):
             numbers = order[first : first + BATCH]
             users = user[numbers]
-            ids = np.concatenate([item[numbers][:, None], sampler.draw(users, numbers, epoch, NEGATIVES).ids], axis=1)
-            features = torch.from_numpy(context[numbers]).repeat_interleave(width, dim=0)
+            ids = np.concatenate(
+                [
+                    item[numbers][:, None],
+                    sampler.draw(users, numbers, epoch, NEGATIVES).ids,
+                ],
+                axis=1,
+            )
+            features = torch.from_numpy(context[numbers]).repeat_interleave(
+                width, dim=0
+            )
             repeated = torch.from_numpy(users.repeat(width))
-            yield [repeated, torch.from_numpy(ids.ravel()), features, label.ravel().clone()]
+            yield [
+                repeated,
+                torch.from_numpy(ids.ravel()),
+                features,
+                label.ravel().clone(),
+            ]
 
 
-def loaded(items: int, rows: Positives, sampler: Negatives, *, repeated: bool) -> Iterator[object]:
+def loaded(
+    items: int, rows: Positives, sampler: Negatives, *, repeated: bool
+) -> Iterator[object]:
     """Yields TowerBatches, users and context once per positive or ``repeated`` beside each candidate."""
     user, item, context = rows
-    columns = {f"c{index}": Column(np.ascontiguousarray(context[:, index])) for index in range(CONTEXT)}
+    columns = {
+        f"c{index}": Column(np.ascontiguousarray(context[:, index]))
+        for index in range(CONTEXT)
+    }
     chunk = Chunk({"user_id": Column(user), "item_id": Column(item), **columns})
     tables = [
-        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=size, embedding_dim=8)
+        EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=size, embedding_dim=8
+        )
         for name, size in (("user_id", int(user.max()) + 1), ("item_id", items + 1))
     ]
-    schema = BatchSchema.from_tables(tables, dense=list(columns), shared=[] if repeated else ["user_id", *columns])
-    config = LoaderConfig(batch_size=BATCH, negatives=NEGATIVES, drop_last=True, prefetch=0)
+    schema = BatchSchema.from_tables(
+        tables, dense=list(columns), shared=[] if repeated else ["user_id", *columns]
+    )
+    config = LoaderConfig(
+        batch_size=BATCH, negatives=NEGATIVES, drop_last=True, prefetch=0
+    )
     catalogue = Chunk({"item_id": Column(np.arange(items + 1))})
-    loader = ChunkLoader(chunk, schema, config=config, items=catalogue, negatives=sampler)
+    loader = ChunkLoader(
+        chunk, schema, config=config, items=catalogue, negatives=sampler
+    )
     while True:
         yield from loader
 
 
-def milliseconds(sides: dict[str, Callable[[], object]], options: Options, calls: int) -> dict[str, list[float]]:
+def milliseconds(
+    sides: dict[str, Callable[[], object]], options: Options, calls: int
+) -> dict[str, list[float]]:
     """Milliseconds of a call of each side by turn, ``calls`` in a row."""
     seconds = in_turn(sides, options.turns, 3 if options.quick else calls)
     return {name: [1e3 * each for each in times] for name, times in seconds.items()}
@@ -87,7 +127,10 @@ def exact(options: Options) -> Iterator[Row]:
     """Yields the rows of whole batches, and of the four tensors alone."""
     for name in shapes(options):
         items, rows = SHAPES[name].items, positives(SHAPES[name])
-        uniform, popular = UniformNegatives(items, *rows[:2]), PopularityNegatives(items, *rows[:2])
+        uniform, popular = (
+            UniformNegatives(items, *rows[:2]),
+            PopularityNegatives(items, *rows[:2]),
+        )
         streams: dict[str, Iterator[object]] = {
             "exact": loaded(items, rows, uniform, repeated=False),
             "exact-popularity": loaded(items, rows, popular, repeated=False),
@@ -95,11 +138,15 @@ def exact(options: Options) -> Iterator[Row]:
             "exact-draws": vectorised(rows, uniform),
         }
         streams["baseline"] = drawn(items, rows)
-        ours = milliseconds({side: stream.__next__ for side, stream in streams.items()}, options, 200)
+        ours = milliseconds(
+            {side: stream.__next__ for side, stream in streams.items()}, options, 200
+        )
         baseline = ours.pop("baseline")
         for side, times in ours.items():
             required = 25.0 if side in ("exact", "exact-draws") else None
-            yield row(f"{side}, {name}", times, UNIT, baseline=baseline, required=required)
+            yield row(
+                f"{side}, {name}", times, UNIT, baseline=baseline, required=required
+            )
 
 
 def draws(options: Options) -> Iterator[Row]:
@@ -117,7 +164,10 @@ def draws_of(name: str, options: Options) -> Iterator[Row]:
     there = (torch.from_numpy(users).to(device), torch.from_numpy(numbers).to(device))
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     uniform = UniformNegatives(items, *rows[:2])
-    for kind, sampler in {"uniform": uniform, "popularity": PopularityNegatives(items, *rows[:2])}.items():
+    for kind, sampler in {
+        "uniform": uniform,
+        "popularity": PopularityNegatives(items, *rows[:2]),
+    }.items():
         drawer = sampler_on_device(sampler, device)
         sides = {
             "numpy": lambda sampler=sampler: sampler.draw(users, numbers, 0, NEGATIVES),
@@ -125,11 +175,25 @@ def draws_of(name: str, options: Options) -> Iterator[Row]:
         }
         times = milliseconds(sides, options, 50)
         yield row(f"draw-{kind}, numpy, {name}", times["numpy"], UNIT)
-        yield row(f"draw-{kind}, torch on {device.type}, {name}", times["torch"], UNIT, baseline=times["numpy"])
+        yield row(
+            f"draw-{kind}, torch on {device.type}, {name}",
+            times["torch"],
+            UNIT,
+            baseline=times["numpy"],
+        )
     hard = HardNegatives(uniform, k=50)
-    vectors, queries = torch.randn(items + 1, 16), torch.randn(uniform.known.num_users, 16)
-    hard.refresh(lambda of: (queries[of] @ vectors.T).topk(200).indices.numpy(), np.unique(users), block=256)
-    times = milliseconds({"hard": lambda: hard.draw(users, numbers, 0, NEGATIVES)}, options, 50)
+    vectors, queries = (
+        torch.randn(items + 1, 16),
+        torch.randn(uniform.known.num_users, 16),
+    )
+    hard.refresh(
+        lambda of: (queries[of] @ vectors.T).topk(200).indices.numpy(),
+        np.unique(users),
+        block=256,
+    )
+    times = milliseconds(
+        {"hard": lambda: hard.draw(users, numbers, 0, NEGATIVES)}, options, 50
+    )
     yield row(f"draw-hard, numpy, {name}", times["hard"], UNIT)
 
 
@@ -138,7 +202,10 @@ def in_batch(options: Options) -> Iterator[Row]:
     rows = positives(SHAPES["small"])
     known = KnownPairs(SHAPES["small"].items, *rows[:2])
     users, ids = rows.user[:STEP], torch.from_numpy(rows.item[:STEP])
-    queries, items = torch.randn(STEP, 64, requires_grad=True), torch.randn(STEP, 64, requires_grad=True)
+    queries, items = (
+        torch.randn(STEP, 64, requires_grad=True),
+        torch.randn(STEP, 64, requires_grad=True),
+    )
     weights, log_q = torch.ones(STEP), torch.zeros(STEP)
 
     def is_known(candidates: Tensor) -> Tensor:
@@ -146,16 +213,41 @@ def in_batch(options: Options) -> Iterator[Row]:
 
     def loss(known_items: Callable[[Tensor], Tensor] | None = None) -> None:
         negatives = in_batch_negatives(items, ids, log_q=log_q, is_known=known_items)
-        in_batch_softmax(queries, negatives, weights=weights, total_weight=weights.sum(), temperature=0.1).backward()
+        in_batch_softmax(
+            queries,
+            negatives,
+            weights=weights,
+            total_weight=weights.sum(),
+            temperature=0.1,
+        ).backward()
 
     def bare() -> None:
-        torch.nn.functional.cross_entropy(queries @ items.T / 0.1, torch.arange(STEP)).backward()
+        torch.nn.functional.cross_entropy(
+            queries @ items.T / 0.1, torch.arange(STEP)
+        ).backward()
 
-    times = milliseconds({"bare": bare, "corrected": loss, "masked": lambda: loss(is_known)}, options, 5)
-    yield row(f"in-batch, {STEP}, correction and hits", times["corrected"], UNIT, baseline=times["bare"])
-    yield row(f"in-batch, {STEP}, also known items", times["masked"], UNIT, baseline=times["bare"])
+    times = milliseconds(
+        {"bare": bare, "corrected": loss, "masked": lambda: loss(is_known)}, options, 5
+    )
+    yield row(
+        f"in-batch, {STEP}, correction and hits",
+        times["corrected"],
+        UNIT,
+        baseline=times["bare"],
+    )
+    yield row(
+        f"in-batch, {STEP}, also known items",
+        times["masked"],
+        UNIT,
+        baseline=times["bare"],
+    )
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    command_line(__doc__, {"exact": exact, "draws": draws, "in-batch": in_batch}, turns=3, packages="numpy")
+    command_line(
+        __doc__,
+        {"exact": exact, "draws": draws, "in-batch": in_batch},
+        turns=3,
+        packages="numpy",
+    )

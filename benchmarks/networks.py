@@ -33,7 +33,17 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness import LIMIT_S, Options, Row, Trainings, command_line, in_turn, on_ranks, row, slowest
+from harness import (
+    LIMIT_S,
+    Options,
+    Row,
+    Trainings,
+    command_line,
+    in_turn,
+    on_ranks,
+    row,
+    slowest,
+)
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -66,23 +76,38 @@ class Plain(nn.Module):
         super().__init__()
         self.gmf_user, self.gmf_item = nn.Embedding(USERS, 8), nn.Embedding(ITEMS, 8)
         self.mlp_user, self.mlp_item = nn.Embedding(USERS, 32), nn.Embedding(ITEMS, 32)
-        layers = [nn.Linear(64 + CONTEXT, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU()]
+        layers = [
+            nn.Linear(64 + CONTEXT, 32),
+            nn.ReLU(),
+            nn.Linear(32, 16),
+            nn.ReLU(),
+            nn.Linear(16, 8),
+            nn.ReLU(),
+        ]
         self.mlp, self.head = nn.Sequential(*layers), nn.Linear(16, 1)
 
-    def forward(self, user: torch.Tensor, item: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, user: torch.Tensor, item: torch.Tensor, context: torch.Tensor
+    ) -> torch.Tensor:
         """Returns the logits, (B,)."""
         gmf = self.gmf_user(user) * self.gmf_item(item)
-        mlp = self.mlp(torch.cat([self.mlp_user(user), self.mlp_item(item), context], 1))
+        mlp = self.mlp(
+            torch.cat([self.mlp_user(user), self.mlp_item(item), context], 1)
+        )
         return self.head(torch.cat([gmf, mlp], 1)).squeeze(1)  # type: ignore[no-any-return]
 
 
 def ncf(*, shared: Sequence[str] = ("user",), device: str = "cpu") -> ContextualNCF:
-    return ContextualNCF(USERS, ITEMS, context_dense=COLUMNS, shared=shared, device=torch.device(device))
+    return ContextualNCF(
+        USERS, ITEMS, context_dense=COLUMNS, shared=shared, device=torch.device(device)
+    )
 
 
 def towers(device: str = "cpu") -> TowerModel:
     tables = [
-        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=32)
+        EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=32
+        )
         for name, rows in (("user_id", USERS), ("item_id", ITEMS))
     ]
     return two_tower(
@@ -101,23 +126,46 @@ def rows_in_memory() -> tuple[Chunk, Chunk, UniformNegatives]:
     """The positives, the items and the sampler that draws the negatives."""
     rng = np.random.default_rng(0)
     user = rng.integers(0, USERS, COUNT)
-    item = np.minimum((ITEMS * rng.random(COUNT) ** 2.5).astype(np.int64), ITEMS - 2) + 1
-    context = {name: Column((rng.random(COUNT, dtype=np.float32) < 0.3).astype(np.float32)) for name in COLUMNS}
+    item = (
+        np.minimum((ITEMS * rng.random(COUNT) ** 2.5).astype(np.int64), ITEMS - 2) + 1
+    )
+    context = {
+        name: Column((rng.random(COUNT, dtype=np.float32) < 0.3).astype(np.float32))
+        for name in COLUMNS
+    }
     positives = Chunk({"user_id": Column(user), "item_id": Column(item), **context})
-    return positives, Chunk({"item_id": Column(np.arange(ITEMS))}), UniformNegatives(ITEMS - 1, user, item)
+    return (
+        positives,
+        Chunk({"item_id": Column(np.arange(ITEMS))}),
+        UniformNegatives(ITEMS - 1, user, item),
+    )
 
 
 def loader(model: TowerModel, seed: int = 0) -> ChunkLoader:
     positives, items, negatives = rows_in_memory()
-    config = LoaderConfig(batch_size=POSITIVES, negatives=NEGATIVES, seed=seed, drop_last=True)
-    return ChunkLoader(positives, model.schema(), config=config, items=items, negatives=negatives, device="cpu")
+    config = LoaderConfig(
+        batch_size=POSITIVES, negatives=NEGATIVES, seed=seed, drop_last=True
+    )
+    return ChunkLoader(
+        positives,
+        model.schema(),
+        config=config,
+        items=items,
+        negatives=negatives,
+        device="cpu",
+    )
 
 
-def stacked(stop: Stop, *, compiled: bool, members: int, one_loader: bool = False) -> None:
+def stacked(
+    stop: Stop, *, compiled: bool, members: int, one_loader: bool = False
+) -> None:
     """Trains a stack as `rec.train.networks` does."""
     config = TrainConfig(epochs=FOREVER, compile="require" if compiled else "off")
     networks = [ncf() for _ in range(members)]
-    loaders = [loader(networks[0], 0 if one_loader else seed) for seed in range(1 if one_loader else members)]
+    loaders = [
+        loader(networks[0], 0 if one_loader else seed)
+        for seed in range(1 if one_loader else members)
+    ]
     train_stack(
         {
             str(number): Member(
@@ -136,7 +184,13 @@ def stacked(stop: Stop, *, compiled: bool, members: int, one_loader: bool = Fals
     )
 
 
-def alone(stop: Stop, runtime: Runtime, model: Callable[..., TowerModel] = ncf, *, compile: Compile) -> None:  # noqa: A002
+def alone(
+    stop: Stop,
+    runtime: Runtime,
+    model: Callable[..., TowerModel] = ncf,
+    *,
+    compile: Compile,  # noqa: A002
+) -> None:
     """Trains one network as `rec.train.hybrid` does."""
     network = model(device="meta")
     batches = loader(network)
@@ -163,7 +217,9 @@ def plain(stop: Stop, *, threads: int) -> None:
                 return
 
 
-def milliseconds(trainings: Trainings, steps: int, options: Options, warm_up: int) -> dict[str, list[float]]:
+def milliseconds(
+    trainings: Trainings, steps: int, options: Options, warm_up: int
+) -> dict[str, list[float]]:
     times = trainings.seconds_per_step(steps, options.turns, warm_up=warm_up)
     trainings.close()
     return {name: [1e3 * seconds for seconds in turns] for name, turns in times.items()}
@@ -196,14 +252,24 @@ def stacked_eager(options: Options) -> Iterator[Row]:
             "plain, two threads": lambda stop: plain(stop, threads=2),
             "alone": lambda stop: alone(stop, runtime, compile="off"),
             "stack": lambda stop: stacked(stop, compiled=False, members=members),
-            "one loader": lambda stop: stacked(stop, compiled=False, members=members, one_loader=True),
+            "one loader": lambda stop: stacked(
+                stop, compiled=False, members=members, one_loader=True
+            ),
         }
         times = milliseconds(Trainings(sides), steps, options, warm_up)
-    fastest = [min(pair) for pair in zip(times["plain"], times["plain, two threads"], strict=True)]
-    beside, same_form = all_members(fastest, members), all_members(times["alone"], members)
+    fastest = [
+        min(pair)
+        for pair in zip(times["plain"], times["plain, two threads"], strict=True)
+    ]
+    beside, same_form = (
+        all_members(fastest, members),
+        all_members(times["alone"], members),
+    )
     yield row("stacked-eager", times["stack"], "ms/step", baseline=beside, required=2.5)
     yield row("stacked-eager, same form", times["stack"], "ms/step", baseline=same_form)
-    yield row("stacked-eager, one loader", times["one loader"], "ms/step", baseline=beside)
+    yield row(
+        "stacked-eager, one loader", times["one loader"], "ms/step", baseline=beside
+    )
 
 
 def stacked_compiled(options: Options) -> Iterator[Row]:
@@ -212,12 +278,25 @@ def stacked_compiled(options: Options) -> Iterator[Row]:
         sides = {
             "alone": lambda stop: alone(stop, runtime, compile="require"),
             "stack": lambda stop: stacked(stop, compiled=True, members=members),
-            "one loader": lambda stop: stacked(stop, compiled=True, members=members, one_loader=True),
+            "one loader": lambda stop: stacked(
+                stop, compiled=True, members=members, one_loader=True
+            ),
         }
         times = milliseconds(Trainings(sides), steps, options, warm_up)
     one_after_another = all_members(times["alone"], members)
-    yield row("stacked-compiled", times["stack"], "ms/step", baseline=one_after_another, required=1.15)
-    yield row("stacked-compiled, one loader", times["one loader"], "ms/step", baseline=one_after_another)
+    yield row(
+        "stacked-compiled",
+        times["stack"],
+        "ms/step",
+        baseline=one_after_another,
+        required=1.15,
+    )
+    yield row(
+        "stacked-compiled, one loader",
+        times["one loader"],
+        "ms/step",
+        baseline=one_after_another,
+    )
 
 
 class Pair:
@@ -240,11 +319,18 @@ class Pair:
         return json.loads(self._store.get("values"))  # type: ignore[no-any-return]
 
 
-def two_sides(runtime: Runtime, path: str, turns: int, steps: int) -> dict[str, list[float]]:
+def two_sides(
+    runtime: Runtime, path: str, turns: int, steps: int
+) -> dict[str, list[float]]:
     """Seconds of this process: of both networks in turn on the first, of both on each at once, of one on each."""
     pair = Pair(path, runtime.rank)
     dist.destroy_process_group()
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # without them this process is a job
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+    ):  # without them this process is a job
         del os.environ[name]
     with one_rank() as alone_here:
         trainings = Trainings(
@@ -255,13 +341,22 @@ def two_sides(runtime: Runtime, path: str, turns: int, steps: int) -> dict[str, 
         )
         times = _three_ways(trainings, pair, turns, steps)
         trainings.close()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the harness ends
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )  # which the harness ends
     return times
 
 
-def _three_ways(trainings: Trainings, pair: Pair, turns: int, steps: int) -> dict[str, list[float]]:
-    seconds = [statistics.median(turn) for turn in trainings.seconds_per_step(steps, 1).values()]
-    counts = pair.from_first([max(1, round(steps * max(seconds) / each)) for each in seconds])  # both last as long
+def _three_ways(
+    trainings: Trainings, pair: Pair, turns: int, steps: int
+) -> dict[str, list[float]]:
+    seconds = [
+        statistics.median(turn)
+        for turn in trainings.seconds_per_step(steps, 1).values()
+    ]
+    counts = pair.from_first(
+        [max(1, round(steps * max(seconds) / each)) for each in seconds]
+    )  # both last as long
     names = ("towers", "ncf")
 
     def both() -> None:
@@ -280,7 +375,15 @@ def _three_ways(trainings: Trainings, pair: Pair, turns: int, steps: int) -> dic
 
 def two_networks(options: Options) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        times = slowest(on_ranks(two_sides, 2, f"{folder}/store", options.turns, 20 if options.quick else 150))
+        times = slowest(
+            on_ranks(
+                two_sides,
+                2,
+                f"{folder}/store",
+                options.turns,
+                20 if options.quick else 150,
+            )
+        )
     ratios = zip(times["in sequence"], times["never talk"], strict=True)
     ceiling = statistics.median(2 * sequence / apart for sequence, apart in ratios)
     yield row(
@@ -293,7 +396,11 @@ def two_networks(options: Options) -> Iterator[Row]:
     )
 
 
-ROWS = {"stacked-eager": stacked_eager, "stacked-compiled": stacked_compiled, "two-networks": two_networks}
+ROWS = {
+    "stacked-eager": stacked_eager,
+    "stacked-compiled": stacked_compiled,
+    "two-networks": two_networks,
+}
 
 
 if __name__ == "__main__":

@@ -61,8 +61,12 @@ def by_hand(source: Path, out: Path, threads: int) -> None:
             f"HAVING count(*) >= {MIN_COUNT})"
         )
     ids = ", ".join(f"coalesce(v_{name}.id, 0) AS {name}" for name in COLUMNS)
-    joins = " ".join(f"LEFT JOIN v_{name} ON t.{name} = v_{name}.value" for name in COLUMNS)
-    connection.execute(f"COPY (SELECT {ids}, label FROM '{source}' AS t {joins}) TO '{out}' (ROW_GROUP_SIZE 65536)")
+    joins = " ".join(
+        f"LEFT JOIN v_{name} ON t.{name} = v_{name}.value" for name in COLUMNS
+    )
+    connection.execute(
+        f"COPY (SELECT {ids}, label FROM '{source}' AS t {joins}) TO '{out}' (ROW_GROUP_SIZE 65536)"
+    )
     connection.close()
 
 
@@ -77,16 +81,23 @@ def ours(source: Path, out: Path, threads: int) -> FittedPreprocessor:
 def check(hand: Path, mine: Path) -> None:
     """Both wrote the same ids as often."""
     for name in COLUMNS:
-        counts = [np.bincount(pq.read_table(path, columns=[name])[name].to_numpy()) for path in (hand, mine)]
+        counts = [
+            np.bincount(pq.read_table(path, columns=[name])[name].to_numpy())
+            for path in (hand, mine)
+        ]
         assert np.array_equal(*counts), name
 
 
 @functools.cache
-def fitted_on(rows: int, turns: int) -> tuple[dict[str, list[float]], FittedPreprocessor]:
+def fitted_on(
+    rows: int, turns: int
+) -> tuple[dict[str, list[float]], FittedPreprocessor]:
     """Seconds of both sides by turn, and the preprocessor that was fitted last."""
     cores, fitted = len(os.sched_getaffinity(0)), []
     with tempfile.TemporaryDirectory() as folder:
-        source, hand, mine = (Path(folder) / name for name in ("rows.parquet", "hand.parquet", "ours"))
+        source, hand, mine = (
+            Path(folder) / name for name in ("rows.parquet", "hand.parquet", "ours")
+        )
         make(source, rows)
         sides = {
             "by hand": lambda: by_hand(source, hand, cores),
@@ -105,16 +116,24 @@ def size(options: Options) -> int:
 def fit_transform(options: Options) -> Iterator[Row]:
     times, _ = fitted_on(size(options), options.turns)
     yield row(
-        f"fit-transform, {size(options):,} rows", times["ours"], "s", baseline=times["by hand"], required=1 / LIMIT
+        f"fit-transform, {size(options):,} rows",
+        times["ours"],
+        "s",
+        baseline=times["by hand"],
+        required=1 / LIMIT,
     )
 
 
 def online(options: Options) -> Iterator[Row]:
     _, fitted = fitted_on(size(options), options.turns)
     for count in (1, 64):
-        rows: dict[str, list[Any]] = {name: [f"u{number}" for number in range(count)] for name in COLUMNS}
+        rows: dict[str, list[Any]] = {
+            name: [f"u{number}" for number in range(count)] for name in COLUMNS
+        }
         request = functools.partial(fitted.online, rows)
-        times = in_turn({"online": request}, options.turns, 20 if options.quick else 200)["online"]
+        times = in_turn(
+            {"online": request}, options.turns, 20 if options.quick else 200
+        )["online"]
         name = f"online, a request of {count} row{'s' if count > 1 else ''}"
         yield row(name, [1e3 * seconds for seconds in times], "ms", required=count)
 

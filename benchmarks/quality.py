@@ -34,9 +34,19 @@ SPEC = Path(__file__).with_suffix(".json")
 RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
 FOLDERS = ROOT / "runs" / "quality"
 BIN = Path(sys.executable).parent
-BASELINES = ("popularity", "ease", "als")  # that a run prints beside its ranking figures
+BASELINES = (
+    "popularity",
+    "ease",
+    "als",
+)  # that a run prints beside its ranking figures
 LESS_IS_BETTER = ("log_loss", "difference")
-COMMAND = ("id", "run", "recipe", "set", "ranks")  # what a run is told, and all that its figures depend on but the code
+COMMAND = (
+    "id",
+    "run",
+    "recipe",
+    "set",
+    "ranks",
+)  # what a run is told, and all that its figures depend on but the code
 
 Row = dict[str, Any]
 
@@ -44,10 +54,17 @@ Row = dict[str, Any]
 def main() -> int:
     options = _options()
     spec = json.loads(SPEC.read_text())
-    table = spec["quick"] if options.quick else {name: row for name, row in spec.items() if name != "quick"}
+    table = (
+        spec["quick"]
+        if options.quick
+        else {name: row for name, row in spec.items() if name != "quick"}
+    )
     chosen = options.only.split(",") if options.only else list(table)
     if unknown := sorted(set(chosen) - set(table)):
-        print(f"--only {','.join(unknown)}: choose from {', '.join(table)}", file=sys.stderr)
+        print(
+            f"--only {','.join(unknown)}: choose from {', '.join(table)}",
+            file=sys.stderr,
+        )
         return 2
     results = Results(options.results)
     rows = [measure(name, table[name], options.seeds, results) for name in chosen]
@@ -57,11 +74,21 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", help="ids, with commas; all where not given")
-    parser.add_argument("--seeds", type=int, help="runs of each, seeds from 0; as quality.json says where not given")
-    parser.add_argument("--quick", action="store_true", help="a minute on generated data")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where finished runs are kept")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        help="runs of each, seeds from 0; as quality.json says where not given",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a minute on generated data"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where finished runs are kept"
+    )
     return parser.parse_args()
 
 
@@ -77,12 +104,23 @@ class Results:
 
     def find(self, key: Row) -> Row | None:
         """The run of that command by that commit's code, if it is done."""
-        return next((run for run in self.runs() if all(run.get(name) == value for name, value in key.items())), None)
+        return next(
+            (
+                run
+                for run in self.runs()
+                if all(run.get(name) == value for name, value in key.items())
+            ),
+            None,
+        )
 
     def add(self, run: Row) -> None:
         """Keeps a run in the place of one of the same command, and beside those that another process has added."""
         command = {name: run.get(name) for name in (*COMMAND, "networks")}
-        runs = [kept for kept in self.runs() if any(kept.get(name) != value for name, value in command.items())] + [run]
+        runs = [
+            kept
+            for kept in self.runs()
+            if any(kept.get(name) != value for name, value in command.items())
+        ] + [run]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         part = self._path.with_suffix(".part")
         part.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n")
@@ -93,11 +131,15 @@ def measure(name: str, row: Row, seeds: int | None, results: Results) -> Row:
     """All runs of one id, and how they compare with what is required."""
     runs = row.get("runs") or {"model": {"recipe": "", "set": [row["popularity_of"]]}}
     seeds = seeds or row.get("seeds", 1) if "runs" in row else 1
-    made = {run: [trained(name, run, how, seed, results) for seed in range(seeds)] for run, how in runs.items()}
+    made = {
+        run: [trained(name, run, how, seed, results) for seed in range(seeds)]
+        for run, how in runs.items()
+    }
     reached = figures(row, made)
     seconds = sum(one["seconds"] for some in made.values() for one in some)
     ratio = min(
-        _ratio(figure, reached[figure], required, row.get("tolerance")) for figure, required in row["required"].items()
+        _ratio(figure, reached[figure], required, row.get("tolerance"))
+        for figure, required in row["required"].items()
     )
     return {
         "name": name,
@@ -124,42 +166,77 @@ def figures(row: Row, runs: Mapping[str, Sequence[Row]]) -> dict[str, float]:
     for figure in row["required"]:
         name, _, how = figure.partition(" ")
         by_run = {
-            run: [one["figures"][name] for one in some] for run, some in runs.items() if name in some[0]["figures"]
+            run: [one["figures"][name] for one in some]
+            for run, some in runs.items()
+            if name in some[0]["figures"]
         }
         if how == "gain":
-            found[figure] = statistics.fmean(by_run["model"]) - statistics.fmean(by_run["without"])
+            found[figure] = statistics.fmean(by_run["model"]) - statistics.fmean(
+                by_run["without"]
+            )
         elif how == "difference":
-            found[figure] = max(abs(one - other) for one, other in zip(*by_run.values(), strict=True))
+            found[figure] = max(
+                abs(one - other) for one, other in zip(*by_run.values(), strict=True)
+            )
         else:
             found[figure] = statistics.fmean(by_run["model"])
     return found
 
 
-def beside_of(runs: Mapping[str, Sequence[Row]], names: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def beside_of(
+    runs: Mapping[str, Sequence[Row]], names: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
     """The means over the seeds of each baseline that the run ``model`` printed beside the figures that are required."""
     by_name = {}
     for name in BASELINES:
-        some = [one["beside"][name] for one in runs.get("model", ()) if name in one.get("beside", {})]
+        some = [
+            one["beside"][name]
+            for one in runs.get("model", ())
+            if name in one.get("beside", {})
+        ]
         if some:
             shown = [figure for figure in names if figure in some[0]]
             by_name[name] = {
-                figure: round(statistics.fmean(figures[figure] for figures in some), 4) for figure in shown
+                figure: round(statistics.fmean(figures[figure] for figures in some), 4)
+                for figure in shown
             }
     return by_name
 
 
-def _ratio(figure: str, reached: float, required: float, tolerance: float | None) -> float:
+def _ratio(
+    figure: str, reached: float, required: float, tolerance: float | None
+) -> float:
     if tolerance is not None:
-        return 1.0 if abs(reached - required) <= tolerance else min(reached / required, required / reached)
-    return min(required / max(reached, 1e-9), 10.0) if figure.endswith(LESS_IS_BETTER) else reached / required
+        return (
+            1.0
+            if abs(reached - required) <= tolerance
+            else min(reached / required, required / reached)
+        )
+    return (
+        min(required / max(reached, 1e-9), 10.0)
+        if figure.endswith(LESS_IS_BETTER)
+        else reached / required
+    )
 
 
 def trained(name: str, run: str, how: Row, seed: int, results: Results) -> Row:
     """The figures of one training, or of the popularity ranking, from the results file or made now."""
-    overrides = [*how["set"], f"train.seed={seed}"] if how["recipe"] and "networks" not in how else how["set"]
-    key = {"id": name, "run": run, "recipe": how["recipe"], "set": overrides, "ranks": how.get("ranks", 1)}
+    overrides = (
+        [*how["set"], f"train.seed={seed}"]
+        if how["recipe"] and "networks" not in how
+        else how["set"]
+    )
+    key = {
+        "id": name,
+        "run": run,
+        "recipe": how["recipe"],
+        "set": overrides,
+        "ranks": how.get("ranks", 1),
+    }
     if "networks" in how:
-        key["networks"] = [flag.format(seed=2 * seed, next=2 * seed + 1) for flag in how["networks"]]
+        key["networks"] = [
+            flag.format(seed=2 * seed, next=2 * seed + 1) for flag in how["networks"]
+        ]
     key["commit"] = code_commit()
     kept = results.find(key)
     if kept is not None and not key["commit"].endswith("+"):
@@ -168,11 +245,20 @@ def trained(name: str, run: str, how: Row, seed: int, results: Results) -> Row:
     if how["recipe"]:
         folder = FOLDERS / f"{name}-{run}-{seed}"
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-        _follow(command(key, folder), f"{name} {run}, seed {seed}", folder.with_suffix(".log"))
+        _follow(
+            command(key, folder),
+            f"{name} {run}, seed {seed}",
+            folder.with_suffix(".log"),
+        )
         reached, beside = results_of(folder)
     else:
         reached = popularity(how["set"][0])
-    done = {**key, "figures": reached, "beside": beside, "seconds": round(time.perf_counter() - start, 1)}
+    done = {
+        **key,
+        "figures": reached,
+        "beside": beside,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
     results.add(done)
     return done
 
@@ -180,18 +266,30 @@ def trained(name: str, run: str, how: Row, seed: int, results: Results) -> Row:
 def results_of(folder: Path) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """The test figures of a run, the mean over its members where it has several, and those of the baselines beside."""
     if (folder / "results.json").exists():
-        members = [member["test"] for member in json.loads((folder / "results.json").read_text())["members"]]
-        return {name: statistics.fmean(member[name] for member in members) for name in members[0]}, {}
+        members = [
+            member["test"]
+            for member in json.loads((folder / "results.json").read_text())["members"]
+        ]
+        return {
+            name: statistics.fmean(member[name] for member in members)
+            for name in members[0]
+        }, {}
     summary = json.loads((folder / "summary.json").read_text())
-    return summary["test"], {name: summary[name] for name in BASELINES if name in summary}
+    return summary["test"], {
+        name: summary[name] for name in BASELINES if name in summary
+    }
 
 
 def code_commit() -> str:
     """The last commit that touched the package's code; ``+`` where files of it differ from the commit."""
     git = ["git", "-C", str(ROOT)]
     code = ["--", "torchrec_ext", "torchx_apps"]
-    last = subprocess.run([*git, "log", "-1", "--format=%h", *code], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain", *code], capture_output=True, text=True).stdout.strip()
+    last = subprocess.run(
+        [*git, "log", "-1", "--format=%h", *code], capture_output=True, text=True
+    ).stdout.strip()
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", *code], capture_output=True, text=True
+    ).stdout.strip()
     return last + "+" * bool(changed)
 
 
@@ -199,11 +297,34 @@ def command(key: Row, folder: Path) -> list[str]:
     """What a user would type."""
     flags = [flag for override in key["set"] for flag in ("--set", override)]
     if key.get("networks"):
-        program = [sys.executable, "-m", "torchx_apps.train_networks", "--recipe", key["recipe"]]
+        program = [
+            sys.executable,
+            "-m",
+            "torchx_apps.train_networks",
+            "--recipe",
+            key["recipe"],
+        ]
         return [*program, "--run-dir", str(folder), *flags, *key["networks"]]
     if key["ranks"] == 1:
-        return [sys.executable, "-m", "torchx_apps.train", "--recipe", key["recipe"], "--run-dir", str(folder), *flags]
-    job = ["rec.train.hybrid", "--recipe", key["recipe"], "-j", f"1x{key['ranks']}", "--run_dir", str(folder)]
+        return [
+            sys.executable,
+            "-m",
+            "torchx_apps.train",
+            "--recipe",
+            key["recipe"],
+            "--run-dir",
+            str(folder),
+            *flags,
+        ]
+    job = [
+        "rec.train.hybrid",
+        "--recipe",
+        key["recipe"],
+        "-j",
+        f"1x{key['ranks']}",
+        "--run_dir",
+        str(folder),
+    ]
     return [str(BIN / "torchx"), "run", "-s", "local_cwd", *job, *flags]
 
 
@@ -211,18 +332,32 @@ def _follow(line: Sequence[str], title: str, log: Path) -> None:
     """Runs a command; its progress goes to stderr, all it says into a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"{title}: {' '.join(line)}", file=sys.stderr)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+    }
     with log.open("w") as file:
         process = subprocess.Popen(
-            line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            line,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for text in _lines(process):
             file.write(text)
             if "epoch " in text and "step " in text:
-                print(f"{title}: {text[text.index('epoch ') :].rstrip()}", file=sys.stderr, flush=True)
+                print(
+                    f"{title}: {text[text.index('epoch ') :].rstrip()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     if process.wait():
         raise SystemExit(
-            f"{title} ended with exit code {process.returncode}; the end of {log}:\n" + log.read_text()[-2000:]
+            f"{title} ended with exit code {process.returncode}; the end of {log}:\n"
+            + log.read_text()[-2000:]
         )
 
 
@@ -245,8 +380,12 @@ def popularity(data: str) -> dict[str, float]:
     from torchx_apps.tasks.ranking import heldout_question
 
     rows = load_dataset(data, validation=False, history_length=0)
-    ranks = heldout_question(rows, "test", ()).popularity_ranks(torch.from_numpy(rows.popularity()))
-    return ranking_metrics(TargetRanks(ranks.better + ranks.ties, torch.zeros_like(ranks.ties)))
+    ranks = heldout_question(rows, "test", ()).popularity_ranks(
+        torch.from_numpy(rows.popularity())
+    )
+    return ranking_metrics(
+        TargetRanks(ranks.better + ranks.ties, torch.zeros_like(ranks.ties))
+    )
 
 
 if __name__ == "__main__":

@@ -85,7 +85,12 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def usual(model: nn.Module, loss: Callable[..., Tensor], batches: Any, after: Callable[[], object] = int) -> Parts:
+def usual(
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    batches: Any,
+    after: Callable[[], object] = int,
+) -> Parts:
     """The usual step; ``after`` is called between the backward and the optimizer's step."""
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
 
@@ -101,13 +106,19 @@ def usual(model: nn.Module, loss: Callable[..., Tensor], batches: Any, after: Ca
 def batches_of(rank: int, rows: int, width: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(rank)
     return [
-        (torch.randn(rows, width, generator=generator), torch.rand(rows, 1, generator=generator).round())
+        (
+            torch.randn(rows, width, generator=generator),
+            torch.rand(rows, 1, generator=generator).round(),
+        )
         for _ in range(8)
     ]
 
 
 def copies(
-    rank: int, *widths: int, rows: int = 512, more: Callable[[nn.Module, Tensor], Tensor] | None = None
+    rank: int,
+    *widths: int,
+    rows: int = 512,
+    more: Callable[[nn.Module, Tensor], Tensor] | None = None,
 ) -> Parts:
     """An MLP under DistributedDataParallel."""
     model, loss_fn = DistributedDataParallel(mlp(*widths)), nn.BCEWithLogitsLoss()
@@ -148,12 +159,16 @@ class SlowBackward(torch.autograd.Function):
 
 def straggling_input(rank: int) -> Parts:
     parts = copies(rank, 256, 512, 1)
-    return parts._replace(batches=Slept(parts.batches, SLEEP_S)) if rank == SLOW else parts
+    return (
+        parts._replace(batches=Slept(parts.batches, SLEEP_S)) if rank == SLOW else parts
+    )
 
 
 def straggling_backward(rank: int) -> Parts:
     seconds = SLEEP_S if rank == SLOW else 0.0
-    return copies(rank, 256, 512, 1, more=lambda model, x: SlowBackward.apply(model(x), seconds))  # type: ignore[no-untyped-call]
+    return copies(
+        rank, 256, 512, 1, more=lambda model, x: SlowBackward.apply(model(x), seconds)
+    )  # type: ignore[no-untyped-call]
 
 
 def on_a_slow_host(rank: int) -> Parts:
@@ -192,7 +207,9 @@ def unmerged(rank: int) -> Parts:
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
 
-    return usual(model, lambda x, y: loss_fn(model(x), y), batches_of(rank, 64, 32), exchange)
+    return usual(
+        model, lambda x, y: loss_fn(model(x), y), batches_of(rank, 64, 32), exchange
+    )
 
 
 class Exchange(torch.autograd.Function):
@@ -222,7 +239,10 @@ class TablesApart(nn.Module):
 
     def __init__(self, ids: int, dim: int = 64) -> None:
         super().__init__()
-        self.table, self.top = nn.EmbeddingBag(50_000, dim, mode="sum", sparse=True), mlp(dim, 64, 1)
+        self.table, self.top = (
+            nn.EmbeddingBag(50_000, dim, mode="sum", sparse=True),
+            mlp(dim, 64, 1),
+        )
         self.ids = ids
 
     def forward(self, mine: Tensor, others: Tensor) -> Tensor:
@@ -235,12 +255,17 @@ def imbalanced(rank: int) -> Parts:
     """Rank 1's table is read by lists of 200 ids, that of the others by 2."""
     ids, rows = 200 if rank == SLOW else 2, 1_024
     model, loss_fn = TablesApart(ids), nn.BCEWithLogitsLoss()
-    dense, sparse = torch.optim.Adam(model.top.parameters()), torch.optim.SGD(model.table.parameters(), 1e-2)
+    dense, sparse = (
+        torch.optim.Adam(model.top.parameters()),
+        torch.optim.SGD(model.table.parameters(), 1e-2),
+    )
     generator = torch.Generator().manual_seed(rank)
     batches = [(torch.rand(rows, 1, generator=generator),) for _ in range(8)]
 
     def step(y: Tensor) -> None:
-        mine, others = (torch.randint(50_000, (rows, ids), generator=generator) for _ in range(2))
+        mine, others = (
+            torch.randint(50_000, (rows, ids), generator=generator) for _ in range(2)
+        )
         dense.zero_grad()
         sparse.zero_grad()
         loss_fn(model(mine, others), y).backward()
@@ -268,7 +293,10 @@ def uneven(rank: int) -> Parts:
     generator = torch.Generator().manual_seed(rank)
     ids, rows = 200 if rank == SLOW else 10, 1_024
     batches = [
-        (torch.randint(5_000, (rows, ids), generator=generator), torch.rand(rows, 1, generator=generator).round())
+        (
+            torch.randint(5_000, (rows, ids), generator=generator),
+            torch.rand(rows, 1, generator=generator).round(),
+        )
         for _ in range(8)
     ]
     return usual(model, lambda x, y: loss_fn(model(x), y), batches)
@@ -314,7 +342,9 @@ def healthy_towers(rank: int) -> Parts:
     return Parts(step, batches, scores, optimizer)
 
 
-def dlrm(rank: int, rows: int = 10_000, dim: int = 64, batch: int = 512) -> tuple[nn.Module, Any]:
+def dlrm(
+    rank: int, rows: int = 10_000, dim: int = 64, batch: int = 512
+) -> tuple[nn.Module, Any]:
     """TorchRec's examples/golden_training: DLRM, and its random rows of Criteo's columns; with smaller tables."""
     from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
     from torchrec.datasets.random import RandomRecDataset
@@ -323,7 +353,12 @@ def dlrm(rank: int, rows: int = 10_000, dim: int = 64, batch: int = 512) -> tupl
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
     tables = [
-        EmbeddingBagConfig(name=f"t_{name}", embedding_dim=dim, num_embeddings=rows, feature_names=[name])
+        EmbeddingBagConfig(
+            name=f"t_{name}",
+            embedding_dim=dim,
+            num_embeddings=rows,
+            feature_names=[name],
+        )
         for name in DEFAULT_CAT_NAMES
     ]
     model = DLRM(
@@ -350,7 +385,9 @@ def golden(rank: int) -> Parts:
 
     torch.manual_seed(0)
     model, data = dlrm(rank)
-    apply_optimizer_in_backward(RowWiseAdagrad, model.model.sparse_arch.parameters(), {"lr": 0.1})  # type: ignore[union-attr]
+    apply_optimizer_in_backward(
+        RowWiseAdagrad, model.model.sparse_arch.parameters(), {"lr": 0.1}
+    )  # type: ignore[union-attr]
     parallel = DistributedModelParallel(model, device=torch.device("cpu"))
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(parallel.named_parameters())),
@@ -367,19 +404,31 @@ def golden(rank: int) -> Parts:
 
 
 LONG_WAY = {"LAG_RANKS": "0,1", "LAG_US": "6000", "LAG_US_PER_BYTE": "0"}
-NARROW_WAY = {"LAG_RANKS": "0,1", "LAG_US": "0", "LAG_US_PER_BYTE": "0.05"}  # 20 MB/s from each rank
+NARROW_WAY = {
+    "LAG_RANKS": "0,1",
+    "LAG_US": "0",
+    "LAG_US_PER_BYTE": "0.05",
+}  # 20 MB/s from each rank
 SLOW_LINK = {"LAG_RANKS": "1", "LAG_US": "0", "LAG_US_PER_BYTE": "0.05"}  # 20 MB/s
 
 PLANTED: dict[str, Case] = {
-    "a delayed collective": Case(lambda rank: copies(rank, 256, 512, 1), "latency", lag=LONG_WAY),
-    "a slow link on one rank": Case(lambda rank: copies(rank, 256, 512, 1), "slow_link", SLOW, SLOW_LINK),
+    "a delayed collective": Case(
+        lambda rank: copies(rank, 256, 512, 1), "latency", lag=LONG_WAY
+    ),
+    "a slow link on one rank": Case(
+        lambda rank: copies(rank, 256, 512, 1), "slow_link", SLOW, SLOW_LINK
+    ),
     "an unmerged exchange": Case(unmerged, "unmerged_exchange"),
     "an imbalanced table": Case(imbalanced, "imbalanced_table", SLOW),
     "a straggler in input": Case(straggling_input, "straggler_input", SLOW),
-    "a straggler in backward only": Case(straggling_backward, "straggler_backward", SLOW),
+    "a straggler in backward only": Case(
+        straggling_backward, "straggler_backward", SLOW
+    ),
     "a slow host": Case(on_a_slow_host, "slow_rank", SLOW),
     "lists of uneven length": Case(uneven, "uneven_lists", SLOW),
-    "many bytes on narrow links": Case(lambda rank: copies(rank, 256, 512, 512, 1), "bandwidth", lag=NARROW_WAY),
+    "many bytes on narrow links": Case(
+        lambda rank: copies(rank, 256, 512, 512, 1), "bandwidth", lag=NARROW_WAY
+    ),
     "a rotating straggler": Case(rotating, "rotating_straggler"),
     "processes that share a core": Case(on_one_core, "oversubscribed"),
 }
@@ -399,16 +448,31 @@ def lagging(case: Case, folder: str) -> dict[str, str]:
         return {}
     source, library = Path(folder, "lag.c"), Path(folder, "lag.so")
     source.write_text(LAG)
-    subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+    subprocess.run(
+        ["gcc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"],
+        check=True,
+    )
     return {"LD_PRELOAD": str(library), **case.lag}
 
 
-def launched(name: str, seed: int, run: Callable[..., Any], budget_s: float = 25.0) -> Any:
+def launched(
+    name: str, seed: int, run: Callable[..., Any], budget_s: float = 25.0
+) -> Any:
     """Diagnoses a program on two ranks with ``run``, which takes a command and an environment."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        return run([*command, __file__, name, str(seed), str(budget_s)], **lagging(case, folder))
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ]
+        return run(
+            [*command, __file__, name, str(seed), str(budget_s)],
+            **lagging(case, folder),
+        )
 
 
 def main(name: str, seed: int, budget_s: float) -> None:
@@ -419,14 +483,27 @@ def main(name: str, seed: int, budget_s: float) -> None:
     parts = case.make(rank)
     start = time.perf_counter()
     diagnosis = why_slow.step(
-        parts.step, parts.batches, model=parts.model, optimizer=parts.optimizer, budget_s=budget_s
+        parts.step,
+        parts.batches,
+        model=parts.model,
+        optimizer=parts.optimizer,
+        budget_s=budget_s,
     )
     seconds = time.perf_counter() - start
     if rank == 0:
         first = diagnosis.findings[0].ranks if diagnosis.findings else ()
-        above = [finding.cause for finding in diagnosis.findings if finding.size in ("large", "medium")]
+        above = [
+            finding.cause
+            for finding in diagnosis.findings
+            if finding.size in ("large", "medium")
+        ]
         print(diagnosis)
-        made = {"verdict": diagnosis.verdict, "ranks": first, "above": above, "noisy": diagnosis.noisy}
+        made = {
+            "verdict": diagnosis.verdict,
+            "ranks": first,
+            "above": above,
+            "noisy": diagnosis.noisy,
+        }
         print(json.dumps({**made, "seconds": seconds}), flush=True)
     dist.destroy_process_group()
 

@@ -14,7 +14,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-BEGIN, END = "<!-- demo: by benchmarks/readme_output.py -->\n```\n", "```\n<!-- /demo -->\n"
+BEGIN, END = (
+    "<!-- demo: by benchmarks/readme_output.py -->\n```\n",
+    "```\n<!-- /demo -->\n",
+)
 EPOCHS, RECOMMENDED, WIDTH = 2, 2, 110
 
 
@@ -29,20 +32,32 @@ def shown(output: str) -> str:
           1. ...  (2.24)
     """
     lines = [
-        line if len(line) <= WIDTH or not line.startswith("licence: ") else line[: WIDTH - 4] + " ..."
+        line
+        if len(line) <= WIDTH or not line.startswith("licence: ")
+        else line[: WIDTH - 4] + " ..."
         for line in output.splitlines()
     ]
     epochs = [at for at, line in enumerate(lines) if line.startswith("epoch ")]
     if len(epochs) > EPOCHS + 1:
         first, last = epochs[0], epochs[-1]
-        lines[first : last + 1] = [*(lines[at] for at in epochs[:EPOCHS]), "...", lines[last]]
+        lines[first : last + 1] = [
+            *(lines[at] for at in epochs[:EPOCHS]),
+            "...",
+            lines[last],
+        ]
     ranked = [at for at, line in enumerate(lines) if re.match(r" *\d+\. ", line)]
     if len(ranked) > RECOMMENDED:
         lines[ranked[RECOMMENDED] : ranked[-1] + 1] = ["  ..."]
     text = "\n".join(lines).strip("\n") + "\n"
-    text = re.sub(r"^(user \d+ liked before: ).*$", r"\1(five titles)", text, flags=re.MULTILINE)
-    text = re.sub(r"(the held-out item was: ).*(\):)$", r"\1...\2", text, flags=re.MULTILINE)
-    return re.sub(r"^( *\d+\. ).*(  \(-?\d+\.\d\d\)).*$", r"\1...\2", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^(user \d+ liked before: ).*$", r"\1(five titles)", text, flags=re.MULTILINE
+    )
+    text = re.sub(
+        r"(the held-out item was: ).*(\):)$", r"\1...\2", text, flags=re.MULTILINE
+    )
+    return re.sub(
+        r"^( *\d+\. ).*(  \(-?\d+\.\d\d\)).*$", r"\1...\2", text, flags=re.MULTILINE
+    )
 
 
 def block(readme: str) -> str:
@@ -63,12 +78,20 @@ def block(readme: str) -> str:
 
 def main() -> int:
     """Runs the demo, and writes or prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the block into README.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the block into README.md"
+    )
     options = parser.parse_args()
     old = block(README.read_text())
     done = subprocess.run(
-        ["make", "--no-print-directory", "demo"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
+        ["make", "--no-print-directory", "demo"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     if done.returncode or "data: ml-100k" not in done.stdout:
         print(
@@ -76,9 +99,13 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    new = shown(done.stdout[done.stdout.index("data: ml-100k") :])  # behind what the set-up says
+    new = shown(
+        done.stdout[done.stdout.index("data: ml-100k") :]
+    )  # behind what the set-up says
     if options.write:
-        README.write_text(README.read_text().replace(BEGIN + old + END, BEGIN + new + END))
+        README.write_text(
+            README.read_text().replace(BEGIN + old + END, BEGIN + new + END)
+        )
     else:
         print(new, end="")
     return 0

@@ -24,7 +24,11 @@ import torch
 
 DEFAULT = 4096  # RecBole's own eval_batch_size, in scores
 
-for _name, _kind in (("float_", np.float64), ("complex_", np.complex128), ("unicode_", np.str_)):
+for _name, _kind in (
+    ("float_", np.float64),
+    ("complex_", np.complex128),
+    ("unicode_", np.str_),
+):
     if not hasattr(np, _name):
         setattr(np, _name, _kind)
 for _name in ("bool", "int", "float", "object", "str", "long"):
@@ -32,7 +36,10 @@ for _name in ("bool", "int", "float", "object", "str", "long"):
         setattr(np, _name, object)
 _ray = types.ModuleType("ray")
 _ray.tune = types.ModuleType("ray.tune")
-sys.modules |= {name: sys.modules.get(name, module) for name, module in (("ray", _ray), ("ray.tune", _ray.tune))}
+sys.modules |= {
+    name: sys.modules.get(name, module)
+    for name, module in (("ray", _ray), ("ray.tune", _ray.tune))
+}
 
 from recbole.config import Config  # noqa: E402
 from recbole.data import create_dataset, data_preparation  # noqa: E402
@@ -43,14 +50,18 @@ from recbole.trainer import Trainer  # noqa: E402
 def atomic_files(folder, target):
     """Writes the pairs as RecBole's benchmark files; of a user without pairs to find nothing is asked."""
     for part, name in (("seen", "train"), ("truth", "valid"), ("truth", "test")):
-        pairs = pd.read_parquet(folder / f"{part}.parquet").sort_values(["user", "item"])
+        pairs = pd.read_parquet(folder / f"{part}.parquet").sort_values(
+            ["user", "item"]
+        )
         pairs.columns = ["user_id:token", "item_id:token"]
         pairs.to_csv(target / f"set.{name}.inter", sep="\t", index=False)
 
 
 def evaluator(folder, scores):
     """RecBole's trainer and test data over the vectors, in batches of so many scores."""
-    vectors = {name: pd.read_parquet(folder / f"{name}.parquet") for name in ("users", "items")}
+    vectors = {
+        name: pd.read_parquet(folder / f"{name}.parquet") for name in ("users", "items")
+    }
     with tempfile.TemporaryDirectory() as name:
         target = Path(name) / "set"
         target.mkdir()
@@ -108,7 +119,9 @@ def main():
         "recbole": importlib.metadata.version("recbole"),
         "default": {"eval_batch_size": DEFAULT, "seconds": seconds[DEFAULT]},
         "best": {"eval_batch_size": best, "seconds": seconds[best]},
-        "figures": {name.replace("hit", "hr"): float(value) for name, value in figures.items()},
+        "figures": {
+            name.replace("hit", "hr"): float(value) for name, value in figures.items()
+        },
     }
     print(json.dumps(result))
 

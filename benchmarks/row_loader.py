@@ -28,13 +28,19 @@ def make(folder: Path, rows: int) -> None:
         lengths = rng.integers(0, 21, count)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         columns: dict[str, Any] = {
-            f"c{column}": rng.integers(0, 10 ** rng.integers(2, 7), count) for column in range(CATEGORICAL)
+            f"c{column}": rng.integers(0, 10 ** rng.integers(2, 7), count)
+            for column in range(CATEGORICAL)
         }
-        columns |= {f"d{column}": rng.normal(size=count).astype(np.float32) for column in range(DENSE)}
+        columns |= {
+            f"d{column}": rng.normal(size=count).astype(np.float32)
+            for column in range(DENSE)
+        }
         ids = pa.array(rng.integers(0, 200_000, int(offsets[-1])))
         columns["history"] = pa.ListArray.from_arrays(pa.array(offsets), ids)
         columns["label"] = (rng.random(count) < 0.03).astype(np.float32)
-        pq.write_table(pa.table(columns), folder / f"part-{number}.parquet", row_group_size=GROUP)
+        pq.write_table(
+            pa.table(columns), folder / f"part-{number}.parquet", row_group_size=GROUP
+        )
 
 
 class Clicks(Dataset[Any]):
@@ -42,7 +48,9 @@ class Clicks(Dataset[Any]):
 
     def __init__(self, folder: Path) -> None:
         table = pq.read_table(min(folder.glob("*.parquet"))).to_pandas()
-        self.categorical = table[[f"c{column}" for column in range(CATEGORICAL)]].to_numpy()
+        self.categorical = table[
+            [f"c{column}" for column in range(CATEGORICAL)]
+        ].to_numpy()
         self.dense = table[[f"d{column}" for column in range(DENSE)]].to_numpy()
         self.history, self.label = table["history"].tolist(), table["label"].to_numpy()
 
@@ -51,18 +59,31 @@ class Clicks(Dataset[Any]):
 
     def __getitem__(self, row: int) -> Any:
         ids = torch.as_tensor(self.history[row])
-        return torch.from_numpy(self.categorical[row]), torch.from_numpy(self.dense[row]), ids, self.label[row]
+        return (
+            torch.from_numpy(self.categorical[row]),
+            torch.from_numpy(self.dense[row]),
+            ids,
+            self.label[row],
+        )
 
 
 def collate(rows: list[Any]) -> Any:
     """Joins rows to a batch."""
     categorical, dense, history, label = zip(*rows, strict=True)
     lengths = torch.tensor([len(ids) for ids in history])
-    return torch.stack(categorical), torch.stack(dense), torch.cat(history), lengths, torch.tensor(label)
+    return (
+        torch.stack(categorical),
+        torch.stack(dense),
+        torch.cat(history),
+        lengths,
+        torch.tensor(label),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--batch", type=int, default=4096)

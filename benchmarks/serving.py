@@ -35,7 +35,13 @@ STUDIES = ("movielens", "movielens-large", "attacks", "loadgen")
 
 def main() -> None:
     rows = {name: _rows(*path.split(":")) for name, path in ROWS.items()}
-    command_line(__doc__, rows, turns=3, packages="numpy faiss-cpu onnxruntime starlette uvicorn", studies=STUDIES)
+    command_line(
+        __doc__,
+        rows,
+        turns=3,
+        packages="numpy faiss-cpu onnxruntime starlette uvicorn",
+        studies=STUDIES,
+    )
 
 
 def _rows(module: str, function: str) -> Callable[[Options], Iterator[Row]]:
@@ -58,7 +64,9 @@ def compared(
     """Returns the row of two sides' seconds by turn and call: medians of the turns in ms, and p99 of all calls."""
     sides = {"": ours, "baseline_": baseline}
     p99 = {f"{side}p99": p99_ms(turns) for side, turns in sides.items()}
-    medians = [[1e3 * statistics.median(turn) for turn in turns] for turns in (ours, baseline)]
+    medians = [
+        [1e3 * statistics.median(turn) for turn in turns] for turns in (ours, baseline)
+    ]
     return row(
         name,
         medians[0],

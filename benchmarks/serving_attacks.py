@@ -51,29 +51,60 @@ def make_bundle(folder: Path, seed: int, user_width: int = WIDTH) -> None:
 
     def table(name: str, rows: int) -> EmbeddingBagConfig:
         return EmbeddingBagConfig(
-            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=32, pooling=PoolingType.MEAN
+            name=name,
+            feature_names=[name],
+            num_embeddings=rows,
+            embedding_dim=32,
+            pooling=PoolingType.MEAN,
         )
 
     device = torch.device("cpu")
     user = Tower(
-        [table("user_id", USERS + 1), table("history", ITEMS + 1)], (128, user_width), dense=["age"], device=device
+        [table("user_id", USERS + 1), table("history", ITEMS + 1)],
+        (128, user_width),
+        dense=["age"],
+        device=device,
     )
-    item = Tower([table("item_id", ITEMS + 1), table("genre", 20)], (128, WIDTH), device=device)
-    model = TowerModel({"user": user, "item": item}, interaction_layer("top_nn", [user_width, WIDTH], (64,)))
+    item = Tower(
+        [table("item_id", ITEMS + 1), table("genre", 20)], (128, WIDTH), device=device
+    )
+    model = TowerModel(
+        {"user": user, "item": item},
+        interaction_layer("top_nn", [user_width, WIDTH], (64,)),
+    )
     # As far apart as trained ones; TorchRec begins with +-1 / sqrt(rows), all but alike.
     for tower in model.towers.values():
         for weight in tower.embeddings.parameters():
             torch.nn.init.normal_(weight, std=0.3)
     items, users = np.arange(1, ITEMS + 1), np.arange(1, USERS + 1)
-    lists = pa.array(random.integers(1, ITEMS, (USERS, HISTORY)).tolist(), type=pa.list_(pa.int64()))
-    seen = pa.array(random.integers(0, ITEMS, (USERS, HISTORY)).tolist(), type=pa.list_(pa.int64()))
-    features = pa.table({"user_id": users, "history": lists, "age": random.random(USERS).astype(np.float32)})
+    lists = pa.array(
+        random.integers(1, ITEMS, (USERS, HISTORY)).tolist(), type=pa.list_(pa.int64())
+    )
+    seen = pa.array(
+        random.integers(0, ITEMS, (USERS, HISTORY)).tolist(), type=pa.list_(pa.int64())
+    )
+    features = pa.table(
+        {
+            "user_id": users,
+            "history": lists,
+            "age": random.random(USERS).astype(np.float32),
+        }
+    )
     unknown = {"user_id": 0, "history": [], "age": 0.0}
     export(
         model.eval(),
         folder,
-        catalogue=Catalogue(ids=items, features=pa.table({"item_id": items, "genre": items % 20})),
-        users=NamedUsers(key="user_id", ids=users, features=features, unknown=unknown, seen=seen, liked=seen),
+        catalogue=Catalogue(
+            ids=items, features=pa.table({"item_id": items, "genre": items % 20})
+        ),
+        users=NamedUsers(
+            key="user_id",
+            ids=users,
+            features=features,
+            unknown=unknown,
+            seen=seen,
+            liked=seen,
+        ),
     )
 
 
@@ -81,7 +112,10 @@ def long_header(port: int, ending: threading.Event) -> None:
     """One after the other, until told to end."""
     piece = b"a" * 2**20
     while not ending.is_set():
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=120) as attacker:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", port), timeout=120) as attacker,
+        ):
             attacker.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nA: ")
             for _ in range(HEADER_MIB):
                 attacker.sendall(piece)
@@ -95,9 +129,15 @@ def silent_sockets(port: int, ending: threading.Event) -> None:
         sockets = []
         for _ in range(SOCKETS):
             with contextlib.suppress(OSError):
-                sockets.append(held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)))
+                sockets.append(
+                    held.enter_context(
+                        socket.create_connection(("127.0.0.1", port), timeout=5)
+                    )
+                )
         ending.wait()
-        print(f"of {len(sockets)} silent sockets {sum(map(is_open, sockets))} are open after all that time")
+        print(
+            f"of {len(sockets)} silent sockets {sum(map(is_open, sockets))} are open after all that time"
+        )
 
 
 def is_open(one: socket.socket) -> bool:
@@ -111,7 +151,11 @@ def is_open(one: socket.socket) -> bool:
 
 
 def measured(
-    port: int, asked: list[bytes], seconds: float, rate: float, attack: Attack | None = None
+    port: int,
+    asked: list[bytes],
+    seconds: float,
+    rate: float,
+    attack: Attack | None = None,
 ) -> tuple[Load, Load]:
     """The load over connections that are kept, and that of newcomers, of which each opens one of its own."""
     ending, newcomers = threading.Event(), Load()
@@ -122,8 +166,16 @@ def measured(
         (start + number / NEW_A_SECOND, request)
         for number, request in enumerate(requests[: int(NEW_A_SECOND * seconds)])
     ]
-    threads = [threading.Thread(target=lambda: [one_after_the_other(port, [each], newcomers) for each in due])]
-    threads += [] if attack is None else [threading.Thread(target=attack, args=(port, ending))]
+    threads = [
+        threading.Thread(
+            target=lambda: [
+                one_after_the_other(port, [each], newcomers) for each in due
+            ]
+        )
+    ]
+    threads += (
+        [] if attack is None else [threading.Thread(target=attack, args=(port, ending))]
+    )
     for thread in threads:
         thread.start()
     load = ask(port, rate, seconds, requests)
@@ -150,7 +202,9 @@ def attacks(options: Options) -> Iterator[Row]:
     seconds = 3.0 if options.quick else 15.0
     torch.set_num_threads(1)
     os.environ["TORCHREC_EXT_TOKEN"] = TOKEN
-    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))  # for the server
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )  # for the server
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         bundles = {"bundle-0": WIDTH, "bundle-1": WIDTH, "bundle-uneven": WIDTH // 2}
@@ -161,7 +215,10 @@ def attacks(options: Options) -> Iterator[Row]:
         pointer.symlink_to(good)
         asked = recommendations(Bundle.load(good), 512)
         with service(pointer, log, "--stage=dot", "--log=events") as port:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (SOCKETS + FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE,
+                (SOCKETS + FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
+            )
             first = served(port)
 
             def swap(port: int, ending: threading.Event) -> None:
@@ -181,13 +238,33 @@ def attacks(options: Options) -> Iterator[Row]:
                 before = before or load.percentile(99)
                 yield row(f"{name}, p99", load.percentile(99), "ms", baseline=before)
                 count = int(RATE * seconds)
-                yield row(f"{name}, failures of {count}", len(load.failed), "requests", required=0)
+                yield row(
+                    f"{name}, failures of {count}",
+                    len(load.failed),
+                    "requests",
+                    required=0,
+                )
                 count = int(NEW_A_SECOND * seconds)
-                yield row(f"{name}, failures of {count} newcomers", len(newcomers.failed), "requests")
+                yield row(
+                    f"{name}, failures of {count} newcomers",
+                    len(newcomers.failed),
+                    "requests",
+                )
             point(pointer, other)
             end = time.monotonic() + 30
             while served(port) == first and time.monotonic() < end:
                 time.sleep(0.1)
             afterwards = float(served(port) != first)
-        refused = [json.loads(line)["why"] for line in log.read_text().splitlines() if '"bundle_refused"' in line]
-    yield row("a good bundle is served afterwards", afterwards, "of 1", better="more", required=1, refused=refused)
+        refused = [
+            json.loads(line)["why"]
+            for line in log.read_text().splitlines()
+            if '"bundle_refused"' in line
+        ]
+    yield row(
+        "a good bundle is served afterwards",
+        afterwards,
+        "of 1",
+        better="more",
+        required=1,
+        refused=refused,
+    )

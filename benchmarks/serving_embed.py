@@ -23,7 +23,9 @@ def main(items: int) -> None:
 
     torch.manual_seed(0)
     tables = [
-        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=64)
+        EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=64
+        )
         for name, rows in (("item_id", items), ("category", 1_000))
     ]
     tower = Tower(tables, (128, 64), dense=["price"]).eval()
@@ -33,11 +35,20 @@ def main(items: int) -> None:
         for start in range(0, items, size):
             ids = torch.arange(start, min(start + size, items))
             sparse = {"item_id": Jagged(ids), "category": Jagged(ids % 1_000)}
-            yield ids.numpy(), schema.assemble(sparse, {"price": torch.ones(len(ids))}, labels=torch.zeros(len(ids)))
+            yield (
+                ids.numpy(),
+                schema.assemble(
+                    sparse,
+                    {"price": torch.ones(len(ids))},
+                    labels=torch.zeros(len(ids)),
+                ),
+            )
 
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        store = embed(lambda batch: tower(batch.sparse, batch.dense), blocks(), f"{folder}/store")
+        store = embed(
+            lambda batch: tower(batch.sparse, batch.dense), blocks(), f"{folder}/store"
+        )
         seconds = time.perf_counter() - start
         assert len(store) == items
     print([items / seconds, peak_mb() * 1e6 / 2**30])
@@ -46,10 +57,25 @@ def main(items: int) -> None:
 def rows(options: Options) -> Iterator[Row]:
     """Times embed() and reads its process's memory."""
     items = 50_000 if options.quick else 1_000_000
-    turns = [last_json([sys.executable, __file__, items], limit_s=300) for _ in range(options.turns)]
+    turns = [
+        last_json([sys.executable, __file__, items], limit_s=300)
+        for _ in range(options.turns)
+    ]
     rates, memory = zip(*turns, strict=True)
-    yield row("embed, 1,000,000 items x 64", rates, "items/s", better="more", required=200_000, machine="cores")
-    yield row("embed, memory of the process, the tower's own 245 MiB and torch included", memory, "GiB", required=1.4)
+    yield row(
+        "embed, 1,000,000 items x 64",
+        rates,
+        "items/s",
+        better="more",
+        required=200_000,
+        machine="cores",
+    )
+    yield row(
+        "embed, memory of the process, the tower's own 245 MiB and torch included",
+        memory,
+        "GiB",
+        required=1.4,
+    )
 
 
 if __name__ == "__main__":

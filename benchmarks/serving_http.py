@@ -33,8 +33,22 @@ P50_MS, P99_MS = 5.0, 20.0
 
 def trained_bundle(run: Path, items: int) -> Path:
     """Trains the recipe two_tower on planted data for two epochs and returns the bundle that its run ends with."""
-    settings = ["data.name=planted", f"data.items={items}", "train.epochs=2", "train.eval_every=2", "export=require"]
-    command = [sys.executable, "-m", "torchx_apps.train", "--recipe", "two_tower", "--run-dir", str(run)]
+    settings = [
+        "data.name=planted",
+        f"data.items={items}",
+        "train.epochs=2",
+        "train.eval_every=2",
+        "export=require",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torchx_apps.train",
+        "--recipe",
+        "two_tower",
+        "--run-dir",
+        str(run),
+    ]
     command += [word for setting in settings for word in ("--set", setting)]
     done = subprocess.run(
         command,
@@ -45,7 +59,9 @@ def trained_bundle(run: Path, items: int) -> Path:
         timeout=LIMIT_S,
     )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}"
+        )
     return run / "bundle"
 
 
@@ -54,7 +70,14 @@ def service(bundle: Path, log: Path, *flags: str) -> Iterator[int]:
     """Starts a service and yields its port when it is ready."""
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "torchx_apps.serve", str(bundle), "--port=0", *flags],
+            [
+                sys.executable,
+                "-m",
+                "torchx_apps.serve",
+                str(bundle),
+                "--port=0",
+                *flags,
+            ],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
@@ -63,7 +86,9 @@ def service(bundle: Path, log: Path, *flags: str) -> Iterator[int]:
         )
     assert process.stdout is not None
     try:
-        match = re.search(r":(\d+)/", process.stdout.readline())  # the server ends itself after --start seconds
+        match = re.search(
+            r":(\d+)/", process.stdout.readline()
+        )  # the server ends itself after --start seconds
         if match is None:
             raise RuntimeError(f"the service did not begin:\n{log.read_text()[-3000:]}")
         yield int(match[1])
@@ -79,7 +104,14 @@ def resident_mib(port: int) -> float:
     """Returns the memory of all workers together."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         lines = page.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("serve_resident_bytes{")) / 2**20
+    return (
+        sum(
+            float(line.split()[-1])
+            for line in lines
+            if line.startswith("serve_resident_bytes{")
+        )
+        / 2**20
+    )
 
 
 def recommendations(bundle: Bundle, count: int) -> list[bytes]:
@@ -87,11 +119,21 @@ def recommendations(bundle: Bundle, count: int) -> list[bytes]:
     assert bundle.users is not None
     random = np.random.default_rng(0)
     rows = random.integers(0, len(bundle.users), count)
-    columns = {name: values for name, values in bundle.users.rows(rows).items() if name in bundle.request_columns}
+    columns = {
+        name: values
+        for name, values in bundle.users.rows(rows).items()
+        if name in bundle.request_columns
+    }
     requests = []
     for values in zip(*columns.values(), strict=True):
         user = dict(zip(columns, values, strict=True))
-        requests.append(http_request("POST", "/v1/recommend", json.dumps({"user": user, "k": 100, "vector": "live"})))
+        requests.append(
+            http_request(
+                "POST",
+                "/v1/recommend",
+                json.dumps({"user": user, "k": 100, "vector": "live"}),
+            )
+        )
     return requests
 
 
@@ -121,9 +163,17 @@ def http(options: Options) -> Iterator[Row]:
             "ms",
             required=required,
             machine="cores",
-            healthz=round(percentile([each for load in plain for each in load.ms], percent), 3),
+            healthz=round(
+                percentile([each for load in plain for each in load.ms], percent), 3
+            ),
             service=catalogue,
         )
     failed = sorted({reason for load in loads for reason in load.failed})
-    yield row("http failed requests", [len(load.failed) for load in loads], "requests", required=0, reasons=failed)
+    yield row(
+        "http failed requests",
+        [len(load.failed) for load in loads],
+        "requests",
+        required=0,
+        reasons=failed,
+    )
     yield row("http memory", after, "MiB", baseline=before, service=catalogue)

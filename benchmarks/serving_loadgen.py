@@ -26,7 +26,14 @@ from torchrec_ext.retrieval.server.load import CONNECTIONS, answered
 
 BOUND_MS = float(os.environ.get("LOADGEN_MS", "30"))
 SECONDS = 60.0
-SHOWN = ("Scenario", "Result is", "Scheduled samples per second", "Completed samples per second", "50.00", "99.00")
+SHOWN = (
+    "Scenario",
+    "Result is",
+    "Scheduled samples per second",
+    "Completed samples per second",
+    "50.00",
+    "99.00",
+)
 
 
 class Clients:
@@ -53,10 +60,14 @@ class Clients:
             connection.sendall(self._requests[index])
             status, _ = answered(connection)
             self.failed += status != b"200"
-            self._loadgen.QuerySamplesComplete([self._loadgen.QuerySampleResponse(number, 0, 0)])
+            self._loadgen.QuerySamplesComplete(
+                [self._loadgen.QuerySampleResponse(number, 0, 0)]
+            )
 
 
-def summary(port: int, requests: Sequence[bytes], seconds: float, folder: Path) -> tuple[dict[str, str], int]:
+def summary(
+    port: int, requests: Sequence[bytes], seconds: float, folder: Path
+) -> tuple[dict[str, str], int]:
     """Runs LoadGen; returns its summary by name, and the number of requests that failed."""
     import mlperf_loadgen as loadgen
 
@@ -76,12 +87,16 @@ def summary(port: int, requests: Sequence[bytes], seconds: float, folder: Path) 
     log.enable_trace = False
     clients = Clients(loadgen, port, requests)
     sut = loadgen.ConstructSUT(clients.issue, lambda: None)
-    samples = loadgen.ConstructQSL(len(requests), len(requests), lambda _: None, lambda _: None)
+    samples = loadgen.ConstructQSL(
+        len(requests), len(requests), lambda _: None, lambda _: None
+    )
     loadgen.StartTestWithLogSettings(sut, samples, settings, log)
     loadgen.DestroyQSL(samples)
     loadgen.DestroySUT(sut)
     text = (folder / "mlperf_log_summary.txt").read_text()
-    return dict(re.findall(r"^\s*(\S.*?)\s*: (.*?)\s*$", text, re.MULTILINE)), clients.failed
+    return dict(
+        re.findall(r"^\s*(\S.*?)\s*: (.*?)\s*$", text, re.MULTILINE)
+    ), clients.failed
 
 
 def loadgen(options: Options) -> Iterator[Row]:
@@ -96,4 +111,6 @@ def loadgen(options: Options) -> Iterator[Row]:
     shown = {name: value for name, value in found.items() if name.startswith(SHOWN)}
     valid = found.get("Result is") == "VALID" and not failed
     name = f"loadgen, scenario Server, {RATE:g} a second, p99 within {BOUND_MS:g} ms"
-    yield row(name, float(valid), "valid", better="more", required=1, failed=failed, **shown)
+    yield row(
+        name, float(valid), "valid", better="more", required=1, failed=failed, **shown
+    )

@@ -63,12 +63,17 @@ def recombined(options: Options) -> Iterator[Row]:
     asked, users = _users(bundle)
     rows = _recombined(run, bundle, 20_000 if options.quick else LARGE)
     kinds: dict[str, Index] = {
-        kind: FaissIndex.build(rows, "dot", kind=kind, recall=0.95, queries=asked) for kind in KINDS
+        kind: FaissIndex.build(rows, "dot", kind=kind, recall=0.95, queries=asked)
+        for kind in KINDS
     }
-    yield from _rows(f"{len(rows):,} recombined films", rows, kinds, users, options.turns)
+    yield from _rows(
+        f"{len(rows):,} recombined films", rows, kinds, users, options.turns
+    )
 
 
-def _rows(name: str, rows: Tensor, kinds: dict[str, Index], users: Tensor, turns: int) -> Iterator[Row]:
+def _rows(
+    name: str, rows: Tensor, kinds: dict[str, Index], users: Tensor, turns: int
+) -> Iterator[Row]:
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     exact, flat = ExactIndex(rows, "dot"), faiss.IndexFlatIP(rows.shape[1])
@@ -76,11 +81,19 @@ def _rows(name: str, rows: Tensor, kinds: dict[str, Index], users: Tensor, turns
     flat.add(rows.numpy())
     for k in (100, 10):
         truth = exact.search(users[:JUDGED], k)[1]
-        recall = {kind: _recall(truth, index.search(users[:JUDGED], k)[1]) for kind, index in kinds.items()}
+        recall = {
+            kind: _recall(truth, index.search(users[:JUDGED], k)[1])
+            for kind, index in kinds.items()
+        }
         for batch in (1, 64):
             sides: dict[str, Any] = {"exact": exact, **kinds}
-            calls = {side: partial(_search, index, users, batch, k) for side, index in sides.items()}
-            calls["faiss flat"] = lambda number, batch=batch, k=k: flat.search(_some(users, batch, number).numpy(), k)
+            calls = {
+                side: partial(_search, index, users, batch, k)
+                for side, index in sides.items()
+            }
+            calls["faiss flat"] = lambda number, batch=batch, k=k: flat.search(
+                _some(users, batch, number).numpy(), k
+            )
             times = calls_in_turn(calls, turns, 100 if batch == 1 else 10)
             for kind, index in kinds.items():
                 title = f"approximate, {kind}, top {k} of {name}, {batch} at a time"
@@ -118,7 +131,10 @@ def _users(bundle: Bundle) -> tuple[Tensor, Tensor]:
     asked = np.linspace(0, count - 1, INDEX_QUERIES).round().astype(np.int64)
     others = np.random.default_rng(0).permutation(np.setdiff1d(np.arange(count), asked))
     rows = [bundle.users.rows(places) for places in (asked, others)]
-    first, second = (bundle.embed_query({name: list(column) for name, column in some.items()}) for some in rows)
+    first, second = (
+        bundle.embed_query({name: list(column) for name, column in some.items()})
+        for some in rows
+    )
     return first, second
 
 
@@ -145,7 +161,11 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 def _trained(quick: bool) -> Path:
     """The run folder, which lasts as long as this process: a run that is kept may be of other code."""
     run = Path(_folder().name) / "run"
-    data = ("data.name=planted", "data.users=1500", "data.items=3000") if quick else (f"data.name={DATA}",)
+    data = (
+        ("data.name=planted", "data.users=1500", "data.items=3000")
+        if quick
+        else (f"data.name={DATA}",)
+    )
     settings = [*data, "train.epochs=2", "train.eval_every=2"]
     flags = [flag for setting in settings for flag in ("--set", setting)]
     _run("torchx_apps.train", "--recipe", "retrieval", "--run-dir", str(run), *flags)
@@ -155,11 +175,27 @@ def _trained(quick: bool) -> Path:
 def _exported(run: Path, kind: str) -> Path:
     out = run / f"bundle-{kind}"
     if not out.exists():
-        _run("torchx_apps.export", str(run), "--out", str(out), "--index", kind, "--recall", "0.95")
+        _run(
+            "torchx_apps.export",
+            str(run),
+            "--out",
+            str(out),
+            "--index",
+            kind,
+            "--recall",
+            "0.95",
+        )
     return out
 
 
 def _run(module: str, *flags: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", module, *flags]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=sys.stderr, timeout=3 * LIMIT_S)
+    subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        stdout=sys.stderr,
+        timeout=3 * LIMIT_S,
+    )

@@ -63,7 +63,13 @@ def network(items: int, shared: tuple[str, ...] = ()) -> TowerModel:
     """Makes towers 128-64 over item, category and price, and over user, history and age, with a top NN over both."""
 
     def table(name: str, rows: int, **options: object) -> EmbeddingBagConfig:
-        return EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=WIDTH, **options)  # type: ignore[arg-type]
+        return EmbeddingBagConfig(
+            name=name,
+            feature_names=[name],
+            num_embeddings=rows,
+            embedding_dim=WIDTH,
+            **options,
+        )  # type: ignore[arg-type]
 
     torch.manual_seed(0)
     user = [table("user_id", USERS), table("history", items, pooling=PoolingType.MEAN)]
@@ -89,7 +95,9 @@ def questions(number: int, items: int, count: int) -> list[Question]:
                 "history": random.integers(1, items, HISTORY).tolist(),
                 "age": round(float(random.random()), 3),
             },
-            random.permutation(items)[:count].tolist() if count == items else random.choice(items, count).tolist(),
+            random.permutation(items)[:count].tolist()
+            if count == items
+            else random.choice(items, count).tolist(),
         )
         for _ in range(number)
     ]
@@ -104,7 +112,9 @@ def batch_of(schema: BatchSchema, question: Question, *, once: bool) -> TowerBat
     return schema.assemble(
         {
             "user_id": Jagged(torch.full((users,), question.user["user_id"])),
-            "history": Jagged(history.repeat(users), torch.full((users,), HISTORY, dtype=torch.int32)),
+            "history": Jagged(
+                history.repeat(users), torch.full((users,), HISTORY, dtype=torch.int32)
+            ),
             "item_id": Jagged(items),
             "category": Jagged(items % 1_000),
         },
@@ -118,11 +128,15 @@ def batch_of(schema: BatchSchema, question: Question, *, once: bool) -> TowerBat
 class OneGraph(nn.Module):
     """The user tower and the top NN as one graph, so that ONNX Runtime is called once."""
 
-    def __init__(self, tower: nn.Module, top: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(
+        self, tower: nn.Module, top: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.tower, self.top = tower, top
 
-    def forward(self, user_id: Tensor, history: Tensor, age: Tensor, candidates: Tensor) -> Tensor:
+    def forward(
+        self, user_id: Tensor, history: Tensor, age: Tensor, candidates: Tensor
+    ) -> Tensor:
         """Returns (N,) scores of one user, (1,), (1, L) and (1,), with candidates (N, D)."""
         scores: Tensor = self.top(self.tower(user_id, history, age), candidates)
         return scores
@@ -137,7 +151,9 @@ class PlainTop(nn.Module):
 
     def forward(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (N,) scores of (1, D) and (N, D)."""
-        scores: Tensor = self.interaction([query.expand(candidates.shape[0], -1), candidates])
+        scores: Tensor = self.interaction(
+            [query.expand(candidates.shape[0], -1), candidates]
+        )
         return scores
 
 
@@ -150,21 +166,37 @@ class ProjectedTop(nn.Module):
 
     def forward(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (N,) scores of (1, D) and (N, width)."""
-        scores: Tensor = self.projection.score(self.projection.query(query)[0], candidates)
+        scores: Tensor = self.projection.score(
+            self.projection.query(query)[0], candidates
+        )
         return scores
 
 
-def in_onnx(bundle: Bundle, top: nn.Module, stored: EmbeddingStore, path: Path) -> Callable[[Question], list[float]]:
+def in_onnx(
+    bundle: Bundle, top: nn.Module, stored: EmbeddingStore, path: Path
+) -> Callable[[Question], list[float]]:
     """Returns ONNX Runtime's answer, on one thread, from stored rows."""
     tower = PaddedTower(bundle.encoders[0], "user")
     assert [each.name for each in tower.inputs] == ["user_id", "history", "age"]
     names = ("user_id", "history", "age", "candidates")
-    values = (torch.tensor([5]), torch.arange(1, HISTORY + 1)[None], torch.ones(1), stored.matrix()[:4].clone())
+    values = (
+        torch.tensor([5]),
+        torch.arange(1, HISTORY + 1)[None],
+        torch.ones(1),
+        stored.matrix()[:4].clone(),
+    )
     dynamic = (None, None, None, {0: torch.export.Dim("rows", min=2)})
-    write_onnx(OneGraph(tower, top).eval(), dict(zip(names, values, strict=True)), dynamic, path)
+    write_onnx(
+        OneGraph(tower, top).eval(),
+        dict(zip(names, values, strict=True)),
+        dynamic,
+        path,
+    )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        str(path), options, providers=["CPUExecutionProvider"]
+    )
     rows = stored.matrix().numpy()
 
     def answered(question: Question) -> list[float]:
@@ -193,41 +225,74 @@ class Sides:
         self.once.load_state_dict(self.whole.state_dict())
         self.schemas = {False: self.whole.schema(), True: self.once.schema()}
         ids = np.arange(items)
-        rows = pa.table({"item_id": ids, "category": ids % 1_000, "price": np.ones(items, np.float32)})
+        rows = pa.table(
+            {
+                "item_id": ids,
+                "category": ids % 1_000,
+                "price": np.ones(items, np.float32),
+            }
+        )
         users = [question.user for question in questions(512, items, 1)]
         export(
             self.whole,
             folder / "bundle",
             catalogue=Catalogue(ids=ids, features=rows),
             queries=pa.Table.from_pylist(users).cast(
-                pa.schema({"user_id": pa.int64(), "history": pa.list_(pa.int64()), "age": pa.float32()})
+                pa.schema(
+                    {
+                        "user_id": pa.int64(),
+                        "history": pa.list_(pa.int64()),
+                        "age": pa.float32(),
+                    }
+                )
             ),
         )
         self.bundle = Bundle.load(folder / "bundle")
         self.scorer = Scorer(self.bundle)
         self.compiled = Scorer(self.bundle, compile="auto")
         bundle = self.bundle
-        self.onnx = in_onnx(bundle, PlainTop(self.whole.interaction), bundle.store, folder / "plain.onnx")
-        self.projected = in_onnx(bundle, ProjectedTop(bundle.projection), bundle.projected, folder / "projected.onnx")
+        self.onnx = in_onnx(
+            bundle,
+            PlainTop(self.whole.interaction),
+            bundle.store,
+            folder / "plain.onnx",
+        )
+        self.projected = in_onnx(
+            bundle,
+            ProjectedTop(bundle.projection),
+            bundle.projected,
+            folder / "projected.onnx",
+        )
 
     def of_network(self, question: Question, *, once: bool) -> list[float]:
         """Returns the network's scores from a request."""
         with torch.inference_mode():
             batch = batch_of(self.schemas[once], question, once=once)
-            scores: list[float] = (self.once if once else self.whole).logits(batch).tolist()
+            scores: list[float] = (
+                (self.once if once else self.whole).logits(batch).tolist()
+            )
         return scores
 
     def ours(self, question: Question) -> list[float]:
         """Returns the service's scores from a request."""
-        return self.scorer.score(ScoreRequest(user=question.user, items=question.items)).scores
+        return self.scorer.score(
+            ScoreRequest(user=question.user, items=question.items)
+        ).scores
 
     def ours_compiled(self, question: Question) -> list[float]:
         """Returns the scores of a scorer that compiles."""
-        return self.compiled.score(ScoreRequest(user=question.user, items=question.items)).scores
+        return self.compiled.score(
+            ScoreRequest(user=question.user, items=question.items)
+        ).scores
 
-    def from_requests(self, asked: list[Question]) -> dict[str, Callable[[int], object]]:
+    def from_requests(
+        self, asked: list[Question]
+    ) -> dict[str, Callable[[int], object]]:
         """Returns the sides that begin with a request."""
-        matrix, rows = self.bundle.projected.matrix(), torch.empty(len(asked[0].items), self.bundle.projected.width)
+        matrix, rows = (
+            self.bundle.projected.matrix(),
+            torch.empty(len(asked[0].items), self.bundle.projected.width),
+        )
         # Positions of other requests, so that the gathered rows are in no cache for the others.
         others = [torch.tensor(question.items) for question in reversed(asked)]
         return {
@@ -237,15 +302,24 @@ class Sides:
             "onnx, pre-projected": lambda number: self.projected(asked[number]),
             "ours": lambda number: self.ours(asked[number]),
             "compiled": lambda number: self.ours_compiled(asked[number]),
-            "gather": lambda number: torch.index_select(matrix, 0, others[number], out=rows),
+            "gather": lambda number: torch.index_select(
+                matrix, 0, others[number], out=rows
+            ),
         }
 
     def from_tensors(self, asked: list[Question]) -> dict[str, Callable[[int], object]]:
         """Returns the whole network on batches that are ready, and ours on columns and positions that are."""
         encoder = self.bundle.encoders[0]
-        scorer = CandidateScorer(self.bundle.projection, self.bundle.projected, compile="off")
-        batches = [batch_of(self.schemas[False], question, once=False) for question in asked]
-        read = [encoder.read({name: [value] for name, value in question.user.items()}) for question in asked]
+        scorer = CandidateScorer(
+            self.bundle.projection, self.bundle.projected, compile="off"
+        )
+        batches = [
+            batch_of(self.schemas[False], question, once=False) for question in asked
+        ]
+        read = [
+            encoder.read({name: [value] for name, value in question.user.items()})
+            for question in asked
+        ]
         positions = [torch.tensor(question.items) for question in asked]
 
         def naive(number: int) -> None:
@@ -270,10 +344,17 @@ class Sides:
         }
         for name, scores in others.items():
             difference = float((torch.tensor(scores) - expected).abs().max())
-            assert difference < 1e-5, f"{name} differs from the whole network by {difference:.1e}"
+            assert difference < 1e-5, (
+                f"{name} differs from the whole network by {difference:.1e}"
+            )
 
 
-REQUIRED_OF_COMPILED = {"naive": None, "tower-once": None, "onnx": 1.5, "onnx, pre-projected": None}
+REQUIRED_OF_COMPILED = {
+    "naive": None,
+    "tower-once": None,
+    "onnx": 1.5,
+    "onnx, pre-projected": None,
+}
 REQUIRED = {"naive": 25.0, "tower-once": 14.0, "onnx": 1.4, "onnx, pre-projected": None}
 
 
@@ -305,10 +386,26 @@ def scores(options: Options) -> Iterator[Row]:
             )
         for name, side, most in (("", "ours", 0.25), ("compiled, ", "compiled", 0.15)):
             milliseconds = [1e3 * statistics.median(turn) for turn in times[side]]
-            yield row(f"score-p50, {name}500 candidates", milliseconds, "ms", required=most, p99=p99_ms(times[side]))
+            yield row(
+                f"score-p50, {name}500 candidates",
+                milliseconds,
+                "ms",
+                required=most,
+                p99=p99_ms(times[side]),
+            )
         few = calls // 5  # batches are made beforehand, which takes longer than they
-        times = calls_in_turn(sides.from_tensors(asked[: number_of_calls(options.turns, few)]), options.turns, few)
-        yield compared(f"score-naive, 500 of {items:,}, tensors", times["naive"], times["ours"], None, machine="memory")
+        times = calls_in_turn(
+            sides.from_tensors(asked[: number_of_calls(options.turns, few)]),
+            options.turns,
+            few,
+        )
+        yield compared(
+            f"score-naive, 500 of {items:,}, tensors",
+            times["naive"],
+            times["ours"],
+            None,
+            machine="memory",
+        )
         del sides
         gc.collect()
         yield from first_scores(Path(folder) / "bundle", options, items)
@@ -316,12 +413,20 @@ def scores(options: Options) -> Iterator[Row]:
         sides, asked = Sides(Path(folder), 1_000), questions(number, 1_000, 1_000)
         sides.check(asked[0])
         times = calls_in_turn(
-            {name: call for name, call in sides.from_requests(asked).items() if not name.startswith(("tower", "onnx"))},
+            {
+                name: call
+                for name, call in sides.from_requests(asked).items()
+                if not name.startswith(("tower", "onnx"))
+            },
             options.turns,
             calls,
         )
         yield compared(
-            "score-naive, 1,000 of 1,000", times["naive"], times["ours"], 60.0, ceiling=ceiling(times, "naive")
+            "score-naive, 1,000 of 1,000",
+            times["naive"],
+            times["ours"],
+            60.0,
+            ceiling=ceiling(times, "naive"),
         )
         yield compared(
             "score-naive, compiled, 1,000 of 1,000",
@@ -334,7 +439,9 @@ def scores(options: Options) -> Iterator[Row]:
 
 def ceiling(times: Mapping[str, list[list[float]]], name: str) -> float:
     """Returns the ratio that the stored rows alone would have, gathered and not scored."""
-    return statistics.median(itertools.chain(*times[name])) / statistics.median(itertools.chain(*times["gather"]))
+    return statistics.median(itertools.chain(*times[name])) / statistics.median(
+        itertools.chain(*times["gather"])
+    )
 
 
 def first_scores(folder: Path, options: Options, items: int) -> Iterator[Row]:

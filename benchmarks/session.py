@@ -33,21 +33,35 @@ def lengths_of(count: int, seed: int) -> np.ndarray:
 
 def packed(attention: str, causal: bool, lengths: np.ndarray) -> Callable[[], None]:
     encoder = SessionEncoder(
-        WIDTH, LONGEST, layers=LAYERS, heads=HEADS, hidden=HIDDEN, causal=causal, attention=attention, position="none"
+        WIDTH,
+        LONGEST,
+        layers=LAYERS,
+        heads=HEADS,
+        hidden=HIDDEN,
+        causal=causal,
+        attention=attention,
+        position="none",
     )
-    steps, sizes = torch.randn(int(lengths.sum()), WIDTH, requires_grad=True), torch.from_numpy(lengths)
+    steps, sizes = (
+        torch.randn(int(lengths.sum()), WIDTH, requires_grad=True),
+        torch.from_numpy(lengths),
+    )
     return lambda: encoder(steps, sizes).sum().backward()
 
 
 def padded(width: int, lengths: np.ndarray) -> Callable[[], None]:
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, 0.0, batch_first=True, norm_first=True)
+    layer = nn.TransformerEncoderLayer(
+        WIDTH, HEADS, HIDDEN, 0.0, batch_first=True, norm_first=True
+    )
     encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
     steps = torch.randn(len(lengths), width, WIDTH, requires_grad=True)
     mask = torch.ones(width, width).triu(1).bool()
     beyond = torch.arange(width) >= torch.from_numpy(lengths)[:, None]
 
     def run() -> None:
-        output: Tensor = encoder(steps, mask=mask, src_key_padding_mask=beyond, is_causal=True)
+        output: Tensor = encoder(
+            steps, mask=mask, src_key_padding_mask=beyond, is_causal=True
+        )
         output[~beyond].sum().backward()
 
     return run
@@ -59,7 +73,10 @@ def imbalance(batch: int, ranks: int, repeats: int = 200) -> tuple[float, float]
     for seed in range(repeats):
         lengths = lengths_of(batch, seed)
         neighbours = np.arange(batch) * ranks // batch
-        loads = [np.bincount(rank, weights=lengths, minlength=ranks) for rank in (neighbours, deal(lengths, ranks))]
+        loads = [
+            np.bincount(rank, weights=lengths, minlength=ranks)
+            for rank in (neighbours, deal(lengths, ranks))
+        ]
         found.append([load.max() / load.mean() for load in loads])
     before, after = np.mean(found, axis=0)
     return float(before), float(after)
@@ -78,20 +95,39 @@ def encoder(options: Options) -> Iterator[Row]:
         "ours, nested, not causal": packed("nested", False, lengths),
     }
     seconds = in_turn(sides, options.turns, 1 if options.quick else 4)
-    times = {name: [1e3 * each for each in of_side] for name, of_side in seconds.items()}
+    times = {
+        name: [1e3 * each for each in of_side] for name, of_side in seconds.items()
+    }
     size = {"sessions": len(lengths), "steps": int(lengths.sum())}
     for name in sides:
         if name.startswith("ours"):
             fastest = f"torch, padded to {longest}"
-            yield row(name, times[name], "ms", baseline=times[fastest], baseline_by=fastest, **size)
-    yield row("ours, bucketed, against 50", times["ours, bucketed"], "ms", baseline=times["torch, padded to 50"])
+            yield row(
+                name,
+                times[name],
+                "ms",
+                baseline=times[fastest],
+                baseline_by=fastest,
+                **size,
+            )
+    yield row(
+        "ours, bucketed, against 50",
+        times["ours, bucketed"],
+        "ms",
+        baseline=times["torch, padded to 50"],
+    )
 
 
 def ranks(options: Options) -> Iterator[Row]:
     """Yields how full the fullest rank is, over the mean: as the loader deals sessions against neighbours in order."""
     for count in (2, 8, 32):
         before, after = imbalance(BATCH, count, 20 if options.quick else 200)
-        yield row(f"fullest of {count} ranks over the mean", after, "of the mean", baseline=before)
+        yield row(
+            f"fullest of {count} ranks over the mean",
+            after,
+            "of the mean",
+            baseline=before,
+        )
 
 
 if __name__ == "__main__":

@@ -30,16 +30,34 @@ from typing import Any
 import small_model_batches
 import small_model_ranks
 import torch
-from harness import Options, Repeated, Row, Trainings, command_line, last_json, rates, row
+from harness import (
+    Options,
+    Repeated,
+    Row,
+    Trainings,
+    command_line,
+    last_json,
+    rates,
+    row,
+)
 from small_model_baseline import BATCH, NEGATIVES, SHAPES, PlainStep
-from small_model_training import Side, batches_of, instances, loader_of, network, training
+from small_model_training import (
+    Side,
+    batches_of,
+    instances,
+    loader_of,
+    network,
+    training,
+)
 
 from torchrec_ext.capture.policy import PATIENCE
 from torchrec_ext.distributed.runtime import Runtime
 
 EPOCH = 3_647_614 * 5
 INSTANCES = BATCH * (1 + NEGATIVES)  # of a step
-WARM_PASSES = PATIENCE + 2  # over rows of few steps: then the step of a pass's last batch is captured too
+WARM_PASSES = (
+    PATIENCE + 2
+)  # over rows of few steps: then the step of a pass's last batch is captured too
 
 
 @contextlib.contextmanager
@@ -65,9 +83,21 @@ class Script:
 
     def __init__(self, shape: str, seconds: float) -> None:
         baseline = Path(__file__).with_name("small_model_baseline.py")
-        self._command: list[object] = [sys.executable, baseline, "--shape", shape, "--seconds", seconds]
-        fused: list[list[object]] = [["--fused", "--threads", threads] for threads in (1, 2)]
-        self._forms = {"fused Adam": max(fused, key=self._rate), "the script as written": []}
+        self._command: list[object] = [
+            sys.executable,
+            baseline,
+            "--shape",
+            shape,
+            "--seconds",
+            seconds,
+        ]
+        fused: list[list[object]] = [
+            ["--fused", "--threads", threads] for threads in (1, 2)
+        ]
+        self._forms = {
+            "fused Adam": max(fused, key=self._rate),
+            "the script as written": [],
+        }
         self.rates: dict[str, list[float]] = {form: [] for form in self._forms}
 
     def turn(self) -> None:
@@ -98,7 +128,9 @@ class Script:
         return float(last_json([*self._command, *flags])["instances_per_s"])
 
 
-def throughput(name: str, required: float, required_epoch: float) -> Callable[[Options], Iterator[Row]]:
+def throughput(
+    name: str, required: float, required_epoch: float
+) -> Callable[[Options], Iterator[Row]]:
     def rows(options: Options) -> Iterator[Row]:
         shape = SHAPES[name]
         steps = 100 if options.quick else -(-EPOCH // INSTANCES // options.turns)
@@ -109,11 +141,22 @@ def throughput(name: str, required: float, required_epoch: float) -> Callable[[O
             trainings = Trainings({"ours": training(model, loader, runtime)})
             for turn in range(options.turns):
                 script.turn()
-                warm_up = 1 if turn else 50 if options.quick or len(loader) > steps else WARM_PASSES * len(loader)
+                warm_up = (
+                    1
+                    if turn
+                    else 50
+                    if options.quick or len(loader) > steps
+                    else WARM_PASSES * len(loader)
+                )
                 ours += trainings.seconds_per_step(steps, 1, warm_up=warm_up)["ours"]
             trainings.close()
         yield from script.rows(name, rates(INSTANCES, ours), required)
-        yield row(f"epoch, {name}", sum(ours) / len(ours) * EPOCH / INSTANCES, "s", required=required_epoch)
+        yield row(
+            f"epoch, {name}",
+            sum(ours) / len(ours) * EPOCH / INSTANCES,
+            "s",
+            required=required_epoch,
+        )
 
     return rows
 
@@ -132,7 +175,10 @@ def plain(batches: list[Any], *, fused: bool) -> Side:
 
 
 def torchrec_path(options: Options) -> Iterator[Row]:
-    for name, shared in (("torchrec-path", ("user",)), ("torchrec-path, rows not shared", ())):
+    for name, shared in (
+        ("torchrec-path", ("user",)),
+        ("torchrec-path, rows not shared", ()),
+    ):
         with one_rank() as runtime:
             model = network(SHAPES["small"], shared)
             batches = batches_of(SHAPES["small"], model, 50)
@@ -144,7 +190,9 @@ def torchrec_path(options: Options) -> Iterator[Row]:
                     "ours": training(model, Repeated(batches), runtime, capture="off"),
                 }
             )
-            seconds = trainings.seconds_per_step(20 if options.quick else 400, options.turns)
+            seconds = trainings.seconds_per_step(
+                20 if options.quick else 400, options.turns
+            )
             trainings.close()
         ours = seconds.pop("ours")
         best = min(seconds, key=lambda side: sum(seconds[side]))

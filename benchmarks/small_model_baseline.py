@@ -46,8 +46,18 @@ def positives(shape: Shape) -> Positives:
     """Draws users uniformly, and items of which few are popular."""
     rng = np.random.default_rng(0)
     user = rng.integers(0, shape.users, shape.rows)
-    item = np.minimum((shape.items * rng.random(shape.rows) ** 2.5).astype(np.int64), shape.items - 1) + 1
-    return Positives(user, item, (rng.random((shape.rows, CONTEXT), dtype=np.float32) < 0.3).astype(np.float32))
+    item = (
+        np.minimum(
+            (shape.items * rng.random(shape.rows) ** 2.5).astype(np.int64),
+            shape.items - 1,
+        )
+        + 1
+    )
+    return Positives(
+        user,
+        item,
+        (rng.random((shape.rows, CONTEXT), dtype=np.float32) < 0.3).astype(np.float32),
+    )
 
 
 class Interactions(Dataset[tuple[Tensor, ...]]):
@@ -72,7 +82,12 @@ class Interactions(Dataset[tuple[Tensor, ...]]):
                 chosen.append(item)
         k = 1 + NEGATIVES
         labels = torch.tensor([1.0] + [0.0] * NEGATIVES)
-        return torch.full((k,), user), torch.tensor(chosen), self.context[row].repeat(k, 1), labels
+        return (
+            torch.full((k,), user),
+            torch.tensor(chosen),
+            self.context[row].repeat(k, 1),
+            labels,
+        )
 
 
 def drawn(items: int, rows: Positives) -> Iterator[list[Tensor]]:
@@ -83,7 +98,9 @@ def drawn(items: int, rows: Positives) -> Iterator[list[Tensor]]:
 
     data = Interactions(items, rows)
     while True:
-        yield from DataLoader(data, batch_size=BATCH, shuffle=True, drop_last=True, collate_fn=collate)
+        yield from DataLoader(
+            data, batch_size=BATCH, shuffle=True, drop_last=True, collate_fn=collate
+        )
 
 
 class PlainNCF(nn.Module):
@@ -91,15 +108,30 @@ class PlainNCF(nn.Module):
 
     def __init__(self, users: int, items: int) -> None:
         super().__init__()
-        self.gmf_user, self.gmf_item = nn.Embedding(users, 8), nn.Embedding(items + 1, 8)
-        self.mlp_user, self.mlp_item = nn.Embedding(users, 32), nn.Embedding(items + 1, 32)
-        layers = [nn.Linear(64 + CONTEXT, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU()]
+        self.gmf_user, self.gmf_item = (
+            nn.Embedding(users, 8),
+            nn.Embedding(items + 1, 8),
+        )
+        self.mlp_user, self.mlp_item = (
+            nn.Embedding(users, 32),
+            nn.Embedding(items + 1, 32),
+        )
+        layers = [
+            nn.Linear(64 + CONTEXT, 32),
+            nn.ReLU(),
+            nn.Linear(32, 16),
+            nn.ReLU(),
+            nn.Linear(16, 8),
+            nn.ReLU(),
+        ]
         self.mlp, self.head = nn.Sequential(*layers), nn.Linear(16, 1)
 
     def forward(self, user: Tensor, item: Tensor, context: Tensor) -> Tensor:
         """Returns (B,) logits."""
         gmf = self.gmf_user(user) * self.gmf_item(item)
-        mlp = self.mlp(torch.cat([self.mlp_user(user), self.mlp_item(item), context], dim=1))
+        mlp = self.mlp(
+            torch.cat([self.mlp_user(user), self.mlp_item(item), context], dim=1)
+        )
         return self.head(torch.cat([gmf, mlp], dim=1)).squeeze(1)  # type: ignore[no-any-return]
 
 
@@ -108,10 +140,15 @@ class PlainStep:
 
     def __init__(self, shape: Shape, *, fused: bool = False) -> None:
         torch.manual_seed(0)
-        self.model, self.loss = PlainNCF(shape.users, shape.items), nn.BCEWithLogitsLoss()
+        self.model, self.loss = (
+            PlainNCF(shape.users, shape.items),
+            nn.BCEWithLogitsLoss(),
+        )
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3, fused=fused)
 
-    def __call__(self, user: Tensor, item: Tensor, context: Tensor, labels: Tensor) -> int:
+    def __call__(
+        self, user: Tensor, item: Tensor, context: Tensor, labels: Tensor
+    ) -> int:
         """Trains on (B,) users and items, (B, 21) contexts and (B,) labels; returns B."""
         self.optimizer.zero_grad()
         self.loss(self.model(user, item, context), labels).backward()
@@ -120,7 +157,9 @@ class PlainStep:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--fused", action="store_true", help="Adam in one kernel")
@@ -128,13 +167,23 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     shape = SHAPES[options.shape]
-    step, batches = PlainStep(shape, fused=options.fused), drawn(shape.items, positives(shape))
+    step, batches = (
+        PlainStep(shape, fused=options.fused),
+        drawn(shape.items, positives(shape)),
+    )
     for _ in range(3):
         step(*next(batches))
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < options.seconds:
         count += step(*next(batches))
-    print(json.dumps({"instances_per_s": round(count / (time.perf_counter() - start)), **vars(options)}))
+    print(
+        json.dumps(
+            {
+                "instances_per_s": round(count / (time.perf_counter() - start)),
+                **vars(options),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -41,14 +41,23 @@ def job_of(size: int, factor: float, warmup: int, *, quick: bool) -> Job:
             "train.log_every=100000",
         ],
     )
-    rates = {name: getattr(job.optimizer, name) * factor for name in ("tables_lr", "dense_lr")}
-    schedules = {name: Schedule(warmup=warmup) for name in ("tables_schedule", "dense_schedule")}
+    rates = {
+        name: getattr(job.optimizer, name) * factor
+        for name in ("tables_lr", "dense_lr")
+    }
+    schedules = {
+        name: Schedule(warmup=warmup) for name in ("tables_schedule", "dense_schedule")
+    }
     return dataclasses.replace(
-        job, optimizer=dataclasses.replace(job.optimizer, **rates), train=dataclasses.replace(job.train, **schedules)
+        job,
+        optimizer=dataclasses.replace(job.optimizer, **rates),
+        train=dataclasses.replace(job.train, **schedules),
     )
 
 
-def trained(runtime: Runtime, size: int, factor: float, *, quick: bool) -> tuple[float, float]:
+def trained(
+    runtime: Runtime, size: int, factor: float, *, quick: bool
+) -> tuple[float, float]:
     """Instances per second, its loader's work included, and HR@10 on the test items."""
     job = job_of(size, factor, 0, quick=quick)
     task = load_task(job, runtime)
@@ -57,14 +66,23 @@ def trained(runtime: Runtime, size: int, factor: float, *, quick: bool) -> tuple
     schema = model.schema()
     loader = task.loader(schema, job.loader, rank=0, world_size=1)
     if size > SMALLEST:
-        job = job_of(size, factor, min(len(loader), len(loader) * job.train.epochs - 1), quick=quick)
+        job = job_of(
+            size,
+            factor,
+            min(len(loader), len(loader) * job.train.epochs - 1),
+            quick=quick,
+        )
     plan = plan_sharding(model, runtime, job.plan, optimizer=job.optimizer)
-    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=job.optimizer, seed=job.train.seed)
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, plan=plan, optimizer=job.optimizer, seed=job.train.seed
+    )
     evaluator = task.evaluator(schema, parallel, runtime)
     start = time.perf_counter()
     history = train(parallel, optimizer, loader, runtime, job.train)
     seconds = time.perf_counter() - start
-    return sum(record["rows"] for record in history if record["kind"] == "train") / seconds, evaluator.test()["hr@10"]
+    return sum(
+        record["rows"] for record in history if record["kind"] == "train"
+    ) / seconds, evaluator.test()["hr@10"]
 
 
 def rows(options: Options) -> Iterator[Row]:
@@ -72,12 +90,26 @@ def rows(options: Options) -> Iterator[Row]:
     if not (options.quick or has_data("larger-batches", "ml-100k")):
         return
     first: tuple[float, float] | None = None
-    with Runtime.start("cpu", threads=1) as runtime, contextlib.redirect_stdout(sys.stderr):
+    with (
+        Runtime.start("cpu", threads=1) as runtime,
+        contextlib.redirect_stdout(sys.stderr),
+    ):
         quieten_libraries()
         for size in SIZES[:2] if options.quick else SIZES:
-            for name, scaling in SCALINGS.items() if size > SMALLEST else [("as it is", float)]:
-                rate, hit = trained(runtime, size, scaling(size / SMALLEST), quick=options.quick)
+            for name, scaling in (
+                SCALINGS.items() if size > SMALLEST else [("as it is", float)]
+            ):
+                rate, hit = trained(
+                    runtime, size, scaling(size / SMALLEST), quick=options.quick
+                )
                 first = first or (rate, hit)
                 figures = {"hr@10": round(hit, 4), "hr@10 at 256": round(first[1], 4)}
                 title = f"larger-batches, {size} positives, {name}"
-                yield row(title, rate, "instances/s", baseline=first[0], better="more", **figures)
+                yield row(
+                    title,
+                    rate,
+                    "instances/s",
+                    baseline=first[0],
+                    better="more",
+                    **figures,
+                )

@@ -11,7 +11,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from harness import LIMIT_S, Counted, Options, Row, Trainings, on_ranks, rates, row, slowest
+from harness import (
+    LIMIT_S,
+    Counted,
+    Options,
+    Row,
+    Trainings,
+    on_ranks,
+    rates,
+    row,
+    slowest,
+)
 from small_model_baseline import BATCH, NEGATIVES, SHAPES
 from small_model_training import Side, loader_of, network, training
 
@@ -21,7 +31,9 @@ from torchrec_ext.distributed.sync import SyncConfig
 
 SIDES = ("one", "two", "apart")
 EVERY = 32
-PASSES = PATIENCE + 2  # over the rows before the clock starts: then the step of a pass's last batch is captured too
+PASSES = (
+    PATIENCE + 2
+)  # over the rows before the clock starts: then the step of a pass's last batch is captured too
 
 
 def _waiting(stop: Callable[[], bool]) -> None:
@@ -30,14 +42,22 @@ def _waiting(stop: Callable[[], bool]) -> None:
         pass
 
 
-def process(runtime: Runtime, side: str, steps: int, turns: int, warm_up: int, barrier: Any) -> dict[str, list[float]]:
+def process(
+    runtime: Runtime, side: str, steps: int, turns: int, warm_up: int, barrier: Any
+) -> dict[str, list[float]]:
     """Returns the seconds of a step of the process's own side, by turn."""
     model = network(SHAPES["small"])
-    loader = Counted(loader_of(SHAPES["small"], model, rank=runtime.rank, world_size=runtime.world_size))
+    loader = Counted(
+        loader_of(
+            SHAPES["small"], model, rank=runtime.rank, world_size=runtime.world_size
+        )
+    )
     sync = SyncConfig(mode="local_sgd", every=EVERY) if side == "two" else None
     sides: dict[str, Side] = dict.fromkeys(SIDES, _waiting)
     sides[side] = training(model, loader, runtime, sync=sync)
-    trainings = Trainings(sides, before=lambda: barrier.wait(LIMIT_S), loaders={side: loader})
+    trainings = Trainings(
+        sides, before=lambda: barrier.wait(LIMIT_S), loaders={side: loader}
+    )
     seconds = trainings.seconds_per_step(steps, turns, warm_up=warm_up)[side]
     trainings.close()
     return {side: seconds}
@@ -51,12 +71,25 @@ def rows(options: Options) -> Iterator[Row]:
     jobs = [("one", 1), ("two", 2), ("apart", 1), ("apart", 1)]
     with ThreadPoolExecutor(len(jobs)) as pool:
         started = [
-            pool.submit(on_ranks, process, size, side, steps, options.turns, warm_up, barrier) for side, size in jobs
+            pool.submit(
+                on_ranks, process, size, side, steps, options.turns, warm_up, barrier
+            )
+            for side, size in jobs
         ]
         one, two, *apart = [job.result(LIMIT_S) for job in started]
     count = BATCH * (1 + NEGATIVES)
     baseline = rates(count, slowest(one)["one"])
     together = rates(2 * count, slowest([*apart[0], *apart[1]])["apart"])
-    ceiling = sorted(pair / single for pair, single in zip(together, baseline, strict=True))[len(baseline) // 2]
+    ceiling = sorted(
+        pair / single for pair, single in zip(together, baseline, strict=True)
+    )[len(baseline) // 2]
     ours = rates(2 * count, slowest(two)["two"])
-    yield row("small-2-ranks", ours, "instances/s", baseline=baseline, better="more", required=1.5, ceiling=ceiling)
+    yield row(
+        "small-2-ranks",
+        ours,
+        "instances/s",
+        baseline=baseline,
+        better="more",
+        required=1.5,
+        ceiling=ceiling,
+    )

@@ -44,17 +44,26 @@ def network(shape: Shape, shared: Sequence[str] = ("user",)) -> ContextualNCF:
     torch.manual_seed(0)
     context = [f"c{index}" for index in range(21)]
     meta = torch.device("meta")
-    return ContextualNCF(shape.users, shape.items + 1, context_dense=context, shared=shared, device=meta)
+    return ContextualNCF(
+        shape.users, shape.items + 1, context_dense=context, shared=shared, device=meta
+    )
 
 
-def loader_of(shape: Shape, model: ContextualNCF, *, rank: int = 0, world_size: int = 1) -> ChunkLoader:
+def loader_of(
+    shape: Shape, model: ContextualNCF, *, rank: int = 0, world_size: int = 1
+) -> ChunkLoader:
     """Returns a loader of the positives with 4 exact negatives each, 256 positives a rank and step."""
     user, item, context = positives(shape)
-    columns = {f"c{index}": Column(np.ascontiguousarray(values)) for index, values in enumerate(context.T)}
+    columns = {
+        f"c{index}": Column(np.ascontiguousarray(values))
+        for index, values in enumerate(context.T)
+    }
     return ChunkLoader(
         Chunk({"user_id": Column(user), "item_id": Column(item), **columns}),
         model.schema(),
-        config=LoaderConfig(batch_size=BATCH * world_size, negatives=NEGATIVES, device="cpu"),
+        config=LoaderConfig(
+            batch_size=BATCH * world_size, negatives=NEGATIVES, device="cpu"
+        ),
         items=Chunk({"item_id": Column(np.arange(shape.items + 1))}),
         negatives=UniformNegatives(shape.items, user, item),
         rank=rank,
@@ -79,13 +88,25 @@ def training(
     adam = OptimizerConfig(tables="adam", tables_lr=1e-3, dense_lr=1e-3)
     parallel, optimizer = hybrid_parallel(model, runtime, optimizer=adam)
     config = TrainConfig(epochs=100_000, compile=capture)
-    return lambda stop: train(parallel, optimizer, loader, runtime, config, sync=sync, stop=stop)
+    return lambda stop: train(
+        parallel, optimizer, loader, runtime, config, sync=sync, stop=stop
+    )
 
 
 def instances(batch: TowerBatch) -> Iterator[torch.Tensor]:
     """Yields users, items, contexts and labels of a batch, each row by itself, as the user's network reads them."""
     if batch.shared is None:
-        yield from (batch.bags("user_id").values(), batch.bags("item_id").values(), batch.dense, batch.labels)
+        yield from (
+            batch.bags("user_id").values(),
+            batch.bags("item_id").values(),
+            batch.dense,
+            batch.labels,
+        )
         return
     index = batch.shared.index
-    yield from (batch.shared.sparse.values()[index], batch.sparse.values(), batch.shared.dense[index], batch.labels)
+    yield from (
+        batch.shared.sparse.values()[index],
+        batch.sparse.values(),
+        batch.shared.dense[index],
+        batch.labels,
+    )

@@ -42,7 +42,9 @@ class Traffic:
         return self.rows + self.outputs + self.gradients + self.dense
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {value / 1e6:,.3f}" for name, value in vars(self).items())
+        parts = ", ".join(
+            f"{name} {value / 1e6:,.3f}" for name, value in vars(self).items()
+        )
         return f"{self.total / 1e6:,.3f} MB a step across hosts ({parts})"
 
 
@@ -75,12 +77,19 @@ class HostLayout:
 
     def averaged(self, parameters: int) -> float:
         """Returns the bytes across hosts that averaging float32 gradients over a ring in rank order takes."""
-        links = sum(self.apart(rank, (rank + 1) % self.world_size) for rank in range(self.world_size))
+        links = sum(
+            self.apart(rank, (rank + 1) % self.world_size)
+            for rank in range(self.world_size)
+        )
         return links * 2 * (self.world_size - 1) / self.world_size * _FLOAT * parameters
 
 
 def flat_traffic(
-    towers: Sequence[Tower], layout: HostLayout, owner: Mapping[str, int], ids: Mapping[str, float], dense: int
+    towers: Sequence[Tower],
+    layout: HostLayout,
+    owner: Mapping[str, int],
+    ids: Mapping[str, float],
+    dense: int,
 ) -> Traffic:
     """Returns the traffic of a step with tables sharded table-wise over all ranks and every dense layer replicated.
 
@@ -93,14 +102,28 @@ def flat_traffic(
     """
     rows = pooled = 0.0
     for table in (table for tower in towers for table in tower.tables):
-        senders = sum(layout.apart(rank, owner[table.name]) for rank in range(layout.world_size)) * layout.rows
-        rows += senders * sum(_LENGTH + _ID * ids[feature] for feature in table.feature_names)
+        senders = (
+            sum(
+                layout.apart(rank, owner[table.name])
+                for rank in range(layout.world_size)
+            )
+            * layout.rows
+        )
+        rows += senders * sum(
+            _LENGTH + _ID * ids[feature] for feature in table.feature_names
+        )
         pooled += senders * _FLOAT * table.embedding_dim * len(table.feature_names)
-    return Traffic(rows=rows, outputs=pooled, gradients=pooled, dense=layout.averaged(dense))
+    return Traffic(
+        rows=rows, outputs=pooled, gradients=pooled, dense=layout.averaged(dense)
+    )
 
 
 def tower_traffic(
-    towers: Mapping[str, Tower], layout: HostLayout, placement: TowerPlacement, ids: Mapping[str, float], dense: int
+    towers: Mapping[str, Tower],
+    layout: HostLayout,
+    placement: TowerPlacement,
+    ids: Mapping[str, float],
+    dense: int,
 ) -> Traffic:
     """Returns the traffic of a step with each tower on ranks of its own.
 
@@ -123,17 +146,27 @@ def tower_traffic(
                 "within one: inside a tower the formula counts nothing"
             )
         sent = _rows_sent(name, layout, placement)
-        features = [feature for table in tower.tables for feature in table.feature_names]
-        rows += sent * (sum(_LENGTH + _ID * ids[feature] for feature in features) + _FLOAT * len(tower.dense))
+        features = [
+            feature for table in tower.tables for feature in table.feature_names
+        ]
+        rows += sent * (
+            sum(_LENGTH + _ID * ids[feature] for feature in features)
+            + _FLOAT * len(tower.dense)
+        )
         outputs += sent * _FLOAT * tower.out_features
-    return Traffic(rows=rows, outputs=outputs, gradients=outputs, dense=layout.averaged(dense))
+    return Traffic(
+        rows=rows, outputs=outputs, gradients=outputs, dense=layout.averaged(dense)
+    )
 
 
 def _rows_sent(tower: str, layout: HostLayout, placement: TowerPlacement) -> int:
     """Counts the rows of all ranks that a tower runs on another host."""
     count = 0
     for rank in range(layout.world_size):
-        targets, cuts = placement.targets(tower, rank), placement.cuts(tower, rank, layout.rows)
+        targets, cuts = (
+            placement.targets(tower, rank),
+            placement.cuts(tower, rank, layout.rows),
+        )
         for target, (start, stop) in zip(targets, cuts, strict=True):
             if layout.apart(rank, target):
                 count += stop - start

@@ -39,12 +39,33 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchrec_ext" / "zoo"
+CACHE = (
+    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    / "torchrec_ext"
+    / "zoo"
+)
 PACKAGES = (
-    *("torch-rechub==0.9.0", "deepctr-torch==0.3.0", "fuxictr==2.3.10", "recbole==1.2.1"),
-    *("numpy==1.26.4", "scipy==1.11.4", "pandas==2.0.3", "pytz==2024.1", "tzdata==2024.1"),
+    *(
+        "torch-rechub==0.9.0",
+        "deepctr-torch==0.3.0",
+        "fuxictr==2.3.10",
+        "recbole==1.2.1",
+    ),
+    *(
+        "numpy==1.26.4",
+        "scipy==1.11.4",
+        "pandas==2.0.3",
+        "pytz==2024.1",
+        "tzdata==2024.1",
+    ),
     *("scikit-learn==1.3.2", "joblib==1.4.2", "threadpoolctl==3.5.0"),
-    *("colorlog==4.7.2", "colorama==0.4.4", "texttable==1.7.0", "thop==0.1.1.post2209072238", "tabulate==0.9.0"),
+    *(
+        "colorlog==4.7.2",
+        "colorama==0.4.4",
+        "texttable==1.7.0",
+        "thop==0.1.1.post2209072238",
+        "tabulate==0.9.0",
+    ),
     *("faiss-cpu==1.8.0", "kmeans-pytorch==0.3"),
 )
 STEPS, SECONDS = 12, 4.0  # steps that are compared, and seconds of timing
@@ -57,8 +78,20 @@ def install(folder: Path) -> None:
     """Installs the packages into a folder, once."""
     done = folder / "installed.txt"
     if not (done.exists() and done.read_text() == "\n".join(PACKAGES)):
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
-        subprocess.run([*command, "--target", str(folder), *PACKAGES], check=True, stdout=sys.stderr)
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--upgrade",
+        ]
+        subprocess.run(
+            [*command, "--target", str(folder), *PACKAGES],
+            check=True,
+            stdout=sys.stderr,
+        )
         done.write_text("\n".join(PACKAGES))
 
 
@@ -86,17 +119,27 @@ def plain(case: Any, batch: tuple[Any, ...]) -> float:
     return float(loss)
 
 
-def trained(case: Any, step: Callable[[Any], float]) -> tuple[list[float], dict[str, Any]]:
+def trained(
+    case: Any, step: Callable[[Any], float]
+) -> tuple[list[float], dict[str, Any]]:
     """Makes the steps that are compared, and returns losses and weights."""
     seed_all(1)
     losses = [step(batch) for batch in case.batches[:STEPS]]
-    return losses, {name: value.detach().clone() for name, value in case.model.named_parameters()}
+    return losses, {
+        name: value.detach().clone() for name, value in case.model.named_parameters()
+    }
 
 
 def difference(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[float, float]:
     """Returns the greatest relative difference of losses, and the greatest difference of weights."""
-    losses = max(abs(a - b) / max(abs(a), 1e-3) for a, b in zip(one[0], other[0], strict=True))
-    pairs = ((value.double(), other[1][name].double()) for name, value in one[1].items() if value.numel())
+    losses = max(
+        abs(a - b) / max(abs(a), 1e-3) for a, b in zip(one[0], other[0], strict=True)
+    )
+    pairs = (
+        (value.double(), other[1][name].double())
+        for name, value in one[1].items()
+        if value.numel()
+    )
     return losses, max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
 
 
@@ -108,7 +151,9 @@ def rounded(case: Any) -> Any:
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for weight in filter(Tensor.is_floating_point, case.model.parameters()):
-            weight.mul_(1 + 2.0**-23 * torch.randint(-1, 2, weight.shape, generator=draw))
+            weight.mul_(
+                1 + 2.0**-23 * torch.randint(-1, 2, weight.shape, generator=draw)
+            )
     return case
 
 
@@ -149,7 +194,10 @@ def study(library: str, name: str, args: argparse.Namespace) -> Result:
         expected = trained(own, lambda batch: plain(own, batch))
         drawn = torch.get_rng_state()
         if not all(map(math.isfinite, expected[0])):
-            return {"verdict": "failed", "why": "the package's own losses are not finite"}
+            return {
+                "verdict": "failed",
+                "why": "the package's own losses are not finite",
+            }
     except CannotBuildError as error:
         return {"verdict": "left out", "why": str(error)}
     except Exception as error:
@@ -163,13 +211,24 @@ def study(library: str, name: str, args: argparse.Namespace) -> Result:
     case = fresh()
     orders, served = FORK.Pipe()
     if not args.uncompiled:
-        FORK.Process(target=serve_times, args=(own, served, orders), daemon=True).start()
+        FORK.Process(
+            target=serve_times, args=(own, served, orders), daemon=True
+        ).start()
     try:
-        step = adopt(case.model, case.optimizers, case.loss, compile="require", clip_norm=case.clip_norm)
+        step = adopt(
+            case.model,
+            case.optimizers,
+            case.loss,
+            compile="require",
+            clip_norm=case.clip_norm,
+        )
         actual = trained(case, lambda batch: float(step(*batch)[0]))
     except CannotAdopt as error:
         why = str(error).removeprefix("compile='require': ")
-        return result | {"verdict": "differs" if "differs from the eager one" in why else "eager", "why": why}
+        return result | {
+            "verdict": "differs" if "differs from the eager one" in why else "eager",
+            "why": why,
+        }
     except Exception as error:
         traceback.print_exc()
         return result | {
@@ -179,11 +238,26 @@ def study(library: str, name: str, args: argparse.Namespace) -> Result:
     controls = []
     for change in (rounded, half_eps):
         control = change(fresh())
-        controls.append(difference(expected, trained(control, lambda batch, control=control: plain(control, batch))))
-    far, noise = difference(expected, actual), [10 * a + b for a, b in zip(*controls, strict=True)]
-    drops = result["random"] and not args.uncompiled  # a compiled step draws other numbers
+        controls.append(
+            difference(
+                expected,
+                trained(control, lambda batch, control=control: plain(control, batch)),
+            )
+        )
+    far, noise = (
+        difference(expected, actual),
+        [10 * a + b for a, b in zip(*controls, strict=True)],
+    )
+    drops = (
+        result["random"] and not args.uncompiled
+    )  # a compiled step draws other numbers
     wrong = far[0] > 1e-4 + noise[0] or far[1] > 1e-5 + noise[1]
-    result |= {"losses": far, "control": noise, "way": step.describe(), "capture_s": step.figures()["capture_s"]}
+    result |= {
+        "losses": far,
+        "control": noise,
+        "way": step.describe(),
+        "capture_s": step.figures()["capture_s"],
+    }
     result["verdict"] = "wrong" if wrong and not drops else "captured"
     if not args.uncompiled:
         result |= timed(orders, own.batches, step)
@@ -233,18 +307,48 @@ def child(library: str, name: str, args: argparse.Namespace) -> None:
 
 def run(library: str, name: str, args: argparse.Namespace) -> Result:
     """Studies one model in a process of its own, and prints its line."""
-    command = [sys.executable, __file__, "--child", library, name, "--memory", str(args.memory)]
+    command = [
+        sys.executable,
+        __file__,
+        "--child",
+        library,
+        name,
+        "--memory",
+        str(args.memory),
+    ]
     command += [f"--{flag}" for flag in ("uncompiled", "quick") if getattr(args, flag)]
-    paths = [str(Path(__file__).parents[1]), str(args.packages), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    paths = [
+        str(Path(__file__).parents[1]),
+        str(args.packages),
+        os.environ.get("PYTHONPATH", ""),
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+    }
     start = time.perf_counter()
     try:
-        done = subprocess.run(command, env=environment, timeout=args.seconds, capture_output=True, text=True)
+        done = subprocess.run(
+            command,
+            env=environment,
+            timeout=args.seconds,
+            capture_output=True,
+            text=True,
+        )
         lines = done.stdout.splitlines() or [""]
-        result = json.loads(lines[-1]) if lines[-1].startswith("{") else {"verdict": "died", "why": _end(done)}
+        result = (
+            json.loads(lines[-1])
+            if lines[-1].startswith("{")
+            else {"verdict": "died", "why": _end(done)}
+        )
     except subprocess.TimeoutExpired:
         result = {"verdict": "died", "why": f"took more than {args.seconds:.0f} s"}
-    result = {"library": library, "name": name, **result, "seconds": round(time.perf_counter() - start, 1)}
+    result = {
+        "library": library,
+        "name": name,
+        **result,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
     print(line(result), file=sys.stderr, flush=True)
     return result
 
@@ -257,10 +361,16 @@ def line(result: Result) -> str:
     parts = [f"{result['library']} {result['name']}: {result['verdict']}"]
     if "gain" in result:
         both = f"{result['eager_ms']:.3g} ms, captured {result['captured_ms']:.3g} ms"
-        parts.append(f"{result['gain']:.3g}x ({both}; capture {result['capture_s']:.0f} s)")
+        parts.append(
+            f"{result['gain']:.3g}x ({both}; capture {result['capture_s']:.0f} s)"
+        )
     if "losses" in result:
-        figures = [f"{figure:.1e}" for figure in (*result["losses"], *result["control"])]
-        parts.append("losses and weights differ by {}, {} (allowed {}, {})".format(*figures))
+        figures = [
+            f"{figure:.1e}" for figure in (*result["losses"], *result["control"])
+        ]
+        parts.append(
+            "losses and weights differ by {}, {} (allowed {}, {})".format(*figures)
+        )
     return "; ".join([*parts, *([result["why"]] if "why" in result else [])])
 
 
@@ -273,14 +383,23 @@ def cause(why: str) -> str:
 
 def summary(results: list[Result]) -> Result:
     """Returns verdicts by package, reasons by number, and the median gain."""
-    counts = {library: Counter(r["verdict"] for r in results if r["library"] == library) for library in _libraries()}
+    counts = {
+        library: Counter(r["verdict"] for r in results if r["library"] == library)
+        for library in _libraries()
+    }
     reasons: dict[str, list[str]] = {}
     for result in results:
         if result["verdict"] in ("eager", "differs", "raised"):
-            reasons.setdefault(cause(result["why"]), []).append(f"{result['library']} {result['name']}")
+            reasons.setdefault(cause(result["why"]), []).append(
+                f"{result['library']} {result['name']}"
+            )
     ranked = dict(sorted(reasons.items(), key=lambda pair: -len(pair[1])))
     gains = [result["gain"] for result in results if "gain" in result]
-    return {"counts": counts, "reasons": ranked, "gain": statistics.median(gains) if gains else None}
+    return {
+        "counts": counts,
+        "reasons": ranked,
+        "gain": statistics.median(gains) if gains else None,
+    }
 
 
 def _libraries() -> dict[str, Any]:
@@ -291,22 +410,54 @@ def _libraries() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="packages, or models of any of them")
-    parser.add_argument("--jobs", type=int, default=1, help="models at a time; more than 1 spoils the timings")
-    parser.add_argument("--uncompiled", action="store_true", help="run traced steps op by op: verdicts alone")
-    parser.add_argument("--quick", action="store_true", help="batches of 64 rows, lists of 10 ids")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="packages, or models of any of them",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="models at a time; more than 1 spoils the timings",
+    )
+    parser.add_argument(
+        "--uncompiled",
+        action="store_true",
+        help="run traced steps op by op: verdicts alone",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="batches of 64 rows, lists of 10 ids"
+    )
     parser.add_argument("--seconds", type=float, default=900, help="limit of one model")
-    parser.add_argument("--memory", type=int, default=16, help="limit of one model, in GiB")
-    parser.add_argument("--packages", type=Path, default=CACHE, help=f"folder of the packages, default {CACHE}")
-    parser.add_argument("--results", type=Path, help="file to write the JSON object to as well")
+    parser.add_argument(
+        "--memory", type=int, default=16, help="limit of one model, in GiB"
+    )
+    parser.add_argument(
+        "--packages",
+        type=Path,
+        default=CACHE,
+        help=f"folder of the packages, default {CACHE}",
+    )
+    parser.add_argument(
+        "--results", type=Path, help="file to write the JSON object to as well"
+    )
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         return child(*args.child, args)
     install(args.packages)
     sys.path.append(str(args.packages))
-    models = [(library, name) for library, each in _libraries().items() for name in each.names(args.packages)]
+    models = [
+        (library, name)
+        for library, each in _libraries().items()
+        for name in each.names(args.packages)
+    ]
     chosen = [pair for pair in models if not args.only or set(pair) & set(args.only)]
     if unknown := set(args.only) - {word for pair in models for word in pair}:
         parser.error(
@@ -316,11 +467,22 @@ def main() -> None:
         results = list(pool.map(lambda pair: run(*pair, args), chosen))
     made = summary(results)
     for library, counts in made["counts"].items():
-        print(f"{library}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}", file=sys.stderr)
+        print(
+            f"{library}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}",
+            file=sys.stderr,
+        )
     for reason, names in made["reasons"].items():
         print(f"{len(names)}: {reason} ({', '.join(names[:3])})", file=sys.stderr)
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec")}
-    report = {"benchmark": "zoo", "versions": versions, "packages": PACKAGES, "rows": results, "summary": made}
+    versions = {
+        name: importlib.metadata.version(name) for name in ("torch", "torchrec")
+    }
+    report = {
+        "benchmark": "zoo",
+        "versions": versions,
+        "packages": PACKAGES,
+        "rows": results,
+        "summary": made,
+    }
     if args.results:
         args.results.write_text(json.dumps(report, indent=1))
     print(json.dumps(report))

@@ -44,7 +44,9 @@ class Case(NamedTuple):
     clip_norm: float = 0.0
 
 
-Builder = Callable[[str, Size, int], Callable[[], Case]]  # of a model's name, sizes and the number of batches
+Builder = Callable[
+    [str, Size, int], Callable[[], Case]
+]  # of a model's name, sizes and the number of batches
 
 
 class CannotBuildError(Exception):
@@ -54,7 +56,9 @@ class CannotBuildError(Exception):
 def class_names(file: Path, base: str = "") -> Iterator[str]:
     """Yields the classes that a file defines, or those whose bases name ``base``."""
     for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.ClassDef) and base in " ".join(map(ast.unparse, node.bases)):
+        if isinstance(node, ast.ClassDef) and base in " ".join(
+            map(ast.unparse, node.bases)
+        ):
             yield node.name
 
 
@@ -82,40 +86,77 @@ def padded(draw: torch.Generator, high: int, rows: int, length: int) -> Tensor:
 
 def rechub_names(folder: Path) -> list[str]:
     models = folder / "torch_rechub" / "models"
-    return [*(name for file in sorted(models.glob("*/__init__.py")) for name in exported(file)), "DSSM-SENet"]
+    return [
+        *(
+            name
+            for file in sorted(models.glob("*/__init__.py"))
+            for name in exported(file)
+        ),
+        "DSSM-SENet",
+    ]
 
 
 def rechub(name: str, size: Size, count: int) -> Callable[[], Case]:
     """Models of torch-rechub with CTRTrainer, MatchTrainer, MTLTrainer, SeqTrainer or RQVAETrainer."""
     if name == "TIGERModel":
-        raise CannotBuildError("needs the package transformers, whose own Trainer trains it")
+        raise CannotBuildError(
+            "needs the package transformers, whose own Trainer trains it"
+        )
     rows, draw = size.rows or 256, torch.Generator().manual_seed(1)
 
     def batch() -> dict[str, Tensor]:
-        made = {"user_id": ids(draw, size.users, rows), "age": ids(draw, 9, rows), "dense": torch.rand(rows)}
-        made |= {each: ids(draw, size.items, rows) for each in ("item_id", "neg_item_id")}
+        made = {
+            "user_id": ids(draw, size.users, rows),
+            "age": ids(draw, 9, rows),
+            "dense": torch.rand(rows),
+        }
+        made |= {
+            each: ids(draw, size.items, rows) for each in ("item_id", "neg_item_id")
+        }
         hist = padded(draw, size.items, rows, size.length)
         made |= {"hist": hist, "seq": hist, "negatives": ids(draw, size.items, rows, 3)}
-        made |= {each: ids(draw, size.items, rows, size.length) * (hist > 0) for each in ("neg_hist", "pos", "neg")}
-        made |= {"weight": torch.rand(rows) + 0.1, "seconds": torch.rand(rows, size.length) * 1e5}
-        return made | {"label": torch.randint(2, (rows,), generator=draw).float(), "vector": torch.randn(rows, 64)}
+        made |= {
+            each: ids(draw, size.items, rows, size.length) * (hist > 0)
+            for each in ("neg_hist", "pos", "neg")
+        }
+        made |= {
+            "weight": torch.rand(rows) + 0.1,
+            "seconds": torch.rand(rows, size.length) * 1e5,
+        }
+        return made | {
+            "label": torch.randint(2, (rows,), generator=draw).float(),
+            "vector": torch.randn(rows, 64),
+        }
 
     batches = [(batch(),) for _ in range(count)]
     return lambda: _rechub_case(name, size, rows, copy.deepcopy(batches))
 
 
-def _rechub_case(name: str, size: Size, rows: int, batches: list[tuple[Any, ...]]) -> Case:
+def _rechub_case(
+    name: str, size: Size, rows: int, batches: list[tuple[Any, ...]]
+) -> Case:
     from torch_rechub.basic.features import DenseFeature, SequenceFeature, SparseFeature
 
     def sequence(column: str, table: str | None = "item_id") -> Any:
-        return SequenceFeature(column, size.items, 16, pooling="concat", shared_with=table, padding_idx=0)
+        return SequenceFeature(
+            column, size.items, 16, pooling="concat", shared_with=table, padding_idx=0
+        )
 
     user = [SparseFeature("user_id", size.users, 16), SparseFeature("age", 9, 16)]
-    item, dense = [SparseFeature("item_id", size.items, 16, padding_idx=0)], [DenseFeature("dense")]
-    sparse, layers = [*user, *item], {"dims": [64, 32], "dropout": 0.2, "activation": "relu"}
+    item, dense = (
+        [SparseFeature("item_id", size.items, 16, padding_idx=0)],
+        [DenseFeature("dense")],
+    )
+    sparse, layers = (
+        [*user, *item],
+        {"dims": [64, 32], "dropout": 0.2, "activation": "relu"},
+    )
     hist, negatives = [sequence("hist")], [sequence("negatives")]
     tower, towers = {"dims": [32, 16]}, [{"dims": [8]}, {"dims": [8]}]
-    two, apart = ["classification"] * 2, [SparseFeature("neg_item_id", size.items, 16, shared_with="item_id")]
+    two, apart = (
+        ["classification"] * 2,
+        [SparseFeature("neg_item_id", size.items, 16, shared_with="item_id")],
+    )
     crossed = [SparseFeature(each.name, each.vocab_size * 3, 10) for each in sparse]
     linear = [SparseFeature(each.name, each.vocab_size, 1) for each in sparse]
     lists = (user, hist, item, negatives)
@@ -145,7 +186,20 @@ def _rechub_case(name: str, size: Size, rows: int, batches: list[tuple[Any, ...]
         "GRU4Rec": (2, (*lists, tower)),
         "NARM": (2, (sequence("hist", None), 16, 0.25, 0.5)),
         "SASRec": (1, (sessions, size.length)),
-        "SINE": (2, (["hist"], ["item_id"], ["negatives"], size.items, 16, 32, 10, 2, size.length)),
+        "SINE": (
+            2,
+            (
+                ["hist"],
+                ["item_id"],
+                ["negatives"],
+                size.items,
+                16,
+                32,
+                10,
+                2,
+                size.length,
+            ),
+        ),
         "STAMP": (2, (sequence("hist", None), 0.05, 0.002)),
         "ComirecDR": (2, (*lists, size.length)),
         "ComirecSA": (2, lists),
@@ -157,8 +211,15 @@ def _rechub_case(name: str, size: Size, rows: int, batches: list[tuple[Any, ...]
         "PLE": (sparse, two, 1, 2, 1, {"dims": [16]}, towers),
         "AITM": (sparse, 2, tower, towers),
     }
-    module = "matching.dssm_senet" if name == "DSSM-SENet" else _group_of(name, ranking, matching, multi_task)
-    kind = getattr(importlib.import_module(f"torch_rechub.models.{module}"), name.removesuffix("-SENet"))
+    module = (
+        "matching.dssm_senet"
+        if name == "DSSM-SENet"
+        else _group_of(name, ranking, matching, multi_task)
+    )
+    kind = getattr(
+        importlib.import_module(f"torch_rechub.models.{module}"),
+        name.removesuffix("-SENet"),
+    )
     trainers = importlib.import_module("torch_rechub.trainers")
     if name in ranking:
         trainer = trainers.CTRTrainer(kind(*ranking[name]), loss_mode=name != "DIEN")
@@ -166,43 +227,68 @@ def _rechub_case(name: str, size: Size, rows: int, batches: list[tuple[Any, ...]
     if name in matching:
         mode, arguments = matching[name]
         trainer = trainers.MatchTrainer(kind(*arguments), mode)
-        answer = "item_id" if name in ("NARM", "STAMP") else ""  # else the first of the scores
-        return _trained_by(trainer, functools.partial(_rechub_match, trainer, answer), batches)
+        answer = (
+            "item_id" if name in ("NARM", "STAMP") else ""
+        )  # else the first of the scores
+        return _trained_by(
+            trainer, functools.partial(_rechub_match, trainer, answer), batches
+        )
     if name in multi_task:
-        trainer = trainers.MTLTrainer(kind(*multi_task[name]), two + two[:1] if name == "ESMM" else two)
+        trainer = trainers.MTLTrainer(
+            kind(*multi_task[name]), two + two[:1] if name == "ESMM" else two
+        )
         return _trained_by(trainer, functools.partial(_rechub_tasks, trainer), batches)
     if name == "RQVAEModel":
         rqvae = importlib.import_module("torch_rechub.trainers.rqvae_trainer").Trainer
         trainer = rqvae(kind(64, [32, 32], 16, [48], sk_epsilons=[0.0, 0.003]))
         return _trained_by(trainer, functools.partial(_rechub_rqvae, trainer), batches)
     sizes = {"d_model": 64, "n_heads": 2, "n_layers": 2, "max_seq_len": size.length}
-    model = kind(torch.randn(size.items, 64), size.items, **sizes) if name == "HLLMModel" else kind(size.items, **sizes)
-    trainer = importlib.import_module("torch_rechub.trainers.seq_trainer").SeqTrainer(model)
+    model = (
+        kind(torch.randn(size.items, 64), size.items, **sizes)
+        if name == "HLLMModel"
+        else kind(size.items, **sizes)
+    )
+    trainer = importlib.import_module("torch_rechub.trainers.seq_trainer").SeqTrainer(
+        model
+    )
     return _trained_by(trainer, functools.partial(_rechub_sequence, trainer), batches)
 
 
 def _group_of(name: str, ranking: Any, matching: Any, multi_task: Any) -> str:
     groups = {"ranking": ranking, "matching": matching, "multi_task": multi_task}
-    return next((group for group, names in groups.items() if name in names), "generative")
+    return next(
+        (group for group, names in groups.items() if name in names), "generative"
+    )
 
 
-def _trained_by(trainer: Any, loss: Callable[..., Tensor], batches: list[tuple[Any, ...]]) -> Case:
+def _trained_by(
+    trainer: Any, loss: Callable[..., Tensor], batches: list[tuple[Any, ...]]
+) -> Case:
     trainer.model.train()
     return Case(trainer.model, [trainer.optimizer], loss, batches)
 
 
 def _rechub_ctr(trainer: Any, batch: dict[str, Tensor]) -> Tensor:
     scores, label = trainer.model(batch), batch["label"]
-    loss = trainer.criterion(scores, label) if trainer.loss_mode else trainer.criterion(scores[0], label) + scores[1]
+    loss = (
+        trainer.criterion(scores, label)
+        if trainer.loss_mode
+        else trainer.criterion(scores[0], label) + scores[1]
+    )
     return loss + trainer.reg_loss_fn(trainer.model)  # type: ignore[no-any-return]
 
 
 def _rechub_match(trainer: Any, answer: str, batch: dict[str, Tensor]) -> Tensor:
     scores = trainer.model(batch)
     if trainer.mode == 1:
-        loss = trainer.criterion(*(each.flatten() for each in scores))  # SASRec's are lists, which BPRLoss refuses
+        loss = trainer.criterion(
+            *(each.flatten() for each in scores)
+        )  # SASRec's are lists, which BPRLoss refuses
     elif trainer.mode == 2:
-        loss = trainer.criterion(scores, batch[answer] if answer else torch.zeros(len(scores), dtype=torch.long))
+        loss = trainer.criterion(
+            scores,
+            batch[answer] if answer else torch.zeros(len(scores), dtype=torch.long),
+        )
     else:
         loss = trainer.criterion(scores, batch["label"])
     return loss + trainer.reg_loss_fn(trainer.model)  # type: ignore[no-any-return]
@@ -210,7 +296,9 @@ def _rechub_match(trainer: Any, answer: str, batch: dict[str, Tensor]) -> Tensor
 
 def _rechub_tasks(trainer: Any, batch: dict[str, Tensor]) -> Tensor:
     scores, label = trainer.model(batch), batch["label"]
-    losses = [loss_fn(scores[:, task], label) for task, loss_fn in enumerate(trainer.loss_fns)]
+    losses = [
+        loss_fn(scores[:, task], label) for task, loss_fn in enumerate(trainer.loss_fns)
+    ]
     whole_space = type(trainer.model).__name__ == "ESMM"
     loss = sum(losses[1:]) if whole_space else sum(losses) / trainer.n_task
     return loss + trainer.reg_loss_fn(trainer.model)  # type: ignore[no-any-return]
@@ -259,13 +347,31 @@ def deepctr(name: str, size: Size, count: int) -> Callable[[], Case]:
 
     def case() -> Case:
         kind = getattr(importlib.import_module("deepctr_torch.models"), name)
-        given = {"linear_feature_columns": columns, "dnn_feature_columns": columns, "region_feature_columns": columns}
+        given = {
+            "linear_feature_columns": columns,
+            "dnn_feature_columns": columns,
+            "region_feature_columns": columns,
+        }
         given["history_feature_list"] = ["item_id"]
-        model = kind(**{key: given[key] for key in inspect.signature(kind).parameters if key in given})
+        model = kind(
+            **{
+                key: given[key]
+                for key in inspect.signature(kind).parameters
+                if key in given
+            }
+        )
         tasks = getattr(model, "num_tasks", 1)
-        model.compile("adam", "binary_crossentropy" if tasks == 1 else ["binary_crossentropy"] * tasks)
+        model.compile(
+            "adam",
+            "binary_crossentropy" if tasks == 1 else ["binary_crossentropy"] * tasks,
+        )
         model.train()
-        return Case(model, [model.optim], functools.partial(_deepctr_loss, model, tasks), copy.deepcopy(batches))
+        return Case(
+            model,
+            [model.optim],
+            functools.partial(_deepctr_loss, model, tasks),
+            copy.deepcopy(batches),
+        )
 
     return case
 
@@ -273,7 +379,10 @@ def deepctr(name: str, size: Size, count: int) -> Callable[[], Case]:
 def _deepctr_loss(model: Any, tasks: int, x: Tensor, y: Tensor) -> Tensor:
     scores = model(x)
     if tasks > 1:
-        losses = [each(scores[:, task], y[:, task], reduction="sum") for task, each in enumerate(model.loss_func)]
+        losses = [
+            each(scores[:, task], y[:, task], reduction="sum")
+            for task, each in enumerate(model.loss_func)
+        ]
         loss = sum(losses)
     else:
         loss = model.loss_func(scores.squeeze(-1), y[:, 0], reduction="sum")
@@ -287,20 +396,43 @@ _RAY = "ray.data.datasource.filename_provider"
 
 def fuxictr_names(folder: Path) -> list[str]:
     files = sorted((folder / "model_zoo").rglob("*.py"))
-    return [file.stem for file in files if file.stem == file.parent.name and file.stem in class_names(file)]
+    return [
+        file.stem
+        for file in files
+        if file.stem == file.parent.name and file.stem in class_names(file)
+    ]
 
 
 def fuxictr(name: str, size: Size, count: int) -> Callable[[], Case]:
     """Models of FuxiCTR's model_zoo, as far as its distribution has them, with the loop of BaseModel.fit."""
-    for unused in ("polars", "h5py", *itertools.accumulate(_RAY.split("."), "{}.{}".format)):
-        sys.modules.setdefault(unused, MagicMock())  # which its metrics and its own loaders import
-    rows, draw, length = size.rows or 256, torch.Generator().manual_seed(1), 60  # they look for 50 of more
+    for unused in (
+        "polars",
+        "h5py",
+        *itertools.accumulate(_RAY.split("."), "{}.{}".format),
+    ):
+        sys.modules.setdefault(
+            unused, MagicMock()
+        )  # which its metrics and its own loaders import
+    rows, draw, length = (
+        size.rows or 256,
+        torch.Generator().manual_seed(1),
+        60,
+    )  # they look for 50 of more
     from fuxictr.features import FeatureMap
 
     features = FeatureMap("zoo", tempfile.gettempdir())
-    sizes = {"user_id": (size.users, "user"), "item_id": (size.items, "item"), "cate_id": (100, "item")}
+    sizes = {
+        "user_id": (size.users, "user"),
+        "item_id": (size.items, "item"),
+        "cate_id": (100, "item"),
+    }
     for column, (high, source) in sizes.items():
-        spec = {"type": "categorical", "source": source, "vocab_size": high, "padding_idx": 0}
+        spec = {
+            "type": "categorical",
+            "source": source,
+            "vocab_size": high,
+            "padding_idx": 0,
+        }
         features.features[column] = spec
     features.labels, features.default_emb_dim, features.num_fields = ["label"], 16, 3
     features.set_column_index()
@@ -315,9 +447,22 @@ def fuxictr(name: str, size: Size, count: int) -> Callable[[], Case]:
     batches = [(batch(),) for _ in range(count)]
 
     def case() -> Case:
-        kind = getattr(importlib.import_module(f"model_zoo.LongCTR.{name}.{name}"), name)
-        of_trainer = {"optimizer": "adam", "loss": "binary_cross_entropy", "verbose": 0, "model_root": ""}
-        model = kind(features, embedding_dim=16, metrics=["AUC"], parallel_dnn_hidden_units=[64, 32], **of_trainer)
+        kind = getattr(
+            importlib.import_module(f"model_zoo.LongCTR.{name}.{name}"), name
+        )
+        of_trainer = {
+            "optimizer": "adam",
+            "loss": "binary_cross_entropy",
+            "verbose": 0,
+            "model_root": "",
+        }
+        model = kind(
+            features,
+            embedding_dim=16,
+            metrics=["AUC"],
+            parallel_dnn_hidden_units=[64, 32],
+            **of_trainer,
+        )
         model.train()
         limit = inspect.signature(model.fit).parameters["max_gradient_norm"].default
         loss = functools.partial(_fuxictr_loss, model)
@@ -351,7 +496,9 @@ def recbole_names(folder: Path) -> list[str]:
 def recbole(name: str, size: Size, count: int) -> Callable[[], Case]:
     """Models of RecBole over its own Config, Dataset and loaders, with the loss and the optimizer of its Trainer."""
     if name.lower() in _RECBOLE_UNBUILT or name in _RECBOLE_UNBUILT:
-        raise CannotBuildError(_RECBOLE_UNBUILT.get(name) or _RECBOLE_UNBUILT[name.lower()])
+        raise CannotBuildError(
+            _RECBOLE_UNBUILT.get(name) or _RECBOLE_UNBUILT[name.lower()]
+        )
     import yaml
     from recbole.config import Config
     from recbole.data import create_dataset, data_preparation
@@ -360,38 +507,75 @@ def recbole(name: str, size: Size, count: int) -> Callable[[], Case]:
     kind = get_model(name)
     if kind.type == ModelType.TRADITIONAL:
         raise CannotBuildError("learns without gradients")
-    defaults = yaml.safe_load((Path(inspect.getfile(Config)).parents[1] / f"properties/model/{name}.yaml").read_text())
+    defaults = yaml.safe_load(
+        (
+            Path(inspect.getfile(Config)).parents[1] / f"properties/model/{name}.yaml"
+        ).read_text()
+    )
     folder = tempfile.mkdtemp()
     _write_atomic_files(Path(folder, "zoo"), size)
-    settings: dict[str, Any] = {"data_path": folder, "use_gpu": False, "show_progress": False, "state": "ERROR"}
+    settings: dict[str, Any] = {
+        "data_path": folder,
+        "use_gpu": False,
+        "show_progress": False,
+        "state": "ERROR",
+    }
     settings["load_col"] = {"inter": ["user_id", "item_id", "rating", "timestamp"]}
     settings |= {"checkpoint_dir": folder, "MAX_ITEM_LIST_LENGTH": size.length}
     if size.rows:
         settings["train_batch_size"] = size.rows
     if kind.type in (ModelType.CONTEXT, ModelType.SEQUENTIAL):
-        settings["load_col"] |= {"user": ["user_id", "age"], "item": ["item_id", "class"]}
+        settings["load_col"] |= {
+            "user": ["user_id", "age"],
+            "item": ["item_id", "class"],
+        }
     if kind.type == ModelType.CONTEXT:
         settings["threshold"] = {"rating": 3}
     if kind.type == ModelType.SEQUENTIAL and (defaults or {}).get("loss_type") == "CE":
         settings["train_neg_sample_args"] = None
     if kind.type == ModelType.KNOWLEDGE or name == "KSR":
-        settings["load_col"] |= {"kg": ["head_id", "relation_id", "tail_id"], "link": ["item_id", "entity_id"]}
+        settings["load_col"] |= {
+            "kg": ["head_id", "relation_id", "tail_id"],
+            "link": ["item_id", "entity_id"],
+        }
     if name in ("KSR", "GRU4RecKG"):
-        settings["load_col"] |= {"ent": ["ent_id", "ent_emb"], "rel": ["rel_id", "rel_emb"]}
-        settings["load_col"] |= {"kg": ["head_id", "relation_id", "tail_id"], "link": ["item_id", "entity_id"]}
-        settings["eval_args"] = {"split": {"LS": "valid_and_test"}, "order": "TO", "mode": "full"}
-        settings |= {"additional_feat_suffix": ["ent", "rel"], "alias_of_entity_id": ["ent_id"]}
-        settings |= {"preload_weight": {"ent_id": "ent_emb", "rel_id": "rel_emb"}, "alias_of_relation_id": ["rel_id"]}
+        settings["load_col"] |= {
+            "ent": ["ent_id", "ent_emb"],
+            "rel": ["rel_id", "rel_emb"],
+        }
+        settings["load_col"] |= {
+            "kg": ["head_id", "relation_id", "tail_id"],
+            "link": ["item_id", "entity_id"],
+        }
+        settings["eval_args"] = {
+            "split": {"LS": "valid_and_test"},
+            "order": "TO",
+            "mode": "full",
+        }
+        settings |= {
+            "additional_feat_suffix": ["ent", "rel"],
+            "alias_of_entity_id": ["ent_id"],
+        }
+        settings |= {
+            "preload_weight": {"ent_id": "ent_emb", "rel_id": "rel_emb"},
+            "alias_of_relation_id": ["rel_id"],
+        }
     sys.argv = sys.argv[:1]  # which Config reads
     config = Config(name, "zoo", config_dict=settings)
     dataset = create_dataset(config)
     loader, *_ = data_preparation(config, dataset)
     training = loader._dataset  # as its run_recbole takes it
     if kind.type == ModelType.KNOWLEDGE:
-        loader.set_mode(KGDataLoaderState.RS if name == "MKR" else KGDataLoaderState.RSKG)
+        loader.set_mode(
+            KGDataLoaderState.RS if name == "MKR" else KGDataLoaderState.RSKG
+        )
     found = [dict(each.interaction) for each in itertools.islice(loader, count + 1)]
     shapes = {key: value.shape for key, value in found[0].items()}
-    alike = [(each,) for each in found if {key: value.shape for key, value in each.items()} == shapes]
+    alike = [
+        (each,)
+        for each in found
+        if {key: value.shape for key, value in each.items()} == shapes
+    ]
     batches = list(itertools.islice(itertools.cycle(alike), count))
 
     def case() -> Case:
@@ -402,7 +586,13 @@ def recbole(name: str, size: Size, count: int) -> Callable[[], Case]:
         optimizer = trainer.optimizer_encoder if name == "RecVAE" else trainer.optimizer
         model.train()
         limit = (trainer.clip_grad_norm or {}).get("max_norm", 0.0)
-        return Case(model, [optimizer], functools.partial(_recbole_loss, name, model), copy.deepcopy(batches), limit)
+        return Case(
+            model,
+            [optimizer],
+            functools.partial(_recbole_loss, name, model),
+            copy.deepcopy(batches),
+            limit,
+        )
 
     return case
 
@@ -411,7 +601,9 @@ def _recbole_loss(name: str, model: Any, columns: dict[str, Tensor]) -> Tensor:
     from recbole.data.interaction import Interaction
 
     call = model.calculate_rs_loss if name == "MKR" else model.calculate_loss
-    losses = call(Interaction(columns), **({"encoder_flag": True} if name == "RecVAE" else {}))
+    losses = call(
+        Interaction(columns), **({"encoder_flag": True} if name == "RecVAE" else {})
+    )
     if name == "NCL":
         losses = losses[:-1]  # in its first epochs
     return sum(losses) if isinstance(losses, tuple) else losses  # type: ignore[return-value]
@@ -421,25 +613,65 @@ def _write_atomic_files(folder: Path, size: Size) -> None:
     """Writes ratings in which each user has three items and a thousand users 40 more, attributes and a graph."""
     draw, folder_name = np.random.default_rng(1), folder.name
     folder.mkdir()
-    users = np.concatenate([np.tile(np.arange(1, size.users), 3), draw.integers(1, 1001, 40_000)])
-    items = np.concatenate([np.arange(1, size.items), draw.integers(1, size.items, len(users) - size.items + 1)])
-    classes = [" ".join(map(str, draw.integers(0, 20, draw.integers(1, 4)))) for _ in range(size.items)]
-    vectors = [" ".join(f"{value:.4f}" for value in row) for row in draw.normal(size=(size.items, 64))]
-    triples = zip(*(draw.integers(1, high, 30_000) for high in (size.items, 10, size.items)), strict=True)
+    users = np.concatenate(
+        [np.tile(np.arange(1, size.users), 3), draw.integers(1, 1001, 40_000)]
+    )
+    items = np.concatenate(
+        [
+            np.arange(1, size.items),
+            draw.integers(1, size.items, len(users) - size.items + 1),
+        ]
+    )
+    classes = [
+        " ".join(map(str, draw.integers(0, 20, draw.integers(1, 4))))
+        for _ in range(size.items)
+    ]
+    vectors = [
+        " ".join(f"{value:.4f}" for value in row)
+        for row in draw.normal(size=(size.items, 64))
+    ]
+    triples = zip(
+        *(draw.integers(1, high, 30_000) for high in (size.items, 10, size.items)),
+        strict=True,
+    )
     rows: dict[str, tuple[str, Any]] = {
         "inter": (
             "user_id:token item_id:token rating:float timestamp:float",
-            zip(users, items, draw.integers(1, 6, len(users)), draw.integers(0, 10**6, len(users)), strict=True),
+            zip(
+                users,
+                items,
+                draw.integers(1, 6, len(users)),
+                draw.integers(0, 10**6, len(users)),
+                strict=True,
+            ),
         ),
-        "user": ("user_id:token age:token", ((user, draw.integers(0, 9)) for user in range(1, size.users))),
-        "item": ("item_id:token class:token_seq", ((item, classes[item]) for item in range(1, size.items))),
+        "user": (
+            "user_id:token age:token",
+            ((user, draw.integers(0, 9)) for user in range(1, size.users)),
+        ),
+        "item": (
+            "item_id:token class:token_seq",
+            ((item, classes[item]) for item in range(1, size.items)),
+        ),
         "kg": ("head_id:token relation_id:token tail_id:token", triples),
-        "link": ("item_id:token entity_id:token", ((item, item) for item in range(1, size.items))),
-        "ent": ("ent_id:token ent_emb:float_seq", ((item, vectors[item]) for item in range(1, size.items))),
-        "rel": ("rel_id:token rel_emb:float_seq", ((item, vectors[item]) for item in range(1, 10))),
+        "link": (
+            "item_id:token entity_id:token",
+            ((item, item) for item in range(1, size.items)),
+        ),
+        "ent": (
+            "ent_id:token ent_emb:float_seq",
+            ((item, vectors[item]) for item in range(1, size.items)),
+        ),
+        "rel": (
+            "rel_id:token rel_emb:float_seq",
+            ((item, vectors[item]) for item in range(1, 10)),
+        ),
     }
     for suffix, (names, lines) in rows.items():
-        text = ["\t".join(names.split()), *("\t".join(map(str, line)) for line in lines)]
+        text = [
+            "\t".join(names.split()),
+            *("\t".join(map(str, line)) for line in lines),
+        ]
         (folder / f"{folder_name}.{suffix}").write_text("\n".join(text) + "\n")
 
 

@@ -42,21 +42,75 @@ FACTORIZATION = (
 
 # FuxiCTR's models that its distribution lacks; the second row reads lists of ids.
 RANKING = (
-    *("AFM", "AFN", "AOANet", "APG_DeepFM", "AutoInt", "CCPM", "DCN", "DCNv2", "DESTINE", "DLRM", "DNN", "DSSM"),
-    *("DeepCrossing", "DeepFM", "DeepIM", "EDCN", "EulerNet", "FFM", "FGCNN", "FLEN", "FM", "FiBiNET", "FiGNN"),
-    *("FinalMLP", "FinalNet", "FmFM", "FwFM", "GDCN", "HFM", "HOFM", "InterHAt", "LR", "LorentzFM", "MaskNet"),
-    *("MMoE", "NFM", "ONN", "PLE", "PNN", "PPNet", "QNN", "SAM", "ShareBottom", "WideDeep", "WuKong", "xDeepFM"),
+    *(
+        "AFM",
+        "AFN",
+        "AOANet",
+        "APG_DeepFM",
+        "AutoInt",
+        "CCPM",
+        "DCN",
+        "DCNv2",
+        "DESTINE",
+        "DLRM",
+        "DNN",
+        "DSSM",
+    ),
+    *(
+        "DeepCrossing",
+        "DeepFM",
+        "DeepIM",
+        "EDCN",
+        "EulerNet",
+        "FFM",
+        "FGCNN",
+        "FLEN",
+        "FM",
+        "FiBiNET",
+        "FiGNN",
+    ),
+    *(
+        "FinalMLP",
+        "FinalNet",
+        "FmFM",
+        "FwFM",
+        "GDCN",
+        "HFM",
+        "HOFM",
+        "InterHAt",
+        "LR",
+        "LorentzFM",
+        "MaskNet",
+    ),
+    *(
+        "MMoE",
+        "NFM",
+        "ONN",
+        "PLE",
+        "PNN",
+        "PPNet",
+        "QNN",
+        "SAM",
+        "ShareBottom",
+        "WideDeep",
+        "WuKong",
+        "xDeepFM",
+    ),
 )
 LISTS = ("BST", "DIEN", "DIN", "DMIN", "DMR", "TransAct")
 
 
 def repository(name: str) -> Path:
     """Returns a checkout of a repository, and puts it first on the path."""
-    packages = next(Path(path) for path in sys.path if (Path(path) / "torch_rechub").exists())
+    packages = next(
+        Path(path) for path in sys.path if (Path(path) / "torch_rechub").exists()
+    )
     try:
         folder = checkout(REPOSITORIES[name], packages / "scripts" / name)
     except RuntimeError:
-        raise CannotBuildError(f"the repository {REPOSITORIES[name]} cannot be cloned") from None
+        raise CannotBuildError(
+            f"the repository {REPOSITORIES[name]} cannot be cloned"
+        ) from None
     sys.path.insert(0, str(folder))
     return folder
 
@@ -84,7 +138,11 @@ def adam(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
 
 def factorization(name: str, size: Size, count: int) -> Callable[[], Case]:
     """Models of pytorch-fm with the loop of examples/main.py."""
-    folder, draw, rows = repository("pytorch-fm"), torch.Generator().manual_seed(1), size.rows or 2048
+    folder, draw, rows = (
+        repository("pytorch-fm"),
+        torch.Generator().manual_seed(1),
+        size.rows or 2048,
+    )
     without("lmdb")
     np.long = np.int64  # type: ignore[attr-defined]  # numpy's name of its time
     main = definitions(folder / "examples" / "main.py")
@@ -108,7 +166,11 @@ def factorization(name: str, size: Size, count: int) -> Callable[[], Case]:
 
 def neural_filtering(name: str, size: Size, count: int) -> Callable[[], Case]:
     """NCF with the loop of main.py."""
-    folder, draw, rows = repository("NCF"), torch.Generator().manual_seed(1), size.rows or 256
+    folder, draw, rows = (
+        repository("NCF"),
+        torch.Generator().manual_seed(1),
+        size.rows or 256,
+    )
     kind = definitions(folder / "model.py").NCF
 
     def batch() -> tuple[Tensor, ...]:
@@ -118,17 +180,35 @@ def neural_filtering(name: str, size: Size, count: int) -> Callable[[], Case]:
     batches = [batch() for _ in range(count)]
 
     def case() -> Case:
-        model, criterion = kind(size.users, size.items, 32, 3, 0.0, name), nn.BCEWithLogitsLoss()
-        return Case(model, adam(model), lambda user, item, label: criterion(model(user, item), label), batches)
+        model, criterion = (
+            kind(size.users, size.items, 32, 3, 0.0, name),
+            nn.BCEWithLogitsLoss(),
+        )
+        return Case(
+            model,
+            adam(model),
+            lambda user, item, label: criterion(model(user, item), label),
+            batches,
+        )
 
     return case
 
 
 def self_attention(name: str, size: Size, count: int) -> Callable[[], Case]:
     """SASRec with the loop of python/main.py, whose batches are numpy arrays."""
-    folder, draw, rows = repository("SASRec.pytorch"), torch.Generator().manual_seed(1), size.rows or 128
+    folder, draw, rows = (
+        repository("SASRec.pytorch"),
+        torch.Generator().manual_seed(1),
+        size.rows or 128,
+    )
     kind = definitions(folder / "python" / "model.py").SASRec
-    args = {"device": "cpu", "norm_first": False, "hidden_units": 50, "maxlen": 50, "dropout_rate": 0.2}
+    args = {
+        "device": "cpu",
+        "norm_first": False,
+        "hidden_units": 50,
+        "maxlen": 50,
+        "dropout_rate": 0.2,
+    }
     args |= {"num_blocks": 2, "num_heads": 1}
 
     def batch() -> tuple[Any, ...]:
@@ -138,14 +218,20 @@ def self_attention(name: str, size: Size, count: int) -> Callable[[], Case]:
     batches = [batch() for _ in range(count)]
 
     def case() -> Case:
-        model, criterion = kind(size.users, size.items, SimpleNamespace(**args)), nn.BCEWithLogitsLoss()
+        model, criterion = (
+            kind(size.users, size.items, SimpleNamespace(**args)),
+            nn.BCEWithLogitsLoss(),
+        )
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_normal_(parameter.data)
 
         def loss(user: Any, seq: Any, pos: Any, neg: Any) -> Tensor:
             pos_logits, neg_logits = model(user, seq, pos, neg)
-            pos_labels, neg_labels = torch.ones(pos_logits.shape), torch.zeros(neg_logits.shape)
+            pos_labels, neg_labels = (
+                torch.ones(pos_logits.shape),
+                torch.zeros(neg_logits.shape),
+            )
             indices = np.where(pos != 0)
             total: Tensor = criterion(pos_logits[indices], pos_labels[indices])
             return total + criterion(neg_logits[indices], neg_labels[indices])
@@ -161,7 +247,13 @@ def masked_items(name: str, size: Size, count: int) -> Callable[[], Case]:
     repository("BERT4Rec-VAE-Pytorch")
     without("wget", "tensorboardX", "torch.utils.tensorboard")
     kind = importlib.import_module("models.bert").BERTModel
-    args = {"model_init_seed": 0, "bert_max_len": 50, "num_items": 2_000, "bert_num_blocks": 2, "bert_num_heads": 4}
+    args = {
+        "model_init_seed": 0,
+        "bert_max_len": 50,
+        "num_items": 2_000,
+        "bert_num_blocks": 2,
+        "bert_num_heads": 4,
+    }
     args |= {"bert_hidden_units": 64, "bert_dropout": 0.1}
 
     def batch() -> tuple[Tensor, Tensor]:
@@ -171,7 +263,10 @@ def masked_items(name: str, size: Size, count: int) -> Callable[[], Case]:
     batches = [batch() for _ in range(count)]
 
     def case() -> Case:
-        model, criterion = kind(SimpleNamespace(**args)), nn.CrossEntropyLoss(ignore_index=0)
+        model, criterion = (
+            kind(SimpleNamespace(**args)),
+            nn.CrossEntropyLoss(ignore_index=0),
+        )
 
         def loss(seqs: Tensor, labels: Tensor) -> Tensor:
             logits = model(seqs)
@@ -191,15 +286,25 @@ def tabular(name: str, size: Size, count: int) -> Callable[[], Case]:
 
     def batch() -> tuple[Tensor, ...]:
         label = torch.randint(2, (rows,), generator=draw).float()
-        return torch.randn(rows, 8, generator=draw), torch.stack([ids(draw, 99, rows), ids(draw, 9, rows)], 1), label
+        return (
+            torch.randn(rows, 8, generator=draw),
+            torch.stack([ids(draw, 99, rows), ids(draw, 9, rows)], 1),
+            label,
+        )
 
     batches = [batch() for _ in range(count)]
 
     def case() -> Case:
         model = kind.make_default(
-            n_num_features=8, cat_cardinalities=[100, 10], last_layer_query_idx=[-1], n_blocks=2, d_out=1
+            n_num_features=8,
+            cat_cardinalities=[100, 10],
+            last_layer_query_idx=[-1],
+            n_blocks=2,
+            d_out=1,
         )
-        loss = lambda x, c, y: F.binary_cross_entropy_with_logits(model(x, c).squeeze(1), y)  # noqa: E731
+        loss = lambda x, c, y: F.binary_cross_entropy_with_logits(  # noqa: E731
+            model(x, c).squeeze(1), y
+        )
         return Case(model, [model.make_default_optimizer()], loss, batches)
 
     return case
@@ -208,24 +313,61 @@ def tabular(name: str, size: Size, count: int) -> Callable[[], Case]:
 def fuxictr(name: str, size: Size, count: int) -> Callable[[], Case]:
     """Models of FuxiCTR's repository at the defaults of their classes, with the loop of BaseModel.fit."""
     name = name.removeprefix("FuxiCTR ")
-    folder, draw, rows = repository("FuxiCTR"), torch.Generator().manual_seed(1), size.rows or 256
+    folder, draw, rows = (
+        repository("FuxiCTR"),
+        torch.Generator().manual_seed(1),
+        size.rows or 256,
+    )
     without("polars", "h5py", "keras_preprocessing", "keras_preprocessing.sequence")
-    without(*itertools.accumulate(["ray", "data", "datasource", "filename_provider"], "{}.{}".format))
+    without(
+        *itertools.accumulate(
+            ["ray", "data", "datasource", "filename_provider"], "{}.{}".format
+        )
+    )
     from fuxictr.features import FeatureMap
 
-    file = next(file for file in (folder / "model_zoo").rglob(f"src/{name}.py") if "_tf" not in str(file))
+    file = next(
+        file
+        for file in (folder / "model_zoo").rglob(f"src/{name}.py")
+        if "_tf" not in str(file)
+    )
     kind = getattr(definitions(file), name)
     features = FeatureMap("zoo", tempfile.gettempdir())
     of_item = {"item_id": size.items, "cate_id": 100}
     for column, high in {"user_id": size.users, **of_item, "btag": 9}.items():
         source = "item" if column in of_item else "user"
-        spec = {"type": "categorical", "source": source, "vocab_size": high, "padding_idx": 0}
+        spec = {
+            "type": "categorical",
+            "source": source,
+            "vocab_size": high,
+            "padding_idx": 0,
+        }
         features.features[column] = spec
-    lists = {"click": "item_id", "neg_click": "item_id", "cate": "cate_id", "neg_cate": "cate_id"}
-    of_name = [] if name not in LISTS else [*lists] if name in ("DIEN", "DMIN") else ["click", "cate"]
+    lists = {
+        "click": "item_id",
+        "neg_click": "item_id",
+        "cate": "cate_id",
+        "neg_cate": "cate_id",
+    }
+    of_name = (
+        []
+        if name not in LISTS
+        else [*lists]
+        if name in ("DIEN", "DMIN")
+        else ["click", "cate"]
+    )
     for column, shared in ((column, lists[column]) for column in of_name):
-        spec = {"type": "sequence", "source": "user", "vocab_size": of_item[shared], "padding_idx": 0}
-        features.features[f"{column}_history"] = {**spec, "max_len": size.length, "share_embedding": shared}
+        spec = {
+            "type": "sequence",
+            "source": "user",
+            "vocab_size": of_item[shared],
+            "padding_idx": 0,
+        }
+        features.features[f"{column}_history"] = {
+            **spec,
+            "max_len": size.length,
+            "share_embedding": shared,
+        }
     features.labels, features.default_emb_dim = ["label"], 10
     features.num_fields = features.get_num_fields()
     features.set_column_index()
@@ -236,14 +378,26 @@ def fuxictr(name: str, size: Size, count: int) -> Callable[[], Case]:
         for column, spec in features.features.items():
             high = spec["vocab_size"]
             is_list = spec["type"] == "sequence"
-            values[column] = padded(draw, high, rows, size.length) if is_list else ids(draw, high, rows)
+            values[column] = (
+                padded(draw, high, rows, size.length)
+                if is_list
+                else ids(draw, high, rows)
+            )
         return (values,)
 
     batches = [batch() for _ in range(count)]
 
     def case() -> Case:
-        of_trainer = {"optimizer": "adam", "loss": "binary_crossentropy", "verbose": 0, "model_root": "", "gpu": -1}
-        model = kind(features, metrics=["AUC"], task="binary_classification", **of_trainer)
+        of_trainer = {
+            "optimizer": "adam",
+            "loss": "binary_crossentropy",
+            "verbose": 0,
+            "model_root": "",
+            "gpu": -1,
+        }
+        model = kind(
+            features, metrics=["AUC"], task="binary_classification", **of_trainer
+        )
         model.train()
         limit = inspect.signature(model.fit).parameters["max_gradient_norm"].default
 
@@ -257,18 +411,32 @@ def fuxictr(name: str, size: Size, count: int) -> Callable[[], Case]:
 
 def example(name: str, size: Size, count: int) -> Callable[[], Case]:
     """Scripts of pytorch/examples with their own losses."""
-    folder, draw, rows = repository("examples"), torch.Generator().manual_seed(1), size.rows or 128
-    without("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.utils", "requests")
+    folder, draw, rows = (
+        repository("examples"),
+        torch.Generator().manual_seed(1),
+        size.rows or 128,
+    )
+    without(
+        "torchvision",
+        "torchvision.datasets",
+        "torchvision.transforms",
+        "torchvision.utils",
+        "requests",
+    )
     main = definitions(folder / name / "main.py")
     if name in ("gcn", "gat"):
         nodes = 500
         features = torch.rand(nodes, 64, generator=draw)
-        adjacent = (torch.rand(nodes, nodes, generator=draw) < 0.02).float().fill_diagonal_(1)
+        adjacent = (
+            (torch.rand(nodes, nodes, generator=draw) < 0.02).float().fill_diagonal_(1)
+        )
         target, chosen = torch.randint(7, (nodes,), generator=draw), torch.arange(140)
         batches: list[tuple[Any, ...]] = [(features, adjacent, target)] * count
     else:
         images = [torch.rand(rows, 1, 28, 28, generator=draw) for _ in range(count)]
-        batches = [(image, torch.randint(10, (rows,), generator=draw)) for image in images]
+        batches = [
+            (image, torch.randint(10, (rows,), generator=draw)) for image in images
+        ]
 
     def case() -> Case:
         if name == "vae":
@@ -283,10 +451,17 @@ def example(name: str, size: Size, count: int) -> Callable[[], Case]:
             model = main.GCN(64, 16, 7) if name == "gcn" else main.GAT(64, 16, 4, 7)
             criterion = nn.NLLLoss()
             of_nodes = lambda x, a, y: criterion(model(x, a)[chosen], y[chosen])  # noqa: E731
-            return Case(model, [torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)], of_nodes, batches)
+            return Case(
+                model,
+                [torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)],
+                of_nodes,
+                batches,
+            )
         model = main.Net()
         loss = lambda data, target: F.nll_loss(model(data), target)  # noqa: E731
-        return Case(model, [torch.optim.Adadelta(model.parameters(), lr=1.0)], loss, batches)
+        return Case(
+            model, [torch.optim.Adadelta(model.parameters(), lr=1.0)], loss, batches
+        )
 
     return case
 
@@ -302,15 +477,22 @@ def apart(name: str, size: Size, count: int) -> Callable[[], Case]:
     batches = [batch() for _ in range(count)]
 
     def case() -> Case:
-        pair = [nn.Sequential(nn.Embedding(high, 16), nn.Linear(16, 16)) for high in (size.users, size.items)]
+        pair = [
+            nn.Sequential(nn.Embedding(high, 16), nn.Linear(16, 16))
+            for high in (size.users, size.items)
+        ]
         if name == "DataParallel":
             pair = [nn.DataParallel(each) for each in pair]
         model = nn.ModuleList(pair)
 
         def loss(user: Tensor, item: Tensor, label: Tensor) -> Tensor:
-            return F.binary_cross_entropy_with_logits((pair[0](user) * pair[1](item)).sum(1), label)
+            return F.binary_cross_entropy_with_logits(
+                (pair[0](user) * pair[1](item)).sum(1), label
+            )
 
-        optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(each.parameters(), 1e-3) for each in pair]
+        optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Adam(each.parameters(), 1e-3) for each in pair
+        ]
         return Case(model, optimizers, loss, batches)
 
     return case
@@ -326,4 +508,7 @@ BUILDERS: dict[str, Callable[[str, Size, int], Callable[[], Case]]] = {
     **dict.fromkeys(("vae", "gcn", "gat", "mnist", "mnist_rnn"), example),
     **dict.fromkeys(("DataParallel", "two modules"), apart),
 }
-SCRIPTS = Library(lambda name, size, count: BUILDERS[name](name, size, count), lambda folder: list(BUILDERS))
+SCRIPTS = Library(
+    lambda name, size, count: BUILDERS[name](name, size, count),
+    lambda folder: list(BUILDERS),
+)

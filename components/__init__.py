@@ -73,7 +73,12 @@ def plan(
         env: environment
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
-    flags = ["-m", "torchx_apps.plan", f"--world-size={world_size}", f"--device={device}"]
+    flags = [
+        "-m",
+        "torchx_apps.plan",
+        f"--world-size={world_size}",
+        f"--device={device}",
+    ]
     flags += [f"--hbm={hbm}", f"--ddr={ddr}", f"--intra={intra}", f"--inter={inter}"]
     options = {
         "tables": tables,
@@ -90,7 +95,17 @@ def plan(
         "out": out,
     }
     words = [*flags, *_as_flags(options), *args]
-    return _process("plan", words, name=name, image=image, h=h, cpu=cpu, memMB=memMB, env=env, mounts=mounts)
+    return _process(
+        "plan",
+        words,
+        name=name,
+        image=image,
+        h=h,
+        cpu=cpu,
+        memMB=memMB,
+        env=env,
+        mounts=mounts,
+    )
 
 
 def embed(
@@ -152,7 +167,15 @@ def embed(
     """
     if procs < 1:
         raise ValueError(f"--procs {procs}: must be 1 or more")
-    flags = ["-m", "torchx_apps.agent", "--standalone", f"--nproc_per_node={procs}", "-m", "torchx_apps.embed", bundle]
+    flags = [
+        "-m",
+        "torchx_apps.agent",
+        "--standalone",
+        f"--nproc_per_node={procs}",
+        "-m",
+        "torchx_apps.embed",
+        bundle,
+    ]
     if catalogue is not None:
         flags += ["--catalogue", catalogue]
     options = {
@@ -223,10 +246,26 @@ def evaluate(
         env: environment
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
-    flags = ["-m", "torchx_apps.evaluate", f"--users={users}", f"--items={items}", f"--truth={truth}"]
+    flags = [
+        "-m",
+        "torchx_apps.evaluate",
+        f"--users={users}",
+        f"--items={items}",
+        f"--truth={truth}",
+    ]
     options = {"seen": seen, "metrics": metrics, "similarity": similarity, "out": out}
     words = [*flags, *_as_flags(options), *args]
-    return _process("evaluate", words, name=name, image=image, h=h, cpu=cpu, memMB=memMB, env=env, mounts=mounts)
+    return _process(
+        "evaluate",
+        words,
+        name=name,
+        image=image,
+        h=h,
+        cpu=cpu,
+        memMB=memMB,
+        env=env,
+        mounts=mounts,
+    )
 
 
 def _as_flags(options: Dict[str, object]) -> List[str]:

@@ -51,7 +51,12 @@ def preprocess(
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
     flags = ["-m", "torchx_apps.preprocess", "--recipe", recipe]
-    for flag, value in (("--set", set), ("--settings", settings), ("--engine", engine), ("--out", out)):
+    for flag, value in (
+        ("--set", set),
+        ("--settings", settings),
+        ("--engine", engine),
+        ("--out", out),
+    ):
         if value:
             flags.append(f"{flag}={value}")
     role = specs.Role(

@@ -60,15 +60,25 @@ def why_slow(
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
     flags = ["-m", "torchx_apps.diagnose", "--recipe", recipe, f"--budget={budget}"]
-    options = [("--set", set), ("--settings", settings), ("--out", out), ("--html", html), ("--trace", trace)]
+    options = [
+        ("--set", set),
+        ("--settings", settings),
+        ("--out", out),
+        ("--html", html),
+        ("--trace", trace),
+    ]
     for flag, value in options:
         if value:
             flags.append(f"{flag}={value}")
     if apply:
         flags.append("--apply")
     nodes, x, procs = j.partition("x")
-    if not x or not all(count.isdecimal() and int(count) > 0 for count in (nodes, procs)):
-        raise ValueError(f"-j {j}: write NODESxPROCS in whole numbers from 1, such as -j 1x2")
+    if not x or not all(
+        count.isdecimal() and int(count) > 0 for count in (nodes, procs)
+    ):
+        raise ValueError(
+            f"-j {j}: write NODESxPROCS in whole numbers from 1, such as -j 1x2"
+        )
     # Several ranks run under the agent of a training, one is a process of its own.
     if j != "1x1":
         return _app(
@@ -94,7 +104,9 @@ def why_slow(
         entrypoint="python3",
         args=[*flags, *args],
         env=_environment(env, threads, max_retries=0, elastic=""),
-        resource=specs.resource(cpu=cpu or max(2, threads), memMB=memMB or 4096, gpu=gpu, h=h),
+        resource=specs.resource(
+            cpu=cpu or max(2, threads), memMB=memMB or 4096, gpu=gpu, h=h
+        ),
         mounts=specs.parse_mounts(mounts) if mounts else [],
     )
     return specs.AppDef(name=name, roles=[role])

@@ -73,10 +73,19 @@ def all(  # noqa: A001  (rec.pipeline.all)
             job's id
         debug: turn on torch's slow distributed checks
     """
-    options = {"engine": engine, "index": index, "store": store, "tables": tables, "onnx": onnx, "set": set}
+    options = {
+        "engine": engine,
+        "index": index,
+        "store": store,
+        "tables": tables,
+        "onnx": onnx,
+        "set": set,
+    }
     options["settings"] = settings
     flags = ["--recipe", recipe, f"--preprocess={preprocess}", f"--out={out}"]
-    flags += [f"--{flag}={value}" for flag, value in options.items() if value is not None]
+    flags += [
+        f"--{flag}={value}" for flag, value in options.items() if value is not None
+    ]
     return _app(
         "torchx_apps.pipeline",
         [*flags, *args],

@@ -55,8 +55,17 @@ def export(
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
     flags = ["-m", "torchx_apps.export", run, f"--index={index}", f"--store={store}"]
-    options = {"out": out, "tables": tables, "onnx": onnx, "checkpoint": checkpoint, "recipe": recipe, "set": set}
-    flags += [f"--{flag}={value}" for flag, value in options.items() if value is not None]
+    options = {
+        "out": out,
+        "tables": tables,
+        "onnx": onnx,
+        "checkpoint": checkpoint,
+        "recipe": recipe,
+        "set": set,
+    }
+    flags += [
+        f"--{flag}={value}" for flag, value in options.items() if value is not None
+    ]
     role = specs.Role(
         name="export",
         image=image,
@@ -130,11 +139,15 @@ def http(
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
     if not 0 <= port < 65536:
-        raise ValueError(f"--port {port}: must be 1 to 65535, or 0 for any that is free")
+        raise ValueError(
+            f"--port {port}: must be 1 to 65535, or 0 for any that is free"
+        )
     if workers < 1:
         raise ValueError(f"--workers {workers}: must be 1 or more")
     if replicas < 0 or (replicas and manifest is None):
-        raise ValueError(f"--replicas {replicas}: the pods of --manifest, 1 or more; leave it out without --manifest")
+        raise ValueError(
+            f"--replicas {replicas}: the pods of --manifest, 1 or more; leave it out without --manifest"
+        )
     if manifest is not None and (p99 is not None or qps):
         raise ValueError(
             "--p99 measures this machine, and --manifest starts nothing: measure on a node, give --workers"
@@ -142,7 +155,14 @@ def http(
     # Nobody outside its pod would reach a loopback address.
     if manifest is not None and host == "127.0.0.1":
         host = "0.0.0.0"
-    flags = ["-m", "torchx_apps.serve", bundle, f"--host={host}", f"--port={port}", f"--workers={workers}"]
+    flags = [
+        "-m",
+        "torchx_apps.serve",
+        bundle,
+        f"--host={host}",
+        f"--port={port}",
+        f"--workers={workers}",
+    ]
     # 15 s are longer than a cluster takes to send its requests elsewhere.
     if manifest is not None:
         flags.append("--linger=15")
@@ -155,7 +175,9 @@ def http(
         "redis": redis,
         "redis-password-file": redis_password_file,
     }
-    flags += [f"--{flag}={value}" for flag, value in options.items() if value is not None]
+    flags += [
+        f"--{flag}={value}" for flag, value in options.items() if value is not None
+    ]
     role = specs.Role(
         name="serve",
         image=image,
@@ -172,4 +194,8 @@ def http(
         port_map={"http": port},
         mounts=specs.parse_mounts(mounts) if mounts else [],
     )
-    return specs.AppDef(name=name, roles=[role], metadata={} if manifest is None else {"manifest": manifest})
+    return specs.AppDef(
+        name=name,
+        roles=[role],
+        metadata={} if manifest is None else {"manifest": manifest},
+    )

@@ -167,7 +167,12 @@ def networks(
             f"--groups {groups} with -j {j}: it names ranks, whose number changes with the nodes that are up; leave it "
             f"out, or write -j {j.partition(':')[2]}"
         )
-    options = [("vary", vary), ("member", member), ("groups", groups), ("codistill", codistill)]
+    options = [
+        ("vary", vary),
+        ("member", member),
+        ("groups", groups),
+        ("codistill", codistill),
+    ]
     flags = [f"--{flag}={text}" for flag, text in options if text]
     if own_rows:
         flags.append("--own-rows")
@@ -175,7 +180,12 @@ def networks(
         flags.append("--weights")
     return _app(
         "torchx_apps.train_networks",
-        [*_flags(recipe, set, settings, run_dir, resume), *flags, f"--stack={stack}", *args],
+        [
+            *_flags(recipe, set, settings, run_dir, resume),
+            *flags,
+            f"--stack={stack}",
+            *args,
+        ],
         j=j,
         threads=threads,
         max_retries=max_retries,
@@ -261,14 +271,27 @@ def stream(
     """
     if j != "1x1":
         raise ValueError(f"-j {j}: a log is trained on one rank yet; leave -j out")
-    options = {"until-idle": until_idle, "events": events, "bundles": bundles, "resume": resume}
-    flags = [f"--{flag}={value}" for flag, value in options.items() if value is not None]
+    options = {
+        "until-idle": until_idle,
+        "events": events,
+        "bundles": bundles,
+        "resume": resume,
+    }
+    flags = [
+        f"--{flag}={value}" for flag, value in options.items() if value is not None
+    ]
     if log is not None:
         # Not --log: torchrun's parser finds that ambiguous even behind the script, with its own --log-dir.
         flags.append(f"--set=data.folder={log}")
     return _app(
         "torchx_apps.train_stream",
-        [*_flags(recipe, set, settings, run_dir), *flags, f"--publish-s={publish_s}", f"--keep={keep}", *args],
+        [
+            *_flags(recipe, set, settings, run_dir),
+            *flags,
+            f"--publish-s={publish_s}",
+            f"--keep={keep}",
+            *args,
+        ],
         j=j,
         threads=threads,
         max_retries=max_retries,
@@ -317,8 +340,12 @@ def _app(
             f"{remedy}"
         )
     if not 0 <= rdzv_port < 65536:
-        raise ValueError(f"--rdzv_port {rdzv_port}: must be 1 to 65535, or 0 for a port made of the job's id")
-    app = getattr(dist, "torchrun", dist.ddp)(
+        raise ValueError(
+            f"--rdzv_port {rdzv_port}: must be 1 to 65535, or 0 for a port made of the job's id"
+        )
+    app = getattr(
+        dist, "torchrun", dist.ddp
+    )(
         *flags,
         m=main,
         tee=2,  # prefixes a rank's stderr with its number; its stdout is the job's result, and stays as it is
@@ -350,27 +377,46 @@ def _flags(
     run_dir: Optional[str],
     resume: Optional[str] = None,
 ) -> List[str]:
-    options = {"settings": settings, "set": override, "run-dir": run_dir, "resume": resume}
-    return ["--recipe", recipe, *(f"--{flag}={value}" for flag, value in options.items() if value)]
+    options = {
+        "settings": settings,
+        "set": override,
+        "run-dir": run_dir,
+        "resume": resume,
+    }
+    return [
+        "--recipe",
+        recipe,
+        *(f"--{flag}={value}" for flag, value in options.items() if value),
+    ]
 
 
 def _topology(j: str) -> str:
     nodes, x, procs = j.partition("x")
     counts = [*nodes.split(":"), procs]
-    if not x or len(counts) > 3 or not all(count.isdecimal() and int(count) > 0 for count in counts):
+    if (
+        not x
+        or len(counts) > 3
+        or not all(count.isdecimal() and int(count) > 0 for count in counts)
+    ):
         raise ValueError(
             f"-j {j}: write NODESxPROCS or MIN:MAXxPROCS in whole numbers from 1, such as -j 1x2 or -j 2:4x8"
         )
     if len(counts) == 3 and int(counts[0]) > int(counts[1]):
-        raise ValueError(f"-j {j}: MIN is {counts[0]} and MAX is {counts[1]}; write MIN:MAXxPROCS with MIN at most MAX")
+        raise ValueError(
+            f"-j {j}: MIN is {counts[0]} and MAX is {counts[1]}; write MIN:MAXxPROCS with MIN at most MAX"
+        )
     return j
 
 
-def _environment(env: Optional[Dict[str, str]], threads: int, max_retries: int, elastic: str) -> Dict[str, str]:
+def _environment(
+    env: Optional[Dict[str, str]], threads: int, max_retries: int, elastic: str
+) -> Dict[str, str]:
     if threads < 1:
         raise ValueError(f"--threads {threads}: a rank needs at least one thread")
     if max_retries < 0:
-        raise ValueError(f"--max_retries {max_retries}: write 0 for none, or how often to start again")
+        raise ValueError(
+            f"--max_retries {max_retries}: write 0 for none, or how often to start again"
+        )
     # Unbuffered, or a pod's log stays empty for minutes.
     ours = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     if max_retries or elastic:
@@ -383,7 +429,9 @@ def _environment(env: Optional[Dict[str, str]], threads: int, max_retries: int, 
         # The ranks then refuse settings that need a fixed number of ranks.
         ours["TORCHREC_EXT_ELASTIC"] = elastic
     variables = {**ours, **(env or {})}
-    if "PET_RDZV_CONF" in variables:  # torchrun's, NAME=VALUE by commas; TorchX takes no "=" within a value
+    if (
+        "PET_RDZV_CONF" in variables
+    ):  # torchrun's, NAME=VALUE by commas; TorchX takes no "=" within a value
         variables["PET_RDZV_CONF"] = variables["PET_RDZV_CONF"].replace(":", "=")
     return variables
 

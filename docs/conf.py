@@ -48,7 +48,11 @@ html_sidebars = {
 }
 versions = os.environ.get("DOCS_TAGS", "").split()
 root = os.environ.get("DOCS_ROOT", "")
-html_context = {"versions": [("newest", root), *((tag, f"{root}{tag}/") for tag in versions)] if versions else []}
+html_context = {
+    "versions": [("newest", root), *((tag, f"{root}{tag}/") for tag in versions)]
+    if versions
+    else []
+}
 
 # fbgemm names each of its libraries when autodoc imports it.
 logging.disable(logging.INFO)

@@ -16,7 +16,14 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.models.dlrm import DLRM, DLRMTrain
 
-from torchrec_ext import OptimizerConfig, PlanConfig, Runtime, explain, hybrid_parallel, plan_sharding
+from torchrec_ext import (
+    OptimizerConfig,
+    PlanConfig,
+    Runtime,
+    explain,
+    hybrid_parallel,
+    plan_sharding,
+)
 
 USERS, ITEMS, KINDS, WIDTH, ROWS = 4_000, 1_000, 4, 16, 2_048
 
@@ -24,11 +31,20 @@ USERS, ITEMS, KINDS, WIDTH, ROWS = 4_000, 1_000, 4, 16, 2_048
 def network() -> DLRMTrain:
     """Returns the network as TorchRec has it; tables on the meta device take no memory before they are sharded."""
     tables = [
-        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=WIDTH)
+        EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=WIDTH
+        )
         for name, rows in (("user", USERS), ("item", ITEMS))
     ]
     bags = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    return DLRMTrain(DLRM(bags, dense_in_features=2, dense_arch_layer_sizes=[16, WIDTH], over_arch_layer_sizes=[32, 1]))
+    return DLRMTrain(
+        DLRM(
+            bags,
+            dense_in_features=2,
+            dense_arch_layer_sizes=[16, WIDTH],
+            over_arch_layer_sizes=[32, 1],
+        )
+    )
 
 
 def batches(steps: int, seed: int) -> Iterator[Batch]:
@@ -43,7 +59,9 @@ def batches(steps: int, seed: int) -> Iterator[Batch]:
         is_wrong = torch.rand(ROWS, generator=draws) < 0.1
         clicked = (user % KINDS == item % KINDS) ^ is_wrong
         one_each = torch.ones(2 * ROWS, dtype=torch.int)
-        values = KeyedJaggedTensor(["user", "item"], torch.cat([user, item]), lengths=one_each)
+        values = KeyedJaggedTensor(
+            ["user", "item"], torch.cat([user, item]), lengths=one_each
+        )
         yield Batch(torch.randn(ROWS, 2, generator=draws), values, clicked.int())
 
 
@@ -53,7 +71,13 @@ def main(runtime: Runtime, steps: int = 300) -> None:
     model = network()
     rates = OptimizerConfig(tables="adagrad", tables_lr=0.3, dense_lr=3e-3)
     # Without a plan, tables as small as these have a copy on each rank.
-    plan = plan_sharding(model, runtime, PlanConfig(sharding="row_wise"), optimizer=rates, batch_size=ROWS)
+    plan = plan_sharding(
+        model,
+        runtime,
+        PlanConfig(sharding="row_wise"),
+        optimizer=rates,
+        batch_size=ROWS,
+    )
     sharded, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=rates)
     if runtime.is_main:
         print(explain(plan, model, runtime.world_size))

@@ -15,12 +15,22 @@ from torchrec_ext.distributed import LocalSGD, Runtime
 
 def main(runtime, path="ncf.pt", positives=83_731, epochs=3):
     torch.manual_seed(0)
-    data, model, loss_fn = Interactions(int(positives)), ContextualNCF(), nn.BCEWithLogitsLoss()
+    data, model, loss_fn = (
+        Interactions(int(positives)),
+        ContextualNCF(),
+        nn.BCEWithLogitsLoss(),
+    )
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     law = Uniform(items=ITEMS, exclude=("user", "item"))
-    rows = Rows.of(data, 256, law, collate_fn=collate, rank=runtime.rank, ranks=runtime.world_size)
-    step = adopt(model, optimizer, lambda *batch: loss_fn(model(*batch[:3]), batch[3]), rows=rows)
-    with LocalSGD(model, step, every=32) as ranks:  # in place of DistributedDataParallel(model)
+    rows = Rows.of(
+        data, 256, law, collate_fn=collate, rank=runtime.rank, ranks=runtime.world_size
+    )
+    step = adopt(
+        model, optimizer, lambda *batch: loss_fn(model(*batch[:3]), batch[3]), rows=rows
+    )
+    with LocalSGD(
+        model, step, every=32
+    ) as ranks:  # in place of DistributedDataParallel(model)
         for epoch in range(int(epochs)):
             total = 0.0
             for loss in step.epoch():

@@ -20,8 +20,12 @@ class Interactions(Dataset):
     def __init__(self, positives):
         rng = np.random.default_rng(0)
         self.user = torch.from_numpy(rng.integers(0, USERS, positives))
-        self.item = torch.from_numpy((ITEMS * rng.random(positives) ** 2.5).astype(np.int64))
-        self.context = torch.from_numpy((rng.random((positives, CONTEXT)) < 0.3).astype(np.float32))
+        self.item = torch.from_numpy(
+            (ITEMS * rng.random(positives) ** 2.5).astype(np.int64)
+        )
+        self.context = torch.from_numpy(
+            (rng.random((positives, CONTEXT)) < 0.3).astype(np.float32)
+        )
         self.known = collections.defaultdict(set)
         for user, item in zip(self.user.tolist(), self.item.tolist(), strict=True):
             self.known[user].add(item)
@@ -36,7 +40,12 @@ class Interactions(Dataset):
             if item not in self.known[user]:
                 items.append(item)
         labels = torch.tensor([1.0] + [0.0] * NEGATIVES)
-        return torch.full((5,), user), torch.tensor(items), self.context[row].repeat(5, 1), labels
+        return (
+            torch.full((5,), user),
+            torch.tensor(items),
+            self.context[row].repeat(5, 1),
+            labels,
+        )
 
 
 class ContextualNCF(nn.Module):
@@ -44,12 +53,20 @@ class ContextualNCF(nn.Module):
         super().__init__()
         self.gmf_user, self.gmf_item = nn.Embedding(USERS, 8), nn.Embedding(ITEMS, 8)
         self.mlp_user, self.mlp_item = nn.Embedding(USERS, 32), nn.Embedding(ITEMS, 32)
-        self.mlp = nn.Sequential(nn.Linear(64 + CONTEXT, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.mlp = nn.Sequential(
+            nn.Linear(64 + CONTEXT, 32),
+            nn.ReLU(),
+            nn.Linear(32, 16),
+            nn.ReLU(),
+            nn.Linear(16, 8),
+        )
         self.head = nn.Linear(16, 1)
 
     def forward(self, user, item, context):
         gmf = self.gmf_user(user) * self.gmf_item(item)
-        mlp = self.mlp(torch.cat([self.mlp_user(user), self.mlp_item(item), context], 1))
+        mlp = self.mlp(
+            torch.cat([self.mlp_user(user), self.mlp_item(item), context], 1)
+        )
         return self.head(torch.cat([gmf, mlp], 1)).squeeze(1)
 
 
@@ -60,7 +77,11 @@ def collate(rows):
 def main(positives=83_731, epochs=30):
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    data, model, loss_fn = Interactions(positives), ContextualNCF(), nn.BCEWithLogitsLoss()
+    data, model, loss_fn = (
+        Interactions(positives),
+        ContextualNCF(),
+        nn.BCEWithLogitsLoss(),
+    )
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     loader = DataLoader(data, batch_size=256, shuffle=True, collate_fn=collate)
     for epoch in range(epochs):

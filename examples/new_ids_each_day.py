@@ -48,17 +48,30 @@ def log(days: int, events: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yields the users, items and clicks of each day."""
     random = torch.Generator().manual_seed(1)
     names = torch.randint(-(2**62), 2**62, (ITEMS * (days + 1) // 2,), generator=random)
-    taste, look = torch.randn(USERS, 4, generator=random), torch.randn(len(names), 4, generator=random)
+    taste, look = (
+        torch.randn(USERS, 4, generator=random),
+        torch.randn(len(names), 4, generator=random),
+    )
     appeal = torch.randn(len(names), generator=random)
     for day in range(days):
         user = torch.randint(USERS, (events,), generator=random)
         # Few items are popular; tomorrow the older half is gone.
-        item = (torch.rand(events, generator=random) ** 3 * ITEMS).long() * 7919 % ITEMS + day * ITEMS // 2
-        chance = torch.sigmoid((taste[user] * look[item]).sum(1) + 2 * appeal[item] - 0.5)
+        item = (
+            torch.rand(events, generator=random) ** 3 * ITEMS
+        ).long() * 7919 % ITEMS + day * ITEMS // 2
+        chance = torch.sigmoid(
+            (taste[user] * look[item]).sum(1) + 2 * appeal[item] - 0.5
+        )
         yield user, names[item], (torch.rand(events, generator=random) < chance).float()
 
 
-def losses(days: list[tuple[Tensor, Tensor, Tensor]], network: Network, rows: Rows, *, dynamic: bool) -> list[float]:
+def losses(
+    days: list[tuple[Tensor, Tensor, Tensor]],
+    network: Network,
+    rows: Rows,
+    *,
+    dynamic: bool,
+) -> list[float]:
     """Returns the mean log loss of each day, predicted before that day was trained."""
     optimizer = torch.optim.Adagrad(network.parameters(), lr=0.05)
     if dynamic:
@@ -67,12 +80,18 @@ def losses(days: list[tuple[Tensor, Tensor, Tensor]], network: Network, rows: Ro
     for user, item, click in days:
         network.eval()
         with torch.no_grad():
-            result.append(float(binary_cross_entropy_with_logits(network(user, rows(item)), click)))
+            result.append(
+                float(
+                    binary_cross_entropy_with_logits(network(user, rows(item)), click)
+                )
+            )
         network.train()
         for start in range(0, len(user), BATCH):
             batch = slice(start, start + BATCH)
             optimizer.zero_grad()
-            binary_cross_entropy_with_logits(network(user[batch], rows(item[batch])), click[batch]).backward()
+            binary_cross_entropy_with_logits(
+                network(user[batch], rows(item[batch])), click[batch]
+            ).backward()
             optimizer.step()
     return result
 
@@ -89,25 +108,44 @@ def vocabulary(ids: Tensor) -> Rows:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--days", type=int, default=10)
     parser.add_argument("--events", type=int, default=100_000, help="a day's")
-    parser.add_argument("--picture", type=Path, help="a PNG of the log loss by day; needs matplotlib")
+    parser.add_argument(
+        "--picture", type=Path, help="a PNG of the log loss by day; needs matplotlib"
+    )
     options = parser.parse_args()
     if options.days < 2 or options.events < 1:
-        parser.error(f"--days {options.days} --events {options.events}: at least 2 days of 1 event")
+        parser.error(
+            f"--days {options.days} --events {options.events}: at least 2 days of 1 event"
+        )
     days = list(log(options.days, options.events))
     every_id = torch.cat([item for _, item, _ in days])
     by_way = {
         "dynamic": losses(days, Network(ROWS), lambda item: item, dynamic=True),
-        "hash trick": losses(days, Network(ROWS), lambda item: item % ROWS, dynamic=False),
-        "first day's": losses(days, Network(ROWS), vocabulary(days[0][1]), dynamic=False),
-        "without an end": losses(days, Network(1 + len(every_id.unique())), vocabulary(every_id), dynamic=False),
+        "hash trick": losses(
+            days, Network(ROWS), lambda item: item % ROWS, dynamic=False
+        ),
+        "first day's": losses(
+            days, Network(ROWS), vocabulary(days[0][1]), dynamic=False
+        ),
+        "without an end": losses(
+            days,
+            Network(1 + len(every_id.unique())),
+            vocabulary(every_id),
+            dynamic=False,
+        ),
     }
     print("log loss of each day, before it is trained")
     for way, values in by_way.items():
         mean = sum(values[1:]) / (len(values) - 1)
-        print(f"{way:15}", " ".join(f"{value:.4f}" for value in values), f" mean from the second day on {mean:.4f}")
+        print(
+            f"{way:15}",
+            " ".join(f"{value:.4f}" for value in values),
+            f" mean from the second day on {mean:.4f}",
+        )
     if options.picture:
         draw(by_way, options.picture)
 
@@ -122,11 +160,20 @@ def draw(by_way: dict[str, list[float]], path: Path) -> None:
     for way, values in by_way.items():
         days = range(2, len(values) + 1)
         is_limit = way == "without an end"
-        axes.plot(days, values[1:], label=way, linestyle="--" if is_limit else "-", color="0.5" if is_limit else None)
+        axes.plot(
+            days,
+            values[1:],
+            label=way,
+            linestyle="--" if is_limit else "-",
+            color="0.5" if is_limit else None,
+        )
         means[way] = sum(values[1:]) / len(days)
     axes.set(xlabel="day", ylabel="log loss, before the day is trained")
     ways = ", ".join(f"{way} {mean:.3f}" for way, mean in means.items())
-    axes.set_title(f"Half of the items are new each day; {ROWS:,} rows\nmean log loss: {ways}", fontsize="medium")
+    axes.set_title(
+        f"Half of the items are new each day; {ROWS:,} rows\nmean log loss: {ways}",
+        fontsize="medium",
+    )
     figure.legend(loc="outside lower center", ncols=len(by_way))
     figure.savefig(path, dpi=120)
 

@@ -16,14 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_ext import Bundle, Scorer, adopt, export
-from torchrec_ext.retrieval import Catalogue, NamedUsers, NearestRequest, RecommendRequest
+from torchrec_ext.retrieval import (
+    Catalogue,
+    NamedUsers,
+    NearestRequest,
+    RecommendRequest,
+)
 
 USERS, ITEMS, KINDS, ROWS = 800, 200, 8, 1_024
 
 
 def tower(rows: int) -> nn.Sequential:
     """Returns an embedding and two layers, for one column of ids."""
-    return nn.Sequential(nn.Embedding(rows, 16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    return nn.Sequential(
+        nn.Embedding(rows, 16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)
+    )
 
 
 class TwoTowers(nn.Module):
@@ -44,7 +51,9 @@ def train(model: TwoTowers, steps: int) -> float:
     """Trains the model, and returns the last loss."""
     criterion = nn.BCEWithLogitsLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    step = adopt(model, optimizer, lambda user, item, click: criterion(model(user, item), click))
+    step = adopt(
+        model, optimizer, lambda user, item, click: criterion(model(user, item), click)
+    )
     for _ in range(steps):
         user, item = torch.randint(USERS, (ROWS,)), torch.randint(ITEMS, (ROWS,))
         loss, _ = step(user, item, (user % KINDS == item % KINDS).float())
@@ -93,4 +102,7 @@ def main(folder: Path, steps: int = 1_000) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        main(Path(sys.argv[1] if len(sys.argv) > 1 else temporary) / "bundle", *map(int, sys.argv[2:]))
+        main(
+            Path(sys.argv[1] if len(sys.argv) > 1 else temporary) / "bundle",
+            *map(int, sys.argv[2:]),
+        )

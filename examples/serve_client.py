@@ -12,9 +12,13 @@ import urllib.request
 from typing import Any
 
 
-def ask(url: str, path: str, body: dict[str, Any] | None = None, attempts: int = 3) -> Any:
+def ask(
+    url: str, path: str, body: dict[str, Any] | None = None, attempts: int = 3
+) -> Any:
     """Returns the JSON answer of a server; waits and asks again if it says that the same request may succeed later."""
-    request = urllib.request.Request(url + path, headers={"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url + path, headers={"Content-Type": "application/json"}
+    )
     if body is not None:
         request.data = json.dumps(body).encode()
     if token := os.environ.get("TORCHREC_EXT_TOKEN"):
@@ -38,13 +42,17 @@ def names(answer: dict[str, Any]) -> list[str]:
 def main(url: str = "http://127.0.0.1:8000") -> None:
     """Asks one of each."""
     served = ask(url, "/v1/bundle")
-    print(f"bundle {served['digest'][:12]}: {served['items']} items, {served['users']} users")
+    print(
+        f"bundle {served['digest'][:12]}: {served['items']} items, {served['users']} users"
+    )
     person = served["example_user"]
     answer = ask(url, "/v1/recommend", {"user": person, "k": 3, "titles": True})
     print(f"for {json.dumps(person)}:")
     for name, score in zip(names(answer), answer["scores"], strict=True):
         print(f"  {score:6.3f}  {name}")
-    nearest = ask(url, "/v1/nearest", {"item": answer["items"][0], "k": 3, "titles": True})
+    nearest = ask(
+        url, "/v1/nearest", {"item": answer["items"][0], "k": 3, "titles": True}
+    )
     print(f"nearest to {names(answer)[0]}: {', '.join(names(nearest))}")
 
 

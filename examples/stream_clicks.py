@@ -18,7 +18,9 @@ from pathlib import Path
 import numpy as np
 
 
-def events(users: int, items: int, *, first: int, clicks: bool, lives: int = 200) -> Iterator[dict[str, object]]:
+def events(
+    users: int, items: int, *, first: int, clicks: bool, lives: int = 200
+) -> Iterator[dict[str, object]]:
     """Yields events from number ``first`` on; ``lives`` events for each one present replace all users and items."""
     number = first
     while True:
@@ -35,7 +37,11 @@ def events(users: int, items: int, *, first: int, clicks: bool, lives: int = 200
         number += 1
         if not clicks and taste > chance:
             continue
-        event: dict[str, object] = {"user_id": id_of(user, 1), "item_id": id_of(item, 2), "time": round(time.time(), 3)}
+        event: dict[str, object] = {
+            "user_id": id_of(user, 1),
+            "item_id": id_of(item, 2),
+            "time": round(time.time(), 3),
+        }
         if clicks:
             event["clicked"] = int(luck < chance)
         yield event | {"number": number}
@@ -55,22 +61,39 @@ def last_number(file: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--events", type=int, default=100_000)
-    parser.add_argument("--rate", type=float, default=0.0, help="events a second; 0 writes all at once")
-    parser.add_argument("--users", type=int, default=2_000, help="users who are there at a time")
-    parser.add_argument("--items", type=int, default=1_000, help="items that are there at a time")
-    parser.add_argument("--clicks", action="store_true", help="shown items with a label, instead of taken ones")
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="events a second; 0 writes all at once"
+    )
+    parser.add_argument(
+        "--users", type=int, default=2_000, help="users who are there at a time"
+    )
+    parser.add_argument(
+        "--items", type=int, default=1_000, help="items that are there at a time"
+    )
+    parser.add_argument(
+        "--clicks",
+        action="store_true",
+        help="shown items with a label, instead of taken ones",
+    )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     path = options.folder / "events.jsonl"
-    source = events(options.users, options.items, first=last_number(path), clicks=options.clicks)
+    source = events(
+        options.users, options.items, first=last_number(path), clicks=options.clicks
+    )
     begin = time.time()
     with path.open("a") as file:
         for count, event in zip(range(1, options.events + 1), source, strict=False):
             file.write(json.dumps(event) + "\n")
-            if options.rate and (ahead := begin + count / options.rate - time.time()) > 0:
+            if (
+                options.rate
+                and (ahead := begin + count / options.rate - time.time()) > 0
+            ):
                 file.flush()
                 time.sleep(ahead)
 

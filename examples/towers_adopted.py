@@ -17,13 +17,27 @@ class UserAndItem(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user = nn.Sequential(nn.Linear(60, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 64))
-        self.item = nn.Sequential(nn.Linear(40, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 64))
+        self.user = nn.Sequential(
+            nn.Linear(60, 512),
+            nn.ReLU(),
+            nn.Linear(512, 256),
+            nn.ReLU(),
+            nn.Linear(256, 64),
+        )
+        self.item = nn.Sequential(
+            nn.Linear(40, 512),
+            nn.ReLU(),
+            nn.Linear(512, 256),
+            nn.ReLU(),
+            nn.Linear(256, 64),
+        )
         self.top = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, profile: Tensor, content: Tensor) -> Tensor:
         """Returns (B,) logits of (B, 60) and (B, 40) numbers."""
-        return self.top(torch.cat([self.user(profile), self.item(content)], dim=1)).squeeze(1)
+        return self.top(
+            torch.cat([self.user(profile), self.item(content)], dim=1)
+        ).squeeze(1)
 
 
 def main(path: str, runtime: Runtime) -> None:
@@ -35,7 +49,14 @@ def main(path: str, runtime: Runtime) -> None:
     label = (profile[..., 0] * content[..., 0] > 0).float()
     example = profile[0], content[0], label[0]
     towers = {"user": 0, "item": 1}
-    train = adopt_towers(model, optimizer, lambda u, i, y: criterion(model(u, i), y), runtime, towers, example)
+    train = adopt_towers(
+        model,
+        optimizer,
+        lambda u, i, y: criterion(model(u, i), y),
+        runtime,
+        towers,
+        example,
+    )
     for step in range(20):
         loss, _ = train(profile[step], content[step], label[step])
     train.settle()  # all ranks have all weights again

@@ -43,14 +43,22 @@ class Affinity:
     def __post_init__(self) -> None:
         size = len(self.columns)
         if self.values.shape != (size, size):
-            raise ValueError(f"values: shape {tuple(self.values.shape)}, must be ({size}, {size}) for {size} columns")
-        if not torch.isfinite(self.values).all() or self.values.min() < 0 or self.values.max() > 1 + 1e-9:
+            raise ValueError(
+                f"values: shape {tuple(self.values.shape)}, must be ({size}, {size}) for {size} columns"
+            )
+        if (
+            not torch.isfinite(self.values).all()
+            or self.values.min() < 0
+            or self.values.max() > 1 + 1e-9
+        ):
             raise ValueError(
                 f"values: from {float(self.values.min()):.3g} to {float(self.values.max()):.3g}, must be 0 to 1 and "
                 "finite"
             )
         if not torch.allclose(self.values, self.values.T):
-            raise ValueError("values: the affinity of i with j differs from that of j with i; give a symmetric matrix")
+            raise ValueError(
+                "values: the affinity of i with j differs from that of j with i; give a symmetric matrix"
+            )
 
 
 def affinity(vectors: Mapping[str, Tensor]) -> Affinity:
@@ -82,8 +90,12 @@ def _cka(vectors: Sequence[Tensor]) -> Tensor:
     owner = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths))
     by_feature = torch.nn.functional.one_hot(owner, len(widths)).double()  # (C, F)
     norms = centred.square() @ by_feature  # (B, F): the diagonals
-    sums = (centred * centred.sum(dim=0)) @ by_feature - norms  # (B, F): the rows without them
-    products = by_feature.T @ (centred.T @ centred).square() @ by_feature - norms.T @ norms
+    sums = (
+        centred * centred.sum(dim=0)
+    ) @ by_feature - norms  # (B, F): the rows without them
+    products = (
+        by_feature.T @ (centred.T @ centred).square() @ by_feature - norms.T @ norms
+    )
     totals = sums.sum(dim=0)
     # The unbiased estimate of Song et al. 2012 for all pairs of columns, up to a factor that the scale below cancels.
     of_totals = torch.outer(totals, totals) / ((count - 1) * (count - 2))
@@ -103,7 +115,9 @@ def id_vectors(ids: Mapping[str, Tensor], width: int = 128) -> dict[str, Tensor]
     for seed, (column, values) in enumerate(ids.items()):
         distinct, inverse = torch.unique(values, return_inverse=True)
         generator = torch.Generator().manual_seed(seed)
-        vectors[column] = torch.randn(len(distinct), width, generator=generator, dtype=torch.float64)[inverse]
+        vectors[column] = torch.randn(
+            len(distinct), width, generator=generator, dtype=torch.float64
+        )[inverse]
     return vectors
 
 
@@ -111,13 +125,21 @@ def learned_vectors(ids: Mapping[str, Tensor], trained: Path) -> dict[str, Tenso
     """Returns the rows (B, D) of a trained model's tables, by column; ``torchx_apps.publish`` writes its file."""
     vectors = {}
     with safe_open(trained, framework="pt") as file:
-        tables = {path.split(".")[-2]: path for path in file.keys() if "embedding" in path}  # noqa: SIM118
+        tables = {
+            path.split(".")[-2]: path
+            for path in file.keys()  # noqa: SIM118
+            if "embedding" in path
+        }
         for column, values in ids.items():
             if column not in tables:
-                raise ValueError(f"{trained}: it has no table '{column}'; its tables are {', '.join(sorted(tables))}")
+                raise ValueError(
+                    f"{trained}: it has no table '{column}'; its tables are {', '.join(sorted(tables))}"
+                )
             table = file.get_tensor(tables[column])
             if len(table) <= int(values.max()):
-                raise ValueError(f"{trained}: table '{column}' has {len(table):,} rows, ids go up to {values.max():,}")
+                raise ValueError(
+                    f"{trained}: table '{column}' has {len(table):,} rows, ids go up to {values.max():,}"
+                )
             vectors[column] = table[values]
     return vectors
 
@@ -136,7 +158,11 @@ def pack_evenly(weights: Tensor, towers: int) -> Tensor:
     for column in weights.argsort(descending=True, stable=True).tolist():
         load, count, number = min(full)
         tower_of[column] = number
-        full[full.index((load, count, number))] = (load + float(weights[column]), count + 1, number)
+        full[full.index((load, count, number))] = (
+            load + float(weights[column]),
+            count + 1,
+            number,
+        )
     return tower_of
 
 
@@ -168,7 +194,14 @@ def plane(distances: Tensor, rounds: int = 300) -> tuple[Tensor, float]:
     return points, stress
 
 
-def bounded_k_means(points: Tensor, weights: Tensor, bound: float, packing: Tensor, towers: int, seed: int) -> Tensor:
+def bounded_k_means(
+    points: Tensor,
+    weights: Tensor,
+    bound: float,
+    packing: Tensor,
+    towers: int,
+    seed: int,
+) -> Tensor:
     """Returns the tower of each column, (U,) int64: of several starts the least sum of squares that keeps the bound.
 
     Args:
@@ -180,11 +213,15 @@ def bounded_k_means(points: Tensor, weights: Tensor, bound: float, packing: Tens
         seed: seed of the other starts.
     """
     generator = torch.Generator().manual_seed(seed)
-    clusters = _Clusters(points=points, weights=weights, bound=bound + 1e-9 * abs(bound), towers=towers)
+    clusters = _Clusters(
+        points=points, weights=weights, bound=bound + 1e-9 * abs(bound), towers=towers
+    )
     best = packing
     least = float("inf")
     for start in range(STARTS):
-        tower_of = clusters.greedy(_spread(points, towers, generator)) if start else packing
+        tower_of = (
+            clusters.greedy(_spread(points, towers, generator)) if start else packing
+        )
         if tower_of is None:
             tower_of = packing
         tower_of, cost = clusters.improved(tower_of)
@@ -222,8 +259,14 @@ class _Clusters:
         empty = set(range(self.towers))
         order = (two[:, -1] - two[:, 0]).argsort(descending=True, stable=True).tolist()
         for turn, column in enumerate(order):
-            open_towers = empty if len(order) - turn == len(empty) else range(self.towers)
-            fitting = [number for number in open_towers if room[number] >= float(self.weights[column])]
+            open_towers = (
+                empty if len(order) - turn == len(empty) else range(self.towers)
+            )
+            fitting = [
+                number
+                for number in open_towers
+                if room[number] >= float(self.weights[column])
+            ]
             if not fitting:
                 return None
             number = min(fitting, key=lambda number: float(far[column, number]))
@@ -249,13 +292,17 @@ class _Clusters:
 
     def _best_change(self, tower_of: Tensor, far: Tensor) -> bool:
         """Makes the best allowed change by the distances ``far`` (U, T); returns whether any gains."""
-        loads = torch.zeros(self.towers, dtype=torch.float64).index_add_(0, tower_of, self.weights)
+        loads = torch.zeros(self.towers, dtype=torch.float64).index_add_(
+            0, tower_of, self.weights
+        )
         current = far.gather(1, tower_of[:, None])  # (U, 1)
         moves = current - far
         too_heavy = loads[None] + self.weights[:, None] > self.bound
         alone = torch.bincount(tower_of, minlength=self.towers)[tower_of] < 2
         moves[too_heavy | alone[:, None]] = -1
-        swapped = far[:, tower_of]  # (U, U): each column's distance to the other's tower
+        swapped = far[
+            :, tower_of
+        ]  # (U, U): each column's distance to the other's tower
         swaps = current + current.T - swapped - swapped.T
         after = loads[tower_of][:, None] + self.weights[None] - self.weights[:, None]
         overfull = after > self.bound
@@ -307,7 +354,10 @@ class Partition:
 
     def loads(self) -> dict[str, float]:
         """Returns the load of each tower, by tower."""
-        return {tower: sum(self.load[column] for column in columns) for tower, columns in self.groups.items()}
+        return {
+            tower: sum(self.load[column] for column in columns)
+            for tower, columns in self.groups.items()
+        }
 
     def contrast(self) -> tuple[float, float]:
         """Returns the mean affinity of two columns of one tower, and of two towers; NaN without such pairs."""
@@ -325,8 +375,13 @@ class Partition:
     def __str__(self) -> str:
         within, between = self.contrast()
         loads = self.loads()
-        lines = [f"{tower}: load {loads[tower]:,.6g}: {', '.join(columns)}" for tower, columns in self.groups.items()]
-        lines.append(f"load bound {self.bound:,.6g}; affinity within towers {within:.3f}, between them {between:.3f}")
+        lines = [
+            f"{tower}: load {loads[tower]:,.6g}: {', '.join(columns)}"
+            for tower, columns in self.groups.items()
+        ]
+        lines.append(
+            f"load bound {self.bound:,.6g}; affinity within towers {within:.3f}, between them {between:.3f}"
+        )
         return "\n".join([*lines, f"stress of the plane {self.stress:.3f}"])
 
     def draw(self, path: Path) -> None:
@@ -336,17 +391,33 @@ class Partition:
         figure = Figure(figsize=(7, 5.5), layout="constrained")
         axes = figure.subplots()
         points = {
-            column: (float(x), float(y)) for column, (x, y) in zip(self.affinity.columns, self.points, strict=True)
+            column: (float(x), float(y))
+            for column, (x, y) in zip(self.affinity.columns, self.points, strict=True)
         }
         loads = self.loads()
         for tower, columns in self.groups.items():
             x, y = zip(*(points[column] for column in columns), strict=True)
             axes.scatter(x, y, s=60, label=f"{tower}, load {loads[tower]:,.4g}")
             for column in columns:
-                axes.annotate(column, points[column], xytext=(5, 4), textcoords="offset points", fontsize=8)
-        axes.set(title=f"columns by affinity (stress {self.stress:.2f})", xticks=[], yticks=[], aspect="equal")
+                axes.annotate(
+                    column,
+                    points[column],
+                    xytext=(5, 4),
+                    textcoords="offset points",
+                    fontsize=8,
+                )
+        axes.set(
+            title=f"columns by affinity (stress {self.stress:.2f})",
+            xticks=[],
+            yticks=[],
+            aspect="equal",
+        )
         axes.legend(
-            frameon=False, fontsize=8, title=f"bound {self.bound:,.4g}", loc="center left", bbox_to_anchor=(1, 0.5)
+            frameon=False,
+            fontsize=8,
+            title=f"bound {self.bound:,.4g}",
+            loc="center left",
+            bbox_to_anchor=(1, 0.5),
         )
         axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, dpi=120)
@@ -382,13 +453,21 @@ def partition(
     names = affinity.columns
     loads = _loads(names, load)
     if not 1 <= towers <= len(names):
-        raise ValueError(f"towers={towers}: must be 1 to {len(names)}, the number of columns")
+        raise ValueError(
+            f"towers={towers}: must be 1 to {len(names)}, the number of columns"
+        )
     weights = torch.tensor([loads[name] for name in names], dtype=torch.float64)
     packing = pack_evenly(weights, towers)
-    tower_loads = torch.zeros(towers, dtype=torch.float64).index_add_(0, packing, weights)
+    tower_loads = torch.zeros(towers, dtype=torch.float64).index_add_(
+        0, packing, weights
+    )
     fullest = float(tower_loads.max())
     # By default a tenth above the mean load, or the fullest tower of an even packing if that is more.
-    limit = bound if bound is not None else max(1.1 * float(weights.sum()) / towers, fullest)
+    limit = (
+        bound
+        if bound is not None
+        else max(1.1 * float(weights.sum()) / towers, fullest)
+    )
     _check_bound(limit, weights, fullest, towers, names)
     points, stress = plane((1 - affinity.values).fill_diagonal_(0))
     tower_of = bounded_k_means(points, weights, limit, packing, towers, seed)
@@ -396,8 +475,18 @@ def partition(
     for index, number in enumerate(tower_of.tolist()):
         by_tower.setdefault(number, []).append(index)
     ordered = sorted(by_tower.values())  # by their first column
-    groups = {f"tower_{i}": tuple(names[index] for index in members) for i, members in enumerate(ordered)}
-    return Partition(groups=groups, load=loads, bound=limit, points=points, stress=stress, affinity=affinity)
+    groups = {
+        f"tower_{i}": tuple(names[index] for index in members)
+        for i, members in enumerate(ordered)
+    }
+    return Partition(
+        groups=groups,
+        load=loads,
+        bound=limit,
+        points=points,
+        stress=stress,
+        affinity=affinity,
+    )
 
 
 def _loads(names: Sequence[str], load: Mapping[str, float] | None) -> dict[str, float]:
@@ -405,14 +494,18 @@ def _loads(names: Sequence[str], load: Mapping[str, float] | None) -> dict[str, 
         return dict.fromkeys(names, 1.0)
     missing = [name for name in names if name not in load]
     if missing:
-        raise ValueError(f"load: no load for {missing}; give one for each of {list(names)}")
+        raise ValueError(
+            f"load: no load for {missing}; give one for each of {list(names)}"
+        )
     wrong = {name: load[name] for name in names if not 0 <= load[name] < float("inf")}
     if wrong:
         raise ValueError(f"load: {wrong}: must be finite and 0 or more")
     return {name: float(load[name]) for name in names}
 
 
-def _check_bound(bound: float, weights: Tensor, fullest: float, towers: int, names: Sequence[str]) -> None:
+def _check_bound(
+    bound: float, weights: Tensor, fullest: float, towers: int, names: Sequence[str]
+) -> None:
     if not bound >= 0:
         raise ValueError(f"bound={bound}: must be 0 or more")
     heaviest = int(weights.argmax())
@@ -444,7 +537,9 @@ def read_ids(log: Path, columns: Sequence[str]) -> dict[str, Tensor]:
     ids = {}
     for name in columns or first.schema.names:
         if name not in first.schema.names:
-            raise ValueError(f"{log}: there is no column '{name}'; its columns are {', '.join(first.schema.names)}")
+            raise ValueError(
+                f"{log}: there is no column '{name}'; its columns are {', '.join(first.schema.names)}"
+            )
         column = first.column(name)
         fault = ""
         if not pa.types.is_integer(column.type):
@@ -456,31 +551,66 @@ def read_ids(log: Path, columns: Sequence[str]) -> dict[str, Tensor]:
         if not fault:
             ids[name] = torch.from_numpy(column.to_numpy().astype(np.int64))
         elif columns:
-            raise ValueError(f"{log}: column '{name}' {fault}; name columns of ids, as rec.data.preprocess writes them")
+            raise ValueError(
+                f"{log}: column '{name}' {fault}; name columns of ids, as rec.data.preprocess writes them"
+            )
     return ids
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("log", type=Path, help="parquet file with a column of ids for each feature")
+    parser.add_argument(
+        "log", type=Path, help="parquet file with a column of ids for each feature"
+    )
     parser.add_argument("--towers", type=int, required=True, help="number of towers")
-    parser.add_argument("--columns", nargs="*", default=[], help="columns of ids; all of whole numbers by default")
-    parser.add_argument("--dim", type=int, default=16, help="width of a row of the tables")
-    parser.add_argument("--bound", type=float, help="MiB of one tower's tables; 1.1 times an even share by default")
-    parser.add_argument("--trained", type=Path, help="safetensors of a trained model, whose tables are then compared")
-    parser.add_argument("--picture", type=Path, help="file for a picture of the columns in the plane")
+    parser.add_argument(
+        "--columns",
+        nargs="*",
+        default=[],
+        help="columns of ids; all of whole numbers by default",
+    )
+    parser.add_argument(
+        "--dim", type=int, default=16, help="width of a row of the tables"
+    )
+    parser.add_argument(
+        "--bound",
+        type=float,
+        help="MiB of one tower's tables; 1.1 times an even share by default",
+    )
+    parser.add_argument(
+        "--trained",
+        type=Path,
+        help="safetensors of a trained model, whose tables are then compared",
+    )
+    parser.add_argument(
+        "--picture", type=Path, help="file for a picture of the columns in the plane"
+    )
     options = parser.parse_args()
     try:
         ids = read_ids(options.log, options.columns)
-        vectors = learned_vectors(ids, options.trained) if options.trained else id_vectors(ids)
+        vectors = (
+            learned_vectors(ids, options.trained)
+            if options.trained
+            else id_vectors(ids)
+        )
         # A table has a row for each id up to the greatest.
-        mebibytes = {name: 4 * options.dim * (int(values.max()) + 1) / 2**20 for name, values in ids.items()}
-        result = partition(affinity(vectors), towers=options.towers, load=mebibytes, bound=options.bound)
+        mebibytes = {
+            name: 4 * options.dim * (int(values.max()) + 1) / 2**20
+            for name, values in ids.items()
+        }
+        result = partition(
+            affinity(vectors),
+            towers=options.towers,
+            load=mebibytes,
+            bound=options.bound,
+        )
         if options.picture:
             result.draw(options.picture)
     except (OSError, ValueError, SafetensorError) as error:
         parser.exit(2, f"{error}\n")
-    print(f"{result}\n--set model.towers={','.join('+'.join(names) for names in result.groups.values())}")
+    print(
+        f"{result}\n--set model.towers={','.join('+'.join(names) for names in result.groups.values())}"
+    )
 
 
 if __name__ == "__main__":

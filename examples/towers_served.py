@@ -20,16 +20,33 @@ def main(path: str = "towers.pt", folder: str = "bundle") -> None:
     model.load_state_dict(torch.load(path))
     torch.manual_seed(1)
     content, profile = torch.randn(1000, 40), torch.randn(50, 60)
-    catalogue = Catalogue(ids=np.arange(1000), features=pa.table({"content": content.tolist()}))
-    queries = pa.table({"profile": profile.tolist()})  # rows by which the bundle is proven to equal the model
+    catalogue = Catalogue(
+        ids=np.arange(1000), features=pa.table({"content": content.tolist()})
+    )
+    queries = pa.table(
+        {"profile": profile.tolist()}
+    )  # rows by which the bundle is proven to equal the model
     towers = {"user": "user", "item": "item"}
-    export(model, folder, towers=towers, catalogue=catalogue, queries=queries, overwrite=True)
+    export(
+        model,
+        folder,
+        towers=towers,
+        catalogue=catalogue,
+        queries=queries,
+        overwrite=True,
+    )
 
-    served = Scorer(Bundle.load(folder)).recommend(RecommendRequest(user={"profile": profile[0].tolist()}, k=3))
+    served = Scorer(Bundle.load(folder)).recommend(
+        RecommendRequest(user={"profile": profile[0].tolist()}, k=3)
+    )
     with torch.no_grad():
         trained = model.eval()(profile[:1].expand(1000, -1), content).topk(3)
     print("served ", served.items, [f"{score:.5f}" for score in served.scores])
-    print("trained", trained.indices.tolist(), [f"{score:.5f}" for score in trained.values.tolist()])
+    print(
+        "trained",
+        trained.indices.tolist(),
+        [f"{score:.5f}" for score in trained.values.tolist()],
+    )
 
 
 if __name__ == "__main__":

@@ -42,17 +42,27 @@ class Clicks:
             item = torch.randint(ITEMS, (ROWS,), generator=draws)
             is_wrong = torch.rand(ROWS, generator=draws) < 0.2
             clicked = (user % KINDS == item % KINDS) ^ is_wrong
-            yield self.schema.assemble({"user": Jagged(user), "item": Jagged(item)}, labels=clicked.float())
+            yield self.schema.assemble(
+                {"user": Jagged(user), "item": Jagged(item)}, labels=clicked.float()
+            )
 
 
 def network(seed: int) -> nn.Module:
     """Returns one of the networks."""
     torch.manual_seed(seed)
     user, item = (
-        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=16)
+        EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=16
+        )
         for name, rows in (("user", USERS), ("item", ITEMS))
     )
-    return two_tower([user], [item], tower_widths=(32, 16), interaction="dot", device=torch.device("cpu"))
+    return two_tower(
+        [user],
+        [item],
+        tower_widths=(32, 16),
+        interaction="dot",
+        device=torch.device("cpu"),
+    )
 
 
 def log_losses(epochs: int, codistillation: Codistillation | None) -> dict[str, float]:
@@ -61,13 +71,21 @@ def log_losses(epochs: int, codistillation: Codistillation | None) -> dict[str, 
     rows = Clicks(networks["calm"].schema())  # type: ignore[operator]
     members = {}
     for name, each in networks.items():
-        optimizer = OptimizerConfig(tables="adagrad", tables_lr=RATES[name], dense_lr=3e-3)
+        optimizer = OptimizerConfig(
+            tables="adagrad", tables_lr=RATES[name], dense_lr=3e-3
+        )
         train = TrainConfig(epochs=epochs, log_every=STEPS, compile="off")
-        members[name] = Member(network=each, loader=rows, optimizer=optimizer, train=train)
-    train_stack(members, **({"codistillation": codistillation} if codistillation else {}))
+        members[name] = Member(
+            network=each, loader=rows, optimizer=optimizer, train=train
+        )
+    train_stack(
+        members, **({"codistillation": codistillation} if codistillation else {})
+    )
     rows.set_epoch(1_000)
     unseen = next(iter(rows))
-    return {name: round(each.eval()(unseen)[0].item(), 4) for name, each in networks.items()}
+    return {
+        name: round(each.eval()(unseen)[0].item(), 4) for name, each in networks.items()
+    }
 
 
 def main(epochs: int = 4) -> None:

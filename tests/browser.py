@@ -14,8 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium or Chrome on the PATH")
+CHROMIUM = (
+    shutil.which("chromium")
+    or shutil.which("chromium-browser")
+    or shutil.which("google-chrome")
+)
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium or Chrome on the PATH"
+)
 PHONE, DESK = 390, 1100  # pixels
 
 # The page in a frame, since a window is never narrower than 500 pixels.
@@ -61,7 +67,11 @@ class Shown:
 
     def width(self, row: str, name: str) -> float:
         """The width of a bar, which must be there."""
-        (width,) = [bar["width"] for bar in self.bars if (bar["row"], bar["name"]) == (row, name)]
+        (width,) = [
+            bar["width"]
+            for bar in self.bars
+            if (bar["row"], bar["name"]) == (row, name)
+        ]
         return float(width)
 
 
@@ -76,7 +86,14 @@ def shown(page: str, folder: Path, *, width: int = PHONE, dark: bool = False) ->
     return Shown(**json.loads(unescape(seen[1])))
 
 
-def colours(page: str, folder: Path, *, width: int = 500, height: int = 2_000, dark: bool = False) -> dict[str, int]:
+def colours(
+    page: str,
+    folder: Path,
+    *,
+    width: int = 500,
+    height: int = 2_000,
+    dark: bool = False,
+) -> dict[str, int]:
     """The colours of a page's picture as #rrggbb, with their numbers of pixels."""
     from matplotlib.image import imread
 
@@ -87,18 +104,42 @@ def colours(page: str, folder: Path, *, width: int = 500, height: int = 2_000, d
         f"file://{file}",
     )  # fmt: skip
     pixels = (imread(picture)[..., :3] * 255).round().astype(np.uint32)
-    values, counts = np.unique(pixels @ np.array([1 << 16, 1 << 8, 1], dtype=np.uint32), return_counts=True)
-    return {f"#{int(value):06x}": int(count) for value, count in zip(values, counts, strict=True)}
+    values, counts = np.unique(
+        pixels @ np.array([1 << 16, 1 << 8, 1], dtype=np.uint32), return_counts=True
+    )
+    return {
+        f"#{int(value):06x}": int(count)
+        for value, count in zip(values, counts, strict=True)
+    }
 
 
 def _scheme(dark: bool) -> list[str]:
-    return ["--blink-settings=preferredColorScheme=0"] if dark else ["--blink-settings=preferredColorScheme=1"]
+    return (
+        ["--blink-settings=preferredColorScheme=0"]
+        if dark
+        else ["--blink-settings=preferredColorScheme=1"]
+    )
 
 
 def _chromium(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    base = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"]
+    base = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--enable-logging=stderr",
+    ]
     # No name is resolved: a page that asks for anything outside of itself fails, and says so on the console.
-    base += [f"--user-data-dir={folder / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    done = subprocess.run([str(CHROMIUM), *base, *flags], capture_output=True, text=True, timeout=120, check=False)
+    base += [
+        f"--user-data-dir={folder / 'profile'}",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+    ]
+    done = subprocess.run(
+        [str(CHROMIUM), *base, *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done

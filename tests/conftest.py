@@ -41,10 +41,16 @@ def pytest_runtest_setup() -> None:
         torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     chosen = config.option.markexpr
     # `-m unit` replaces the `-m 'not slow'` of pyproject.toml, and is of no process, whatever its file is marked with.
-    unasked = [name for name in ("slow", *(["launch"] if "unit" in chosen else [])) if chosen and name not in chosen]
+    unasked = [
+        name
+        for name in ("slow", *(["launch"] if "unit" in chosen else []))
+        if chosen and name not in chosen
+    ]
     left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -67,7 +73,11 @@ def _minutes(item: pytest.Item) -> float:
     slow = item.get_closest_marker("slow")
     if slow is not None:
         return float(slow.kwargs.get("minutes", 0.1))
-    return 0.0 if isinstance(item, pytest.DoctestItem) or item.get_closest_marker("unit") else 0.05
+    return (
+        0.0
+        if isinstance(item, pytest.DoctestItem) or item.get_closest_marker("unit")
+        else 0.05
+    )
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

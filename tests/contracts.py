@@ -30,13 +30,17 @@ class RankFailedError(AssertionError):
     """A rank raised: its traceback."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120
+) -> list[Any]:
     """``function(runtime, *args)`` on each of ``world_size`` gloo ranks; their results in rank order."""
     results: Any = _CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             _CONTEXT.Process(
-                target=_rank, args=(function, rank, world_size, f"{folder}/store", results, args), daemon=True
+                target=_rank,
+                args=(function, rank, world_size, f"{folder}/store", results, args),
+                daemon=True,
             )
             for rank in range(world_size)
         ]
@@ -66,20 +70,38 @@ def _collect(results: Any, world_size: int, timeout_s: float) -> list[Any]:
 
 
 def _rank(
-    function: Callable[..., Any], rank: int, world_size: int, store: str, results: Any, args: tuple[Any, ...]
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    results: Any,
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     # A small run takes half a second to draw its picture; tests of pictures draw them in their own process.
     progress.draw_training = lambda *_: None
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
     )
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+    )
     # TEST_COLLECTIVES=shared_memory runs every law over shared memory instead of gloo.
     if os.environ.get("TEST_COLLECTIVES") == "shared_memory" and world_size > 1:
         assert share_memory()
     try:
-        runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
+        runtime = Runtime(
+            rank=rank,
+            local_rank=rank,
+            world_size=world_size,
+            local_world_size=world_size,
+        )
         # As bytes: a queue hands over a tensor's shared memory, which is gone when the rank has ended.
         results.put((rank, None, pickle.dumps(function(runtime, *args))))
     except BaseException:
@@ -120,14 +142,23 @@ def leave_group(runtime: Runtime, *, groups: int = 1) -> list[int]:
     dist.broadcast_object_list(ports, src=0)
     dist.barrier()
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]), OMP_NUM_THREADS="1")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]), OMP_NUM_THREADS="1"
+    )
     return ports
 
 
 def gather_state(model: nn.Module) -> dict[str, Tensor] | None:
     """Tables and dense parameters as whole CPU tensors on rank 0, None on the others; all ranks call it."""
     parts = [
-        (s.fqn, s.config.num_embeddings, s.config.embedding_dim, s.row, s.column, s.tensor.cpu())
+        (
+            s.fqn,
+            s.config.num_embeddings,
+            s.config.embedding_dim,
+            s.row,
+            s.column,
+            s.tensor.cpu(),
+        )
         for s in local_shards(model)
     ]
     received: list[Any] = [None] * dist.get_world_size()
@@ -135,8 +166,14 @@ def gather_state(model: nn.Module) -> dict[str, Tensor] | None:
     if dist.get_rank() != 0:
         return None
     tables: dict[str, Tensor] = {}
-    for fqn, rows, columns, row, column, shard in [part for rank in received for part in rank]:
+    for fqn, rows, columns, row, column, shard in [
+        part for rank in received for part in rank
+    ]:
         table = tables.setdefault(fqn, torch.full((rows, columns), float("nan")))
         table[row : row + shard.shape[0], column : column + shard.shape[1]] = shard
-    dense = {name: value.detach().cpu().clone() for name, value in model.named_parameters() if name not in tables}
+    dense = {
+        name: value.detach().cpu().clone()
+        for name, value in model.named_parameters()
+        if name not in tables
+    }
     return {**tables, **dense}

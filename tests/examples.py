@@ -20,10 +20,20 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def table(name: str, rows: int, **options: object) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=DIM, **options)  # type: ignore[arg-type]
+    return EmbeddingBagConfig(
+        name=name,
+        feature_names=[name],
+        num_embeddings=rows,
+        embedding_dim=DIM,
+        **options,
+    )  # type: ignore[arg-type]
 
 
-def small_model(device: torch.device | None = None, interaction: Interaction = "top_nn", seed: int = 0) -> TowerModel:
+def small_model(
+    device: torch.device | None = None,
+    interaction: Interaction = "top_nn",
+    seed: int = 0,
+) -> TowerModel:
     model = two_tower(
         [table("user_id", USERS), table("history", ITEMS, pooling=PoolingType.MEAN)],
         [table("item_id", ITEMS)],
@@ -55,7 +65,9 @@ def gradients(model: TowerModel, batch: TowerBatch) -> tuple[Tensor, dict[str, T
     loss, output = model(batch)
     loss.backward()
     return output.logits, {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 
@@ -67,7 +79,9 @@ def assert_every_gradient(model: torch.nn.Module, batch: TowerBatch) -> None:
         assert parameter.grad.abs().sum() > 0, name
 
 
-def batches(count: int, size: int = 24, *, rank: int = 0, world_size: int = 1, seed: int = 0) -> Iterator[TowerBatch]:
+def batches(
+    count: int, size: int = 24, *, rank: int = 0, world_size: int = 1, seed: int = 0
+) -> Iterator[TowerBatch]:
     """Yields this rank's share of ``count`` batches of ``size`` rows; their union over ranks is the same for any R."""
     schema = small_model(META).schema()
     generator = torch.Generator().manual_seed(seed)
@@ -86,7 +100,9 @@ def batches(count: int, size: int = 24, *, rank: int = 0, world_size: int = 1, s
         yield schema.assemble(
             {
                 "user_id": Jagged(users[local]),
-                "history": Jagged(history[ends[local.start] : ends[local.stop]], lengths[local]),
+                "history": Jagged(
+                    history[ends[local.start] : ends[local.stop]], lengths[local]
+                ),
                 "item_id": Jagged(items[local]),
             },
             {"age": dense[0, local], "price": dense[1, local]},

@@ -31,7 +31,9 @@ def _until(last: int, function: Callable[..., Any], args: tuple[Any, ...]) -> No
     function(*args)
 
 
-def killed_everywhere(function: Callable[..., Any], *args: Any, changes: int = 50) -> Iterator[bool]:
+def killed_everywhere(
+    function: Callable[..., Any], *args: Any, changes: int = 50
+) -> Iterator[bool]:
     """Kills ``function(*args)`` before its first change, then before its second one, until it comes to its end.
 
     Args:
@@ -43,7 +45,9 @@ def killed_everywhere(function: Callable[..., Any], *args: Any, changes: int = 5
         Whether it came to its end, with which the last one ends.
     """
     for last in range(changes):
-        process = _CONTEXT.Process(target=_until, args=(last, function, args), daemon=True)
+        process = _CONTEXT.Process(
+            target=_until, args=(last, function, args), daemon=True
+        )
         process.start()
         process.join()
         assert process.exitcode in (0, -signal.SIGKILL), process.exitcode

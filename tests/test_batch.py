@@ -14,11 +14,18 @@ pytestmark = pytest.mark.unit
 def batch() -> TowerBatch:
     made = next(batches(1))
     made.log_q = torch.arange(len(made)).float()
-    made.shared = SharedRows(sparse=next(batches(1, seed=2)).sparse, dense=torch.rand(24, 3), index=torch.arange(24))
+    made.shared = SharedRows(
+        sparse=next(batches(1, seed=2)).sparse,
+        dense=torch.rand(24, 3),
+        index=torch.arange(24),
+    )
     made.joint = next(batches(1, seed=3)).sparse
     ids = next(batches(1, seed=4)).sparse
     made.weighted = KeyedJaggedTensor(
-        ids.keys(), ids.values(), weights=torch.rand(len(ids.values())), lengths=ids.lengths()
+        ids.keys(),
+        ids.values(),
+        weights=torch.rand(len(ids.values())),
+        lengths=ids.lengths(),
     )
     made.targets = torch.rand(24, 2)
     return made
@@ -95,11 +102,21 @@ def test_a_stream_is_recorded_on_every_tensor() -> None:
     assert all(torch.isfinite(value) for value in sums)
 
 
-def test_pinning_and_recording_reach_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinning_and_recording_reach_every_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What a GPU does to each tensor, counted where there is none."""
     made, pinned, recorded = batch(), [], []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.data_ptr()) or tensor)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor.data_ptr()))
+    monkeypatch.setattr(
+        torch.Tensor,
+        "pin_memory",
+        lambda tensor: pinned.append(tensor.data_ptr()) or tensor,
+    )
+    monkeypatch.setattr(
+        torch.Tensor,
+        "record_stream",
+        lambda tensor, stream: recorded.append(tensor.data_ptr()),
+    )
     made.pin_memory()
     made.record_stream(None)  # type: ignore[arg-type]
     for tensor in parts(made):

@@ -31,31 +31,52 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module of benchmarks/, imported as its scripts import it."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))  # of the ranks that on_ranks starts
+    monkeypatch.setenv(
+        "PYTHONPATH", str(ROOT / "benchmarks")
+    )  # of the ranks that on_ranks starts
     return importlib.import_module(name)
 
 
 @pytest.mark.unit
 def test_nothing_names_a_folder_beside_the_repository() -> None:
     """A figure or a test that another checkout cannot repeat; `.ci/run` alone takes its data from such a folder."""
-    beside = re.compile(r'(\.\./|/work/)shared\b|parent\S* [/] "shared"|\bshared/(baselines|data|findings)\b')
-    folders = [path for name in ("benchmarks", "tests", "tools", "docs") for path in (ROOT / name).rglob("*")]
+    beside = re.compile(
+        r'(\.\./|/work/)shared\b|parent\S* [/] "shared"|\bshared/(baselines|data|findings)\b'
+    )
+    folders = [
+        path
+        for name in ("benchmarks", "tests", "tools", "docs")
+        for path in (ROOT / name).rglob("*")
+    ]
     files = [path for path in folders if path.suffix in (".py", ".json", ".md")]
-    for path in [ROOT / "Makefile", ROOT / "CONTRIBUTING.md", ROOT / "README.md", *files]:
+    for path in [
+        ROOT / "Makefile",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "README.md",
+        *files,
+    ]:
         assert not beside.search(path.read_text()), path
 
 
 @pytest.mark.unit
 def test_every_limit_belongs_to_a_measured_row() -> None:
-    for benchmark_, sentences in json.loads((ROOT / "benchmarks" / "limits.json").read_text()).items():
-        rows = json.loads((ROOT / "benchmarks" / "results" / f"{benchmark_}.json").read_text())["rows"]
+    for benchmark_, sentences in json.loads(
+        (ROOT / "benchmarks" / "limits.json").read_text()
+    ).items():
+        rows = json.loads(
+            (ROOT / "benchmarks" / "results" / f"{benchmark_}.json").read_text()
+        )["rows"]
         assert set(sentences) <= {row["name"] for row in rows}, benchmark_
-        assert all(len(sentence.split()) <= 25 for sentence in sentences.values()), benchmark_
+        assert all(len(sentence.split()) <= 25 for sentence in sentences.values()), (
+            benchmark_
+        )
 
 
 @pytest.mark.unit
 def test_pages_and_benchmarks_keep_our_own_targets_to_themselves(
-    harness: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    harness: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Readers get both sides, the ratio, its ceiling and the limit: no target, no miss, no number of a row."""
     for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
@@ -64,14 +85,19 @@ def test_pages_and_benchmarks_keep_our_own_targets_to_themselves(
         assert not columns & {"asked", "missed", "required"}, path
         assert not re.search(r"\bQ\d+\b", path.read_text()), path
     row = harness.row("r", [2.0], "s", baseline=[4.0], required=3.0)
-    told = "\n".join([capsys.readouterr().err, *benchmark("all", monkeypatch).table("b", [row])])
+    told = "\n".join(
+        [capsys.readouterr().err, *benchmark("all", monkeypatch).table("b", [row])]
+    )
     assert "2" in told
     assert not re.search("(?i)asked|missed|required", told)
 
 
 @pytest.mark.unit
 def test_a_row_without_its_data_set_is_left_out_and_one_line_says_why(
-    harness: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    harness: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "ml-100k").mkdir()
     monkeypatch.setenv("TORCHREC_EXT_DATA", str(tmp_path))
@@ -96,30 +122,57 @@ def test_a_row_without_its_data_set_is_left_out_and_one_line_says_why(
     ],
 )
 def test_a_ratio_says_how_many_times_better_ours_is(
-    harness: ModuleType, ours: Any, baseline: Any, better: str, required: float | None, ratio: float | None, held: Any
+    harness: ModuleType,
+    ours: Any,
+    baseline: Any,
+    better: str,
+    required: float | None,
+    ratio: float | None,
+    held: Any,
 ) -> None:
-    row = harness.row("r", ours, "s", baseline=baseline, better=better, required=required)
+    row = harness.row(
+        "r", ours, "s", baseline=baseline, better=better, required=required
+    )
     assert (row["ratio"], row["held"]) == (ratio, held)
     assert row["low"] <= (ratio or row["ours"]) <= row["high"]
 
 
 @pytest.mark.unit
-def test_rounds_are_merged_by_medians_and_the_whole_range(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = [[harness.row("r", ours, "s", baseline=[8.0, 8.0], required=3.0)] for ours in ([1, 2], [4, 4], [2, 8])]
+def test_rounds_are_merged_by_medians_and_the_whole_range(
+    harness: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = [
+        [harness.row("r", ours, "s", baseline=[8.0, 8.0], required=3.0)]
+        for ours in ([1, 2], [4, 4], [2, 8])
+    ]
     (merged,) = benchmark("all", monkeypatch).merge(rounds)
-    assert (merged["ratio"], merged["low"], merged["high"], merged["held"]) == (2.5, 1, 8, False)
+    assert (merged["ratio"], merged["low"], merged["high"], merged["held"]) == (
+        2.5,
+        1,
+        8,
+        False,
+    )
 
 
 @pytest.mark.unit
-def test_a_round_without_a_ratio_leaves_none(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = [[harness.row("r", 3.0, "s", baseline=baseline, better="more")] for baseline in (1.0, 0.0, 2.0)]
+def test_a_round_without_a_ratio_leaves_none(
+    harness: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = [
+        [harness.row("r", 3.0, "s", baseline=baseline, better="more")]
+        for baseline in (1.0, 0.0, 2.0)
+    ]
     (merged,) = benchmark("all", monkeypatch).merge(rounds)
     assert (merged["baseline"], merged["ours"], merged["ratio"]) == (1.0, 3.0, None)
 
 
 @pytest.mark.unit
-def test_each_planted_cause_is_looked_up_among_the_verdicts_of_traceml(monkeypatch: pytest.MonkeyPatch) -> None:
-    diagnose, traceml = (benchmark(name, monkeypatch) for name in ("diagnose", "diagnose_traceml"))
+def test_each_planted_cause_is_looked_up_among_the_verdicts_of_traceml(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    diagnose, traceml = (
+        benchmark(name, monkeypatch) for name in ("diagnose", "diagnose_traceml")
+    )
     planted = [*diagnose.PLANTED, *diagnose.rank_programs.PLANTED]
     assert {diagnose.planted_in(name)[0] for name in planted} == set(traceml.NAMED)
     assert traceml.names("products", "COMPUTE_BOUND backward")
@@ -130,18 +183,39 @@ def test_each_planted_cause_is_looked_up_among_the_verdicts_of_traceml(monkeypat
 
 
 @pytest.mark.slow
-def test_without_traceml_its_row_is_left_out_and_one_line_says_why(tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
-    command = [sys.executable, "benchmarks/diagnose.py", "--only", "planted-traceml", "--quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+def test_without_traceml_its_row_is_left_out_and_one_line_says_why(
+    tmp_path: Path,
+) -> None:
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(tmp_path),
+        "PIP_NO_INDEX": "1",
+        "PIP_CONFIG_FILE": os.devnull,
+    }
+    command = [
+        sys.executable,
+        "benchmarks/diagnose.py",
+        "--only",
+        "planted-traceml",
+        "--quick",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1])["rows"] == []
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("planted-traceml")]
-    assert line.startswith("planted-traceml: left out: ERROR: No matching distribution found for traceml-ai==")
+    (line,) = [
+        line for line in done.stderr.splitlines() if line.startswith("planted-traceml")
+    ]
+    assert line.startswith(
+        "planted-traceml: left out: ERROR: No matching distribution found for traceml-ai=="
+    )
 
 
 @pytest.mark.slow
-def test_what_is_kept_in_every_epoch_counts_as_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_in_every_epoch_counts_as_growth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     growth, kept = benchmark("loader", monkeypatch).growth, []
     batch = 2**20
     leaking, _ = growth(lambda epoch: kept.append(np.ones(batch, np.int8)))
@@ -164,8 +238,14 @@ def silent(_: object) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        pytest.param(killed, "killed: rank 1 ended with exit code 7", marks=pytest.mark.slow),
-        pytest.param(silent, "silent: no result of rank 0, 1 within the limit", marks=pytest.mark.slow),
+        pytest.param(
+            killed, "killed: rank 1 ended with exit code 7", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            silent,
+            "silent: no result of rank 0, 1 within the limit",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_dead_rank_is_named_and_a_silent_one_is_not_waited_for(
@@ -179,14 +259,26 @@ def test_a_dead_rank_is_named_and_a_silent_one_is_not_waited_for(
 @pytest.mark.unit
 def test_a_child_that_fails_says_its_last_words(harness: ModuleType) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)exit code 3:.*no such folder"):
-        harness.last_json([sys.executable, "-c", "import sys; print('no such folder', file=sys.stderr); sys.exit(3)"])
+        harness.last_json(
+            [
+                sys.executable,
+                "-c",
+                "import sys; print('no such folder', file=sys.stderr); sys.exit(3)",
+            ]
+        )
     with pytest.raises(RuntimeError, match="not done after 1 s"):
-        harness.last_json([sys.executable, "-c", "import time; time.sleep(60)"], limit_s=1)
-    assert harness.last_json([sys.executable, "-c", "print('hello'); print('[1]')"]) == [1]
+        harness.last_json(
+            [sys.executable, "-c", "import time; time.sleep(60)"], limit_s=1
+        )
+    assert harness.last_json(
+        [sys.executable, "-c", "print('hello'); print('[1]')"]
+    ) == [1]
 
 
 @pytest.mark.unit
-def test_trainings_take_turns_and_one_that_fails_or_ends_says_so(harness: ModuleType) -> None:
+def test_trainings_take_turns_and_one_that_fails_or_ends_says_so(
+    harness: ModuleType,
+) -> None:
     steps: list[str] = []
 
     def training(name: str, count: int) -> Callable[[Callable[[], bool]], None]:
@@ -207,12 +299,16 @@ def test_trainings_take_turns_and_one_that_fails_or_ends_says_so(harness: Module
     turns.close()
     with pytest.raises(ValueError, match="a rule"):
         harness.Trainings({"broken": training("broken", 100)}).seconds_per_step(3, 2)
-    with pytest.raises(RuntimeError, match="short: its training ended before its turns did"):
+    with pytest.raises(
+        RuntimeError, match="short: its training ended before its turns did"
+    ):
         harness.Trainings({"short": training("short", 4)}).seconds_per_step(3, 2)
 
 
 @pytest.mark.unit
-def test_where_stop_is_asked_more_often_the_loader_counts_the_steps(harness: ModuleType) -> None:
+def test_where_stop_is_asked_more_often_the_loader_counts_the_steps(
+    harness: ModuleType,
+) -> None:
     loader = harness.Counted(harness.Repeated([0.01]))
 
     def train(stop: Callable[[], bool]) -> None:
@@ -221,31 +317,62 @@ def test_where_stop_is_asked_more_often_the_loader_counts_the_steps(harness: Mod
             if stop() or stop():
                 return
 
-    (seconds,) = harness.Trainings({"a": train}, loaders={"a": loader}).seconds_per_step(20, 1, warm_up=2)["a"]
+    (seconds,) = harness.Trainings(
+        {"a": train}, loaders={"a": loader}
+    ).seconds_per_step(20, 1, warm_up=2)["a"]
     assert loader.count <= 12, "20 calls of stop are 10 steps"
     assert seconds >= 0.01
 
 
 @pytest.mark.launch
-def test_make_gpu_without_a_gpu_says_so_in_one_line_and_installs_nothing(tmp_path: Path) -> None:
+def test_make_gpu_without_a_gpu_says_so_in_one_line_and_installs_nothing(
+    tmp_path: Path,
+) -> None:
     if gpu_nodes():
         pytest.skip("this machine has a GPU")
-    for name in ("Makefile", "pyproject.toml", "torchrec_ext/__init__.py", "torchrec_ext/stack.py"):
+    for name in (
+        "Makefile",
+        "pyproject.toml",
+        "torchrec_ext/__init__.py",
+        "torchrec_ext/stack.py",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "torchrec_ext" / "__init__.py").write_text("")
     # Of a `make test` around this test, neither its flags nor its variables, such as STACK.
-    clean = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
-    done = subprocess.run(["make", "gpu"], cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MAKEFLAGS", "MAKELEVEL")
+    }
+    done = subprocess.run(
+        ["make", "gpu"],
+        cwd=tmp_path,
+        env=clean,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2, "make's own, of a recipe that ended with 1"
-    assert done.stdout == "make gpu: this machine has no NVIDIA GPU (no /dev/nvidia0): run it on one that has\n"
+    assert (
+        done.stdout
+        == "make gpu: this machine has no NVIDIA GPU (no /dev/nvidia0): run it on one that has\n"
+    )
     assert not (tmp_path / ".venv").exists()
 
 
 @pytest.mark.slow
 def test_the_rows_of_a_gpu_run_without_one_at_small_sizes(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/gpu.py", "--quick", "--results", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    command = [
+        sys.executable,
+        "benchmarks/gpu.py",
+        "--quick",
+        "--results",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "gpu.json").read_text())
     assert len(result["rows"]) + len(result["left_out"]) == 5
@@ -254,15 +381,32 @@ def test_the_rows_of_a_gpu_run_without_one_at_small_sizes(tmp_path: Path) -> Non
 
 @pytest.mark.slow(minutes=15)
 def test_every_benchmark_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/all.py", "--quick", "--results", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
+    command = [
+        sys.executable,
+        "benchmarks/all.py",
+        "--quick",
+        "--results",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=3600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    kept = {path.stem: json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    results = {
+        path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")
+    }
+    kept = {
+        path.stem: json.loads(path.read_text())
+        for path in (ROOT / "benchmarks" / "results").glob("*.json")
+    }
     for result in results.values():
         assert result["machine"]
-        assert len({row["name"] for row in result["rows"]}) == len(result["rows"]), "two rows of one name"
-    assert set(results) >= {name for name in kept if name != "quality" and not name.endswith("-studies")}
+        assert len({row["name"] for row in result["rows"]}) == len(result["rows"]), (
+            "two rows of one name"
+        )
+    assert set(results) >= {
+        name for name in kept if name != "quality" and not name.endswith("-studies")
+    }
 
 
 def test_a_gpu_run_goes_on_where_it_stopped_and_begins_nothing_that_takes_too_long(

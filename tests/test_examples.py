@@ -19,23 +19,41 @@ TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 
 
 def run(name: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
     """Returns the output of an example."""
-    command = [sys.executable, *launcher, str(ROOT / "examples" / f"{name}.py"), *arguments]
+    command = [
+        sys.executable,
+        *launcher,
+        str(ROOT / "examples" / f"{name}.py"),
+        *arguments,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 @pytest.mark.unit
 def test_every_example_is_listed() -> None:
-    listed = set(re.findall(r"\]\((\w+\.py)\)", (ROOT / "examples" / "README.md").read_text()))
+    listed = set(
+        re.findall(r"\]\((\w+\.py)\)", (ROOT / "examples" / "README.md").read_text())
+    )
     assert listed == {path.name for path in (ROOT / "examples").glob("*.py")}
 
 
 def cells() -> list[tuple[str, list[dict[str, Any]]]]:
     """The source and the outputs of each cell of the notebook with code."""
     notebook = json.loads((ROOT / "examples" / "demo.ipynb").read_text())
-    return [("".join(cell["source"]), cell["outputs"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return [
+        ("".join(cell["source"]), cell["outputs"])
+        for cell in notebook["cells"]
+        if cell["cell_type"] == "code"
+    ]
 
 
 @pytest.mark.unit
@@ -44,8 +62,20 @@ def test_the_notebook_is_executed_and_small() -> None:
     assert len(text) < 400_000
     assert not re.search(r"/(root|home|work|tmp)/", text)
     assert all(outputs for _, outputs in cells())
-    assert sum("image/png" in output.get("data", {}) for _, outputs in cells() for output in outputs) == 2
-    assert not [output for _, outputs in cells() for output in outputs if output["output_type"] == "error"]
+    assert (
+        sum(
+            "image/png" in output.get("data", {})
+            for _, outputs in cells()
+            for output in outputs
+        )
+        == 2
+    )
+    assert not [
+        output
+        for _, outputs in cells()
+        for output in outputs
+        if output["output_type"] == "error"
+    ]
 
 
 @pytest.mark.slow
@@ -55,11 +85,22 @@ def test_the_notebooks_cells_run_from_top_to_bottom(tmp_path: Path) -> None:
     assert shell.startswith("%%bash\n")
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = ["bash", "-ec", shell.removeprefix("%%bash\n")]
-    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PATH": folders}, check=True, timeout=300)
+    subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": folders},
+        check=True,
+        timeout=300,
+    )
     # The cell with the picture needs IPython, which shows it.
     program = "\n".join(source for source, _ in others if "IPython" not in source)
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (mean,) = re.findall(r"^mean (\d+\.\d); by chance 0.8$", done.stdout, re.MULTILINE)
@@ -77,17 +118,26 @@ def test_torchrecs_dlrm_learns_what_the_rows_can_tell() -> None:
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_own_towers_are_trained_exported_and_rank_the_right_items(tmp_path: Path) -> None:
+def test_own_towers_are_trained_exported_and_rank_the_right_items(
+    tmp_path: Path,
+) -> None:
     text = run("own_two_towers", str(tmp_path))
     assert len(re.findall(r"^  item \d+ of kind 3$", text, re.MULTILINE)) == 10
-    assert re.search(r"^nearest to item \d+ of kind 3: (item \d+ of kind 3(, )?){3}$", text, re.MULTILINE)
+    assert re.search(
+        r"^nearest to item \d+ of kind 3: (item \d+ of kind 3(, )?){3}$",
+        text,
+        re.MULTILINE,
+    )
     assert (tmp_path / "bundle" / "manifest.json").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.launch
 def test_two_networks_learn_more_from_each_other() -> None:
-    alone, together = (ast.literal_eval(line[line.index("{") :]) for line in run("two_networks").splitlines())
+    alone, together = (
+        ast.literal_eval(line[line.index("{") :])
+        for line in run("two_networks").splitlines()
+    )
     assert all(0.5 < together[name] < alone[name] < 0.69 for name in alone)
 
 
@@ -102,5 +152,9 @@ def test_the_client_asks_a_served_bundle(tmp_path: Path) -> None:
         lines = run("serve_client", f"http://127.0.0.1:{running.port}").splitlines()
     assert re.fullmatch(r"bundle \w{12}: 49 items, \d+ users", lines[0])
     assert lines[1] == 'for {"history": [], "age": 0.0}:'
-    assert all(re.fullmatch(r" +-?\d\.\d{3}  Item <b>\d+</b>", line) for line in lines[2:5])
-    assert re.fullmatch(r"nearest to Item <b>\d+</b>: (Item <b>\d+</b>(, )?){3}", lines[5])
+    assert all(
+        re.fullmatch(r" +-?\d\.\d{3}  Item <b>\d+</b>", line) for line in lines[2:5]
+    )
+    assert re.fullmatch(
+        r"nearest to Item <b>\d+</b>: (Item <b>\d+</b>(, )?){3}", lines[5]
+    )

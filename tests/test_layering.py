@@ -49,16 +49,42 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "observe": {"distributed"},
     "drawing": set(),
     "capture": {"distributed", "batch", "observe"},
-    "train": {"distributed", "batch", "tensor_file", "sealed", "capture", "observe", "drawing", "ids"}
+    "train": {
+        "distributed",
+        "batch",
+        "tensor_file",
+        "sealed",
+        "capture",
+        "observe",
+        "drawing",
+        "ids",
+    }
     | {"schema.validation"},
     "networks": {"train", "distributed", "modules", "batch", "capture", "observe"},
     # `distributed.tables` says which rows of a sharded model a rank holds, for the export alone; `distributed.runtime`
     # how much memory the host or the container has left, for a store that is read into it.
-    "retrieval": BASE | {"modules", "models", "data.preprocess", "distributed.tables", "distributed.runtime"},
+    "retrieval": BASE
+    | {
+        "modules",
+        "models",
+        "data.preprocess",
+        "distributed.tables",
+        "distributed.runtime",
+    },
     "adopt": {"batch", "data.negatives", "distributed", "capture", "observe", "ids"},
     "diagnose": {"adopt", "batch", "distributed", "observe", "drawing"},
     "torchx_apps": BASE
-    | {"data", "modules", "models", "distributed", "capture", "observe", "drawing", "train", "networks"}
+    | {
+        "data",
+        "modules",
+        "models",
+        "distributed",
+        "capture",
+        "observe",
+        "drawing",
+        "train",
+        "networks",
+    }
     | {"retrieval", "adopt", "diagnose", "stack", "ids"},
     "components": set(),
 }
@@ -79,25 +105,37 @@ def sources() -> dict[str, str]:
     for top in OURS:
         for path in sorted((ROOT / top).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = (
+                path.read_text()
+            )
     return found
 
 
-def imported(module: str, source: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
+def imported(
+    module: str, source: str, *, is_package: bool
+) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything that a module imports, `from a import b` as a.b."""
     package = module if is_package else module.rpartition(".")[0]
     for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            parents = (
+                package.split(".")[: len(package.split(".")) - node.level + 1]
+                if node.level
+                else []
+            )
             base = ".".join([*parents, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
 def unit_of(module: str) -> str | None:
     """The unit of a dotted name: data.loader.ChunkLoader -> data; None for the package itself and for others' code."""
-    top, *rest = module.removeprefix("torchrec_ext.components").lstrip(".").split(".") if module else [""]
+    top, *rest = (
+        module.removeprefix("torchrec_ext.components").lstrip(".").split(".")
+        if module
+        else [""]
+    )
     if module.startswith("torchrec_ext.components"):
         return "components"
     if top == "torchrec_ext":
@@ -116,12 +154,24 @@ def complaint(module: str, name: str) -> str | None:
     unit = unit_of(module)
     top = name.split(".")[0]
     if unit is None:  # the package itself, which the doctor imports
-        alone = top in ("torchrec_ext", *sys.stdlib_module_names) or module != "torchrec_ext"
-        return None if alone else "torchrec_ext must work where nothing is installed: standard library only"
+        alone = (
+            top in ("torchrec_ext", *sys.stdlib_module_names)
+            or module != "torchrec_ext"
+        )
+        return (
+            None
+            if alone
+            else "torchrec_ext must work where nothing is installed: standard library only"
+        )
     if unit == "components":
-        alone = top in ("torchx", "typing") or name.startswith("torchrec_ext.components.")
+        alone = top in ("torchx", "typing") or name.startswith(
+            "torchrec_ext.components."
+        )
         return None if alone else "a component imports torchx and typing only"
-    if unit in SET_UP - {"probe"} and top not in ("torchrec_ext", *sys.stdlib_module_names):
+    if unit in SET_UP - {"probe"} and top not in (
+        "torchrec_ext",
+        *sys.stdlib_module_names,
+    ):
         return f"{unit} must work where nothing is installed: standard library only"
     if top not in OURS:
         return None
@@ -129,7 +179,11 @@ def complaint(module: str, name: str) -> str | None:
     if target == unit == "torchx_apps":
         own_floor = app_floor(module)
         below = APP_ROOMS[: own_floor + 1]
-        return None if app_floor(name) <= own_floor else f"this room of torchx_apps may import {', '.join(below)}"
+        return (
+            None
+            if app_floor(name) <= own_floor
+            else f"this room of torchx_apps may import {', '.join(below)}"
+        )
     allowed = MAY_IMPORT.get(unit)
     if allowed is None:
         return f"{unit} stands in no layer: add it to MAY_IMPORT and to the table in CONTRIBUTING.md"
@@ -145,7 +199,9 @@ def violations(modules: Mapping[str, str]) -> list[str]:
     """One line for each import against the table."""
     found = []
     for module, source in modules.items():
-        is_package = any(other.startswith(f"{module}.") for other in modules) or module in OURS
+        is_package = (
+            any(other.startswith(f"{module}.") for other in modules) or module in OURS
+        )
         for line, name in imported(module, source, is_package=is_package):
             if why := complaint(module, name):
                 found.append(f"{module}:{line} imports {name}: {why}")
@@ -160,7 +216,9 @@ def unguarded(modules: Mapping[str, str]) -> list[str]:
         if not module.startswith("torchrec_ext.") or unit in {*SET_UP, "components"}:
             continue
         package = f"torchrec_ext.{unit}"
-        if package != module and "torchrec_ext.needs_torch" in top_level(modules.get(package, "")):
+        if package != module and "torchrec_ext.needs_torch" in top_level(
+            modules.get(package, "")
+        ):
             continue
         names = top_level(source)
         torch_at = [i for i, name in enumerate(names) if name.split(".")[0] in TORCH]
@@ -185,7 +243,9 @@ def test_every_import_follows_the_table() -> None:
 
 
 def test_every_folder_of_torchx_apps_is_a_room() -> None:
-    folders = {path.parent.name for path in (ROOT / "torchx_apps").glob("*/__init__.py")}
+    folders = {
+        path.parent.name for path in (ROOT / "torchx_apps").glob("*/__init__.py")
+    }
     assert folders == set(APP_ROOMS)
 
 
@@ -202,33 +262,75 @@ def test_whatever_imports_torch_checks_the_stack_first() -> None:
             "from torchrec_ext.models.tower_model import TowerModel",
             "train may import batch, capture",
         ),
-        ("torchrec_ext.train.loop", "def f():\n    import torchrec_ext.data.loader.loader", "train may import"),
+        (
+            "torchrec_ext.train.loop",
+            "def f():\n    import torchrec_ext.data.loader.loader",
+            "train may import",
+        ),
         (
             "torchrec_ext.data.loader.loader",
             "from torchrec_ext import modules",
             "data may import batch, ids, schema, sealed, tensor_file",
         ),
-        ("torchrec_ext.data.loader.loader", "from ...modules import tower", "data may import"),
-        ("torchrec_ext.retrieval.bundle.bundle", "from torchrec_ext.train.loop import train", "retrieval may import"),
+        (
+            "torchrec_ext.data.loader.loader",
+            "from ...modules import tower",
+            "data may import",
+        ),
+        (
+            "torchrec_ext.retrieval.bundle.bundle",
+            "from torchrec_ext.train.loop import train",
+            "retrieval may import",
+        ),
         (
             "torchrec_ext.retrieval.bundle.bundle",
             "from torchrec_ext.data.loader.loader import ChunkLoader",
             "data.preprocess, distributed.runtime",
         ),
-        ("torchrec_ext.distributed.plan.planner", "import torchrec_ext.modules.losses", "modules.tower"),
-        ("torchrec_ext.modules.tower", "from torchrec_ext import Tower", "modules may import"),
+        (
+            "torchrec_ext.distributed.plan.planner",
+            "import torchrec_ext.modules.losses",
+            "modules.tower",
+        ),
+        (
+            "torchrec_ext.modules.tower",
+            "from torchrec_ext import Tower",
+            "modules may import",
+        ),
         ("torchrec_ext.batch", "import torchx_apps.train", "batch may import"),
         ("torchrec_ext.doctor", "import torch", "standard library only"),
         ("torchrec_ext", "import lazy_loader", "standard library only"),
         ("components.train", "import os", "torchx and typing only"),
-        ("components.train", "from torchrec_ext import stack", "torchx and typing only"),
-        ("torchx_apps.train", "from components.train import hybrid", "torchx_apps may import"),
-        ("torchx_apps.train", "import torchrec_ext.components.train", "torchx_apps may import"),
-        ("torchx_apps.cli.overrides", "from torchx_apps.tasks.job import Job", "may import cli"),
-        ("torchx_apps.jobs.training", "from torchx_apps import train", "may import cli, tasks, recipes, launch, jobs"),
+        (
+            "components.train",
+            "from torchrec_ext import stack",
+            "torchx and typing only",
+        ),
+        (
+            "torchx_apps.train",
+            "from components.train import hybrid",
+            "torchx_apps may import",
+        ),
+        (
+            "torchx_apps.train",
+            "import torchrec_ext.components.train",
+            "torchx_apps may import",
+        ),
+        (
+            "torchx_apps.cli.overrides",
+            "from torchx_apps.tasks.job import Job",
+            "may import cli",
+        ),
+        (
+            "torchx_apps.jobs.training",
+            "from torchx_apps import train",
+            "may import cli, tasks, recipes, launch, jobs",
+        ),
     ],
 )
-def test_the_checker_finds_a_made_up_violation(module: str, statement: str, why: str) -> None:
+def test_the_checker_finds_a_made_up_violation(
+    module: str, statement: str, why: str
+) -> None:
     (line,) = violations({module: f'"""A module."""\n{statement}\n'})
     assert line.startswith(f"{module}:")
     assert why in line
@@ -237,11 +339,17 @@ def test_the_checker_finds_a_made_up_violation(module: str, statement: str, why:
 @pytest.mark.parametrize(
     ("module", "statement"),
     [
-        ("torchrec_ext.distributed.plan.planner", "from torchrec_ext.modules.tower import Tower"),
+        (
+            "torchrec_ext.distributed.plan.planner",
+            "from torchrec_ext.modules.tower import Tower",
+        ),
         ("torchrec_ext.models.tower_model", "from torchrec_ext.modules import losses"),
         ("torchrec_ext.modules.losses", "from . import interaction"),
         ("torchrec_ext.batch", "import torchrec_ext.needs_torch"),
-        ("torchrec_ext.retrieval.bundle.bundle", "from torchrec_ext.data.preprocess.fitted import FittedPreprocessor"),
+        (
+            "torchrec_ext.retrieval.bundle.bundle",
+            "from torchrec_ext.data.preprocess.fitted import FittedPreprocessor",
+        ),
         ("torchrec_ext", "from torchrec_ext.models.tower_model import TowerModel"),
         ("components.train", "from torchx.components import dist"),
         ("torchx_apps.jobs.training", "from torchx_apps.tasks.job import Job"),
@@ -256,26 +364,65 @@ def test_the_checker_finds_torch_before_the_check() -> None:
     guard, torch = "import torchrec_ext.needs_torch\n", "import torch\n"
     assert unguarded({"torchrec_ext.batch": torch + guard}) == ["torchrec_ext.batch"]
     assert unguarded({"torchrec_ext.batch": guard + torch}) == []
-    assert unguarded({"torchrec_ext.data": guard, "torchrec_ext.data.loader.loader": torch}) == []
-    assert unguarded({"torchrec_ext.data": "", "torchrec_ext.data.loader.loader": torch}) == [
-        "torchrec_ext.data.loader.loader"
-    ]
+    assert (
+        unguarded(
+            {"torchrec_ext.data": guard, "torchrec_ext.data.loader.loader": torch}
+        )
+        == []
+    )
+    assert unguarded(
+        {"torchrec_ext.data": "", "torchrec_ext.data.loader.loader": torch}
+    ) == ["torchrec_ext.data.loader.loader"]
 
 
 # What a command line needs before it trains, plans or serves: none of it may import torch, nor what reads files.
 WITHOUT_TORCH = (
-    *("torchrec_ext.schema.validation", "torchrec_ext.data.datasets.config", "torchrec_ext.data.loader.config"),
-    *("torchrec_ext.data.negatives.registry", "torchrec_ext.modules.config", "torchrec_ext.networks.config"),
+    *(
+        "torchrec_ext.schema.validation",
+        "torchrec_ext.data.datasets.config",
+        "torchrec_ext.data.loader.config",
+    ),
+    *(
+        "torchrec_ext.data.negatives.registry",
+        "torchrec_ext.modules.config",
+        "torchrec_ext.networks.config",
+    ),
     *("torchrec_ext.distributed.optim.config", "torchrec_ext.distributed.placement"),
     *("torchrec_ext.distributed.plan.config", "torchrec_ext.distributed.plan.devices"),
     *("torchrec_ext.distributed.sync_config", "torchrec_ext.retrieval.server.settings"),
     *("torchrec_ext.train.config", "torchrec_ext.train.checkpoint.config"),
-    *("torchx_apps.agent", "torchx_apps.cli.command_line", "torchx_apps.cli.export_flags"),
-    *("torchx_apps.cli.plan_flags", "torchx_apps.networks.config", "torchx_apps.networks.members"),
-    *("torchx_apps.recipes", "torchx_apps.recipes.by_name", "torchx_apps.recipes.preprocess"),
-    *("torchx_apps.recipes.saved_job", "torchx_apps.tasks.job", "torchx_apps.tasks.loading"),
+    *(
+        "torchx_apps.agent",
+        "torchx_apps.cli.command_line",
+        "torchx_apps.cli.export_flags",
+    ),
+    *(
+        "torchx_apps.cli.plan_flags",
+        "torchx_apps.networks.config",
+        "torchx_apps.networks.members",
+    ),
+    *(
+        "torchx_apps.recipes",
+        "torchx_apps.recipes.by_name",
+        "torchx_apps.recipes.preprocess",
+    ),
+    *(
+        "torchx_apps.recipes.saved_job",
+        "torchx_apps.tasks.job",
+        "torchx_apps.tasks.loading",
+    ),
 )
-HEAVY = ("torch", "torchrec", "fbgemm_gpu", "tensordict", "numpy", "pyarrow", "pandas", "duckdb", "ibis")
+HEAVY = (
+    "torch",
+    "torchrec",
+    "fbgemm_gpu",
+    "tensordict",
+    "numpy",
+    "pyarrow",
+    "pandas",
+    "duckdb",
+    "ibis",
+)
 # Imports the modules of argv, then runs each app that a line of stdin names, with its flags, in a fork.
 OBSERVED = """
 import contextlib, importlib, io, json, os, runpy, signal, sys, traceback
@@ -307,7 +454,11 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def forking() -> Iterator[subprocess.Popen[str]]:
     """A process that has imported WITHOUT_TORCH: one for each command line would do that again, for half a second."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("TORCHELASTIC")
+    }
     with subprocess.Popen(
         [sys.executable, "-c", OBSERVED, *WITHOUT_TORCH],
         stdin=subprocess.PIPE,
@@ -319,7 +470,9 @@ def forking() -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-def run_observed(process: subprocess.Popen[str], *words: str) -> tuple[int | str, str, set[str]]:
+def run_observed(
+    process: subprocess.Popen[str], *words: str
+) -> tuple[int | str, str, set[str]]:
     """Exit code and output of an app, or of none, and the packages that its process had imported at its end."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -328,7 +481,9 @@ def run_observed(process: subprocess.Popen[str], *words: str) -> tuple[int | str
     return status, output, set(imported)
 
 
-def test_what_a_command_line_needs_imports_no_torch(forking: subprocess.Popen[str]) -> None:
+def test_what_a_command_line_needs_imports_no_torch(
+    forking: subprocess.Popen[str],
+) -> None:
     _, _, imported = run_observed(forking, "")
     assert "torchx_apps" in imported
     assert imported.isdisjoint(HEAVY)
@@ -337,40 +492,95 @@ def test_what_a_command_line_needs_imports_no_torch(forking: subprocess.Popen[st
 @pytest.mark.parametrize(
     ("words", "status", "answer"),
     [
-        *(([app, "--help"], 0, "usage: ") for app in ("train", "train_networks", "plan", "export", "embed", "serve")),
-        *(([app, "--help"], 0, "usage: ") for app in ("preprocess", "publish", "evaluate", "diagnose")),
-        *(([app, "--no-such-flag"], 1, "--no-such-flag") for app in ("train", "train_networks", "plan", "preprocess")),
-        *(([app, "x", "--no-such-flag"], 2, "--no-such-flag") for app in ("export", "embed", "serve", "publish")),
-        *(([app, "--list-recipes"], 0, "  ") for app in ("train", "train_networks", "plan", "preprocess")),
+        *(
+            ([app, "--help"], 0, "usage: ")
+            for app in ("train", "train_networks", "plan", "export", "embed", "serve")
+        ),
+        *(
+            ([app, "--help"], 0, "usage: ")
+            for app in ("preprocess", "publish", "evaluate", "diagnose")
+        ),
+        *(
+            ([app, "--no-such-flag"], 1, "--no-such-flag")
+            for app in ("train", "train_networks", "plan", "preprocess")
+        ),
+        *(
+            ([app, "x", "--no-such-flag"], 2, "--no-such-flag")
+            for app in ("export", "embed", "serve", "publish")
+        ),
+        *(
+            ([app, "--list-recipes"], 0, "  ")
+            for app in ("train", "train_networks", "plan", "preprocess")
+        ),
         *(
             (["train", "--recipe", recipe, "--dry-run"], 0, "most used")
-            for recipe in ("contextual_ncf", "n_tower", "ncf", "retrieval", "session", "stream", "two_tower")
+            for recipe in (
+                "contextual_ncf",
+                "n_tower",
+                "ncf",
+                "retrieval",
+                "session",
+                "stream",
+                "two_tower",
+            )
         ),
         (["train_networks", "--vary", "train.seed=0,1", "--dry-run"], 0, "seed=1"),
         (["train_networks", "--vary", "train.sed=0,1"], 1, "did you mean train.seed"),
-        (["train_networks", "--vary", "train.seed=0,1", "--codistill", "weight=x"], 1, "--codistill weight=x"),
+        (
+            ["train_networks", "--vary", "train.seed=0,1", "--codistill", "weight=x"],
+            1,
+            "--codistill weight=x",
+        ),
         (["plan", "--recipe", "two_tower", "--dry-run"], 0, "most used"),
         (["plan", "--tables", "ad=300M*64"], 1, "--tables: 'ad=300M*64'"),
-        (["plan", "--tables", "ad=1Kx4", "--world-size", "7", "--local-world-size", "3"], 1, "a multiple of the other"),
+        (
+            [
+                "plan",
+                "--tables",
+                "ad=1Kx4",
+                "--world-size",
+                "7",
+                "--local-world-size",
+                "3",
+            ],
+            1,
+            "a multiple of the other",
+        ),
         (["plan", "--tables", "ad=1Kx4", "--sharding", "row"], 1, "--sharding row"),
         (["plan", "--tables", "ad=1Kx4", "--optimizer", "adm"], 1, "tables='adm'"),
         (["preprocess", "--dry-run"], 0, "config.history_length"),
         (["preprocess", "--set", "config.test_share=2"], 1, "config.test_share=2"),
-        (["evaluate", "--users=no", "--items=no", "--truth=no"], 1, "--users no: there is no such file"),
+        (
+            ["evaluate", "--users=no", "--items=no", "--truth=no"],
+            1,
+            "--users no: there is no such file",
+        ),
         (["diagnose", "--recipe", "ncf", "--dry-run"], 0, "most used"),
-        (["diagnose", "--budget", "-1"], 1, "--budget -1: must be a number of seconds above 0"),
+        (
+            ["diagnose", "--budget", "-1"],
+            1,
+            "--budget -1: must be a number of seconds above 0",
+        ),
         (["export", "no/such/run"], 1, "cannot be read"),
         (["serve", "no/such/bundle", "--max-k", "0"], 1, "limit k=0"),
         (["train", "--recipe", "two_towr"], 1, "did you mean 'two_tower'"),
         (["train", "--set", "nosuch=1"], 1, "there is no key 'nosuch'"),
         (["train", "--set", "model.loss=bse"], 1, "model.loss=bse"),
-        (["train", "--set", "model.loss=in_batch"], 1, "set model.interaction=dot or cosine"),
+        (
+            ["train", "--set", "model.loss=in_batch"],
+            1,
+            "set model.interaction=dot or cosine",
+        ),
         (["train", "--set", "model.compress=dims=8"], 1, "did you mean dim?"),
         (["train", "--set", "loader.sampling=hrd"], 1, "loader.sampling=hrd"),
         (["train", "--set", "loader.shared_negatives=8"], 1, "set sampling='mixed'"),
         (["train", "--set", "sync.mode=local_sdg"], 1, "sync.mode=local_sdg"),
         (["train", "--set", "sync.outer_lr=0.5"], 1, "only for mode=diloco"),
-        (["train", "--set", "optimizer.per_table=a=sdg"], 1, "the optimizer 'sdg' must be one of"),
+        (
+            ["train", "--set", "optimizer.per_table=a=sdg"],
+            1,
+            "the optimizer 'sdg' must be one of",
+        ),
         (["train", "--set", "plan.towers=user"], 1, "gives the tower 'user' no rank"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

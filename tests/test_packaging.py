@@ -19,8 +19,15 @@ from torchrec_ext import stack
 
 ROOT = Path(__file__).parents[1]
 # Compiled where it is installed, so it is shipped as source.
-SHARED_MEMORY = {f"torchrec_ext/distributed/shared_memory/{name}" for name in ("backend.cpp", "ring.h")}
-SHIPPED = {"torchrec_ext": "torchrec_ext", "components": "torchrec_ext/components", "torchx_apps": "torchx_apps"}
+SHARED_MEMORY = {
+    f"torchrec_ext/distributed/shared_memory/{name}"
+    for name in ("backend.cpp", "ring.h")
+}
+SHIPPED = {
+    "torchrec_ext": "torchrec_ext",
+    "components": "torchrec_ext/components",
+    "torchx_apps": "torchx_apps",
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +35,36 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy, because building writes into the source tree."""
     copy = tmp_path_factory.mktemp("tree")
     for name in SHIPPED:
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     return copy
 
 
 def run(*command: str, cwd: Path) -> None:
-    done = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     out = tmp_path_factory.mktemp("wheel")
-    run("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), ".", cwd=tree)
+    run(
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(out),
+        ".",
+        cwd=tree,
+    )
     return zipfile.ZipFile(next(out.glob("*.whl")))
 
 
@@ -55,44 +77,81 @@ def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
         for path in (ROOT / folder).rglob("*.py")
     }
     assert {name for name in wheel.namelist() if name.endswith(".py")} == here
-    stubs = {f"torchrec_ext/{path.relative_to(ROOT / 'torchrec_ext')}" for path in ROOT.glob("torchrec_ext/**/*.pyi")}
+    stubs = {
+        f"torchrec_ext/{path.relative_to(ROOT / 'torchrec_ext')}"
+        for path in ROOT.glob("torchrec_ext/**/*.pyi")
+    }
     assert len(stubs) > 5
-    assert {"torchrec_ext/py.typed", *stubs} <= set(wheel.namelist())  # read at run time too, see torchrec_ext.exports
+    assert {"torchrec_ext/py.typed", *stubs} <= set(
+        wheel.namelist()
+    )  # read at run time too, see torchrec_ext.exports
     assert set(wheel.namelist()) >= SHARED_MEMORY
-    assert not [name for name in wheel.namelist() if name.startswith(("components/", "tests/", "benchmarks/"))]
+    assert not [
+        name
+        for name in wheel.namelist()
+        if name.startswith(("components/", "tests/", "benchmarks/"))
+    ]
 
 
 @pytest.mark.launch
-def test_the_wheel_registers_our_components_beside_torchxs_own(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_registers_our_components_beside_torchxs_own(
+    wheel: zipfile.ZipFile,
+) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     points = configparser.ConfigParser()
     points.read_string(wheel.read(name).decode())
-    assert dict(points["torchx.components"]) == {"rec": "torchrec_ext.components", "_torchx": "torchx.components"}
+    assert dict(points["torchx.components"]) == {
+        "rec": "torchrec_ext.components",
+        "_torchx": "torchx.components",
+    }
 
 
 @pytest.mark.launch
 def test_the_version_is_in_one_place(wheel: zipfile.ZipFile) -> None:
-    assert Path(str(wheel.filename)).name.split("-")[:2] == ["torchrec_ext", torchrec_ext.__version__]
+    assert Path(str(wheel.filename)).name.split("-")[:2] == [
+        "torchrec_ext",
+        torchrec_ext.__version__,
+    ]
     assert f"## [{torchrec_ext.__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.launch
-def test_the_wheels_metadata_leaves_the_triple_to_the_doctor(wheel: zipfile.ZipFile) -> None:
-    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    required = [line.split()[1] for line in wheel.read(name).decode().splitlines() if line.startswith("Requires-Dist:")]
+def test_the_wheels_metadata_leaves_the_triple_to_the_doctor(
+    wheel: zipfile.ZipFile,
+) -> None:
+    (name,) = (
+        name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")
+    )
+    required = [
+        line.split()[1]
+        for line in wheel.read(name).decode().splitlines()
+        if line.startswith("Requires-Dist:")
+    ]
     plain = [
         line
         for line in wheel.read(name).decode().splitlines()
         if line.startswith("Requires-Dist:") and "extra" not in line
     ]
-    assert not [line for line in plain if "torchrec" in line or "fbgemm" in line or " torch=" in line]
+    assert not [
+        line
+        for line in plain
+        if "torchrec" in line or "fbgemm" in line or " torch=" in line
+    ]
     pins = [need.pin for need in stack.requirements("cuda", stack.TRIPLES[0])[:3]]
-    assert {f"{pin};" for pin in pins} <= set(required), "the extra cuda is the newest triple"
+    assert {f"{pin};" for pin in pins} <= set(required), (
+        "the extra cuda is the newest triple"
+    )
 
 
 @pytest.mark.launch
-def test_the_source_distribution_holds_what_the_wheel_is_built_from(tree: Path, tmp_path: Path) -> None:
-    run("-c", f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})", cwd=tree)
+def test_the_source_distribution_holds_what_the_wheel_is_built_from(
+    tree: Path, tmp_path: Path
+) -> None:
+    run(
+        "-c",
+        f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})",
+        cwd=tree,
+    )
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {
@@ -142,7 +201,15 @@ FLAGS = {
 
 def appdefs(how: str, folder: Path) -> str:
     # -I: nothing of the current folder, which is the clone.
-    words = [sys.executable, *(["-I"] if how == "module" else []), "-c", APPDEFS, json.dumps(FLAGS), how, str(folder)]
+    words = [
+        sys.executable,
+        *(["-I"] if how == "module" else []),
+        "-c",
+        APPDEFS,
+        json.dumps(FLAGS),
+        how,
+        str(folder),
+    ]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -153,17 +220,25 @@ def test_clone_editable_install_wheel_and_source_distribution_give_the_same_apps
     wheel: zipfile.ZipFile, tree: Path, tmp_path: Path
 ) -> None:
     wheel.extractall(tmp_path / "wheel")
-    run("-c", f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})", cwd=tree)
+    run(
+        "-c",
+        f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})",
+        cwd=tree,
+    )
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         archive.extractall(tmp_path, filter="data")
-    (source,) = (path for path in tmp_path.iterdir() if path.is_dir() and path.name != "wheel")
+    (source,) = (
+        path for path in tmp_path.iterdir() if path.is_dir() and path.name != "wheel"
+    )
     command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     run(*command, "--wheel-dir", str(tmp_path / "built"), ".", cwd=source)
     with zipfile.ZipFile(next((tmp_path / "built").glob("*.whl"))) as built:
         built.extractall(tmp_path / "sdist")
     clone = appdefs("file", ROOT)
     assert set(json.loads(clone)) == set(FLAGS)
-    assert appdefs("module", ROOT) == clone, "the editable install, whose modules are the clone's files"
+    assert appdefs("module", ROOT) == clone, (
+        "the editable install, whose modules are the clone's files"
+    )
     assert appdefs("module", tmp_path / "wheel") == clone
     assert appdefs("module", tmp_path / "sdist") == clone
 
@@ -172,8 +247,14 @@ def test_clone_editable_install_wheel_and_source_distribution_give_the_same_apps
 def test_every_component_is_compared() -> None:
     from torchx.specs.finder import get_components
 
-    listed = {name.removeprefix("rec.") for name in get_components() if name.startswith("rec.")}
-    assert {name.removeprefix("components.").removeprefix("__init__.") for name in FLAGS} == listed
+    listed = {
+        name.removeprefix("rec.")
+        for name in get_components()
+        if name.startswith("rec.")
+    }
+    assert {
+        name.removeprefix("components.").removeprefix("__init__.") for name in FLAGS
+    } == listed
 
 
 # What a distribution of an extra is imported as, if not by its own name. TorchX's `kubernetes` brings docker.
@@ -209,12 +290,26 @@ def optional_modules() -> list[str]:
 def test_the_suite_collects_without_any_optional_package() -> None:
     """`make test` on a fresh machine has the default extras alone; a top-level import of another one would end it."""
     modules = optional_modules()
-    assert {"kubernetes", "redis", "starlette", "matplotlib", "duckdb", "pyspark", "faiss", "onnx"} <= set(modules)
+    assert {
+        "kubernetes",
+        "redis",
+        "starlette",
+        "matplotlib",
+        "duckdb",
+        "pyspark",
+        "faiss",
+        "onnx",
+    } <= set(modules)
     # None in sys.modules makes `import` raise ModuleNotFoundError, and find_spec return None.
     program = f"import sys, pytest; sys.modules.update(dict.fromkeys({modules})); sys.exit(pytest.main())"
     environment = {**os.environ, "PYTEST_ADDOPTS": "--collect-only -q -m ''"}
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     assert re.search(r"\d{4} tests collected in", done.stdout)

@@ -14,11 +14,24 @@ from torchrec_ext.private_names import PRIVATE_NAMES, PrivateNames
 ROOT = Path(__file__).parents[1]
 OTHERS = ("torch", "torchrec", "torchx", "fsspec", "fbgemm_gpu")
 # Private by their underscore alone: public in the standard library's documentation, or of Python itself.
-PYTHONS = {"_replace", "_asdict", "_fields", "_getframe", "_current_frames", "_exit", "_parameters_", "_make"}
+PYTHONS = {
+    "_replace",
+    "_asdict",
+    "_fields",
+    "_getframe",
+    "_current_frames",
+    "_exit",
+    "_parameters_",
+    "_make",
+}
 
 
 def trees() -> list[tuple[Path, ast.Module]]:
-    paths = [path for top in ("torchrec_ext", "torchx_apps") for path in sorted((ROOT / top).rglob("*.py"))]
+    paths = [
+        path
+        for top in ("torchrec_ext", "torchx_apps")
+        for path in sorted((ROOT / top).rglob("*.py"))
+    ]
     return [(path, parsed(path.read_text())) for path in paths]
 
 
@@ -45,18 +58,30 @@ def used(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.lineno, node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("getattr", "hasattr")
+        ):
             name = node.args[1]
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 yield node.lineno, name.value
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OTHERS:
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] in OTHERS
+        ):
             yield from ((node.lineno, part) for part in node.module.split("."))
             yield from ((node.lineno, alias.name) for alias in node.names)
 
 
 def test_every_private_name_that_is_used_stands_in_the_table() -> None:
     listed = {name for private in PRIVATE_NAMES for name in private.names}
-    listed |= {part.partition(".")[0] for private in PRIVATE_NAMES for part in private.file.split("/")}
+    listed |= {
+        part.partition(".")[0]
+        for private in PRIVATE_NAMES
+        for part in private.file.split("/")
+    }
     known = listed | PYTHONS | {name for _, tree in trees() for name in defined(tree)}
     unlisted = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
@@ -69,17 +94,38 @@ def test_every_private_name_that_is_used_stands_in_the_table() -> None:
 
 def test_every_private_name_in_the_table_is_there_and_used() -> None:
     assert list(private_names.missing()) == []
-    text = " ".join(path.read_text() for path, _ in trees() if path.name != "private_names.py")
-    assert [name for private in PRIVATE_NAMES for name in private.names if name not in text] == []
-    assert max(Counter((private.file, name) for private in PRIVATE_NAMES for name in private.names).values()) == 1
+    text = " ".join(
+        path.read_text() for path, _ in trees() if path.name != "private_names.py"
+    )
+    assert [
+        name for private in PRIVATE_NAMES for name in private.names if name not in text
+    ] == []
+    assert (
+        max(
+            Counter(
+                (private.file, name)
+                for private in PRIVATE_NAMES
+                for name in private.names
+            ).values()
+        )
+        == 1
+    )
     assert all(private.reason for private in PRIVATE_NAMES)
 
 
 @pytest.mark.unit
-def test_a_name_that_a_release_has_dropped_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = PrivateNames("torch/nn/modules/module.py", ("_parameters", "_dropped_in_3_0"), "a test")
+def test_a_name_that_a_release_has_dropped_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone = PrivateNames(
+        "torch/nn/modules/module.py", ("_parameters", "_dropped_in_3_0"), "a test"
+    )
     moved = PrivateNames("torch/nn/moved_in_3_0.py", ("_parameters",), "a test")
-    absent = PrivateNames("no_such_package/file.py", ("_name",), "packages that are not installed lack nothing")
+    absent = PrivateNames(
+        "no_such_package/file.py",
+        ("_name",),
+        "packages that are not installed lack nothing",
+    )
     monkeypatch.setattr(private_names, "PRIVATE_NAMES", (gone, moved, absent))
     assert list(private_names.missing()) == [
         ("torch/nn/modules/module.py", "_dropped_in_3_0"),

@@ -8,7 +8,17 @@ from types import ModuleType
 
 import pytest
 
-SUBPACKAGES = ("data", "modules", "models", "distributed", "train", "networks", "retrieval", "adopt", "diagnose")
+SUBPACKAGES = (
+    "data",
+    "modules",
+    "models",
+    "distributed",
+    "train",
+    "networks",
+    "retrieval",
+    "adopt",
+    "diagnose",
+)
 PACKAGES = ["torchrec_ext", *(f"torchrec_ext.{name}" for name in SUBPACKAGES)]
 FIRST = ("import torchrec_ext.adopt", "from torchrec_ext.adopt import Rows", "pass")
 
@@ -19,9 +29,15 @@ def test_no_export_shares_its_name_with_a_submodule(package: str) -> None:
     """Such a name is the function or the module, whichever was imported last; unless the module can be called."""
     module = importlib.import_module(package)
     folder = Path(str(module.__file__)).parent
-    submodules = {path.stem for path in folder.glob("*.py")} | {p.parent.name for p in folder.glob("*/__init__.py")}
+    submodules = {path.stem for path in folder.glob("*.py")} | {
+        p.parent.name for p in folder.glob("*/__init__.py")
+    }
     both = submodules & set(module.__all__)
-    assert [name for name in both if not callable(importlib.import_module(f"{package}.{name}"))] == []
+    assert [
+        name
+        for name in both
+        if not callable(importlib.import_module(f"{package}.{name}"))
+    ] == []
 
 
 @pytest.mark.unit
@@ -42,8 +58,16 @@ def test_a_name_is_the_same_thing_wherever_it_is_exported() -> None:
         value = getattr(module, name)
         return getattr(value, name) if isinstance(value, ModuleType) else value
 
-    first = {name: exported(module, name) for module in reversed(modules) for name in module.__all__}
-    assert all(exported(module, name) is first[name] for module in modules for name in module.__all__)
+    first = {
+        name: exported(module, name)
+        for module in reversed(modules)
+        for name in module.__all__
+    }
+    assert all(
+        exported(module, name) is first[name]
+        for module in modules
+        for name in module.__all__
+    )
     # What the README's programs and calls need stands at the top.
     assert len(modules[0].__all__) == 19
 
@@ -59,15 +83,20 @@ def test_the_names_that_a_reader_guesses_are_at_the_top() -> None:
     # Each in a fork of one process that has imported what is not ours, which takes most of the time.
     forks = f"import os, torchrec\nfor program in {programs!r}:\n"
     forks += "    if not os.fork():\n        exec(program)\n        os._exit(0)\n    assert not os.wait()[1]\n"
-    done = subprocess.run([sys.executable, "-c", forks], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == ["model is a int; give an nn.Module, several in an nn.ModuleList"] * len(
-        FIRST
-    ), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", forks], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines() == [
+        "model is a int; give an nn.Module, several in an nn.ModuleList"
+    ] * len(FIRST), done.stderr
 
 
 @pytest.mark.unit
 def test_an_unknown_name_answers_with_the_known_ones() -> None:
     import torchrec_ext
 
-    with pytest.raises(AttributeError, match=r"no attribute 'Towers'; it has Bundle, ChunkLoader, .*TowerModel"):
+    with pytest.raises(
+        AttributeError,
+        match=r"no attribute 'Towers'; it has Bundle, ChunkLoader, .*TowerModel",
+    ):
         _ = torchrec_ext.Towers

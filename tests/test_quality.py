@@ -23,7 +23,9 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture
 def quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quality", ROOT / "benchmarks" / "quality.py")
+    spec = importlib.util.spec_from_file_location(
+        "quality", ROOT / "benchmarks" / "quality.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -35,19 +37,29 @@ def quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_every_run_is_a_recipe_with_settings_that_it_has(name: str) -> None:
-    assert set(ROWS[name].get("reach_for", ROWS[name]["required"])) <= set(ROWS[name]["required"])
+    assert set(ROWS[name].get("reach_for", ROWS[name]["required"])) <= set(
+        ROWS[name]["required"]
+    )
     for run in ROWS[name].get("runs", {}).values():
         apply_overrides(load_recipe(run["recipe"]), run["set"])
 
 
 def runs(**by_run: list[float]) -> dict[str, list[dict[str, Any]]]:
-    return {run: [{"figures": {"auc": value}, "seconds": 1.0} for value in values] for run, values in by_run.items()}
+    return {
+        run: [{"figures": {"auc": value}, "seconds": 1.0} for value in values]
+        for run, values in by_run.items()
+    }
 
 
 def test_figures_are_means_gains_and_differences(quality: ModuleType) -> None:
-    figures = quality.figures({"required": {"auc": 0, "auc gain": 0}}, runs(model=[0.8, 0.6], without=[0.5, 0.5]))
+    figures = quality.figures(
+        {"required": {"auc": 0, "auc gain": 0}},
+        runs(model=[0.8, 0.6], without=[0.5, 0.5]),
+    )
     assert figures == pytest.approx({"auc": 0.7, "auc gain": 0.2})
-    figures = quality.figures({"required": {"auc difference": 0}}, runs(one=[0.8, 0.6], two=[0.7, 0.65]))
+    figures = quality.figures(
+        {"required": {"auc difference": 0}}, runs(one=[0.8, 0.6], two=[0.7, 0.65])
+    )
     assert figures == pytest.approx({"auc difference": 0.1})
 
 
@@ -62,7 +74,12 @@ def test_figures_are_means_gains_and_differences(quality: ModuleType) -> None:
     ],
 )
 def test_a_ratio_of_1_is_what_is_required(
-    quality: ModuleType, figure: str, reached: float, required: float, tolerance: float | None, ratio: float
+    quality: ModuleType,
+    figure: str,
+    reached: float,
+    required: float,
+    tolerance: float | None,
+    ratio: float,
 ) -> None:
     assert quality._ratio(figure, reached, required, tolerance) == pytest.approx(ratio)
 
@@ -80,9 +97,15 @@ def test_a_finished_run_is_not_trained_again_and_a_killed_one_is(
         folder = Path(line[line.index("--run-dir") + 1])
         assert not folder.exists(), "what a killed run left would be refused"
         folder.mkdir(parents=True)
-        (folder / "summary.json").write_text(json.dumps({"test": {"auc": 0.5 + len(trained)}}))
+        (folder / "summary.json").write_text(
+            json.dumps({"test": {"auc": 0.5 + len(trained)}})
+        )
 
-    monkeypatch.setattr(quality, "_follow", lambda line, title, log: follow(line, title.replace(" model", ""), log))
+    monkeypatch.setattr(
+        quality,
+        "_follow",
+        lambda line, title, log: follow(line, title.replace(" model", ""), log),
+    )
     monkeypatch.setattr(quality, "code_commit", lambda: "a")
     row = {
         "what": "",
@@ -93,7 +116,9 @@ def test_a_finished_run_is_not_trained_again_and_a_killed_one_is(
     with pytest.raises(KeyboardInterrupt):
         quality.measure("Q", row, None, quality.Results(tmp_path / "results.json"))
     (tmp_path / "runs" / "Q-model-1").mkdir()
-    measured = quality.measure("Q", row, None, quality.Results(tmp_path / "results.json"))
+    measured = quality.measure(
+        "Q", row, None, quality.Results(tmp_path / "results.json")
+    )
     assert trained == ["Q, seed 0", "killed", "Q, seed 1"]
     assert measured["reached"] == {"auc": 2.5}
     assert measured["ok"]
@@ -111,36 +136,74 @@ def test_another_commit_of_the_code_is_trained_again(
         trained.append(title)
         folder = Path(line[line.index("--run-dir") + 1])
         folder.mkdir(parents=True)
-        (folder / "summary.json").write_text(json.dumps({"test": {"auc": float(len(trained))}}))
+        (folder / "summary.json").write_text(
+            json.dumps({"test": {"auc": float(len(trained))}})
+        )
 
     monkeypatch.setattr(quality, "_follow", follow)
-    row = {"what": "", "runs": {"model": {"recipe": "ncf", "set": []}}, "required": {"auc": 1.0}}
+    row = {
+        "what": "",
+        "runs": {"model": {"recipe": "ncf", "set": []}},
+        "required": {"auc": 1.0},
+    }
     results = quality.Results(tmp_path / "results.json")
-    for commit, expected in (("a", 1.0), ("a", 1.0), ("b", 2.0), ("b+", 3.0), ("b+", 4.0)):
+    for commit, expected in (
+        ("a", 1.0),
+        ("a", 1.0),
+        ("b", 2.0),
+        ("b+", 3.0),
+        ("b+", 4.0),
+    ):
         monkeypatch.setattr(quality, "code_commit", lambda commit=commit: commit)
         assert quality.measure("Q", row, None, results)["reached"] == {"auc": expected}
-    assert [run["commit"] for run in results.runs()] == ["b+"], "the newest run of a command is kept"
+    assert [run["commit"] for run in results.runs()] == ["b+"], (
+        "the newest run of a command is kept"
+    )
 
 
 def test_kept_runs_are_of_committed_code(quality: ModuleType) -> None:
     for run in quality.Results(quality.RESULTS).runs():
-        assert set(run) - {"beside", "networks"} == {*quality.COMMAND, "commit", "figures", "seconds"}
+        assert set(run) - {"beside", "networks"} == {
+            *quality.COMMAND,
+            "commit",
+            "figures",
+            "seconds",
+        }
         assert not run["commit"].endswith("+"), "figures of code that no commit holds"
 
 
 def test_members_of_one_job_have_their_mean_and_a_run_what_it_printed_beside(
     quality: ModuleType, tmp_path: Path
 ) -> None:
-    key = {"set": ["train.epochs=1"], "recipe": "ncf", "ranks": 1, "networks": ["--vary", "train.seed=2,3"]}
+    key = {
+        "set": ["train.epochs=1"],
+        "recipe": "ncf",
+        "ranks": 1,
+        "networks": ["--vary", "train.seed=2,3"],
+    }
     line = quality.command(key, tmp_path)
     assert line[1:5] == ["-m", "torchx_apps.train_networks", "--recipe", "ncf"]
     assert line[-4:] == ["--set", "train.epochs=1", "--vary", "train.seed=2,3"]
-    (tmp_path / "results.json").write_text(json.dumps({"members": [{"test": {"auc": 0.5}}, {"test": {"auc": 0.75}}]}))
+    (tmp_path / "results.json").write_text(
+        json.dumps({"members": [{"test": {"auc": 0.5}}, {"test": {"auc": 0.75}}]})
+    )
     assert quality.results_of(tmp_path) == ({"auc": 0.625}, {})
     (tmp_path / "results.json").unlink()
     beside = {"popularity": {"hr@10": 0.25}, "als": {"hr@10": 0.5}}
-    (tmp_path / "summary.json").write_text(json.dumps({"test": {"hr@10": 0.75}, "seconds": 1.0, **beside}))
+    (tmp_path / "summary.json").write_text(
+        json.dumps({"test": {"hr@10": 0.75}, "seconds": 1.0, **beside})
+    )
     assert quality.results_of(tmp_path) == ({"hr@10": 0.75}, beside)
-    two = {"model": [{"beside": beside}, {"beside": {"als": {"hr@10": 0.75}, "popularity": {"hr@10": 0.25}}}]}
-    assert quality.beside_of(two, {"hr@10": 0.5}) == {"popularity": {"hr@10": 0.25}, "als": {"hr@10": 0.625}}
-    assert quality.beside_of({"model": [{"figures": {}}]}, {"hr@10": 0.5}) == {}, "a run of an earlier release"
+    two = {
+        "model": [
+            {"beside": beside},
+            {"beside": {"als": {"hr@10": 0.75}, "popularity": {"hr@10": 0.25}}},
+        ]
+    }
+    assert quality.beside_of(two, {"hr@10": 0.5}) == {
+        "popularity": {"hr@10": 0.25},
+        "als": {"hr@10": 0.625},
+    }
+    assert quality.beside_of({"model": [{"figures": {}}]}, {"hr@10": 0.5}) == {}, (
+        "a run of an earlier release"
+    )

@@ -26,15 +26,24 @@ pytestmark = pytest.mark.unit
 
 def locked(folder: Path) -> object:
     return lock_folder(
-        str(folder), "lock", KeyError, shown="the folder", busy="wait for it", otherwise="take another one"
+        str(folder),
+        "lock",
+        KeyError,
+        shown="the folder",
+        busy="wait for it",
+        otherwise="take another one",
     )
 
 
 def test_one_process_at_a_time_holds_the_lock(tmp_path: Path) -> None:
-    held = lock_folder(str(tmp_path / "a"), "lock", KeyError, shown="a", busy="wait", otherwise="move")
+    held = lock_folder(
+        str(tmp_path / "a"), "lock", KeyError, shown="a", busy="wait", otherwise="move"
+    )
     held.write("process 7\n")
     held.flush()
-    with pytest.raises(KeyError, match=r"the folder is being written by process 7; wait for it"):
+    with pytest.raises(
+        KeyError, match=r"the folder is being written by process 7; wait for it"
+    ):
         locked(tmp_path / "a")
     held.close()
     assert locked(tmp_path / "a")
@@ -58,25 +67,41 @@ def test_a_file_that_was_cut_or_changed_differs_in_words(tmp_path: Path) -> None
     file = tmp_path / "a"
     file.write_bytes(b"as it was written")
     listed = measure_file(file)
-    assert listed == {"bytes": 17, "sha256": hashlib.sha256(b"as it was written").hexdigest()}
+    assert listed == {
+        "bytes": 17,
+        "sha256": hashlib.sha256(b"as it was written").hexdigest(),
+    }
     assert difference(measure_file(file), listed) is None
     file.write_bytes(b"as it was")
-    assert difference(measure_file(file), listed) == "has 9 bytes and was written with 17"
+    assert (
+        difference(measure_file(file), listed) == "has 9 bytes and was written with 17"
+    )
     file.write_bytes(b"as it was changed")
-    assert difference(measure_file(file), listed) == "is damaged: its content does not fit its digest"
+    assert (
+        difference(measure_file(file), listed)
+        == "is damaged: its content does not fit its digest"
+    )
 
 
 def test_a_manifest_holds_the_digest_of_the_rest_of_it() -> None:
     content = {"rows": 3, "files": {}}
     whole = json.loads(sealed_json(content, "digest"))
     assert whole == {**content, "digest": json_digest(content)}
-    assert json_digest({"b": 1, "a": 2}) == json_digest({"a": 2, "b": 1}) != json_digest({"a": 2, "b": 1}, compact=True)
+    assert (
+        json_digest({"b": 1, "a": 2})
+        == json_digest({"a": 2, "b": 1})
+        != json_digest({"a": 2, "b": 1}, compact=True)
+    )
     with pytest.raises(ValueError, match="not JSON compliant"):
         json_digest([float("nan")], compact=True)
 
 
-@pytest.mark.parametrize("sizes", [(0,), (1, 2, 3), (2**20, 5, 3 * 2**20 + 1), (2**20 - 1, 2**20)])
-def test_a_stream_is_measured_while_it_is_written(sizes: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sizes", [(0,), (1, 2, 3), (2**20, 5, 3 * 2**20 + 1), (2**20 - 1, 2**20)]
+)
+def test_a_stream_is_measured_while_it_is_written(
+    sizes: tuple[int, ...], tmp_path: Path
+) -> None:
     blocks = [bytes([number]) * size for number, size in enumerate(sizes)]
     with MeasuredStream((tmp_path / "a").open("wb")) as stream:
         for block in blocks:
@@ -106,11 +131,16 @@ def test_a_disk_that_is_full_is_reported_by_the_write() -> None:
 
         def close(self) -> None: ...
 
-    with pytest.raises(OSError, match="No space left"), MeasuredStream(Full()) as stream:
+    with (
+        pytest.raises(OSError, match="No space left"),
+        MeasuredStream(Full()) as stream,
+    ):
         stream.write(bytes(2**21))
 
 
-def test_a_clone_that_is_not_installed_has_no_version_and_exports_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clone_that_is_not_installed_has_no_version_and_exports_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     installed = importlib.metadata.version
 
     def version(name: str) -> str:

@@ -19,7 +19,11 @@ HEALTHY = {
     "tqdm": "4.70.1",
     "pyre-extensions": "0.0.32",
 }
-HEALTHY_CUDA = {**{k: v for k, v in HEALTHY.items() if k != "fbgemm-gpu-cpu"}, "torch": "2.13.0", "fbgemm-gpu": "1.8.0"}
+HEALTHY_CUDA = {
+    **{k: v for k, v in HEALTHY.items() if k != "fbgemm-gpu-cpu"},
+    "torch": "2.13.0",
+    "fbgemm-gpu": "1.8.0",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +32,16 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHREC_EXT_UNCHECKED", raising=False)
 
 
-def environment(build: stack.Variant | None = "cpu", **changes: str | None) -> Installed:
+def environment(
+    build: stack.Variant | None = "cpu", **changes: str | None
+) -> Installed:
     """A healthy environment of that build with some versions changed (None: not installed); `_` stands for `-`."""
     versions: dict[str, str | None] = dict(HEALTHY_CUDA if build == "cuda" else HEALTHY)
     versions |= {name.replace("_", "-"): version for name, version in changes.items()}
-    return Installed(versions={name: version for name, version in versions.items() if version}, torch_build=build)
+    return Installed(
+        versions={name: version for name, version in versions.items() if version},
+        torch_build=build,
+    )
 
 
 @pytest.mark.unit
@@ -52,8 +61,20 @@ def test_the_pinned_triple_is_healthy(variant: stack.Variant) -> None:
             "2.12.1+cpu (CPU build)",
             "py -m torchrec_ext.doctor --install",
         ),
-        (environment(torchrec=None), "cpu", "torchrec", "nothing", "py -m pip install --no-deps torchrec==1.8.0"),
-        (environment(torchrec="1.6.0"), "cpu", "torchrec", "1.6.0", "py -m pip install --no-deps torchrec==1.8.0"),
+        (
+            environment(torchrec=None),
+            "cpu",
+            "torchrec",
+            "nothing",
+            "py -m pip install --no-deps torchrec==1.8.0",
+        ),
+        (
+            environment(torchrec="1.6.0"),
+            "cpu",
+            "torchrec",
+            "1.6.0",
+            "py -m pip install --no-deps torchrec==1.8.0",
+        ),
         (
             environment(fbgemm_gpu_cpu=None),
             "cpu",
@@ -68,8 +89,20 @@ def test_the_pinned_triple_is_healthy(variant: stack.Variant) -> None:
             "1.6.0",
             "py -m pip install fbgemm-gpu-cpu==1.8.0",
         ),
-        (environment(torchmetrics="1.8.0"), "cpu", "torchmetrics", "1.8.0", "py -m pip install torchmetrics==1.0.3"),
-        (environment(tensordict=None), "cpu", "tensordict", "nothing", "py -m pip install tensordict"),
+        (
+            environment(torchmetrics="1.8.0"),
+            "cpu",
+            "torchmetrics",
+            "1.8.0",
+            "py -m pip install torchmetrics==1.0.3",
+        ),
+        (
+            environment(tensordict=None),
+            "cpu",
+            "tensordict",
+            "nothing",
+            "py -m pip install tensordict",
+        ),
         (
             environment(fbgemm_gpu="1.8.0"),
             "cpu",
@@ -101,23 +134,38 @@ def test_each_mismatch_has_one_repair_line(
 
 
 @pytest.mark.unit
-def test_cuda_torch_with_cpu_fbgemm_is_right_without_a_gpu_and_wrong_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_torch_with_cpu_fbgemm_is_right_without_a_gpu_and_wrong_with_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """That torch runs on a CPU too. With a GPU it would put tables there, for which this fbgemm has no kernel."""
     found = Installed(versions=HEALTHY | {"torch": "2.13.0"}, torch_build="cuda")
     assert stack.problems(found, stack.wanted_variant(found, machine="cpu")) == ()
     (problem,) = stack.problems(found, stack.wanted_variant(found, machine="cuda"))
     assert (problem.what, problem.expected) == ("fbgemm-gpu", "1.8.0 alone")
     monkeypatch.setenv("TORCHREC_EXT_VARIANT", "cpu")
-    (problem,) = stack.problems(found, stack.wanted_variant(found, machine="cpu"), python="py")
-    assert (problem.found, problem.expected) == ("2.13.0 (CUDA build)", "2.13.0 (CPU build)")
-    assert problem.repair == "TORCHREC_EXT_VARIANT=cpu py -m torchrec_ext.doctor --install"
+    (problem,) = stack.problems(
+        found, stack.wanted_variant(found, machine="cpu"), python="py"
+    )
+    assert (problem.found, problem.expected) == (
+        "2.13.0 (CUDA build)",
+        "2.13.0 (CPU build)",
+    )
+    assert (
+        problem.repair == "TORCHREC_EXT_VARIANT=cpu py -m torchrec_ext.doctor --install"
+    )
 
 
 @pytest.mark.unit
 def test_cpu_torch_with_cuda_fbgemm_is_found_on_either_machine() -> None:
     found = environment(fbgemm_gpu_cpu=None, fbgemm_gpu="1.8.0")
-    assert [p.what for p in stack.problems(found, stack.wanted_variant(found, machine="cpu"))] == ["fbgemm-gpu-cpu"]
-    assert [p.what for p in stack.problems(found, stack.wanted_variant(found, machine="cuda"))] == ["torch"]
+    assert [
+        p.what
+        for p in stack.problems(found, stack.wanted_variant(found, machine="cpu"))
+    ] == ["fbgemm-gpu-cpu"]
+    assert [
+        p.what
+        for p in stack.problems(found, stack.wanted_variant(found, machine="cuda"))
+    ] == ["torch"]
 
 
 @pytest.mark.unit
@@ -125,10 +173,20 @@ def test_no_repair_line_lets_pip_choose_a_torch() -> None:
     """Without torch in place, tensordict and torchmetrics would pull the registry's CUDA build."""
     problems = stack.problems(Installed(versions={}), "cpu", python="py")
     assert [p.what for p in problems] == list(HEALTHY)
-    by_doctor = {p.what for p in problems if p.repair == "py -m torchrec_ext.doctor --install"}
+    by_doctor = {
+        p.what for p in problems if p.repair == "py -m torchrec_ext.doctor --install"
+    }
     # The doctor chooses the triple, so that no line names a version of another one.
-    assert by_doctor == {"torch", "fbgemm-gpu-cpu", "torchrec", "tensordict", "torchmetrics"}
-    without_torch = stack.problems(environment(torch=None, tensordict=None, torchrec=None), "cpu", python="py")
+    assert by_doctor == {
+        "torch",
+        "fbgemm-gpu-cpu",
+        "torchrec",
+        "tensordict",
+        "torchmetrics",
+    }
+    without_torch = stack.problems(
+        environment(torch=None, tensordict=None, torchrec=None), "cpu", python="py"
+    )
     assert [p.repair for p in without_torch] == [
         "py -m torchrec_ext.doctor --install",
         "py -m pip install --no-deps torchrec==1.8.0",
@@ -152,7 +210,9 @@ NEWEST = {"torch": "2.14.1", "fbgemm_gpu_cpu": "1.9.0", "torchrec": "1.9.2"}
         ({"torch": "2.12.1", "torchrec": None, "fbgemm_gpu_cpu": None}, None),
     ],
 )
-def test_an_environment_has_the_triple_of_most_of_its_parts(changes: dict[str, str | None], name: str | None) -> None:
+def test_an_environment_has_the_triple_of_most_of_its_parts(
+    changes: dict[str, str | None], name: str | None
+) -> None:
     found = stack.installed_triple(environment(**changes))
     assert (found and found.name) == name
 
@@ -163,20 +223,32 @@ def test_an_environment_has_the_triple_of_most_of_its_parts(changes: dict[str, s
 def test_every_triple_is_healthy_by_itself_and_found_beside_another(
     triple: stack.Triple, variant: stack.Variant
 ) -> None:
-    versions = {need.name: need.version or "1.0" for need in stack.requirements(variant, triple)}
+    versions = {
+        need.name: need.version or "1.0" for need in stack.requirements(variant, triple)
+    }
     found = Installed(versions=versions, torch_build=variant)
-    assert stack.problems(found, variant) == stack.problems(found, variant, named=triple) == ()
+    assert (
+        stack.problems(found, variant)
+        == stack.problems(found, variant, named=triple)
+        == ()
+    )
     for other in set(stack.TRIPLES) - {triple}:
         wrong = stack.problems(found, variant, python="py", named=other)
         assert len(wrong) == 3
-        assert wrong[0].repair == f"py -m torchrec_ext.doctor --install --stack {other.name}"
+        assert (
+            wrong[0].repair
+            == f"py -m torchrec_ext.doctor --install --stack {other.name}"
+        )
 
 
 @pytest.mark.unit
 def test_a_torch_without_fbgemm_is_replaced_only_by_name() -> None:
     found = Installed(versions={"torch": "2.15.0"}, torch_build="cuda")
     assert stack.newer_torch(found) == "2.15.0"
-    assert stack.problems(found, "cpu", python="py")[0].repair == "py -m torchrec_ext.doctor --install --stack 2.14"
+    assert (
+        stack.problems(found, "cpu", python="py")[0].repair
+        == "py -m torchrec_ext.doctor --install --stack 2.14"
+    )
     for version in ("2.14.9", "2.9.1", stack.UNREADABLE):
         assert stack.newer_torch(environment(torch=version)) is None
 
@@ -190,12 +262,20 @@ def test_a_pair_that_agrees_is_left_alone_on_any_machine() -> None:
 
 
 @pytest.mark.unit
-def test_the_variable_overrules_and_stays_in_the_repair_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_overrules_and_stays_in_the_repair_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TORCHREC_EXT_VARIANT", "cuda")
     assert stack.wanted_variant(environment("cpu"), "cpu") == "cuda"
-    assert stack.doctor_line("py") == "TORCHREC_EXT_VARIANT=cuda py -m torchrec_ext.doctor --install"
+    assert (
+        stack.doctor_line("py")
+        == "TORCHREC_EXT_VARIANT=cuda py -m torchrec_ext.doctor --install"
+    )
     monkeypatch.setenv("TORCHREC_EXT_VARIANT", "rocm")
-    with pytest.raises(ValueError, match=r"TORCHREC_EXT_VARIANT='rocm': it must be cpu or cuda; unset it"):
+    with pytest.raises(
+        ValueError,
+        match=r"TORCHREC_EXT_VARIANT='rocm': it must be cpu or cuda; unset it",
+    ):
         stack.wanted_variant(environment("cpu"), "cpu")
 
 
@@ -203,22 +283,37 @@ def test_the_variable_overrules_and_stays_in_the_repair_line(monkeypatch: pytest
 def test_gpus_are_counted_by_their_nodes(tmp_path: Path) -> None:
     for name in ("nvidia3", "nvidia0", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert [Path(node).name for node in stack.gpu_nodes(tmp_path)] == ["nvidia0", "nvidia3"]
+    assert [Path(node).name for node in stack.gpu_nodes(tmp_path)] == [
+        "nvidia0",
+        "nvidia3",
+    ]
     assert stack.gpu_nodes(tmp_path / "none") == []
 
 
 def in_fresh_interpreter(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("TORCHREC_EXT")}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean | env, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=clean | env,
+        check=False,
+    )
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> str:
     """A folder that, on the path, makes fbgemm-gpu look laid over fbgemm-gpu-cpu beside a torch of another minor."""
-    for name, version in {"torch": "2.12.0+cpu", "fbgemm_gpu": "1.8.0", "fbgemm_gpu_cpu": "1.8.0"}.items():
+    for name, version in {
+        "torch": "2.12.0+cpu",
+        "fbgemm_gpu": "1.8.0",
+        "fbgemm_gpu_cpu": "1.8.0",
+    }.items():
         info = tmp_path / f"{name}-{version}.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
     return str(tmp_path)
 
 
@@ -232,22 +327,30 @@ def test_importing_the_package_loads_no_torch() -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("code", ["from torchrec_ext import Tower", "import torchrec_ext.needs_torch"])
+@pytest.mark.parametrize(
+    "code", ["from torchrec_ext import Tower", "import torchrec_ext.needs_torch"]
+)
 def test_a_mixed_triple_says_so_and_loads_no_torch(mixed: str, code: str) -> None:
     done = in_fresh_interpreter(
         f"import sys\ntry:\n    {code}\nexcept ImportError as e:\n    print(e, 'torch' in sys.modules)",
         PYTHONPATH=mixed,
         TORCHREC_EXT_VARIANT="cpu",
     )
-    assert "torch: found 2.12.0+cpu (CPU build), expected 2.13.0 (CPU build)" in done.stdout
+    assert (
+        "torch: found 2.12.0+cpu (CPU build), expected 2.13.0 (CPU build)"
+        in done.stdout
+    )
     assert "fbgemm-gpu 1.8.0 laid over fbgemm-gpu-cpu 1.8.0" in done.stdout
     assert (
-        f"all at once: TORCHREC_EXT_VARIANT=cpu {stack.interpreter()} -m torchrec_ext.doctor --install" in done.stdout
+        f"all at once: TORCHREC_EXT_VARIANT=cpu {stack.interpreter()} -m torchrec_ext.doctor --install"
+        in done.stdout
     )
     assert done.stdout.endswith("False\n")
 
 
 @pytest.mark.launch
 def test_a_stack_built_by_hand_passes_when_asked(mixed: str) -> None:
-    done = in_fresh_interpreter("import torchrec_ext.needs_torch", PYTHONPATH=mixed, TORCHREC_EXT_UNCHECKED="1")
+    done = in_fresh_interpreter(
+        "import torchrec_ext.needs_torch", PYTHONPATH=mixed, TORCHREC_EXT_UNCHECKED="1"
+    )
     assert (done.returncode, done.stderr) == (0, "")

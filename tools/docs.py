@@ -25,8 +25,12 @@ DOCS = ROOT / "docs"
 API = DOCS / "reference" / "api"
 RESULTS = ROOT / "benchmarks" / "results"
 GPU = RESULTS / "gpu" / "tests.json"  # outcomes of tests on a GPU, by benchmarks/gpu.py
-SIMULATED = RESULTS / "simulated"  # those on devices that do not exist, by tools/simulated.py
-LIMITS = ROOT / "benchmarks" / "limits.json"  # written by hand: by file of results and row, what limits the row
+SIMULATED = (
+    RESULTS / "simulated"
+)  # those on devices that do not exist, by tools/simulated.py
+LIMITS = (
+    ROOT / "benchmarks" / "limits.json"
+)  # written by hand: by file of results and row, what limits the row
 MADE = "<!-- written by tools/docs.py; do not edit -->\n\n"
 
 # The README's rows: benchmark, row, and what is compared.
@@ -41,9 +45,21 @@ MEASURED = (
         "ncf-full, against fused Adam",
         "a user's own model and Dataset, unchanged: their script with fused Adam, against `adopt` and `Rows.of`",
     ),
-    ("adopt", "two-towers, batch 256", "a user's own two networks: one process, against `adopt_towers` on two"),
-    ("loader", "row-wise", "rows of a click log, shuffled: torch's DataLoader over a Dataset, against `ChunkLoader`"),
-    ("hybrid", "two-hosts", "two hosts, 1 Gbit/s: tables and layers over both, against a compressing tower on each"),
+    (
+        "adopt",
+        "two-towers, batch 256",
+        "a user's own two networks: one process, against `adopt_towers` on two",
+    ),
+    (
+        "loader",
+        "row-wise",
+        "rows of a click log, shuffled: torch's DataLoader over a Dataset, against `ChunkLoader`",
+    ),
+    (
+        "hybrid",
+        "two-hosts",
+        "two hosts, 1 Gbit/s: tables and layers over both, against a compressing tower on each",
+    ),
     (
         "serving",
         "score-naive, compiled, 500 of 1,000,000",
@@ -83,9 +99,17 @@ def _benchmark(name: str, result: Mapping[str, Any]) -> list[str]:
     stem = name.removesuffix("-studies")
     script = ROOT / "benchmarks" / f"{stem}.py"
     limits = json.loads(LIMITS.read_text()).get(name, {})
-    summary = (ast.get_docstring(ast.parse(script.read_text())) or "").split("\n\n")[0].replace("\n", " ")
-    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-    yardsticks = ", ".join(f"{middle:g} {unit}" for unit, (_, middle, _) in result["machine"].items())
+    summary = (
+        (ast.get_docstring(ast.parse(script.read_text())) or "")
+        .split("\n\n")[0]
+        .replace("\n", " ")
+    )
+    versions = ", ".join(
+        f"{package} {version}" for package, version in result["versions"].items()
+    )
+    yardsticks = ", ".join(
+        f"{middle:g} {unit}" for unit, (_, middle, _) in result["machine"].items()
+    )
     return [
         f"## {name}",
         "",
@@ -104,7 +128,10 @@ def _benchmark(name: str, result: Mapping[str, Any]) -> list[str]:
 def _row(row: Mapping[str, Any], limit: str) -> str:
     ratio = "" if row["ratio"] is None else f"{_figure(row['ratio'])}x"
     cells = [row["name"], _figure(row["baseline"]), _figure(row["ours"]), row["unit"]]
-    cells += [f"{ratio} ({_figure(row['low'])} to {_figure(row['high'])})".strip(), _figure(row["ceiling"])]
+    cells += [
+        f"{ratio} ({_figure(row['low'])} to {_figure(row['high'])})".strip(),
+        _figure(row["ceiling"]),
+    ]
     return "| " + " | ".join([*cells, row["machine"] or "", limit]) + " |"
 
 
@@ -125,7 +152,11 @@ def _figure(value: float | None) -> str:
 def _results(benchmark: str) -> dict[str, Mapping[str, Any]]:
     """Rows of a benchmark by name; none where it has not been measured."""
     path = RESULTS / f"{benchmark}.json"
-    return {row["name"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    return (
+        {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+        if path.exists()
+        else {}
+    )
 
 
 def measured_table() -> Iterator[str]:
@@ -136,7 +167,10 @@ def measured_table() -> Iterator[str]:
         row = _results(benchmark).get(name)
         if row is None:
             continue
-        sides = " | ".join(f"{_figure(row[key])} {row['unit'].split(',')[0]}" for key in ("baseline", "ours"))
+        sides = " | ".join(
+            f"{_figure(row[key])} {row['unit'].split(',')[0]}"
+            for key in ("baseline", "ours")
+        )
         ceiling = f" (ceiling {row['ceiling']:.2f}x)" if row["ceiling"] else ""
         yield f"| {text}{ceiling} | {sides} | {row['ratio']:.3g}x |"
 
@@ -158,7 +192,9 @@ def rows_table(benchmark: str, prefix: str) -> Iterator[str]:
     for name, row in _results(benchmark).items():
         if name.startswith(prefix) and row["ratio"] is not None:
             unit = row["unit"].split(",")[0]
-            sides = " | ".join(f"{_figure(row[key])} {unit}" for key in ("baseline", "ours"))
+            sides = " | ".join(
+                f"{_figure(row[key])} {unit}" for key in ("baseline", "ours")
+            )
             ceiling = f"{row['ceiling']:.2f}x" if row["ceiling"] else ""
             yield f"| {name} | {sides} | {row['ratio']:.3g}x | {ceiling} |"
 
@@ -174,17 +210,31 @@ def quality_table() -> Iterator[str]:
     for name, row in json.loads(quality.SPEC.read_text()).items():
         # A run that was made before the row's settings changed is another row's.
         asked = {run: set(how["set"]) for run, how in row.get("runs", {}).items()}
-        kept = [run for run in runs if run["id"] == name and asked.get(run["run"], set()) <= set(run["set"])]
+        kept = [
+            run
+            for run in runs
+            if run["id"] == name and asked.get(run["run"], set()) <= set(run["set"])
+        ]
         if not kept:
             continue
-        by_run = {run: [one for one in kept if one["run"] == run] for run in {one["run"]: None for one in kept}}
-        recipes = " and ".join(f"`{recipe}`" for recipe in {one["recipe"]: None for one in kept} if recipe)
+        by_run = {
+            run: [one for one in kept if one["run"] == run]
+            for run in {one["run"]: None for one in kept}
+        }
+        recipes = " and ".join(
+            f"`{recipe}`" for recipe in {one["recipe"]: None for one in kept} if recipe
+        )
         commits = " ".join({one["commit"]: None for one in kept})
         cells = [recipes, row["what"], _quality(row.get("reach_for", {}))]
         beside = quality.beside_of(by_run, row["required"])
         minutes = sum(one["seconds"] for one in kept) / 60
         cells += [_quality(quality.figures(row, by_run))]
-        cells += ["; ".join(f"{baseline}: {_quality(figures)}" for baseline, figures in beside.items())]
+        cells += [
+            "; ".join(
+                f"{baseline}: {_quality(figures)}"
+                for baseline, figures in beside.items()
+            )
+        ]
         cells += [f"{len(kept) // len(by_run)}, {minutes:.0f}, {commits}"]
         yield "| " + " | ".join(cells) + " |"
 
@@ -204,7 +254,9 @@ def mixed_table() -> Iterator[str]:
     yield "| recipe | thread | bf16 | both | 32 bits | bf16 |"
     yield "|---|---|---|---|---|---|"
     for recipe in dict.fromkeys(name.split(",")[0] for name in rows):
-        alone, bits, both = (rows[f"{recipe}, {what}"] for what in ("loader", "bf16", "bf16 and loader"))
+        alone, bits, both = (
+            rows[f"{recipe}, {what}"] for what in ("loader", "bf16", "bf16 and loader")
+        )
         ((name, figures),) = bits["quality"].items()
         gains = " | ".join(f"{row['ratio']:.2f}x" for row in (alone, bits, both))
         yield f"| `{recipe}` | {gains} | {name} {figures[0]:.4f} | {figures[1]:.4f} |"
@@ -226,8 +278,14 @@ class Part(NamedTuple):
     cpu: bool = True
 
 
-_ALL = Part("all tests marked `gpu`", r"^(?!.*(test_simulated_ranks|simulated_gpu\.laws))")
-_NCCL = Part("NCCL between GPUs, a second GPU", r"nccl|on_another_device_than_the_current_one|laws\.ranks", cpu=False)
+_ALL = Part(
+    "all tests marked `gpu`", r"^(?!.*(test_simulated_ranks|simulated_gpu\.laws))"
+)
+_NCCL = Part(
+    "NCCL between GPUs, a second GPU",
+    r"nccl|on_another_device_than_the_current_one|laws\.ranks",
+    cpu=False,
+)
 PARTS = (
     _ALL,
     _NCCL,
@@ -253,11 +311,27 @@ PARTS = (
         ("gpu", "resident data"),
     ),
     Part("jobs of the recipes from data to bundle, and gone on with", "test_gpu_jobs"),
-    Part("dynamic ids: equal; the map stays on the host", r"ids\.test_gpu", ("gpu", "dynamic ids, captured")),
-    Part("several networks on one GPU: equal; without MPS a line says so", "test_gpu_sharing", cpu=False),
-    Part("tables in UVM and its cache, `plan.kernel`: train as those on the GPU", "rows_off_the_gpu", cpu=False),
+    Part(
+        "dynamic ids: equal; the map stays on the host",
+        r"ids\.test_gpu",
+        ("gpu", "dynamic ids, captured"),
+    ),
+    Part(
+        "several networks on one GPU: equal; without MPS a line says so",
+        "test_gpu_sharing",
+        cpu=False,
+    ),
+    Part(
+        "tables in UVM and its cache, `plan.kernel`: train as those on the GPU",
+        "rows_off_the_gpu",
+        cpu=False,
+    ),
     Part("fp16 with a scaled loss, `train.amp=fp16`", "test_loss_scaling"),
-    Part("512 ranks: memory and messages are those of `rec.plan`", r"plan\.test_simulated_ranks", cpu=False),
+    Part(
+        "512 ranks: memory and messages are those of `rec.plan`",
+        r"plan\.test_simulated_ranks",
+        cpu=False,
+    ),
 )
 
 
@@ -267,7 +341,11 @@ def devices_table() -> Iterator[str]:
     yield "| part | CPU | run on a GPU | simulated |"
     yield "|---|---|---|---|"
     for part in PARTS:
-        cells = ["tested" if part.cpu else "", _outcome(gpu, part.tests), _outcome(simulated, part.tests)]
+        cells = [
+            "tested" if part.cpu else "",
+            _outcome(gpu, part.tests),
+            _outcome(simulated, part.tests),
+        ]
         row = _results(f"gpu/{part.gain[0]}").get(part.gain[1])
         if row is not None:
             cells[1] += f"; {row['ratio']:.2g}x"
@@ -299,7 +377,9 @@ def devices_sources() -> Iterator[str]:
 
 
 def _about(result: Mapping[str, Any]) -> str:
-    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    versions = ", ".join(
+        f"{package} {version}" for package, version in result["versions"].items()
+    )
     return f"{result['device']}, {result['date']}, {versions}"
 
 
@@ -336,20 +416,35 @@ def with_tables(text: str) -> str:
     def made(match: re.Match[str]) -> str:
         name = match[1]
         lines = TABLES[name]() if name in TABLES else rows_table(*name.split("/"))
-        return f"<!-- {name}: by tools/docs.py -->\n" + "\n".join(lines) + f"\n<!-- /{name} -->"
+        return (
+            f"<!-- {name}: by tools/docs.py -->\n"
+            + "\n".join(lines)
+            + f"\n<!-- /{name} -->"
+        )
 
-    return re.sub(r"<!-- ([\w/-]+): by tools/docs\.py -->\n.*?<!-- /\1 -->", made, text, flags=re.DOTALL)
+    return re.sub(
+        r"<!-- ([\w/-]+): by tools/docs\.py -->\n.*?<!-- /\1 -->",
+        made,
+        text,
+        flags=re.DOTALL,
+    )
 
 
 def settings_page() -> str:
     """Every key of every recipe: those of all recipes once, then what each recipe has beside them or sets otherwise."""
-    recipes = {name: {key.path: key for key in setting_keys(recipe())} for name, recipe in RECIPES.items()}
+    recipes = {
+        name: {key.path: key for key in setting_keys(recipe())}
+        for name, recipe in RECIPES.items()
+    }
     first = next(iter(recipes.values()))
     shared = [
         key
         for key in first.values()
         if key.path not in _PYTHON
-        and all((other := keys.get(key.path)) and other.meaning == key.meaning for keys in recipes.values())
+        and all(
+            (other := keys.get(key.path)) and other.meaning == key.meaning
+            for keys in recipes.values()
+        )
     ]
     lines = [
         "# Settings: every key of every recipe",
@@ -358,16 +453,26 @@ def settings_page() -> str:
         "--dry-run` prints those of one recipe, the most used first, with the values it would run with.",
     ]
     for section, keys in itertools.groupby(shared, lambda key: key.section):
-        lines += ["", f"## {section}", "", *_table((key, _default(key.path, recipes)) for key in keys)]
+        lines += [
+            "",
+            f"## {section}",
+            "",
+            *_table((key, _default(key.path, recipes)) for key in keys),
+        ]
     for name, keys in recipes.items():
         own = [
-            key for key in keys.values() if key not in shared and key.path not in {*_PYTHON, *(k.path for k in shared)}
+            key
+            for key in keys.values()
+            if key not in shared
+            and key.path not in {*_PYTHON, *(k.path for k in shared)}
         ]
         changed = [key for key in shared if _default(key.path, recipes) == _BY_RECIPE]
         lines += ["", f"## Recipe {name}", "", *_table((key, key.value) for key in own)]
         lines += [
             "",
-            "Its defaults of keys above: " + ", ".join(f"`{k.path}={keys[k.path].value}`" for k in changed) + ".",
+            "Its defaults of keys above: "
+            + ", ".join(f"`{k.path}={keys[k.path].value}`" for k in changed)
+            + ".",
         ]
     return MADE + "\n".join(lines) + "\n"
 
@@ -384,8 +489,15 @@ def _default(path: str, recipes: Mapping[str, Mapping[str, SettingKey]]) -> str:
 def _table(rows: Iterable[tuple[SettingKey, str]]) -> list[str]:
     lines = ["| key | default | type | what it sets |", "|---|---|---|---|"]
     for key, value in rows:
-        cells = (f"`{key.path}`", value if value == _BY_RECIPE else f"`{value}`", key.type, key.meaning)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        cells = (
+            f"`{key.path}`",
+            value if value == _BY_RECIPE else f"`{value}`",
+            key.type,
+            key.meaning,
+        )
+        lines.append(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        )
     return lines
 
 
@@ -413,7 +525,9 @@ def exports(package: str) -> list[Export]:
     modules: dict[str, str] = {}
     for node in _tree(package, "__init__.pyi").body:
         if isinstance(node, ast.ImportFrom):
-            module = importlib.util.resolve_name(f"{'.' * node.level}{node.module}", package)
+            module = importlib.util.resolve_name(
+                f"{'.' * node.level}{node.module}", package
+            )
             modules |= {alias.name: module for alias in node.names}
     return [_export(name, modules[name]) for name in sorted(modules)]
 
@@ -429,23 +543,32 @@ def _summary(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> str:
 
 def _export(name: str, module: str) -> Export:
     tree = _tree(module)
-    defined = {node.name: node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    defined = {
+        node.name: node
+        for node in tree.body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    }
     if name in defined:
         node = defined[name]
         if isinstance(node, ast.FunctionDef):
             return Export(name, _summary(node), f".. autofunction:: {name}")
         return Export(name, _summary(node), f".. autoclass:: {name}\n   :members:")
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+        if isinstance(node, ast.ImportFrom) and name in [
+            alias.name for alias in node.names
+        ]:
             return _export(name, str(node.module))
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             value = ast.unparse(node.value)
             if not isinstance(node.value, ast.Call):
-                return Export(name, f"a type: `{value}`", f".. data:: {name}\n\n   ``{value}``")
+                return Export(
+                    name, f"a type: `{value}`", f".. data:: {name}\n\n   ``{value}``"
+                )
             # An object that is called, such as `why_slow`: its class is described.
             maker = ast.unparse(node.value.func)
             directive = (
-                f".. data:: {name}\n\n.. autoclass:: {module}.{maker}\n   :members:\n   :special-members: __call__"
+                f".. data:: {name}\n\n"
+                f".. autoclass:: {module}.{maker}\n   :members:\n   :special-members: __call__"
             )
             return Export(name, _summary(defined[maker]), directive)
     raise ValueError(f"{module} does not define {name}, which a package exports")
@@ -453,10 +576,17 @@ def _export(name: str, module: str) -> Export:
 
 def api_pages() -> Iterator[tuple[Path, str]]:
     """A page for each package with its exported names; a name of several packages is described by a subpackage."""
-    packages = [f"torchrec_ext.{path.parent.name}" for path in sorted(ROOT.glob("torchrec_ext/*/__init__.pyi"))]
+    packages = [
+        f"torchrec_ext.{path.parent.name}"
+        for path in sorted(ROOT.glob("torchrec_ext/*/__init__.pyi"))
+    ]
     homes: dict[str, str] = {}
     for package in [*packages, "torchrec_ext"]:
-        homes |= {export.name: package for export in exports(package) if export.name not in homes}
+        homes |= {
+            export.name: package
+            for export in exports(package)
+            if export.name not in homes
+        }
     for package in ["torchrec_ext", *packages]:
         lines = [f"# {package}", "", _summary(_tree(package, "__init__.py")), ""]
         lines += ["| name | what it is | described |", "|---|---|---|"]
@@ -467,14 +597,37 @@ def api_pages() -> Iterator[tuple[Path, str]]:
             if home == package:
                 link = "below"
                 directives += ["", export.directive]
-            summary = re.sub(r":\w+:`~?([\w.]+)`", r"`\1`", export.summary).replace("``", "`").replace("|", "\\|")
+            summary = (
+                re.sub(r":\w+:`~?([\w.]+)`", r"`\1`", export.summary)
+                .replace("``", "`")
+                .replace("|", "\\|")
+            )
             lines.append(f"| `{export.name}` | {summary} | {link} |")
-        lines += ["", "```{eval-rst}", f".. currentmodule:: {package}", *directives, "```"]
+        lines += [
+            "",
+            "```{eval-rst}",
+            f".. currentmodule:: {package}",
+            *directives,
+            "```",
+        ]
         yield API / f"{package.rpartition('.')[2]}.md", MADE + "\n".join(lines) + "\n"
 
 
 # Flags that say where and with what a job runs: one list for all components.
-_WHERE = ("args", "j", "threads", "max_retries", "name", "image", "h", "cpu", "gpu", "memMB", "env", "mounts")
+_WHERE = (
+    "args",
+    "j",
+    "threads",
+    "max_retries",
+    "name",
+    "image",
+    "h",
+    "cpu",
+    "gpu",
+    "memMB",
+    "env",
+    "mounts",
+)
 _WHERE += ("rdzv_port", "debug")
 
 
@@ -494,11 +647,24 @@ def cli_page() -> str:
                 group = [] if file.stem == "__init__" else [file.stem]
                 meanings = _meanings(node)
                 defaults = _defaults(node)
-                places |= {flag: meanings[flag] for flag in meanings if flag in _WHERE and flag != "args"}
+                places |= {
+                    flag: meanings[flag]
+                    for flag in meanings
+                    if flag in _WHERE and flag != "args"
+                }
                 own = [flag for flag in meanings if flag not in _WHERE]
-                lines += ["", f"## {'.'.join(['rec', *group, node.name])}", "", f"{_summary(node)}", ""]
+                lines += [
+                    "",
+                    f"## {'.'.join(['rec', *group, node.name])}",
+                    "",
+                    f"{_summary(node)}",
+                    "",
+                ]
                 lines += ["| flag | default | meaning |", "|---|---|---|"]
-                lines += [f"| `--{flag}` | {defaults[flag]} | {_cell(meanings[flag])} |" for flag in own]
+                lines += [
+                    f"| `--{flag}` | {defaults[flag]} | {_cell(meanings[flag])} |"
+                    for flag in own
+                ]
     lines += [
         "",
         "## Where a job runs",
@@ -508,13 +674,25 @@ def cli_page() -> str:
         "| flag | meaning |",
         "|---|---|",
     ]
-    lines += [f"| `{'-' if flag in ('j', 'h') else '--'}{flag}` | {_cell(text)} |" for flag, text in places.items()]
-    lines += ["", "## rec.serve.http, behind `--`", "", "The server's own flags:", "", "| flag | default | meaning |"]
+    lines += [
+        f"| `{'-' if flag in ('j', 'h') else '--'}{flag}` | {_cell(text)} |"
+        for flag, text in places.items()
+    ]
+    lines += [
+        "",
+        "## rec.serve.http, behind `--`",
+        "",
+        "The server's own flags:",
+        "",
+        "| flag | default | meaning |",
+    ]
     lines += ["|---|---|---|"]
     for action in serve._parser()._actions:
         if action.option_strings and action.dest != "help":
             default = "" if action.default in (None, []) else f"`{action.default}`"
-            lines.append(f"| `{action.option_strings[-1]}` | {default} | {_cell(action.help or '')} |")
+            lines.append(
+                f"| `{action.option_strings[-1]}` | {default} | {_cell(action.help or '')} |"
+            )
     return MADE + "\n".join(lines) + "\n"
 
 
@@ -524,18 +702,30 @@ def _cell(text: str) -> str:
 
 def _meanings(node: ast.FunctionDef) -> dict[str, str]:
     """Returns the arguments in a Google docstring with what is said of each."""
-    section = (ast.get_docstring(node) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    section = (
+        (ast.get_docstring(node) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    )
     parts = re.split(r"^ {4}(\w+): ", section, flags=re.MULTILINE)[1:]
-    return {name: " ".join(text.split()) for name, text in zip(parts[::2], parts[1::2], strict=True)}
+    return {
+        name: " ".join(text.split())
+        for name, text in zip(parts[::2], parts[1::2], strict=True)
+    }
 
 
 def _defaults(node: ast.FunctionDef) -> dict[str, str]:
-    values = [None] * (len(node.args.args) - len(node.args.defaults)) + node.args.defaults
-    pairs = [*zip(node.args.args, values, strict=True), *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
+    values = [None] * (
+        len(node.args.args) - len(node.args.defaults)
+    ) + node.args.defaults
+    pairs = [
+        *zip(node.args.args, values, strict=True),
+        *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
+    ]
     defaults = {}
     for argument, value in pairs:
         text = "required" if value is None else ast.unparse(value).strip("'\"")
-        defaults[argument.arg] = text if text == "required" else "" if text in ("None", "") else f"`{text}`"
+        defaults[argument.arg] = (
+            text if text == "required" else "" if text in ("None", "") else f"`{text}`"
+        )
     return defaults
 
 
@@ -553,14 +743,27 @@ def pages() -> Iterator[tuple[Path, str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes or checks the pages."""
     parser = argparse.ArgumentParser(
-        prog="docs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="docs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page is out of date")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; fail where a page is out of date",
+    )
     args = parser.parse_args(argv)
-    stale = [(path, text) for path, text in pages() if not path.exists() or path.read_text() != text]
+    stale = [
+        (path, text)
+        for path, text in pages()
+        if not path.exists() or path.read_text() != text
+    ]
     if args.check:
         for path, _ in stale:
-            print(f"{path.relative_to(ROOT)} is out of date: python tools/docs.py", file=sys.stderr)
+            print(
+                f"{path.relative_to(ROOT)} is out of date: python tools/docs.py",
+                file=sys.stderr,
+            )
         return 1 if stale else 0
     for path, text in stale:
         path.write_text(text)

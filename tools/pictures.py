@@ -19,7 +19,15 @@ COLOURS = (PLAIN, PLAIN, LAYER)
 EAGER_MS, CAPTURED_MS = (1.02, 1.78, 15.15), 0.41
 
 
-def box(x: float, y: float, width: float, height: float, text: str, fill: str = PLAIN, edge: str = GREY) -> str:
+def box(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    text: str,
+    fill: str = PLAIN,
+    edge: str = GREY,
+) -> str:
     """Returns a rectangle with its text in the middle, a line for each line of ``text``."""
     lines = text.split("\n")
     first = y + height / 2 - 8 * (len(lines) - 1) + 5
@@ -36,7 +44,9 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{GREY}" marker-end="url(#head)"/>'
 
 
-def words(x: float, y: float, text: str, *, weight: str = "normal", anchor: str = "start") -> str:
+def words(
+    x: float, y: float, text: str, *, weight: str = "normal", anchor: str = "start"
+) -> str:
     """Returns one line of text."""
     return f'<text x="{x}" y="{y}" font-weight="{weight}" text-anchor="{anchor}">{escape(text)}</text>'
 
@@ -66,7 +76,13 @@ def parallelism() -> None:
             ("rows 1-2", "rows 3-4"),
             "gradients",
         ),
-        ("model parallel", ("tables A", "tables B"), ("layers 1", "layers 2"), ("all rows", "all rows"), "outputs"),
+        (
+            "model parallel",
+            ("tables A", "tables B"),
+            ("layers 1", "layers 2"),
+            ("all rows", "all rows"),
+            "outputs",
+        ),
         (
             "hybrid parallel",
             ("tables A", "tables B"),
@@ -85,14 +101,19 @@ def parallelism() -> None:
             parts.append(box(x, 78, 108, 40, tables[rank], TABLE, BLUE))
             parts.append(arrow(x + 54, 118, x + 54, 138))
             parts.append(box(x, 140, 108, 30, layers[rank], LAYER, RED))
-        parts.append(words(left + 112, 192, f"they exchange {exchange}", anchor="middle"))
+        parts.append(
+            words(left + 112, 192, f"they exchange {exchange}", anchor="middle")
+        )
     picture("parallelism", 750, 206, "Data, model and hybrid parallel", *parts)
 
 
 def tower() -> None:
     """Two towers under a top network."""
     parts = []
-    names = ("user tower", "user_id, zip, age", "vector (B, D)"), ("item tower", "item_id", "vector (B, D), stored")
+    names = (
+        ("user tower", "user_id, zip, age", "vector (B, D)"),
+        ("item tower", "item_id", "vector (B, D), stored"),
+    )
     for side, (name, columns, output) in enumerate(names):
         x = 20 + 290 * side
         parts += [
@@ -103,9 +124,18 @@ def tower() -> None:
             arrow(x + 120, 106, x + 120, 122),
             box(x, 124, 240, 30, "layers", LAYER, RED),
             arrow(x + 120, 154, 285 - 40 + 80 * side, 190),
-            words(x + 120 + (-110 if side == 0 else 110), 176, output, anchor="start" if side == 0 else "end"),
+            words(
+                x + 120 + (-110 if side == 0 else 110),
+                176,
+                output,
+                anchor="start" if side == 0 else "end",
+            ),
         ]
-    parts += [box(165, 192, 240, 30, "top NN", LAYER, RED), arrow(285, 222, 285, 238), box(225, 240, 120, 28, "logit")]
+    parts += [
+        box(165, 192, 240, 30, "top NN", LAYER, RED),
+        arrow(285, 222, 285, 238),
+        box(225, 240, 120, 28, "logit"),
+    ]
     picture("tower", 570, 280, "Two towers and a top network", *parts)
 
 
@@ -120,14 +150,20 @@ def capture(phases: Sequence[float], captured: float) -> None:
     scale = 560 / eager
     parts = [words(12, 22, f"eager: {eager:.1f} ms a step", weight="bold")]
     x = 12.0
-    for name, milliseconds, fill in zip(("forward", "backward", "Adam, over all rows"), phases, COLOURS, strict=True):
+    for name, milliseconds, fill in zip(
+        ("forward", "backward", "Adam, over all rows"), phases, COLOURS, strict=True
+    ):
         width = milliseconds * scale
         parts.append(box(x, 32, width, 34, name if width > 60 else "", fill))
         x += width
     parts.append(words(12, 84, "forward, backward"))
     parts.append(words(12, 116, f"captured: {captured:.2f} ms a step", weight="bold"))
     parts.append(box(12, 126, captured * scale, 34, "", TABLE, BLUE))
-    parts.append(words(24 + captured * scale, 148, "one function, and rows that nobody read wait"))
+    parts.append(
+        words(
+            24 + captured * scale, 148, "one function, and rows that nobody read wait"
+        )
+    )
     picture("capture", 590, 172, "An eager step and a captured one", *parts)
 
 
@@ -155,9 +191,19 @@ def bundle() -> None:
 
 def main() -> None:
     """Draws all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--eager", type=float, nargs=3, default=EAGER_MS, help="ms of forward, backward, optimizer")
-    parser.add_argument("--captured", type=float, default=CAPTURED_MS, help="ms of a captured step")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--eager",
+        type=float,
+        nargs=3,
+        default=EAGER_MS,
+        help="ms of forward, backward, optimizer",
+    )
+    parser.add_argument(
+        "--captured", type=float, default=CAPTURED_MS, help="ms of a captured step"
+    )
     options = parser.parse_args()
     PICTURES.mkdir(exist_ok=True)
     parallelism()

@@ -25,14 +25,29 @@ def main(argv: Sequence[str]) -> int:
     name, device, _, *arguments = argv
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            f"--junitxml={report}",
+            *arguments,
+        ]
         status = subprocess.run(command, cwd=ROOT).returncode
         tests = {}
         for case in ElementTree.parse(report).iter("testcase"):
             outcome = next((child.tag for child in case), "passed")
             tests[f"{case.get('classname')}.{case.get('name')}"] = outcome
-    versions = {package: importlib.metadata.version(package) for package in ("torch", "torchrec")}
-    result = {"tests": tests, "device": device, "versions": versions, "date": datetime.date.today().isoformat()}
+    versions = {
+        package: importlib.metadata.version(package)
+        for package in ("torch", "torchrec")
+    }
+    result = {
+        "tests": tests,
+        "device": device,
+        "versions": versions,
+        "date": datetime.date.today().isoformat(),
+    }
     path = ROOT / "benchmarks" / "results" / "simulated" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

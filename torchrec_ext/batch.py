@@ -42,7 +42,9 @@ class _Fields(Pipelineable):
         self._map(lambda tensor: tensor.record_stream(stream))
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
         # A number, such as ``queries``, has no device, and the lengths in a dict stay on the host.
         plain_types = (int, tuple, dict, type(None))
         for name, value in values.items():
@@ -157,7 +159,9 @@ class TowerBatch(_Fields):
         """Returns the summed weights of each shared row's readers, (Q,) float32; None without shared rows."""
         if self.shared is None:
             return None
-        return self.weights.new_zeros(self.shared.dense.shape[0]).index_add(0, self.shared.index, self.weights)
+        return self.weights.new_zeros(self.shared.dense.shape[0]).index_add(
+            0, self.shared.index, self.weights
+        )
 
     def ids(self, name: str) -> Tensor:
         """Returns the first id of each bag of a feature, 0 for an empty bag: (B,) int64, or (Q,) if it is shared."""
@@ -310,7 +314,9 @@ def pack(
 
     def keyed(keys: Keys, *bags: int) -> KeyedJaggedTensor:
         # A key of two halves has Q bags of its first feature, then B of its second.
-        ids = fill(keys, [bags[number % len(bags)] for number in range(len(keys.features))])
+        ids = fill(
+            keys, [bags[number % len(bags)] for number in range(len(keys.features))]
+        )
         return KeyedJaggedTensor(
             keys=list(keys.keys),
             values=ids.values,
@@ -323,7 +329,9 @@ def pack(
     if layout.shared is not None:
         assert shared_dense is not None
         assert index is not None
-        shared = SharedRows(keyed(layout.shared, shared_dense.shape[0]), shared_dense, index)
+        shared = SharedRows(
+            keyed(layout.shared, shared_dense.shape[0]), shared_dense, index
+        )
         halves = (shared_dense.shape[0], size)
     return TowerBatch(
         sparse=keyed(layout.rows, size),
@@ -344,7 +352,10 @@ def pack(
 
 
 def concatenated(
-    keys: Keys, sizes: Sequence[int], bags: Mapping[str, Jagged], device: torch.device | None = None
+    keys: Keys,
+    sizes: Sequence[int],
+    bags: Mapping[str, Jagged],
+    device: torch.device | None = None,
 ) -> KeyedIds:
     """Puts the bags of the features of ``keys`` one after the other.
 
@@ -363,10 +374,15 @@ def concatenated(
         values = torch.empty(0, dtype=torch.int64, device=device)
     pairs = list(zip(columns, sizes, strict=True))
     # One id for each row of every feature is the common case, which needs no concatenation.
-    if all(column is not None and column.lengths is None and len(column.values) == size for column, size in pairs):
+    if all(
+        column is not None and column.lengths is None and len(column.values) == size
+        for column, size in pairs
+    ):
         lengths = torch.ones(len(values), dtype=torch.int32, device=values.device)
     else:
-        lengths = torch.cat([_lengths(column, size, values.device) for column, size in pairs])
+        lengths = torch.cat(
+            [_lengths(column, size, values.device) for column, size in pairs]
+        )
     if not keys.weighted:
         return KeyedIds(values, lengths)
     weights: list[Tensor] = []
@@ -375,7 +391,9 @@ def concatenated(
             weights.append(torch.ones(len(column.values), device=values.device))
         else:
             weights.append(column.weights)
-    return KeyedIds(values, lengths, torch.cat(weights or [torch.empty(0, device=device)]))
+    return KeyedIds(
+        values, lengths, torch.cat(weights or [torch.empty(0, device=device)])
+    )
 
 
 def _lengths(column: Jagged | None, size: int, device: torch.device) -> Tensor:
@@ -420,7 +438,9 @@ class Resident(Protocol):
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the rows."""
 
-    def assemble(self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]) -> TowerBatch:
+    def assemble(
+        self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]
+    ) -> TowerBatch:
         """Makes the batch of a step; all shapes follow from those of the arguments.
 
         Args:

@@ -55,13 +55,18 @@ def run_quietly(command: Sequence[str], env: dict[str, str] | None = None) -> st
     """
     try:
         process = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, **(env or {})}, check=False
+            command,
+            capture_output=True,
+            text=True,
+            env={**os.environ, **(env or {})},
+            check=False,
         )
     except OSError as error:
         raise CommandError(f"{command[0]}: {error.strerror}") from None
     if process.returncode:
         raise CommandError(
-            reason(process.stderr or process.stdout) or f"{' '.join(command)} ended with {process.returncode}"
+            reason(process.stderr or process.stdout)
+            or f"{' '.join(command)} ended with {process.returncode}"
         )
     return process.stdout
 
@@ -74,7 +79,11 @@ def reason(output: str) -> str:
         'No matching distribution found for torch==2.13.0+cpu'
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith(("ERROR: ", "error: ", "cause: "))]
+    errors = [
+        line.removeprefix("ERROR: ")
+        for line in lines
+        if line.startswith(("ERROR: ", "error: ", "cause: "))
+    ]
     if any("after connection broken by" in line for line in lines):
         errors.append(
             "pip did not reach its package index; without a network give it a folder of wheels: PIP_FIND_LINKS=DIR"
@@ -84,7 +93,12 @@ def reason(output: str) -> str:
     return "\n    ".join(errors[-6:])
 
 
-def install(variant: Variant, editable: str | None = None, say: Say = print, named: Triple | None = None) -> None:
+def install(
+    variant: Variant,
+    editable: str | None = None,
+    say: Say = print,
+    named: Triple | None = None,
+) -> None:
     """Installs a triple of `variant` into the environment; correct packages stay as they are.
 
     Args:
@@ -101,7 +115,9 @@ def install(variant: Variant, editable: str | None = None, say: Say = print, nam
     newer = stack.newer_torch(current)
     if newer and named is None:
         remedy = stack.problems(current, variant, stack.interpreter())[0].repair
-        raise InstallError(f"torch {newer} is installed, and there is no fbgemm for it; to replace it: {remedy}")
+        raise InstallError(
+            f"torch {newer} is installed, and there is no fbgemm for it; to replace it: {remedy}"
+        )
     triple = named or stack.installed_triple(current)
     _check_platform(variant, triple or stack.TRIPLES[0])
     _check_pip()
@@ -119,18 +135,38 @@ def install(variant: Variant, editable: str | None = None, say: Say = print, nam
     if current.torch_build and not stack.torch_fits(current, variant):
         names.append("torch")
     if names := [name for name in names if name in current.versions]:
-        _step(say, f"taking out {', '.join(names)}", [*PIP, "uninstall", "--quiet", "--yes", *names])
+        _step(
+            say,
+            f"taking out {', '.join(names)}",
+            [*PIP, "uninstall", "--quiet", "--yes", *names],
+        )
     torch_in_place = all(problem.what != "torch" for problem in wrong)
     torch = ""
     if variant == "cpu" and not torch_in_place:
-        triple, torch = _cpu_torch([triple] if triple else list(stack.TRIPLES), forced=named is not None, say=say)
+        triple, torch = _cpu_torch(
+            [triple] if triple else list(stack.TRIPLES),
+            forced=named is not None,
+            say=say,
+        )
     triple = triple or stack.TRIPLES[0]
     torch = torch or f"torch=={triple.torch}"
-    pins = [need.pin for need in stack.requirements(variant, triple) if need.name not in ("torch", "torchrec")]
+    pins = [
+        need.pin
+        for need in stack.requirements(variant, triple)
+        if need.name not in ("torch", "torchrec")
+    ]
     # By one pip call, because each call costs seconds.
-    _step(say, f"{torch} for {variant} and what goes with it", _pip_install(torch, *pins, *extra))
+    _step(
+        say,
+        f"{torch} for {variant} and what goes with it",
+        _pip_install(torch, *pins, *extra),
+    )
     # Without its dependencies: they name the CUDA build of fbgemm on every machine.
-    _step(say, f"torchrec {triple.torchrec}", _pip_install("--no-deps", f"torchrec=={triple.torchrec}"))
+    _step(
+        say,
+        f"torchrec {triple.torchrec}",
+        _pip_install("--no-deps", f"torchrec=={triple.torchrec}"),
+    )
 
 
 def _cpu_torch(triples: list[Triple], *, forced: bool, say: Say) -> tuple[Triple, str]:
@@ -148,7 +184,9 @@ def _cpu_torch(triples: list[Triple], *, forced: bool, say: Say) -> tuple[Triple
         InstallError: neither pip nor uv has a CPU build of torch.
     """
     try:
-        builds = re.findall(r"\d[\w.]*\+cpu", run_quietly([*PIP, "index", "versions", "torch"]))
+        builds = re.findall(
+            r"\d[\w.]*\+cpu", run_quietly([*PIP, "index", "versions", "torch"])
+        )
         pip_said = "it finds torch, but no CPU build of it"
     except CommandError as error:
         builds = []
@@ -162,7 +200,9 @@ def _cpu_torch(triples: list[Triple], *, forced: bool, say: Say) -> tuple[Triple
         triple = triples[0]
         if not forced or stack.asked_variant():
             raise InstallError(no_torch(triple, pip_said, str(error))) from None
-        say(f"  no CPU build of torch {triple.torch} to be had: taking the CUDA build, 5 GB, which runs on a CPU too")
+        say(
+            f"  no CPU build of torch {triple.torch} to be had: taking the CUDA build, 5 GB, which runs on a CPU too"
+        )
     return triple, f"torch=={triple.torch}"
 
 
@@ -178,7 +218,15 @@ def _torch_by_uv(triples: list[Triple], say: Say) -> Triple:
     with tempfile.TemporaryDirectory(prefix="torchrec_ext-uv-") as scratch:
         uv = shutil.which("uv") or _fetch_uv(Path(scratch), say)
         # Only torch itself: its dependencies come from the user's own index, by pip, one step later.
-        command = [uv, "pip", "install", "--python", sys.executable, "--torch-backend=cpu", "--no-deps"]
+        command = [
+            uv,
+            "pip",
+            "install",
+            "--python",
+            sys.executable,
+            "--torch-backend=cpu",
+            "--no-deps",
+        ]
         for triple in triples:
             try:
                 what = f"torch {triple.torch} from PyTorch's CPU index, by uv"
@@ -190,14 +238,18 @@ def _torch_by_uv(triples: list[Triple], say: Say) -> Triple:
 
 
 def _fetch_uv(folder: Path, say: Say) -> str:
-    _step(say, "uv, into a temporary folder", _pip_install("--target", str(folder), "uv"))
+    _step(
+        say, "uv, into a temporary folder", _pip_install("--target", str(folder), "uv")
+    )
     return str(folder / "bin" / "uv")
 
 
 def no_torch(triple: Triple, pip_said: str, uv_said: str) -> str:
     """Returns the message if neither pip nor uv has a CPU build of torch."""
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    wheel = f"torch-{triple.torch}+cpu-{tag}-{tag}-manylinux_2_28_{platform.machine()}.whl"
+    wheel = (
+        f"torch-{triple.torch}+cpu-{tag}-{tag}-manylinux_2_28_{platform.machine()}.whl"
+    )
     return (
         f"no CPU build of torch {triple.torch} for Python {platform.python_version()} could be had:\n"
         f"    pip: {pip_said}\n"
@@ -215,11 +267,18 @@ def build_shared_memory(say: Say = print) -> None:
     """Builds the library of shared memory between ranks, or says why it cannot; training works without it."""
     path = compiler()
     if path is None:
-        say("  no shared memory between ranks: there is no C++ compiler (apt install g++)")
+        say(
+            "  no shared memory between ranks: there is no C++ compiler (apt install g++)"
+        )
         return
     command = [sys.executable, "-m", "torchrec_ext.distributed.shared_memory.library"]
     try:
-        _step(say, "shared memory between ranks: its library, half a minute if it is new", command, {"CXX": path})
+        _step(
+            say,
+            "shared memory between ranks: its library, half a minute if it is new",
+            command,
+            {"CXX": path},
+        )
     except CommandError as error:
         say(f"    no shared memory between ranks: {error}")
 
@@ -229,7 +288,9 @@ def _pip_install(*what: str) -> list[str]:
     return [*PIP, "install", "--quiet", "--no-compile", *what]
 
 
-def _step(say: Say, what: str, command: Sequence[str], env: dict[str, str] | None = None) -> None:
+def _step(
+    say: Say, what: str, command: Sequence[str], env: dict[str, str] | None = None
+) -> None:
     say(f"  {what} ...")
     start = time.monotonic()
     run_quietly(command, env)
@@ -298,7 +359,9 @@ class Installation:
         return not self.problems
 
 
-def diagnose(*, really_import: bool = True, named: Triple | None = None) -> Installation:
+def diagnose(
+    *, really_import: bool = True, named: Triple | None = None
+) -> Installation:
     """Examines the interpreter, the packages and the machine.
 
     Args:
@@ -320,7 +383,11 @@ def diagnose(*, really_import: bool = True, named: Triple | None = None) -> Inst
         else:
             seconds, no_shared_memory = outcome
     # A container or a scheduler may give this process fewer cores than the machine has.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
     devices: tuple[str, ...] = ()
     if variant == "cuda":
         devices = tuple(stack.gpu_nodes())
@@ -328,7 +395,11 @@ def diagnose(*, really_import: bool = True, named: Triple | None = None) -> Inst
     parts = []
     for need in stack.requirements(variant, triple):
         version = current.versions.get(need.name, "nothing")
-        parts.append(PackageStatus(name=need.name, found=version, expected=need.version or "any version"))
+        parts.append(
+            PackageStatus(
+                name=need.name, found=version, expected=need.version or "any version"
+            )
+        )
     return Installation(
         python=platform.python_version(),
         interpreter=sys.executable,
@@ -386,7 +457,9 @@ def probe(variant: Variant) -> Probed | Problem:
         return _failed_import(process.stderr, process.returncode, variant)
     if report["answer"] != RIGHT_ANSWER:
         return _failed_import(
-            f"a lookup gave {report['answer']} instead of {RIGHT_ANSWER}", process.returncode, variant
+            f"a lookup gave {report['answer']} instead of {RIGHT_ANSWER}",
+            process.returncode,
+            variant,
         )
     return Probed(float(report["seconds"]), report["no_shared_memory"])
 
@@ -412,7 +485,14 @@ def _python_problem(version: tuple[int, int]) -> list[Problem]:
         return []
     expected = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
     repair = f"make demo PYTHON=python{last[0]}.{last[1] - 1}"
-    return [Problem(what="python", found=f"{version[0]}.{version[1]}", expected=expected, repair=repair)]
+    return [
+        Problem(
+            what="python",
+            found=f"{version[0]}.{version[1]}",
+            expected=expected,
+            repair=repair,
+        )
+    ]
 
 
 def _notes(variant: Variant, machine: Variant) -> list[str]:
@@ -445,19 +525,38 @@ def text(installation: Installation) -> str:
             f"-j 1x{installation.ranks} --threads {installation.threads} fills this machine ({installation.cores} "
             "cores)",
         ),
-        ("C++", installation.compiler or "none: torch.compile needs one (apt install g++)"),
-        *((part.name, f"{part.found}  (expected {part.expected})") for part in installation.parts),
+        (
+            "C++",
+            installation.compiler or "none: torch.compile needs one (apt install g++)",
+        ),
+        *(
+            (part.name, f"{part.found}  (expected {part.expected})")
+            for part in installation.parts
+        ),
     ]
     if installation.import_seconds is not None:
-        rows.append(("import", f"the triple imports and looks rows up, {installation.import_seconds} s"))
+        rows.append(
+            (
+                "import",
+                f"the triple imports and looks rows up, {installation.import_seconds} s",
+            )
+        )
     if installation.no_shared_memory is not None:
         rows.append(
-            ("shared memory", installation.no_shared_memory or "ready: ranks of one host use it in place of sockets")
+            (
+                "shared memory",
+                installation.no_shared_memory
+                or "ready: ranks of one host use it in place of sockets",
+            )
         )
     lines = [f"{name:<16} {value}" for name, value in rows]
     lines += [f"note: {note}" for note in installation.notes]
     lines += [f"WRONG {problem}" for problem in installation.problems]
-    lines.append("healthy" if installation.healthy else f"not healthy: {len(installation.problems)} to repair")
+    lines.append(
+        "healthy"
+        if installation.healthy
+        else f"not healthy: {len(installation.problems)} to repair"
+    )
     return "\n".join(lines)
 
 
@@ -482,12 +581,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 build_shared_memory(say)
             # pip has installed packages since this process looked for some.
             importlib.invalidate_caches()
-        installation = diagnose(really_import=flags.really_import, named=requested_triple)
+        installation = diagnose(
+            really_import=flags.really_import, named=requested_triple
+        )
     except (InstallError, ValueError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 1
     if flags.json:
-        print(json.dumps(asdict(installation) | {"healthy": installation.healthy}, indent=2))
+        print(
+            json.dumps(
+                asdict(installation) | {"healthy": installation.healthy}, indent=2
+            )
+        )
     else:
         print(text(installation))
     return 0 if installation.healthy else 1
@@ -495,10 +600,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m torchrec_ext.doctor", description="Checks and repairs torch, fbgemm, torchrec."
+        prog="python -m torchrec_ext.doctor",
+        description="Checks and repairs torch, fbgemm, torchrec.",
     )
-    parser.add_argument("--install", action="store_true", help="install or repair the triple in this environment first")
-    names = ", ".join(f"{triple.name} (torchrec {triple.torchrec})" for triple in stack.TRIPLES)
+    parser.add_argument(
+        "--install",
+        action="store_true",
+        help="install or repair the triple in this environment first",
+    )
+    names = ", ".join(
+        f"{triple.name} (torchrec {triple.torchrec})" for triple in stack.TRIPLES
+    )
     parser.add_argument(
         "--stack",
         metavar="TORCH",
@@ -506,7 +618,11 @@ def _parser() -> argparse.ArgumentParser:
         "without a GPU the newest of which pip or uv finds a CPU build of torch. If there is none for the triple that "
         "you name, the CUDA build is taken, which runs on a CPU too",
     )
-    parser.add_argument("--editable", metavar="DIR", help="with it, install this folder in place, such as '.[dev]'")
+    parser.add_argument(
+        "--editable",
+        metavar="DIR",
+        help="with it, install this folder in place, such as '.[dev]'",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--import",

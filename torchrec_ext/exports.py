@@ -15,7 +15,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
-def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def attach(
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns ``__getattr__``, ``__dir__`` and ``__all__`` of a package, for the names in its ``__init__.pyi``.
 
     The first name that is used checks the installed stack, before anything imports torch.
@@ -26,9 +28,15 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
     """
     with open(f"{file.removesuffix('.py')}.pyi") as stream:
         # Parsed and not imported, because the modules in it import torch.
-        imports = [node for node in ast.parse(stream.read()).body if isinstance(node, ast.ImportFrom)]
+        imports = [
+            node
+            for node in ast.parse(stream.read()).body
+            if isinstance(node, ast.ImportFrom)
+        ]
     modules = {
-        alias.name: importlib.util.resolve_name(f"{'.' * node.level}{node.module}", package)
+        alias.name: importlib.util.resolve_name(
+            f"{'.' * node.level}{node.module}", package
+        )
         for node in imports
         for alias in node.names
     }
@@ -36,7 +44,9 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
 
     def load(name: str) -> Any:
         if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}")
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}"
+            )
         importlib.import_module("torchrec_ext.needs_torch")
         value = getattr(importlib.import_module(modules[name]), name)
         # A subpackage of the same name can be called (:class:`CallableModule`), and stays what the name stands for.

@@ -92,11 +92,23 @@ PRIVATE_NAMES = (
     ),
     PrivateNames(
         "torch/distributed/_shard/sharded_tensor/api.py",
-        ("ShardedTensor", "_init_from_local_shards_and_global_metadata", "_process_group"),
+        (
+            "ShardedTensor",
+            "_init_from_local_shards_and_global_metadata",
+            "_process_group",
+        ),
         "TorchRec gives its tables and their optimizer state in this form",
     ),
-    PrivateNames("torch/distributed/_shard/sharding_spec/api.py", ("EnumerableShardingSpec",), "TorchRec's plans"),
-    PrivateNames("torch/distributed/remote_device.py", ("_remote_device",), "a shard's place in TorchRec's plans"),
+    PrivateNames(
+        "torch/distributed/_shard/sharding_spec/api.py",
+        ("EnumerableShardingSpec",),
+        "TorchRec's plans",
+    ),
+    PrivateNames(
+        "torch/distributed/remote_device.py",
+        ("_remote_device",),
+        "a shard's place in TorchRec's plans",
+    ),
     PrivateNames(
         "torch/distributed/distributed_c10d.py",
         ("_get_default_store",),
@@ -118,13 +130,26 @@ PRIVATE_NAMES = (
         ("_create_work_from_future",),
         "diagnose: a step is run on one rank alone, with the answers of the others replayed",
     ),
-    PrivateNames("torch/library.py", ("_destroy",), "diagnose: its kernels of collectives go when it is done"),
     PrivateNames(
-        "torch/nn/modules/batchnorm.py", ("_BatchNorm",), "the class of all layers that keep statistics of batches"
+        "torch/library.py",
+        ("_destroy",),
+        "diagnose: its kernels of collectives go when it is done",
+    ),
+    PrivateNames(
+        "torch/nn/modules/batchnorm.py",
+        ("_BatchNorm",),
+        "the class of all layers that keep statistics of batches",
     ),
     PrivateNames(
         "torch/nn/modules/module.py",
-        ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks"),
+        (
+            "_parameters",
+            "_buffers",
+            "_modules",
+            "_forward_hooks",
+            "_forward_pre_hooks",
+            "_backward_pre_hooks",
+        ),
         "state that is copied and put back must stay the same objects; hooks have no public list",
     ),
     PrivateNames(
@@ -134,7 +159,11 @@ PRIVATE_NAMES = (
     ),
     PrivateNames(
         "torch/_C/__init__.pyi",
-        ("DisableTorchFunctionSubclass", "_after_autograd_keyset", "_storage_Use_Count"),
+        (
+            "DisableTorchFunctionSubclass",
+            "_after_autograd_keyset",
+            "_storage_Use_Count",
+        ),
         "adopt looks at a lagging table without updating it; diagnose stands in for collectives below autograd",
     ),
     PrivateNames(
@@ -173,13 +202,31 @@ PRIVATE_NAMES = (
         "adopt says which guard has failed",
         "https://github.com/pytorch/pytorch/issues/114082",
     ),
-    PrivateNames("torch/_ops.py", ("_overloadpacket", "_schema"), "which op ran, and which of its arguments it writes"),
-    PrivateNames("torch/_dynamo/config.py", ("skip_nnmodule_hook_guards", "allow_rnn"), "adopt guards hooks, too"),
-    PrivateNames("torch/_decomp/__init__.py", ("_unsafe_view",), "networks: a traced graph has it where a view stood"),
-    PrivateNames("torch/_guards.py", ("tracing",), "adopt looks at a graph while Dynamo traces"),
+    PrivateNames(
+        "torch/_ops.py",
+        ("_overloadpacket", "_schema"),
+        "which op ran, and which of its arguments it writes",
+    ),
+    PrivateNames(
+        "torch/_dynamo/config.py",
+        ("skip_nnmodule_hook_guards", "allow_rnn"),
+        "adopt guards hooks, too",
+    ),
+    PrivateNames(
+        "torch/_decomp/__init__.py",
+        ("_unsafe_view",),
+        "networks: a traced graph has it where a view stood",
+    ),
+    PrivateNames(
+        "torch/_guards.py", ("tracing",), "adopt looks at a graph while Dynamo traces"
+    ),
     PrivateNames(
         "torch/_subclasses/fake_tensor.py",
-        ("FakeTensorMode", "DataDependentOutputException", "DynamicOutputShapeException"),
+        (
+            "FakeTensorMode",
+            "DataDependentOutputException",
+            "DynamicOutputShapeException",
+        ),
         "capture: which ops depend on values, found without values",
     ),
     PrivateNames(
@@ -187,14 +234,26 @@ PRIVATE_NAMES = (
         ("standalone_compile", "aoti_compile_and_package", "aoti_load_package"),
         "capture and the scorer compile a traced graph",
     ),
-    PrivateNames("torch/_inductor/cpp_builder.py", ("get_cpp_compiler",), "whether a compiler is there, before a wait"),
-    PrivateNames("torch/_inductor/runtime/cache_dir_utils.py", ("cache_dir",), "where compiled steps are kept"),
+    PrivateNames(
+        "torch/_inductor/cpp_builder.py",
+        ("get_cpp_compiler",),
+        "whether a compiler is there, before a wait",
+    ),
+    PrivateNames(
+        "torch/_inductor/runtime/cache_dir_utils.py",
+        ("cache_dir",),
+        "where compiled steps are kept",
+    ),
     PrivateNames(
         "torch/autograd/variable.py",
         ("_execution_engine",),
         "towers on streams: the backward's end waits for all streams, by a callback of the engine",
     ),
-    PrivateNames("torch/autograd/__init__.py", ("_profiler_enabled",), "diagnose: a profiler that was left on"),
+    PrivateNames(
+        "torch/autograd/__init__.py",
+        ("_profiler_enabled",),
+        "diagnose: a profiler that was left on",
+    ),
     PrivateNames(
         "torchrec/distributed/embeddingbag.py",
         (
@@ -240,7 +299,13 @@ PRIVATE_NAMES = (
     ),
     PrivateNames(
         "torchrec/distributed/train_pipeline/train_pipelines.py",
-        ("_pipelined_modules", "_model_fwd", "_stream_context", "_mlp_forward", "_pipelined_forward_type"),
+        (
+            "_pipelined_modules",
+            "_model_fwd",
+            "_stream_context",
+            "_mlp_forward",
+            "_pipelined_forward_type",
+        ),
         "pipeline: the semi-sync pipeline without streams; which modules overlap their input dist",
     ),
     PrivateNames(
@@ -277,8 +342,16 @@ PRIVATE_NAMES = (
         ),
         "hybrid_parallel: a table's settings of multi-probe hashing, to take them over",
     ),
-    PrivateNames("torchrec/modules/embedding_modules.py", ("_is_weighted",), "no public name in a sharded collection"),
-    PrivateNames("torchrec/optim/keyed.py", ("_optims", "_optimizer"), "a checkpoint takes each optimizer by itself"),
+    PrivateNames(
+        "torchrec/modules/embedding_modules.py",
+        ("_is_weighted",),
+        "no public name in a sharded collection",
+    ),
+    PrivateNames(
+        "torchrec/optim/keyed.py",
+        ("_optims", "_optimizer"),
+        "a checkpoint takes each optimizer by itself",
+    ),
     PrivateNames(
         "torchx/schedulers/slurm_scheduler.py",
         ("_apply_app_id_env", "_get_job_dirs"),
@@ -289,8 +362,16 @@ PRIVATE_NAMES = (
         ("_get_active_context", "_custom_objects_api"),
         "launch.kubernetes: list() asks one namespace, of all that a user may not see",
     ),
-    PrivateNames("fsspec/asyn.py", ("_find",), "data.files: find() skips forbidden folders without a word; ours stops"),
-    PrivateNames("torchx/specs/api.py", ("_app", "_cfg", "_scheduler"), "what a dry run is about to start, and where"),
+    PrivateNames(
+        "fsspec/asyn.py",
+        ("_find",),
+        "data.files: find() skips forbidden folders without a word; ours stops",
+    ),
+    PrivateNames(
+        "torchx/specs/api.py",
+        ("_app", "_cfg", "_scheduler"),
+        "what a dry run is about to start, and where",
+    ),
 )
 
 

@@ -19,11 +19,15 @@ def main() -> None:
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = EmbeddingBagConfig(name="t", embedding_dim=2, num_embeddings=4, feature_names=["f"])
+    config = EmbeddingBagConfig(
+        name="t", embedding_dim=2, num_embeddings=4, feature_names=["f"]
+    )
     bags = EmbeddingBagCollection(tables=[config], device=torch.device(device))
     with torch.no_grad():
         bags.embedding_bags["t"].weight.copy_(torch.arange(8.0).reshape(4, 2))
-    ids = KeyedJaggedTensor(keys=["f"], values=torch.tensor([1, 3]), lengths=torch.tensor([2])).to(torch.device(device))
+    ids = KeyedJaggedTensor(
+        keys=["f"], values=torch.tensor([1, 3]), lengths=torch.tensor([2])
+    ).to(torch.device(device))
     answer = bags(ids).values()[0].tolist()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     report = {

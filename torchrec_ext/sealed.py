@@ -126,8 +126,18 @@ def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> b
         'b'
     """
     # Called through ctypes, because os has no function for it. An old libc has none either.
-    call = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    return call is not None and call(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _RENAME_EXCHANGE) == 0
+    call = (
+        getattr(ctypes.CDLL(None), "renameat2", None)
+        if sys.platform == "linux"
+        else None
+    )
+    return (
+        call is not None
+        and call(
+            _HERE, os.fsencode(first), _HERE, os.fsencode(second), _RENAME_EXCHANGE
+        )
+        == 0
+    )
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
@@ -155,7 +165,11 @@ def read_plain(path: str | os.PathLike[str], most: int) -> bytes:
         data = stream.read(most + 1)
         if len(data) > most:
             size = os.fstat(stream.fileno()).st_size
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes, at most {most:,} are read", os.fspath(path))
+            raise OSError(
+                errno.EFBIG,
+                f"it has {size:,} bytes, at most {most:,} are read",
+                os.fspath(path),
+            )
     return data
 
 
@@ -237,7 +251,10 @@ class MeasuredStream:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -248,7 +265,11 @@ class MeasuredStream:
 
     def _begin_to_store(self, size: int) -> None:
         """Starts storing the last ``size`` bytes if the system can; a file's sync waits for them."""
-        call = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+        call = (
+            getattr(ctypes.CDLL(None), "sync_file_range", None)
+            if sys.platform == "linux"
+            else None
+        )
         if call is None:
             return
         # A stream without a file has nothing to store early.
@@ -286,7 +307,9 @@ def difference(measured: Mapping[str, Any], listed: Mapping[str, Any]) -> str | 
         'has 1 bytes and was written with 2,000'
     """
     if measured["bytes"] != listed["bytes"]:
-        return f"has {measured['bytes']:,} bytes and was written with {listed['bytes']:,}"
+        return (
+            f"has {measured['bytes']:,} bytes and was written with {listed['bytes']:,}"
+        )
     if measured["sha256"] != listed["sha256"]:
         return "is damaged: its content does not fit its digest"
     return None
@@ -300,13 +323,17 @@ def json_digest(content: Any, *, compact: bool = False) -> str:
         compact: hash the text without blanks, and refuse NaN and infinity: a bundle's form.
     """
     separators = (",", ":") if compact else None
-    text = json.dumps(content, sort_keys=True, separators=separators, allow_nan=not compact)
+    text = json.dumps(
+        content, sort_keys=True, separators=separators, allow_nan=not compact
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def sealed_json(content: Mapping[str, Any], key: str) -> bytes:
     """Returns the bytes of a manifest with its own digest under ``key``."""
-    return (json.dumps({**content, key: json_digest(content)}, indent=1) + "\n").encode()
+    return (
+        json.dumps({**content, key: json_digest(content)}, indent=1) + "\n"
+    ).encode()
 
 
 def take_lock(handle: int | IO[str]) -> bool:
@@ -322,7 +349,15 @@ def take_lock(handle: int | IO[str]) -> bool:
     return True
 
 
-def lock_folder(folder: str, name: str, error: type[Exception], *, shown: str, busy: str, otherwise: str) -> IO[str]:
+def lock_folder(
+    folder: str,
+    name: str,
+    error: type[Exception],
+    *,
+    shown: str,
+    busy: str,
+    otherwise: str,
+) -> IO[str]:
     """Makes a folder, and holds the lock of the file ``name`` in it until the returned file is closed.
 
     Args:
@@ -341,7 +376,9 @@ def lock_folder(folder: str, name: str, error: type[Exception], *, shown: str, b
         # Not "w", because the file may hold the name of another process, for the message.
         lock_file = open(os.path.join(folder, name), "a+")  # noqa: SIM115  (held until the caller closes it)
     except OSError as problem:
-        raise error(f"{shown} cannot be written: {problem.strerror or problem}") from None
+        raise error(
+            f"{shown} cannot be written: {problem.strerror or problem}"
+        ) from None
     try:
         if take_lock(lock_file):
             return lock_file
@@ -378,7 +415,12 @@ def make_hidden(out: Path) -> tuple[Path, int]:
 
 def visible_name(path: Path) -> Path:
     """Returns a path with the final names of its :func:`make_hidden` folders."""
-    return Path(*(re.sub(rf"^\.(.+)\.partial-{re.escape(_HOST)}-\d+$", r"\1", name) for name in path.parts))
+    return Path(
+        *(
+            re.sub(rf"^\.(.+)\.partial-{re.escape(_HOST)}-\d+$", r"\1", name)
+            for name in path.parts
+        )
+    )
 
 
 def existing_folder(out: Path) -> Path:
@@ -408,7 +450,9 @@ def replace_folder(new: Path, out: Path) -> None:
 def remove_leftovers(out: Path) -> None:
     """Removes leftovers of killed processes of any host beside ``out``; restores a folder hidden by one."""
     for old in _hidden(out, "old"):
-        writer = out.with_name(old.name.replace(f".{out.name}.old-", f".{out.name}.partial-", 1))
+        writer = out.with_name(
+            old.name.replace(f".{out.name}.old-", f".{out.name}.partial-", 1)
+        )
         # Its writer lives and is between the two renames of replace_folder.
         if writer.exists() and not _remove_unless_written(writer):
             continue

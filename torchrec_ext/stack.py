@@ -23,7 +23,12 @@ Variant = Literal["cpu", "cuda"]
 FBGEMM_NAME: Mapping[Variant, str] = {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}
 # What torchrec needs beside torch and fbgemm. Listed here because torchrec itself goes in with --no-deps: its metadata
 # asks for the CUDA build of fbgemm on every machine.
-NEEDS: Mapping[str, str | None] = {"tensordict": None, "torchmetrics": "1.0.3", "tqdm": None, "pyre-extensions": None}
+NEEDS: Mapping[str, str | None] = {
+    "tensordict": None,
+    "torchmetrics": "1.0.3",
+    "tqdm": None,
+    "pyre-extensions": None,
+}
 NEEDS_THAT_PULL_TORCH = frozenset({"tensordict", "torchmetrics"})
 PYTHONS = ((3, 10), (3, 13))
 _BUILD: Mapping[Variant, str] = {"cpu": "CPU build", "cuda": "CUDA build"}
@@ -98,9 +103,14 @@ class Problem:
 
 def requirements(variant: Variant, triple: Triple) -> tuple[Requirement, ...]:
     """Returns the whole stack for one variant, in order of installation."""
-    versions: dict[str, str | None] = {"torch": triple.torch, FBGEMM_NAME[variant]: triple.fbgemm}
+    versions: dict[str, str | None] = {
+        "torch": triple.torch,
+        FBGEMM_NAME[variant]: triple.fbgemm,
+    }
     versions |= {"torchrec": triple.torchrec, **NEEDS}
-    return tuple(Requirement(name=name, version=version) for name, version in versions.items())
+    return tuple(
+        Requirement(name=name, version=version) for name, version in versions.items()
+    )
 
 
 def triple_by_name(name: str) -> Triple:
@@ -117,8 +127,12 @@ def triple_by_name(name: str) -> Triple:
     for triple in TRIPLES:
         if triple.name == name:
             return triple
-    choices = " or ".join(f"{triple.name} (fbgemm {triple.fbgemm})" for triple in TRIPLES)
-    raise ValueError(f"--stack {name}: there is no fbgemm for torch {name}; choose {choices}")
+    choices = " or ".join(
+        f"{triple.name} (fbgemm {triple.fbgemm})" for triple in TRIPLES
+    )
+    raise ValueError(
+        f"--stack {name}: there is no fbgemm for torch {name}; choose {choices}"
+    )
 
 
 def installed_triple(current: Installed) -> Triple | None:
@@ -131,7 +145,11 @@ def _agreement(current: Installed, triple: Triple) -> tuple[int, bool]:
     """Returns how many of the three have the triple's minor version, and whether torch has."""
     expected = {"torch": triple.torch, "torchrec": triple.torchrec}
     expected |= dict.fromkeys(FBGEMM_NAME.values(), triple.fbgemm)
-    equal = [name for name, version in expected.items() if _minor(current.versions.get(name, "")) == _minor(version)]
+    equal = [
+        name
+        for name, version in expected.items()
+        if _minor(current.versions.get(name, "")) == _minor(version)
+    ]
     return len(equal), "torch" in equal
 
 
@@ -228,7 +246,9 @@ def wanted_variant(current: Installed, machine: Variant) -> Variant:
         return requested
     for variant, name in FBGEMM_NAME.items():
         # Both packages of fbgemm can be installed at once, which is a mix and no variant.
-        if current.torch_build == variant and set(current.versions) & set(FBGEMM_NAME.values()) == {name}:
+        if current.torch_build == variant and set(current.versions) & set(
+            FBGEMM_NAME.values()
+        ) == {name}:
             return variant
     return machine
 
@@ -239,7 +259,10 @@ def machine_variant() -> Variant:
 
 
 def problems(
-    current: Installed, variant: Variant, python: str = "python", named: Triple | None = None
+    current: Installed,
+    variant: Variant,
+    python: str = "python",
+    named: Triple | None = None,
 ) -> tuple[Problem, ...]:
     """Compares the installed builds with a triple, in order of repair; empty when healthy.
 
@@ -252,7 +275,10 @@ def problems(
     triple = named or installed_triple(current)
     by_doctor = doctor_line(python, _stack_to_name(current, named))
     torch, fbgemm, *rest = requirements(variant, triple or TRIPLES[0])
-    candidates = [_torch_problem(current, torch, variant, by_doctor), _fbgemm_problem(current, fbgemm, variant, python)]
+    candidates = [
+        _torch_problem(current, torch, variant, by_doctor),
+        _fbgemm_problem(current, fbgemm, variant, python),
+    ]
     candidates += [_plain_problem(current, need, python) for need in rest]
     # Installed before torch, some would pull the registry's torch: gigabytes of CUDA packages. And if no triple is
     # chosen yet, the doctor chooses one that this machine can have.
@@ -289,19 +315,32 @@ def torch_fits(current: Installed, variant: Variant) -> bool:
     return current.torch_build == "cuda" and not beside_cuda and asked_variant() is None
 
 
-def _torch_problem(current: Installed, torch: Requirement, variant: Variant, by_doctor: str) -> Problem | None:
+def _torch_problem(
+    current: Installed, torch: Requirement, variant: Variant, by_doctor: str
+) -> Problem | None:
     version = current.versions.get("torch")
-    if version and version.partition("+")[0] == torch.version and torch_fits(current, variant):
+    if (
+        version
+        and version.partition("+")[0] == torch.version
+        and torch_fits(current, variant)
+    ):
         return None
     here = version or "nothing"
     if version and current.torch_build:
         here = f"{version} ({_BUILD[current.torch_build]})"
     # Never a plain `pip install torch`: on a CPU machine it takes the CUDA build, and beside a CPU build it does
     # nothing.
-    return Problem(what="torch", found=here, expected=f"{torch.version} ({_BUILD[variant]})", repair=by_doctor)
+    return Problem(
+        what="torch",
+        found=here,
+        expected=f"{torch.version} ({_BUILD[variant]})",
+        repair=by_doctor,
+    )
 
 
-def _fbgemm_problem(current: Installed, fbgemm: Requirement, variant: Variant, python: str) -> Problem | None:
+def _fbgemm_problem(
+    current: Installed, fbgemm: Requirement, variant: Variant, python: str
+) -> Problem | None:
     other = FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
     if other not in current.versions:
         return _plain_problem(current, fbgemm, python)
@@ -311,17 +350,30 @@ def _fbgemm_problem(current: Installed, fbgemm: Requirement, variant: Variant, p
     here = f"{other} {current.versions[other]}"
     if version:
         here += f" laid over {fbgemm.name} {version}"
-    return Problem(what=fbgemm.name, found=here, expected=f"{fbgemm.version} alone", repair=repair)
+    return Problem(
+        what=fbgemm.name, found=here, expected=f"{fbgemm.version} alone", repair=repair
+    )
 
 
-def _plain_problem(current: Installed, need: Requirement, python: str) -> Problem | None:
+def _plain_problem(
+    current: Installed, need: Requirement, python: str
+) -> Problem | None:
     version = current.versions.get(need.name)
-    if version and version != UNREADABLE and need.version in (None, version.partition("+")[0]):
+    if (
+        version
+        and version != UNREADABLE
+        and need.version in (None, version.partition("+")[0])
+    ):
         return None
     no_deps = "--no-deps " if need.name == "torchrec" else ""
     force = "--force-reinstall " if version == UNREADABLE else ""
     repair = f"{python} -m pip install {force}{no_deps}{need.pin}"
-    return Problem(what=need.name, found=version or "nothing", expected=need.version or "any version", repair=repair)
+    return Problem(
+        what=need.name,
+        found=version or "nothing",
+        expected=need.version or "any version",
+        repair=repair,
+    )
 
 
 def doctor_line(python: str, named: Triple | None = None) -> str:
@@ -356,7 +408,11 @@ def require() -> None:
     if wrong := problems(current, variant, interpreter()):
         triple = installed_triple(current) or TRIPLES[0]
         pins = [need.pin for need in requirements(variant, triple)[:3]]
-        raise ImportError(message(wrong, pins, doctor_line(interpreter(), _stack_to_name(current, None))))
+        raise ImportError(
+            message(
+                wrong, pins, doctor_line(interpreter(), _stack_to_name(current, None))
+            )
+        )
 
 
 def message(wrong: tuple[Problem, ...], pins: list[str], by_doctor: str) -> str:

@@ -82,7 +82,10 @@ class TensorWriter:
         self._stream.write(_raw(block.to(shape.dtype)))
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is not None:
             self._drop()
@@ -107,7 +110,11 @@ class TensorWriter:
         for name, shape in self._tensors.items():
             begin = end
             end += shape.bytes
-            entries[name] = {"dtype": _NAMES[shape.dtype], "shape": list(shape.size), "data_offsets": [begin, end]}
+            entries[name] = {
+                "dtype": _NAMES[shape.dtype],
+                "shape": list(shape.size),
+                "data_offsets": [begin, end],
+            }
         text = json.dumps(entries).encode()
         # safetensors aligns the data to 8 bytes.
         text += b" " * (-len(text) % 8)
@@ -115,7 +122,9 @@ class TensorWriter:
         start = 8 + len(text)
         # Blocks may come in any order, so the file has its full size from the start.
         self._stream.truncate(start + end)
-        self._starts = {name: start + entry["data_offsets"][0] for name, entry in entries.items()}
+        self._starts = {
+            name: start + entry["data_offsets"][0] for name, entry in entries.items()
+        }
 
 
 def _raw(block: Tensor) -> Any:

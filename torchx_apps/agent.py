@@ -20,7 +20,12 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from torchx_apps.cli.process import MISTAKE, MISTAKE_FILE, hand_over, too_many
-from torchx_apps.cli.sigterm import at_hangup_too, end_where_no_child_runs, ending_the_block, once
+from torchx_apps.cli.sigterm import (
+    at_hangup_too,
+    end_where_no_child_runs,
+    ending_the_block,
+    once,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -58,11 +63,17 @@ def _run(argv: Sequence[str]) -> int:
 
     _silence_torchruns_error_log()
     options = run.parse_args(argv)  # type: ignore[no-untyped-call]
-    refusal = too_many(int(options.nproc_per_node)) if options.nproc_per_node.isdecimal() else ""
+    refusal = (
+        too_many(int(options.nproc_per_node))
+        if options.nproc_per_node.isdecimal()
+        else ""
+    )
     if refusal:
         hand_over(refusal)
         return 1
-    options.rdzv_endpoint = meeting_point(options.rdzv_endpoint, options.rdzv_id, several=_on_several_nodes(options))
+    options.rdzv_endpoint = meeting_point(
+        options.rdzv_endpoint, options.rdzv_id, several=_on_several_nodes(options)
+    )
     if _on_several_nodes(options) and port_is_taken(options.rdzv_endpoint):
         hand_over(
             f"{options.rdzv_endpoint}, where the nodes would meet: another program listens on this port; give the job "
@@ -79,7 +90,9 @@ def _run(argv: Sequence[str]) -> int:
     # Replaces torch's handlers: at a second SIGTERM it no longer waits for ranks that save, and it hands SIGHUP on to
     # ranks, which then do not save.
     signals = map(str.strip, options.signals_to_handle.split(","))
-    options.signals_to_handle = ",".join(name for name in signals if name not in ("SIGTERM", "SIGHUP"))
+    options.signals_to_handle = ",".join(
+        name for name in signals if name not in ("SIGTERM", "SIGHUP")
+    )
     signal.signal(signal.SIGTERM, once(stop, stop))
     try:
         # Not run.main, whose wrapper writes the scheduler's reply file too, and not in one move.
@@ -93,7 +106,9 @@ def _run(argv: Sequence[str]) -> int:
             open(os.environ[MISTAKE_FILE], "w").close()
         return MISTAKE
     except RendezvousError as lost:
-        hand_over(f"this node lost the other nodes, whose own output has the cause: {lost}")
+        hand_over(
+            f"this node lost the other nodes, whose own output has the cause: {lost}"
+        )
         return 1
     except SignalException as stopped:
         print(f"the ranks were stopped by {stopped.sigval.name}", file=sys.stderr)
@@ -161,7 +176,11 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
     def order(rank: int) -> tuple[bool, bool, int]:
         failure = failures[rank]
-        return not isinstance(failure.message, dict), failure.exitcode == -signal.SIGTERM, failure.timestamp
+        return (
+            not isinstance(failure.message, dict),
+            failure.exitcode == -signal.SIGTERM,
+            failure.timestamp,
+        )
 
     rank = min(failures, key=order)
     return rank, failures[rank]
@@ -171,9 +190,15 @@ def describe_failure(rank: int, failure: ProcessFailure) -> str:
     """Returns the failed rank's error, or a description of its end without one."""
     message = failure.message
     if isinstance(message, dict):
-        return str(message.get("extraInfo", {}).get("py_callstack") or message.get("message"))
+        return str(
+            message.get("extraInfo", {}).get("py_callstack") or message.get("message")
+        )
     if failure.exitcode < 0:
-        hint = "; the machine may be out of memory" if -failure.exitcode == signal.SIGKILL else ""
+        hint = (
+            "; the machine may be out of memory"
+            if -failure.exitcode == signal.SIGKILL
+            else ""
+        )
         return f"rank {rank}: killed by {failure.signal_name()} without an error of its own{hint}"
     return f"rank {rank}: ended with exit code {failure.exitcode} without an error of its own; see its output above"
 
@@ -181,7 +206,9 @@ def describe_failure(rank: int, failure: ProcessFailure) -> str:
 def _silence_torchruns_error_log() -> None:
     """Silences torchrun's log of a failed rank, since `hand_over` prints its error; LOGLEVEL=INFO shows it."""
     if os.environ.get("LOGLEVEL", "WARNING").upper() not in ("INFO", "DEBUG"):
-        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(
+            logging.CRITICAL
+        )
 
 
 def _restart_no_mistake() -> None:
@@ -192,7 +219,9 @@ def _restart_no_mistake() -> None:
     class MistakeEnds(local_elastic_agent.LocalElasticAgent):
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
-            if any(failure.exitcode in _MISTAKES for failure in result.failures.values()):
+            if any(
+                failure.exitcode in _MISTAKES for failure in result.failures.values()
+            ):
                 self._remaining_restarts = 0
             return result
 
@@ -224,7 +253,10 @@ def _judge_by_own_clock() -> None:
             if deadline is None:
                 self._deadline = None
             elif self._deadline is None or self._deadline[0] != deadline:
-                end = rendezvous.datetime.now(timezone.utc) + self._settings.timeout.last_call
+                end = (
+                    rendezvous.datetime.now(timezone.utc)
+                    + self._settings.timeout.last_call
+                )
                 self._deadline = (deadline, end)
             if self._deadline is not None:
                 self._state.deadline = self._deadline[1]
@@ -234,7 +266,10 @@ def _judge_by_own_clock() -> None:
             """Removes dead nodes as torchrun does, but compares heartbeats of only two ages."""
             now = time.monotonic()
             beats = self._state.last_heartbeats
-            silent_s = (self._settings.keep_alive_interval * self._settings.keep_alive_max_attempt).total_seconds()
+            silent_s = (
+                self._settings.keep_alive_interval
+                * self._settings.keep_alive_max_attempt
+            ).total_seconds()
             arrivals = self._came
             self._came = {}
             compared = {}
@@ -244,11 +279,15 @@ def _judge_by_own_clock() -> None:
                     earlier = (beat, now)
                 self._came[node] = earlier
                 is_silent = now - earlier[1] > silent_s
-                compared[node] = (datetime.min if is_silent else datetime.max).replace(tzinfo=timezone.utc)
+                compared[node] = (datetime.min if is_silent else datetime.max).replace(
+                    tzinfo=timezone.utc
+                )
             self._state.last_heartbeats = compared
             super()._sanitize()
             # The others compare what stands in the state, so restore the beats as they came.
-            self._state.last_heartbeats = {node: beats[node] for node in self._state.last_heartbeats}
+            self._state.last_heartbeats = {
+                node: beats[node] for node in self._state.last_heartbeats
+            }
 
     rendezvous._BackendRendezvousStateHolder = OwnClock  # type: ignore[misc]
 
@@ -262,7 +301,11 @@ def _end_when_lost(options: argparse.Namespace) -> None:
         # The agent's own thread may wait for ever, so do not wait for it.
         os._exit(1)
 
-    if _on_several_nodes(options) and options.rdzv_backend != "static" and ":" in options.rdzv_endpoint:
+    if (
+        _on_several_nodes(options)
+        and options.rdzv_backend != "static"
+        and ":" in options.rdzv_endpoint
+    ):
         end_when_lost(options.rdzv_endpoint, end)
 
 

@@ -82,11 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the name of the shell; the command line when None.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m torchx_apps.completion", description=(__doc__ or "").split("\n")[0]
+        prog="python -m torchx_apps.completion",
+        description=(__doc__ or "").split("\n")[0],
     )
     parser.add_argument("shell", choices=_REGISTER)
     shell = parser.parse_args(argv).shell
-    lines = [f'    "{name}") echo "{" ".join(words)}" ;;' for name, words in completions().items() if words]
+    lines = [
+        f'    "{name}") echo "{" ".join(words)}" ;;'
+        for name, words in completions().items()
+        if words
+    ]
     print(_SCRIPT % {"words": "\n".join(lines), "register": _REGISTER[shell]}, end="")
     return 0
 
@@ -94,14 +99,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def completions() -> dict[str, list[str]]:
     """Returns the words to choose from, by the place in the command line."""
     recipes: dict[str, Any] = {name: load_recipe(name) for name in RECIPES}
-    jobs = recipes | {name: load_recipe(name, PREPROCESS_RECIPES) for name in PREPROCESS_RECIPES}
+    jobs = recipes | {
+        name: load_recipe(name, PREPROCESS_RECIPES) for name in PREPROCESS_RECIPES
+    }
     keys = {name: _paths(job) for name, job in jobs.items()}
     # Keys that all recipes have are in the script once.
     common = set.intersection(*(set(keys[name]) for name in recipes))
-    words: dict[str, list[str]] = {"components": component_names(), "common": sorted(common)}
+    words: dict[str, list[str]] = {
+        "components": component_names(),
+        "common": sorted(common),
+    }
     for name in words["components"]:
         parameters = Component.named(name).parameters
-        words[f"flags {name}"] = [f"--{flag}" if len(flag) > 1 else f"-{flag}" for flag in parameters] + ["--help"]
+        words[f"flags {name}"] = [
+            f"--{flag}" if len(flag) > 1 else f"-{flag}" for flag in parameters
+        ] + ["--help"]
         if "set" in parameters:
             built_in = recipes_of(name)
             job = load_recipe(parameters["recipe"].default or "two_tower", built_in)
@@ -118,7 +130,9 @@ def completions() -> dict[str, list[str]]:
 
 def _paths(job: Any) -> list[str]:
     """Returns the keys that a text can change, each with its =."""
-    return [f"{path}=" for path in key_paths(job) if not callable(attrgetter(path)(job))]
+    return [
+        f"{path}=" for path in key_paths(job) if not callable(attrgetter(path)(job))
+    ]
 
 
 def _others(paths: Iterable[str], common: set[str]) -> list[str]:

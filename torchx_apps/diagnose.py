@@ -29,19 +29,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _diagnose(argv: Sequence[str] | None) -> int:
     parser = build_parser("torchx_apps.diagnose", __doc__, trains=False)
-    parser.add_argument("--budget", type=float, default=25.0, metavar="SECONDS", help="of the rounds of experiments")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for diagnosis.txt, .json and .html")
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page with pictures")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of the measured steps")
     parser.add_argument(
-        "--apply", action="store_true", help="apply the remedies that keep the mathematics, and measure what they gain"
+        "--budget",
+        type=float,
+        default=25.0,
+        metavar="SECONDS",
+        help="of the rounds of experiments",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for diagnosis.txt, .json and .html",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the page with pictures"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a Chrome trace of the measured steps",
+    )
+    parser.add_argument(
+        "--apply",
+        action="store_true",
+        help="apply the remedies that keep the mathematics, and measure what they gain",
     )
     options = parser.parse_args(argv)
     if options.list_recipes:
         return say_once(list_recipes())
     if not options.budget > 0:
-        raise ValueError(f"--budget {options.budget:g}: must be a number of seconds above 0")
+        raise ValueError(
+            f"--budget {options.budget:g}: must be a number of seconds above 0"
+        )
     job = apply_overrides(load_recipe(options.recipe), options.set)
     if options.dry_run:
         return say_once(describe_keys(job))

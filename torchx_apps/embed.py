@@ -66,7 +66,9 @@ def _embed(argv: Sequence[str] | None) -> int:
         bundle = _bundle(options.bundle)
         names = _towers(bundle, options.tower)
         if options.redis is not None and names != list(bundle.query):
-            raise ValueError(f"--redis holds users' vectors, and {', '.join(names)} makes others: add --tower {QUERY}")
+            raise ValueError(
+                f"--redis holds users' vectors, and {', '.join(names)} makes others: add --tower {QUERY}"
+            )
         catalogue = options.catalogue
         # Ids may be deleted without rows to write.
         if not catalogue and options.delete is None:
@@ -80,7 +82,9 @@ def _embed(argv: Sequence[str] | None) -> int:
         if runtime.is_main:
             print(result)
             if unknown:
-                print(f"never seen in training, so embedded as unknown: {_counts_text(unknown)}")
+                print(
+                    f"never seen in training, so embedded as unknown: {_counts_text(unknown)}"
+                )
     return 0
 
 
@@ -104,7 +108,9 @@ def _write(rows: TowerGroup, options: argparse.Namespace) -> str:
         store, changes = refresh_files(rows, options.refresh, deleted)
         return f"{_described(store, options.refresh, rows)}: {changes}{_prune(rows, options.refresh, options.keep)}"
     store = embed_files(rows, options.out, options.store or "fp32")
-    return _described(store, options.out, rows) + _prune(rows, options.out, options.keep)
+    return _described(store, options.out, rows) + _prune(
+        rows, options.out, options.keep
+    )
 
 
 def _prune(rows: TowerGroup, folder: Path, keep: int | None) -> str:
@@ -121,7 +127,11 @@ def _check(options: argparse.Namespace) -> None:
     expire = options.expire
     delete = options.delete
     keep = options.keep
-    targets = [flag for flag in ("out", "refresh", "redis") if getattr(options, flag) is not None]
+    targets = [
+        flag
+        for flag in ("out", "refresh", "redis")
+        if getattr(options, flag) is not None
+    ]
     if len(targets) != 1:
         raise ValueError("say one of --out FOLDER, --refresh FOLDER and --redis URL")
     (target,) = targets
@@ -135,11 +145,15 @@ def _check(options: argparse.Namespace) -> None:
             f"--store {options.store}: is for --out; a store keeps its type when it is refreshed, and a Redis has fp32"
         )
     if expire is not None and target != "redis":
-        raise ValueError(f"--expire {expire}: is for --redis; what is in a folder stays")
+        raise ValueError(
+            f"--expire {expire}: is for --redis; what is in a folder stays"
+        )
     if expire is not None and not 0 <= expire < float("inf"):
         raise ValueError(f"--expire {expire}: must be seconds, or 0 for never")
     if keep is not None and keep < 1:
-        raise ValueError(f"--keep {keep}: must be 1 or more; the version just written stays")
+        raise ValueError(
+            f"--keep {keep}: must be 1 or more; the version just written stays"
+        )
     if keep is not None and target == "redis":
         raise ValueError(f"--keep {keep}: is for a store; a Redis has one version")
     if not options.id and (options.catalogue or _is_path(delete or "")):
@@ -209,9 +223,14 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         help="parquet files, folders, patterns or addresses; without, the users that the bundle knows",
     )
-    parser.add_argument("--id", default="", metavar="COLUMN", help="the column with the ids")
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="folder of the store, written whole; all ranks must see it"
+        "--id", default="", metavar="COLUMN", help="the column with the ids"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the store, written whole; all ranks must see it",
     )
     parser.add_argument(
         "--refresh",
@@ -220,7 +239,9 @@ def _parser() -> argparse.ArgumentParser:
         help="folder of an existing store, of which these rows changed or are new",
     )
     parser.add_argument(
-        "--redis", metavar="URL", help="address to write the vectors of --tower query to, such as redis://host:6379/0"
+        "--redis",
+        metavar="URL",
+        help="address to write the vectors of --tower query to, such as redis://host:6379/0",
     )
     add_password_file(parser)
     delete = "with --refresh or --redis: ids to delete, by commas; or X.parquet or FOLDER/ with them in the column --id"
@@ -228,7 +249,8 @@ def _parser() -> argparse.ArgumentParser:
     expire = "with --redis: seconds after which a vector is forgotten, a day by default; 0 for never"
     parser.add_argument("--expire", type=float, metavar="SECONDS", help=expire)
     parser.add_argument(
-        "--tower", help=f"a tower of the bundle, or {QUERY} for those of the query; the candidate's by default"
+        "--tower",
+        help=f"a tower of the bundle, or {QUERY} for those of the query; the candidate's by default",
     )
     parser.add_argument(
         "--keep",
@@ -237,7 +259,9 @@ def _parser() -> argparse.ArgumentParser:
         help="with --out or --refresh: versions of the store that stay; all of them by default",
     )
     parser.add_argument(
-        "--store", choices=["fp32", "fp16", "int8"], help="with --out: type of the stored vectors; fp32 by default"
+        "--store",
+        choices=["fp32", "fp16", "int8"],
+        help="with --out: type of the stored vectors; fp32 by default",
     )
     return parser
 

@@ -53,14 +53,45 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__.partition("\n\n")[0],
         allow_abbrev=False,
     )
-    parser.add_argument("--users", type=Path, required=True, metavar="FILE", help="vectors of the users")
-    parser.add_argument("--items", type=Path, required=True, metavar="FILE", help="vectors of all items, the catalogue")
-    parser.add_argument("--truth", type=Path, required=True, metavar="FILE", help="pairs to find")
-    parser.add_argument("--seen", type=Path, metavar="FILE", help="pairs to leave out of a user's ranking")
-    parser.add_argument("--metrics", default=METRICS, help="NAME@K by commas: recall, ndcg, hr, mrr, map, precision")
-    parser.add_argument("--similarity", default="dot", choices=("dot", "cosine"), help="what scores a pair")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for evaluation.json and evaluation.png")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON instead")
+    parser.add_argument(
+        "--users", type=Path, required=True, metavar="FILE", help="vectors of the users"
+    )
+    parser.add_argument(
+        "--items",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="vectors of all items, the catalogue",
+    )
+    parser.add_argument(
+        "--truth", type=Path, required=True, metavar="FILE", help="pairs to find"
+    )
+    parser.add_argument(
+        "--seen",
+        type=Path,
+        metavar="FILE",
+        help="pairs to leave out of a user's ranking",
+    )
+    parser.add_argument(
+        "--metrics",
+        default=METRICS,
+        help="NAME@K by commas: recall, ndcg, hr, mrr, map, precision",
+    )
+    parser.add_argument(
+        "--similarity",
+        default="dot",
+        choices=("dot", "cosine"),
+        help="what scores a pair",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for evaluation.json and evaluation.png",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON instead"
+    )
     return parser
 
 

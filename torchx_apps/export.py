@@ -33,7 +33,11 @@ def _export(argv: Sequence[str] | None) -> int:
     job = apply_overrides(saved_job(options.run, options.recipe), options.set)
     out = options.out or options.run / "bundle"
     check_export(options, out)
-    from torchx_apps.jobs.exporting import export_run, write_compiled_files, write_onnx_files
+    from torchx_apps.jobs.exporting import (
+        export_run,
+        write_compiled_files,
+        write_onnx_files,
+    )
 
     first = export_run(
         job,
@@ -49,9 +53,17 @@ def _export(argv: Sequence[str] | None) -> int:
         overwrite=options.overwrite,
     )
     if options.onnx and first:
-        print(write_onnx_files(out, options.onnx, options.onnx_skip, overwrite=options.overwrite), flush=True)
+        print(
+            write_onnx_files(
+                out, options.onnx, options.onnx_skip, overwrite=options.overwrite
+            ),
+            flush=True,
+        )
     if options.compiled and first:
-        print(write_compiled_files(out, options.compiled, overwrite=options.overwrite), flush=True)
+        print(
+            write_compiled_files(out, options.compiled, overwrite=options.overwrite),
+            flush=True,
+        )
     return 0
 
 

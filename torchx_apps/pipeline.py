@@ -39,18 +39,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _pipeline(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     if options.list_recipes:
-        return say_once(f"--preprocess\n{list_recipes(PREPROCESS_RECIPES)}\n\n--recipe\n{list_recipes()}")
+        return say_once(
+            f"--preprocess\n{list_recipes(PREPROCESS_RECIPES)}\n\n--recipe\n{list_recipes()}"
+        )
     is_first = os.environ.get("RANK", "0") == "0"
     stages = stages_of(options)
     record = options.out / RECORD
     check_record(record, stages)
     if options.dry_run:
-        return say_once("\n\n".join(f"# {each.app}\n\n{each.keys}" for each in stages.values()))
+        return say_once(
+            "\n\n".join(f"# {each.app}\n\n{each.keys}" for each in stages.values())
+        )
     data, run, bundle = stages.values()
     if is_first:
         for stage in stages.values():
             if stage.whole:
-                print(f"{stage.app}: {stage.folder} is whole, of the same settings; it is not made again", flush=True)
+                print(
+                    f"{stage.app}: {stage.folder} is whole, of the same settings; it is not made again",
+                    flush=True,
+                )
     if is_first and not data.whole:
         code = run_alone(data, record)
         if code:
@@ -74,11 +81,20 @@ def _pipeline(argv: Sequence[str] | None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = build_parser("torchx_apps.pipeline", __doc__, trains=False)
     parser.set_defaults(recipe="stream")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the folders data, run and bundle")
     parser.add_argument(
-        "--preprocess", default="ml_100k", help="a recipe of torchx_apps.preprocess; its keys are --set preprocess.KEY"
+        "--out",
+        type=Path,
+        required=True,
+        help="folder for the folders data, run and bundle",
     )
-    parser.add_argument("--engine", help="of the preprocessing: duckdb, spark or a Spark master URL")
+    parser.add_argument(
+        "--preprocess",
+        default="ml_100k",
+        help="a recipe of torchx_apps.preprocess; its keys are --set preprocess.KEY",
+    )
+    parser.add_argument(
+        "--engine", help="of the preprocessing: duckdb, spark or a Spark master URL"
+    )
     add_bundle_flags(parser)
     return parser
 

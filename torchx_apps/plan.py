@@ -35,9 +35,13 @@ def _plan(argv: Sequence[str] | None) -> int:
     if options.list_recipes:
         return say_once(list_recipes())
     if bool(options.recipe) == bool(options.tables):
-        raise ValueError("give --tables NAME=ROWSxDIM,..., or --recipe NAME for the tables of a recipe, and not both")
+        raise ValueError(
+            "give --tables NAME=ROWSxDIM,..., or --recipe NAME for the tables of a recipe, and not both"
+        )
     if options.set and not options.recipe:
-        raise ValueError(f"--set {options.set[0]}: it changes a recipe; give one with --recipe")
+        raise ValueError(
+            f"--set {options.set[0]}: it changes a recipe; give one with --recipe"
+        )
     job = None
     plan = None
     if options.recipe:
@@ -59,33 +63,64 @@ def _parser() -> argparse.ArgumentParser:
     parser = build_parser("torchx_apps.plan", __doc__, trains=False)
     parser.set_defaults(recipe=None)
     parser.add_argument(
-        "--tables", help="NAME=ROWSxDIM, or NAME=ROWSxDIMxIDS with the mean ids of a row; K, M and B; by commas"
+        "--tables",
+        help="NAME=ROWSxDIM, or NAME=ROWSxDIMxIDS with the mean ids of a row; K, M and B; by commas",
     )
-    parser.add_argument("--world-size", type=int, default=8, help="devices, a process each")
-    parser.add_argument("--local-world-size", type=int, help="devices of a host; 8, or all where there are fewer")
+    parser.add_argument(
+        "--world-size", type=int, default=8, help="devices, a process each"
+    )
+    parser.add_argument(
+        "--local-world-size",
+        type=int,
+        help="devices of a host; 8, or all where there are fewer",
+    )
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_numbers(
         {
             "--hbm": (80.0, "GiB of memory of a GPU"),
-            "--ddr": (1024.0, "GiB of memory of a host; beside GPUs 0: tables stay on them"),
+            "--ddr": (
+                1024.0,
+                "GiB of memory of a host; beside GPUs 0: tables stay on them",
+            ),
             "--ssd": (0.0, "GiB of SSD of a host, for --kernel key_value"),
             "--intra": (600.0, "GiB/s that a device sends to those of its host"),
             "--inter": (12.5, "GiB/s that a device sends to those of other hosts"),
-            "--memory-rate": (0.0, "GiB/s of the memory of tables; TorchRec's figure where 0"),
+            "--memory-rate": (
+                0.0,
+                "GiB/s of the memory of tables; TorchRec's figure where 0",
+            ),
             "--reserve": (0.15, "share of memory for all but tables"),
         }
     )
-    parser.add_argument("--batch-size", type=int, help="rows of a device and step; the recipe's, or 1024")
-    parser.add_argument("--sharding", help="auto, or one sharding type for every table; the recipe's, or auto")
-    parser.add_argument("--kernel", help="auto, or one compute kernel for every table; the recipe's, or auto")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        help="rows of a device and step; the recipe's, or 1024",
+    )
+    parser.add_argument(
+        "--sharding",
+        help="auto, or one sharding type for every table; the recipe's, or auto",
+    )
+    parser.add_argument(
+        "--kernel",
+        help="auto, or one compute kernel for every table; the recipe's, or auto",
+    )
     parser.add_argument(
         "--cache-load-factor",
         type=float,
         help="share of rows cached on a GPU; the recipe's, or TorchRec's .2",
     )
-    parser.add_argument("--optimizer", help="optimizer of the tables; the recipe's, or row_wise_adagrad")
-    parser.add_argument("--out", type=Path, help="folder for plan.txt, plan.json and a picture of memory by rank")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON instead")
+    parser.add_argument(
+        "--optimizer", help="optimizer of the tables; the recipe's, or row_wise_adagrad"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for plan.txt, plan.json and a picture of memory by rank",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the plan as JSON instead"
+    )
     return parser
 
 

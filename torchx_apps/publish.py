@@ -23,9 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 when the file is written, 1 when not.
     """
-    parser = FlagParser(prog="python -m torchx_apps.publish", description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", help="a run folder, a folder of checkpoints, or a checkpoint")
-    parser.add_argument("--out", type=Path, default=Path("model.safetensors"), help="the file to write")
+    parser = FlagParser(
+        prog="python -m torchx_apps.publish", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument(
+        "run", help="a run folder, a folder of checkpoints, or a checkpoint"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("model.safetensors"), help="the file to write"
+    )
     parser.add_argument(
         "--checkpoint",
         metavar="best|last|STEP",
@@ -43,16 +49,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # torch.distributed.checkpoint warns whoever reads in a single process, even where that was asked for.
     warnings.filterwarnings(
-        "ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning
+        "ignore",
+        message="torch.distributed is disabled, unavailable or uninitialized",
+        category=UserWarning,
     )
     try:
-        path, which = checkpoint_to_export(options.run, options.checkpoint, CheckpointRanks(Runtime()))
+        path, which = checkpoint_to_export(
+            options.run, options.checkpoint, CheckpointRanks(Runtime())
+        )
         with tqdm(unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
             shapes = publish_weights(path, options.out, progress=bar.update)
     except Exception as error:
         print(describe_error(error), file=sys.stderr)
         return 1
-    print(f"{options.out}: {len(shapes)} tensors of {path} ({which} checkpoint), {options.out.stat().st_size:,} bytes")
+    print(
+        f"{options.out}: {len(shapes)} tensors of {path} ({which} checkpoint), {options.out.stat().st_size:,} bytes"
+    )
     return 0
 
 

@@ -51,20 +51,28 @@ def _serve(options: argparse.Namespace) -> int:
         from torchrec_ext.retrieval.server.supervisor import Supervisor, listen, say
         from torchrec_ext.retrieval.server.telemetry import Log
     except ModuleNotFoundError as error:
-        raise ValueError(f"the server needs the package {error.name}: pip install 'torchrec-ext[serve]'") from None
+        raise ValueError(
+            f"the server needs the package {error.name}: pip install 'torchrec-ext[serve]'"
+        ) from None
     settings = _settings(options)
     refusal = too_many(settings.workers, name="workers")
     if refusal:
         raise ValueError(refusal)
     if options.p99 is not None or options.qps is not None:
         if options.p99 is None or options.qps is None:
-            raise ValueError("--p99 and --qps: give both, such as --p99 5ms --qps 300, or none")
+            raise ValueError(
+                "--p99 and --qps: give both, such as --p99 5ms --qps 300, or none"
+            )
         target = Target.parse(options.p99, options.qps)
         stages = [options.stage] if options.stage else ["exact", "dot"]
         bundles = [settings.bundle, *(bundle.absolute() for bundle in options.also)]
         cores = len(os.sched_getaffinity(0))
         # A choice with more workers than memory has room for is not measured.
-        fitting = [each for each in choices(settings, bundles, stages, cores) if not too_many(each.workers)]
+        fitting = [
+            each
+            for each in choices(settings, bundles, stages, cores)
+            if not too_many(each.workers)
+        ]
         settings = certify(fitting, target, say, _requests(options.requests))
     elif options.also or options.requests:
         raise ValueError(
@@ -78,7 +86,9 @@ def _serve(options: argparse.Namespace) -> int:
     workers = f"{settings.workers} workers" if settings.workers > 1 else "1 worker"
 
     def announce(digest: str) -> None:
-        say(f"serving bundle {digest[:_SHOWN]} at {url}/ with {workers}; Ctrl-C or SIGTERM ends it")
+        say(
+            f"serving bundle {digest[:_SHOWN]} at {url}/ with {workers}; Ctrl-C or SIGTERM ends it"
+        )
 
     return Supervisor(settings, listening, Log()).run(announce)
 
@@ -129,7 +139,9 @@ def _requests(file: Path | None) -> list[bytes]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--requests {file}: it cannot be read ({error})") from None
     if not lines:
-        raise ValueError(f"--requests {file}: it is empty; write a JSON body of /v1/recommend on each line")
+        raise ValueError(
+            f"--requests {file}: it is empty; write a JSON body of /v1/recommend on each line"
+        )
     return [http_request("POST", "/v1/recommend", line) for line in lines]
 
 
@@ -164,7 +176,9 @@ def node_name(host: str) -> str:
         ('127.0.0.1', True)
     """
     try:
-        return socket.gethostname() if ipaddress.ip_address(host).is_unspecified else host
+        return (
+            socket.gethostname() if ipaddress.ip_address(host).is_unspecified else host
+        )
     except ValueError:
         # The text is a name, not an address.
         return host
@@ -179,12 +193,18 @@ def _is_loopback(address: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = FlagParser(prog="python -m torchx_apps.serve", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "bundle", type=Path, help="a bundle's or a run's folder, a link to it, or a text file with its path"
+    parser = FlagParser(
+        prog="python -m torchx_apps.serve", description=__doc__, allow_abbrev=False
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for every one of this machine"
+        "bundle",
+        type=Path,
+        help="a bundle's or a run's folder, a link to it, or a text file with its path",
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 for every one of this machine",
     )
     parser.add_numbers(
         {
@@ -194,8 +214,13 @@ def _parser() -> argparse.ArgumentParser:
         }
     )
     certificate = "serve by the first choice of bundle, --stage and --workers that was measured to hold this"
-    parser.add_argument("--p99", help=f"99th percentile of a request's time, such as 5ms: {certificate}, or end with 1")
-    parser.add_argument("--qps", type=float, help="requests a second at which --p99 must hold")
+    parser.add_argument(
+        "--p99",
+        help=f"99th percentile of a request's time, such as 5ms: {certificate}, or end with 1",
+    )
+    parser.add_argument(
+        "--qps", type=float, help="requests a second at which --p99 must hold"
+    )
     parser.add_argument(
         "--also",
         type=Path,
@@ -209,22 +234,41 @@ def _parser() -> argparse.ArgumentParser:
         help="with --p99: file with a JSON body of /v1/recommend a line; else the bundle's users",
     )
     parser.add_argument(
-        "--token-file", type=Path, help=f"file with the token that callers must bear; else ${_TOKEN}, else none"
+        "--token-file",
+        type=Path,
+        help=f"file with the token that callers must bear; else ${_TOKEN}, else none",
     )
     hosts = "what the header Host may name, by commas: names, addresses, *.example.com, or * for all; by default this"
-    parser.add_argument("--allowed-hosts", help=f"{hosts} machine's own on a loopback --host, else *")
     parser.add_argument(
-        "--vectors", type=Path, help="folder of a store with users' vectors, of rec.embed --tower query"
+        "--allowed-hosts", help=f"{hosts} machine's own on a loopback --host, else *"
     )
     parser.add_argument(
-        "--redis", help="address of a Redis with users' vectors, of rec.embed --redis (redis://host:6379/0)"
+        "--vectors",
+        type=Path,
+        help="folder of a store with users' vectors, of rec.embed --tower query",
+    )
+    parser.add_argument(
+        "--redis",
+        help="address of a Redis with users' vectors, of rec.embed --redis (redis://host:6379/0)",
     )
     add_password_file(parser)
-    parser.add_argument("--retrieve", type=int, default=100, help="items that the first stage hands to the top NN")
-    stages = "how it finds them: by the top NN itself over the whole catalogue, or by a product of the towers' outputs"
-    parser.add_argument("--stage", choices=["exact", "dot", "cosine"], help=f"{stages}; exact by default")
     parser.add_argument(
-        "--compile", choices=["auto", "off"], default="off", help="the top NN; pays for many candidates a request"
+        "--retrieve",
+        type=int,
+        default=100,
+        help="items that the first stage hands to the top NN",
+    )
+    stages = "how it finds them: by the top NN itself over the whole catalogue, or by a product of the towers' outputs"
+    parser.add_argument(
+        "--stage",
+        choices=["exact", "dot", "cosine"],
+        help=f"{stages}; exact by default",
+    )
+    parser.add_argument(
+        "--compile",
+        choices=["auto", "off"],
+        default="off",
+        help="the top NN; pays for many candidates a request",
     )
     linger = "seconds after SIGTERM in which it still answers, while /readyz says 503 and connections are closed"
     parser.add_numbers(
@@ -233,7 +277,10 @@ def _parser() -> argparse.ArgumentParser:
             "--max-candidates": (10_000, "limit: ids in each list of a request"),
             "--max-body": (2**20, "limit: bytes of a request"),
             "--max-header": (2**15, "limit: bytes of a request's address and headers"),
-            "--max-connections": (1_000, "limit: connections of a worker; one without a request makes room"),
+            "--max-connections": (
+                1_000,
+                "limit: connections of a worker; one without a request makes room",
+            ),
             "--queue": (256, "limit: requests that may wait in a worker"),
             "--time-ms": (2_000.0, "limit: milliseconds from request to answer"),
             "--max-batch": (32, "requests that a worker answers together"),
@@ -246,7 +293,10 @@ def _parser() -> argparse.ArgumentParser:
         }
     )
     parser.add_argument(
-        "--log", choices=["requests", "events"], default="requests", help="JSON lines on standard error"
+        "--log",
+        choices=["requests", "events"],
+        default="requests",
+        help="JSON lines on standard error",
     )
     return parser
 

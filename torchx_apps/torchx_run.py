@@ -35,10 +35,20 @@ from torchx.schedulers.api import Stream
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppStatus, CfgVal, Role
 
-from torchrec_ext.drawing.terminal import ERASE, TERMINAL, is_moving, show_on_this_terminal
+from torchrec_ext.drawing.terminal import (
+    ERASE,
+    TERMINAL,
+    is_moving,
+    show_on_this_terminal,
+)
 from torchx_apps.cli.process import too_many
 from torchx_apps.cli.sigterm import at_hangup_too
-from torchx_apps.launch.checks import WITHOUT_IMAGE, check_app, check_trackers, check_words
+from torchx_apps.launch.checks import (
+    WITHOUT_IMAGE,
+    check_app,
+    check_trackers,
+    check_words,
+)
 from torchx_apps.launch.commands import missing_package, schedulers
 from torchx_apps.launch.component_help import Component, asks_for_help
 
@@ -55,7 +65,11 @@ class Run(CmdRun):
         # For --set before the component, or without one where .torchxconfig names it; after the component's name the
         # flag is the component's.
         subparser.add_argument(
-            "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key of the recipe"
+            "--set",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="change one key of the recipe",
         )
         self._parser = subparser
         self._launched = False
@@ -68,7 +82,9 @@ class Run(CmdRun):
         """Runs a component."""
         tokens = with_component(args.component_name_and_args)
         self._ours = is_ours(tokens)
-        args.scheduler = args.scheduler or (_LOCAL if self._ours else get_default_scheduler_name())
+        args.scheduler = args.scheduler or (
+            _LOCAL if self._ours else get_default_scheduler_name()
+        )
         if not self._ours:
             if args.set:
                 self._parser.error(
@@ -76,12 +92,16 @@ class Run(CmdRun):
                 )
             super().run(args)
             return
-        if args.scheduler == _LOCAL and any(token.partition("=")[0] == "--manifest" for token in tokens):
+        if args.scheduler == _LOCAL and any(
+            token.partition("=")[0] == "--manifest" for token in tokens
+        ):
             # The files of a service are for Kubernetes.
             args.scheduler = "kubernetes"
         # In the order typed: of two changes to one key the later wins.
         name, *words = tokens
-        tokens = gather_overrides([name, *(f"--set={item}" for item in args.set), *words])
+        tokens = gather_overrides(
+            [name, *(f"--set={item}" for item in args.set), *words]
+        )
         _put_this_python_on_path()
         try:
             check_words(tokens)
@@ -97,7 +117,10 @@ class Run(CmdRun):
         try:
             super().run(args)
         except SignalException as stop:
-            print(f"torchx run: stopped by {stop.sigval.name}; no rank is left", file=sys.stderr)
+            print(
+                f"torchx run: stopped by {stop.sigval.name}; no rank is left",
+                file=sys.stderr,
+            )
             sys.exit(128 + stop.sigval)
         # Once the job has been launched, an error is no mistake in its flags.
         except ModuleNotFoundError as error:
@@ -126,7 +149,9 @@ class Run(CmdRun):
             return
         self._scheduler = args.scheduler
         self._out = sys.stdout
-        with JobRunner("torchx", schedulers(), config.load_sections(prefix="component")) as jobs:
+        with JobRunner(
+            "torchx", schedulers(), config.load_sections(prefix="component")
+        ) as jobs:
             jobs.only_shows = args.dryrun
             if args.scheduler != _LOCAL or args.dryrun:
                 super()._run(jobs, args)
@@ -153,7 +178,11 @@ class Run(CmdRun):
         if not self._ours or self._scheduler != _LOCAL:
             upstream: threading.Thread = super()._start_log_thread(runner, app_handle)
             return upstream
-        thread = threading.Thread(target=print_output, args=(runner, app_handle, self._out, sys.stderr), daemon=True)
+        thread = threading.Thread(
+            target=print_output,
+            args=(runner, app_handle, self._out, sys.stderr),
+            daemon=True,
+        )
         thread.start()
         return thread
 
@@ -178,13 +207,21 @@ class JobRunner(Runner):
         settings = {**(cfg or {})}
         if "manifest" in app.metadata:
             if scheduler != "kubernetes":
-                raise ValueError(f"--manifest: it writes files for Kubernetes, not for -s {scheduler}; leave -s out")
+                raise ValueError(
+                    f"--manifest: it writes files for Kubernetes, not for -s {scheduler}; leave -s out"
+                )
             write_service(app, settings, only_shows=self.only_shows)
             sys.exit(0)
         # TorchX's own folder of logs is deleted when the job has ended.
         if scheduler == _LOCAL and not settings.get("log_dir") and _can_make(LOGS):
             settings["log_dir"] = str(LOGS.absolute())
-        info = super().dryrun(app, scheduler, cfg=settings, workspace=workspace, parent_run_id=parent_run_id)
+        info = super().dryrun(
+            app,
+            scheduler,
+            cfg=settings,
+            workspace=workspace,
+            parent_run_id=parent_run_id,
+        )
         for role in app.roles:
             check_trackers(role)
         return info
@@ -211,7 +248,11 @@ class JobRunner(Runner):
                 print(refusal, file=sys.stderr)
                 sys.exit(1)
             logs = os.path.relpath(dryrun_info.request.log_dir)
-            print(f"torchx run: starting {launch}; logs: {logs}", file=sys.stderr, flush=True)
+            print(
+                f"torchx run: starting {launch}; logs: {logs}",
+                file=sys.stderr,
+                flush=True,
+            )
         if launch.has_settings:
             mistake = launch.mistake(role.env, bugs=local)
             if mistake:
@@ -229,7 +270,10 @@ class JobRunner(Runner):
         except Exception as error:
             if app_handle.startswith(f"{_LOCAL}:"):
                 raise
-            print(f"note: {app_handle} is submitted, but its state cannot be read: {error}", file=sys.stderr)
+            print(
+                f"note: {app_handle} is submitted, but its state cannot be read: {error}",
+                file=sys.stderr,
+            )
             return None
 
 
@@ -263,14 +307,18 @@ class Launch:
         words = role.args
         if words and role.entrypoint == "bash":
             words = shlex.split(words[-1])
-        apps = [index for index, word in enumerate(words) if word.startswith("torchx_apps.")]
+        apps = [
+            index for index, word in enumerate(words) if word.startswith("torchx_apps.")
+        ]
         if not apps:
             return None
         ranks = 0
         if words[apps[0]] == "torchx_apps.agent" and len(apps) > 1:
             agent_flags = " ".join(words[: apps[1]])
             # Of MIN:MAX nodes the most count.
-            counts = dict(re.findall(r"--(nnodes|nproc_per_node)[= ](?:\d+:)?(\d+)", agent_flags))
+            counts = dict(
+                re.findall(r"--(nnodes|nproc_per_node)[= ](?:\d+:)?(\d+)", agent_flags)
+            )
             ranks = int(counts.get("nnodes", 1)) * int(counts["nproc_per_node"])
             apps = apps[1:]
         return cls(module=words[apps[0]], flags=words[apps[0] + 1 :], ranks=ranks)
@@ -283,14 +331,29 @@ class Launch:
     @property
     def has_settings(self) -> bool:
         """Whether ranks would read any settings from the user."""
-        settings = [flag for flag in self.flags if not flag.startswith(("--run-dir=", "--resume="))]
+        settings = [
+            flag
+            for flag in self.flags
+            if not flag.startswith(("--run-dir=", "--resume="))
+        ]
         return self.module in _TRAINING and settings != ["--recipe", "two_tower"]
 
-    def here(self, env: Mapping[str, str], *flags: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    def here(
+        self, env: Mapping[str, str], *flags: str, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         """Runs the app in one process, with the Python and the environment of the ranks."""
-        world = {**os.environ, **env, "PATH": os.environ["PATH"], "WORLD_SIZE": str(max(self.ranks, 1))}
+        world = {
+            **os.environ,
+            **env,
+            "PATH": os.environ["PATH"],
+            "WORLD_SIZE": str(max(self.ranks, 1)),
+        }
         return subprocess.run(
-            ["python3", "-m", self.module, *self.flags, *flags], env=world, text=True, check=False, **options
+            ["python3", "-m", self.module, *self.flags, *flags],
+            env=world,
+            text=True,
+            check=False,
+            **options,
         )
 
     def mistake(self, env: Mapping[str, str], *, bugs: bool) -> str:
@@ -321,7 +384,9 @@ def show_help(component: Component, words: Sequence[str]) -> int:
     if "--" in words and not asks_for_help(words[: words.index("--")]):
         launch = Launch.of(component.app().roles[0])
         assert launch is not None, "each of our components starts one of our apps"
-        return subprocess.run(["python3", "-m", launch.module, "--help"], check=False).returncode
+        return subprocess.run(
+            ["python3", "-m", launch.module, "--help"], check=False
+        ).returncode
     _copy([f"{component.help()}\n"], "", sys.stdout)
     return 0
 
@@ -332,7 +397,10 @@ def write_service(app: AppDef, cfg: Mapping[str, CfgVal], *, only_shows: bool) -
 
     from torchx_apps.launch.kubernetes import service_files
 
-    files = {name: yaml.safe_dump(content, sort_keys=False) for name, content in service_files(app, cfg).items()}
+    files = {
+        name: yaml.safe_dump(content, sort_keys=False)
+        for name, content in service_files(app, cfg).items()
+    }
     if only_shows:
         print("---\n".join(files.values()), end="")
         return
@@ -342,12 +410,19 @@ def write_service(app: AppDef, cfg: Mapping[str, CfgVal], *, only_shows: bool) -
         for name, text in files.items():
             (folder / name).write_text(text)
     except OSError as error:
-        raise ValueError(f"--manifest {folder}: {error.strerror}; name a folder that can be written") from None
+        raise ValueError(
+            f"--manifest {folder}: {error.strerror}; name a folder that can be written"
+        ) from None
     print(f"wrote {', '.join(files)}; now: kubectl apply -f {shlex.quote(str(folder))}")
 
 
 _PRINTING = {"-h", "--help", "--dry-run", "--list-recipes", "--list"}
-_TRAINING = ("torchx_apps.train", "torchx_apps.train_networks", "torchx_apps.train_stream", "torchx_apps.pipeline")
+_TRAINING = (
+    "torchx_apps.train",
+    "torchx_apps.train_networks",
+    "torchx_apps.train_stream",
+    "torchx_apps.pipeline",
+)
 
 
 def with_component(tokens: Sequence[str]) -> list[str]:
@@ -372,7 +447,10 @@ def is_ours(tokens: Sequence[str]) -> bool:
         (True, True, False)
     """
     name = tokens[0] if tokens else ""
-    return name.startswith("rec.") or Path(name.partition(":")[0]).parent.name == "components"
+    return (
+        name.startswith("rec.")
+        or Path(name.partition(":")[0]).parent.name == "components"
+    )
 
 
 _REPEATED = ("--set", "--vary", "--member")
@@ -413,14 +491,22 @@ def print_output(runner: Runner, app_handle: str, out: TextIO, err: TextIO) -> N
 
     Lines of a job on several nodes begin with the role and the node.
     """
-    replicas = [(role.name, node) for role in runner.describe(app_handle).roles for node in range(role.num_replicas)]
+    replicas = [
+        (role.name, node)
+        for role in runner.describe(app_handle).roles
+        for node in range(role.num_replicas)
+    ]
     threads = []
     for role, node in replicas:
         prefix = f"{role}/{node} " if len(replicas) > 1 else ""
         # Apart, so that figures go to stdout and errors to stderr.
         for stream, file in ((Stream.STDOUT, out), (Stream.STDERR, err)):
-            lines = runner.log_lines(app_handle, role, node, should_tail=True, streams=stream)
-            threads.append(threading.Thread(target=_copy, args=(lines, prefix, file), daemon=True))
+            lines = runner.log_lines(
+                app_handle, role, node, should_tail=True, streams=stream
+            )
+            threads.append(
+                threading.Thread(target=_copy, args=(lines, prefix, file), daemon=True)
+            )
             threads[-1].start()
     for thread in threads:
         thread.join()
@@ -464,7 +550,9 @@ def last_words(status: AppStatus | None) -> str:
     message = json.loads(status.structured_error_msg).get("message")
     if not isinstance(message, dict):
         return str(message)
-    return str(message.get("extraInfo", {}).get("py_callstack") or message.get("message")).rstrip()
+    return str(
+        message.get("extraInfo", {}).get("py_callstack") or message.get("message")
+    ).rstrip()
 
 
 @contextmanager
@@ -487,11 +575,17 @@ def _quieten_torchx(log_level: str) -> None:
 
 
 def _can_make(folder: Path) -> bool:
-    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    nearest = next(
+        path
+        for path in (folder.absolute(), *folder.absolute().parents)
+        if path.exists()
+    )
     return nearest.is_dir() and os.access(nearest, os.W_OK)
 
 
 def _put_this_python_on_path() -> None:
     folder = os.path.dirname(sys.executable)
     if folder not in os.environ.get("PATH", "").split(os.pathsep):
-        os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
+        os.environ["PATH"] = os.pathsep.join(
+            [folder, os.environ.get("PATH", os.defpath)]
+        )

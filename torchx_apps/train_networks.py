@@ -18,7 +18,14 @@ from torchx_apps.cli.command_line import build_parser, describe_keys
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.cli.process import exit_code, say_once
 from torchx_apps.networks.config import NetworksConfig
-from torchx_apps.networks.members import MemberJob, RankGroup, differing, members_of, place, setting
+from torchx_apps.networks.members import (
+    MemberJob,
+    RankGroup,
+    differing,
+    members_of,
+    place,
+    setting,
+)
 from torchx_apps.recipes.by_name import list_recipes, load_recipe
 
 
@@ -43,7 +50,9 @@ def _train(argv: Sequence[str] | None) -> int:
     members = members_of(base, options.vary, options.member, own_rows=options.own_rows)
     # --list and --dry-run run without ranks, so --ranks says their number.
     groups = place(
-        [member.name for member in members], options.ranks or int(os.environ.get("WORLD_SIZE", "1")), options.groups
+        [member.name for member in members],
+        options.ranks or int(os.environ.get("WORLD_SIZE", "1")),
+        options.groups,
     )
     # Read before --dry-run returns, by which the launcher looks for mistakes.
     config = _config(options)
@@ -52,13 +61,17 @@ def _train(argv: Sequence[str] | None) -> int:
     if options.dry_run:
         return say_once(f"{describe_keys(base)}\n\n{listing(members, groups)}")
     if options.ranks:
-        raise ValueError(f"--ranks {options.ranks}: it is of --list and --dry-run; a job's ranks are given by -j")
+        raise ValueError(
+            f"--ranks {options.ranks}: it is of --list and --dry-run; a job's ranks are given by -j"
+        )
     from torchrec_ext.train.guards.finite import RunStoppedError
     from torchx_apps.networks.members import World
     from torchx_apps.networks.run import run_networks
 
     try:
-        return 0 if run_networks(members, groups, World(), config, options.run_dir) else 1
+        return (
+            0 if run_networks(members, groups, World(), config, options.run_dir) else 1
+        )
     except RunStoppedError as stopped:
         print(stopped, flush=True)
         return 128 + signal.SIGTERM
@@ -71,7 +84,10 @@ def _config(options: argparse.Namespace) -> NetworksConfig:
     except ValueError as error:
         raise ValueError(str(error).replace("--set ", "--codistill ")) from None
     return NetworksConfig(
-        stack=options.stack, codistillation=codistillation, weights=options.weights, resume=options.resume
+        stack=options.stack,
+        codistillation=codistillation,
+        weights=options.weights,
+        resume=options.resume,
     )
 
 
@@ -80,26 +96,52 @@ def listing(members: Sequence[MemberJob], groups: Sequence[RankGroup]) -> str:
     from tabulate import tabulate
 
     keys = differing(members)
-    ranks = {name: ", ".join(map(str, group.ranks)) for group in groups for name in group.members}
+    ranks = {
+        name: ", ".join(map(str, group.ranks))
+        for group in groups
+        for name in group.members
+    }
     rows = []
     for member in members:
         values = [setting(member, key) for key in keys]
         rows.append([member.name, *values, ranks[member.name]])
-    return str(tabulate(rows, headers=["member", *keys, "ranks"], disable_numparse=True))
+    return str(
+        tabulate(rows, headers=["member", *keys, "ranks"], disable_numparse=True)
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = build_parser("torchx_apps.train_networks", __doc__)
     parser.add_argument(
-        "--vary", action="append", default=[], metavar="KEY=A,B", help="all combinations; A|B for values with commas"
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=A,B",
+        help="all combinations; A|B for values with commas",
     )
-    parser.add_argument("--member", action="append", default=[], metavar="NAME:KEY=A,KEY=B", help="one member more")
     parser.add_argument(
-        "--groups", default="", metavar="MEMBER:RANKS,...", help="which ranks train which, such as a:0-1,b:2"
+        "--member",
+        action="append",
+        default=[],
+        metavar="NAME:KEY=A,KEY=B",
+        help="one member more",
     )
-    parser.add_argument("--own-rows", action="store_true", help="each member reads in the order of its own train.seed")
     parser.add_argument(
-        "--stack", default="auto", metavar="auto|require|never", help="train members of one shape as one network"
+        "--groups",
+        default="",
+        metavar="MEMBER:RANKS,...",
+        help="which ranks train which, such as a:0-1,b:2",
+    )
+    parser.add_argument(
+        "--own-rows",
+        action="store_true",
+        help="each member reads in the order of its own train.seed",
+    )
+    parser.add_argument(
+        "--stack",
+        default="auto",
+        metavar="auto|require|never",
+        help="train members of one shape as one network",
     )
     parser.add_argument(
         "--codistill",
@@ -107,9 +149,22 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE,...",
         help="stacked members learn from each other's predictions",
     )
-    parser.add_argument("--weights", action="store_true", help="write each stacked member's state dict as weights.pt")
-    parser.add_argument("--list", action="store_true", help="print the members and their ranks, and exit")
-    parser.add_argument("--ranks", type=int, default=0, help="of --list and --dry-run: the number of ranks of the job")
+    parser.add_argument(
+        "--weights",
+        action="store_true",
+        help="write each stacked member's state dict as weights.pt",
+    )
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="print the members and their ranks, and exit",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=0,
+        help="of --list and --dry-run: the number of ranks of the job",
+    )
     return parser
 
 

@@ -61,7 +61,10 @@ class Towers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user, self.item = nn.Embedding(USERS, D), nn.Embedding(ITEMS, D, padding_idx=0)
+        self.user, self.item = (
+            nn.Embedding(USERS, D),
+            nn.Embedding(ITEMS, D, padding_idx=0),
+        )
         self.scale = nn.Linear(2 * D, 2 * D)
         self.scale.requires_grad_(False)
         self.norm = nn.BatchNorm1d(2 * D)
@@ -82,11 +85,20 @@ class Run(NamedTuple):
     step: Any
 
 
-def run(adopts: bool, optimizer: str = "adam", average: str = "ema", use_buffers: bool = False, **options: Any) -> Run:
+def run(
+    adopts: bool,
+    optimizer: str = "adam",
+    average: str = "ema",
+    use_buffers: bool = False,
+    **options: Any,
+) -> Run:
     torch.manual_seed(0)
     model: Any = Towers()
     top = [*model.norm.parameters(), *model.top.parameters()]
-    groups = [{"params": [model.user.weight, model.item.weight]}, {"params": top, "lr": 3e-3}]
+    groups = [
+        {"params": [model.user.weight, model.item.weight]},
+        {"params": top, "lr": 3e-3},
+    ]
     moves = OPTIMIZERS[optimizer](groups)
     averaged = AveragedModel(model, use_buffers=use_buffers, **AVERAGES[average])
 
@@ -100,14 +112,22 @@ def run(adopts: bool, optimizer: str = "adam", average: str = "ema", use_buffers
         value = loss(*batch)
         value.backward()  # type: ignore[no-untyped-call]
         if clip_norm:
-            nn.utils.clip_grad_norm_([each for group in moves.param_groups for each in group["params"]], clip_norm)
+            nn.utils.clip_grad_norm_(
+                [each for group in moves.param_groups for each in group["params"]],
+                clip_norm,
+            )
         moves.step()
         averaged.update_parameters(model)
         return value.detach(), None
 
     if not adopts:
         return Run(model, moves, averaged, step)
-    return Run(model, moves, averaged, adopt(model, moves, loss, average=averaged, verify=1, **options))
+    return Run(
+        model,
+        moves,
+        averaged,
+        adopt(model, moves, loss, average=averaged, verify=1, **options),
+    )
 
 
 def batches(count: int = STEPS) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -120,10 +140,14 @@ def batches(count: int = STEPS) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 def assert_alike(model: nn.Module, other: nn.Module, near: float = NEAR) -> None:
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(other.state_dict()[name], value, rtol=0, atol=near, msg=name)
+        torch.testing.assert_close(
+            other.state_dict()[name], value, rtol=0, atol=near, msg=name
+        )
 
 
-def both(after: Callable[[Run, int], Any] = lambda *_: None, count: int = 30, **options: Any) -> tuple[Run, Run]:
+def both(
+    after: Callable[[Run, int], Any] = lambda *_: None, count: int = 30, **options: Any
+) -> tuple[Run, Run]:
     """Trains the loop and the adopted step, and calls a function after each step."""
     runs = run(False, **options), run(True, **options)
     for each in runs:
@@ -134,7 +158,10 @@ def both(after: Callable[[Run, int], Any] = lambda *_: None, count: int = 30, **
 
 
 def is_row_by_row(each: Run) -> bool:
-    return set(each.step._captures.current.step.row_tables) == {"user.weight", "item.weight"}
+    return set(each.step._captures.current.step.row_tables) == {
+        "user.weight",
+        "item.weight",
+    }
 
 
 @pytest.mark.parametrize(
@@ -144,7 +171,11 @@ def is_row_by_row(each: Run) -> bool:
         ("adamw", "equal"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (*((name, "ema") for name in [*OPTIMIZERS][1:]), ("adamw", "slow ema"), ("sgd", "ema of each"))
+            for each in (
+                *((name, "ema") for name in [*OPTIMIZERS][1:]),
+                ("adamw", "slow ema"),
+                ("sgd", "ema of each"),
+            )
         ),
     ],
 )
@@ -179,7 +210,9 @@ def test_averages_of_clipped_steps_under_a_schedule_and_of_a_layer_that_thaws() 
     assert_alike(plain.averaged, ours.averaged)
 
 
-def test_rows_that_decay_faster_than_their_average_are_updated_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_decay_faster_than_their_average_are_updated_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(memory, "_MOST_LOST_DIGITS", 0.005)
     plain, ours = both(optimizer="sgd with l2", average="slow ema")
     assert ours.step._captures.current.source.memory.unsettled < 20
@@ -197,8 +230,12 @@ def test_an_average_is_up_to_date_whenever_somebody_reads_it() -> None:
                 update_bn([], each.averaged)
                 found.setdefault(id(each), []).append(each.averaged(user, item))
         if number % 10 == 9:
-            found[id(each)].append(copy.deepcopy(each.averaged).module.item.weight.detach())
-            found[id(each)].append(each.averaged.state_dict()["module.user.weight"].clone())
+            found[id(each)].append(
+                copy.deepcopy(each.averaged).module.item.weight.detach()
+            )
+            found[id(each)].append(
+                each.averaged.state_dict()["module.user.weight"].clone()
+            )
         assert int(each.averaged.n_averaged) == number + 1
 
     plain, ours = both(after)
@@ -206,7 +243,9 @@ def test_an_average_is_up_to_date_whenever_somebody_reads_it() -> None:
         torch.testing.assert_close(other, value, rtol=0, atol=NEAR)
 
 
-def test_a_padding_row_that_is_zeroed_after_each_step_leaves_the_others_for_later() -> None:
+def test_a_padding_row_that_is_zeroed_after_each_step_leaves_the_others_for_later() -> (
+    None
+):
     def after(each: Run, _: int) -> None:
         with torch.no_grad():
             each.model.item.weight[0] = 0
@@ -230,12 +269,18 @@ def test_weights_that_are_swapped_in_and_back_leave_training_as_it_was() -> None
 
 def test_a_checkpoint_resumes_in_a_new_run_and_in_the_same_one() -> None:
     plain, ours = both()
-    saved = copy.deepcopy([each.state_dict() for each in (ours.model, ours.optimizer, ours.averaged)])
+    saved = copy.deepcopy(
+        [each.state_dict() for each in (ours.model, ours.optimizer, ours.averaged)]
+    )
     for batch in list(batches())[30:40]:
         ours.step(*batch)
     resumed = run(True)
     for each in (ours, resumed):
-        for target, state in zip((each.model, each.optimizer, each.averaged), copy.deepcopy(saved), strict=True):
+        for target, state in zip(
+            (each.model, each.optimizer, each.averaged),
+            copy.deepcopy(saved),
+            strict=True,
+        ):
             target.load_state_dict(state)
     for each in (plain, ours, resumed):
         for batch in list(batches())[30:]:
@@ -274,11 +319,30 @@ def halves(averages: Any, values: Any, _: Any) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "module": (lambda averaged: setattr(averaged, "module", copy.deepcopy(averaged.module)), "a weight of the average"),
-    "data": (lambda averaged: setattr(averaged.module.item.weight, "data", torch.ones(ITEMS, D)), "a weight of the"),
-    "count": (lambda averaged: averaged.load_state_dict(copy.deepcopy(averaged.state_dict()), assign=True), "a weight"),
-    "decay": (lambda averaged: setattr(averaged, "multi_avg_fn", get_ema_multi_avg_fn(0.5)), "the rule of the average"),
-    "rule": (lambda averaged: setattr(averaged, "multi_avg_fn", halves), "the rule of the average"),
+    "module": (
+        lambda averaged: setattr(averaged, "module", copy.deepcopy(averaged.module)),
+        "a weight of the average",
+    ),
+    "data": (
+        lambda averaged: setattr(
+            averaged.module.item.weight, "data", torch.ones(ITEMS, D)
+        ),
+        "a weight of the",
+    ),
+    "count": (
+        lambda averaged: averaged.load_state_dict(
+            copy.deepcopy(averaged.state_dict()), assign=True
+        ),
+        "a weight",
+    ),
+    "decay": (
+        lambda averaged: setattr(averaged, "multi_avg_fn", get_ema_multi_avg_fn(0.5)),
+        "the rule of the average",
+    ),
+    "rule": (
+        lambda averaged: setattr(averaged, "multi_avg_fn", halves),
+        "the rule of the average",
+    ),
 }
 
 
@@ -296,9 +360,13 @@ def test_what_somebody_replaces_is_seen(name: str) -> None:
 @pytest.mark.parametrize("name", ["data", "rule"])
 def test_what_somebody_replaces_is_averaged_from_then_on(name: str) -> None:
     change, _ = CHANGES[name]
-    plain, ours = both(lambda each, number: change(each.averaged) if number == 10 else None, count=30)
+    plain, ours = both(
+        lambda each, number: change(each.averaged) if number == 10 else None, count=30
+    )
     assert_alike(plain.averaged, ours.averaged)
-    assert ours.step.describe().startswith("captured" if name == "data" else "eager: average is made by halves()")
+    assert ours.step.describe().startswith(
+        "captured" if name == "data" else "eager: average is made by halves()"
+    )
 
 
 def test_a_call_of_update_parameters_besides_is_refused_and_a_copy_takes_it() -> None:
@@ -320,12 +388,17 @@ def test_a_loss_that_reads_the_average_stays_eager() -> None:
     teacher = ours.averaged.requires_grad_(False)
 
     def loss(user: Tensor, item: Tensor, label: Tensor) -> Tensor:
-        return F.mse_loss(ours.model(user, item), label) + F.mse_loss(ours.model(user, item), teacher(user, item))
+        return F.mse_loss(ours.model(user, item), label) + F.mse_loss(
+            ours.model(user, item), teacher(user, item)
+        )
 
     step = adopt(ours.model, ours.optimizer, loss, average=ours.averaged)
     for batch in batches(4):
         step(*batch)
-    assert "eager: the loss reads the average of 'user.weight'; leave average= out" in step.describe()
+    assert (
+        "eager: the loss reads the average of 'user.weight'; leave average= out"
+        in step.describe()
+    )
     assert int(ours.averaged.n_averaged) == 4
 
 
@@ -346,22 +419,47 @@ def by(function: Any) -> Callable[[], Any]:
 @pytest.mark.parametrize(
     ("average", "message"),
     [
-        (lambda: Towers(), "average is a Towers; give torch.optim.swa_utils.AveragedModel"),
+        (
+            lambda: Towers(),
+            "average is a Towers; give torch.optim.swa_utils.AveragedModel",
+        ),
         (lambda: 0.9, "average is a float"),
         (lambda: type("Own", (AveragedModel,), {})(Towers()), "average is a Own"),
-        (of_another_model, "average has 'user.weight' as none and the model as (700, 4) torch.float32 on cpu"),
-        (of_more_rows, "average has 'user.weight' as (701, 4) torch.float32 on cpu and the model as (700, 4)"),
-        (lambda: AveragedModel(Towers()).double(), "average has 'user.weight' as (700, 4) torch.float64 on cpu and"),
-        (by(lambda mine, theirs, count: None), "average is made by <lambda>(), which a captured step does not know"),
-        (by(get_ema_multi_avg_fn(0)), "average has decay=0; must be a number between 0 and 1, such as .999"),
+        (
+            of_another_model,
+            "average has 'user.weight' as none and the model as (700, 4) torch.float32 on cpu",
+        ),
+        (
+            of_more_rows,
+            "average has 'user.weight' as (701, 4) torch.float32 on cpu and the model as (700, 4)",
+        ),
+        (
+            lambda: AveragedModel(Towers()).double(),
+            "average has 'user.weight' as (700, 4) torch.float64 on cpu and",
+        ),
+        (
+            by(lambda mine, theirs, count: None),
+            "average is made by <lambda>(), which a captured step does not know",
+        ),
+        (
+            by(get_ema_multi_avg_fn(0)),
+            "average has decay=0; must be a number between 0 and 1, such as .999",
+        ),
         (by(get_ema_multi_avg_fn(1.0)), "average has decay=1.0"),
         (by(get_ema_multi_avg_fn(float("nan"))), "average has decay=nan"),
     ],
 )
-def test_an_average_that_steps_do_not_know_is_refused(average: Callable[[], Any], message: str) -> None:
+def test_an_average_that_steps_do_not_know_is_refused(
+    average: Callable[[], Any], message: str
+) -> None:
     model = Towers()
     with pytest.raises(CannotAdopt) as error:
-        adopt(model, torch.optim.SGD(model.parameters(), 0.1), lambda: None, average=average())
+        adopt(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            lambda: None,
+            average=average(),
+        )
     assert message in str(error.value)
     assert len(str(error.value)) < 200
 

@@ -89,7 +89,9 @@ class Program(NamedTuple):
     evaluates: bool = False
 
 
-def attribute(make: Callable[[], Any], get: Callable[[Any], Any], change: Callable[[Any], Any]) -> Program:
+def attribute(
+    make: Callable[[], Any], get: Callable[[Any], Any], change: Callable[[Any], Any]
+) -> Program:
     """A program that reads a value of an object which it holds, and changes the object."""
     kept: dict[int, Any] = {}
 
@@ -190,55 +192,125 @@ LOCAL = threading.local()
 Pair = collections.namedtuple("Pair", "tau other")
 
 PYTHON: dict[str, Program] = {
-    "an attribute": attribute(types.SimpleNamespace, lambda o: getattr(o, "tau", 1.0), lambda o: put(o, "tau", 0.3)),
+    "an attribute": attribute(
+        types.SimpleNamespace,
+        lambda o: getattr(o, "tau", 1.0),
+        lambda o: put(o, "tau", 0.3),
+    ),
     "a namespace of argparse": attribute(
-        lambda: argparse.Namespace(tau=1.0), lambda o: o.tau, lambda o: put(o, "tau", 0.3)
+        lambda: argparse.Namespace(tau=1.0),
+        lambda o: o.tau,
+        lambda o: put(o, "tau", 0.3),
     ),
     "a dataclass": attribute(Plain, lambda o: o.tau, lambda o: put(o, "tau", 0.3)),
     "slots": attribute(Slots, lambda o: o.tau, lambda o: put(o, "tau", 0.3)),
-    "a module's global": attribute(lambda: settings, lambda o: getattr(o, "tau", 1.0), lambda o: put(o, "tau", 0.3)),
+    "a module's global": attribute(
+        lambda: settings, lambda o: getattr(o, "tau", 1.0), lambda o: put(o, "tau", 0.3)
+    ),
     "this module's global": attribute(lambda: None, lambda _: TEMPERATURE, set_global),
     "a class": attribute(lambda: Config, lambda o: o.tau, lambda o: put(o, "tau", 0.3)),
-    "a static method's class": attribute(lambda: Config, lambda o: o.static(), lambda o: put(o, "tau", 0.3)),
-    "a class method": attribute(lambda: Config, lambda o: o.of_class(), lambda o: put(o, "tau", 0.3)),
-    "__getitem__": attribute(Items, lambda o: o["tau"], lambda o: item_of(o.values, "tau", 0.3)),
-    "__getattr__": attribute(Dotted, lambda o: o.tau, lambda o: item_of(o.__dict__["values"], "tau", 0.3)),
+    "a static method's class": attribute(
+        lambda: Config, lambda o: o.static(), lambda o: put(o, "tau", 0.3)
+    ),
+    "a class method": attribute(
+        lambda: Config, lambda o: o.of_class(), lambda o: put(o, "tau", 0.3)
+    ),
+    "__getitem__": attribute(
+        Items, lambda o: o["tau"], lambda o: item_of(o.values, "tau", 0.3)
+    ),
+    "__getattr__": attribute(
+        Dotted, lambda o: o.tau, lambda o: item_of(o.__dict__["values"], "tau", 0.3)
+    ),
     "a property": attribute(Computed, lambda o: o.tau, lambda o: put(o, "base", 0.3)),
-    "an enum": attribute(lambda: [Mode.ONE], lambda o: o[0].value, lambda o: item_of(o, 0, Mode.OTHER)),
-    "a key": attribute(lambda: {"tau": 1.0}, lambda o: o["tau"], lambda o: item_of(o, "tau", 0.3)),
-    "a new key": attribute(dict, lambda o: o.get("tau", 1.0), lambda o: item_of(o, "tau", 0.3)),
+    "an enum": attribute(
+        lambda: [Mode.ONE], lambda o: o[0].value, lambda o: item_of(o, 0, Mode.OTHER)
+    ),
+    "a key": attribute(
+        lambda: {"tau": 1.0}, lambda o: o["tau"], lambda o: item_of(o, "tau", 0.3)
+    ),
+    "a new key": attribute(
+        dict, lambda o: o.get("tau", 1.0), lambda o: item_of(o, "tau", 0.3)
+    ),
     "one key of 80": attribute(
-        lambda: dict.fromkeys(map(str, range(80)), 1.0), lambda o: o["70"], lambda o: item_of(o, "70", 0.3)
+        lambda: dict.fromkeys(map(str, range(80)), 1.0),
+        lambda o: o["70"],
+        lambda o: item_of(o, "70", 0.3),
     ),
     "nested dicts": attribute(
-        lambda: {"a": {"b": {"tau": 1.0}}}, lambda o: o["a"]["b"]["tau"], lambda o: item_of(o["a"]["b"], "tau", 0.3)
+        lambda: {"a": {"b": {"tau": 1.0}}},
+        lambda o: o["a"]["b"]["tau"],
+        lambda o: item_of(o["a"]["b"], "tau", 0.3),
     ),
     "an ordered dict": attribute(
-        lambda: collections.OrderedDict(tau=1.0), lambda o: o["tau"], lambda o: item_of(o, "tau", 0.3)
+        lambda: collections.OrderedDict(tau=1.0),
+        lambda o: o["tau"],
+        lambda o: item_of(o, "tau", 0.3),
     ),
     "a default dict": attribute(
-        lambda: collections.defaultdict(lambda: 1.0, tau=1.0), lambda o: o["tau"], lambda o: item_of(o, "tau", 0.3)
+        lambda: collections.defaultdict(lambda: 1.0, tau=1.0),
+        lambda o: o["tau"],
+        lambda o: item_of(o, "tau", 0.3),
     ),
-    "an element": attribute(lambda: [1.0, 2.0], lambda o: o[0], lambda o: item_of(o, 0, 0.3)),
-    "a longer list": attribute(list, lambda o: 1.0 / (1 + len(o)), lambda o: o.append(1)),
-    "a tuple in a list": attribute(lambda: [(1.0, 2.0)], lambda o: o[0][0], lambda o: item_of(o, 0, (0.3, 2.0))),
-    "a named tuple": attribute(lambda: [Pair(1.0, 2)], lambda o: o[0].tau, lambda o: item_of(o, 0, Pair(0.3, 2))),
-    "a set": attribute(set, lambda o: 0.3 if "user" in o else 1.0, lambda o: o.add("user")),
-    "a deque": attribute(lambda: collections.deque([1.0]), lambda o: o[0], lambda o: o.appendleft(0.3)),
-    "a range": attribute(lambda: [range(1)], lambda o: 1.0 / len(o[0]), lambda o: item_of(o, 0, range(3))),
-    "a string": attribute(lambda: ["one"], lambda o: 1.0 if o[0] == "one" else 0.3, lambda o: item_of(o, 0, "other")),
-    "None": attribute(lambda: [None], lambda o: 1.0 if o[0] is None else o[0], lambda o: item_of(o, 0, 0.3)),
-    "a bool": attribute(lambda: [True], lambda o: 1.0 if o[0] else 0.3, lambda o: item_of(o, 0, False)),
+    "an element": attribute(
+        lambda: [1.0, 2.0], lambda o: o[0], lambda o: item_of(o, 0, 0.3)
+    ),
+    "a longer list": attribute(
+        list, lambda o: 1.0 / (1 + len(o)), lambda o: o.append(1)
+    ),
+    "a tuple in a list": attribute(
+        lambda: [(1.0, 2.0)], lambda o: o[0][0], lambda o: item_of(o, 0, (0.3, 2.0))
+    ),
+    "a named tuple": attribute(
+        lambda: [Pair(1.0, 2)],
+        lambda o: o[0].tau,
+        lambda o: item_of(o, 0, Pair(0.3, 2)),
+    ),
+    "a set": attribute(
+        set, lambda o: 0.3 if "user" in o else 1.0, lambda o: o.add("user")
+    ),
+    "a deque": attribute(
+        lambda: collections.deque([1.0]), lambda o: o[0], lambda o: o.appendleft(0.3)
+    ),
+    "a range": attribute(
+        lambda: [range(1)], lambda o: 1.0 / len(o[0]), lambda o: item_of(o, 0, range(3))
+    ),
+    "a string": attribute(
+        lambda: ["one"],
+        lambda o: 1.0 if o[0] == "one" else 0.3,
+        lambda o: item_of(o, 0, "other"),
+    ),
+    "None": attribute(
+        lambda: [None],
+        lambda o: 1.0 if o[0] is None else o[0],
+        lambda o: item_of(o, 0, 0.3),
+    ),
+    "a bool": attribute(
+        lambda: [True], lambda o: 1.0 if o[0] else 0.3, lambda o: item_of(o, 0, False)
+    ),
     "an int": attribute(lambda: [1], lambda o: 1.0 / o[0], lambda o: item_of(o, 0, 3)),
-    "an int for a float": attribute(lambda: [1.0], lambda o: o[0] * 1.0, lambda o: item_of(o, 0, 2)),
-    "a numpy number": attribute(lambda: np.ones(2), lambda o: float(o[0]), lambda o: item_of(o, 0, 0.3)),
-    "a numpy array as a tensor": attribute(
-        lambda: np.ones(1, np.float32), lambda o: torch.from_numpy(o), lambda o: item_of(o, 0, 0.3)
+    "an int for a float": attribute(
+        lambda: [1.0], lambda o: o[0] * 1.0, lambda o: item_of(o, 0, 2)
     ),
-    "a function": attribute(lambda: [lambda: 1.0], lambda o: o[0](), lambda o: item_of(o, 0, lambda: 0.3)),
-    "a default": attribute(lambda: lambda tau=1.0: tau, lambda o: o(), lambda o: put(o, "__defaults__", (0.3,))),
+    "a numpy number": attribute(
+        lambda: np.ones(2), lambda o: float(o[0]), lambda o: item_of(o, 0, 0.3)
+    ),
+    "a numpy array as a tensor": attribute(
+        lambda: np.ones(1, np.float32),
+        lambda o: torch.from_numpy(o),
+        lambda o: item_of(o, 0, 0.3),
+    ),
+    "a function": attribute(
+        lambda: [lambda: 1.0], lambda o: o[0](), lambda o: item_of(o, 0, lambda: 0.3)
+    ),
+    "a default": attribute(
+        lambda: lambda tau=1.0: tau,
+        lambda o: o(),
+        lambda o: put(o, "__defaults__", (0.3,)),
+    ),
     "a function's attribute": attribute(
-        lambda: functools.wraps(max)(lambda: 1.0), lambda o: getattr(o, "tau", 1.0), lambda o: put(o, "tau", 0.3)
+        lambda: functools.wraps(max)(lambda: 1.0),
+        lambda o: getattr(o, "tau", 1.0),
+        lambda o: put(o, "tau", 0.3),
     ),
     "a partial": attribute(
         lambda: [functools.partial(float, 1.0)],
@@ -250,23 +322,45 @@ PYTHON: dict[str, Program] = {
         lambda o: o[1](),
         lambda o: (item_of(o[0], 0, 0.3), o[1].cache_clear()),
     ),
-    "a method replaced in its class": attribute(Doubled, lambda o: o.tau(), lambda o: put(o, "tau", lambda: 0.3)),
+    "a method replaced in its class": attribute(
+        Doubled, lambda o: o.tau(), lambda o: put(o, "tau", lambda: 0.3)
+    ),
     "under no_grad": attribute(Plain, no_grad_reader, lambda o: put(o, "tau", 0.3)),
-    "the environment": attribute(lambda: None, lambda _: float(os.environ.get("TAU_OF_A_TEST", "1")), set_environment),
-    "a thread's local": attribute(lambda: LOCAL, lambda o: getattr(o, "tau", 1.0), lambda o: put(o, "tau", 0.3)),
-    "a context variable": attribute(lambda: CONTEXT, lambda o: o.get(), lambda o: o.set(0.3)),
-    "an iterator": attribute(lambda: iter([1.0] * 200), lambda o: next(o), lambda o: [next(o) for _ in range(3)]),
-    "a counter of calls": attribute(itertools.count, lambda o: 1.0 if next(o) < 12 else 0.3, lambda o: None),
+    "the environment": attribute(
+        lambda: None,
+        lambda _: float(os.environ.get("TAU_OF_A_TEST", "1")),
+        set_environment,
+    ),
+    "a thread's local": attribute(
+        lambda: LOCAL, lambda o: getattr(o, "tau", 1.0), lambda o: put(o, "tau", 0.3)
+    ),
+    "a context variable": attribute(
+        lambda: CONTEXT, lambda o: o.get(), lambda o: o.set(0.3)
+    ),
+    "an iterator": attribute(
+        lambda: iter([1.0] * 200),
+        lambda o: next(o),
+        lambda o: [next(o) for _ in range(3)],
+    ),
+    "a counter of calls": attribute(
+        itertools.count, lambda o: 1.0 if next(o) < 12 else 0.3, lambda o: None
+    ),
     "random numbers of an object": attribute(
-        lambda: random.Random(1), lambda o: 1.0 if o.random() < 0.5 else 0.5, lambda o: None
+        lambda: random.Random(1),
+        lambda o: 1.0 if o.random() < 0.5 else 0.5,
+        lambda o: None,
     ),
     "a generator of torch's": attribute(
-        lambda: torch.Generator().manual_seed(3), lambda o: torch.rand(1, generator=o), lambda o: o.manual_seed(9)
+        lambda: torch.Generator().manual_seed(3),
+        lambda o: torch.rand(1, generator=o),
+        lambda o: o.manual_seed(9),
     ),
 }
 
 
-def in_model(change: Callable[[Any], Any], read: Callable[[Any], Any] | None = None) -> Program:
+def in_model(
+    change: Callable[[Any], Any], read: Callable[[Any], Any] | None = None
+) -> Program:
     """A program that changes the model."""
     reads = None if read is None else lambda model: lambda: read(model)
     return Program(lambda world: change(world.model), reads)
@@ -292,22 +386,41 @@ def insert(model: Any) -> None:
 
 
 MODEL: dict[str, Program] = {
-    "an attribute of the model": in_model(lambda m: put(m, "own", 0.3), lambda m: getattr(m, "own", 1.0)),
-    "an attribute of its class": in_model(lambda m: put(type(m), "shared", 0.3), lambda m: m.shared),
+    "an attribute of the model": in_model(
+        lambda m: put(m, "own", 0.3), lambda m: getattr(m, "own", 1.0)
+    ),
+    "an attribute of its class": in_model(
+        lambda m: put(type(m), "shared", 0.3), lambda m: m.shared
+    ),
     "a buffer in place": in_model(lambda m: m.tau.fill_(0.3), lambda m: m.tau),
-    "a buffer's data": in_model(lambda m: put(m.tau, "data", torch.tensor(0.3)), lambda m: m.tau),
-    "another buffer": in_model(lambda m: put(m, "tau", torch.tensor(0.3)), lambda m: m.tau),
-    "a mask": in_model(lambda m: m.mask.fill_(True), lambda m: torch.arange(3.0).masked_select(m.mask).sum()),
+    "a buffer's data": in_model(
+        lambda m: put(m.tau, "data", torch.tensor(0.3)), lambda m: m.tau
+    ),
+    "another buffer": in_model(
+        lambda m: put(m, "tau", torch.tensor(0.3)), lambda m: m.tau
+    ),
+    "a mask": in_model(
+        lambda m: m.mask.fill_(True),
+        lambda m: torch.arange(3.0).masked_select(m.mask).sum(),
+    ),
     "eval mode": in_model(lambda m: m.eval(), lambda m: 1.0 if m.training else 0.3),
-    "a part in eval mode": in_model(lambda m: m.top.eval(), lambda m: 1.0 if m.top.training else 0.3),
+    "a part in eval mode": in_model(
+        lambda m: m.top.eval(), lambda m: 1.0 if m.top.training else 0.3
+    ),
     "a layer appended": in_model(lambda m: m.top.append(Scale())),
     "a layer inserted": in_model(insert),
     "an activation exchanged": in_model(lambda m: item_of(m.top, 1, nn.ReLU())),
     "a forward replaced": in_model(replace_forward),
-    "a forward hook": in_model(lambda m: m.top.register_forward_hook(lambda _m, _i, out: out * 0.3)),
-    "a forward pre-hook": in_model(lambda m: m.top.register_forward_pre_hook(lambda _m, args: (args[0] * 0.3,))),
+    "a forward hook": in_model(
+        lambda m: m.top.register_forward_hook(lambda _m, _i, out: out * 0.3)
+    ),
+    "a forward pre-hook": in_model(
+        lambda m: m.top.register_forward_pre_hook(lambda _m, args: (args[0] * 0.3,))
+    ),
     "a full backward hook": in_model(
-        lambda m: m.top[0].register_full_backward_hook(lambda _m, grads, _o: tuple(g * 0.5 for g in grads))
+        lambda m: m.top[0].register_full_backward_hook(
+            lambda _m, grads, _o: tuple(g * 0.5 for g in grads)
+        )
     ),
     "a layer frozen": in_model(lambda m: m.top[0].requires_grad_(False)),
     "a table frozen": in_model(lambda m: m.item.requires_grad_(False)),
@@ -317,14 +430,22 @@ MODEL: dict[str, Program] = {
     "a row in place": in_model(lambda m: m.item.weight.data[3].zero_()),
     "a layer in place": in_model(lambda m: m.top[0].weight.data.mul_(0.5)),
     "initialised anew": in_model(lambda m: nn.init.constant_(m.item.weight, 0.1)),
-    "a state loaded": in_model(lambda m: m.load_state_dict({k: v * 0.5 for k, v in m.state_dict().items()})),
-    "a parametrization": in_model(lambda m: nn.utils.parametrize.register_parametrization(m.top[0], "weight", Scale())),
+    "a state loaded": in_model(
+        lambda m: m.load_state_dict({k: v * 0.5 for k, v in m.state_dict().items()})
+    ),
+    "a parametrization": in_model(
+        lambda m: nn.utils.parametrize.register_parametrization(
+            m.top[0], "weight", Scale()
+        )
+    ),
     "pruned": in_model(lambda m: prune.l1_unstructured(m.top[0], "weight", 0.5)),
     "a bias taken away": in_model(lambda m: put(m.top[0], "bias", None)),
     "deep copies and goes on": in_model(lambda m: copy.deepcopy(m)),
     "a matrix read from now on": in_model(
         lambda m: put(m, "whole", True),
-        lambda m: 1.0 + (m.item.weight.square().mean() if getattr(m, "whole", 0) else 0.0),
+        lambda m: (
+            1.0 + (m.item.weight.square().mean() if getattr(m, "whole", 0) else 0.0)
+        ),
     ),
 }
 
@@ -384,15 +505,25 @@ OPTIMIZER: dict[str, Program] = {
     "amsgrad": in_optimizer(lambda o: each_group(o, maximize=True)),
     "state cleared": in_optimizer(lambda o: o.state.clear()),
     "a moment replaced": in_optimizer(
-        lambda o: each_state(o, lambda s: s.update(exp_avg=torch.zeros_like(s["exp_avg"])))
+        lambda o: each_state(
+            o, lambda s: s.update(exp_avg=torch.zeros_like(s["exp_avg"]))
+        )
     ),
-    "a moment in place": in_optimizer(lambda o: each_state(o, lambda s: s["exp_avg"].zero_())),
-    "the count of steps": in_optimizer(lambda o: each_state(o, lambda s: s["step"].fill_(3.0))),
+    "a moment in place": in_optimizer(
+        lambda o: each_state(o, lambda s: s["exp_avg"].zero_())
+    ),
+    "the count of steps": in_optimizer(
+        lambda o: each_state(o, lambda s: s["step"].fill_(3.0))
+    ),
     "a group added": Program(
-        lambda w: w.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 1e-2})
+        lambda w: w.optimizer.add_param_group(
+            {"params": [nn.Parameter(torch.ones(2))], "lr": 1e-2}
+        )
     ),
     "a step hook": Program(
-        lambda w: w.optimizer.register_step_post_hook(lambda *_: [p.data.mul_(0.99) for p in w.model.top.parameters()])
+        lambda w: w.optimizer.register_step_post_hook(
+            lambda *_: [p.data.mul_(0.99) for p in w.model.top.parameters()]
+        )
     ),
     "a step pre-hook": Program(
         lambda w: w.optimizer.register_step_pre_hook(
@@ -404,11 +535,17 @@ OPTIMIZER: dict[str, Program] = {
     "state saved and loaded": in_optimizer(lambda o: o.load_state_dict(o.state_dict())),
     "the user's own step": Program(own_step),
     "the user's own backward": Program(own_backward),
-    "a hook on a gradient": Program(lambda w: w.model.top[0].weight.register_hook(lambda grad: grad * 0.5)),
-    "a hook behind a gradient": Program(
-        lambda w: w.model.top[0].weight.register_post_accumulate_grad_hook(lambda p: put(p, "grad", p.grad * 0.5))
+    "a hook on a gradient": Program(
+        lambda w: w.model.top[0].weight.register_hook(lambda grad: grad * 0.5)
     ),
-    "a hook on a table's gradient": Program(lambda w: w.model.user.weight.register_hook(lambda grad: grad * 0.5)),
+    "a hook behind a gradient": Program(
+        lambda w: w.model.top[0].weight.register_post_accumulate_grad_hook(
+            lambda p: put(p, "grad", p.grad * 0.5)
+        )
+    ),
+    "a hook on a table's gradient": Program(
+        lambda w: w.model.user.weight.register_hook(lambda grad: grad * 0.5)
+    ),
 }
 
 
@@ -419,15 +556,24 @@ class Outer:
         self.weights = torch.ones(B)
         self.teacher = nn.Embedding(ITEMS, D)
         with torch.no_grad():
-            self.teacher.weight.copy_(torch.arange(ITEMS * D).view(ITEMS, D) / (ITEMS * D))
+            self.teacher.weight.copy_(
+                torch.arange(ITEMS * D).view(ITEMS, D) / (ITEMS * D)
+            )
         self.teacher.requires_grad_(False)
-        self.seen, self.total, self.history = torch.zeros(()), torch.zeros(()), list[Tensor]()
+        self.seen, self.total, self.history = (
+            torch.zeros(()),
+            torch.zeros(()),
+            list[Tensor](),
+        )
 
 
 OUTER: dict[int, Outer] = {}
 
 
-def with_outer(make: Callable[[World, Outer], Callable[..., Any]], change: Callable[[Outer, World], Any]) -> Program:
+def with_outer(
+    make: Callable[[World, Outer], Callable[..., Any]],
+    change: Callable[[Outer, World], Any],
+) -> Program:
     def loss(world: World) -> Callable[..., Any]:
         outer = OUTER[id(world.model)] = Outer()
         return make(world, outer)
@@ -443,7 +589,8 @@ def weighted(world: World, outer: Outer) -> Callable[..., Any]:
 
 def taught(world: World, outer: Outer) -> Callable[..., Any]:
     return lambda user, item, label: (
-        world.loss(user, item, label) + (world.model.item(item) - outer.teacher(item)).square().mean()
+        world.loss(user, item, label)
+        + (world.model.item(item) - outer.teacher(item)).square().mean()
     )
 
 
@@ -468,19 +615,36 @@ def listed(world: World, outer: Outer) -> Callable[..., Any]:
 
 TENSORS: dict[str, Program] = {
     "weights in place": with_outer(weighted, lambda o, _: o.weights.mul_(0.3)),
-    "weights' data": with_outer(weighted, lambda o, _: put(o.weights, "data", torch.full((B,), 0.3))),
-    "other weights": with_outer(weighted, lambda o, _: put(o, "weights", torch.full((B,), 0.3))),
-    "weights set": with_outer(weighted, lambda o, _: o.weights.set_(torch.full((B,), 0.3))),
-    "weights of another shape": with_outer(weighted, lambda o, _: put(o, "weights", torch.tensor(0.3))),
-    "a teacher in place": with_outer(taught, lambda o, w: o.teacher.weight.data.copy_(w.model.item.weight.data)),
+    "weights' data": with_outer(
+        weighted, lambda o, _: put(o.weights, "data", torch.full((B,), 0.3))
+    ),
+    "other weights": with_outer(
+        weighted, lambda o, _: put(o, "weights", torch.full((B,), 0.3))
+    ),
+    "weights set": with_outer(
+        weighted, lambda o, _: o.weights.set_(torch.full((B,), 0.3))
+    ),
+    "weights of another shape": with_outer(
+        weighted, lambda o, _: put(o, "weights", torch.tensor(0.3))
+    ),
+    "a teacher in place": with_outer(
+        taught, lambda o, w: o.teacher.weight.data.copy_(w.model.item.weight.data)
+    ),
     "a teacher's data": with_outer(
-        taught, lambda o, w: put(o.teacher.weight, "data", w.model.item.weight.data.clone())
+        taught,
+        lambda o, w: put(o.teacher.weight, "data", w.model.item.weight.data.clone()),
     ),
     "a teacher's averages": with_outer(
-        taught, lambda o, w: o.teacher.weight.data.mul_(0.9).add_(w.model.item.weight.data, alpha=0.1)
+        taught,
+        lambda o, w: o.teacher.weight.data.mul_(0.9).add_(
+            w.model.item.weight.data, alpha=0.1
+        ),
     ),
     "a teacher that shares memory": with_outer(
-        taught, lambda o, w: put(o, "teacher", nn.Embedding.from_pretrained(w.model.item.weight.data))
+        taught,
+        lambda o, w: put(
+            o, "teacher", nn.Embedding.from_pretrained(w.model.item.weight.data)
+        ),
     ),
     "counts beside the loss": with_outer(counted, lambda o, _: o.seen.zero_()),
     "a history": with_outer(listed, lambda o, _: o.history.clear()),
@@ -513,23 +677,52 @@ def read_as(way: str) -> Program:
 def mean_of_numpy(world: World) -> None:
     """Scales a layer by the mean of the weights as numpy sees them."""
     with torch.no_grad():
-        world.model.top[0].weight.mul_(1.0 + float(world.model.item.weight.detach().numpy().mean()))
+        world.model.top[0].weight.mul_(
+            1.0 + float(world.model.item.weight.detach().numpy().mean())
+        )
 
 
 READS: dict[str, Program] = {
-    **{f"kept: {way}": read_as(way) for way in ("data", "numpy", "state_dict", "a copy", "dlpack")},
+    **{
+        f"kept: {way}": read_as(way)
+        for way in ("data", "numpy", "state_dict", "a copy", "dlpack")
+    },
     "read as numpy": Program(mean_of_numpy),
     "number of threads": Program(lambda _: torch.set_num_threads(1)),
-    "deterministic algorithms": Program(lambda _: HANDLES.append(torch.are_deterministic_algorithms_enabled())),
+    "deterministic algorithms": Program(
+        lambda _: HANDLES.append(torch.are_deterministic_algorithms_enabled())
+    ),
     "random numbers seeded": Program(lambda _: torch.manual_seed(5)),
 }
 
-UNSEEN = {"a module's global", "the environment", "a function's attribute"}  # which were not there at the capture
+UNSEEN = {
+    "a module's global",
+    "the environment",
+    "a function's attribute",
+}  # which were not there at the capture
 PROGRAMS: dict[str, Program] = {**PYTHON, **MODEL, **OPTIMIZER, **TENSORS, **READS}
 OFTEN = {  # in the default run; the others are in the slow one
-    *("a class", "__getattr__", "one key of 80", "the environment", "a numpy number", "random numbers of an object"),
-    *("a layer appended", "a matrix read from now on", "state cleared", "the user's own step", "a hook on a gradient"),
-    *("a teacher's data", "a teacher that shares memory", "counts beside the loss", "a mask"),
+    *(
+        "a class",
+        "__getattr__",
+        "one key of 80",
+        "the environment",
+        "a numpy number",
+        "random numbers of an object",
+    ),
+    *(
+        "a layer appended",
+        "a matrix read from now on",
+        "state cleared",
+        "the user's own step",
+        "a hook on a gradient",
+    ),
+    *(
+        "a teacher's data",
+        "a teacher that shares memory",
+        "counts beside the loss",
+        "a mask",
+    ),
 }
 
 
@@ -575,7 +768,11 @@ def restore() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in PROGRAMS]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow])
+        for name in PROGRAMS
+    ],
 )
 def test_what_somebody_changes_in_mid_training_takes_effect(name: str) -> None:
     program = PROGRAMS[name]._replace(evaluates=name in UNSEEN)
@@ -587,4 +784,7 @@ def test_what_somebody_changes_in_mid_training_takes_effect(name: str) -> None:
         restore()
     assert others == pytest.approx(losses, abs=NEAR), step.describe()
     for key, value in plain.state_dict().items():
-        assert torch.allclose(value, model.state_dict()[key], atol=NEAR), (key, step.describe())
+        assert torch.allclose(value, model.state_dict()[key], atol=NEAR), (
+            key,
+            step.describe(),
+        )

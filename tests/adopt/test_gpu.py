@@ -26,7 +26,9 @@ class Pairs(nn.Module):
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.user, self.item = nn.Embedding(USERS, 16), nn.Embedding(ITEMS, 16)
-        self.top = nn.Sequential(*layers, nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.top = nn.Sequential(
+            *layers, nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1)
+        )
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         return self.top(torch.cat([self.user(user), self.item(item)], 1)).squeeze(1)  # type: ignore[no-any-return]
@@ -36,13 +38,18 @@ def batches(count: int) -> Iterator[list[Tensor]]:
     generator = torch.Generator().manual_seed(3)
     for _ in range(count):
         sizes = (USERS, ITEMS, 2)
-        user, item, label = (torch.randint(size, (B,), generator=generator).cuda() for size in sizes)
+        user, item, label = (
+            torch.randint(size, (B,), generator=generator).cuda() for size in sizes
+        )
         yield [user, item, label.float()]
 
 
 def two_optimizers(model: Pairs) -> list[torch.optim.Optimizer]:
     tables = [*model.user.parameters(), *model.item.parameters()]
-    return [torch.optim.Adagrad(tables, 0.05, eps=1e-3), torch.optim.AdamW(model.top.parameters(), 0.01)]
+    return [
+        torch.optim.Adagrad(tables, 0.05, eps=1e-3),
+        torch.optim.AdamW(model.top.parameters(), 0.01),
+    ]
 
 
 def adam(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -55,15 +62,27 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout": {"layers": lambda: [nn.Dropout(0.3)]},
     "batch norm": {"layers": lambda: [nn.BatchNorm1d(32)]},
     "two optimizers": {"by": two_optimizers},
-    "AdamW": {"by": lambda model: [torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1)]},
-    "weight decay": {"by": lambda model: [torch.optim.Adam(model.parameters(), 0.01, weight_decay=0.1)]},
+    "AdamW": {
+        "by": lambda model: [
+            torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1)
+        ]
+    },
+    "weight decay": {
+        "by": lambda model: [
+            torch.optim.Adam(model.parameters(), 0.01, weight_decay=0.1)
+        ]
+    },
     "SGD": {"by": lambda model: [torch.optim.SGD(model.parameters(), 0.5)]},
     "clipped": {"options": {"clip_norm": 0.1}},
-    "bfloat16": {"options": {"autocast": lambda: torch.autocast("cuda", torch.bfloat16)}},
+    "bfloat16": {
+        "options": {"autocast": lambda: torch.autocast("cuda", torch.bfloat16)}
+    },
 }
 
 
-def trained(compile_: str, case: dict[str, Any]) -> tuple[list[float], nn.Module, AdoptedStep]:
+def trained(
+    compile_: str, case: dict[str, Any]
+) -> tuple[list[float], nn.Module, AdoptedStep]:
     torch.manual_seed(0)
     model = Pairs(*case.get("layers", list)()).cuda()
     optimizers = case.get("by", adam)(model)
@@ -82,13 +101,17 @@ def trained(compile_: str, case: dict[str, Any]) -> tuple[list[float], nn.Module
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_captured_step_trains_like_the_eager_one(name: str) -> None:
-    (eager, plain, _), (captured, model, step) = (trained(how, CASES[name]) for how in ("off", "require"))
+    (eager, plain, _), (captured, model, step) = (
+        trained(how, CASES[name]) for how in ("off", "require")
+    )
     assert step.describe().startswith("captured since step 3"), step.describe()
     near = 0.02 if name == "bfloat16" else 1e-4
     assert captured == pytest.approx(eager, rel=near)
     weights = model.state_dict()
     for what, theirs in plain.state_dict().items():
-        torch.testing.assert_close(weights[what], theirs, rtol=10 * near, atol=10 * near, msg=what.__add__)
+        torch.testing.assert_close(
+            weights[what], theirs, rtol=10 * near, atol=10 * near, msg=what.__add__
+        )
 
 
 def test_a_captured_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +130,13 @@ def test_a_captured_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_captured_step_outlives_the_workspaces_that_other_graphs_free() -> None:
     model = Pairs().cuda()
     logistic = F.binary_cross_entropy_with_logits
-    step = adopt(model, adam(model), lambda u, i, y: logistic(model(u, i), y), compile="require", verify=0)
+    step = adopt(
+        model,
+        adam(model),
+        lambda u, i, y: logistic(model(u, i), y),
+        compile="require",
+        verify=0,
+    )
     for batch in batches(6):
         step(*batch)
     # As torch.compile(mode="reduce-overhead") does before a graph of its own.
@@ -116,14 +145,20 @@ def test_a_captured_step_outlives_the_workspaces_that_other_graphs_free() -> Non
     other = [torch.full((4 << 20,), 3.0, device="cuda") for _ in range(8)]
     losses = [step(*batch)[0] for batch in batches(6)]
     torch.cuda.synchronize()
-    assert all(bool((each == 3).all()) for each in other), "a replay wrote into memory of others"
+    assert all(bool((each == 3).all()) for each in other), (
+        "a replay wrote into memory of others"
+    )
     assert all(bool(loss.isfinite()) for loss in losses)
 
 
-def test_auto_captures_within_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_captures_within_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
         monkeypatch.setattr(adopted, name, {"cuda": 0.0})
-    monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)  # which way is faster is no question here
+    monkeypatch.setattr(
+        AdoptedStep, "_report", lambda step: None
+    )  # which way is faster is no question here
     monkeypatch.setattr("tests.adopt.test_gpu.STEPS", 20)
     _, _, step = trained("auto", CASES["dropout"])
     assert step.describe().startswith("captured since step"), capsys.readouterr().out
@@ -134,7 +169,9 @@ def test_a_model_on_another_device_than_the_current_one_is_captured_there() -> N
         pytest.skip("needs two GPUs")
     model = Pairs().to("cuda:1")
     logistic = F.binary_cross_entropy_with_logits
-    step = adopt(model, adam(model), lambda u, i, y: logistic(model(u, i), y), compile="require")
+    step = adopt(
+        model, adam(model), lambda u, i, y: logistic(model(u, i), y), compile="require"
+    )
     for batch in batches(4):
         loss, _ = step(*(tensor.to("cuda:1") for tensor in batch))
     assert (loss.device.index, step.describe()[:8]) == (1, "captured")
@@ -156,12 +193,18 @@ def test_a_capture_leaves_memory_and_random_numbers_as_they_were() -> None:
     assert first.item() <= second.item() == weight.sum().item()
 
 
-def test_the_memory_of_a_large_model_is_kept_on_the_host_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_large_model_is_kept_on_the_host_during_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     weight = torch.zeros(1 << 20, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    cuda_graph(lambda weight, given: [weight[:8].add_(given).sum()], [weight], [torch.ones(8, device="cuda")])
+    cuda_graph(
+        lambda weight, given: [weight[:8].add_(given).sum()],
+        [weight],
+        [torch.ones(8, device="cuda")],
+    )
     assert torch.cuda.max_memory_allocated() - before < 1 << 20
     assert not weight.any()
 
@@ -185,17 +228,31 @@ def test_another_thread_may_pin_memory_during_a_capture() -> None:
 
 def test_a_step_that_waits_is_refused_and_steps_with_dropout_go_on() -> None:
     weight, ones = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
-    with pytest.raises(CannotCaptureError, match=r"test_gpu\.py:\d+ .*waits for the device"):
-        cuda_graph(lambda weight, given: [weight.sum() * float(F.dropout(given, 0.5).sum())], [weight], [ones])
+    with pytest.raises(
+        CannotCaptureError, match=r"test_gpu\.py:\d+ .*waits for the device"
+    ):
+        cuda_graph(
+            lambda weight, given: [weight.sum() * float(F.dropout(given, 0.5).sum())],
+            [weight],
+            [ones],
+        )
     assert not weight.any()
     assert F.dropout(ones, 0.5).sum().item() % 2 == 0
 
 
-def test_after_a_capture_that_failed_half_way_steps_with_dropout_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_capture_that_failed_half_way_steps_with_dropout_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(executors, "_RefusesWaits", nullcontext)
     weight, ones = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
-    with pytest.raises(CannotCaptureError, match=r"test_gpu\.py:\d+ .*waits for the device"):
-        cuda_graph(lambda weight, given: [weight.sum() * float(F.dropout(given, 0.5).sum())], [weight], [ones])
+    with pytest.raises(
+        CannotCaptureError, match=r"test_gpu\.py:\d+ .*waits for the device"
+    ):
+        cuda_graph(
+            lambda weight, given: [weight.sum() * float(F.dropout(given, 0.5).sum())],
+            [weight],
+            [ones],
+        )
     assert F.dropout(ones, 0.5).sum().item() % 2 == 0
 
 
@@ -212,8 +269,14 @@ def test_after_a_capture_that_failed_half_way_steps_with_dropout_go_on(monkeypat
 )
 def test_ops_that_wait_are_named(wait: Callable[[Tensor], Tensor]) -> None:
     given = torch.ones(8, device="cuda")
-    with pytest.raises(CannotCaptureError, match=r"test_gpu\.py:\d+ .*waits for the device: aten"):
-        cuda_graph(lambda weight, given: [weight.add_(wait(given).sum())], [torch.zeros(8, device="cuda")], [given])
+    with pytest.raises(
+        CannotCaptureError, match=r"test_gpu\.py:\d+ .*waits for the device: aten"
+    ):
+        cuda_graph(
+            lambda weight, given: [weight.add_(wait(given).sum())],
+            [torch.zeros(8, device="cuda")],
+            [given],
+        )
 
 
 def test_too_little_memory_is_refused_by_name() -> None:
@@ -221,7 +284,12 @@ def test_too_little_memory_is_refused_by_name() -> None:
     free = torch.cuda.mem_get_info()[1]
 
     def step(weight: Tensor, given: Tensor) -> list[Tensor]:
-        return [torch.empty(free, dtype=torch.uint8, device="cuda").sum() + weight.sum()]
+        return [
+            torch.empty(free, dtype=torch.uint8, device="cuda").sum() + weight.sum()
+        ]
 
-    with pytest.raises(CannotCaptureError, match="too little memory for a CUDA graph: CUDA out of memory"):
+    with pytest.raises(
+        CannotCaptureError,
+        match="too little memory for a CUDA graph: CUDA out of memory",
+    ):
         cuda_graph(step, [weight], [torch.ones(8, device="cuda")])

@@ -27,7 +27,9 @@ NEAR = 2e-3
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps run as traced, op by op, and none is compared for its own sake."""
     monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
-    monkeypatch.setattr(verify, "_CHECKED", 0.0)  # of the time, which is no question here
+    monkeypatch.setattr(
+        verify, "_CHECKED", 0.0
+    )  # of the time, which is no question here
     monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)
 
 
@@ -41,7 +43,9 @@ class Towers(nn.Module):
         return self.top(torch.cat([self.user(user), self.item(item)], 1)).squeeze(1)  # type: ignore[no-any-return]
 
 
-def made(compile_: Any = "require", **options: Any) -> tuple[Any, AdoptedStep, torch.optim.Optimizer]:
+def made(
+    compile_: Any = "require", **options: Any
+) -> tuple[Any, AdoptedStep, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model: Any = Towers()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
@@ -49,7 +53,11 @@ def made(compile_: Any = "require", **options: Any) -> tuple[Any, AdoptedStep, t
     def loss(user: Tensor, item: Tensor, label: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(model(user, item), label)
 
-    return model, adopt(model, optimizer, loss, compile=compile_, verify=0, **options), optimizer
+    return (
+        model,
+        adopt(model, optimizer, loss, compile=compile_, verify=0, **options),
+        optimizer,
+    )
 
 
 def batches(count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -60,7 +68,9 @@ def batches(count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         yield user, item, torch.randint(2, (B,), generator=generator).float()
 
 
-def trained(compile_: Any, after: Callable[[Any, int], Any], count: int = 30) -> tuple[Any, AdoptedStep]:
+def trained(
+    compile_: Any, after: Callable[[Any, int], Any], count: int = 30
+) -> tuple[Any, AdoptedStep]:
     """Trains, and calls a function after each step."""
     model, step, _ = made(compile_)
     for number, batch in enumerate(batches(count)):
@@ -74,7 +84,9 @@ def assert_alike(model: Any, other: Any) -> None:
         assert torch.allclose(value, other.state_dict()[name], atol=NEAR), name
 
 
-def test_a_padding_row_that_is_zeroed_after_each_step_leaves_the_others_for_later() -> None:
+def test_a_padding_row_that_is_zeroed_after_each_step_leaves_the_others_for_later() -> (
+    None
+):
     def zero(model: Any, number: int) -> None:
         with torch.no_grad():
             model.item.weight[0] = 0
@@ -107,17 +119,25 @@ def test_averages_of_all_weights_are_those_of_eager_steps() -> None:
 @pytest.fixture
 def paced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture costs nothing and its steps take no time, so that readers alone decide."""
-    for name, value in (("CAPTURE_S", {"cpu": 0.0}), ("CAPTURE_S_PER_CALL", {"cpu": 0.0}), ("_PACE", 8)):
+    for name, value in (
+        ("CAPTURE_S", {"cpu": 0.0}),
+        ("CAPTURE_S_PER_CALL", {"cpu": 0.0}),
+        ("_PACE", 8),
+    ):
         monkeypatch.setattr(adopted, name, value)
     monkeypatch.setattr(policy, "WATCHED", 4)
     monkeypatch.setattr(policy, "median_step", lambda seconds: 1e-9)
-    monkeypatch.setattr(AdoptedStep, "_report", lambda step: setattr(step._policy, "is_reported", True))
+    monkeypatch.setattr(
+        AdoptedStep, "_report", lambda step: setattr(step._policy, "is_reported", True)
+    )
 
 
 def test_readers_of_whole_tables_that_eat_the_gain_are_named_and_steps_go_eager(
     paced: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, step = trained("auto", lambda model, number: number % 3 or float(model.item.weight.norm()), 40)
+    _, step = trained(
+        "auto", lambda model, number: number % 3 or float(model.item.weight.norm()), 40
+    )
     assert "test_lag.py" in step.describe()
     assert "all rows are updated after each step for it" in step.describe()
     assert "norm()" in capsys.readouterr().out
@@ -130,7 +150,9 @@ def test_tables_that_somebody_reads_after_each_step_are_moved_whole_in_captured_
     def average(kept: list[AveragedModel]) -> Callable[[Any, int], None]:
         def update(model: Any, _: int) -> None:
             if not kept:
-                kept.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+                kept.append(
+                    AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+                )
             kept[0].update_parameters(model)
 
         return update
@@ -140,7 +162,10 @@ def test_tables_that_somebody_reads_after_each_step_are_moved_whole_in_captured_
     model, step = trained(compile_, average(averages[1]), 40)
     assert "captured since" in step.describe()
     for name in ("user", "item"):
-        assert f"as a dense layer: {name}.weight (all of it is read after each step, " in step.describe()
+        assert (
+            f"as a dense layer: {name}.weight (all of it is read after each step, "
+            in step.describe()
+        )
     assert step._captures.current is not None
     assert step._captures.current.lag.seconds < 0.01
     assert_alike(plain, model)
@@ -150,8 +175,12 @@ def test_tables_that_somebody_reads_after_each_step_are_moved_whole_in_captured_
     assert out.count("tables are moved whole from the next capture on") == 1
 
 
-@pytest.mark.parametrize("way", ["data", "numpy", "state_dict", "dlpack", "a frozen table"])
-def test_memory_that_somebody_holds_is_as_after_eager_steps_at_any_time(way: str) -> None:
+@pytest.mark.parametrize(
+    "way", ["data", "numpy", "state_dict", "dlpack", "a frozen table"]
+)
+def test_memory_that_somebody_holds_is_as_after_eager_steps_at_any_time(
+    way: str,
+) -> None:
     found = []
     for compile_ in ("off", "require"):
         model, step, _ = made(compile_)
@@ -160,7 +189,9 @@ def test_memory_that_somebody_holds_is_as_after_eager_steps_at_any_time(way: str
             "numpy": lambda model: model.item.weight.detach().numpy(),
             "state_dict": lambda model: model.state_dict()["item.weight"],
             "dlpack": lambda model: torch.from_dlpack(model.item.weight.detach()),
-            "a frozen table": lambda model: nn.Embedding.from_pretrained(model.item.weight.data),
+            "a frozen table": lambda model: nn.Embedding.from_pretrained(
+                model.item.weight.data
+            ),
         }[way]
         held, values = None, []
         for number, batch in enumerate(batches(20)):
@@ -168,7 +199,11 @@ def test_memory_that_somebody_holds_is_as_after_eager_steps_at_any_time(way: str
                 held = kept(model)
             step(*batch)
             if held is not None:
-                rows = held.weight if isinstance(held, nn.Embedding) else torch.as_tensor(held)
+                rows = (
+                    held.weight
+                    if isinstance(held, nn.Embedding)
+                    else torch.as_tensor(held)
+                )
                 values.append(rows.clone())
         found.append(torch.stack(values))
     assert torch.allclose(*found, atol=NEAR)
@@ -191,19 +226,32 @@ def test_two_steps_over_one_model_by_turns_learn_what_eager_ones_learn() -> None
     for compile_ in ("off", "require"):
         model, first, optimizer = made(compile_)
 
-        def pull(user: Tensor, item: Tensor, label: Tensor, model: Any = model) -> Tensor:
-            scores = (model.user(user) * model.item(item)).sum(1) + model.top.weight.sum() + model.top.bias
+        def pull(
+            user: Tensor, item: Tensor, label: Tensor, model: Any = model
+        ) -> Tensor:
+            scores = (
+                (model.user(user) * model.item(item)).sum(1)
+                + model.top.weight.sum()
+                + model.top.bias
+            )
             return F.binary_cross_entropy_with_logits(scores, label)
 
         second = adopt(model, optimizer, pull, compile=compile_, verify=0)  # type: ignore[arg-type]
-        losses = [float(step(*batch)[0]) for batch in batches(16) for step in (first, second)]
+        losses = [
+            float(step(*batch)[0]) for batch in batches(16) for step in (first, second)
+        ]
         found.append((model.state_dict(), losses, optimizer.state_dict()))
     assert found[1][1] == pytest.approx(found[0][1], abs=NEAR)
-    assert all(torch.allclose(value, found[1][0][name], atol=NEAR) for name, value in found[0][0].items())
+    assert all(
+        torch.allclose(value, found[1][0][name], atol=NEAR)
+        for name, value in found[0][0].items()
+    )
     assert {float(state["step"]) for state in found[1][2]["state"].values()} == {32.0}
 
 
-def test_an_update_of_all_rows_that_is_interrupted_is_completed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_of_all_rows_that_is_interrupted_is_completed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain, _ = trained("off", lambda *_: None)
     model, _ = trained("require", lambda *_: None)
     monkeypatch.setattr(memories, "_BLOCK_ROWS", 100)

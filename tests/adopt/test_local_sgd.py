@@ -30,7 +30,11 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user, self.item, self.fixed = nn.Embedding(USERS, D), nn.Embedding(ITEMS, D), nn.Embedding(ITEMS, D)
+        self.user, self.item, self.fixed = (
+            nn.Embedding(USERS, D),
+            nn.Embedding(ITEMS, D),
+            nn.Embedding(ITEMS, D),
+        )
         self.top = nn.Sequential(nn.Linear(2 * D, 4), nn.Tanh(), nn.Linear(4, 1))
         self.fixed.requires_grad_(False)
 
@@ -45,22 +49,30 @@ def made(seed: int = 0) -> Net:
 
 
 def loss_of(model: nn.Module) -> Callable[..., Tensor]:
-    return lambda user, item, label: F.binary_cross_entropy_with_logits(model(user, item), label)
+    return lambda user, item, label: F.binary_cross_entropy_with_logits(
+        model(user, item), label
+    )
 
 
 def batches(rank: int, count: int = STEPS) -> Iterator[Batch]:
     draw = torch.Generator().manual_seed(rank)
     for _ in range(count):
-        user, item = (torch.randint(rows, (B,), generator=draw) for rows in (USERS, ITEMS))
+        user, item = (
+            torch.randint(rows, (B,), generator=draw) for rows in (USERS, ITEMS)
+        )
         yield user, item, torch.randint(2, (B,), generator=draw).float()
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam([weight for weight in model.parameters() if weight.requires_grad], 1e-2)
+    return torch.optim.Adam(
+        [weight for weight in model.parameters() if weight.requires_grad], 1e-2
+    )
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], 0.5)
+    return torch.optim.SGD(
+        [weight for weight in model.parameters() if weight.requires_grad], 0.5
+    )
 
 
 def kept(model: nn.Module) -> Weights:
@@ -76,9 +88,15 @@ def own_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[...
     return step
 
 
-MODES: dict[str, tuple[Any, Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]] = {
+MODES: dict[
+    str, tuple[Any, Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]
+] = {
     "local sgd": (LocalSGD, adam, {"every": EVERY}),
-    "state averaged too": (LocalSGD, adam, {"every": EVERY, "optimizer_state": "average"}),
+    "state averaged too": (
+        LocalSGD,
+        adam,
+        {"every": EVERY, "optimizer_state": "average"},
+    ),
     "diloco": (DiLoCo, adam, {"every": EVERY}),
     "every step": (LocalSGD, sgd, {"every": 1}),
 }
@@ -89,7 +107,11 @@ def ran(runtime: Runtime, name: str, *, captured: bool) -> tuple[Weights, str]:
     kind, optimizer_of, options = MODES[name]
     model = made(runtime.rank)
     optimizer = optimizer_of(model)
-    step: Any = adopt(model, optimizer, loss_of(model), compile="require") if captured else own_step(model, optimizer)
+    step: Any = (
+        adopt(model, optimizer, loss_of(model), compile="require")
+        if captured
+        else own_step(model, optimizer)
+    )
     with kind(model, step if captured else optimizer, **options):
         for batch in batches(runtime.rank):
             step(*batch)
@@ -101,16 +123,25 @@ def by_hand(name: str) -> Weights:
     kind, optimizer_of, options = MODES[name]
     replicas = [made(), made()]
     optimizers = [optimizer_of(replica) for replica in replicas]
-    anchor = [weight.detach().clone() for weight in replicas[0].parameters() if weight.requires_grad]
+    anchor = [
+        weight.detach().clone()
+        for weight in replicas[0].parameters()
+        if weight.requires_grad
+    ]
     outer = torch.optim.SGD(anchor, 0.7, momentum=0.9, nesterov=True)
-    both = [[weight for weight in replica.parameters() if weight.requires_grad] for replica in replicas]
+    both = [
+        [weight for weight in replica.parameters() if weight.requires_grad]
+        for replica in replicas
+    ]
     for number, pair in enumerate(zip(batches(0), batches(1), strict=True), 1):
         for replica, optimizer, batch in zip(replicas, optimizers, pair, strict=True):
             own_step(replica, optimizer)(*batch)
         if number % options["every"] and number < STEPS:
             continue
         for start, *weights in zip(anchor, *both, strict=True):
-            start.grad = start - torch.stack([weight.detach() for weight in weights]).mean(0)
+            start.grad = start - torch.stack(
+                [weight.detach() for weight in weights]
+            ).mean(0)
         if kind is DiLoCo:
             outer.step()
         with torch.no_grad():
@@ -118,9 +149,16 @@ def by_hand(name: str) -> Weights:
                 start -= start.grad * (kind is LocalSGD)  # type: ignore[operator]
                 for weight in weights:
                     weight.copy_(start)
-            for weights in zip(*both, strict=True) if options.get("optimizer_state") == "average" else ():
+            for weights in (
+                zip(*both, strict=True)
+                if options.get("optimizer_state") == "average"
+                else ()
+            ):
                 for key in ("exp_avg", "exp_avg_sq"):
-                    states = [each.state[weight][key] for each, weight in zip(optimizers, weights, strict=True)]
+                    states = [
+                        each.state[weight][key]
+                        for each, weight in zip(optimizers, weights, strict=True)
+                    ]
                     mean = torch.stack(states).mean(0)
                     for state in states:
                         state.copy_(mean)
@@ -142,7 +180,12 @@ def refusals(runtime: Runtime) -> dict[str, str]:
     wider = nn.Linear(3 + runtime.rank, 1)
     for name, make in (
         ("models", lambda: LocalSGD(wider, sgd(wider), every=2).__enter__()),
-        ("ddp", lambda: LocalSGD(nn.parallel.DistributedDataParallel(model), optimizer, every=2)),
+        (
+            "ddp",
+            lambda: LocalSGD(
+                nn.parallel.DistributedDataParallel(model), optimizer, every=2
+            ),
+        ),
         ("warmup", lambda: LocalSGD(model, optimizer, every=2, warmup=3)),
         ("every", lambda: LocalSGD(model, optimizer, every=0)),
     ):
@@ -158,7 +201,10 @@ def of_rank(runtime: Runtime) -> dict[str, Any]:
     torch.set_num_threads(1)
     return {
         "captured": {name: ran(runtime, name, captured=True) for name in MODES},
-        "own": {name: ran(runtime, name, captured=False) for name in ("local sgd", "every step")},
+        "own": {
+            name: ran(runtime, name, captured=False)
+            for name in ("local sgd", "every step")
+        },
         "refused": refusals(runtime),
     }
 
@@ -173,7 +219,9 @@ def farthest(one: Weights, other: Weights) -> float:
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_ranks_average_what_two_replicas_average_by_hand(ranks: list[dict[str, Any]], name: str) -> None:
+def test_ranks_average_what_two_replicas_average_by_hand(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     (first, described), (second, _) = (rank["captured"][name] for rank in ranks)
     assert "captured since step 3" in described
     if name != "every step":  # Adam's table
@@ -188,13 +236,17 @@ def test_ranks_average_what_two_replicas_average_by_hand(ranks: list[dict[str, A
 
 
 @pytest.mark.parametrize("name", ["local sgd", "every step"])
-def test_torchs_own_optimizer_is_averaged_too(ranks: list[dict[str, Any]], name: str) -> None:
+def test_torchs_own_optimizer_is_averaged_too(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     (first, _), (second, _) = (rank["own"][name] for rank in ranks)
     assert farthest(first, second) == 0
     assert farthest(by_hand(name), first) < 1e-6
 
 
-def test_averaging_every_step_of_sgd_is_one_step_on_both_batches(ranks: list[dict[str, Any]]) -> None:
+def test_averaging_every_step_of_sgd_is_one_step_on_both_batches(
+    ranks: list[dict[str, Any]],
+) -> None:
     model = made()
     step = own_step(model, sgd(model))
     for pair in zip(batches(0), batches(1), strict=True):
@@ -205,31 +257,61 @@ def test_averaging_every_step_of_sgd_is_one_step_on_both_batches(ranks: list[dic
 def test_what_does_not_fit_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["refused"] for rank in ranks)
     assert first == second
-    assert "ranks have taken unequal numbers of steps, rank 0: 4, rank 1: 5" in first["steps"]
-    assert first["models"].startswith("model: rank 0 has 'weight' of (1, 3) and rank 1 of (1, 4); make the same module")
-    assert first["ddp"] == "model: DistributedDataParallel averages gradients in every step; give its .module"
-    assert first["warmup"].startswith("warmup=3: a module that is not sharded takes no steps together")
+    assert (
+        "ranks have taken unequal numbers of steps, rank 0: 4, rank 1: 5"
+        in first["steps"]
+    )
+    assert first["models"].startswith(
+        "model: rank 0 has 'weight' of (1, 3) and rank 1 of (1, 4); make the same module"
+    )
+    assert (
+        first["ddp"]
+        == "model: DistributedDataParallel averages gradients in every step; give its .module"
+    )
+    assert first["warmup"].startswith(
+        "warmup=3: a module that is not sharded takes no steps together"
+    )
     assert first["every"] == "every=0: must be 1 step or more"
 
 
 def test_without_a_process_group_it_says_how_to_have_one() -> None:
     model = made()
-    with pytest.raises(ValueError, match=r"there is no process group; start the script by torchrun, inside Runtime"):
+    with pytest.raises(
+        ValueError,
+        match=r"there is no process group; start the script by torchrun, inside Runtime",
+    ):
         LocalSGD(model, sgd(model), every=2)
 
 
 @pytest.mark.slow
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     run = subprocess.run(
-        [*command, str(ROOT / "examples/local_sgd_adopted.py"), str(tmp_path / "ncf.pt"), "4000", "2"],
+        [
+            *command,
+            str(ROOT / "examples/local_sgd_adopted.py"),
+            str(tmp_path / "ncf.pt"),
+            "4000",
+            "2",
+        ],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("epoch")]
+    losses = [
+        float(line.split()[-1])
+        for line in run.stdout.splitlines()
+        if line.startswith("epoch")
+    ]
     assert len(losses) == 2
     assert losses[1] < losses[0]
     assert (tmp_path / "ncf.pt").exists()

@@ -33,7 +33,14 @@ from torchrec_ext.capture.memory import StepMemory
 from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.retrieval import Bundle, Catalogue, Scorer, ScoreRequest, export
 
-USERS, ITEMS, FEW, D, B, L = 700, 300, 20, 4, 16, 3  # of the few rows, tables are moved whole
+USERS, ITEMS, FEW, D, B, L = (
+    700,
+    300,
+    20,
+    4,
+    16,
+    3,
+)  # of the few rows, tables are moved whole
 WHOLE, BY_ROW = 1e-6, 2e-3
 RATE = 1.0  # of which learning rates are multiples
 Batch = tuple[Any, ...]
@@ -46,8 +53,12 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
         monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
     for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
         monkeypatch.setattr(adopted, name, {"cpu": 0.0, "cuda": 0.0})
-    monkeypatch.setattr(verify, "_CHECKED", 0.0)  # of the time, which is no question here
-    monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)  # which way is faster is no question here
+    monkeypatch.setattr(
+        verify, "_CHECKED", 0.0
+    )  # of the time, which is no question here
+    monkeypatch.setattr(
+        AdoptedStep, "_report", lambda step: None
+    )  # which way is faster is no question here
 
 
 @pytest.fixture
@@ -75,7 +86,9 @@ def pairs(generator: torch.Generator, users: int = FEW, items: int = FEW) -> Bat
 
 
 def lists(generator: torch.Generator) -> Batch:
-    return torch.randint(FEW, (B, L), generator=generator), torch.randint(2, (B,), generator=generator).float()
+    return torch.randint(FEW, (B, L), generator=generator), torch.randint(
+        2, (B,), generator=generator
+    ).float()
 
 
 def adam(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
@@ -98,9 +111,14 @@ def case(
 class Pairs(nn.Module):
     """A user and an item, a network over both."""
 
-    def __init__(self, users: int = FEW, items: int = FEW, sparse: bool = False, **item: Any) -> None:
+    def __init__(
+        self, users: int = FEW, items: int = FEW, sparse: bool = False, **item: Any
+    ) -> None:
         super().__init__()
-        self.user, self.item = nn.Embedding(users, D, sparse=sparse), nn.Embedding(items, D, sparse=sparse, **item)
+        self.user, self.item = (
+            nn.Embedding(users, D, sparse=sparse),
+            nn.Embedding(items, D, sparse=sparse, **item),
+        )
         self.top = nn.Sequential(nn.Linear(2 * D, 4), nn.Tanh(), nn.Linear(4, 1))
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
@@ -108,7 +126,9 @@ class Pairs(nn.Module):
 
 
 def logistic(model: nn.Module) -> Callable[..., Tensor]:
-    return lambda *batch: F.binary_cross_entropy_with_logits(model(*batch[:-1]), batch[-1])
+    return lambda *batch: F.binary_cross_entropy_with_logits(
+        model(*batch[:-1]), batch[-1]
+    )
 
 
 def of_pairs(users: int = FEW, **made: Any) -> Case:
@@ -150,7 +170,11 @@ def listed(encoder: nn.Module, by: Callable[..., Any] = adam, **item: Any) -> Ca
 class Bags(nn.Module):
     def __init__(self, weighted: bool = False, **bag: Any) -> None:
         super().__init__()
-        self.bag, self.top, self.weighted = nn.EmbeddingBag(FEW, D, **bag), nn.Linear(D, 1), weighted
+        self.bag, self.top, self.weighted = (
+            nn.EmbeddingBag(FEW, D, **bag),
+            nn.Linear(D, 1),
+            weighted,
+        )
 
     def forward(self, items: Tensor, starts: Tensor | None = None) -> Tensor:
         weights = (items + 1.0) / FEW if self.weighted else None
@@ -165,8 +189,17 @@ def bags(batch: Callable[[torch.Generator], Batch] = lists, **made: Any) -> Case
 def ragged(generator: torch.Generator, ends: bool = False) -> Batch:
     """B lists of other lengths in each batch, some of them empty, one after the other: ids, and where lists begin."""
     items, label = lists(generator)
-    starts = torch.cat([torch.zeros(1), torch.randint(B * L, (B - 1,), generator=generator).sort().values]).long()
-    return items.view(-1), torch.cat([starts, torch.tensor([B * L])]) if ends else starts, label
+    starts = torch.cat(
+        [
+            torch.zeros(1),
+            torch.randint(B * L, (B - 1,), generator=generator).sort().values,
+        ]
+    ).long()
+    return (
+        items.view(-1),
+        torch.cat([starts, torch.tensor([B * L])]) if ends else starts,
+        label,
+    )
 
 
 class Plus(nn.Embedding):
@@ -187,7 +220,10 @@ class Raw(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user, self.item = nn.Parameter(torch.randn(FEW, D)), nn.Parameter(torch.randn(FEW, D))
+        self.user, self.item = (
+            nn.Parameter(torch.randn(FEW, D)),
+            nn.Parameter(torch.randn(FEW, D)),
+        )
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         return (self.user[user] * F.embedding(item, self.item)).sum(1)
@@ -219,7 +255,9 @@ def in_batch() -> Case:
     model: Any = made.model
     return case(
         model,
-        lambda user, item, _: F.cross_entropy(model.user(user) @ model.item(item).T * 5.0, torch.arange(B)),
+        lambda user, item, _: F.cross_entropy(
+            model.user(user) @ model.item(item).T * 5.0, torch.arange(B)
+        ),
         optimizers=[torch.optim.Adam([model.user.weight, model.item.weight], 1e-2)],
     )
 
@@ -227,7 +265,9 @@ def in_batch() -> Case:
 def tied_to_output() -> Case:
     model: Any = nn.ModuleDict({"item": nn.Embedding(FEW, D), "out": nn.Linear(D, FEW)})
     model.out.weight = model.item.weight
-    return case(model, lambda user, item, _: F.cross_entropy(model.out(model.item(user)), item))
+    return case(
+        model, lambda user, item, _: F.cross_entropy(model.out(model.item(user)), item)
+    )
 
 
 def tied() -> Case:
@@ -245,20 +285,37 @@ def frozen(name: str) -> Case:
 def two_optimizers() -> Case:
     made = of_pairs(USERS, sparse=True)
     model: Any = made.model
-    by = [torch.optim.Adagrad([model.user.weight, model.item.weight], 0.05), torch.optim.Adam(model.top.parameters())]
+    by = [
+        torch.optim.Adagrad([model.user.weight, model.item.weight], 0.05),
+        torch.optim.Adam(model.top.parameters()),
+    ]
     return case(model, made.loss, batch=made.batch, optimizers=by)
 
 
 def groups() -> Case:
     made = of_pairs()
     model: Any = made.model
-    sets = [{"params": model.user.parameters(), "lr": 0.05}, {"params": model.item.parameters(), "betas": (0.5, 0.9)}]
-    return case(model, made.loss, optimizers=[torch.optim.Adam([*sets, {"params": model.top.parameters()}], 1e-3)])
+    sets = [
+        {"params": model.user.parameters(), "lr": 0.05},
+        {"params": model.item.parameters(), "betas": (0.5, 0.9)},
+    ]
+    return case(
+        model,
+        made.loss,
+        optimizers=[
+            torch.optim.Adam([*sets, {"params": model.top.parameters()}], 1e-3)
+        ],
+    )
 
 
 def scheduled(kind: Callable[[Any], Any]) -> Case:
     made = of_pairs()
-    return case(made.model, made.loss, optimizers=made.optimizers, schedulers=lambda by: [kind(by[0])])
+    return case(
+        made.model,
+        made.loss,
+        optimizers=made.optimizers,
+        schedulers=lambda by: [kind(by[0])],
+    )
 
 
 class Fields(nn.Module):
@@ -271,10 +328,17 @@ class Fields(nn.Module):
         self.register_buffer("offset", torch.tensor([0, 1]))
 
     def forward(self, *ids: Tensor) -> Tensor:
-        ids = tuple((one + offset) % FEW for one, offset in zip(ids, self.offset.tolist(), strict=True))
-        rows = torch.stack([table(one) for table, one in zip(self.tables, ids, strict=True)], 1)
+        ids = tuple(
+            (one + offset) % FEW
+            for one, offset in zip(ids, self.offset.tolist(), strict=True)
+        )
+        rows = torch.stack(
+            [table(one) for table, one in zip(self.tables, ids, strict=True)], 1
+        )
         pairs = 0.5 * (rows.sum(1).square() - rows.square().sum(1)).sum(1)
-        return pairs + sum(table(one).squeeze(1) for table, one in zip(self.first, ids, strict=True))  # type: ignore[no-any-return]
+        return pairs + sum(
+            table(one).squeeze(1) for table, one in zip(self.first, ids, strict=True)
+        )  # type: ignore[no-any-return]
 
 
 class Machine(Fields):
@@ -282,9 +346,13 @@ class Machine(Fields):
 
     def forward(self, *ids: Tensor) -> Tensor:
         moved = [(one + self.offset[index]) % FEW for index, one in enumerate(ids)]  # type: ignore[index]
-        rows = torch.stack([table(one) for table, one in zip(self.tables, moved, strict=True)], 1)
+        rows = torch.stack(
+            [table(one) for table, one in zip(self.tables, moved, strict=True)], 1
+        )
         pairs = 0.5 * (rows.sum(1).square() - rows.square().sum(1)).sum(1)
-        return pairs + sum(table(one).squeeze(1) for table, one in zip(self.first, moved, strict=True))  # type: ignore[no-any-return]
+        return pairs + sum(
+            table(one).squeeze(1) for table, one in zip(self.first, moved, strict=True)
+        )  # type: ignore[no-any-return]
 
 
 def machine() -> Case:
@@ -322,7 +390,9 @@ def trained_by_a_class() -> Case:
 
 def loss_module() -> Case:
     made, criterion = of_pairs(), nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0))
-    return case(made.model, lambda user, item, label: criterion(made.model(user, item), label))
+    return case(
+        made.model, lambda user, item, label: criterion(made.model(user, item), label)
+    )
 
 
 def regularised() -> Case:
@@ -339,18 +409,30 @@ def pairwise() -> Case:
         users = model.user(user)
         positive = (users * model.item(item)).sum(1, keepdim=True)
         scores = (users[:, None] * model.item(negatives)).sum(2)
-        return -F.logsigmoid(positive - scores).mean(), {"auc": (positive > scores).float().mean(), "scores": scores}
+        return -F.logsigmoid(positive - scores).mean(), {
+            "auc": (positive > scores).float().mean(),
+            "scores": scores,
+        }
 
     def draw(generator: torch.Generator) -> Batch:
-        return *pairs(generator, USERS, ITEMS)[:2], torch.randint(ITEMS, (B, 2), generator=generator)
+        return *pairs(generator, USERS, ITEMS)[:2], torch.randint(
+            ITEMS, (B, 2), generator=generator
+        )
 
-    return case(model, loss, batch=draw, optimizers=adam(nn.ModuleList([model.user, model.item])))
+    return case(
+        model,
+        loss,
+        batch=draw,
+        optimizers=adam(nn.ModuleList([model.user, model.item])),
+    )
 
 
 def dictionary() -> Case:
     made = of_pairs()
     loss = lambda batch: made.loss(batch["user"], batch["item"], batch["label"])  # noqa: E731
-    draw = lambda generator: (dict(zip(("user", "item", "label"), pairs(generator), strict=True)),)  # noqa: E731
+    draw = lambda generator: (  # noqa: E731
+        dict(zip(("user", "item", "label"), pairs(generator), strict=True)),
+    )
     return case(made.model, loss, batch=draw)
 
 
@@ -368,7 +450,10 @@ def experts() -> Case:
         rows = model["user"](user)
         shared = torch.stack([expert(rows).relu() for expert in model["experts"]], 1)
         mixed = (shared * model["gate"](rows).softmax(1)[..., None]).sum(1)
-        losses = [F.binary_cross_entropy_with_logits(task(mixed).squeeze(1), label) for task in model["tasks"]]
+        losses = [
+            F.binary_cross_entropy_with_logits(task(mixed).squeeze(1), label)
+            for task in model["tasks"]
+        ]
         return torch.stack(losses).sum()
 
     return case(model, loss)
@@ -376,7 +461,9 @@ def experts() -> Case:
 
 def normalised(layer: nn.Module) -> Case:
     made = of_pairs()
-    made.model.top = nn.Sequential(nn.Linear(2 * D, 4, bias=False), layer, nn.Linear(4, 1))
+    made.model.top = nn.Sequential(
+        nn.Linear(2 * D, 4, bias=False), layer, nn.Linear(4, 1)
+    )
     return case(made.model, made.loss, batch=made.batch)
 
 
@@ -407,14 +494,22 @@ class Products(nn.Module):
 
     def __init__(self, kept: bool) -> None:
         super().__init__()
-        self.user, self.item, self.top = nn.Embedding(FEW, D), nn.Embedding(FEW, D), nn.Linear(3 + D, 1)
+        self.user, self.item, self.top = (
+            nn.Embedding(FEW, D),
+            nn.Embedding(FEW, D),
+            nn.Linear(3 + D, 1),
+        )
         self.kept = torch.ones(3, 3).triu(1).bool() if kept else None
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         fields = torch.stack([self.user(user), self.item(item), self.item(user)], 1)
         mask = torch.ones(3, 3).triu(1).bool() if self.kept is None else self.kept
-        products = torch.masked_select(fields @ fields.transpose(1, 2), mask).view(-1, 3)
-        first = fields.masked_select((torch.arange(3) == 0)[:, None]).view(len(user), -1)
+        products = torch.masked_select(fields @ fields.transpose(1, 2), mask).view(
+            -1, 3
+        )
+        first = fields.masked_select((torch.arange(3) == 0)[:, None]).view(
+            len(user), -1
+        )
         return self.top(F.dropout(torch.cat([products, first], 1), 0.0)).squeeze(1)  # type: ignore[no-any-return]
 
 
@@ -422,7 +517,11 @@ def of_a_package() -> Case:
     """A loss with a helper of a package whose functions Dynamo leaves out by its name."""
     made = of_pairs()
     weights = [0.5, [1.0, (0.25, 0.75)]]
-    return case(made.model, lambda *batch: made.loss(*batch) * networkx.utils.flatten(weights)[2], batch=made.batch)
+    return case(
+        made.model,
+        lambda *batch: made.loss(*batch) * networkx.utils.flatten(weights)[2],
+        batch=made.batch,
+    )
 
 
 def products(kept: bool) -> Case:
@@ -437,7 +536,12 @@ def unused() -> Case:
 
 def int32() -> Case:
     made = of_pairs(USERS)
-    draw = lambda generator: (*[ids.int() for ids in made.batch(generator)[:2]], made.batch(generator)[2])  # noqa: E731
+    draw = (  # noqa: E731
+        lambda generator: (
+            *[ids.int() for ids in made.batch(generator)[:2]],
+            made.batch(generator)[2],
+        )
+    )
     return case(made.model, made.loss, batch=draw)
 
 
@@ -457,23 +561,37 @@ BIG: dict[str, Any] = {"users": USERS, "items": ITEMS}
 CASES: dict[str, Callable[[], Case]] = {
     "Adam": of_pairs,
     "Adam, row by row": lambda: of_pairs(**BIG),
-    "Adam with l2": lambda: of_pairs(by=lambda model: adam(model, weight_decay=0.1), **BIG),
-    "Adam, betas without a closed form": lambda: of_pairs(by=lambda model: adam(model, betas=(0.9, 0.8)), **BIG),
+    "Adam with l2": lambda: of_pairs(
+        by=lambda model: adam(model, weight_decay=0.1), **BIG
+    ),
+    "Adam, betas without a closed form": lambda: of_pairs(
+        by=lambda model: adam(model, betas=(0.9, 0.8)), **BIG
+    ),
     "AdamW": lambda: of_pairs(by=adamw, **BIG),
     "Adagrad": lambda: of_pairs(by=adagrad),
     "Adagrad, row by row": lambda: of_pairs(by=adagrad, **BIG),
-    "Adam with a large eps": lambda: of_pairs(by=lambda model: adam(model, eps=1e-2), **BIG),
-    "Adagrad with l2": lambda: of_pairs(by=lambda model: adagrad(model, weight_decay=0.1), **BIG),
+    "Adam with a large eps": lambda: of_pairs(
+        by=lambda model: adam(model, eps=1e-2), **BIG
+    ),
+    "Adagrad with l2": lambda: of_pairs(
+        by=lambda model: adagrad(model, weight_decay=0.1), **BIG
+    ),
     "Adagrad, sparse": lambda: of_pairs(by=adagrad, sparse=True, **BIG),
     "SGD": lambda: of_pairs(by=sgd, **BIG),
-    "SGD with l2": lambda: of_pairs(by=lambda model: sgd(model, weight_decay=0.1), **BIG),
+    "SGD with l2": lambda: of_pairs(
+        by=lambda model: sgd(model, weight_decay=0.1), **BIG
+    ),
     "SGD, sparse": lambda: of_pairs(by=sgd, sparse=True, **BIG),
     "Adagrad and Adam": two_optimizers,
     "groups": groups,
     "clipped": lambda: of_pairs(options={"clip_norm": 0.05}, **BIG),
-    "cosine": lambda: scheduled(lambda by: torch.optim.lr_scheduler.CosineAnnealingLR(by, 10)),
+    "cosine": lambda: scheduled(
+        lambda by: torch.optim.lr_scheduler.CosineAnnealingLR(by, 10)
+    ),
     "one cycle": lambda: scheduled(
-        lambda by: torch.optim.lr_scheduler.OneCycleLR(by, 0.02 * RATE, total_steps=200, cycle_momentum=False)
+        lambda by: torch.optim.lr_scheduler.OneCycleLR(
+            by, 0.02 * RATE, total_steps=200, cycle_momentum=False
+        )
     ),
     "padding": lambda: of_pairs(padding_idx=3),
     "padding, row by row": lambda: of_pairs(padding_idx=3, **BIG),
@@ -486,7 +604,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "ragged, mean, padding": lambda: bags(ragged, mode="mean", padding_idx=0),
     "ragged, sum, padding": lambda: bags(ragged, mode="sum", padding_idx=0),
     "ragged, weighted": lambda: bags(ragged, mode="sum", weighted=True, padding_idx=0),
-    "ragged, ends": lambda: bags(functools.partial(ragged, ends=True), mode="sum", include_last_offset=True),
+    "ragged, ends": lambda: bags(
+        functools.partial(ragged, ends=True), mode="sum", include_last_offset=True
+    ),
     "tied tables": tied,
     "tied to the output": tied_to_output,
     "frozen table": lambda: frozen("user"),
@@ -499,10 +619,15 @@ CASES: dict[str, Callable[[], Case]] = {
     "LSTM": lambda: listed(nn.LSTM(D, D, batch_first=True)),
     # Not by Adam: the gradient of a key's bias is nothing but rounding, which makes steps of full size.
     "attention": lambda: listed(Attention(), by=sgd, padding_idx=0),
-    "transformer": lambda: listed(nn.TransformerEncoderLayer(D, 2, 8, 0.0, batch_first=True), by=sgd),
+    "transformer": lambda: listed(
+        nn.TransformerEncoderLayer(D, 2, 8, 0.0, batch_first=True), by=sgd
+    ),
     "convolution": lambda: listed(nn.Conv1d(L, L, 3, padding=1)),
     "weight norm": lambda: replaced(
-        "top", lambda _: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2 * D, 1)))
+        "top",
+        lambda _: nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Linear(2 * D, 1))
+        ),
     ),
     "dropout": lambda: normalised(nn.Dropout(0.3)),
     "batch norm": lambda: normalised(nn.BatchNorm1d(4)),
@@ -520,10 +645,16 @@ CASES: dict[str, Callable[[], Case]] = {
     "a mask that is kept": lambda: products(True),
     "a mask that forward makes": lambda: products(False),
     "int32 ids": int32,
-    "a hook on a module": lambda: changed(lambda model, _: model.user.register_forward_hook(lambda *_: None)),
+    "a hook on a module": lambda: changed(
+        lambda model, _: model.user.register_forward_hook(lambda *_: None)
+    ),
     "kept by forward": lambda: of(Remembering),
-    "a loss of one element": lambda: beside(lambda model, loss: lambda *batch: loss(*batch).view(1)),
-    "a float beside": lambda: beside(lambda model, loss: lambda *batch: (loss(*batch), {"n": 3.0})),
+    "a loss of one element": lambda: beside(
+        lambda model, loss: lambda *batch: loss(*batch).view(1)
+    ),
+    "a float beside": lambda: beside(
+        lambda model, loss: lambda *batch: (loss(*batch), {"n": 3.0})
+    ),
     "an object in the batch": lambda: drawn(lambda batch: (*batch, object())),
 }
 
@@ -561,7 +692,12 @@ def with_adopt(
 ) -> tuple[Case, list[float], AdoptedStep]:
     """The same loop with an adopted step; captured steps draw as eager ones do where a test asks for it."""
     made, losses = made_anew(make), []
-    step = adopt(made.model, made.optimizers, made.loss, **{"compile": "require", **made.options, **options})
+    step = adopt(
+        made.model,
+        made.optimizers,
+        made.loss,
+        **{"compile": "require", **made.options, **options},
+    )
     for number, batch in enumerate(batches(made, count)):
         torch.manual_seed(number)
         loss, _ = step(*batch)
@@ -576,14 +712,22 @@ def states(made: Case) -> dict[str, Tensor]:
     found = dict(made.model.state_dict())
     for number, optimizer in enumerate(made.optimizers):
         for index, state in optimizer.state_dict()["state"].items():
-            found |= {f"{number}/{index}/{key}": torch.as_tensor(value) for key, value in state.items()}
+            found |= {
+                f"{number}/{index}/{key}": torch.as_tensor(value)
+                for key, value in state.items()
+            }
     return found
 
 
 def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert list(one) == list(other)
-    assert all(one[name].shape == other[name].shape and one[name].dtype == other[name].dtype for name in one)
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+    assert all(
+        one[name].shape == other[name].shape and one[name].dtype == other[name].dtype
+        for name in one
+    )
+    return max(
+        float((one[name].double() - other[name].double()).abs().max()) for name in one
+    )
 
 
 def check(name: str, count: int) -> None:
@@ -599,7 +743,14 @@ def check(name: str, count: int) -> None:
 
 
 SELDOM = {  # variants of others, left to the slow run
-    *("Adam, betas without a closed form", "Adagrad, row by row", "SGD with l2", "SGD, sparse", "groups", "one cycle"),
+    *(
+        "Adam, betas without a closed form",
+        "Adagrad, row by row",
+        "SGD with l2",
+        "SGD, sparse",
+        "groups",
+        "one cycle",
+    ),
     *(
         "bags, sum",
         "bags, mean, padding",
@@ -611,30 +762,60 @@ SELDOM = {  # variants of others, left to the slow run
         "experts",
     ),
     *("in-batch softmax", "tied to the output", "loss module", "dict"),
-    *("Adam with l2", "Adagrad with l2", "Adagrad, sparse", "padding", "bags, weighted", "frozen table"),
+    *(
+        "Adam with l2",
+        "Adagrad with l2",
+        "Adagrad, sparse",
+        "padding",
+        "bags, weighted",
+        "frozen table",
+    ),
     *("ragged, mean", "ragged, sum, padding", "ragged, ends"),
-    *("raw parameters", "subclass", "weight norm", "penalty on all", "int32 ids", "a mask that forward makes"),
-    *("Adam with a large eps", "Adagrad and Adam", "ragged, mean, padding", "padding, row by row", "Adam, row by row"),
+    *(
+        "raw parameters",
+        "subclass",
+        "weight norm",
+        "penalty on all",
+        "int32 ids",
+        "a mask that forward makes",
+    ),
+    *(
+        "Adam with a large eps",
+        "Adagrad and Adam",
+        "ragged, mean, padding",
+        "padding, row by row",
+        "Adam, row by row",
+    ),
     *("GRU", "ragged, weighted"),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SELDOM else []) for name in CASES]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SELDOM else [])
+        for name in CASES
+    ],
 )
 def test_an_adopted_model_learns_what_the_users_own_loop_learns(name: str) -> None:
     check(name, 7)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if name != "dropout"])  # which draws other numbers compiled
-def test_after_100_compiled_steps_too(name: str, compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name != "dropout"]
+)  # which draws other numbers compiled
+def test_after_100_compiled_steps_too(
+    name: str, compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # At ten times the rate, rounding has grown to 1e-5 by then.
     monkeypatch.setattr(sys.modules[__name__], "RATE", 0.1)
     check(name, 100)
 
 
-def test_a_step_is_captured_while_autograd_looks_for_anomalies(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_is_captured_while_autograd_looks_for_anomalies(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with torch.autograd.set_detect_anomaly(True):
         check("Adam, row by row", 7)
         assert torch.is_anomaly_enabled()
@@ -651,9 +832,17 @@ def test_compiled_dropout_learns_as_well_by_other_numbers(compiled: None) -> Non
     assert np.mean(others[200:]) == pytest.approx(np.mean(losses[200:]), rel=0.03)
 
 
-def random_case(make: Callable[[], Case], loss_of: Callable[[Any, Callable[..., Any]], Callable[..., Any]]) -> Case:
+def random_case(
+    make: Callable[[], Case],
+    loss_of: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
+) -> Case:
     made = make()
-    return case(made.model, loss_of(made.model, made.loss), batch=made.batch, optimizers=made.optimizers)
+    return case(
+        made.model,
+        loss_of(made.model, made.loss),
+        batch=made.batch,
+        optimizers=made.optimizers,
+    )
 
 
 class Counting(Pairs):
@@ -744,7 +933,9 @@ NEIGHBOURS = torch.eye(FEW).to_sparse()
 
 class Packed(Pairs):
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(self.item(item)[:, None], torch.ones(B), batch_first=True)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.item(item)[:, None], torch.ones(B), batch_first=True
+        )
         return packed.data.sum(1) + super().forward(user, item)
 
 
@@ -777,12 +968,18 @@ def outside() -> Case:
 
 def outside_of_the_optimizer() -> Case:
     made, scale = of_pairs(), nn.Parameter(torch.ones(()))
-    return case(made.model, made.loss, optimizers=[torch.optim.Adam([*made.model.parameters(), scale])])
+    return case(
+        made.model,
+        made.loss,
+        optimizers=[torch.optim.Adam([*made.model.parameters(), scale])],
+    )
 
 
 def twice() -> Case:
     made = of_pairs()
-    return case(made.model, made.loss, optimizers=[*adam(made.model), *adam(made.model)])
+    return case(
+        made.model, made.loss, optimizers=[*adam(made.model), *adam(made.model)]
+    )
 
 
 def beside(loss_of: Callable[[Any, Callable[..., Any]], Callable[..., Any]]) -> Case:
@@ -806,56 +1003,117 @@ def drawn(change: Callable[[Batch], Batch]) -> Case:
 
 SCALER = torch.amp.GradScaler("cpu")
 REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
-    "max_norm": (lambda: of_pairs(max_norm=1.0), r"'item' \(.*test_step.py:\d+\) has max_norm=1, .*leave it out"),
+    "max_norm": (
+        lambda: of_pairs(max_norm=1.0),
+        r"'item' \(.*test_step.py:\d+\) has max_norm=1, .*leave it out",
+    ),
     "frequency": (
         lambda: of_pairs(scale_grad_by_freq=True),
         r"'item' \(.*\) has scale_grad_by_freq=True.*leave it out",
     ),
-    "max bags": (lambda: bags(mode="max"), r"'bag' \(.*\) has mode='max'; take 'sum' or 'mean'"),
-    "amsgrad": (lambda: by(lambda p: torch.optim.Adam(p, amsgrad=True)), "Adam with amsgrad=True .*set amsgrad=False"),
-    "momentum": (lambda: by(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)), "SGD with momentum=0.9 .*momentum=0"),
-    "lr_decay": (lambda: by(lambda p: torch.optim.Adagrad(p, lr_decay=0.1)), "Adagrad with lr_decay=0.1 .*LambdaLR"),
-    "maximize": (lambda: by(lambda p: torch.optim.Adam(p, maximize=True)), "maximize=True .*negate the loss"),
-    "RMSprop": (lambda: by(torch.optim.RMSprop), "the optimizer RMSprop has no captured form; .*Adam, AdamW, Adagrad"),
+    "max bags": (
+        lambda: bags(mode="max"),
+        r"'bag' \(.*\) has mode='max'; take 'sum' or 'mean'",
+    ),
+    "amsgrad": (
+        lambda: by(lambda p: torch.optim.Adam(p, amsgrad=True)),
+        "Adam with amsgrad=True .*set amsgrad=False",
+    ),
+    "momentum": (
+        lambda: by(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
+        "SGD with momentum=0.9 .*momentum=0",
+    ),
+    "lr_decay": (
+        lambda: by(lambda p: torch.optim.Adagrad(p, lr_decay=0.1)),
+        "Adagrad with lr_decay=0.1 .*LambdaLR",
+    ),
+    "maximize": (
+        lambda: by(lambda p: torch.optim.Adam(p, maximize=True)),
+        "maximize=True .*negate the loss",
+    ),
+    "RMSprop": (
+        lambda: by(torch.optim.RMSprop),
+        "the optimizer RMSprop has no captured form; .*Adam, AdamW, Adagrad",
+    ),
     "SparseAdam": (
         lambda: case(
             (model := nn.ModuleDict({"a": nn.Embedding(FEW, 1, sparse=True)})),
-            lambda user, item, label: (model["a"](user).squeeze(1) - label).square().mean(),
+            lambda user, item, label: (
+                (model["a"](user).squeeze(1) - label).square().mean()
+            ),
             optimizers=[torch.optim.SparseAdam(model.parameters())],
         ),
         "the optimizer SparseAdam has no captured form; torch.optim.Adam",
     ),
-    "tensor lr": (lambda: by(lambda p: torch.optim.Adam(p, torch.tensor(1e-2))), "a tensor for lr; give a float"),
+    "tensor lr": (
+        lambda: by(lambda p: torch.optim.Adam(p, torch.tensor(1e-2))),
+        "a tensor for lr; give a float",
+    ),
     "hook on a weight": (
-        lambda: changed(lambda model, _: model.user.weight.register_hook(lambda grad: grad * 2)),
+        lambda: changed(
+            lambda model, _: model.user.weight.register_hook(lambda grad: grad * 2)
+        ),
         r"'user.weight' \(.*\) has a hook on its gradient",
     ),
     "hook on an optimizer": (
-        lambda: changed(lambda _, optimizers: optimizers[0].register_step_post_hook(lambda *_: None)),
+        lambda: changed(
+            lambda _, optimizers: optimizers[0].register_step_post_hook(lambda *_: None)
+        ),
         "Adam has a step hook",
     ),
     "step replaced": (
-        lambda: changed(lambda _, optimizers: setattr(optimizers[0], "step", types.MethodType(lambda o: None, 0))),
+        lambda: changed(
+            lambda _, optimizers: setattr(
+                optimizers[0], "step", types.MethodType(lambda o: None, 0)
+            )
+        ),
         "Adam.step was replaced",
     ),
-    "outside the model": (outside, r"test_step.py:\d+ .* requires a gradient and is not the model's"),
+    "outside the model": (
+        outside,
+        r"test_step.py:\d+ .* requires a gradient and is not the model's",
+    ),
     "outside the model, moved": (
         outside_of_the_optimizer,
         r"group 0 of Adam has a parameter of shape \(\) that is not",
     ),
     "two optimizers": (twice, r"'user.weight' \(.*\) is moved by two optimizers"),
-    "double": (lambda: changed(lambda model, _: model.double()), "is torch.float64; .*call model.float"),
+    "double": (
+        lambda: changed(lambda model, _: model.double()),
+        "is torch.float64; .*call model.float",
+    ),
     "wrapped": (
         lambda: case((model := nn.DataParallel(Pairs())), logistic(model)),
         "'' .*is a DataParallel: adopt its .module",
     ),
-    "branch": (lambda: of(Branching), r"test_step.py:\d+ \(if scores.sum\(\) > 0:\) depends on values"),
-    "item": (lambda: of(Reading), r"test_step.py:\d+ \(return scores .*item\(\)\) depends on values"),
-    "mask": (lambda: of(Masking), r"test_step.py:\d+ \(return scores .*\) depends on values"),
-    "a mask of the batch": (lambda: of(Selecting), r"test_step.py:\d+ \(.*masked_select.*\) depends on values"),
-    "a random mask": (lambda: of(SelectingAtRandom), r"test_step.py:\d+ \(.*masked_select.*\) depends on values"),
-    "unique": (lambda: of(Unique), r"test_step.py:\d+ \(return super.*\) depends on values"),
-    "lists of values": (lambda: of(Lists), r"test_step.py:\d+ \(.*tolist\(\).*\) depends on values"),
+    "branch": (
+        lambda: of(Branching),
+        r"test_step.py:\d+ \(if scores.sum\(\) > 0:\) depends on values",
+    ),
+    "item": (
+        lambda: of(Reading),
+        r"test_step.py:\d+ \(return scores .*item\(\)\) depends on values",
+    ),
+    "mask": (
+        lambda: of(Masking),
+        r"test_step.py:\d+ \(return scores .*\) depends on values",
+    ),
+    "a mask of the batch": (
+        lambda: of(Selecting),
+        r"test_step.py:\d+ \(.*masked_select.*\) depends on values",
+    ),
+    "a random mask": (
+        lambda: of(SelectingAtRandom),
+        r"test_step.py:\d+ \(.*masked_select.*\) depends on values",
+    ),
+    "unique": (
+        lambda: of(Unique),
+        r"test_step.py:\d+ \(return super.*\) depends on values",
+    ),
+    "lists of values": (
+        lambda: of(Lists),
+        r"test_step.py:\d+ \(.*tolist\(\).*\) depends on values",
+    ),
     "random": (
         lambda: of(Noisy),
         r"test_step.py:\d+ \(.*random.random.*\) (cannot be traced by torch.compile|depends on values)",
@@ -868,11 +1126,24 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
         lambda: of(Packed),
         r"test_step.py:\d+ \(packed = .*\) cannot be traced by torch.compile \(it leaves out pack_padded_seq",
     ),
-    "numpy": (lambda: of(NumpyNoise), r"test_step.py:\d+ \(.*np.random.normal.*\) depends on values"),
-    "weights written": (lambda: of(Rewriting), "writes into a weight or into the batch"),
-    "backward": (lambda: beside(lambda model, loss: backward(of_pairs()._replace(loss=loss))), r"calls backward\(\)"),
+    "numpy": (
+        lambda: of(NumpyNoise),
+        r"test_step.py:\d+ \(.*np.random.normal.*\) depends on values",
+    ),
+    "weights written": (
+        lambda: of(Rewriting),
+        "writes into a weight or into the batch",
+    ),
+    "backward": (
+        lambda: beside(lambda model, loss: backward(of_pairs()._replace(loss=loss))),
+        r"calls backward\(\)",
+    ),
     "list kept": (
-        lambda: beside(lambda model, loss: lambda *batch, kept=[]: (kept.append(1), loss(*batch))[1]),
+        lambda: beside(
+            lambda model, loss: (
+                lambda *batch, kept=[]: (kept.append(1), loss(*batch))[1]
+            )
+        ),
         r"test_step.py:\d+ .* changes from step to step",
     ),
     "scaler": (
@@ -883,7 +1154,9 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_captured_form_is_refused_by_name_with_line_and_remedy(name: str) -> None:
+def test_what_has_no_captured_form_is_refused_by_name_with_line_and_remedy(
+    name: str,
+) -> None:
     make, text = REFUSED[name]
     with pytest.raises(CannotAdopt, match=f"(?s)compile='require': .*{text}"):
         with_adopt(make, 9)
@@ -912,14 +1185,21 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"clip_norm": -1.0}, "clip_norm=-1.0: must be a number of 0 or more"),
     ({"clip_norm": float("nan")}, "clip_norm=nan: must be a number"),
     (
-        {"model": (sparse := nn.Embedding(FEW, 1, sparse=True)), "optimizer": sgd(sparse), "clip_norm": 1.0},
+        {
+            "model": (sparse := nn.Embedding(FEW, 1, sparse=True)),
+            "optimizer": sgd(sparse),
+            "clip_norm": 1.0,
+        },
         r"clip_norm=1: the gradient of 'weight'.* is sparse, and .*; make the table with sparse=False",
     ),
     ({"compile": "yes"}, "compile='yes': must be 'auto', 'off' or 'require'"),
     ({"verify": -1}, "verify=-1: must be a number of steps"),
     ({"patience": 1.5}, "patience=1.5: must be a number of steps"),
     (
-        {"compile": "require", "autocast": lambda: torch.autocast("cpu", torch.float16)},
+        {
+            "compile": "require",
+            "autocast": lambda: torch.autocast("cpu", torch.float16),
+        },
         "computes in float16, whose gradients need a GradScaler; take torch.bfloat16",
     ),
 ]
@@ -928,8 +1208,15 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("wrong", "text"), ARGUMENTS)
 def test_wrong_arguments_are_refused(wrong: dict[str, Any], text: str) -> None:
     made = of_pairs()
-    arguments = {"model": made.model, "optimizer": made.optimizers, "loss": made.loss, **wrong}
-    model, optimizer, loss = (arguments.pop(name) for name in ("model", "optimizer", "loss"))
+    arguments = {
+        "model": made.model,
+        "optimizer": made.optimizers,
+        "loss": made.loss,
+        **wrong,
+    }
+    model, optimizer, loss = (
+        arguments.pop(name) for name in ("model", "optimizer", "loss")
+    )
     with pytest.raises(CannotAdopt, match=text):
         adopt(model, optimizer, loss, **arguments)
 
@@ -938,7 +1225,10 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any], text: str) -> None:
     ("loss", "text"),
     [
         (lambda *_: 3.0, "the loss function returned a float; return the loss"),
-        (lambda user, *_: torch.ones(3, requires_grad=True), r"the loss has the shape \(3,\); return one number"),
+        (
+            lambda user, *_: torch.ones(3, requires_grad=True),
+            r"the loss has the shape \(3,\); return one number",
+        ),
         (lambda *_: torch.ones(()), "the loss does not depend on a parameter"),
     ],
 )
@@ -949,7 +1239,12 @@ def test_a_loss_that_is_none_is_refused_at_the_first_step(loss: Any, text: str) 
 
 
 def test_eager_steps_are_the_users_own_to_the_bit() -> None:
-    for name in ("dropout", "two optimizers" if "two optimizers" in CASES else "Adagrad and Adam", "clipped", "GRU"):
+    for name in (
+        "dropout",
+        "two optimizers" if "two optimizers" in CASES else "Adagrad and Adam",
+        "clipped",
+        "GRU",
+    ):
         plain, losses = plainly(CASES[name], 6)
         made, others, _ = with_adopt(CASES[name], 6, compile="auto")
         assert others == losses
@@ -964,19 +1259,32 @@ def test_a_capture_that_pays_is_made_and_said(
     for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
         monkeypatch.setattr(adopted, name, {"cpu": 0.0, "cuda": 0.0})
     monkeypatch.setattr(policy, "WATCHED", 4)
-    monkeypatch.setattr(policy, "median_step", lambda seconds: 3e-3 if len(seconds) == 4 else 1e-3)
+    monkeypatch.setattr(
+        policy, "median_step", lambda seconds: 3e-3 if len(seconds) == 4 else 1e-3
+    )
     *_, step = with_adopt(of_pairs, 20, compile="auto")
     said = capsys.readouterr().out
-    assert "adopt: captured since step 5: 1 ms a step, eager 3 ms (3.0x); capturing took " in said
-    assert step.describe() == "captured since step 5; moved whole: user.weight, item.weight"
+    assert (
+        "adopt: captured since step 5: 1 ms a step, eager 3 ms (3.0x); capturing took "
+        in said
+    )
+    assert (
+        step.describe()
+        == "captured since step 5; moved whole: user.weight, item.weight"
+    )
     for threads in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         with_adopt(of_pairs, 20, compile="auto")
         on_fewer = "; 2 threads meet after every kernel, try torch.set_num_threads(1) before the first step\n"
         assert capsys.readouterr().out.endswith(on_fewer) == (threads == 2)
-    monkeypatch.setattr(policy, "median_step", lambda seconds: 1e-3 if len(seconds) == 4 else 3e-3)
+    monkeypatch.setattr(
+        policy, "median_step", lambda seconds: 1e-3 if len(seconds) == 4 else 3e-3
+    )
     *_, step = with_adopt(of_pairs, 20, compile="auto")
-    assert step.describe() == f"eager: a captured step takes 3 ms, and an eager one 1 ms{on_fewer.rstrip()}"
+    assert (
+        step.describe()
+        == f"eager: a captured step takes 3 ms, and an eager one 1 ms{on_fewer.rstrip()}"
+    )
 
 
 def adopted_case(**options: Any) -> tuple[Case, AdoptedStep, Iterator[Batch]]:
@@ -1005,7 +1313,9 @@ def read_as(way: str, made: Case, step: AdoptedStep) -> Tensor:
             "copy": lambda: copy.deepcopy(model).user.weight,
             "saved": lambda: saved(model).user.weight,
             "settled": lambda: settled(step),
-            "other state": lambda: made.optimizers[0].state_dict() and model.user.weight,
+            "other state": lambda: (
+                made.optimizers[0].state_dict() and model.user.weight
+            ),
         }[way]().clone()
 
 
@@ -1021,13 +1331,26 @@ def settled(step: AdoptedStep) -> Tensor:
         return model.user.weight  # type: ignore[no-any-return, union-attr]
 
 
-WAYS = ["state_dict", "submodule", "forward", "matrix", "data", "numpy", "copy", "saved", "settled", "other state"]
+WAYS = [
+    "state_dict",
+    "submodule",
+    "forward",
+    "matrix",
+    "data",
+    "numpy",
+    "copy",
+    "saved",
+    "settled",
+    "other state",
+]
 
 
 def test_whoever_reads_a_weight_or_a_state_reads_it_with_all_rows_caught_up() -> None:
     plain, _ = plainly(CASES["Adam, row by row"], 8 + 2 * len(WAYS))
     made, step, given = adopted_case()
-    references = plainly_at(CASES["Adam, row by row"], [8 + 2 * (index + 1) for index in range(len(WAYS))])
+    references = plainly_at(
+        CASES["Adam, row by row"], [8 + 2 * (index + 1) for index in range(len(WAYS))]
+    )
     for way, reference in zip(WAYS, references, strict=True):
         for batch in itertools.islice(given, 2):
             step(*batch)
@@ -1043,7 +1366,9 @@ def test_whoever_reads_a_weight_or_a_state_reads_it_with_all_rows_caught_up() ->
 
 
 def plainly_at(make: Callable[[], Case], counts: list[int]) -> list[Tensor]:
-    return [plainly(make, count)[0].model.state_dict()["user.weight"] for count in counts]
+    return [
+        plainly(make, count)[0].model.state_dict()["user.weight"] for count in counts
+    ]
 
 
 def test_who_writes_a_weight_writes_over_rows_that_are_caught_up() -> None:
@@ -1064,14 +1389,25 @@ def test_who_writes_a_weight_writes_over_rows_that_are_caught_up() -> None:
     assert farthest(states(made), states(other)) < BY_ROW
 
 
-@pytest.mark.parametrize("fresh", [False, True], ids=["the same objects", "new objects"])
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("Adam", "Adagrad and Adam")), "Adam, row by row"]
+    "fresh", [False, True], ids=["the same objects", "new objects"]
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("Adam", "Adagrad and Adam")
+        ),
+        "Adam, row by row",
+    ],
 )
 def test_a_resumed_run_equals_one_that_never_stopped(name: str, fresh: bool) -> None:
     made, losses, _ = with_adopt(CASES[name], 14)
     half, _, step = with_adopt(CASES[name], 9)
-    kept = copy.deepcopy([half.model.state_dict(), *[each.state_dict() for each in half.optimizers]])
+    kept = copy.deepcopy(
+        [half.model.state_dict(), *[each.state_dict() for each in half.optimizers]]
+    )
     if fresh:
         half = made_anew(CASES[name])
         step = adopt(half.model, half.optimizers, half.loss, compile="require")
@@ -1081,7 +1417,9 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, fresh: bool) -> 
     half.model.load_state_dict(kept[0])
     for optimizer, state in zip(half.optimizers, kept[1:], strict=True):
         optimizer.load_state_dict(state)
-    again = [float(step(*batch)[0]) for batch in itertools.islice(batches(half, 14), 9, None)]
+    again = [
+        float(step(*batch)[0]) for batch in itertools.islice(batches(half, 14), 9, None)
+    ]
     within = BY_ROW if "row by row" in step.describe() else WHOLE
     assert again == pytest.approx(losses[9:], abs=within)
     assert farthest(states(made), states(half)) < within
@@ -1113,7 +1451,10 @@ class Tempered(Pairs):
         self.settings = types.SimpleNamespace(scale=1.0)
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        return super().forward(user, item) * self.temperature * self.settings.scale + self.shift
+        return (
+            super().forward(user, item) * self.temperature * self.settings.scale
+            + self.shift
+        )
 
 
 def temper(model: Any) -> None:
@@ -1145,17 +1486,30 @@ CHANGES: list[Callable[[Any], None]] = [temper, shift, scale, evaluate, unfreeze
 
 @pytest.mark.parametrize(
     "change",
-    [pytest.param(each, marks=() if each in (temper, evaluate, renew) else pytest.mark.slow) for each in CHANGES],
+    [
+        pytest.param(
+            each, marks=() if each in (temper, evaluate, renew) else pytest.mark.slow
+        )
+        for each in CHANGES
+    ],
 )
-def test_what_somebody_changes_between_steps_takes_effect(change: Callable[[Any], None]) -> None:
+def test_what_somebody_changes_between_steps_takes_effect(
+    change: Callable[[Any], None],
+) -> None:
     found = []
     for adopting in (False, True):
         torch.manual_seed(0)
         model: Any = Tempered(users=USERS, items=ITEMS)
         model.top.insert(1, nn.Dropout(0.0))
         model.temperature = 1.0
-        optimizer, loss, losses = torch.optim.Adam(model.parameters(), 1e-2), logistic(model), []
-        step = adopt(model, optimizer, loss, compile="require" if adopting else "off", patience=0)
+        optimizer, loss, losses = (
+            torch.optim.Adam(model.parameters(), 1e-2),
+            logistic(model),
+            [],
+        )
+        step = adopt(
+            model, optimizer, loss, compile="require" if adopting else "off", patience=0
+        )
         generator = torch.Generator().manual_seed(2)
         for number in range(14):
             if number == 7:
@@ -1182,13 +1536,19 @@ def test_a_number_that_changes_in_every_step_ends_the_capture_and_is_named(
             model.temperature = 1.0 + number / 10
             step(*pairs(generator))
         found.append(model.state_dict())
-    assert "'temperature' changes from step to step; give it to the step as a tensor" in capsys.readouterr().out
+    assert (
+        "'temperature' changes from step to step; give it to the step as a tensor"
+        in capsys.readouterr().out
+    )
     assert farthest(*found) < WHOLE
 
 
 def test_settings_that_a_scheduler_cycles_are_refused() -> None:
     one = lambda by: torch.optim.lr_scheduler.OneCycleLR(by, 0.1, total_steps=50)  # noqa: E731
-    with pytest.raises(CannotAdopt, match=r"a setting of the optimizer other than lr .*cycle_momentum=False"):
+    with pytest.raises(
+        CannotAdopt,
+        match=r"a setting of the optimizer other than lr .*cycle_momentum=False",
+    ):
         with_adopt(lambda: scheduled(one), 6)
 
 
@@ -1199,13 +1559,17 @@ def test_batches_of_other_shapes_and_types_are_captured_or_eager_and_learn_the_s
     for compile_, patience in (("off", 0), ("auto", 0), ("auto", 3)):
         torch.manual_seed(0)
         model = Pairs(USERS, ITEMS)
-        step = adopt(model, adam(model), logistic(model), compile=compile_, patience=patience)  # type: ignore[arg-type]
+        step = adopt(
+            model, adam(model), logistic(model), compile=compile_, patience=patience
+        )  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(2)
         for number in range(30):
             user, item, label = pairs(generator, USERS, ITEMS)
             size = 7 if number % 5 == 4 else B
             user = user.int() if number % 7 == 6 else user
-            item = torch.stack([item, item], 1)[:, 0] if number % 3 else item  # not contiguous
+            item = (
+                torch.stack([item, item], 1)[:, 0] if number % 3 else item
+            )  # not contiguous
             step(user[:size], item[:size], label[:size])
         found.append((model.state_dict(), step))
     for state, step in found[1:]:
@@ -1216,11 +1580,15 @@ def test_batches_of_other_shapes_and_types_are_captured_or_eager_and_learn_the_s
     assert printed.count("adopt: compiled one more step in ") > 1
 
 
-def test_tensors_around_the_loss_are_read_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_around_the_loss_are_read_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(policy, "WATCHED", 2)
     made, weights = of_pairs(), torch.ones(B)
     loss = lambda user, item, label: (  # noqa: E731
-        F.binary_cross_entropy_with_logits(made.model(user, item), label, weight=weights)
+        F.binary_cross_entropy_with_logits(
+            made.model(user, item), label, weight=weights
+        )
     )
     step = adopt(made.model, made.optimizers, loss, patience=0)
     given = batches(made, 30)
@@ -1235,7 +1603,9 @@ def test_tensors_around_the_loss_are_read_as_they_are(monkeypatch: pytest.Monkey
 
 def read_around(made: Case, compile_: Any) -> list[float]:
     """A loop whose loss reads the variables of the loop."""
-    step = adopt(made.model, made.optimizers, lambda: made.loss(*current[0]), compile=compile_)
+    step = adopt(
+        made.model, made.optimizers, lambda: made.loss(*current[0]), compile=compile_
+    )
     losses = []
     for current in ([batch] for batch in batches(made, 30)):
         losses.append(float(step()[0]) if current else 0.0)
@@ -1261,7 +1631,9 @@ def test_a_step_of_sgd_far_below_the_size_of_its_weights_is_no_difference() -> N
     assert losses == pytest.approx(plainly(make, 9)[1], abs=1e-6)
 
 
-def test_a_captured_step_that_differs_from_the_eager_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_step_that_differs_from_the_eager_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def wrong(graph: torch.fx.GraphModule, examples: Any) -> Any:
         def run(*tensors: Tensor) -> Any:
             result = graph(*tensors)
@@ -1272,7 +1644,9 @@ def test_a_captured_step_that_differs_from_the_eager_one_is_refused(monkeypatch:
         return run
 
     monkeypatch.setattr(executors, "compile_graph", wrong)
-    text = r"differs from the eager one on the same batch in the weights of 'top.0.weight'"
+    text = (
+        r"differs from the eager one on the same batch in the weights of 'top.0.weight'"
+    )
     with pytest.raises(CannotAdopt, match=text):
         with_adopt(of_pairs, 6)
     plain, losses = plainly(of_pairs, 6)
@@ -1289,11 +1663,15 @@ class Differences(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.item, self.top = nn.Embedding(ITEMS, D), nn.Linear(D, 1)
-        self.register_buffer("anchor", self.item.weight.detach() * (1 + 2e-6 * torch.rand(ITEMS, D)))
+        self.register_buffer(
+            "anchor", self.item.weight.detach() * (1 + 2e-6 * torch.rand(ITEMS, D))
+        )
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         anchor: Tensor = self.anchor  # type: ignore[assignment]
-        return self.top(F.normalize(self.item(item) - F.embedding(item, anchor))).squeeze(1)  # type: ignore[no-any-return]
+        return self.top(
+            F.normalize(self.item(item) - F.embedding(item, anchor))
+        ).squeeze(1)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("share", [1.0, 1.01])
@@ -1304,7 +1682,11 @@ def test_a_step_that_rounding_changes_is_compared_within_what_rounding_changes(
 
     def rounded(graph: torch.fx.GraphModule, examples: Any) -> Any:
         def run(*tensors: Tensor) -> Any:
-            item = next(tensor for tensor in tensors if tensor.shape == (ITEMS, D) and tensor.abs().max() > 1)
+            item = next(
+                tensor
+                for tensor in tensors
+                if tensor.shape == (ITEMS, D) and tensor.abs().max() > 1
+            )
             item.mul_(1 + 2.0**-23 * torch.randint(-1, 2, item.shape))
             result = graph(*tensors)
             next(tensor for tensor in tensors if tensor.shape == (1, D)).mul_(share)
@@ -1315,7 +1697,12 @@ def test_a_step_that_rounding_changes_is_compared_within_what_rounding_changes(
     def make() -> Case:
         torch.manual_seed(0)
         model = Differences()
-        return case(model, logistic(model), batch=lambda g: pairs(g, USERS, ITEMS), optimizers=adam(model, lr=1e-8))
+        return case(
+            model,
+            logistic(model),
+            batch=lambda g: pairs(g, USERS, ITEMS),
+            optimizers=adam(model, lr=1e-8),
+        )
 
     monkeypatch.setattr(executors, "compile_graph", rounded)
     monkeypatch.setattr(policy, "WATCHED", 2)
@@ -1331,7 +1718,9 @@ def test_a_loss_that_is_more_exact_than_the_eager_one_is_no_difference(
 
     def exactly_added(graph: torch.fx.GraphModule, examples: Any) -> Any:
         def run(*tensors: Tensor) -> Any:
-            weight = next(tensor for tensor in tensors if tensor.shape == (2_000_000, D))
+            weight = next(
+                tensor for tensor in tensors if tensor.shape == (2_000_000, D)
+            )
             excess = weight.double().norm() ** 2 - weight.norm().double() ** 2
             loss, *outputs = graph(*tensors)
             return [((loss + 1e-6 * excess) * share).float(), *outputs]
@@ -1342,24 +1731,40 @@ def test_a_loss_that_is_more_exact_than_the_eager_one_is_no_difference(
         model = Pairs(items=2_000_000)
         logit = logistic(model)
         loss = lambda *batch: logit(*batch) + 1e-6 * model.item.weight.norm() ** 2  # noqa: E731
-        return case(model, loss, batch=lambda g: pairs(g, FEW, FEW), optimizers=sgd(model, lr=1e-3))
+        return case(
+            model,
+            loss,
+            batch=lambda g: pairs(g, FEW, FEW),
+            optimizers=sgd(model, lr=1e-3),
+        )
 
     monkeypatch.setattr(executors, "compile_graph", exactly_added)
     monkeypatch.setattr(policy, "WATCHED", 2)
     *_, step = with_adopt(make, 4, compile="auto", verify=1)
-    assert ("differs from the eager one on the same batch in the loss" in step.describe()) == (share != 1)
+    assert (
+        "differs from the eager one on the same batch in the loss" in step.describe()
+    ) == (share != 1)
 
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(captured: bool) -> None:
     made = made_anew(of_pairs)
-    step = adopt(made.model, made.optimizers, made.loss, compile="require" if captured else "off")
+    step = adopt(
+        made.model, made.optimizers, made.loss, compile="require" if captured else "off"
+    )
     given = batches(made, 20)
     for batch in itertools.islice(given, 7):
         step(*batch)
     user, item, label = next(given)
-    written = "the update of this step was written" if captured else "nothing was written by this step"
-    with pytest.raises(TrainingDivergedError, match=f"the loss is nan at step 8: {written}; look for values"):
+    written = (
+        "the update of this step was written"
+        if captured
+        else "nothing was written by this step"
+    )
+    with pytest.raises(
+        TrainingDivergedError,
+        match=f"the loss is nan at step 8: {written}; look for values",
+    ):
         step(user, item, label / 0 * 0)
 
 
@@ -1373,7 +1778,10 @@ def test_an_id_out_of_range_is_the_users_own_error_and_no_step_follows() -> None
         user, item, label = next(given)
         with pytest.raises(IndexError, match="index out of range"):
             step(torch.full_like(user, wrong), item, label)
-        with pytest.raises(RuntimeError, match=r"the captured step 8 has failed half way .*load the last checkpoint"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"the captured step 8 has failed half way .*load the last checkpoint",
+        ):
             step(user, item, label)
 
 
@@ -1414,11 +1822,25 @@ def test_a_table_that_is_moved_as_a_dense_layer_is_said_with_its_reason() -> Non
     assert re.search(text, step.describe())
 
 
-@pytest.mark.parametrize("term", ["item.norm(2) ** 2", "(item**2).sum()", "item.square().sum()", "(item * item).sum()"])
 @pytest.mark.parametrize(
-    ("by", "remedy"), [(adam, "the decay of AdamW has one"), (sgd, "weight_decay of SGD, twice the factor")]
+    "term",
+    [
+        "item.norm(2) ** 2",
+        "(item**2).sum()",
+        "item.square().sum()",
+        "(item * item).sum()",
+    ],
 )
-def test_an_l2_term_of_the_loss_is_said_with_line_and_remedy(term: str, by: Callable[..., Any], remedy: str) -> None:
+@pytest.mark.parametrize(
+    ("by", "remedy"),
+    [
+        (adam, "the decay of AdamW has one"),
+        (sgd, "weight_decay of SGD, twice the factor"),
+    ],
+)
+def test_an_l2_term_of_the_loss_is_said_with_line_and_remedy(
+    term: str, by: Callable[..., Any], remedy: str
+) -> None:
     made = of_pairs(USERS, by=by)
     model: Any = made.model
     terms: dict[str, Callable[[Tensor], Tensor]] = {
@@ -1434,7 +1856,9 @@ def test_an_l2_term_of_the_loss_is_said_with_line_and_remedy(term: str, by: Call
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD with l2", "clipped"])
-def test_decay_of_all_rows_and_a_limited_norm_leave_tables_row_by_row(name: str) -> None:
+def test_decay_of_all_rows_and_a_limited_norm_leave_tables_row_by_row(
+    name: str,
+) -> None:
     *_, step = with_adopt(CASES[name], 3)
     assert "moved row by row: user.weight, item.weight" in step.describe()
 
@@ -1446,18 +1870,35 @@ def models(draw: st.DrawFn) -> Callable[[], Case]:
     kind = draw(st.sampled_from(["Adam", "AdamW", "Adagrad", "SGD"]))
     decay = draw(st.sampled_from([0.0, 0.1]))
     padding = draw(st.sampled_from([None, 0, -1]))
-    options = draw(st.sampled_from([{}, {"max_norm": 0.5}, {"scale_grad_by_freq": True}, {}, {}, {}]))
+    options = draw(
+        st.sampled_from(
+            [{}, {"max_norm": 0.5}, {"scale_grad_by_freq": True}, {}, {}, {}]
+        )
+    )
     matrix, tie, frozen_table, clip = (draw(st.booleans()) for _ in range(4))
     # Normalised over one number, a row is 0 but for rounding, which is then all of the gradient of LayerNorm's weight.
-    layers = draw(st.lists(st.sampled_from(["Linear", "ReLU", "Sigmoid", *["LayerNorm"][: width - 1]]), max_size=4))
+    layers = draw(
+        st.lists(
+            st.sampled_from(["Linear", "ReLU", "Sigmoid", *["LayerNorm"][: width - 1]]),
+            max_size=4,
+        )
+    )
 
     class Drawn(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.user = nn.Embedding(users, width, padding_idx=padding, **options)
-            self.item, self.bag = nn.Embedding(users, width), nn.EmbeddingBag(users, width, mode="mean")
-            made = {"Linear": lambda: nn.Linear(width, width), "LayerNorm": lambda: nn.LayerNorm(width)}
-            self.top = nn.Sequential(*[made.get(layer, getattr(nn, layer))() for layer in layers])
+            self.item, self.bag = (
+                nn.Embedding(users, width),
+                nn.EmbeddingBag(users, width, mode="mean"),
+            )
+            made = {
+                "Linear": lambda: nn.Linear(width, width),
+                "LayerNorm": lambda: nn.LayerNorm(width),
+            }
+            self.top = nn.Sequential(
+                *[made.get(layer, getattr(nn, layer))() for layer in layers]
+            )
             if tie:
                 self.item.weight = self.user.weight
             self.bag.requires_grad_(not frozen_table)
@@ -1465,17 +1906,30 @@ def models(draw: st.DrawFn) -> Callable[[], Case]:
         def forward(self, user: Tensor, items: Tensor) -> Tensor:
             rows = self.top(self.user(user) + self.bag(items))
             scores = (rows * self.item(items[:, 0])).sum(1)
-            return scores + self.user.weight.square().sum(1).mean() if matrix else scores
+            return (
+                scores + self.user.weight.square().sum(1).mean() if matrix else scores
+            )
 
     def make() -> Case:
         model = Drawn()
-        optimizer = getattr(torch.optim, kind)(model.parameters(), 1e-2, weight_decay=decay)
+        optimizer = getattr(torch.optim, kind)(
+            model.parameters(), 1e-2, weight_decay=decay
+        )
 
         def batch(generator: torch.Generator) -> Batch:
-            user, items = (torch.randint(users, shape, generator=generator) for shape in ((B,), (B, L)))
+            user, items = (
+                torch.randint(users, shape, generator=generator)
+                for shape in ((B,), (B, L))
+            )
             return user, items, torch.randint(2, (B,), generator=generator).float()
 
-        return case(model, logistic(model), optimizers=[optimizer], batch=batch, **({"clip_norm": 0.1} if clip else {}))
+        return case(
+            model,
+            logistic(model),
+            optimizers=[optimizer],
+            batch=batch,
+            **({"clip_norm": 0.1} if clip else {}),
+        )
 
     return make
 
@@ -1486,14 +1940,20 @@ def tables(model: nn.Module) -> list[nn.Embedding]:
 
 def equal_or_refused(make: Callable[[], Case], count: int) -> None:
     plain, losses = plainly(make, count)
-    if any(module.max_norm or module.scale_grad_by_freq for module in tables(made_anew(make).model)):
+    if any(
+        module.max_norm or module.scale_grad_by_freq
+        for module in tables(made_anew(make).model)
+    ):
         with pytest.raises(CannotAdopt, match=r"max_norm|scale_grad_by_freq"):
             with_adopt(make, count)
         return
     made, others, step = with_adopt(make, count)
     within = BY_ROW if "row by row" in step.describe() else 2e-5
     assert others == pytest.approx(losses, abs=within)
-    assert farthest(dict(plain.model.state_dict()), dict(made.model.state_dict())) < 2 * within
+    assert (
+        farthest(dict(plain.model.state_dict()), dict(made.model.state_dict()))
+        < 2 * within
+    )
 
 
 @settings(max_examples=4, derandomize=True)
@@ -1519,7 +1979,11 @@ def rows_of_pairs(size: int = 90) -> Any:
     }
 
     def make(row: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return row["user"].repeat_interleave(3), row["item"].flatten(), row["label"].flatten()
+        return (
+            row["user"].repeat_interleave(3),
+            row["item"].flatten(),
+            row["label"].flatten(),
+        )
 
     rows = Rows(columns, make, B, seed=3)
     rows.names, rows.repeats = ("user", "item", "label"), {"user": 3}
@@ -1532,15 +1996,26 @@ def test_batches_made_inside_the_step_are_those_of_a_loader_and_equal_ids_are_lo
     looked_up: dict[str, list[int]] = {}
     choose = StepMemory.choose
     monkeypatch.setattr(
-        StepMemory, "choose", lambda memory, lookups, rule: (looked_up.update(lookups), choose(memory, lookups, rule))
+        StepMemory,
+        "choose",
+        lambda memory, lookups, rule: (
+            looked_up.update(lookups),
+            choose(memory, lookups, rule),
+        ),
     )
     found = []
     for compile_, inside in (("off", False), ("off", True), ("require", True)):
         torch.manual_seed(0)
         model = Pairs(USERS, FEW)
-        step = adopt(model, adam(model), logistic(model), rows=rows_of_pairs(), compile=compile_)  # type: ignore[arg-type]
+        step = adopt(
+            model, adam(model), logistic(model), rows=rows_of_pairs(), compile=compile_
+        )  # type: ignore[arg-type]
         rows = rows_of_pairs()
-        losses = [float(loss) for _ in range(3) for loss in (step.epoch() if inside else map(step_of(step), rows))]
+        losses = [
+            float(loss)
+            for _ in range(3)
+            for loss in (step.epoch() if inside else map(step_of(step), rows))
+        ]
         found.append((losses, model.state_dict()))
     assert len(found[0][0]) == 18  # the last batch of an epoch has 10 rows
     assert found[0][0] == found[1][0]
@@ -1555,11 +2030,17 @@ class Concatenated(nn.Module):
 
     def __init__(self, change: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.user, self.item, self.change = nn.Embedding(FEW, 8), nn.Embedding(FEW, D), change
+        self.user, self.item, self.change = (
+            nn.Embedding(FEW, 8),
+            nn.Embedding(FEW, D),
+            change,
+        )
         self.top = nn.Sequential(nn.Linear(8 + D + 8, 6), nn.Tanh(), nn.Linear(6, 1))
 
     def forward(self, user: Tensor, item: Tensor, context: Tensor) -> Tensor:
-        return self.top(self.change(self.user(user), self.item(item), context)).squeeze(1)  # type: ignore[no-any-return]
+        return self.top(self.change(self.user(user), self.item(item), context)).squeeze(
+            1
+        )  # type: ignore[no-any-return]
 
 
 def doubled(*columns: Tensor) -> Tensor:
@@ -1577,16 +2058,32 @@ def written_later(user: Tensor, item: Tensor, context: Tensor) -> Tensor:
 
 JOINED: dict[str, tuple[Callable[..., Tensor], bool]] = {
     "concatenated": (lambda *columns: torch.cat(columns, 1), True),
-    "twice": (lambda user, item, context: torch.cat([torch.cat([user, item], 1), context], dim=-1), True),
+    "twice": (
+        lambda user, item, context: torch.cat(
+            [torch.cat([user, item], 1), context], dim=-1
+        ),
+        True,
+    ),
     "written": (doubled, False),
     "written later": (written_later, False),
-    "by rows": (lambda *columns: torch.cat([torch.cat([each, each]) for each in columns], 1)[: len(columns[0])], False),
+    "by rows": (
+        lambda *columns: torch.cat([torch.cat([each, each]) for each in columns], 1)[
+            : len(columns[0])
+        ],
+        False,
+    ),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in ("concatenated", "written") else [pytest.mark.slow]) for name in JOINED],
+    [
+        pytest.param(
+            name,
+            marks=[] if name in ("concatenated", "written") else [pytest.mark.slow],
+        )
+        for name in JOINED
+    ],
 )
 def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -1600,14 +2097,20 @@ def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
     }
 
     def make(row: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        user, context = (row[key].repeat_interleave(5, 0) for key in ("user", "context"))
+        user, context = (
+            row[key].repeat_interleave(5, 0) for key in ("user", "context")
+        )
         return user, row["item"].flatten(), context, row["label"].flatten()
 
     change, once = JOINED[name]
     multiplied: list[Any] = []
 
     def compile_graph(graph: Any, _: Any) -> Any:
-        products = [node.meta["val"].shape for node in graph.graph.nodes if "mm" in str(node.target)]
+        products = [
+            node.meta["val"].shape
+            for node in graph.graph.nodes
+            if "mm" in str(node.target)
+        ]
         multiplied.extend(tuple(shape) for shape in products)
         return graph
 
@@ -1616,12 +2119,27 @@ def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
     for way in ("off", "require"):
         torch.manual_seed(0)
         model = Concatenated(change)
-        loss = lambda *batch, model=model: F.binary_cross_entropy_with_logits(model(*batch[:3]), batch[3])  # noqa: E731
+        loss = (  # noqa: E731
+            lambda *batch, model=model: F.binary_cross_entropy_with_logits(
+                model(*batch[:3]), batch[3]
+            )
+        )
         rows = Rows(columns, make, 8, seed=3)
-        rows.names, rows.repeats = ("user", "item", "context", "label"), {"user": 5, "context": 5}
-        step = adopt(model, torch.optim.Adam(model.parameters(), 1e-2), loss, rows=rows, compile=way)  # type: ignore[arg-type]
+        rows.names, rows.repeats = (
+            ("user", "item", "context", "label"),
+            {"user": 5, "context": 5},
+        )
+        step = adopt(
+            model,
+            torch.optim.Adam(model.parameters(), 1e-2),
+            loss,
+            rows=rows,
+            compile=way,
+        )  # type: ignore[arg-type]
         losses.append([float(each) for _ in range(4) for each in step.epoch()])
-        weights.append({key: value.clone() for key, value in model.state_dict().items()})
+        weights.append(
+            {key: value.clone() for key, value in model.state_dict().items()}
+        )
     assert losses[1] == pytest.approx(losses[0], abs=2e-6)
     assert farthest(*weights) < 1e-5
     assert ((8, 6) in multiplied) == once
@@ -1636,24 +2154,38 @@ def script() -> tuple[nn.Module, torch.optim.Optimizer, Any, AdoptedStep]:
     torch.manual_seed(0)
     model, rows = Pairs(USERS, FEW), rows_of_pairs()
     (optimizer,) = adam(model)
-    return model, optimizer, rows, adopt(model, optimizer, logistic(model), rows=rows, compile="require")
+    return (
+        model,
+        optimizer,
+        rows,
+        adopt(model, optimizer, logistic(model), rows=rows, compile="require"),
+    )
 
 
-def test_a_script_that_is_stopped_in_mid_epoch_ends_with_the_weights_of_one_that_is_not() -> None:
+def test_a_script_that_is_stopped_in_mid_epoch_ends_with_the_weights_of_one_that_is_not() -> (
+    None
+):
     model, optimizer, rows, step = script()
     losses = [float(loss) for _ in range(3) for loss in step.epoch()]
     whole = states(Case(model, [optimizer], step, None, {}, []))  # type: ignore[arg-type]
     model, optimizer, rows, step = script()
-    begun = [float(loss) for loss in itertools.chain(step.epoch(), itertools.islice(step.epoch(), 3))]
+    begun = [
+        float(loss)
+        for loss in itertools.chain(step.epoch(), itertools.islice(step.epoch(), 3))
+    ]
     file = io.BytesIO()
     torch.save([model.state_dict(), optimizer.state_dict(), rows.state_dict()], file)
     model, optimizer, rows, step = script()
-    for each, state in zip((model, optimizer, rows), torch.load(io.BytesIO(file.getvalue())), strict=True):
+    for each, state in zip(
+        (model, optimizer, rows), torch.load(io.BytesIO(file.getvalue())), strict=True
+    ):
         each.load_state_dict(state)
     begun += [float(loss) for _ in range(2) for loss in step.epoch()]
     assert len(losses) == len(begun) == 18
     assert begun == pytest.approx(losses, abs=1e-5)
-    assert farthest(whole, states(Case(model, [optimizer], step, None, {}, []))) < BY_ROW  # type: ignore[arg-type]
+    assert (
+        farthest(whole, states(Case(model, [optimizer], step, None, {}, []))) < BY_ROW
+    )  # type: ignore[arg-type]
     assert "user.weight" in step.describe()
     assert "row by row" in step.describe()
 
@@ -1663,7 +2195,10 @@ def test_rows_that_lag_are_caught_up_in_an_exported_bundle(tmp_path: Path) -> No
     for _ in range(4):
         step(*next(given))
     assert made.model.user.weight.__class__.__name__ == "_LaggingParameter"
-    users, items = (np.arange(weight.shape[0]) for weight in (made.model.user.weight, made.model.item.weight))
+    users, items = (
+        np.arange(weight.shape[0])
+        for weight in (made.model.user.weight, made.model.item.weight)
+    )
     catalogue = Catalogue(ids=items, features=pa.table({"item": items}))
     export(
         made.model,
@@ -1674,15 +2209,19 @@ def test_rows_that_lag_are_caught_up_in_an_exported_bundle(tmp_path: Path) -> No
     )
     scorer = Scorer(Bundle.load(tmp_path / "bundle"))
     for user in (0, len(users) - 1):
-        expected = made.model(torch.full((len(items),), user), torch.from_numpy(items)).tolist()
-        assert scorer.score(ScoreRequest(user={"user": user}, items=items.tolist())).scores == pytest.approx(
-            expected, abs=1e-5
-        )
+        expected = made.model(
+            torch.full((len(items),), user), torch.from_numpy(items)
+        ).tolist()
+        assert scorer.score(
+            ScoreRequest(user={"user": user}, items=items.tolist())
+        ).scores == pytest.approx(expected, abs=1e-5)
 
 
 def test_an_epoch_without_rows_is_refused() -> None:
     made = of_pairs()
-    with pytest.raises(CannotAdopt, match=r"epoch\(\) has no rows; give adopt\(..., rows=Rows.of"):
+    with pytest.raises(
+        CannotAdopt, match=r"epoch\(\) has no rows; give adopt\(..., rows=Rows.of"
+    ):
         next(adopt(made.model, made.optimizers, made.loss).epoch())
 
 
@@ -1692,20 +2231,32 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_the_second_users_script_is_adopted_by_a_few_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    texts = [(EXAMPLES / name).read_text().split('"""', 2)[2] for name in ("ncf_script.py", "ncf_adopted.py")]
+    texts = [
+        (EXAMPLES / name).read_text().split('"""', 2)[2]
+        for name in ("ncf_script.py", "ncf_adopted.py")
+    ]
     lines = list(difflib.unified_diff(*[text.splitlines() for text in texts], n=0))
     added = [line for line in lines[2:] if line.startswith("+") and line.strip("+ ")]
-    assert len([line for line in added if "import" not in line and "print" not in line]) == 3
+    assert (
+        len([line for line in added if "import" not in line and "print" not in line])
+        == 3
+    )
     monkeypatch.chdir(tmp_path)
     kept = []
     for name in ("ncf_script", "ncf_adopted"):
-        spec: Any = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        spec: Any = importlib.util.spec_from_file_location(
+            name, EXAMPLES / f"{name}.py"
+        )
         monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
         spec.loader.exec_module(sys.modules[name])
         sys.modules[name].main(2_000, 3)
         kept.append(torch.load("ncf.pt"))
     said = capsys.readouterr().out
-    losses = [float(line.split()[-1]) for line in said.splitlines() if line.startswith("epoch ")]
+    losses = [
+        float(line.split()[-1])
+        for line in said.splitlines()
+        if line.startswith("epoch ")
+    ]
     assert losses[:3] == pytest.approx(losses[3:], rel=0.05)
     assert losses[0] > losses[2]
     assert "adopt: compiling the training step" in said

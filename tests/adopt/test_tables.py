@@ -30,7 +30,9 @@ class Four(nn.Module):
         self.city, self.hashed = nn.Embedding(7, D), nn.Embedding(11, D)
         self.top = nn.Sequential(nn.Linear(5 * D, 8), nn.ReLU(), nn.Linear(8, 1))
 
-    def forward(self, user: Tensor, history: Tensor, item: Tensor, city: Tensor) -> Tensor:
+    def forward(
+        self, user: Tensor, history: Tensor, item: Tensor, city: Tensor
+    ) -> Tensor:
         seen = self.item(history).mean(1)
         rows = [self.user(user), seen, self.item(item), self.city(city)]
         crossed = self.hashed((user * 31 + item) % 11)
@@ -48,7 +50,9 @@ class Mixed(nn.Module):
         self.again.weight = self.item.weight
         self.top, self.drop = nn.Linear(3 * D, 1), nn.Dropout(0.0)
 
-    def forward(self, user: Tensor, history: Tensor, item: Tensor, city: Tensor) -> Tensor:
+    def forward(
+        self, user: Tensor, history: Tensor, item: Tensor, city: Tensor
+    ) -> Tensor:
         user_row = torch.relu(self.user(user))
         bag = self.bag(history)
         later = torch.where(city > 3, item, history[:, 0])
@@ -66,7 +70,9 @@ def seeded(make: Callable[[], nn.Module]) -> Any:
     return make()
 
 
-def batches(count: int, rank: int = 0, world_size: int = 1) -> Iterator[tuple[list[Tensor], Tensor]]:
+def batches(
+    count: int, rank: int = 0, world_size: int = 1
+) -> Iterator[tuple[list[Tensor], Tensor]]:
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):
         columns = [
@@ -80,7 +86,9 @@ def batches(count: int, rank: int = 0, world_size: int = 1) -> Iterator[tuple[li
         yield [column[local] for column in columns], label[local]
 
 
-def trained(model: nn.Module, optimizer: Any, rank: int = 0, world_size: int = 1) -> list[float]:
+def trained(
+    model: nn.Module, optimizer: Any, rank: int = 0, world_size: int = 1
+) -> list[float]:
     losses = []
     for columns, label in batches(STEPS, rank, world_size):
         optimizer.zero_grad()
@@ -97,8 +105,12 @@ def sharded(runtime: Runtime, name: str, sharding: str) -> dict[str, Any]:
     adopted = adopt_tables(model)
     sgd = OptimizerConfig(tables="sgd", tables_lr=LR, dense="sgd", dense_lr=LR)
     plan = plan_sharding(adopted, runtime, PlanConfig(sharding=sharding), optimizer=sgd)  # type: ignore[arg-type]
-    kinds = {kind.sharding_type for module in plan.plan.values() for kind in module.values()}  # type: ignore[attr-defined]
-    parallel, optimizer = hybrid_parallel(adopted, runtime, plan=plan, optimizer=sgd, seed=7)
+    kinds = {
+        kind.sharding_type for module in plan.plan.values() for kind in module.values()
+    }  # type: ignore[attr-defined]
+    parallel, optimizer = hybrid_parallel(
+        adopted, runtime, plan=plan, optimizer=sgd, seed=7
+    )
     first = gather_state(parallel)
     count, exchange = [0], dist.all_to_all_single
 
@@ -123,24 +135,41 @@ def users_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     names = {}
     for name, value in state.items():
         table = re.fullmatch(r"tables\.\w+\.\w+\.(\w+)\.weight", name)
-        key = f"{table[1].removesuffix('_table').replace('_', '.')}.weight" if table else name
+        key = (
+            f"{table[1].removesuffix('_table').replace('_', '.')}.weight"
+            if table
+            else name
+        )
         names[key] = value
     return names
 
 
 @pytest.mark.parametrize(
     ("name", "world_size", "sharding"),
-    [("four", 1, "auto"), ("four", 2, "row_wise"), ("mixed", 1, "table_wise"), ("mixed", 2, "table_wise")],
+    [
+        ("four", 1, "auto"),
+        ("four", 2, "row_wise"),
+        ("mixed", 1, "table_wise"),
+        ("mixed", 2, "table_wise"),
+    ],
 )
-def test_hoisted_tables_learn_as_plain_ones_from_the_users_weights(name: str, world_size: int, sharding: str) -> None:
+def test_hoisted_tables_learn_as_plain_ones_from_the_users_weights(
+    name: str, world_size: int, sharding: str
+) -> None:
     model = seeded(MODELS[name])
-    before = {key: value.clone() for key, value in model.state_dict().items() if key != "again.weight"}
+    before = {
+        key: value.clone()
+        for key, value in model.state_dict().items()
+        if key != "again.weight"
+    }
     losses = trained(model, torch.optim.SGD(model.parameters(), LR))
     ranks = run_ranks(sharded, world_size, name, sharding)
     torch.testing.assert_close(users_names(ranks[0]["first"]), before, rtol=0, atol=0)
     mean = torch.tensor([rank["losses"] for rank in ranks]).mean(0)
     torch.testing.assert_close(mean, torch.tensor(losses), rtol=0, atol=2e-6)
-    after = {key: value for key, value in model.state_dict().items() if key != "again.weight"}
+    after = {
+        key: value for key, value in model.state_dict().items() if key != "again.weight"
+    }
     torch.testing.assert_close(users_names(ranks[0]["state"]), after, rtol=0, atol=1e-5)
     if world_size > 1:
         assert ranks[0]["kinds"] == {sharding}
@@ -155,16 +184,24 @@ def test_unsharded_it_is_the_users_model_and_shares_its_weights() -> None:
     nn.functional.mse_loss(adopted(*columns), label).backward()
     optimizer.step()
     torch.testing.assert_close(adopted(*columns), model(*columns), rtol=0, atol=0)
-    assert {name for name, _ in adopted.named_parameters() if not name.startswith("tables.")} <= set(model.state_dict())
-    assert sum(value.numel() for value in adopted.parameters()) == sum(value.numel() for value in model.parameters())
+    assert {
+        name for name, _ in adopted.named_parameters() if not name.startswith("tables.")
+    } <= set(model.state_dict())
+    assert sum(value.numel() for value in adopted.parameters()) == sum(
+        value.numel() for value in model.parameters()
+    )
 
 
 def on_meta(runtime: Runtime) -> tuple[float, float]:
     with torch.device("meta"):
         model = Four()
-    parallel, _ = hybrid_parallel(adopt_tables(model.to_empty(device="meta")), runtime, seed=1)
+    parallel, _ = hybrid_parallel(
+        adopt_tables(model.to_empty(device="meta")), runtime, seed=1
+    )
     state = gather_state(parallel)
-    rows = torch.cat([value.flatten() for name, value in state.items() if name.startswith("tables.")])  # type: ignore[union-attr]
+    rows = torch.cat(
+        [value.flatten() for name, value in state.items() if name.startswith("tables.")]
+    )  # type: ignore[union-attr]
     return float(rows.mean()), float(rows.std())
 
 
@@ -175,7 +212,9 @@ def test_tables_without_memory_are_drawn_as_torch_draws_them() -> None:
     assert abs(deviation - 1) < 4 / 37
 
 
-def forward_of(forward: Callable[..., Any], make: Callable[[], nn.Module] = Four) -> Callable[[], nn.Module]:
+def forward_of(
+    forward: Callable[..., Any], make: Callable[[], nn.Module] = Four
+) -> Callable[[], nn.Module]:
     def changed() -> nn.Module:
         model = make()
         model.__class__ = type("Changed", (type(model),), {"forward": forward})
@@ -204,51 +243,82 @@ class OfItsOwn(nn.Embedding):
         return super().forward(ids) * 2
 
 
-def branching(self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor) -> Tensor:
+def branching(
+    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
+) -> Tensor:
     return self.user(user) if user.sum() > 3 else self.item(item)
 
 
-def as_matrix(self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor) -> Tensor:
+def as_matrix(
+    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
+) -> Tensor:
     return (
-        self.user(user) @ self.item.weight.T + self.item(item).sum() + self.city(city).sum() + self.hashed(city).sum()
+        self.user(user) @ self.item.weight.T
+        + self.item(item).sum()
+        + self.city(city).sum()
+        + self.hashed(city).sum()
     )
 
 
-def chained(self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor) -> Tensor:
+def chained(
+    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
+) -> Tensor:
     nearest = (self.user(user) * self.city(city)).argmax(1)
     return self.item(nearest) + self.hashed(city)
 
 
-def in_place(self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor) -> Tensor:
+def in_place(
+    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
+) -> Tensor:
     rows = self.user(user)
     user.clamp_(max=5)
     return rows + self.item(user) + self.city(city) + self.hashed(city)
 
 
-def by_mode(self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor) -> Tensor:
+def by_mode(
+    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
+) -> Tensor:
     rows = self.user(user) + self.item(item) + self.city(city) + self.hashed(city)
     return nn.functional.dropout(rows, 0.5, self.training)
 
 
-def counting(self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor) -> Tensor:
+def counting(
+    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
+) -> Tensor:
     self.calls = getattr(self, "calls", 0) + 1
     return self.user(user) + self.item(item) + self.city(city) + self.hashed(city)
 
 
-def unread(self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor) -> Tensor:
+def unread(
+    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
+) -> Tensor:
     return self.user(user) + self.item(item) + self.city(city)
 
 
-def optional(self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor | None = None) -> Tensor:
+def optional(
+    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor | None = None
+) -> Tensor:
     return self.user(user) + self.item(item)
 
 
-def offsets(self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor) -> Tensor:
-    return self.bag(history.flatten(), torch.arange(0, 3 * history.shape[0], 3)) + self.item(item) + self.user(user)
+def offsets(
+    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
+) -> Tensor:
+    return (
+        self.bag(history.flatten(), torch.arange(0, 3 * history.shape[0], 3))
+        + self.item(item)
+        + self.user(user)
+    )
 
 
-def weights(self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor) -> Tensor:
-    return self.bag(history, per_sample_weights=history.float()) + self.item(item) + self.user(user)
+def weights(
+    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
+) -> Tensor:
+    return (
+        self.bag(history, per_sample_weights=history.float())
+        + self.item(item)
+        + self.user(user)
+    )
 
 
 def frozen() -> nn.Module:
@@ -265,22 +335,70 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         with_table(nn.Embedding(USERS, D, padding_idx=0)),
         "table 'user' has padding_idx=0, .* mask its rows in",
     ),
-    "norm": (with_table(nn.Embedding(USERS, D, max_norm=1.0)), "table 'user' has max_norm=1.0, .* normalise the rows"),
-    "frequency": (with_table(nn.Embedding(USERS, D, scale_grad_by_freq=True)), "has scale_grad_by_freq=True"),
-    "max": (with_table(nn.EmbeddingBag(USERS, D, mode="max")), "table 'user' has mode='max', .* take nn.Embedding and"),
-    "frozen": (with_table(frozen()), "table 'user' has a frozen weight, .* make it a buffer of a module of your own"),
-    "half": (with_table(nn.Embedding(USERS, D).half()), r"table 'user' has a torch.float16 weight, .* call float\(\)"),
-    "own forward": (with_table(OfItsOwn(USERS, D)), "table 'user' has a forward of its own"),
-    "tied": (tied_to_a_bag, rf"{LINE}'item' shares its weight with a table that is pooled otherwise: look both up"),
-    "if": (forward_of(branching), rf"{LINE}torch.fx cannot follow forward here: .*control flow.*torch.where in place"),
-    "matrix": (forward_of(as_matrix), rf"{LINE}the weight of table 'item' is read as a matrix, but a sharded table is"),
-    "chain": (forward_of(chained), rf"{LINE}the ids of table 'item' are decided by rows of another table"),
-    "in place": (forward_of(in_place), rf"{LINE}forward changes a tensor in place before its last look-up"),
-    "mode": (forward_of(by_mode), rf"{LINE}forward does something else in train and in eval mode .*take modules"),
-    "attribute": (forward_of(counting), "forward sets the attribute 'calls', which torch.fx would fix"),
-    "unread": (forward_of(unread), "table 'hashed' is not looked up by forward: remove it, or look it up"),
-    "default": (forward_of(optional), "forward's argument 'city' has the default None, and torch.fx would follow only"),
-    "offsets": (forward_of(offsets, Mixed), rf"{LINE}table 'bag' is looked up with offsets: give ids as \(B, L\)"),
+    "norm": (
+        with_table(nn.Embedding(USERS, D, max_norm=1.0)),
+        "table 'user' has max_norm=1.0, .* normalise the rows",
+    ),
+    "frequency": (
+        with_table(nn.Embedding(USERS, D, scale_grad_by_freq=True)),
+        "has scale_grad_by_freq=True",
+    ),
+    "max": (
+        with_table(nn.EmbeddingBag(USERS, D, mode="max")),
+        "table 'user' has mode='max', .* take nn.Embedding and",
+    ),
+    "frozen": (
+        with_table(frozen()),
+        "table 'user' has a frozen weight, .* make it a buffer of a module of your own",
+    ),
+    "half": (
+        with_table(nn.Embedding(USERS, D).half()),
+        r"table 'user' has a torch.float16 weight, .* call float\(\)",
+    ),
+    "own forward": (
+        with_table(OfItsOwn(USERS, D)),
+        "table 'user' has a forward of its own",
+    ),
+    "tied": (
+        tied_to_a_bag,
+        rf"{LINE}'item' shares its weight with a table that is pooled otherwise: look both up",
+    ),
+    "if": (
+        forward_of(branching),
+        rf"{LINE}torch.fx cannot follow forward here: .*control flow.*torch.where in place",
+    ),
+    "matrix": (
+        forward_of(as_matrix),
+        rf"{LINE}the weight of table 'item' is read as a matrix, but a sharded table is",
+    ),
+    "chain": (
+        forward_of(chained),
+        rf"{LINE}the ids of table 'item' are decided by rows of another table",
+    ),
+    "in place": (
+        forward_of(in_place),
+        rf"{LINE}forward changes a tensor in place before its last look-up",
+    ),
+    "mode": (
+        forward_of(by_mode),
+        rf"{LINE}forward does something else in train and in eval mode .*take modules",
+    ),
+    "attribute": (
+        forward_of(counting),
+        "forward sets the attribute 'calls', which torch.fx would fix",
+    ),
+    "unread": (
+        forward_of(unread),
+        "table 'hashed' is not looked up by forward: remove it, or look it up",
+    ),
+    "default": (
+        forward_of(optional),
+        "forward's argument 'city' has the default None, and torch.fx would follow only",
+    ),
+    "offsets": (
+        forward_of(offsets, Mixed),
+        rf"{LINE}table 'bag' is looked up with offsets: give ids as \(B, L\)",
+    ),
     "weights": (
         forward_of(weights, Mixed),
         rf"{LINE}table 'bag' is looked up with per_sample_weights: .*weigh the rows",
@@ -299,7 +417,12 @@ def test_what_cannot_be_hoisted_is_refused_by_name(name: str) -> None:
 @pytest.mark.unit
 def test_ids_outside_of_a_table_and_ids_of_other_rows_are_refused_in_the_step() -> None:
     adopted, (columns, _) = adopt_tables(seeded(Four)), next(batches(1))
-    with pytest.raises(IndexError, match="table 'user': ids from 40 to 40, must be 0 to 39"):
+    with pytest.raises(
+        IndexError, match="table 'user': ids from 40 to 40, must be 0 to 39"
+    ):
         adopted(torch.full((ROWS,), USERS), *columns[1:])
-    with pytest.raises(ValueError, match=r"ids of table 'city' have the shape \(3,\), beside \(24, 3\) of 'item'"):
+    with pytest.raises(
+        ValueError,
+        match=r"ids of table 'city' have the shape \(3,\), beside \(24, 3\) of 'item'",
+    ):
         adopted(*columns[:3], columns[3][:3])

@@ -26,20 +26,36 @@ from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks import baselines
 from torchx_apps.tasks.baselines import ClosedForms
 
-SMALL = ("data.name=planted", "data.users=60", "data.items=50", "closed_form.als_dim=4", "closed_form.ease_l2=20")
+SMALL = (
+    "data.name=planted",
+    "data.users=60",
+    "data.items=50",
+    "closed_form.als_dim=4",
+    "closed_form.ease_l2=20",
+)
 
 
 def evaluator_of(recipe: str, *overrides: str) -> Any:
     job = apply_overrides(load_recipe(recipe), list(overrides))
-    task: Any = job.task(job.data, progress=False).with_evaluation(job.evaluation, job.closed_form)
+    task: Any = job.task(job.data, progress=False).with_evaluation(
+        job.evaluation, job.closed_form
+    )
     model: Any = build_model(job, task)
-    return task, task.evaluator(model.schema(), type("Wrapped", (), {"module": model})(), Runtime())
+    return task, task.evaluator(
+        model.schema(), type("Wrapped", (), {"module": model})(), Runtime()
+    )
 
 
-def by_hand(scores: torch.Tensor, target: int, taken: set[int], not_items: set[int]) -> int:
+def by_hand(
+    scores: torch.Tensor, target: int, taken: set[int], not_items: set[int]
+) -> int:
     """The number of items that are better than the target; no two scores are the same."""
     left_out = (taken | not_items) - {target}
-    return sum(float(score) > float(scores[target]) for item, score in enumerate(scores) if item not in left_out)
+    return sum(
+        float(score) > float(scores[target])
+        for item, score in enumerate(scores)
+        if item not in left_out
+    )
 
 
 @pytest.mark.parametrize("recipe", ["two_tower", "session"])
@@ -53,15 +69,27 @@ def test_closed_forms_rank_the_items_that_the_model_ranks(
     data = task.data
     if recipe == "session":
         training, held_out = data.training(), data.held_out(split)
-        sets = [set(training.slice(row, row + 1).values.tolist()) for row in range(len(training))]
-        known = [held_out.before.slice(row, row + 1).values.tolist() for row in range(len(held_out.targets))]
+        sets = [
+            set(training.slice(row, row + 1).values.tolist())
+            for row in range(len(training))
+        ]
+        known = [
+            held_out.before.slice(row, row + 1).values.tolist()
+            for row in range(len(held_out.targets))
+        ]
         targets, count = held_out.targets.tolist(), data.num_items + 1
     else:
-        users = [set(data.train["item_id"].values[data.train["user_id"].values == user]) for user in range(61)]
+        users = [
+            set(data.train["item_id"].values[data.train["user_id"].values == user])
+            for user in range(61)
+        ]
         sets = [{int(item) for item in items} for items in users]
         rows = getattr(data, split)
         before = ("train",) if split == "validation" else ("train", "validation")
-        known = [data.seen(rows["user_id"].values[row : row + 1], *before).values.tolist() for row in range(60)]
+        known = [
+            data.seen(rows["user_id"].values[row : row + 1], *before).values.tolist()
+            for row in range(60)
+        ]
         targets, count = rows["item_id"].values.tolist(), data.items.num_rows
     taken = torch.zeros(len(sets), count)
     for user, items in enumerate(sets):
@@ -73,17 +101,28 @@ def test_closed_forms_rank_the_items_that_the_model_ranks(
     for target, before_it in zip(targets, known, strict=True):
         some = torch.tensor(sorted(set(before_it)))
         user = closed_form.als_half_step(torch.zeros_like(some), some, 1, items)
-        for name, scores in (("ease", weights[some].sum(0)), ("als", (user @ items.T)[0])):
+        for name, scores in (
+            ("ease", weights[some].sum(0)),
+            ("als", (user @ items.T)[0]),
+        ):
             hits[name] += by_hand(scores, target, set(before_it), {0}) < 10
     beside = evaluator.beside(split)
-    assert {name: round(figures["hr@10"] * len(targets)) for name, figures in beside.figures.items()} == hits
+    assert {
+        name: round(figures["hr@10"] * len(targets))
+        for name, figures in beside.figures.items()
+    } == hits
     assert not beside.left_out
 
 
 def test_what_is_learned_on_a_checkerboard_is_known_to_both() -> None:
-    _, evaluator = evaluator_of("two_tower", "data.name=checkerboard", "closed_form.als_dim=4")
+    _, evaluator = evaluator_of(
+        "two_tower", "data.name=checkerboard", "closed_form.als_dim=4"
+    )
     figures = evaluator.beside("test").figures
-    assert {name: record["hr@10"] for name, record in figures.items()} == {"ease": 1.0, "als": 1.0}
+    assert {name: record["hr@10"] for name, record in figures.items()} == {
+        "ease": 1.0,
+        "als": 1.0,
+    }
 
 
 def test_given_candidates_are_the_ones_that_are_ranked() -> None:
@@ -91,16 +130,26 @@ def test_given_candidates_are_the_ones_that_are_ranked() -> None:
     rows, drawn = task.data.test.num_rows, np.random.default_rng(0)
     others = drawn.integers(1, 51, (rows, 5))
     data = dataclasses.replace(
-        task.data, evaluation=dataclasses.replace(task.data.evaluation, at=(1,), candidates={"test": others})
+        task.data,
+        evaluation=dataclasses.replace(
+            task.data.evaluation, at=(1,), candidates={"test": others}
+        ),
     )
     task = dataclasses.replace(task, data=data)
-    model: Any = build_model(apply_overrides(load_recipe("retrieval"), list(SMALL)), task)
-    beside = task.evaluator(model.schema(), type("Wrapped", (), {"module": model})(), Runtime()).beside("test")
+    model: Any = build_model(
+        apply_overrides(load_recipe("retrieval"), list(SMALL)), task
+    )
+    beside = task.evaluator(
+        model.schema(), type("Wrapped", (), {"module": model})(), Runtime()
+    ).beside("test")
     known = data.seen(data.test["user_id"].values, "train", "validation")
     hits = 0
     for row, target in enumerate(data.test["item_id"].values.tolist()):
         scores = task.closed_forms.scores("ease", known.slice(row, row + 1))[0]
-        hits += all(float(scores[item]) < float(scores[target]) for item in set(others[row].tolist()) - {target})
+        hits += all(
+            float(scores[item]) < float(scores[target])
+            for item in set(others[row].tolist()) - {target}
+        )
     assert beside.figures["ease"]["hr@1"] == pytest.approx(hits / rows)
 
 
@@ -134,7 +183,9 @@ class Planned(torch.nn.Module):
         if isinstance(rows, list):
             return (rows[0] * rows[-1]).sum(1)
         constants = torch.zeros(len(rows.labels))
-        return constants, SimpleNamespace(logits=constants, labels=rows.labels, weights=rows.weights)
+        return constants, SimpleNamespace(
+            logits=constants, labels=rows.labels, weights=rows.weights
+        )
 
 
 def questions_of(task: Any) -> list[Any]:
@@ -142,20 +193,37 @@ def questions_of(task: Any) -> list[Any]:
     data, drawn = task.data, np.random.default_rng(0)
 
     def candidates(rows: dict[str, int]) -> dict[str, Any]:
-        return {"candidates": {split: drawn.integers(1, data.num_items + 1, (n, 5)) for split, n in rows.items()}}
+        return {
+            "candidates": {
+                split: drawn.integers(1, data.num_items + 1, (n, 5))
+                for split, n in rows.items()
+            }
+        }
 
     changes: list[dict[str, Any]] = [{}]
     if hasattr(data, "held_out"):
-        rows = {split: len(data.held_out(split).targets) for split in ("validation", "test")}
+        rows = {
+            split: len(data.held_out(split).targets) for split in ("validation", "test")
+        }
         changes += [candidates(rows), {"test_items": 2}]
     elif hasattr(data, "evaluation"):
-        rows = {split: getattr(data, split).num_rows for split in ("validation", "test")}
+        rows = {
+            split: getattr(data, split).num_rows for split in ("validation", "test")
+        }
         asked = [candidates(rows), {"keep_seen": True}, {"by": "user"}]
-        changes += [{"evaluation": dataclasses.replace(data.evaluation, **change)} for change in asked]
-    return [dataclasses.replace(task, data=dataclasses.replace(data, **change)) for change in changes]
+        changes += [
+            {"evaluation": dataclasses.replace(data.evaluation, **change)}
+            for change in asked
+        ]
+    return [
+        dataclasses.replace(task, data=dataclasses.replace(data, **change))
+        for change in changes
+    ]
 
 
-def figures_of_planned(task: Any, model: Any, scores: torch.Tensor, split: str) -> dict[str, float]:
+def figures_of_planned(
+    task: Any, model: Any, scores: torch.Tensor, split: str
+) -> dict[str, float]:
     planned = SimpleNamespace(module=Planned(model, scores), eval=lambda: None)
     evaluator = task.evaluator(model.schema(), planned, Runtime())
     figures = evaluator.test() if split == "test" else evaluator.validate()
@@ -163,7 +231,9 @@ def figures_of_planned(task: Any, model: Any, scores: torch.Tensor, split: str) 
 
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
-def test_a_model_and_its_baselines_answer_one_question(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_and_its_baselines_answer_one_question(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model with the scores of a baseline has exactly its figures, whatever the recipe's evaluation asks."""
     small = ["data.name=planted", "closed_form.als_dim=4", "closed_form.als_epochs=1"]
     job = apply_overrides(load_recipe(recipe), small)
@@ -181,9 +251,15 @@ def test_a_model_and_its_baselines_answer_one_question(recipe: str, monkeypatch:
     monkeypatch.setattr(ClosedForms, "beside", beside)
     for task in questions_of(job.task(job.data, progress=False)):
         model: Any = build_model(job, task)
-        evaluator = task.evaluator(model.schema(), SimpleNamespace(module=model), Runtime())
+        evaluator = task.evaluator(
+            model.schema(), SimpleNamespace(module=model), Runtime()
+        )
         for split in ("validation", "test"):
-            popular = {name: value for name, value in evaluator.baseline(split).items() if "@" in name}
+            popular = {
+                name: value
+                for name, value in evaluator.baseline(split).items()
+                if "@" in name
+            }
             closed = evaluator.beside(split).figures
             assert sorted(closed) == (["als", "ease"] if popular else [])
             for name, figures in closed.items():
@@ -191,16 +267,30 @@ def test_a_model_and_its_baselines_answer_one_question(recipe: str, monkeypatch:
                 assert figures_of_planned(task, model, scores, split) == figures
             if popular:
                 counts = task.data.popularity
-                each = torch.from_numpy(counts() if callable(counts) else counts).float()
-                assert figures_of_planned(task, model, each.repeat(len(known[-1]), 1), split) == popular
+                each = torch.from_numpy(
+                    counts() if callable(counts) else counts
+                ).float()
+                assert (
+                    figures_of_planned(
+                        task, model, each.repeat(len(known[-1]), 1), split
+                    )
+                    == popular
+                )
 
 
 def test_a_streamed_log_has_its_clicks_as_pairs() -> None:
     task, evaluator = evaluator_of("stream", "data.name=planted")
     users, items = task.closed_forms.pairs()
     clicked = 0
-    for chunk in task.data.chunks("train", [task.data.roles.label, task.data.roles.user]):
-        clicked += int(((chunk[task.data.roles.label].values > 0) & (chunk[task.data.roles.user].values > 0)).sum())
+    for chunk in task.data.chunks(
+        "train", [task.data.roles.label, task.data.roles.user]
+    ):
+        clicked += int(
+            (
+                (chunk[task.data.roles.label].values > 0)
+                & (chunk[task.data.roles.user].values > 0)
+            ).sum()
+        )
     assert len(users) == len(items) == clicked > 0
     beside = evaluator.beside("test")
     asked = evaluator.question("test")
@@ -210,29 +300,50 @@ def test_a_streamed_log_has_its_clicks_as_pairs() -> None:
 
 
 def forms(**changes: Any) -> ClosedForms:
-    usual: dict[str, Any] = {"num_pairs": 10**6, "num_users": 6_000, "num_items": 3_700, "roles": {"item_id": "item"}}
-    return ClosedForms(pairs=lambda: (np.zeros(0, np.int64), np.zeros(0, np.int64)), **{**usual, **changes})
+    usual: dict[str, Any] = {
+        "num_pairs": 10**6,
+        "num_users": 6_000,
+        "num_items": 3_700,
+        "roles": {"item_id": "item"},
+    }
+    return ClosedForms(
+        pairs=lambda: (np.zeros(0, np.int64), np.zeros(0, np.int64)),
+        **{**usual, **changes},
+    )
 
 
 @pytest.mark.unit
-def test_what_takes_long_is_left_out_with_its_seconds_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_long_is_left_out_with_its_seconds_unless_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert forms().left_out() == {}
     long = forms(num_items=12_000).left_out()
     assert list(long) == ["ease"]
-    assert "s for 6,000 users and 12,000 items; evaluation.baselines=popularity,ease ranks it" in long["ease"]
+    assert (
+        "s for 6,000 users and 12,000 items; evaluation.baselines=popularity,ease ranks it"
+        in long["ease"]
+    )
     assert list(forms(num_pairs=10**8, num_items=1_000).left_out()) == ["als"]
     assert forms(num_items=12_000, names=("ease",)).left_out() == {}
     monkeypatch.setattr(baselines, "available_memory", lambda: 2**30)
-    with pytest.raises(ValueError, match=r"evaluation\.baselines=ease: leave it out: EASE of 12,000 items takes 2\.1"):
+    with pytest.raises(
+        ValueError,
+        match=r"evaluation\.baselines=ease: leave it out: EASE of 12,000 items takes 2\.1",
+    ):
         forms(num_items=12_000, names=("ease",))
     with pytest.raises(
-        ValueError, match=r"history=ease: give als or a file: EASE of 8,000 items takes 1\.2 GiB, and 1\.0 are"
+        ValueError,
+        match=r"history=ease: give als or a file: EASE of 8,000 items takes 1\.2 GiB, and 1\.0 are",
     ):
-        forms(num_items=8_000, roles={"history": "history"}).feature("ease", "history", ["history"])
+        forms(num_items=8_000, roles={"history": "history"}).feature(
+            "ease", "history", ["history"]
+        )
     rule = r"evaluation\.baselines=als: leave it out: ALS of 6,000,000 users and 3,700 items takes \d\.\d GiB"
     with pytest.raises(ValueError, match=rule):
         forms(num_users=6_000_000, names=("als",))
-    no_others = forms(names=("popularity",)).beside(Column.from_lengths(np.zeros(0, np.int64), np.zeros(1, int)), _, [])
+    no_others = forms(names=("popularity",)).beside(
+        Column.from_lengths(np.zeros(0, np.int64), np.zeros(1, int)), _, []
+    )
     assert no_others == ({}, {})
 
 
@@ -246,25 +357,34 @@ def _(scores: torch.Tensor, start: int) -> Any:
     [
         ({"ease_l2": 0.0}, r"ease_l2=0\.0: must be a number above 0"),
         ({"als_l2": float("nan")}, r"als_l2=nan: must be a number above 0"),
-        ({"als_unobserved": -1.0}, r"als_unobserved=-1\.0: must be a number of 0 or more"),
+        (
+            {"als_unobserved": -1.0},
+            r"als_unobserved=-1\.0: must be a number of 0 or more",
+        ),
         ({"als_dim": 0}, r"als_dim=0: must be 1 or more"),
         ({"als_epochs": 0}, r"als_epochs=0: must be 1 or more"),
     ],
 )
-def test_settings_of_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_of_no_sense_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         ClosedFormConfig(**settings)
 
 
 @pytest.mark.unit
 def test_an_unknown_baseline_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"baselines: slim: must be of popularity, ease, als"):
+    with pytest.raises(
+        ValueError, match=r"baselines: slim: must be of popularity, ease, als"
+    ):
         EvaluationConfig(baselines=("als", "slim"))
 
 
 @pytest.mark.unit
 def test_a_better_closed_form_is_named_with_its_figures_and_what_to_do() -> None:
-    (note,) = report.closed_form_notes({"hr@10": 0.5}, {"als": {"hr@10": 0.5}, "ease": {"hr@10": 0.625}})
+    (note,) = report.closed_form_notes(
+        {"hr@10": 0.5}, {"als": {"hr@10": 0.5}, "ease": {"hr@10": 0.625}}
+    )
     assert note == (
         "ease, which is solved for and not trained, is better by hr@10 (0.6250 against 0.5000); tables can begin with "
         "its vectors: pretrained=TABLE=ease"
@@ -272,33 +392,54 @@ def test_a_better_closed_form_is_named_with_its_figures_and_what_to_do() -> None
 
 
 DOT = (
-    *("model.features=user_id,item_id", "model.without=", "model.tower_widths=", "model.embedding_dim=4"),
-    *("optimizer.tables=sgd", "optimizer.tables_lr=0", "train.epochs=1", "loader.batch_size=64", "train.compile=off"),
+    *(
+        "model.features=user_id,item_id",
+        "model.without=",
+        "model.tower_widths=",
+        "model.embedding_dim=4",
+    ),
+    *(
+        "optimizer.tables=sgd",
+        "optimizer.tables_lr=0",
+        "train.epochs=1",
+        "loader.batch_size=64",
+        "train.compile=off",
+    ),
 )
 
 
-def trained_from(runtime: Runtime, name: str, sharding: str, folder: Path) -> dict[str, Any]:
+def trained_from(
+    runtime: Runtime, name: str, sharding: str, folder: Path
+) -> dict[str, Any]:
     leave_group(runtime)
     tables = f"pretrained=user_id={name},item_id={name}"
-    job = apply_overrides(load_recipe("retrieval"), [*SMALL, *DOT, tables, f"plan.sharding={sharding}"])
+    job = apply_overrides(
+        load_recipe("retrieval"), [*SMALL, *DOT, tables, f"plan.sharding={sharding}"]
+    )
     run_training(job, folder)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "sharding"), [("als", 1, "table_wise"), ("als", 2, "row_wise"), ("ease", 2, "table_wise")]
+    ("name", "ranks", "sharding"),
+    [("als", 1, "table_wise"), ("als", 2, "row_wise"), ("ease", 2, "table_wise")],
 )
 def test_a_run_that_begins_with_a_closed_form_and_does_not_move_has_its_figures(
     name: str, ranks: int, sharding: str, tmp_path: Path
 ) -> None:
-    summary = run_ranks(trained_from, ranks, name, sharding, tmp_path / "run", timeout_s=120)[0]
+    summary = run_ranks(
+        trained_from, ranks, name, sharding, tmp_path / "run", timeout_s=120
+    )[0]
     task, _ = evaluator_of("retrieval", *SMALL)
-    user = task.closed_forms.vectors(name, "user_id", 4)[task.data.test["user_id"].values]
+    user = task.closed_forms.vectors(name, "user_id", 4)[
+        task.data.test["user_id"].values
+    ]
     scores = user @ task.closed_forms.vectors(name, "item_id", 4).T
     seen = task.data.seen(task.data.test["user_id"].values, "train", "validation")
     hits = [
-        by_hand(scores[row], target, set(seen.slice(row, row + 1).values.tolist()), {0}) < 10
+        by_hand(scores[row], target, set(seen.slice(row, row + 1).values.tolist()), {0})
+        < 10
         for row, target in enumerate(task.data.test["item_id"].values.tolist())
     ]
     assert summary["test"]["hr@10"] == pytest.approx(np.mean(hits), abs=1e-9)
@@ -322,7 +463,11 @@ def refused(runtime: Runtime, recipe: str, overrides: list[str], folder: Path) -
             ["pretrained=history=als"],
             "pretrained: history=als: the table is read for history, and als has vectors for user_id, item_id",
         ),
-        ("contextual_ncf", ["data.name=planted", "pretrained=user_id=als"], "are not pairs of a user and an item"),
+        (
+            "contextual_ncf",
+            ["data.name=planted", "pretrained=user_id=als"],
+            "are not pairs of a user and an item",
+        ),
     ],
 )
 def test_a_table_without_vectors_is_refused_by_name(
@@ -330,10 +475,20 @@ def test_a_table_without_vectors_is_refused_by_name(
 ) -> None:
     small = list(SMALL) if recipe == "retrieval" else []
     if recipe == "contextual_ncf":
-        overrides = [overrides[0], f"pretrained={tables_of(recipe, overrides[:1])[0]}=als"]
-    assert message in run_ranks(refused, 1, recipe, [*small, *overrides], tmp_path / "run", timeout_s=120)[0]
+        overrides = [
+            overrides[0],
+            f"pretrained={tables_of(recipe, overrides[:1])[0]}=als",
+        ]
+    assert (
+        message
+        in run_ranks(
+            refused, 1, recipe, [*small, *overrides], tmp_path / "run", timeout_s=120
+        )[0]
+    )
 
 
 def tables_of(recipe: str, overrides: list[str]) -> list[str]:
     job = apply_overrides(load_recipe(recipe), overrides)
-    return list(job.optimizer.for_tables(build_model(job, job.task(job.data, progress=False))))
+    return list(
+        job.optimizer.for_tables(build_model(job, job.task(job.data, progress=False)))
+    )

@@ -47,15 +47,21 @@ def reached(runtime: Runtime, epochs: int, seeds: int) -> dict[str, list[float]]
             torch.manual_seed(seed)
             model = job.build(job.model, data)
             schema = model.schema()
-            parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=seed)
+            parallel, optimizer = hybrid_parallel(
+                model, runtime, optimizer=job.optimizer, seed=seed
+            )
             loader = training_loader(data, schema, job.loader)
             train(parallel, optimizer, loader, runtime, job.train)
-            figures_by_way[way].append(RankingEvaluator(data, schema, parallel, runtime).test()["hr@10"])
+            figures_by_way[way].append(
+                RankingEvaluator(data, schema, parallel, runtime).test()["hr@10"]
+            )
     return figures_by_way
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (ROOT / "ml-100k").is_dir(), reason="needs MovieLens 100K in $TORCHREC_EXT_DATA")
+@pytest.mark.skipif(
+    not (ROOT / "ml-100k").is_dir(), reason="needs MovieLens 100K in $TORCHREC_EXT_DATA"
+)
 def test_quality_is_that_of_the_pipeline() -> None:
     """943 test rows: a share of .15 has a standard error of .012, and three seeds a mean to .007."""
     (figures_by_way,) = run_ranks(reached, 1, 6, 3, timeout_s=3600)

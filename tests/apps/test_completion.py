@@ -33,7 +33,10 @@ LINES = {
 }
 # bash replaces the part behind the last "=" alone.
 PARTS = {
-    "torchx run rec.train.hybrid --set train.compile=": ("train.compile=", "auto off require"),
+    "torchx run rec.train.hybrid --set train.compile=": (
+        "train.compile=",
+        "auto off require",
+    ),
     "torchx run --set=train.compile=a": ("--set=train.compile=", "auto"),
     "torchx run --set=train.ep": ("--set=", "train.epochs="),
     "torchx run rec.train.hybrid --recipe=b": ("--recipe=", "bst"),
@@ -50,7 +53,22 @@ def test_a_line_is_completed(shell: str, tmp_path: Path) -> None:
         assert completion.main([shell]) == 0
     expected = dict(LINES)
     for line, (lead, words) in PARTS.items():
-        expected[line] = words if shell == "bash" else " ".join(lead + word for word in words.split())
-    script = out.getvalue() + _TRY % _CALL[shell] + "".join(f"try '{line}'\n" for line in expected)
-    done = subprocess.run([shell, *(["-f"] if shell == "zsh" else [])], input=script, capture_output=True, text=True)
-    assert dict(zip(expected, done.stdout.split("\n"), strict=False)) == expected, done.stderr
+        expected[line] = (
+            words
+            if shell == "bash"
+            else " ".join(lead + word for word in words.split())
+        )
+    script = (
+        out.getvalue()
+        + _TRY % _CALL[shell]
+        + "".join(f"try '{line}'\n" for line in expected)
+    )
+    done = subprocess.run(
+        [shell, *(["-f"] if shell == "zsh" else [])],
+        input=script,
+        capture_output=True,
+        text=True,
+    )
+    assert dict(zip(expected, done.stdout.split("\n"), strict=False)) == expected, (
+        done.stderr
+    )

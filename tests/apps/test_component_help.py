@@ -10,7 +10,15 @@ import pytest
 from torchx_apps.launch.component_help import Component
 from torchx_apps.torchx_run import Run
 
-NAMES = ("plan", "embed", "evaluate", "data.preprocess", "diagnose.why_slow", "pipeline.all", "serve.export")
+NAMES = (
+    "plan",
+    "embed",
+    "evaluate",
+    "data.preprocess",
+    "diagnose.why_slow",
+    "pipeline.all",
+    "serve.export",
+)
 NAMES += ("serve.http", "train.hybrid", "train.networks")
 COMPONENTS = [f"rec.{name}" for name in NAMES]
 
@@ -37,7 +45,9 @@ def check_width(printed: str) -> None:
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 @pytest.mark.parametrize("name", COMPONENTS)
-def test_a_component_shows_its_flags(name: str, flag: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_component_shows_its_flags(
+    name: str, flag: str, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert answer(run, name, flag) == 0
     printed = capsys.readouterr().out
     check_width(printed)
@@ -50,7 +60,9 @@ def test_a_component_shows_its_flags(name: str, flag: str, run: Run, capsys: pyt
 
 @pytest.mark.launch
 @pytest.mark.parametrize("name", COMPONENTS)
-def test_an_app_shows_its_flags_without_required_ones(name: str, run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_app_shows_its_flags_without_required_ones(
+    name: str, run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert answer(run, name, "--", "--help") == 0
     printed = capfd.readouterr().out
     check_width(printed)
@@ -61,27 +73,54 @@ def test_an_app_shows_its_flags_without_required_ones(name: str, run: Run, capfd
 
 def test_a_component_with_a_recipe_shows_its_five_most_used_settings() -> None:
     text = Component.named("rec.train.hybrid").help()
-    settings = text.partition("most used settings, of recipe two_tower (--set KEY=VALUE):")[2].partition("\n\n")[0]
+    settings = text.partition(
+        "most used settings, of recipe two_tower (--set KEY=VALUE):"
+    )[2].partition("\n\n")[0]
     names = re.findall(r"^  (\S+)", settings, re.MULTILINE)
-    assert names == ["data.name", "data.folder", "loader.batch_size", "train.epochs", "optimizer.dense_lr"]
+    assert names == [
+        "data.name",
+        "data.folder",
+        "loader.batch_size",
+        "train.epochs",
+        "optimizer.dense_lr",
+    ]
     assert "rec.train.hybrid --recipe two_tower -- --dry-run" in " ".join(text.split())
 
 
 def test_a_short_h_with_a_value_is_a_named_resource() -> None:
     words = ["-h", "gpu.small", "--run-dir", "a"]
-    assert Component.named("rec.train.hybrid").check_flags(words) == ["-h", "gpu.small", "--run_dir", "a"]
+    assert Component.named("rec.train.hybrid").check_flags(words) == [
+        "-h",
+        "gpu.small",
+        "--run_dir",
+        "a",
+    ]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rec.train.hybird"], "there is no component rec.train.hybird; did you mean 'rec.train.hybrid'?"),
-        (["rec.train.hybrid", "--epochs", "3"], "--epochs: rec.train.hybrid has no such flag; --help lists all; a set"),
-        (["rec.embed", "--catalog", "x"], "the following arguments are required: --bundle"),
-        (["rec.embed", "--catalogues", "x"], "--catalogues: rec.embed has no such flag; did you mean 'catalogue'?"),
+        (
+            ["rec.train.hybird"],
+            "there is no component rec.train.hybird; did you mean 'rec.train.hybrid'?",
+        ),
+        (
+            ["rec.train.hybrid", "--epochs", "3"],
+            "--epochs: rec.train.hybrid has no such flag; --help lists all; a set",
+        ),
+        (
+            ["rec.embed", "--catalog", "x"],
+            "the following arguments are required: --bundle",
+        ),
+        (
+            ["rec.embed", "--catalogues", "x"],
+            "--catalogues: rec.embed has no such flag; did you mean 'catalogue'?",
+        ),
     ],
 )
-def test_a_wrong_word_is_one_line(words: list[str], message: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_word_is_one_line(
+    words: list[str], message: str, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert answer(run, *words) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert message in line

@@ -47,7 +47,9 @@ def test_ours_and_torchxs_own_are_listed() -> None:
 
 
 def test_torchx_run_is_ours() -> None:
-    commands = {point.name: point.value for point in entry_points(group="torchx.cli.cmds")}
+    commands = {
+        point.name: point.value for point in entry_points(group="torchx.cli.cmds")
+    }
     assert commands.get("run") == "torchx_apps.torchx_run:Run", (
         'pyproject needs [project.entry-points."torchx.cli.cmds"] run = "torchx_apps.torchx_run:Run", and then `pip '
         "install -e .`"
@@ -66,15 +68,28 @@ def test_by_default_two_ranks_train_two_tower_on_one_thread_each() -> None:
 
 def test_the_agent_takes_the_place_of_torchrun() -> None:
     # TorchX writes `torchrun --flags`; were that to change, the agent's command would be wrong from its first word.
-    assert "; exec python3 -m torchx_apps.agent --max_restarts 0 --rdzv_backend c10d " in command()
+    assert (
+        "; exec python3 -m torchx_apps.agent --max_restarts 0 --rdzv_backend c10d "
+        in command()
+    )
     assert "torchrun" not in command()
 
 
 def test_overrides_and_further_flags_reach_the_app_in_order() -> None:
-    flags = ["--set", "loader.batch_size=4096", "-j", "1x4", "--set=model.layers=64,32", "--", "--dry-run"]
+    flags = [
+        "--set",
+        "loader.batch_size=4096",
+        "-j",
+        "1x4",
+        "--set=model.layers=64,32",
+        "--",
+        "--dry-run",
+    ]
     words = command(*gather_overrides(["rec.train.hybrid", *flags])[1:])
     assert "--nproc_per_node 4" in words
-    assert words.endswith("two_tower --dry-run --set=loader.batch_size=4096 --set=model.layers=64,32")
+    assert words.endswith(
+        "two_tower --dry-run --set=loader.batch_size=4096 --set=model.layers=64,32"
+    )
 
 
 def test_one_override_without_our_torchx_run() -> None:
@@ -96,14 +111,37 @@ def test_the_users_environment_wins() -> None:
 
 
 def test_what_torchrun_waits_for_goes_through_a_variable() -> None:
-    env = launch("--env", "PET_RDZV_CONF=join_timeout:60,last_call_timeout:5,A=b").roles[0].env
-    assert (env["PET_RDZV_CONF"], env["A"]) == ("join_timeout=60,last_call_timeout=5", "b")
+    env = (
+        launch("--env", "PET_RDZV_CONF=join_timeout:60,last_call_timeout:5,A=b")
+        .roles[0]
+        .env
+    )
+    assert (env["PET_RDZV_CONF"], env["A"]) == (
+        "join_timeout=60,last_call_timeout=5",
+        "b",
+    )
 
 
 def test_resources_nodes_and_mounts() -> None:
-    (role,) = launch("-j", "2:4x8", "--gpu", "8", "--memMB", "9000", "--mounts", "type=volume,src=r,dst=/r").roles
-    assert role.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1", "a node that joins later starts all ranks again"
-    assert (role.min_replicas, role.num_replicas, role.resource.gpu, role.resource.memMB) == (2, 4, 8, 9000)
+    (role,) = launch(
+        "-j",
+        "2:4x8",
+        "--gpu",
+        "8",
+        "--memMB",
+        "9000",
+        "--mounts",
+        "type=volume,src=r,dst=/r",
+    ).roles
+    assert role.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1", (
+        "a node that joins later starts all ranks again"
+    )
+    assert (
+        role.min_replicas,
+        role.num_replicas,
+        role.resource.gpu,
+        role.resource.memMB,
+    ) == (2, 4, 8, 9000)
     assert role.mounts[0].dst_path == "/r"
     assert ":0 " in role.args[-1], "which the agent makes a port of the job's id"
     assert not role.port_map
@@ -124,7 +162,9 @@ def test_resources_nodes_and_mounts() -> None:
         ("-j 1x4 --gpu 4 --cpu 3 --memMB 5", (3, 5)),
     ],
 )
-def test_cores_and_memory_follow_the_ranks_of_a_node_where_not_given(flags: str, asked: tuple[int, int]) -> None:
+def test_cores_and_memory_follow_the_ranks_of_a_node_where_not_given(
+    flags: str, asked: tuple[int, int]
+) -> None:
     (role,) = launch(*flags.split()).roles
     assert (role.resource.cpu, role.resource.memMB) == asked
 
@@ -136,7 +176,11 @@ def test_cores_and_memory_of_other_components_follow_their_processes() -> None:
         serve.http(bundle="b"),
     ]
     resources = [app.roles[0].resource for app in made]
-    assert [(each.cpu, each.memMB) for each in resources] == [(5, 10_240), (5, 10_240), (2, 4096)]
+    assert [(each.cpu, each.memMB) for each in resources] == [
+        (5, 10_240),
+        (5, 10_240),
+        (2, 4096),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +192,9 @@ def test_cores_and_memory_of_other_components_follow_their_processes() -> None:
         ("-j 1x16 -h aws_p4d.24xlarge", "-j 1x16 with -h aws_p4d.24xlarge, which has 8: .* write -j 1x8$"),
     ],
 )  # fmt: skip
-def test_gpus_without_ranks_and_ranks_without_gpus_are_refused(flags: str, message: str) -> None:
+def test_gpus_without_ranks_and_ranks_without_gpus_are_refused(
+    flags: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         launch(*flags.split())
 
@@ -169,7 +215,9 @@ def test_every_component_writes_its_output_at_once() -> None:
         "rec.serve.export": "--run r",
         "rec.pipeline.all": "--out o",
     }
-    listed = {name: each for name, each in get_components().items() if name.startswith("rec.")}
+    listed = {
+        name: each for name, each in get_components().items() if name.startswith("rec.")
+    }
     assert len(listed) == 11
     for name, component in listed.items():
         (role,) = materialize_appdef(component.fn, required.get(name, "").split()).roles
@@ -177,9 +225,13 @@ def test_every_component_writes_its_output_at_once() -> None:
 
 
 @pytest.mark.parametrize("lacking", ["python3", "the package"])
-def test_a_node_or_an_image_without_the_package_says_so_in_one_line(lacking: str, tmp_path: Path) -> None:
+def test_a_node_or_an_image_without_the_package_says_so_in_one_line(
+    lacking: str, tmp_path: Path
+) -> None:
     if lacking == "the package":
-        (tmp_path / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+        (tmp_path / "python3").write_text(
+            f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n'
+        )
         (tmp_path / "python3").chmod(0o755)
     mistake = tmp_path / "mistake"
     done = subprocess.run(
@@ -192,20 +244,30 @@ def test_a_node_or_an_image_without_the_package_says_so_in_one_line(lacking: str
     )
     assert (done.returncode, done.stdout) == (MISTAKE, "")
     (line,) = done.stderr.splitlines()
-    assert "this node, or its image, has no python3 with the package torchrec_ext; install it there, or submit" in line
+    assert (
+        "this node, or its image, has no python3 with the package torchrec_ext; install it there, or submit"
+        in line
+    )
     assert mistake.exists(), "for Slurm, whose srun returns another node's exit code"
 
 
-@pytest.mark.parametrize("j", ["", "2", "1y2", "0x2", "1x0", "1x-2", "x2", "1x2x3", "1:2:3x4", "ax2"])
+@pytest.mark.parametrize(
+    "j", ["", "2", "1y2", "0x2", "1x0", "1x-2", "x2", "1x2x3", "1:2:3x4", "ax2"]
+)
 def test_a_bad_j_is_told_with_its_value(j: str) -> None:
     with pytest.raises(ValueError, match=f"^-j {j}: write NODESxPROCS"):
         train.hybrid(j=j)
 
 
-def test_what_needs_one_number_of_ranks_is_refused_where_nodes_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_one_number_of_ranks_is_refused_where_nodes_come_and_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert launch("-j", "1:2x1").roles[0].env[ELASTIC] == "1:2x1"
     assert ELASTIC not in launch("-j", "2x1").roles[0].env
-    with pytest.raises(ValueError, match=r"^--groups a:0 with -j 1:2x1: it names ranks, .* or write -j 2x1$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^--groups a:0 with -j 1:2x1: it names ranks, .* or write -j 2x1$",
+    ):
         train.networks(groups="a:0", j="1:2x1")
     monkeypatch.setenv(ELASTIC, "1:2x1")
     for setting, message in (
@@ -213,7 +275,10 @@ def test_what_needs_one_number_of_ranks_is_refused_where_nodes_come_and_go(monke
             "plan.towers=user:0,item:1",
             "plan.towers=user:0,item:1 with -j 1:2x1: it gives towers ranks of their own, .*",
         ),
-        ("plan.towers=tower_parallel", "plan.towers=tower_parallel with -j 1:2x1: .* or write -j 2x1$"),
+        (
+            "plan.towers=tower_parallel",
+            "plan.towers=tower_parallel with -j 1:2x1: .* or write -j 2x1$",
+        ),
         (
             "sync.table_copies=2",
             "sync.table_copies=2 with -j 1:2x1: it must divide the number of ranks, which may be 1;",
@@ -245,9 +310,12 @@ def test_the_members_of_a_job_reach_its_app_in_order() -> None:
         "--groups",
         "a:0,b:1",
     ]
-    role = materialize_appdef(train.networks, gather_overrides(["rec.train.networks", *flags])[1:]).roles[0]
+    role = materialize_appdef(
+        train.networks, gather_overrides(["rec.train.networks", *flags])[1:]
+    ).roles[0]
     words = str(role.args[-1])
     assert (
-        "-m torchx_apps.train_networks --recipe two_tower --groups=a:0,b:1 --stack=auto --vary=train.seed=0,1" in words
+        "-m torchx_apps.train_networks --recipe two_tower --groups=a:0,b:1 --stack=auto --vary=train.seed=0,1"
+        in words
     )
     assert words.endswith("--set=train.epochs=1 --vary=optimizer.dense_lr=1e-3,3e-3")

@@ -20,7 +20,11 @@ from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.retrieval.bundle.architecture import read_tensors
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.encoder import open_preprocessor
-from torchrec_ext.retrieval.scorer.requests import EmbedRequest, RecommendRequest, ScoreRequest
+from torchrec_ext.retrieval.scorer.requests import (
+    EmbedRequest,
+    RecommendRequest,
+    ScoreRequest,
+)
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.schema import DataError
@@ -35,7 +39,10 @@ KINDS = 4
 # By number; a day has some of them, and half of the items of a day are new.
 USERS = np.random.default_rng(1).integers(1, 2**62, 50)
 ITEMS = np.random.default_rng(2).integers(1, 2**62, 42)
-DAYS = {"one": (np.arange(40), np.arange(28)), "two": (np.arange(10, 50), np.arange(14, 42))}
+DAYS = {
+    "one": (np.arange(40), np.arange(28)),
+    "two": (np.arange(10, 50), np.arange(14, 42)),
+}
 FIRST_DAY_ALONE = USERS[:10]
 
 
@@ -43,7 +50,11 @@ def write_day(root: Path, day: str, texts: bool = False) -> None:
     """Writes pairs of users with a taste and items with a kind."""
     users, items = DAYS[day]
     rng = np.random.default_rng(len(day))
-    pairs: dict[str, list[tuple[int, int]]] = {"train": [], "validation": [], "test": []}
+    pairs: dict[str, list[tuple[int, int]]] = {
+        "train": [],
+        "validation": [],
+        "test": [],
+    }
     for user in users:
         own = rng.permutation(items[items % KINDS == user % KINDS])
         pairs["test"].append((user, own[0]))
@@ -56,19 +67,46 @@ def write_day(root: Path, day: str, texts: bool = False) -> None:
         held_out = {*pairs["test"], *pairs["validation"]} if split == "train" else set()
         user, item = np.array(sorted(set(rows) - held_out)).T
         ids = {"user": USERS[user], "item": ITEMS[item]}
-        columns = {name: [f"{one:x}" for one in of] if texts else of for name, of in ids.items()}
+        columns = {
+            name: [f"{one:x}" for one in of] if texts else of
+            for name, of in ids.items()
+        }
         pq.write_table(pa.table(columns), folder / f"{split}.parquet")
 
 
-def trained(root: Path, day: str, name: str, *settings: str, resume: str = "never", recipe: str = "two_tower") -> Path:
-    sets = [f"data.name={day}", f"data.folder={root / 'sets'}", "train.epochs=1", "loader.batch_size=32", "device=cpu"]
-    sets += ["optimizer.tables_lr=0.3", "train.log_every=4", "ids.every=2", "train.compile=off"]
-    run_training(apply_overrides(load_recipe(recipe), [*sets, *settings]), root / name, resume=resume)
+def trained(
+    root: Path,
+    day: str,
+    name: str,
+    *settings: str,
+    resume: str = "never",
+    recipe: str = "two_tower",
+) -> Path:
+    sets = [
+        f"data.name={day}",
+        f"data.folder={root / 'sets'}",
+        "train.epochs=1",
+        "loader.batch_size=32",
+        "device=cpu",
+    ]
+    sets += [
+        "optimizer.tables_lr=0.3",
+        "train.log_every=4",
+        "ids.every=2",
+        "train.compile=off",
+    ]
+    run_training(
+        apply_overrides(load_recipe(recipe), [*sets, *settings]),
+        root / name,
+        resume=resume,
+    )
     return root / name
 
 
 def train_records(run: Path) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     return [record for record in records if record["kind"] == "train"]
 
 
@@ -77,7 +115,9 @@ def rows_of(bundle: Path, column: str) -> dict[Any, Tensor]:
     preprocessor = open_preprocessor(bundle)
     assert preprocessor is not None
     state: Any = preprocessor.state_of(column)
-    rows = read_tensors(bundle / Bundle.load(bundle).architecture.tables[column])["weight"]
+    rows = read_tensors(bundle / Bundle.load(bundle).architecture.tables[column])[
+        "weight"
+    ]
     assert len(rows) == len(state.values) + 1
     return dict(zip(state.values.to_pylist(), rows[1:], strict=True))
 
@@ -91,7 +131,9 @@ def hit_rate(root: Path, day: str, bundle: Bundle) -> float:
     test = pq.read_table(root / "sets" / day / "test.parquet").to_pydict()
     hits = []
     for user, item in zip(test["user"], test["item"], strict=True):
-        answer = scorer.recommend(RecommendRequest(user={"user_id": user}, k=len(ITEMS)))
+        answer = scorer.recommend(
+            RecommendRequest(user={"user_id": user}, k=len(ITEMS))
+        )
         scores = dict(zip(answer.items, answer.scores, strict=True))
         # Items without a row of their own tie. The evaluation counts each of their places alike, the service lists one.
         better = sum(score > scores[item] for score in answer.scores)
@@ -101,7 +143,9 @@ def hit_rate(root: Path, day: str, bundle: Bundle) -> float:
 
 
 @pytest.mark.slow
-def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(tmp_path: Path) -> None:
+def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(
+    tmp_path: Path,
+) -> None:
     for day in DAYS:
         write_day(tmp_path, day)
     first = trained(tmp_path, "one", "first", *DYNAMIC, "export=require")
@@ -109,46 +153,75 @@ def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(tmp
         tmp_path,
         "two",
         "second",
-        *(*DYNAMIC, "train.epochs=2", "checkpoint.changed=next_epoch", "export=require"),
+        *(
+            *DYNAMIC,
+            "train.epochs=2",
+            "checkpoint.changed=next_epoch",
+            "export=require",
+        ),
         resume=str(first),
     )
     figures = train_records(second)[-1]
     assert figures["ids_evicted"] > 0
     assert export.main([str(second), f"--out={tmp_path / 'exported'}"]) == 0
-    assert Bundle.load(tmp_path / "exported").manifest.digest == Bundle.load(second / "bundle").manifest.digest
+    assert (
+        Bundle.load(tmp_path / "exported").manifest.digest
+        == Bundle.load(second / "bundle").manifest.digest
+    )
     assert 0 <= figures["ids_unknown"] < 0.5
     bundle = Bundle.load(second / "bundle")
     summary = json.loads((second / "summary.json").read_text())
-    assert summary["test"]["hr@10"] == pytest.approx(hit_rate(tmp_path, "two", bundle), abs=1e-9)
+    assert summary["test"]["hr@10"] == pytest.approx(
+        hit_rate(tmp_path, "two", bundle), abs=1e-9
+    )
     # Users of both days have rows, those of the first as they were left.
     before, after = (rows_of(run / "bundle", "user_id") for run in (first, second))
     assert after.keys() == set(USERS.tolist())
-    assert all(torch.equal(before[user], after[user]) for user in FIRST_DAY_ALONE.tolist())
+    assert all(
+        torch.equal(before[user], after[user]) for user in FIRST_DAY_ALONE.tolist()
+    )
     items = rows_of(second / "bundle", "item_id").keys()
     assert len(items) <= 35
     assert items & set(ITEMS[28:].tolist())
     assert set(ITEMS[:14].tolist()) - items, "some are evicted"
     scorer = Scorer(bundle)
     some = [int(item) for item in bundle.store.ids.ids(range(3))]
-    requests = {name: {"user_id": int(user)} for name, user in (("earlier", USERS[0]), ("new", 5), ("newer", 6))}
-    answers = {name: scorer.score(ScoreRequest(user=user, items=some)) for name, user in requests.items()}
+    requests = {
+        name: {"user_id": int(user)}
+        for name, user in (("earlier", USERS[0]), ("new", 5), ("newer", 6))
+    }
+    answers = {
+        name: scorer.score(ScoreRequest(user=user, items=some))
+        for name, user in requests.items()
+    }
     assert [answer.cold.user for answer in answers.values()] == ["known", "new", "new"]
     assert answers["new"].scores == answers["newer"].scores != answers["earlier"].scores
     store = tmp_path / "users"
     assert embed.main([str(second), "--tower=query", f"--out={store}"]) == 0
     file = tmp_path / "earlier.parquet"
-    pq.write_table(pa.table({"user_id": USERS[:1], "history": pa.array([[some[0]]])}), file)
-    refresh = ["--tower=query", f"--refresh={store}", f"--catalogue={file}", "--id=user_id"]
+    pq.write_table(
+        pa.table({"user_id": USERS[:1], "history": pa.array([[some[0]]])}), file
+    )
+    refresh = [
+        "--tower=query",
+        f"--refresh={store}",
+        f"--catalogue={file}",
+        "--id=user_id",
+    ]
     assert embed.main([str(second), *refresh]) == 0
     vectors = EmbeddingStore.open(store)
     stored = vectors.rows(torch.from_numpy(vectors.ids.positions(USERS[:1])))
-    embedded = scorer.embed(EmbedRequest(rows=[{"user_id": int(USERS[0]), "history": [some[0]]}]))
+    embedded = scorer.embed(
+        EmbedRequest(rows=[{"user_id": int(USERS[0]), "history": [some[0]]}])
+    )
     assert embedded.unknown_features == [[]]
     assert torch.allclose(stored, embedded.vectors, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_streamed_rows_of_another_preprocessing_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_rows_of_another_preprocessing_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planted = streamed.planted_log
 
     def half_new(**settings: Any) -> PlantedLog:
@@ -161,12 +234,26 @@ def test_streamed_rows_of_another_preprocessing_go_on(tmp_path: Path, monkeypatc
         folder.mkdir(parents=True)
         streamed.planted_log_folder(folder)
         monkeypatch.setattr(streamed, "planted_log", half_new)
-    settings = ["ids.item_id=dynamic,capacity=250", "ids.user_id=dynamic,capacity=200", "ids.every=1", "data.ranked=0"]
+    settings = [
+        "ids.item_id=dynamic,capacity=250",
+        "ids.user_id=dynamic,capacity=200",
+        "ids.every=1",
+        "data.ranked=0",
+    ]
     runs = []
     for day in DAYS:
-        sets = [f"data.name={day}", f"data.folder={tmp_path / 'sets'}", "train.epochs=1", "device=cpu", *settings]
+        sets = [
+            f"data.name={day}",
+            f"data.folder={tmp_path / 'sets'}",
+            "train.epochs=1",
+            "device=cpu",
+            *settings,
+        ]
         sets += [f"start.path={runs[-1]}"] if runs else []
-        run_training(apply_overrides(load_recipe("stream"), [*sets, "export=require"]), tmp_path / day)
+        run_training(
+            apply_overrides(load_recipe("stream"), [*sets, "export=require"]),
+            tmp_path / day,
+        )
         runs.append(tmp_path / day)
     first, second = (rows_of(run / "bundle", "item_id") for run in runs)
     assert first.keys() == set(range(1, 121))
@@ -179,8 +266,14 @@ def test_a_new_run_begins_with_the_ids_of_another(tmp_path: Path, texts: bool) -
     for day in DAYS:
         write_day(tmp_path, day, texts)
     first = trained(tmp_path, "one", "first", *DYNAMIC)
-    larger = ("ids.item_id=dynamic,capacity=50", "ids.user_id=dynamic,capacity=64", "start.allow=more_rows")
-    second = trained(tmp_path, "two", "second", *larger, f"start.path={first}", "export=require")
+    larger = (
+        "ids.item_id=dynamic,capacity=50",
+        "ids.user_id=dynamic,capacity=64",
+        "start.allow=more_rows",
+    )
+    second = trained(
+        tmp_path, "two", "second", *larger, f"start.path={first}", "export=require"
+    )
     assert train_records(second)[-1]["ids_evicted"] == 0
     users = rows_of(second / "bundle", "user_id")
     # Of texts a hash is live, so that a bundle knows those that its day has.
@@ -189,7 +282,11 @@ def test_a_new_run_begins_with_the_ids_of_another(tmp_path: Path, texts: bool) -
     assert summary["test"]["hr@10"] == pytest.approx(
         hit_rate(tmp_path, "two", Bundle.load(second / "bundle")), abs=1e-9
     )
-    smaller = ("ids.item_id=dynamic,capacity=20", "ids.user_id=dynamic,capacity=64", "start.path=" + str(second))
+    smaller = (
+        "ids.item_id=dynamic,capacity=20",
+        "ids.user_id=dynamic,capacity=64",
+        "start.path=" + str(second),
+    )
     with pytest.raises(CheckpointError, match=r"start\.allow=fewer_rows"):
         trained(tmp_path, "two", "refused", *smaller)
     third = trained(tmp_path, "two", "third", *smaller, "start.allow=fewer_rows")
@@ -202,10 +299,24 @@ def test_a_softmax_over_the_batch_counts_the_items_of_its_day(tmp_path: Path) ->
         write_day(tmp_path, day)
     # Another catalogue: counts of another size.
     rows = pq.read_table(tmp_path / "sets" / "two" / "train.parquet")
-    pq.write_table(rows.slice(0, len(rows) - 20), tmp_path / "sets" / "two" / "train.parquet")
-    settings = ("ids.item_id=dynamic,capacity=20", "data.history_length=5", "model.reject_known=true")
+    pq.write_table(
+        rows.slice(0, len(rows) - 20), tmp_path / "sets" / "two" / "train.parquet"
+    )
+    settings = (
+        "ids.item_id=dynamic,capacity=20",
+        "data.history_length=5",
+        "model.reject_known=true",
+    )
     first = trained(tmp_path, "one", "first", *settings, recipe="retrieval")
-    second = trained(tmp_path, "two", "second", *settings, f"start.path={first}", "export=require", recipe="retrieval")
+    second = trained(
+        tmp_path,
+        "two",
+        "second",
+        *settings,
+        f"start.path={first}",
+        "export=require",
+        recipe="retrieval",
+    )
     summary = json.loads((second / "summary.json").read_text())
     assert summary["test"]["hr@10"] == pytest.approx(
         hit_rate(tmp_path, "two", Bundle.load(second / "bundle")), abs=1e-9
@@ -217,15 +328,32 @@ def test_a_softmax_over_the_batch_counts_the_items_of_its_day(tmp_path: Path) ->
 def test_dynamic_ids_begin_with_the_rows_of_a_static_training(tmp_path: Path) -> None:
     write_day(tmp_path, "one")
     static = trained(tmp_path, "one", "static", "export=require")
-    settings = [*DYNAMIC, "start.allow=more_rows", "optimizer.tables_lr=1e-9", "optimizer.dense_lr=1e-9"]
-    dynamic = trained(tmp_path, "one", "dynamic", f"start.path={static}", *settings, "export=require")
-    assert {(record["ids_admitted"], record["ids_unknown"]) for record in train_records(dynamic)} == {(0.0, 0.0)}
-    before, after = (json.loads((run / "summary.json").read_text())["test"] for run in (static, dynamic))
+    settings = [
+        *DYNAMIC,
+        "start.allow=more_rows",
+        "optimizer.tables_lr=1e-9",
+        "optimizer.dense_lr=1e-9",
+    ]
+    dynamic = trained(
+        tmp_path, "one", "dynamic", f"start.path={static}", *settings, "export=require"
+    )
+    assert {
+        (record["ids_admitted"], record["ids_unknown"])
+        for record in train_records(dynamic)
+    } == {(0.0, 0.0)}
+    before, after = (
+        json.loads((run / "summary.json").read_text())["test"]
+        for run in (static, dynamic)
+    )
     assert after["auc"] == pytest.approx(before["auc"], abs=1e-3)
     same_rows = ("ids.item_id=dynamic,capacity=29", "ids.user_id=dynamic,capacity=41")
     with pytest.raises(ValueError, match="it was trained without dynamic ids"):
-        trained(tmp_path, "one", "resumed", *same_rows, "train.epochs=2", resume=str(static))
-    with pytest.raises(ValueError, match="column 'user_id' had dynamic ids in training"):
+        trained(
+            tmp_path, "one", "resumed", *same_rows, "train.epochs=2", resume=str(static)
+        )
+    with pytest.raises(
+        ValueError, match="column 'user_id' had dynamic ids in training"
+    ):
         trained(tmp_path, "one", "back", resume=str(dynamic))
 
 
@@ -237,9 +365,15 @@ def test_dynamic_ids_begin_with_the_rows_of_a_static_training(tmp_path: Path) ->
             ["ids.item_id=static"],
             "ids.item_id=static: must begin with dynamic,capacity=ROWS, as in ids.item_id=dynamic",
         ),
-        (["ids.item_id=dynamic"], "ids.item_id=dynamic: must begin with dynamic,capacity=ROWS"),
+        (
+            ["ids.item_id=dynamic"],
+            "ids.item_id=dynamic: must begin with dynamic,capacity=ROWS",
+        ),
         (["ids.item_id=dynamic,capacity=1"], "capacity=1: must be from 2 to"),
-        (["ids.item_id=dynamic,capacity=9,evicts=lfu"], "there is no key 'evicts'; did you mean evict?"),
+        (
+            ["ids.item_id=dynamic,capacity=9,evicts=lfu"],
+            "there is no key 'evicts'; did you mean evict?",
+        ),
         (["ids.item_id=dynamic,capacity=many"], "'many' is not an int"),
         (["ids.every=0"], "ids.every=0: must be 1 or more"),
         (["ids.item_id.rows=3"], "there is no key 'item_id'"),
@@ -253,15 +387,25 @@ def test_a_wrong_setting_is_named(settings: list[str], words: str) -> None:
 
 @pytest.mark.unit
 def test_a_columns_later_setting_wins_and_others_stay() -> None:
-    texts = ["ids.item_id=dynamic,capacity=9", "ids.user_id=dynamic,capacity=8", "ids.item_id=dynamic,capacity=1e6"]
+    texts = [
+        "ids.item_id=dynamic,capacity=9",
+        "ids.user_id=dynamic,capacity=8",
+        "ids.item_id=dynamic,capacity=1e6",
+    ]
     ids = apply_overrides(load_recipe("two_tower"), [*texts, "ids.every=2"]).ids
-    assert {name: policy.capacity for name, policy in ids.policies().items()} == {"user_id": 8, "item_id": 10**6}
+    assert {name: policy.capacity for name, policy in ids.policies().items()} == {
+        "user_id": 8,
+        "item_id": 10**6,
+    }
     assert ids.every == 2
 
 
 @pytest.mark.unit
 def test_a_text_has_one_id_in_every_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = numbered(pa.array(["a", None, "b"])), numbered(pa.array(["b", "c", "a"]).slice(0, 3))
+    first, second = (
+        numbered(pa.array(["a", None, "b"])),
+        numbered(pa.array(["b", "c", "a"]).slice(0, 3)),
+    )
     assert first.tolist() == [second[2], EMPTY, second[0]]
     assert numbered(pa.array(["x", "a"]).slice(1)).tolist() == first[:1].tolist()
     assert numbered(pa.array([3, None, -1])).tolist() == [3, EMPTY, -1]

@@ -48,7 +48,12 @@ from torchx_apps.tasks.task import Task
 
 RECIPES: dict[str, tuple[str, ...]] = {
     "two_tower": ("data.name=planted", "data.users=80", "data.items=60"),
-    "retrieval": ("data.name=planted", "data.users=80", "data.items=60", "model.interaction=cosine"),
+    "retrieval": (
+        "data.name=planted",
+        "data.users=80",
+        "data.items=60",
+        "model.interaction=cosine",
+    ),
     "ncf": ("data.name=planted", "data.users=80", "data.items=60"),
     "contextual_ncf": ("data.name=planted",),
     "n_tower": ("data.name=planted",),
@@ -84,10 +89,22 @@ def write_folder(root: Path) -> None:
     rng = np.random.default_rng(0)
     folder = root / "mine"
     folder.mkdir()
-    users = np.arange(20).repeat(12)  # so many that every item is trained: those that are not tie
+    users = np.arange(20).repeat(
+        12
+    )  # so many that every item is trained: those that are not tie
     items = np.concatenate([rng.permutation(30)[:12] for _ in range(20)])
-    context = {"hour": [f"{hour}h" for hour in np.arange(len(users)) % 24], "price": rng.random(len(users))}
-    table = pa.table({"user_id": users, "item_id": items, "timestamp": np.arange(len(users)), **context})
+    context = {
+        "hour": [f"{hour}h" for hour in np.arange(len(users)) % 24],
+        "price": rng.random(len(users)),
+    }
+    table = pa.table(
+        {
+            "user_id": users,
+            "item_id": items,
+            "timestamp": np.arange(len(users)),
+            **context,
+        }
+    )
     pq.write_table(table, folder / "inter.parquet")
     write_described(root, table)
     write_labelled(root)
@@ -100,12 +117,24 @@ def write_described(root: Path, pairs: pa.Table) -> None:
     folder = root / "described"
     folder.mkdir()
     known = pairs.filter(pc.less(pairs["item_id"], 29))
-    pq.write_table(known.select(["user_id", "item_id", "timestamp"]), folder / "inter.parquet")
+    pq.write_table(
+        known.select(["user_id", "item_id", "timestamp"]), folder / "inter.parquet"
+    )
     users, items = np.arange(20), np.arange(30)
-    about_users = {"gender": np.array(["M", "F"])[users % 2], "member": users % 3 == 0, "income": 1_000.0 + 37 * users}
-    pq.write_table(pa.table({"user_id": users, **about_users}), folder / "users.parquet")
+    about_users = {
+        "gender": np.array(["M", "F"])[users % 2],
+        "member": users % 3 == 0,
+        "income": 1_000.0 + 37 * users,
+    }
+    pq.write_table(
+        pa.table({"user_id": users, **about_users}), folder / "users.parquet"
+    )
     tags = ["red|blue" if item % 2 else "blue" for item in items]
-    about = {"year": 1990 + items % 5, "tags": tags, "price": (items**1.5).astype(np.float32)}
+    about = {
+        "year": 1990 + items % 5,
+        "tags": tags,
+        "price": (items**1.5).astype(np.float32),
+    }
     pq.write_table(pa.table({"item_id": items, **about}), folder / "items.parquet")
 
 
@@ -115,10 +144,14 @@ def write_labelled(root: Path) -> None:
     folder.mkdir()
     rng = np.random.default_rng(0)
     for part, rows in (("train", 400), ("validation", 40), ("test", 40)):
-        ids = {name: rng.integers(size, size=rows) for name, size in (("user", 20), ("item", 30), ("hour", 24))}
+        ids = {
+            name: rng.integers(size, size=rows)
+            for name, size in (("user", 20), ("item", 30), ("hour", 24))
+        }
         label = (rng.random(rows) < 0.5).astype(np.float32)
         pq.write_table(
-            pa.table({**ids, "price": 100 + 50 * rng.random(rows), "label": label}), folder / f"{part}.parquet"
+            pa.table({**ids, "price": 100 + 50 * rng.random(rows), "label": label}),
+            folder / f"{part}.parquet",
         )
 
 
@@ -128,13 +161,25 @@ def write_shown(root: Path) -> None:
     folder.mkdir()
     rng = np.random.default_rng(0)
     for part, rows in (("train", 400), ("validation", 40), ("test", 40)):
-        ids = {name: rng.integers(size, size=rows) for name, size in (("user", 20), ("item", 30), ("hour", 24))}
+        ids = {
+            name: rng.integers(size, size=rows)
+            for name, size in (("user", 20), ("item", 30), ("hour", 24))
+        }
         label = (rng.random(rows) < 0.5).astype(np.float32)
-        about = {"item.price": 3.5 + ids["item"] ** 1.5, "discount": ids["item"] % 3, "user_age": 20.5 + ids["user"]}
-        pq.write_table(pa.table({**ids, **about, "label": label}), folder / f"{part}.parquet")
+        about = {
+            "item.price": 3.5 + ids["item"] ** 1.5,
+            "discount": ids["item"] % 3,
+            "user_age": 20.5 + ids["user"],
+        }
+        pq.write_table(
+            pa.table({**ids, **about, "label": label}), folder / f"{part}.parquet"
+        )
     items = np.arange(50)
     tags = ["red|blue" if item % 2 else "blue" for item in items]
-    pq.write_table(pa.table({"item": items, "tags": tags, "weight": np.sqrt(items)}), folder / "items.parquet")
+    pq.write_table(
+        pa.table({"item": items, "tags": tags, "weight": np.sqrt(items)}),
+        folder / "items.parquet",
+    )
 
 
 def write_shown_raw(root: Path) -> None:
@@ -144,15 +189,27 @@ def write_shown_raw(root: Path) -> None:
     rng = np.random.default_rng(1)
     names = [f"{item}"[::-1] + "x" for item in range(40)]
     users = rng.integers(-(2**63), 2**63 - 1, 20).tolist()
-    days = [datetime.date(2024, 1, 1) + datetime.timedelta(days=37 * number) for number in range(40)]
+    days = [
+        datetime.date(2024, 1, 1) + datetime.timedelta(days=37 * number)
+        for number in range(40)
+    ]
     devices = ["tv", "pc", "phone", None]
     for part, rows in (("train", 600), ("validation", 40), ("test", 40)):
-        user, item, hour = (rng.integers(size, size=rows).tolist() for size in (20, 30, 24))
+        user, item, hour = (
+            rng.integers(size, size=rows).tolist() for size in (20, 30, 24)
+        )
         columns = {
             "user": [users[number] if number % 9 else None for number in user],
             "item": [names[number] for number in item],
-            "device": rng.choice([*devices, "watch"] if part == "test" else devices, rows).tolist(),
-            "at": [datetime.datetime(2024, 1, 1 + number % 7, number) if number % 8 else None for number in hour],
+            "device": rng.choice(
+                [*devices, "watch"] if part == "test" else devices, rows
+            ).tolist(),
+            "at": [
+                datetime.datetime(2024, 1, 1 + number % 7, number)
+                if number % 8
+                else None
+                for number in hour
+            ],
             "item.listed": [days[number] if number % 4 else None for number in item],
             "user_age": [20.5 + number if number % 5 else None for number in user],
             "label": (rng.random(rows) < 0.5).astype(np.float32),
@@ -163,7 +220,9 @@ def write_shown_raw(root: Path) -> None:
     weight = [number**0.5 if number % 7 else None for number in range(3, 40)]
     table = {"item": names[3:], "kind": kinds, "released": released, "weight": weight}
     pq.write_table(pa.table(table), folder / "items.parquet")
-    pq.write_table(pa.table({"user": users[2:], "joined": days[:18]}), folder / "users.parquet")
+    pq.write_table(
+        pa.table({"user": users[2:], "joined": days[:18]}), folder / "users.parquet"
+    )
 
 
 def job_of(name: str, root: Path) -> Any:
@@ -182,15 +241,31 @@ def exported(runtime: Runtime, root: Path) -> dict[str, Any]:
         model = job.build(job.model, task.data)
         schema = model.schema(out_of_range=job.model.out_of_range)
         # Not what the planner likes: TorchRec divides means twice where one collection has row-wise and other tables.
-        plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise"), optimizer=job.optimizer)
-        sharded, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=job.optimizer)
-        loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
-        train(sharded, optimizer, loader, runtime, dataclasses.replace(job.train, epochs=1, early_stop=EarlyStop()))
+        plan = plan_sharding(
+            model, runtime, PlanConfig(sharding="table_wise"), optimizer=job.optimizer
+        )
+        sharded, optimizer = hybrid_parallel(
+            model, runtime, plan=plan, optimizer=job.optimizer
+        )
+        loader = task.loader(
+            schema, job.loader, rank=runtime.rank, world_size=runtime.world_size
+        )
+        train(
+            sharded,
+            optimizer,
+            loader,
+            runtime,
+            dataclasses.replace(job.train, epochs=1, early_stop=EarlyStop()),
+        )
         export_task(sharded, task, schema, runtime, root / f"bundle-{name}", details={})
         evaluator = task.evaluator(schema, sharded, runtime)
         if name.startswith("shown"):
-            config = LoaderConfig(batch_size=80, negatives=0, label="label", shuffle=False)
-            loader = ChunkLoader(task.data.test, schema, config=config, rank=runtime.rank, world_size=2)
+            config = LoaderConfig(
+                batch_size=80, negatives=0, label="label", shuffle=False
+            )
+            loader = ChunkLoader(
+                task.data.test, schema, config=config, rank=runtime.rank, world_size=2
+            )
             with torch.no_grad():
                 logits = sharded.eval().module(next(iter(loader)))[1].logits
             both = [torch.zeros_like(logits) for _ in range(2)]
@@ -199,7 +274,10 @@ def exported(runtime: Runtime, root: Path) -> dict[str, Any]:
         if hasattr(evaluator, "recommend"):
             sharded.eval()
             answer = evaluator.recommend()
-            recommended[name] = (task.data.users_by_row[answer.user], task.data.items_by_row[answer.items].tolist())
+            recommended[name] = (
+                task.data.users_by_row[answer.user],
+                task.data.items_by_row[answer.items].tolist(),
+            )
     return recommended
 
 
@@ -226,31 +304,57 @@ def ranked(bundle: Bundle, user: Any, k: int) -> list[Any]:
     assert users is not None
     row = int(users.ids.positions([user])[0])
     query = bundle.embed_query(users.rows([row]))
-    _, positions = bundle.index.search(query, k, excluded=[torch.from_numpy(users.seen(row))])
+    _, positions = bundle.index.search(
+        query, k, excluded=[torch.from_numpy(users.seen(row))]
+    )
     return bundle.store.ids.ids(positions[0][positions[0] >= 0].numpy()).tolist()
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in recipes.RECIPES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in recipes.RECIPES
+    ],
 )
-def test_every_recipe_is_trained_exported_and_asked(name: str, recommended: dict[str, Any], root: Path) -> None:
+def test_every_recipe_is_trained_exported_and_asked(
+    name: str, recommended: dict[str, Any], root: Path
+) -> None:
     del recommended
     assert name in RECIPES, "a new recipe needs small data of a line above"
     bundle = Bundle.load(root / f"bundle-{name}")
-    request = {column: 1 for column in bundle.request_columns if column in ("hour", "weekday", "timestamp")}
+    request = {
+        column: 1
+        for column in bundle.request_columns
+        if column in ("hour", "weekday", "timestamp")
+    }
     assert bundle.users is not None
     (user,) = bundle.users.ids.ids(range(1)).tolist()
     asked = [{**request, bundle.users.key: user}]
     if name in ("stream", "bst", "multi_task"):  # a row of the log does too
-        rest = {column: kind for column, kind in bundle.request_columns.items() if column not in request}
-        asked += [{**request, **{column: [] if kind.startswith("list") else 3 for column, kind in rest.items()}}]
+        rest = {
+            column: kind
+            for column, kind in bundle.request_columns.items()
+            if column not in request
+        }
+        asked += [
+            {
+                **request,
+                **{
+                    column: [] if kind.startswith("list") else 3
+                    for column, kind in rest.items()
+                },
+            }
+        ]
     for row in asked:
         answer = Scorer(bundle).recommend(RecommendRequest(user=row, k=3))
         assert len(set(answer.items)) == 3
         assert answer.scores == sorted(answer.scores, reverse=True)
 
 
-@pytest.mark.parametrize("name", ["two_tower", "retrieval", "ncf", "films", "folder", "described"])
+@pytest.mark.parametrize(
+    "name", ["two_tower", "retrieval", "ncf", "films", "folder", "described"]
+)
 def test_a_user_who_is_named_by_id_gets_what_the_evaluator_recommends(
     name: str, recommended: dict[str, Any], root: Path
 ) -> None:
@@ -259,14 +363,18 @@ def test_a_user_who_is_named_by_id_gets_what_the_evaluator_recommends(
 
 
 @pytest.mark.parametrize("name", ["contextual_ncf", "n_tower", "stream"])
-def test_context_is_part_of_the_query(name: str, recommended: dict[str, Any], root: Path) -> None:
+def test_context_is_part_of_the_query(
+    name: str, recommended: dict[str, Any], root: Path
+) -> None:
     bundle = Bundle.load(root / f"bundle-{name}")
     assert bundle.candidate == "item"
     assert set(bundle.request_columns) == {"user_id", "hour", "weekday"}
     rows = {"user_id": [3, 3, 10_000], "hour": [1, 20, 1], "weekday": [2, 2, 2]}
     vectors = bundle.embed_query(rows)
     assert not torch.equal(vectors[0], vectors[1])
-    assert {column: unknown.tolist() for column, unknown in bundle.unknown(rows).items()} == {
+    assert {
+        column: unknown.tolist() for column, unknown in bundle.unknown(rows).items()
+    } == {
         "user_id": [False, False, True],
         "hour": [False] * 3,
         "weekday": [False] * 3,
@@ -274,11 +382,17 @@ def test_context_is_part_of_the_query(name: str, recommended: dict[str, Any], ro
     assert bundle.store.ids.positions([0, 199, 200]).tolist() == [0, 199, -1]
 
 
-def test_the_context_of_interactions_is_said_in_the_words_of_the_file(recommended: dict[str, Any], root: Path) -> None:
+def test_the_context_of_interactions_is_said_in_the_words_of_the_file(
+    recommended: dict[str, Any], root: Path
+) -> None:
     del recommended
     bundle = Bundle.load(root / "bundle-hours")
     assert set(bundle.request_columns) == {"user_id", "hour", "price"}
-    rows = {"user_id": [3, 3, 3], "hour": ["1h", "2h", "noon"], "price": [0.5, 0.5, 0.5]}
+    rows = {
+        "user_id": [3, 3, 3],
+        "hour": ["1h", "2h", "noon"],
+        "price": [0.5, 0.5, 0.5],
+    }
     vectors = bundle.embed_query(rows)
     assert not torch.equal(vectors[0], vectors[1])
     assert bundle.unknown(rows)["hour"].tolist() == [False, False, True]
@@ -290,15 +404,31 @@ def test_what_is_known_of_users_and_items_is_said_as_their_files_say_it(
     del recommended
     bundle = Bundle.load(root / "bundle-described")
     assert bundle.users is not None
-    assert bundle.manifest.content["coverage"]["trained"] == 29, "item 29 was never trained"
-    items, users = (pq.read_table(root / "described" / f"{side}.parquet").to_pydict() for side in ("items", "users"))
+    assert bundle.manifest.content["coverage"]["trained"] == 29, (
+        "item 29 was never trained"
+    )
+    items, users = (
+        pq.read_table(root / "described" / f"{side}.parquet").to_pydict()
+        for side in ("items", "users")
+    )
     store = EmbeddingStore.open(root / "bundle-described" / "store")
-    torch.testing.assert_close(bundle.embed_candidates(items), store.rows(torch.arange(30)), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        bundle.embed_candidates(items), store.rows(torch.arange(30)), rtol=0, atol=1e-6
+    )
     known = bundle.users.rows(bundle.users.ids.positions(np.arange(20)))
-    assert {name: known[name] for name in ("gender", "member")} == {name: users[name] for name in ("gender", "member")}
+    assert {name: known[name] for name in ("gender", "member")} == {
+        name: users[name] for name in ("gender", "member")
+    }
     assert known["income"] == pytest.approx(users["income"])
-    torch.testing.assert_close(bundle.embed_query({**known, **users}), bundle.embed_query(known), rtol=0, atol=1e-6)
-    unknown = bundle.unknown({**known, "gender": ["M"] * 19 + ["X"], "member": [None] + [True] * 19})
+    torch.testing.assert_close(
+        bundle.embed_query({**known, **users}),
+        bundle.embed_query(known),
+        rtol=0,
+        atol=1e-6,
+    )
+    unknown = bundle.unknown(
+        {**known, "gender": ["M"] * 19 + ["X"], "member": [None] + [True] * 19}
+    )
     assert unknown["gender"].nonzero()[0].tolist() == [19]
     assert unknown["member"].nonzero()[0].tolist() == [0]
     nobody = bundle.users.rows([-1])
@@ -306,7 +436,9 @@ def test_what_is_known_of_users_and_items_is_said_as_their_files_say_it(
     assert nobody["income"][0] == pytest.approx(np.mean(users["income"]))
 
 
-def test_films_are_asked_for_by_age_gender_and_genres(recommended: dict[str, Any], root: Path) -> None:
+def test_films_are_asked_for_by_age_gender_and_genres(
+    recommended: dict[str, Any], root: Path
+) -> None:
     del recommended
     bundle = Bundle.load(root / "bundle-films")
     assert bundle.users is not None
@@ -315,20 +447,34 @@ def test_films_are_asked_for_by_age_gender_and_genres(recommended: dict[str, Any
     assert known["age"][0] == pytest.approx(round(known["age"][0]))
     assert known["age"][0] > 10
     vectors = bundle.embed_candidates(
-        {"item_id": [1, 1], "release_year": [1995, 1995], "genres": ["Comedy Drama", "War unknown"]}
+        {
+            "item_id": [1, 1],
+            "release_year": [1995, 1995],
+            "genres": ["Comedy Drama", "War unknown"],
+        }
     )
     assert not torch.equal(vectors[0], vectors[1])
 
 
-def test_fractions_of_labelled_rows_are_said_as_the_file_says_them(recommended: dict[str, Any], root: Path) -> None:
+def test_fractions_of_labelled_rows_are_said_as_the_file_says_them(
+    recommended: dict[str, Any], root: Path
+) -> None:
     del recommended
     bundle = Bundle.load(root / "bundle-labelled")
-    assert bundle.request_columns == {"user_id": "int64", "hour": "int64", "price": "float64"}
+    assert bundle.request_columns == {
+        "user_id": "int64",
+        "hour": "int64",
+        "price": "float64",
+    }
     data = load_labelled(LabelledConfig(name="labelled", folder=str(root)))
     price = pq.read_table(root / "labelled" / "test.parquet")["price"].to_numpy()
     mean, deviation = data.words.scales["price"]
-    np.testing.assert_allclose(data.test["price"].values, (price - mean) / deviation, atol=1e-5)
-    vectors = bundle.embed_query({"user_id": [1, 1], "hour": [3, 3], "price": [price[0], price[0] + 1e-3]})
+    np.testing.assert_allclose(
+        data.test["price"].values, (price - mean) / deviation, atol=1e-5
+    )
+    vectors = bundle.embed_query(
+        {"user_id": [1, 1], "hour": [3, 3], "price": [price[0], price[0] + 1e-3]}
+    )
     assert float((vectors[0] - vectors[1]).abs().max()) < 1e-3
 
 
@@ -338,12 +484,21 @@ def test_what_describes_the_shown_item_is_in_the_catalogue_and_not_in_requests(
 ) -> None:
     bundle = Bundle.load(root / f"bundle-{name}")
     assert set(bundle.request_columns) == {"user_id", "user_age", "hour"}
-    assert set(bundle.candidate_columns) == {"item_id", "item_price", "discount", "tags", "weight"}
+    assert set(bundle.candidate_columns) == {
+        "item_id",
+        "item_price",
+        "discount",
+        "tags",
+        "weight",
+    }
     assert bundle.users is not None
     assert bundle.users.rows([3])["user_age"] == pytest.approx([23.5])
     scorer, served = Scorer(bundle), []
     for row in pq.read_table(root / "shown" / "test.parquet").to_pylist():
-        user = {"user_id": row["user"], "hour": row["hour"]}  # the age of a user who is known is known, too
+        user = {
+            "user_id": row["user"],
+            "hour": row["hour"],
+        }  # the age of a user who is known is known, too
         (score,) = scorer.score(ScoreRequest(user=user, items=[row["item"]])).scores
         served.append(score)
     assert served == pytest.approx(recommended[name], abs=1e-5), "served equals trained"
@@ -354,8 +509,20 @@ def test_text_dates_and_missing_values_of_the_shown_item_are_served_as_they_were
     name: str, recommended: dict[str, Any], root: Path
 ) -> None:
     bundle = Bundle.load(root / f"bundle-{name}")
-    assert set(bundle.request_columns) == {"user_id", "user_age", "joined", "device", "at"}
-    assert set(bundle.candidate_columns) == {"item_id", "item_listed", "kind", "released", "weight"}
+    assert set(bundle.request_columns) == {
+        "user_id",
+        "user_age",
+        "joined",
+        "device",
+        "at",
+    }
+    assert set(bundle.candidate_columns) == {
+        "item_id",
+        "item_listed",
+        "kind",
+        "released",
+        "weight",
+    }
     scorer, served = Scorer(bundle), []
     rows = pq.read_table(root / "shown_raw" / "test.parquet").to_pylist()
     assert {None, "watch"} <= {row["device"] for row in rows}
@@ -369,26 +536,45 @@ def test_text_dates_and_missing_values_of_the_shown_item_are_served_as_they_were
     assert served == pytest.approx(recommended[name], abs=1e-5), "served equals trained"
 
 
-def test_a_session_may_be_longer_than_the_model_reads(recommended: dict[str, Any], root: Path) -> None:
+def test_a_session_may_be_longer_than_the_model_reads(
+    recommended: dict[str, Any], root: Path
+) -> None:
     bundle = Bundle.load(root / "bundle-session")
     long = list(range(1, 60)) * 3
-    torch.testing.assert_close(bundle.embed_query({"session": [long]}), bundle.embed_query({"session": [long[-50:]]}))
-    assert bundle.unknown({"session": [[1, 2], [1, 10**6]]})["session"].tolist() == [False, True]
+    torch.testing.assert_close(
+        bundle.embed_query({"session": [long]}),
+        bundle.embed_query({"session": [long[-50:]]}),
+    )
+    assert bundle.unknown({"session": [[1, 2], [1, 10**6]]})["session"].tolist() == [
+        False,
+        True,
+    ]
     users = bundle.users
     assert users is not None
     assert len(ranked(bundle, int(users.ids.ids([0])[0]), 5)) == 5
 
 
-def test_titles_and_genres_come_with_the_films(recommended: dict[str, Any], root: Path) -> None:
+def test_titles_and_genres_come_with_the_films(
+    recommended: dict[str, Any], root: Path
+) -> None:
     bundle = Bundle.load(root / "bundle-films")
     assert bundle.items.titles_of([0, 2]) == ["Film 1", "Film 3"]
     assert bundle.items.categories == ["Comedy", "Drama", "War"]
-    attributes = {name: each.values.ids().tolist() for name, each in bundle.items.attributes.items()}
+    attributes = {
+        name: each.values.ids().tolist()
+        for name, each in bundle.items.attributes.items()
+    }
     genres = bundle.items.categories
-    assert attributes == {"categories": genres, "release_year": [1994, 1995], "genres": genres}
+    assert attributes == {
+        "categories": genres,
+        "release_year": [1994, 1995],
+        "genres": genres,
+    }
 
 
-def test_ids_of_files_that_begin_at_0_stay_what_they_are(recommended: dict[str, Any], root: Path) -> None:
+def test_ids_of_files_that_begin_at_0_stay_what_they_are(
+    recommended: dict[str, Any], root: Path
+) -> None:
     bundle = Bundle.load(root / "bundle-folder")
     assert bundle.store.ids.positions([0, 29]).tolist() == [0, 29]
     users = bundle.users
@@ -415,7 +601,9 @@ def refused(runtime: Runtime, root: Path) -> tuple[str, str]:
     messages = []
     for when in ("require", "auto"):
         try:
-            bundle = bundle_of_run(sharded, bare, model.schema(), runtime, root / "none", {})
+            bundle = bundle_of_run(
+                sharded, bare, model.schema(), runtime, root / "none", {}
+            )
             report_bundle(when, bundle, runtime, root / "none")  # type: ignore[arg-type]
             messages.append("said and gone on")
         except ValueError as error:
@@ -424,7 +612,9 @@ def refused(runtime: Runtime, root: Path) -> tuple[str, str]:
 
 
 def refused_task(runtime: Runtime) -> str:
-    job = dataclasses.replace(load_recipe("two_tower"), task=lambda data, progress: SimpleNamespace(data=data))
+    job = dataclasses.replace(
+        load_recipe("two_tower"), task=lambda data, progress: SimpleNamespace(data=data)
+    )
     with pytest.raises(ValueError) as error:
         load_task(job, runtime)
     return str(error.value)
@@ -438,7 +628,9 @@ def test_what_is_no_task_is_refused_by_name() -> None:
     )
 
 
-def test_a_task_that_says_nothing_of_its_items_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_task_that_says_nothing_of_its_items_is_refused_by_name(
+    tmp_path: Path,
+) -> None:
     first, second = run_ranks(refused, 1, tmp_path)[0]
     assert "the task MyTask has no method export_data(schema)" in first
     assert second == "said and gone on"
@@ -452,7 +644,11 @@ def test_a_task_that_says_nothing_of_its_items_is_refused_by_name(tmp_path: Path
             "user_id+weekday,item_id+hour",
             r"there is no tower 'item'; leave out model\.towers or export=require",
         ),
-        ("n_tower", "user:user_id item:item_id,", r"tower 'item' reads [\w, ]+, too; leave out"),
+        (
+            "n_tower",
+            "user:user_id item:item_id,",
+            r"tower 'item' reads [\w, ]+, too; leave out",
+        ),
         (
             "stream",
             "user_id+weekday,item_id+hour",
@@ -469,14 +665,20 @@ def test_towers_that_no_bundle_can_have_are_refused_before_the_first_step(
     features, dense = task.data.towers["context"]
     towers += ",".join((*features, *dense)) if towers.endswith(",") else ""
     job = apply_overrides(job, [f"model.towers={towers}"])
-    with pytest.raises(ValueError, match=f"export=require: a bundle stores the vectors of an item tower.*{message}"):
+    with pytest.raises(
+        ValueError,
+        match=f"export=require: a bundle stores the vectors of an item tower.*{message}",
+    ):
         build_model(job, task)
     assert build_model(apply_overrides(job, ["export=auto"]), task) is not None
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_a_job_is_made_again_from_its_run_folder(name: str, tmp_path: Path) -> None:
-    job = apply_overrides(load_recipe(name), ["train.epochs=3", "optimizer.dense_lr=0.5", "checkpoint.keep=7"])
+    job = apply_overrides(
+        load_recipe(name),
+        ["train.epochs=3", "optimizer.dense_lr=0.5", "checkpoint.keep=7"],
+    )
     config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
     assert saved_job(tmp_path) == job
@@ -487,14 +689,19 @@ def test_a_job_is_made_again_from_its_run_folder(name: str, tmp_path: Path) -> N
     [
         (None, r"config\.json: cannot be read .*name a run folder"),
         ("{", r"config\.json: is not a JSON file"),
-        ('{"name": "mine"}', r"recipe 'mine' is not built in; say where it is: --recipe my_recipe\.py:job"),
+        (
+            '{"name": "mine"}',
+            r"recipe 'mine' is not built in; say where it is: --recipe my_recipe\.py:job",
+        ),
         (
             '{"name": "two_tower", "train": {"epochs": -1}}',
             r"does not fit the recipe as it is now .*give what differs by --set",
         ),
     ],
 )
-def test_a_folder_that_is_no_run_is_told(config: str | None, message: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_told(
+    config: str | None, message: str, tmp_path: Path
+) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(ValueError, match=message):
@@ -504,23 +711,43 @@ def test_a_folder_that_is_no_run_is_told(config: str | None, message: str, tmp_p
 @pytest.mark.slow
 @pytest.mark.launch
 def test_a_run_ends_with_the_bundle_that_its_checkpoint_gives(tmp_path: Path) -> None:
-    sets = ["data.name=planted", "data.users=80", "data.items=60", "train.epochs=1", "export=require", "device=cpu"]
+    sets = [
+        "data.name=planted",
+        "data.users=80",
+        "data.items=60",
+        "train.epochs=1",
+        "export=require",
+        "device=cpu",
+    ]
     flags = [f"--set={item}" for item in sets]
     run = tmp_path / "run"
     trained = app("train", "--recipe=two_tower", f"--run-dir={run}", *flags)
     assert f"rec.serve.http --bundle {run / 'bundle'}" in trained.splitlines()[-2]
     output = app("export", str(run), f"--out={tmp_path / 'again'}")
     assert "its logits are the trained model's within" in output
-    onnx = [f"--onnx={tmp_path / 'onnx'}"] if importlib.util.find_spec("onnxscript") else []
+    onnx = (
+        [f"--onnx={tmp_path / 'onnx'}"]
+        if importlib.util.find_spec("onnxscript")
+        else []
+    )
     assert (
-        app("export", str(run), f"--out={tmp_path / 'two'}", *onnx, ranks=2).count("its logits are the trained model's")
+        app("export", str(run), f"--out={tmp_path / 'two'}", *onnx, ranks=2).count(
+            "its logits are the trained model's"
+        )
         == 1
     )
-    bundles = [Bundle.load(folder) for folder in (run / "bundle", tmp_path / "again", tmp_path / "two")]
+    bundles = [
+        Bundle.load(folder)
+        for folder in (run / "bundle", tmp_path / "again", tmp_path / "two")
+    ]
     assert len({bundle.manifest.digest for bundle in bundles}) == 1
     assert [bundle.manifest.certificate["ranks"] for bundle in bundles] == [1, 1, 2]
     assert bundles[1].manifest.certificate["checkpoint"].startswith(str(run))
-    assert not onnx or json.loads((tmp_path / "onnx/onnx.json").read_text())["bundle"] == bundles[2].manifest.digest
+    assert (
+        not onnx
+        or json.loads((tmp_path / "onnx/onnx.json").read_text())["bundle"]
+        == bundles[2].manifest.digest
+    )
 
 
 @pytest.mark.slow
@@ -530,7 +757,14 @@ def test_baselines_that_need_too_much_memory_cost_neither_figures_nor_bundle(
     def ends(*_: Any) -> Any:
         raise MemoryError("EASE")
 
-    sets = ["data.name=planted", "data.users=80", "data.items=60", "train.epochs=1", "export=require", "device=cpu"]
+    sets = [
+        "data.name=planted",
+        "data.users=80",
+        "data.items=60",
+        "train.epochs=1",
+        "export=require",
+        "device=cpu",
+    ]
     job, run = apply_overrides(load_recipe("two_tower"), sets), tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(ClosedForms, "beside", ends)
@@ -538,13 +772,18 @@ def test_baselines_that_need_too_much_memory_cost_neither_figures_nor_bundle(
             run_training(job, run)
     figures = json.loads((run / "test.json").read_text())
     assert Bundle.load(run / "bundle").manifest.certificate["run"] == str(run)
-    assert not (run / "summary.json").exists(), "the run has not ended: --resume auto goes on with its baselines"
+    assert not (run / "summary.json").exists(), (
+        "the run has not ended: --resume auto goes on with its baselines"
+    )
     run_training(job, run, resume="auto")
     summary = json.loads((run / "summary.json").read_text())
     assert summary["test"] == figures
     assert summary.keys() >= {"popularity", "ease", "als"}
     lines = capfd.readouterr().out.splitlines()
-    assert any(line.split()[-7:-2] == ["model", "popularity", "ratio", "ease", "als"] for line in lines)
+    assert any(
+        line.split()[-7:-2] == ["model", "popularity", "ratio", "ease", "als"]
+        for line in lines
+    )
     assert f"rec.serve.http --bundle {run / 'bundle'}" in lines[-2]
     assert "/#user=" in lines[-1]
 
@@ -553,11 +792,21 @@ def test_a_bundle_is_of_the_checkpoint_asked_for_and_says_that_its_run_was_worse
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """At this rate the network learns nothing but the noise of its last rows, each epoch another one."""
-    sets = ["data.name=planted", "train.epochs=9", "train.eval_every=1", "loader.batch_size=4096", "checkpoint.keep=9"]
+    sets = [
+        "data.name=planted",
+        "train.epochs=9",
+        "train.eval_every=1",
+        "loader.batch_size=4096",
+        "checkpoint.keep=9",
+    ]
     sets += ["optimizer.tables_lr=1", "optimizer.dense_lr=1"]
-    sets += [f"train.early_stop.{item}" for item in ("metric=auc", "mode=max", "patience=1")]
+    sets += [
+        f"train.early_stop.{item}" for item in ("metric=auc", "mode=max", "patience=1")
+    ]
     run = tmp_path / "run"
-    job = apply_overrides(load_recipe("contextual_ncf"), [*sets, "export=require", "device=cpu"])
+    job = apply_overrides(
+        load_recipe("contextual_ncf"), [*sets, "export=require", "device=cpu"]
+    )
     run_training(job, run)
     warning = json.loads((run / "summary.json").read_text())["warning"]
     assert warning.startswith("this model is worse than the same for all by ")
@@ -566,28 +815,54 @@ def test_a_bundle_is_of_the_checkpoint_asked_for_and_says_that_its_run_was_worse
     last = max(int(path.name[-10:]) for path in (run / "checkpoints").glob("step-*"))
     assert best < last
     bundles = [Bundle.load(run / "bundle")]
-    for name, flags, step in (("none", [], best), ("best", ["best"], best), ("last", ["last"], last)):
+    for name, flags, step in (
+        ("none", [], best),
+        ("best", ["best"], best),
+        ("last", ["last"], last),
+    ):
         out = tmp_path / name
-        assert export.main([str(run), f"--out={out}", *(f"--checkpoint={which}" for which in flags)]) == 0
+        assert (
+            export.main(
+                [
+                    str(run),
+                    f"--out={out}",
+                    *(f"--checkpoint={which}" for which in flags),
+                ]
+            )
+            == 0
+        )
         bundles.append(Bundle.load(out))
         assert bundles[-1].manifest.certificate["steps"] == step
-    assert [bundle.manifest.certificate["warning"] for bundle in bundles] == [warning] * 4
+    assert [bundle.manifest.certificate["warning"] for bundle in bundles] == [
+        warning
+    ] * 4
     digests = [bundle.manifest.digest for bundle in bundles]
     assert digests[0] == digests[1] == digests[2] != digests[3]
-    assert capfd.readouterr().out.count(f"warning: {warning}\n") == 5, "after the training, and by each bundle"
+    assert capfd.readouterr().out.count(f"warning: {warning}\n") == 5, (
+        "after the training, and by each bundle"
+    )
 
 
 def app(name: str, *flags: str, ranks: int = 0) -> str:
     """What an app prints, by itself, or under torchrun's agent on so many ranks."""
-    agent = ["-m", "torchx_apps.agent", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    agent = (
+        ["-m", "torchx_apps.agent", "--standalone", f"--nproc_per_node={ranks}"]
+        if ranks
+        else []
+    )
     done = subprocess.run(
-        [sys.executable, *agent, "-m", f"torchx_apps.{name}", *flags], capture_output=True, text=True, check=False
+        [sys.executable, *agent, "-m", f"torchx_apps.{name}", *flags],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def test_a_run_without_a_checkpoint_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_checkpoint_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = load_recipe("two_tower")
     config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
@@ -597,48 +872,82 @@ def test_a_run_without_a_checkpoint_is_told(tmp_path: Path, capsys: pytest.Captu
     assert "Traceback" not in stderr
 
 
-def test_a_bundle_is_not_replaced_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = dataclasses.asdict(dataclasses.replace(load_recipe("two_tower"), build=None, task=None))
+def test_a_bundle_is_not_replaced_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = dataclasses.asdict(
+        dataclasses.replace(load_recipe("two_tower"), build=None, task=None)
+    )
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
     (tmp_path / "bundle").mkdir()
     (tmp_path / "bundle" / "notes").touch()
     assert export.main([str(tmp_path)]) == 1
     stderr = capsys.readouterr().err
-    assert f"--out {tmp_path / 'bundle'}: there is something already; give another folder, or --overwrite" in stderr
+    assert (
+        f"--out {tmp_path / 'bundle'}: there is something already; give another folder, or --overwrite"
+        in stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--onnx-skip=user",), "--onnx-skip user: there is nothing to leave it out of; give --onnx FOLDER too"),
+        (
+            ("--onnx-skip=user",),
+            "--onnx-skip user: there is nothing to leave it out of; give --onnx FOLDER too",
+        ),
         (("--onnx={run}/bundle/onnx",), "in it, or around it; give one beside it"),
         (("--onnx={run}",), "in it, or around it; give one beside it"),
-        (("--onnx={run}/full", "--tables=int8"), "with --tables int8: ONNX files have their tables in fp32"),
-        (("--compiled={run}/full", "--tables=int8"), "with --tables int8: compiled code reads tables in fp32"),
+        (
+            ("--onnx={run}/full", "--tables=int8"),
+            "with --tables int8: ONNX files have their tables in fp32",
+        ),
+        (
+            ("--compiled={run}/full", "--tables=int8"),
+            "with --tables int8: compiled code reads tables in fp32",
+        ),
         (("--compiled={run}/bundle/code",), "in it, or around it; give one beside it"),
-        (("--onnx={run}/full",), "there is something already; give another folder, or --overwrite"),
+        (
+            ("--onnx={run}/full",),
+            "there is something already; give another folder, or --overwrite",
+        ),
     ],
 )
 def test_what_cannot_become_onnx_files_is_told_first(
-    flags: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pytest.importorskip("onnxruntime", reason="the package onnxruntime is not installed (extra `onnx`)")
-    config = dataclasses.asdict(dataclasses.replace(load_recipe("two_tower"), build=None, task=None))
+    pytest.importorskip(
+        "onnxruntime", reason="the package onnxruntime is not installed (extra `onnx`)"
+    )
+    config = dataclasses.asdict(
+        dataclasses.replace(load_recipe("two_tower"), build=None, task=None)
+    )
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").touch()
-    assert export.main([str(tmp_path), *(flag.format(run=tmp_path) for flag in flags)]) == 1
+    assert (
+        export.main([str(tmp_path), *(flag.format(run=tmp_path) for flag in flags)])
+        == 1
+    )
     assert message in capsys.readouterr().err
 
 
 def test_the_extra_onnx_is_asked_for_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = dataclasses.asdict(dataclasses.replace(load_recipe("two_tower"), build=None, task=None))
+    config = dataclasses.asdict(
+        dataclasses.replace(load_recipe("two_tower"), build=None, task=None)
+    )
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
     monkeypatch.setitem(sys.modules, "onnx", None)
     assert export.main([str(tmp_path), f"--onnx={tmp_path / 'onnx'}"]) == 1
-    assert "ONNX export needs the package onnx: pip install 'torchrec-ext[onnx]'" in capsys.readouterr().err
+    assert (
+        "ONNX export needs the package onnx: pip install 'torchrec-ext[onnx]'"
+        in capsys.readouterr().err
+    )
 
 
 class TestValid(ComponentTestCase):
@@ -647,7 +956,9 @@ class TestValid(ComponentTestCase):
 
 
 def test_the_component_names_run_and_bundle() -> None:
-    (role,) = serve.export("--overwrite", run="runs/a", out="b", index="hnsw", onnx="o").roles
+    (role,) = serve.export(
+        "--overwrite", run="runs/a", out="b", index="hnsw", onnx="o"
+    ).roles
     assert role.args == [
         "-m",
         "torchx_apps.export",

@@ -10,16 +10,32 @@ from torchx_apps import train, train_networks
 pytestmark = pytest.mark.gpu
 DATA = ("data.name=planted", "data.users=300", "data.items=150", "train.epochs=2")
 FEATURES = ("data.name=planted", "train.epochs=1", "train.early_stop.metric=")
-IDS = ("ids.user_id=dynamic,capacity=100,admit_after=2", "ids.item_id=dynamic,capacity=90", "ids.every=4")
+IDS = (
+    "ids.user_id=dynamic,capacity=100,admit_after=2",
+    "ids.item_id=dynamic,capacity=90",
+    "ids.every=4",
+)
 ON_DEVICE = "loader.device=cuda"
 JOBS = {
     "two_tower, eager": ("two_tower", (*DATA, "train.compile=off")),
     "two_tower, captured": ("two_tower", (*DATA, "train.compile=require", ON_DEVICE)),
-    "two_tower, captured, rows from the host": ("two_tower", (*DATA, "train.compile=require")),
+    "two_tower, captured, rows from the host": (
+        "two_tower",
+        (*DATA, "train.compile=require"),
+    ),
     "two_tower, dynamic ids": ("two_tower", (*DATA, *IDS, "train.compile=off")),
-    "two_tower, dynamic ids, captured": ("two_tower", (*DATA, *IDS, "train.compile=require")),
-    "two_tower, captured, bf16": ("two_tower", (*DATA, "train.compile=require", ON_DEVICE, "train.amp=bf16")),
-    "two_tower, UVM": ("two_tower", (*DATA, "plan.kernel=fused_uvm_caching", "plan.sharding=table_wise")),
+    "two_tower, dynamic ids, captured": (
+        "two_tower",
+        (*DATA, *IDS, "train.compile=require"),
+    ),
+    "two_tower, captured, bf16": (
+        "two_tower",
+        (*DATA, "train.compile=require", ON_DEVICE, "train.amp=bf16"),
+    ),
+    "two_tower, UVM": (
+        "two_tower",
+        (*DATA, "plan.kernel=fused_uvm_caching", "plan.sharding=table_wise"),
+    ),
     "ncf, dynamic ids, captured": ("ncf", (*DATA, *IDS, "train.compile=require")),
     "n_tower, streams": ("n_tower", (*FEATURES, "streams=true", "train.compile=off")),
     "session, captured where it can": (
@@ -30,23 +46,51 @@ JOBS = {
 
 
 def last_step(folder: Path) -> int:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     return max(record["step"] for record in records if "step" in record)
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_job_trains_exports_and_goes_on(name: str, tmp_path: Path) -> None:
     recipe, settings = JOBS[name]
-    flags = ["--recipe", recipe, "--run-dir", str(tmp_path / "run"), "--set=export=require"]
+    flags = [
+        "--recipe",
+        recipe,
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--set=export=require",
+    ]
     flags += [f"--set={each}" for each in settings]
     assert train.main([*flags, "--set=device=cuda"]) == 0
     assert (tmp_path / "run" / "bundle").exists()
     steps = last_step(tmp_path / "run")
-    assert train.main([*flags, "--set=device=cuda", "--set=train.epochs=3", "--resume=auto"]) == 0
+    assert (
+        train.main(
+            [*flags, "--set=device=cuda", "--set=train.epochs=3", "--resume=auto"]
+        )
+        == 0
+    )
     assert last_step(tmp_path / "run") > steps
 
 
-@pytest.mark.parametrize("more", [["--vary=train.seed=0,1"], ["--vary=train.seed=0,1", "--codistill=weight=.5"]])
+@pytest.mark.parametrize(
+    "more",
+    [["--vary=train.seed=0,1"], ["--vary=train.seed=0,1", "--codistill=weight=.5"]],
+)
 def test_several_networks_train_as_one(more: list[str], tmp_path: Path) -> None:
-    flags = ["--recipe", "two_tower", "--run-dir", str(tmp_path / "run"), "--stack=require", *more]
-    assert train_networks.main([*flags, "--set=device=cuda", *(f"--set={each}" for each in DATA)]) == 0
+    flags = [
+        "--recipe",
+        "two_tower",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--stack=require",
+        *more,
+    ]
+    assert (
+        train_networks.main(
+            [*flags, "--set=device=cuda", *(f"--set={each}" for each in DATA)]
+        )
+        == 0
+    )

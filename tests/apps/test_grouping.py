@@ -24,10 +24,18 @@ def data() -> LabelledData:
     for index, name in enumerate(FEATURES):
         planted_tower = {"user_id": 0, "item_id": 1}.get(name, 1 - index % 2)
         columns[name] = Column(
-            np.where(draw.random(ROWS) < 0.9, hidden[planted_tower], draw.integers(0, IDS, ROWS)).astype(np.int64)
+            np.where(
+                draw.random(ROWS) < 0.9,
+                hidden[planted_tower],
+                draw.integers(0, IDS, ROWS),
+            ).astype(np.int64)
         )
     rows = Chunk(
-        {**columns, "label": Column(np.zeros(ROWS, dtype=np.float32)), "d": Column(np.zeros(ROWS, dtype=np.float32))}
+        {
+            **columns,
+            "label": Column(np.zeros(ROWS, dtype=np.float32)),
+            "d": Column(np.zeros(ROWS, dtype=np.float32)),
+        }
     )
     return LabelledData(
         name="planted",
@@ -47,18 +55,25 @@ def towers_of(*overrides: str) -> dict[str, Any]:
 
 
 def features_of(towers: dict[str, Any]) -> set[frozenset[str]]:
-    return {frozenset(name for table in tower.tables for name in table.feature_names) for tower in towers.values()}
+    return {
+        frozenset(name for table in tower.tables for name in table.feature_names)
+        for tower in towers.values()
+    }
 
 
 PLANTED = {frozenset({"user_id", "c1", "c3"}), frozenset({"item_id", "c0", "c2"})}
 
 
 def test_towers_may_be_said_and_compress_what_leaves_them() -> None:
-    result = towers_of("model.towers=user_id+c1+c3,item_id+c0+c2", "model.compress=dim=4,flat=2")
+    result = towers_of(
+        "model.towers=user_id+c1+c3,item_id+c0+c2", "model.compress=dim=4,flat=2"
+    )
     assert features_of(result) == PLANTED
     assert [tower.out_features for tower in result.values()] == [8, 8]
     (dense,) = [name for name, tower in result.items() if tower.dense == ("d",)]
-    assert "c0" not in {table.name for table in result[dense].tables}, "dense columns go where tables are least"
+    assert "c0" not in {table.name for table in result[dense].tables}, (
+        "dense columns go where tables are least"
+    )
     assert set(towers_of()) == {"user", "item", "context"}
 
 
@@ -67,11 +82,16 @@ def test_towers_may_be_said_and_compress_what_leaves_them() -> None:
     [
         ("model.towers=3", "model.towers=3: name the features of each tower"),
         ("model.towers=a,,b", "model.towers=a,,b: give the features of each tower"),
-        ("model.compress=dims=3", "model.compress=dims=3: there is no key 'dims'; did you mean dim"),
+        (
+            "model.compress=dims=3",
+            "model.compress=dims=3: there is no key 'dims'; did you mean dim",
+        ),
         ("model.compress=dim=0", "model.compress=dim=0: dim=0: must be 1 or more"),
     ],
 )
-def test_a_wrong_key_is_told_before_any_data_is_read(override: str, message: str) -> None:
+def test_a_wrong_key_is_told_before_any_data_is_read(
+    override: str, message: str
+) -> None:
     with pytest.raises(ValueError) as error:
         apply_overrides(load_recipe("n_tower"), [override])
     assert message in str(error.value)
@@ -80,12 +100,20 @@ def test_a_wrong_key_is_told_before_any_data_is_read(override: str, message: str
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.towers=user_id+c9,item_id"], "there is no feature 'c9'; the features are user_id, item_id, c0"),
-        (["model.towers=user_id,item_id"], "'c0' stands in no tower; give each of user_id, item_id, c0"),
+        (
+            ["model.towers=user_id+c9,item_id"],
+            "there is no feature 'c9'; the features are user_id, item_id, c0",
+        ),
+        (
+            ["model.towers=user_id,item_id"],
+            "'c0' stands in no tower; give each of user_id, item_id, c0",
+        ),
         (["model.towers=user_id+user_id"], "'user_id' stands there twice"),
     ],
 )
-def test_what_the_data_does_not_have_is_told(overrides: list[str], message: str) -> None:
+def test_what_the_data_does_not_have_is_told(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ValueError) as error:
         towers_of(*overrides)
     assert message in str(error.value)

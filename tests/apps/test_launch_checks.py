@@ -13,7 +13,12 @@ from torchx.specs import AppDef
 from torchx.specs.builders import materialize_appdef
 
 from torchx_apps.launch.checks import check_app, check_words
-from torchx_apps.launch.commands import CancelCommand, ListCommand, LogCommand, StatusCommand
+from torchx_apps.launch.commands import (
+    CancelCommand,
+    ListCommand,
+    LogCommand,
+    StatusCommand,
+)
 from torchx_apps.torchx_run import Run
 
 pytestmark = pytest.mark.unit
@@ -32,7 +37,9 @@ def refused(app: AppDef, scheduler: str = "kubernetes") -> str:
     return line
 
 
-@pytest.mark.parametrize("name", ["2026_run", "_x_", "x_", "Run 1", "-a", "été", "a" * 80])
+@pytest.mark.parametrize(
+    "name", ["2026_run", "_x_", "x_", "Run 1", "-a", "été", "a" * 80]
+)
 def test_a_name_that_kubernetes_cannot_carry_is_refused_there_alone(name: str) -> None:
     app = hybrid("--name", f"exp/{name}")
     assert refused(app).startswith(f"--name {name}: ")
@@ -46,12 +53,16 @@ def test_a_name_that_kubernetes_can_carry_is_taken(name: str) -> None:
         assert check_app(materialize_appdef(component, flags), "kubernetes") == []
 
 
-def test_port_0_and_an_address_that_nobody_reaches_are_refused_on_kubernetes_alone() -> None:
+def test_port_0_and_an_address_that_nobody_reaches_are_refused_on_kubernetes_alone() -> (
+    None
+):
     made = {"bundle": "b", "image": IMAGE}
     assert refused(serve.http(port=0, host="0.0.0.0", **made)).startswith(
         "--port 0: Kubernetes opens a pod's port http"
     )
-    assert refused(serve.http(**made)).startswith("--host 127.0.0.1: nobody outside its pod would reach the service;")
+    assert refused(serve.http(**made)).startswith(
+        "--host 127.0.0.1: nobody outside its pod would reach the service;"
+    )
     assert check_app(serve.http(port=0, **made), "local_cwd") == []
     assert check_app(serve.http(host="0.0.0.0", **made), "kubernetes") == []
 
@@ -61,14 +72,25 @@ def test_nodes_that_come_and_go_are_refused_on_slurm_alone() -> None:
         app = materialize_appdef(component, ["-j", "1:2x4", "--image", IMAGE])
         line = refused(app, "slurm")
         assert line.startswith("-j 1:2x...: Slurm gives a job all of its nodes or none")
-        assert line.endswith("; write -j 2x... --max_retries 3, which goes on from the last checkpoint")
+        assert line.endswith(
+            "; write -j 2x... --max_retries 3, which goes on from the last checkpoint"
+        )
         assert check_app(app, "kubernetes") == check_app(app, "local_cwd") == []
-    assert check_app(hybrid("-j", "2:2x4"), "slurm") == check_app(hybrid("-j", "2x4"), "slurm") == []
+    assert (
+        check_app(hybrid("-j", "2:2x4"), "slurm")
+        == check_app(hybrid("-j", "2x4"), "slurm")
+        == []
+    )
 
 
-def test_torchxs_own_image_is_refused_unless_a_dockerfile_builds_on_it(tmp_path: Path) -> None:
+def test_torchxs_own_image_is_refused_unless_a_dockerfile_builds_on_it(
+    tmp_path: Path,
+) -> None:
     app = train.hybrid()
-    assert "does not have this package; build one that has it and name it: --image my_image:1" in refused(app)
+    assert (
+        "does not have this package; build one that has it and name it: --image my_image:1"
+        in refused(app)
+    )
     (tmp_path / "Dockerfile.torchx").touch()
     assert check_app(app, "kubernetes", workspace=f"file://{tmp_path}") == []
     assert check_app(app, "slurm") == []
@@ -84,20 +106,33 @@ def test_torchxs_own_image_is_refused_unless_a_dockerfile_builds_on_it(tmp_path:
         ("type=volume", "a volume needs src and dst; write "),
         ("type=volume,src=a,dst=b", "dst=b must begin with /"),
         ("type=volume,src=a,to=/b", "there is no option 'to'; write "),
-        ("type=device,src=/dev/a,perm=rx", "perm=rx may have the letters r, w and m alone"),
+        (
+            "type=device,src=/dev/a,perm=rx",
+            "perm=rx may have the letters r, w and m alone",
+        ),
         ("type=bind,src=/a,dst=/b,type=volume,src=c", "a volume needs dst; write "),
     ],
 )
 @pytest.mark.parametrize("form", ["--mounts {}", "--mounts={}"])
-def test_mounts_in_a_wrong_form_are_refused(form: str, mounts: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^--mounts {re.escape(mounts)}: {re.escape(message)}"):
+def test_mounts_in_a_wrong_form_are_refused(
+    form: str, mounts: str, message: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=f"^--mounts {re.escape(mounts)}: {re.escape(message)}"
+    ):
         check_words(["rec.train.hybrid", *form.format(mounts).split()])
 
 
 @pytest.mark.parametrize(
-    "mounts", ["type=bind,src=/a,dst=/b,readonly,type=volume,src=c,dst=/d", "type=device,src=/dev/a"]
+    "mounts",
+    [
+        "type=bind,src=/a,dst=/b,readonly,type=volume,src=c,dst=/d",
+        "type=device,src=/dev/a",
+    ],
 )
-def test_mounts_in_a_right_form_are_taken_and_a_scheduler_that_mounts_nothing_says_so(mounts: str) -> None:
+def test_mounts_in_a_right_form_are_taken_and_a_scheduler_that_mounts_nothing_says_so(
+    mounts: str,
+) -> None:
     check_words(["--mounts", mounts])
     app = hybrid("--mounts", mounts)
     assert check_app(app, "kubernetes") == []
@@ -111,12 +146,22 @@ def test_mounts_in_a_right_form_are_taken_and_a_scheduler_that_mounts_nothing_sa
 def test_a_value_with_an_equals_sign_is_refused(form: str) -> None:
     words = "--env A=b,PET_RDZV_CONF=last_call_timeout=5: TorchX takes no '=' within a value; write ':' in"
     with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
-        check_words(["rec.train.hybrid", *form.format("A=b,PET_RDZV_CONF=last_call_timeout=5").split()])
+        check_words(
+            [
+                "rec.train.hybrid",
+                *form.format("A=b,PET_RDZV_CONF=last_call_timeout=5").split(),
+            ]
+        )
     check_words(["--env", "A=b,c;D=e,F=", "--env=A=b"])
 
 
-def test_a_dollar_that_torchx_would_swallow_is_refused_with_the_form_that_arrives() -> None:
-    with pytest.raises(ValueError, match=r"^runs/a\$\$b: TorchX makes one \$ of two; write runs/a\$\$\$\$b$"):
+def test_a_dollar_that_torchx_would_swallow_is_refused_with_the_form_that_arrives() -> (
+    None
+):
+    with pytest.raises(
+        ValueError,
+        match=r"^runs/a\$\$b: TorchX makes one \$ of two; write runs/a\$\$\$\$b$",
+    ):
         check_words(["--run_dir", "runs/a$$b"])
     check_words(["--run_dir", "runs/a$$$$b", "--out", "costs$5", "--name", "${app_id}"])
 
@@ -128,16 +173,30 @@ SECRETS = [
     "URL=s3://a:hunter2@b",
     *(
         f"{name}=hunter2"
-        for name in ("DB_PASS", "MYSQL_PWD", "AUTH", "GH_PAT", "COOKIE", "SESSION_TOKENS", "dbPassword")
+        for name in (
+            "DB_PASS",
+            "MYSQL_PWD",
+            "AUTH",
+            "GH_PAT",
+            "COOKIE",
+            "SESSION_TOKENS",
+            "dbPassword",
+        )
     ),
     "URL=https://hunter2@example.org/a",
 ]
-ADDRESSES = ["https://host/a?sig=hunter2", "s3://b/c?X-Amz-Signature=hunter2", "https://host/a?x=1&token=hunter2"]
+ADDRESSES = [
+    "https://host/a?sig=hunter2",
+    "s3://b/c?X-Amz-Signature=hunter2",
+    "https://host/a?x=1&token=hunter2",
+]
 
 
 @pytest.mark.parametrize("scheduler", ["local_cwd", "slurm", "kubernetes"])
 @pytest.mark.parametrize("variable", SECRETS)
-def test_a_secret_in_env_is_refused_unseen_with_the_schedulers_way(variable: str, scheduler: str) -> None:
+def test_a_secret_in_env_is_refused_unseen_with_the_schedulers_way(
+    variable: str, scheduler: str
+) -> None:
     name = variable.partition("=")[0]
     for app in (
         hybrid("--env", f"A=1,{variable}"),
@@ -146,29 +205,50 @@ def test_a_secret_in_env_is_refused_unseen_with_the_schedulers_way(variable: str
         line = refused(app, scheduler)
         assert line.startswith(f"--env {name}: ")
         assert "hunter2" not in line
-        assert ("-cfg secret=NAME" if scheduler == "kubernetes" else f"export {name} in the shell") in line
+        assert (
+            "-cfg secret=NAME"
+            if scheduler == "kubernetes"
+            else f"export {name} in the shell"
+        ) in line
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_a_signed_address_is_refused_unseen(address: str) -> None:
     app = serve.http(bundle="b", host="h", image=IMAGE, env={"URL": address})
-    for line in (refused(app), refused(hybrid("--", f"--set=data.files={address}"), "slurm")):
+    for line in (
+        refused(app),
+        refused(hybrid("--", f"--set=data.files={address}"), "slurm"),
+    ):
         assert ": the address holds a password, " in line
         assert "hunter2" not in line
 
 
-@pytest.mark.parametrize("scheduler", ["local_cwd", "local_docker", "slurm", "kubernetes"])
-@pytest.mark.parametrize("name", ["A;touch X;B", "A B", "1A", "$(touch X)", "A-B", "", "A\nB", "É"])
+@pytest.mark.parametrize(
+    "scheduler", ["local_cwd", "local_docker", "slurm", "kubernetes"]
+)
+@pytest.mark.parametrize(
+    "name", ["A;touch X;B", "A B", "1A", "$(touch X)", "A-B", "", "A\nB", "É"]
+)
 def test_a_name_that_is_no_variables_is_refused(name: str, scheduler: str) -> None:
     app = serve.http(bundle="b", host="h", image=IMAGE, env={name: "1", "_B2": "1"})
-    assert refused(app, scheduler).startswith(f"--env {name!r}: a variable's name has letters, digits and _ alone")
+    assert refused(app, scheduler).startswith(
+        f"--env {name!r}: a variable's name has letters, digits and _ alone"
+    )
 
 
 @pytest.mark.parametrize(
-    "address", ["redis://:hunter2@host:6379/0", "rediss://user:hunter2@host", "redis://host/0?password=hunter2"]
+    "address",
+    [
+        "redis://:hunter2@host:6379/0",
+        "rediss://user:hunter2@host",
+        "redis://host/0?password=hunter2",
+    ],
 )
 def test_a_password_in_the_address_of_a_redis_is_refused_unseen(address: str) -> None:
-    made = (serve.http(bundle="b", redis=address), embed(bundle="b", tower="query", redis=address))
+    made = (
+        serve.http(bundle="b", redis=address),
+        embed(bundle="b", tower="query", redis=address),
+    )
     for app in made:
         line = refused(app, "local_cwd")
         assert line.startswith("--redis: the address holds a password, ")
@@ -178,7 +258,12 @@ def test_a_password_in_the_address_of_a_redis_is_refused_unseen(address: str) ->
 
 
 @pytest.mark.parametrize(
-    "flag", ["--set=data.password=hunter2", "--set data.secret=hunter2", "--set data.files=s3://a:hunter2@b/c"]
+    "flag",
+    [
+        "--set=data.password=hunter2",
+        "--set data.secret=hunter2",
+        "--set data.files=s3://a:hunter2@b/c",
+    ],
 )
 def test_a_secret_in_a_setting_is_refused_unseen(flag: str) -> None:
     line = refused(hybrid("--", *flag.split()), "slurm")
@@ -190,19 +275,53 @@ def test_what_only_resembles_a_secret_is_taken() -> None:
     env = "PWD=/a,MAX_TOKENS=512,SSH_AUTH_SOCK=/s,"
     env += "TOKENIZERS_PARALLELISM=0,REDIS_PASSWORD_FILE=/run/p,GOOGLE_APPLICATION_CREDENTIALS=/run/key.json"
     assert (
-        check_app(hybrid("--env", env, "--", "--set", "data.key=user_id", "--set=data.files=s3://a/b@c"), "slurm") == []
+        check_app(
+            hybrid(
+                "--env",
+                env,
+                "--",
+                "--set",
+                "data.key=user_id",
+                "--set=data.files=s3://a/b@c",
+            ),
+            "slurm",
+        )
+        == []
     )
-    assert check_app(serve.http(bundle="b", redis="redis://user@host:6379/0", token_file="/run/token"), "slurm") == []
+    assert (
+        check_app(
+            serve.http(
+                bundle="b", redis="redis://user@host:6379/0", token_file="/run/token"
+            ),
+            "slurm",
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("rec.train.hybrid --mounts type=bind,src=/a", "--mounts type=bind,src=/a: a bind needs dst"),
-        ("rec.train.hybrid -j 2x4 --gpu 8", "-j 2x4 with --gpu 8: each of a node's 4 ranks needs a GPU"),
-        ("-s kubernetes -cfg queue=q --workspace= rec.train.hybrid --image i:1 --name 1a", "--name 1a: on Kubernetes"),
-        ("-s kubernetes -cfg queue=q --workspace= rec.train.hybrid", "--image: TorchX's own image"),
-        ("-s slurm rec.train.hybrid --env HF_TOKEN=hunter2", "--env HF_TOKEN: this looks like a secret"),
+        (
+            "rec.train.hybrid --mounts type=bind,src=/a",
+            "--mounts type=bind,src=/a: a bind needs dst",
+        ),
+        (
+            "rec.train.hybrid -j 2x4 --gpu 8",
+            "-j 2x4 with --gpu 8: each of a node's 4 ranks needs a GPU",
+        ),
+        (
+            "-s kubernetes -cfg queue=q --workspace= rec.train.hybrid --image i:1 --name 1a",
+            "--name 1a: on Kubernetes",
+        ),
+        (
+            "-s kubernetes -cfg queue=q --workspace= rec.train.hybrid",
+            "--image: TorchX's own image",
+        ),
+        (
+            "-s slurm rec.train.hybrid --env HF_TOKEN=hunter2",
+            "--env HF_TOKEN: this looks like a secret",
+        ),
     ],
 )
 def test_torchx_run_answers_a_mistake_with_usage_and_one_line(
@@ -213,7 +332,11 @@ def test_torchx_run_answers_a_mistake_with_usage_and_one_line(
     parser = argparse.ArgumentParser(prog="torchx run")
     command.add_arguments(parser)
     with pytest.raises(SystemExit, match="2"):
-        command.run(parser.parse_args(["--dryrun", *shlex.split(words)], argparse.Namespace(log_level="INFO")))
+        command.run(
+            parser.parse_args(
+                ["--dryrun", *shlex.split(words)], argparse.Namespace(log_level="INFO")
+            )
+        )
     printed = capsys.readouterr()
     assert printed.err.splitlines()[-1].startswith(f"torchx run: error: {message}")
     assert "hunter2" not in printed.out + printed.err
@@ -222,14 +345,26 @@ def test_torchx_run_answers_a_mistake_with_usage_and_one_line(
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     [
-        (StatusCommand, "pbs://torchx/7", "pbs://torchx/7: there is no scheduler pbs; known are "),
-        (StatusCommand, "job-7", "job-7: a job's address is the line that torchx run has printed, such as slurm://"),
+        (
+            StatusCommand,
+            "pbs://torchx/7",
+            "pbs://torchx/7: there is no scheduler pbs; known are ",
+        ),
+        (
+            StatusCommand,
+            "job-7",
+            "job-7: a job's address is the line that torchx run has printed, such as slurm://",
+        ),
         (
             LogCommand,
             "slurm://torchx/7/train/0",
             "slurm: there is no squeue on this machine; go to a login node of the",
         ),
-        (CancelCommand, "slurm://torchx/7", "slurm: there is no squeue on this machine; "),
+        (
+            CancelCommand,
+            "slurm://torchx/7",
+            "slurm: there is no squeue on this machine; ",
+        ),
         (
             ListCommand,
             "-s slurm",
@@ -240,7 +375,11 @@ def test_torchx_run_answers_a_mistake_with_usage_and_one_line(
             "-s kubernetes",
             "-s kubernetes: Invalid kube-config file. No configuration found. Name a cluster",
         ),
-        (CancelCommand, "kubernetes://torchx/ml:a", "-s kubernetes: no API server answers at http://localhost (MaxRet"),
+        (
+            CancelCommand,
+            "kubernetes://torchx/ml:a",
+            "-s kubernetes: no API server answers at http://localhost (MaxRet",
+        ),
     ],
 )
 def test_a_scheduler_that_is_not_there_is_one_line(
@@ -253,7 +392,10 @@ def test_a_scheduler_that_is_not_there_is_one_line(
 ) -> None:
     if "kubernetes" in words:
         pytest.importorskip("kubernetes", reason="needs the extra kubernetes")
-        monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
+        monkeypatch.setattr(
+            "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION",
+            str(tmp_path / "none"),
+        )
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     made, parser = command(), argparse.ArgumentParser(prog="torchx")
@@ -270,9 +412,14 @@ def test_a_job_for_a_slurm_that_is_not_there_is_one_line(
     monkeypatch.setenv("PATH", str(tmp_path))
     command, parser = Run(), argparse.ArgumentParser(prog="torchx run")
     command.add_arguments(parser)
-    words = parser.parse_args(["-s", "slurm", "rec.plan", "--tables", "a=10x8"], argparse.Namespace(log_level="INFO"))
+    words = parser.parse_args(
+        ["-s", "slurm", "rec.plan", "--tables", "a=10x8"],
+        argparse.Namespace(log_level="INFO"),
+    )
     with pytest.raises(SystemExit, match="2"):
         command.run(words)
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("torchx run: error: slurm: there is no sinfo on this machine; ")
+    assert line.startswith(
+        "torchx run: error: slurm: there is no sinfo on this machine; "
+    )
     assert line.endswith("or install Slurm's commands (Debian's package slurm-client)")

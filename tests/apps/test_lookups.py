@@ -37,9 +37,14 @@ def test_auto_leaves_tables_where_a_placement_or_a_path_looks_for_them() -> None
 def test_what_is_asked_for_is_done_or_refused() -> None:
     assert merged(1, lookups="merged")
     assert not merged(2, lookups="apart")
-    with pytest.raises(ValueError, match="lookups='fused': must be one of auto, merged, apart"):
+    with pytest.raises(
+        ValueError, match="lookups='fused': must be one of auto, merged, apart"
+    ):
         dataclasses.replace(two_tower_job(), lookups="fused")
     assert merged(2, lookups="merged", plan=PlanConfig(towers="tower_parallel"))
     job: Job = dataclasses.replace(two_tower_job(), lookups="merged")
-    with pytest.raises(ValueError, match="lookups=merged: Linear has no look-ups of several towers; leave it at auto"):
+    with pytest.raises(
+        ValueError,
+        match="lookups=merged: Linear has no look-ups of several towers; leave it at auto",
+    ):
         merge_lookups(job, nn.Linear(1, 1), 2)

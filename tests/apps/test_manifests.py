@@ -27,24 +27,52 @@ kubernetes = pytest.importorskip("kubernetes", reason="needs the extra kubernete
 
 IMAGE = "my_image:1"
 VERSIONS = ("1.25", "1.33")
-MOUNTS = ["type=volume", "src=runs", "dst=/runs", "type=bind", "src=/data", "dst=/data", "readonly"]
+MOUNTS = [
+    "type=volume",
+    "src=runs",
+    "dst=/runs",
+    "type=bind",
+    "src=/data",
+    "dst=/data",
+    "readonly",
+]
 RUNS = {"image": IMAGE, "env": {"NCCL_SOCKET_IFNAME": "eth0,eth1"}, "mounts": MOUNTS}
 APPS: Mapping[str, Callable[[], AppDef]] = {
-    "train.hybrid": lambda: train.hybrid(j="2x4", gpu=4, max_retries=3, run_dir="/runs/a", **RUNS),
-    "train.networks": lambda: train.networks(j="2x2", vary="train.seed=0,1", run_dir="/runs/n", **RUNS),
-    "train.stream": lambda: train.stream(log="/data/clicks", run_dir="/runs/s", max_retries=3, **RUNS),
+    "train.hybrid": lambda: train.hybrid(
+        j="2x4", gpu=4, max_retries=3, run_dir="/runs/a", **RUNS
+    ),
+    "train.networks": lambda: train.networks(
+        j="2x2", vary="train.seed=0,1", run_dir="/runs/n", **RUNS
+    ),
+    "train.stream": lambda: train.stream(
+        log="/data/clicks", run_dir="/runs/s", max_retries=3, **RUNS
+    ),
     "plan": lambda: components.plan(tables="ad=300Mx64", out="/runs/p", **RUNS),
-    "embed": lambda: components.embed(bundle="/runs/b", catalogue="/data/i", id="i", out="/runs/v", procs=2, **RUNS),
-    "evaluate": lambda: components.evaluate(users="/data/u", items="/data/i", truth="/data/t", **RUNS),
-    "diagnose.why_slow": lambda: diagnose.why_slow(recipe="ncf", out="/runs/why", **RUNS),
-    "data.preprocess": lambda: data.preprocess(recipe="clicks", out="/runs/ready", **RUNS),
-    "pipeline.all": lambda: pipeline.all(out="/runs/films", j="2x4", gpu=4, max_retries=3, **RUNS),
+    "embed": lambda: components.embed(
+        bundle="/runs/b", catalogue="/data/i", id="i", out="/runs/v", procs=2, **RUNS
+    ),
+    "evaluate": lambda: components.evaluate(
+        users="/data/u", items="/data/i", truth="/data/t", **RUNS
+    ),
+    "diagnose.why_slow": lambda: diagnose.why_slow(
+        recipe="ncf", out="/runs/why", **RUNS
+    ),
+    "data.preprocess": lambda: data.preprocess(
+        recipe="clicks", out="/runs/ready", **RUNS
+    ),
+    "pipeline.all": lambda: pipeline.all(
+        out="/runs/films", j="2x4", gpu=4, max_retries=3, **RUNS
+    ),
     "serve.export": lambda: serve.export(run="/runs/a", out="/runs/b", **RUNS),
-    "serve.http": lambda: serve.http(bundle="/runs/b", host="0.0.0.0", workers=2, **RUNS),
+    "serve.http": lambda: serve.http(
+        bundle="/runs/b", host="0.0.0.0", workers=2, **RUNS
+    ),
     "elastic": lambda: train.hybrid(j="1:3x2", max_retries=3, **RUNS),
     "elastic once": lambda: train.hybrid(j="1:3x2", **RUNS),
     "named resource": lambda: train.hybrid(j="2x8", h="aws_p4d.24xlarge", **RUNS),
-    "device": lambda: train.hybrid(image=IMAGE, mounts=["type=device", "src=/dev/infiniband/uverbs0"]),
+    "device": lambda: train.hybrid(
+        image=IMAGE, mounts=["type=device", "src=/dev/infiniband/uverbs0"]
+    ),
     "long name": lambda: train.networks(j="11x1", name="a" * 29, image=IMAGE),
 }
 
@@ -63,18 +91,35 @@ EVENT = {
         "CommandIssued",
     ]
 }
-ACTION = {"enum": ["AbortJob", "RestartJob", "RestartTask", "RestartPod", "TerminateJob", "CompleteJob", "ResumeJob"]}
+ACTION = {
+    "enum": [
+        "AbortJob",
+        "RestartJob",
+        "RestartTask",
+        "RestartPod",
+        "TerminateJob",
+        "CompleteJob",
+        "ResumeJob",
+    ]
+}
 NAME = {"type": "string", "maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}
 
 
 def fields(required: str = "", **properties: Any) -> dict[str, Any]:
     """The schema of an object that has these fields and no others."""
-    return {"type": "object", "properties": properties, "additionalProperties": False, "required": required.split()}
+    return {
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+        "required": required.split(),
+    }
 
 
 # One event or one exit code, which is none of success.
 POLICY = {
-    **fields("action", event=EVENT, exitCode={"type": "integer", "minimum": 1}, action=ACTION),
+    **fields(
+        "action", event=EVENT, exitCode={"type": "integer", "minimum": 1}, action=ACTION
+    ),
     "oneOf": [{"required": ["event"]}, {"required": ["exitCode"]}],
 }
 TASK = fields(
@@ -94,7 +139,10 @@ SPEC = fields(
     maxRetry=COUNT,
     minAvailable=COUNT,
     ttlSecondsAfterFinished=COUNT,
-    plugins={"type": "object", "additionalProperties": {"type": "array", "items": TEXT}},
+    plugins={
+        "type": "object",
+        "additionalProperties": {"type": "array", "items": TEXT},
+    },
     policies={"type": "array", "items": POLICY},
     tasks={"type": "array", "items": TASK, "minItems": 1},
 )
@@ -114,8 +162,16 @@ def manifest(app: AppDef, **cfg: str) -> Any:
 
     scheduler = KubernetesScheduler("test")
     # Releases after 0.7.0 ask a server in a dry run too, unless told not to.
-    options = {"validate_spec": False} if "validate_spec" in dict(scheduler.run_opts()) else {}
-    return yaml.safe_load(str(scheduler.submit_dryrun(app, {"queue": "default", **options, **cfg}).request))
+    options = (
+        {"validate_spec": False}
+        if "validate_spec" in dict(scheduler.run_opts())
+        else {}
+    )
+    return yaml.safe_load(
+        str(
+            scheduler.submit_dryrun(app, {"queue": "default", **options, **cfg}).request
+        )
+    )
 
 
 def pods(job: Any) -> list[Any]:
@@ -127,12 +183,18 @@ def complaints(job: Any) -> list[str]:
     jsonschema = pytest.importorskip("jsonschema", reason="needs the extra dev")
     validate = pytest.importorskip("kubernetes_validate", reason="needs the extra dev")
     lines = [
-        f"{error.json_path}: {error.message}" for error in jsonschema.Draft202012Validator(FIELDS).iter_errors(job)
+        f"{error.json_path}: {error.message}"
+        for error in jsonschema.Draft202012Validator(FIELDS).iter_errors(job)
     ]
     for task in job["spec"]["tasks"]:
         name = f"{job['metadata']['name']}-{task['name']}-0"
         metadata = {**task["template"]["metadata"], "name": name}
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": task["template"]["spec"]}
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": metadata,
+            "spec": task["template"]["spec"],
+        }
         for version in VERSIONS:
             try:
                 validate.validate(pod, version, strict=True)
@@ -141,13 +203,23 @@ def complaints(job: Any) -> list[str]:
         if len(name) > 63:
             lines.append(f"pod {name} has {len(name)} characters")
         labels = metadata["labels"].items()
-        lines += [f"label {key}={text}" for key, text in labels if len(text) > 63 or not LABEL.fullmatch(text)]
+        lines += [
+            f"label {key}={text}"
+            for key, text in labels
+            if len(text) > 63 or not LABEL.fullmatch(text)
+        ]
     return lines
 
 
 @pytest.mark.parametrize("name", APPS)
-@pytest.mark.parametrize("cfg", [{}, {"secret": "torchrec-ext", "run_as": "10001"}], ids=["plain", "hardened"])
-def test_an_api_server_would_take_every_manifest(name: str, cfg: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "cfg",
+    [{}, {"secret": "torchrec-ext", "run_as": "10001"}],
+    ids=["plain", "hardened"],
+)
+def test_an_api_server_would_take_every_manifest(
+    name: str, cfg: dict[str, str]
+) -> None:
     app = APPS[name]()
     assert check_app(app, "kubernetes") == []
     job = manifest(app, **cfg)
@@ -160,7 +232,11 @@ def test_an_api_server_would_take_every_manifest(name: str, cfg: dict[str, str])
 
 
 def test_every_component_is_among_them() -> None:
-    assert {name.removeprefix("rec.") for name in get_components() if name.startswith("rec.")} <= set(APPS)
+    assert {
+        name.removeprefix("rec.")
+        for name in get_components()
+        if name.startswith("rec.")
+    } <= set(APPS)
 
 
 VOLUME = ["type=volume", "src=bundles", "dst=/bundles", "readonly"]
@@ -173,7 +249,13 @@ SERVICES: Mapping[str, Callable[[], AppDef]] = {
         token_file="/keys/token", redis="redis://redis:6379/0", redis_password_file="/keys/redis",
     ),
 }  # fmt: skip
-CFG = {"secret": "serving", "run_as": "20002", "namespace": "ml", "image_secret": "registry", "service_account": "a"}
+CFG = {
+    "secret": "serving",
+    "run_as": "20002",
+    "namespace": "ml",
+    "image_secret": "registry",
+    "service_account": "a",
+}
 
 
 def service(app: AppDef, **cfg: str) -> dict[str, Any]:
@@ -197,7 +279,9 @@ def test_an_api_server_would_take_every_service(name: str, cfg: dict[str, str]) 
     labels = template["metadata"]["labels"]
     assert labels == made["Deployment"]["spec"]["selector"]["matchLabels"]
     assert (
-        labels == made["Service"]["spec"]["selector"] == made["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]
+        labels
+        == made["Service"]["spec"]["selector"]
+        == made["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]
     )
     assert all(LABEL.fullmatch(text) for text in labels.values())
     (container,) = template["spec"]["containers"]
@@ -207,7 +291,9 @@ def test_an_api_server_would_take_every_service(name: str, cfg: dict[str, str]) 
     assert len(names) == len(set(names))
     assert template["spec"]["securityContext"]["runAsNonRoot"]
     assert container["securityContext"]["readOnlyRootFilesystem"]
-    assert {each["metadata"].get("namespace") for each in made.values()} == {cfg.get("namespace")}
+    assert {each["metadata"].get("namespace") for each in made.values()} == {
+        cfg.get("namespace")
+    }
 
 
 def test_a_mistake_in_a_service_is_noticed() -> None:
@@ -218,28 +304,46 @@ def test_a_mistake_in_a_service_is_noticed() -> None:
         validate.validate(made, VERSIONS[0], strict=True)
 
 
-@pytest.mark.parametrize(("name", "linger_s", "pods"), [("plain", 15, 2), ("full", 30, 5)])
+@pytest.mark.parametrize(
+    ("name", "linger_s", "pods"), [("plain", 15, 2), ("full", 30, 5)]
+)
 def test_an_update_keeps_every_pod_until_another_answers_and_gives_it_time_to_end(
     name: str, linger_s: int, pods: int
 ) -> None:
-    settings = pytest.importorskip("torchrec_ext.retrieval.server.settings").ServerConfig(bundle="b")
+    settings = pytest.importorskip(
+        "torchrec_ext.retrieval.server.settings"
+    ).ServerConfig(bundle="b")
     spec = service(SERVICES[name]())["Deployment"]["spec"]
     assert spec["replicas"] == pods
     assert spec["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
     pod = spec["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] > linger_s + settings.drain_limit_s + 10, "the server kills by itself"
+    assert (
+        pod["terminationGracePeriodSeconds"] > linger_s + settings.drain_limit_s + 10
+    ), "the server kills by itself"
     (container,) = pod["containers"]
-    assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] > settings.start_s
+    assert (
+        container["startupProbe"]["failureThreshold"]
+        * container["startupProbe"]["periodSeconds"]
+        > settings.start_s
+    )
 
 
 def test_a_service_with_a_secret_does_not_start_without_its_token() -> None:
     def token(app: AppDef, **cfg: str) -> list[Any]:
-        (container,) = service(app, **cfg)["Deployment"]["spec"]["template"]["spec"]["containers"]
-        return [each["valueFrom"] for each in container["env"] if each["name"] == "TORCHREC_EXT_TOKEN"]
+        (container,) = service(app, **cfg)["Deployment"]["spec"]["template"]["spec"][
+            "containers"
+        ]
+        return [
+            each["valueFrom"]
+            for each in container["env"]
+            if each["name"] == "TORCHREC_EXT_TOKEN"
+        ]
 
     reference = {"secretKeyRef": {"name": "serving", "key": "TORCHREC_EXT_TOKEN"}}
     assert token(SERVICES["plain"](), secret="serving") == [reference]
-    assert token(SERVICES["plain"]()) == token(SERVICES["full"](), secret="serving") == []
+    assert (
+        token(SERVICES["plain"]()) == token(SERVICES["full"](), secret="serving") == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,16 +363,30 @@ def test_a_service_with_a_secret_does_not_start_without_its_token() -> None:
         ({"redis": "redis://:word@host"}, "--redis: the address holds a password, "),
     ],
 )
-def test_a_service_that_would_not_run_is_refused(changes: dict[str, Any], line: str) -> None:
-    given = {"bundle": "/bundles/live", "manifest": "k8s", "mounts": VOLUME, "image": IMAGE} | changes
+def test_a_service_that_would_not_run_is_refused(
+    changes: dict[str, Any], line: str
+) -> None:
+    given = {
+        "bundle": "/bundles/live",
+        "manifest": "k8s",
+        "mounts": VOLUME,
+        "image": IMAGE,
+    } | changes
     with pytest.raises(ValueError) as caught:
-        service(serve.http(**{key: value for key, value in given.items() if value is not None}))
+        service(
+            serve.http(
+                **{key: value for key, value in given.items() if value is not None}
+            )
+        )
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
 
 
 def test_replicas_are_those_of_a_manifest() -> None:
-    with pytest.raises(ValueError, match=r"^--replicas 3: the pods of --manifest, 1 or more; leave it out without"):
+    with pytest.raises(
+        ValueError,
+        match=r"^--replicas 3: the pods of --manifest, 1 or more; leave it out without",
+    ):
         serve.http(bundle="b", replicas=3)
     job, app = serve.http(bundle="b"), SERVICES["plain"]()
     assert (job.roles[0].num_replicas, app.roles[0].num_replicas) == (1, 2)
@@ -289,7 +407,15 @@ def test_torchx_run_writes_the_files_of_a_service_and_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "k8s"
-    words = ["rec.serve.http", "--manifest", str(folder), "--image", IMAGE, "--bundle", "/bundles/live"]
+    words = [
+        "rec.serve.http",
+        "--manifest",
+        str(folder),
+        "--image",
+        IMAGE,
+        "--bundle",
+        "/bundles/live",
+    ]
     words += ["--mounts", ",".join(VOLUME)]
     with pytest.raises(SystemExit) as ended:
         torchx_run("--dryrun", *words)
@@ -300,16 +426,29 @@ def test_torchx_run_writes_the_files_of_a_service_and_starts_nothing(
         torchx_run(*words)
     assert ended.value.code == 0
     files = ["deployment.yaml", "service.yaml", "disruption_budget.yaml"]
-    assert capsys.readouterr().out == f"wrote {', '.join(files)}; now: kubectl apply -f {folder}\n"
+    assert (
+        capsys.readouterr().out
+        == f"wrote {', '.join(files)}; now: kubectl apply -f {folder}\n"
+    )
     assert [yaml.safe_load((folder / name).read_text()) for name in files] == shown
     assert shown == list(service(SERVICES["plain"]()).values())
-    for option, line in ((["-s", "slurm"], "--manifest: it writes files for Kubernetes, not for -s slurm"),):
+    for option, line in (
+        (
+            ["-s", "slurm"],
+            "--manifest: it writes files for Kubernetes, not for -s slurm",
+        ),
+    ):
         with pytest.raises(SystemExit):
             torchx_run(*option, *words)
         assert line in capsys.readouterr().err
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
-        torchx_run(*[str(tmp_path / "file" / "k8s") if word == str(folder) else word for word in words])
+        torchx_run(
+            *[
+                str(tmp_path / "file" / "k8s") if word == str(folder) else word
+                for word in words
+            ]
+        )
     assert "name a folder that can be written" in capsys.readouterr().err
 
 
@@ -327,26 +466,42 @@ def test_mistakes_in_a_manifest_are_noticed() -> None:
 def test_restarts_are_counted_as_volcano_does_and_a_mistake_ends_the_job() -> None:
     spec = manifest(train.hybrid(j="2x1", max_retries=1, image=IMAGE))["spec"]
     assert spec["maxRetry"] == 2
-    assert [rule["action"] for rule in spec["policies"]] == ["TerminateJob", "RestartJob", "RestartJob"]
+    assert [rule["action"] for rule in spec["policies"]] == [
+        "TerminateJob",
+        "RestartJob",
+        "RestartJob",
+    ]
     assert spec["policies"][0]["exitCode"] == MISTAKE
     assert spec["minAvailable"] == 2
     spec = manifest(train.hybrid(j="2x1", image=IMAGE))["spec"]
-    assert (spec["maxRetry"], spec["policies"]) == (0, [{"event": "PodFailed", "action": "TerminateJob"}])
+    assert (spec["maxRetry"], spec["policies"]) == (
+        0,
+        [{"event": "PodFailed", "action": "TerminateJob"}],
+    )
     spec = manifest(train.hybrid(j="1:2x1", image=IMAGE))["spec"]
-    assert (spec["minAvailable"], spec["policies"]) == (1, []), "it begins with one node"
+    assert (spec["minAvailable"], spec["policies"]) == (1, []), (
+        "it begins with one node"
+    )
 
 
 def test_a_user_who_is_not_root_on_a_root_folder_that_is_read_only() -> None:
     for pod in pods(manifest(APPS["train.networks"](), run_as="10001", secret="keys")):
         (container,) = pod["containers"]
-        assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == 10001
+        assert (
+            pod["securityContext"]["runAsUser"]
+            == pod["securityContext"]["fsGroup"]
+            == 10001
+        )
         assert pod["securityContext"]["runAsNonRoot"]
         assert container["securityContext"]["readOnlyRootFilesystem"]
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}
         assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
     for number in ("0", "root", "-1"):
-        with pytest.raises(ValueError, match=f"^-cfg run_as={number}: must be the number of a user other than root"):
+        with pytest.raises(
+            ValueError,
+            match=f"^-cfg run_as={number}: must be the number of a user other than root",
+        ):
             manifest(APPS["train.hybrid"](), run_as=number)
 
 
@@ -359,7 +514,10 @@ def answers() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
             path = self.path.partition("?")[0]
-            status, body = next((known[end] for end in known if path.endswith(end)), (404, '{"message": "not found"}'))
+            status, body = next(
+                (known[end] for end in known if path.endswith(end)),
+                (404, '{"message": "not found"}'),
+            )
             self.send_response(status)
             self.end_headers()
             self.wfile.write(body.encode())
@@ -380,60 +538,106 @@ def scheduler_at(host: str) -> Any:
 
     configuration = kubernetes.client.Configuration(host=host)
     configuration.retries = False
-    made = KubernetesScheduler("test", client=kubernetes.client.ApiClient(configuration))
-    made._get_active_context = lambda: {"context": {"cluster": "lab"}}  # which names no namespace
+    made = KubernetesScheduler(
+        "test", client=kubernetes.client.ApiClient(configuration)
+    )
+    made._get_active_context = lambda: {
+        "context": {"cluster": "lab"}
+    }  # which names no namespace
     return made
 
 
 def submit(host: str, app: AppDef) -> str:
     scheduler = scheduler_at(host)
-    return str(scheduler.schedule(scheduler.submit_dryrun(app, {"queue": "default", "namespace": "ml"})))
+    return str(
+        scheduler.schedule(
+            scheduler.submit_dryrun(app, {"queue": "default", "namespace": "ml"})
+        )
+    )
 
 
-def test_what_a_cluster_lacks_or_refuses_is_one_line(answers: tuple[str, dict[str, tuple[int, str]]]) -> None:
+def test_what_a_cluster_lacks_or_refuses_is_one_line(
+    answers: tuple[str, dict[str, tuple[int, str]]],
+) -> None:
     host, known = answers
     app = train.hybrid(image=IMAGE, mounts=MOUNTS)
     with pytest.raises(
-        ValueError, match=r"^--mounts src=runs: namespace ml has no PersistentVolumeClaim of that name, .*$"
+        ValueError,
+        match=r"^--mounts src=runs: namespace ml has no PersistentVolumeClaim of that name, .*$",
     ):
         submit(host, app)
     known["/persistentvolumeclaims/runs"] = (403, "{}")  # who may not look may submit
-    known["/jobs"] = (403, json.dumps({"message": 'jobs is forbidden: User "u" cannot create resource "jobs"'}))
+    known["/jobs"] = (
+        403,
+        json.dumps(
+            {"message": 'jobs is forbidden: User "u" cannot create resource "jobs"'}
+        ),
+    )
     with pytest.raises(
-        ValueError, match=r'^-s kubernetes: the cluster refuses the job: jobs is forbidden: User "u".*$'
+        ValueError,
+        match=r'^-s kubernetes: the cluster refuses the job: jobs is forbidden: User "u".*$',
     ):
         submit(host, app)
     known["/jobs"] = (201, json.dumps({"metadata": {"name": "train-1"}}))
     assert submit(host, app) == "ml:train-1"
-    with pytest.raises(ValueError, match=r"^-s kubernetes: no API server answers at http://127.0.0.1:9 \(.*$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^-s kubernetes: no API server answers at http://127.0.0.1:9 \(.*$",
+    ):
         submit("http://127.0.0.1:9", app)
 
 
-def test_what_status_log_list_and_cancel_cannot_do_is_one_line(answers: tuple[str, dict[str, tuple[int, str]]]) -> None:
+def test_what_status_log_list_and_cancel_cannot_do_is_one_line(
+    answers: tuple[str, dict[str, tuple[int, str]]],
+) -> None:
     host, known = answers
     scheduler = scheduler_at(host)
     assert scheduler.describe("ml:train-1") is None
-    known["/log"] = (400, json.dumps({"message": 'container "train-0" is waiting to start: ContainerCreating'}))
-    with pytest.raises(ValueError, match=r"^-s kubernetes: the cluster refuses the log of ml:train-1: container .*$"):
+    known["/log"] = (
+        400,
+        json.dumps(
+            {"message": 'container "train-0" is waiting to start: ContainerCreating'}
+        ),
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"^-s kubernetes: the cluster refuses the log of ml:train-1: container .*$",
+    ):
         scheduler.log_iter("ml:train-1", "train", 0)
-    with pytest.raises(ValueError, match=r"^-s kubernetes: the cluster refuses to cancel ml:train-1: not found$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^-s kubernetes: the cluster refuses to cancel ml:train-1: not found$",
+    ):
         scheduler._cancel_existing("ml:train-1")
-    jobs = [{"metadata": {"name": "a"}}, {"metadata": {"name": "b"}, "status": {"state": {"phase": "Running"}}}]
+    jobs = [
+        {"metadata": {"name": "a"}},
+        {"metadata": {"name": "b"}, "status": {"state": {"phase": "Running"}}},
+    ]
     known["/namespaces/default/jobs"] = (200, json.dumps({"items": jobs}))
     assert [(job.app_id, job.state.name) for job in scheduler.list()] == [
         ("default:a", "PENDING"),
         ("default:b", "RUNNING"),
     ]
-    for ask in (lambda: scheduler_at("http://127.0.0.1:9").describe("a:b"), scheduler_at("http://127.0.0.1:9").list):
-        with pytest.raises(ValueError, match=r"^-s kubernetes: no API server answers at http://127.0.0.1:9 \(.*$"):
+    for ask in (
+        lambda: scheduler_at("http://127.0.0.1:9").describe("a:b"),
+        scheduler_at("http://127.0.0.1:9").list,
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"^-s kubernetes: no API server answers at http://127.0.0.1:9 \(.*$",
+        ):
             ask()
 
 
-def test_the_log_of_a_pod_is_text(answers: tuple[str, dict[str, tuple[int, str]]]) -> None:
+def test_the_log_of_a_pod_is_text(
+    answers: tuple[str, dict[str, tuple[int, str]]],
+) -> None:
     from torchx_apps.launch.kubernetes import KubernetesScheduler
 
     host, known = answers
     known["/pods/train-1-train-0-0/log"] = (200, "step 1, größer\nstep 2\n")
     client = kubernetes.client.ApiClient(kubernetes.client.Configuration(host=host))
-    lines = KubernetesScheduler("test", client=client).log_iter("ml:train-1", "train", 0)
+    lines = KubernetesScheduler("test", client=client).log_iter(
+        "ml:train-1", "train", 0
+    )
     assert "".join(lines) == "step 1, größer\nstep 2\n"

@@ -51,7 +51,13 @@ class Planted(NamedTuple):
     above: float = 0.13  # ten items at random of the 87 that a user has not taken: .115
 
 
-_RATINGS = ("data.name=planted", "data.users=600", "data.items=100", "loader.batch_size=256", "train.epochs=2")
+_RATINGS = (
+    "data.name=planted",
+    "data.users=600",
+    "data.items=100",
+    "loader.batch_size=256",
+    "train.epochs=2",
+)
 _ROWS = (
     "data.name=planted",
     "loader.batch_size=1024",
@@ -62,47 +68,101 @@ _ROWS = (
 _ADAM = ("optimizer.tables_lr=0.02", "optimizer.dense_lr=0.01")
 RECIPES = {
     "two_tower": Planted(_RATINGS),
-    "retrieval": Planted((*_RATINGS, "data.history_length=20", "model.embedding_dim=16", "model.tower_widths=32")),
+    "retrieval": Planted(
+        (
+            *_RATINGS,
+            "data.history_length=20",
+            "model.embedding_dim=16",
+            "model.tower_widths=32",
+        )
+    ),
     "ncf": Planted((*_RATINGS, *_ADAM)),
     "contextual_ncf": Planted(
-        (*_ROWS, "model.embedding_std=0.1", "train.early_stop.metric="), figure="auc", above=0.55
+        (*_ROWS, "model.embedding_std=0.1", "train.early_stop.metric="),
+        figure="auc",
+        above=0.55,
     ),
     "n_tower": Planted(
         (
-            *(*_ROWS, "model.top_widths=32", "model.embedding_std=0.1", "model.dropout=0", "optimizer.tables_l2=0"),
-            *("train.tables_schedule.kind=constant", "train.dense_schedule.kind=constant", "train.early_stop.metric="),
+            *(
+                *_ROWS,
+                "model.top_widths=32",
+                "model.embedding_std=0.1",
+                "model.dropout=0",
+                "optimizer.tables_l2=0",
+            ),
+            *(
+                "train.tables_schedule.kind=constant",
+                "train.dense_schedule.kind=constant",
+                "train.early_stop.metric=",
+            ),
         ),
         figure="auc",
         above=0.55,
     ),
     "stream": Planted(
         (
-            *("data.name=planted", "loader.batch_size=512", "train.epochs=3", "model.embedding_std=0.1"),
-            *("optimizer.tables_lr=0.1", "optimizer.dense_lr=0.01", "train.early_stop.metric="),
+            *(
+                "data.name=planted",
+                "loader.batch_size=512",
+                "train.epochs=3",
+                "model.embedding_std=0.1",
+            ),
+            *(
+                "optimizer.tables_lr=0.1",
+                "optimizer.dense_lr=0.01",
+                "train.early_stop.metric=",
+            ),
         ),
         figure="auc",
         above=0.55,
     ),
     "bst": Planted(
         (
-            *("data.name=planted", "data.ranked=40", "loader.batch_size=256", "train.epochs=3", "model.top_widths=64"),
+            *(
+                "data.name=planted",
+                "data.ranked=40",
+                "loader.batch_size=256",
+                "train.epochs=3",
+                "model.top_widths=64",
+            ),
             # At higher rates than the recipe's own the transformer, normalised last, does not begin to learn.
-            *("model.embedding_dim=16", "model.heads=2", "model.dropout=0", "train.early_stop.metric="),
+            *(
+                "model.embedding_dim=16",
+                "model.heads=2",
+                "model.dropout=0",
+                "train.early_stop.metric=",
+            ),
         ),
         figure="auc",
         above=0.55,
     ),
     "multi_task": Planted(
         (
-            *("data.name=planted", "data.ranked=200", "loader.batch_size=256", "train.epochs=3"),
-            *("model.embedding_std=0.1", "optimizer.tables_lr=0.1", "optimizer.dense_lr=0.01"),
+            *(
+                "data.name=planted",
+                "data.ranked=200",
+                "loader.batch_size=256",
+                "train.epochs=3",
+            ),
+            *(
+                "model.embedding_std=0.1",
+                "optimizer.tables_lr=0.1",
+                "optimizer.dense_lr=0.01",
+            ),
         ),
         figure="conversion_auc",
         above=0.55,
     ),
     "session": Planted(
         (
-            *("data.name=planted", "data.users=600", "data.items=100", "model.embedding_dim=16", "model.hidden=32"),
+            *(
+                "data.name=planted",
+                "data.users=600",
+                "data.items=100",
+                "model.embedding_dim=16",
+                "model.hidden=32",
+            ),
             *("train.epochs=4", "loader.batch_size=64", "train.early_stop.metric="),
         ),
         above=0.2,
@@ -122,12 +182,19 @@ _SHARED = () if no_library() else ("collectives=shared_memory",)
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "amp": {"off": (), "bf16": ("train.amp=bf16",), "fp16": ("train.amp=fp16",)},
     "id_dropout": {"off": (), "on": ("id_dropout={item}=0.1",)},
-    "ids": {"static": (), "dynamic": ("ids.{item}=dynamic,capacity=200,admit_after=2 ids.every=2",)},
+    "ids": {
+        "static": (),
+        "dynamic": ("ids.{item}=dynamic,capacity=200,admit_after=2 ids.every=2",),
+    },
     "sampling": {
         "recipe's": (),
         "popularity": ("loader.sampling=popularity",),
         "hard": ("loader.sampling=hard", "loader.hard_k=10"),
-        "mixed": ("loader.sampling=mixed", "loader.negatives=0", "loader.shared_negatives=64"),
+        "mixed": (
+            "loader.sampling=mixed",
+            "loader.negatives=0",
+            "loader.shared_negatives=64",
+        ),
     },
     "loss": {
         "recipe's": (),
@@ -138,13 +205,25 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "catalogue": ("model.loss=catalogue", "{product}"),
     },
     "reject_known": {"off": (), "on": ("model.reject_known=true",)},
-    "compile": {"off": ("train.compile=off",), "auto": ("train.compile=auto",), "require": ("train.compile=require",)},
+    "compile": {
+        "off": ("train.compile=off",),
+        "auto": ("train.compile=auto",),
+        "require": ("train.compile=require",),
+    },
     "rows_on": {"host": (), "cpu": ("loader.device=cpu",)},
     "drop_last": {"no": (), "yes": ("loader.drop_last=true",)},
     "early_stop": {
         "off": (),
-        "on": ("train.early_stop.metric={figure}", "train.early_stop.patience=1", "train.eval_every=1"),
-        "last": ("train.early_stop.metric={figure}", "train.eval_every=1", "train.early_stop.restore=false"),
+        "on": (
+            "train.early_stop.metric={figure}",
+            "train.early_stop.patience=1",
+            "train.eval_every=1",
+        ),
+        "last": (
+            "train.early_stop.metric={figure}",
+            "train.eval_every=1",
+            "train.early_stop.restore=false",
+        ),
     },
     "metrics": {"recipe's": (), "named": ("evaluation.metrics=hr@10,recall@20,map@5",)},
     "tables": {"drawn": (), "als": ("pretrained={table}=als",)},
@@ -158,7 +237,11 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "grid_shard": ("plan.sharding=grid_shard",),
         "data_parallel": ("plan.sharding=data_parallel",),
     },
-    "kernel": {"auto": (), "fused": ("plan.kernel=fused",), "fused_uvm": ("plan.kernel=fused_uvm",)},
+    "kernel": {
+        "auto": (),
+        "fused": ("plan.kernel=fused",),
+        "fused_uvm": ("plan.kernel=fused_uvm",),
+    },
     "exchange": {
         "fp32": (),
         "fp16": ("plan.forward_precision=fp16", "plan.backward_precision=bf16"),
@@ -172,15 +255,27 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "export": {"never": (), "auto": ("export=auto",), "require": ("export=require",)},
     "ranks": {"1": (), "2": ()},
-    "collectives": {"auto": (), "gloo": ("collectives=gloo",), "shared_memory": _SHARED},
+    "collectives": {
+        "auto": (),
+        "gloo": ("collectives=gloo",),
+        "shared_memory": _SHARED,
+    },
     "towers": {"recipe's": (), "2": ("model.towers=user_id+weekday,item_id+hour",)},
     "compress": {"off": (), "linear": ("model.compress=dim=16",)},
     "share_items": {"no": (), "yes": ("model.share_items=true",)},
     "share_user": {"recipe's": (), "no": ("model.share_user=false",)},
     "out_of_range": {"error": (), "oov": ("model.out_of_range=oov",)},
-    "history": {"recipe's": (), "1": ("data.history_length=1",), "0": ("data.history_length=0",)},
+    "history": {
+        "recipe's": (),
+        "1": ("data.history_length=1",),
+        "0": ("data.history_length=0",),
+    },
     "position": {"recipe's": (), "end": ("model.position=end",)},
-    "attention": {"bucketed": (), "padded": ("model.attention=padded",), "nested": ("model.attention=nested",)},
+    "attention": {
+        "bucketed": (),
+        "padded": ("model.attention=padded",),
+        "nested": ("model.attention=nested",),
+    },
     "combine": {"concat": (), "sum": ("model.combine=sum",)},
     "window": {"log's": (), "3": ("model.window=3",)},
     "saves": {
@@ -216,7 +311,9 @@ class Refused(NamedTuple):
     words: str
 
     def matches(self, cell: Cell) -> bool:
-        return all(cell.get(option) in choices for option, choices in self.choices.items())
+        return all(
+            cell.get(option) in choices for option, choices in self.choices.items()
+        )
 
 
 _WAITING = r"train\.compile=require: the training step cannot be captured: 2 ranks wait for each other in every step"
@@ -239,14 +336,29 @@ REFUSED = [
         r"train\.amp=fp16 with sync\.mode=(local_sgd|diloco|semi_sync)",
     ),
     # A table that is sharded is moved inside the backward, where its gradient is still scaled.
-    Refused({"amp": ("fp16",), "sharding": ("table_wise", "row_wise", "table_row_wise", "grid_shard")}, _SCALED),
+    Refused(
+        {
+            "amp": ("fp16",),
+            "sharding": ("table_wise", "row_wise", "table_row_wise", "grid_shard"),
+        },
+        _SCALED,
+    ),
     Refused({"amp": ("fp16",), "kernel": ("fused",)}, _SCALED),
-    Refused({"amp": ("fp16",), "compile": ("require",)}, rf"{_SCALED}|train\.compile=require: .*=fp16 leaves out"),
+    Refused(
+        {"amp": ("fp16",), "compile": ("require",)},
+        rf"{_SCALED}|train\.compile=require: .*=fp16 leaves out",
+    ),
     Refused({"amp": ("fp16",), "exchange": ("fp16",), "ranks": ("2",)}, _SCALED),
     Refused({"amp": ("fp16",), "recipe": ("session", "bst")}, _SCALED),
-    Refused({"amp": ("fp16",), "recipe": _ADAGRAD, "sharding": ("auto",), "ranks": ("1",)}, _SCALED),
     Refused(
-        {"recipe": ("retrieval", *_ON_LABELLED, *_STREAMED), "sampling": ("popularity", "hard")},
+        {"amp": ("fp16",), "recipe": _ADAGRAD, "sharding": ("auto",), "ranks": ("1",)},
+        _SCALED,
+    ),
+    Refused(
+        {
+            "recipe": ("retrieval", *_ON_LABELLED, *_STREAMED),
+            "sampling": ("popularity", "hard"),
+        },
         r"loader\.sampling='(popularity|hard)' with loader\.negatives=0: it would do nothing",
     ),
     Refused(
@@ -258,7 +370,11 @@ REFUSED = [
         r"loader\.negatives=0 without loader\.label: every row would have label 1",
     ),
     Refused(
-        {"recipe": ("two_tower",), "sampling": ("mixed",), "loss": ("bpr", "hinge", "sampled_softmax")},
+        {
+            "recipe": ("two_tower",),
+            "sampling": ("mixed",),
+            "loss": ("bpr", "hinge", "sampled_softmax"),
+        },
         r"model\.loss=(bpr|hinge|sampled_softmax) with loader\.negatives=0: ",
     ),
     Refused(
@@ -289,29 +405,56 @@ REFUSED = [
         {"recipe": ("n_tower",), "loss": ("catalogue",)},
         r"model\.loss=catalogue: the rows of 'planted' have no",
     ),
-    Refused({"recipe": ("session",), "loss": ("bpr", "hinge", "in_batch")}, r"model\.loss=(bpr|hinge|in_batch): "),
     Refused(
-        {"recipe": ("two_tower",), "reject_known": ("on",), "loss": ("recipe's", "bpr", "hinge", "sampled_softmax")},
+        {"recipe": ("session",), "loss": ("bpr", "hinge", "in_batch")},
+        r"model\.loss=(bpr|hinge|in_batch): ",
+    ),
+    Refused(
+        {
+            "recipe": ("two_tower",),
+            "reject_known": ("on",),
+            "loss": ("recipe's", "bpr", "hinge", "sampled_softmax"),
+        },
         r"model\.reject_known=true with model\.loss=(bce|bpr|hinge|sampled_softmax): drawn negatives are never known",
     ),
     Refused(  # whichever loss would take the one refuses the other
-        {"recipe": ("two_tower",), "reject_known": ("on",), "sampling": ("popularity", "hard")},
+        {
+            "recipe": ("two_tower",),
+            "reject_known": ("on",),
+            "sampling": ("popularity", "hard"),
+        },
         r"model\.reject_known=true with model\.loss=bce: drawn negatives are never known",
     ),
     Refused(
-        {"recipe": ("two_tower", "retrieval"), "reject_known": ("on",), "loss": ("catalogue",)},
+        {
+            "recipe": ("two_tower", "retrieval"),
+            "reject_known": ("on",),
+            "loss": ("catalogue",),
+        },
         r"model\.reject_known=true with model\.loss=catalogue: the softmax is over all items",
     ),
     Refused(
-        {"recipe": ("two_tower",), "sampling": ("popularity", "hard"), "loss": ("in_batch", "catalogue")},
+        {
+            "recipe": ("two_tower",),
+            "sampling": ("popularity", "hard"),
+            "loss": ("in_batch", "catalogue"),
+        },
         r"loader\.sampling='(popularity|hard)' with loader\.negatives=0: it would do nothing",
     ),
     Refused(
-        {"recipe": ("two_tower", "retrieval"), "sampling": ("mixed",), "loss": ("catalogue",)},
+        {
+            "recipe": ("two_tower", "retrieval"),
+            "sampling": ("mixed",),
+            "loss": ("catalogue",),
+        },
         r"loader\.shared_negatives=64 with loader\.sampling='mixed' and a loss over the catalogue",
     ),
     Refused(
-        {"recipe": ("two_tower", "retrieval", "stream"), "rows_on": ("cpu",), "loss": ("catalogue",)},
+        {
+            "recipe": ("two_tower", "retrieval", "stream"),
+            "rows_on": ("cpu",),
+            "loss": ("catalogue",),
+        },
         r"loader\.device='cpu' with a loss over the catalogue",
     ),
     Refused({"recipe": ("bst",), "loss": _OTHER_LOSSES}, r"there is no key 'loss'"),
@@ -320,7 +463,10 @@ REFUSED = [
         r"model\.loss=(bpr|hinge|sampled_softmax|in_batch|catalogue)",
     ),
     Refused(
-        {"recipe": ("ncf", *_ON_LABELLED, "session", *_STREAMED), "reject_known": ("on",)},
+        {
+            "recipe": ("ncf", *_ON_LABELLED, "session", *_STREAMED),
+            "reject_known": ("on",),
+        },
         r"--set model\.reject_known=true: there is no key 'reject_known'",
     ),
     Refused(
@@ -336,33 +482,55 @@ REFUSED = [
         r"pretrained: item_id(_gmf)?=als: the rows of 'planted' are not pairs of a user and an item; give a file",
     ),
     Refused(
-        {"recipe": ("two_tower", "retrieval", "ncf", *_ON_LABELLED, *_STREAMED), "test_items": ("3",)},
+        {
+            "recipe": ("two_tower", "retrieval", "ncf", *_ON_LABELLED, *_STREAMED),
+            "test_items": ("3",),
+        },
         r"--set data\.test_items=3: there is no key 'test_items'",
     ),
     Refused(
-        {"recipe": ("session",), "ids": ("dynamic",)}, r"ids\.session: a SessionTask has no dynamic ids; leave it out"
+        {"recipe": ("session",), "ids": ("dynamic",)},
+        r"ids\.session: a SessionTask has no dynamic ids; leave it out",
     ),
     Refused(
         {"ids": ("dynamic",), "sync": ("local_sgd", "diloco", "semi_sync")},
         r"sync\.mode=(local_sgd|diloco|semi_sync) with ids\.(item_id|session): a row begins anew on all ranks",
     ),
-    Refused({"ids": ("dynamic",), "id_dropout": ("on",)}, r"id_dropout=\w+=0\.1 with ids\.\w+: admit_after=2 trains"),
-    Refused({"ids": ("dynamic",), "rows_on": ("cpu",)}, r"loader\.device=cpu with ids\.\w+: ids are mapped to rows"),
+    Refused(
+        {"ids": ("dynamic",), "id_dropout": ("on",)},
+        r"id_dropout=\w+=0\.1 with ids\.\w+: admit_after=2 trains",
+    ),
+    Refused(
+        {"ids": ("dynamic",), "rows_on": ("cpu",)},
+        r"loader\.device=cpu with ids\.\w+: ids are mapped to rows",
+    ),
     Refused(
         {"ids": ("dynamic",), "early_stop": ("on",)},
         r"train\.early_stop\.metric=\S+ with ids\.\w+: other ids have the rows by the last step",
     ),
     Refused(
-        {"ids": ("dynamic",), "loss": ("catalogue",), "recipe": ("two_tower", "retrieval", "stream")},
+        {
+            "ids": ("dynamic",),
+            "loss": ("catalogue",),
+            "recipe": ("two_tower", "retrieval", "stream"),
+        },
         r"model\.loss=catalogue with ids\.item_id: every step reads all items",
     ),
     Refused(
-        {"ids": ("dynamic",), "tables": ("als",), "recipe": ("two_tower", "retrieval", "ncf", *_STREAMED)},
+        {
+            "ids": ("dynamic",),
+            "tables": ("als",),
+            "recipe": ("two_tower", "retrieval", "ncf", *_STREAMED),
+        },
         r"pretrained: 'item_id(_gmf)?' has dynamic ids, which get their rows in training",
     ),
-    Refused({"recipe": ("session",), "id_dropout": ("on",)}, r"id_dropout=session=0\.1 with a SessionLoader: "),
     Refused(
-        {"recipe": ("session",), "rows_on": ("cpu",)}, r"loader\.device='cpu': sequences are dealt out on the host"
+        {"recipe": ("session",), "id_dropout": ("on",)},
+        r"id_dropout=session=0\.1 with a SessionLoader: ",
+    ),
+    Refused(
+        {"recipe": ("session",), "rows_on": ("cpu",)},
+        r"loader\.device='cpu': sequences are dealt out on the host",
     ),
     Refused(
         {"sampling": ("hard", "mixed"), "rows_on": ("cpu",)},
@@ -372,11 +540,30 @@ REFUSED = [
         {"compile": ("require",), "sync": ("semi_sync",)},
         r"train\.compile=require with sync\.mode=semi_sync: look-ups a step ahead",
     ),
-    Refused({"compile": ("require",), "ranks": ("2",), "sync": ("every_step",)}, _WAITING),
+    Refused(
+        {"compile": ("require",), "ranks": ("2",), "sync": ("every_step",)}, _WAITING
+    ),
     # An exchange that is quantised is one that there is: tables that are free are sharded.
-    Refused({"compile": ("require",), "ranks": ("2",), "exchange": ("fp16",)}, _WAITING),
-    Refused({"compile": ("require",), "ranks": ("2",), "sharding": ("table_wise", "row_wise", *_BY_HOST)}, _WAITING),
-    Refused({"compile": ("require",), "ranks": ("2",), "sharding": ("auto",), "recipe": _ADAGRAD}, _WAITING),
+    Refused(
+        {"compile": ("require",), "ranks": ("2",), "exchange": ("fp16",)}, _WAITING
+    ),
+    Refused(
+        {
+            "compile": ("require",),
+            "ranks": ("2",),
+            "sharding": ("table_wise", "row_wise", *_BY_HOST),
+        },
+        _WAITING,
+    ),
+    Refused(
+        {
+            "compile": ("require",),
+            "ranks": ("2",),
+            "sharding": ("auto",),
+            "recipe": _ADAGRAD,
+        },
+        _WAITING,
+    ),
     Refused(
         {
             "compile": ("require",),
@@ -387,34 +574,57 @@ REFUSED = [
         _MEETING,
     ),
     Refused(
-        {"recipe": ("two_tower", "retrieval", "stream"), "loss": ("catalogue",), **_APART},
+        {
+            "recipe": ("two_tower", "retrieval", "stream"),
+            "loss": ("catalogue",),
+            **_APART,
+        },
         r"sync\.mode=(local_sgd|diloco) with model\.loss=catalogue: item towers drift apart between exchanges",
     ),
     # The rows with a click, and the columns of the catalogue that are a row's own item, are counted in each step.
     Refused(
-        {"compile": ("require",), "recipe": ("n_tower", "stream"), "loss": ("in_batch",)},
+        {
+            "compile": ("require",),
+            "recipe": ("n_tower", "stream"),
+            "loss": ("in_batch",),
+        },
         r"train\.compile=require: the training step cannot be captured: ",
     ),
     Refused(
-        {"compile": ("require",), "recipe": ("two_tower", "retrieval", "stream"), "loss": ("catalogue",)},
+        {
+            "compile": ("require",),
+            "recipe": ("two_tower", "retrieval", "stream"),
+            "loss": ("catalogue",),
+        },
         r"train\.compile=require: the training step cannot be captured: ",
     ),
-    Refused({"compile": ("require",), "recipe": ("session", "bst")}, r"embeddings' returns a row for each id, so its"),
+    Refused(
+        {"compile": ("require",), "recipe": ("session", "bst")},
+        r"embeddings' returns a row for each id, so its",
+    ),
     Refused(
         {"sharding": ("data_parallel",), "sync": ("semi_sync",)},
         r"sync\.mode=semi_sync: table\(s\) .* are data_parallel",
     ),
     Refused(
-        {"sharding": ("data_parallel",), "recipe": ("session", "bst")}, r"data_parallel on a cpu: it is read id by id"
+        {"sharding": ("data_parallel",), "recipe": ("session", "bst")},
+        r"data_parallel on a cpu: it is read id by id",
     ),
     Refused(
         {"sharding": ("table_row_wise", "grid_shard"), "recipe": ("session", "bst")},
         r"(table_row_wise|grid_shard): it is read id by id, which TorchRec shards table_wise, row_wise or column_wise",
     ),
-    Refused({"kernel": ("fused_uvm",)}, r"kernel=fused_uvm on a cpu: its rows would lie beside a GPU's memory"),
-    Refused({"kernel": ("fused",), "sharding": ("data_parallel",)}, r"kernel=fused with data_parallel: each rank has"),
     Refused(
-        {"kernel": ("fused",), "sharding": ("auto",), "recipe": _REPLICATED}, r"kernel=fused with data_parallel: each"
+        {"kernel": ("fused_uvm",)},
+        r"kernel=fused_uvm on a cpu: its rows would lie beside a GPU's memory",
+    ),
+    Refused(
+        {"kernel": ("fused",), "sharding": ("data_parallel",)},
+        r"kernel=fused with data_parallel: each rank has",
+    ),
+    Refused(
+        {"kernel": ("fused",), "sharding": ("auto",), "recipe": _REPLICATED},
+        r"kernel=fused with data_parallel: each",
     ),
     Refused(
         {"exchange": ("fp16",), "ranks": ("2",), "sharding": ("data_parallel",)},
@@ -422,14 +632,26 @@ REFUSED = [
     ),
 ]
 REFUSED += [
-    Refused({"recipe": ("two_tower", "retrieval", "ncf"), "weight": ("column",)}, r"column 'weight' is missing"),
-    Refused({"recipe": ("session",), "weight": ("column",)}, r"loader\.weight='weight': sequences have no such"),
-    Refused({"on_nan": ("skip",), "amp": ("fp16",)}, r"train\.amp=fp16 with sync\.mode=\w+ and train\.on_nan=skip"),
+    Refused(
+        {"recipe": ("two_tower", "retrieval", "ncf"), "weight": ("column",)},
+        r"column 'weight' is missing",
+    ),
+    Refused(
+        {"recipe": ("session",), "weight": ("column",)},
+        r"loader\.weight='weight': sequences have no such",
+    ),
+    Refused(
+        {"on_nan": ("skip",), "amp": ("fp16",)},
+        r"train\.amp=fp16 with sync\.mode=\w+ and train\.on_nan=skip",
+    ),
     Refused(
         {"on_nan": ("skip",), "sync": ("local_sgd", "diloco", "semi_sync")},
         r"train\.on_nan=skip with sync\.mode=(local_sgd|diloco|semi_sync)",
     ),
-    Refused({"on_nan": ("skip",), "compile": ("require",)}, r"train\.on_nan=skip with sync\.mode=every_step and train"),
+    Refused(
+        {"on_nan": ("skip",), "compile": ("require",)},
+        r"train\.on_nan=skip with sync\.mode=every_step and train",
+    ),
     Refused(
         {"recipe": ("stream",), "towers": ("2",), "metrics": ("named",)},
         r"evaluation\.metrics=hr@10,recall@20,map@5: the catalogue of 'planted' is not ranked",
@@ -442,13 +664,17 @@ REFUSED += [
         {"recipe": ("two_tower",), "share_items": ("yes",), "tables": ("als",)},
         r"pretrained: item_id=als: the table is read for history\|item_id",
     ),
-    Refused({"recipe": ("multi_task",), "towers": ("2",)}, r"model\.towers=user_id.*: there is no feature 'weekday'"),
+    Refused(
+        {"recipe": ("multi_task",), "towers": ("2",)},
+        r"model\.towers=user_id.*: there is no feature 'weekday'",
+    ),
     Refused(
         {"recipe": ("stream",), "towers": ("2",), "loss": ("catalogue",)},
         r"model\.loss=catalogue with model\.towers=user_id.*: the last tower, 'tower_1', reads column 'hour'",
     ),
     Refused(
-        {"recipe": ("session",), "attention": ("nested",)}, r"attention='nested' with causal=True on a cpu: torch has"
+        {"recipe": ("session",), "attention": ("nested",)},
+        r"attention='nested' with causal=True on a cpu: torch has",
     ),
     Refused(
         {"recipe": ("n_tower", "stream"), "towers": ("2",), "export": ("require",)},
@@ -457,7 +683,10 @@ REFUSED += [
 ]
 REFUSED += [
     Refused(
-        {"recipe": tuple(name for name in RECIPES if name not in recipes), option: tuple(OPTIONS[option])[1:]},
+        {
+            "recipe": tuple(name for name in RECIPES if name not in recipes),
+            option: tuple(OPTIONS[option])[1:],
+        },
         r"there is no key '\w+'",
     )
     for option, recipes in ONLY.items()
@@ -466,14 +695,19 @@ REFUSED += [
 
 def cells(n: int, **narrowed: tuple[str, ...]) -> list[dict[str, str]]:
     """Returns cells that run, in which all choices of any ``n`` options meet; ``narrowed`` restricts options."""
-    choices = {"recipe": tuple(recipes.RECIPES)} | {name: tuple(choice) for name, choice in OPTIONS.items()} | narrowed
+    choices = (
+        {"recipe": tuple(recipes.RECIPES)}
+        | {name: tuple(choice) for name, choice in OPTIONS.items()}
+        | narrowed
+    )
     excluded = [
         {
             "operator": "not",
             "condition": {
                 "operator": "and",
                 "conditions": [
-                    {"operator": "in", "left": name, "values": list(of)} for name, of in refused.choices.items()
+                    {"operator": "in", "left": name, "values": list(of)}
+                    for name, of in refused.choices.items()
                 ],
             },
         }
@@ -485,7 +719,11 @@ def cells(n: int, **narrowed: tuple[str, ...]) -> list[dict[str, str]]:
 
 def name_of(cell: Cell) -> str:
     """The recipe, and every choice but each option's first."""
-    chosen = [f"{name}={cell[name]}" for name, choices in OPTIONS.items() if cell[name] != next(iter(choices))]
+    chosen = [
+        f"{name}={cell[name]}"
+        for name, choices in OPTIONS.items()
+        if cell[name] != next(iter(choices))
+    ]
     return "-".join([cell["recipe"], *chosen])
 
 
@@ -494,9 +732,22 @@ def overrides_of(cell: Cell, folder: Path) -> list[str]:
     item = "session" if cell["recipe"] == "session" else "item_id"
     table = "item_id_gmf" if cell["recipe"] in ("ncf", "contextual_ncf") else "item_id"
     product = _PRODUCTS.get(cell["recipe"], "threads=1")
-    chosen = [override for name, choices in OPTIONS.items() for override in choices[cell[name]]]
-    names = {"figure": recipe.figure, "item": item, "table": table, "product": product, "folder": str(folder)}
-    return [*recipe.overrides, *(override for group in chosen for override in group.format(**names).split())]
+    chosen = [
+        override
+        for name, choices in OPTIONS.items()
+        for override in choices[cell[name]]
+    ]
+    names = {
+        "figure": recipe.figure,
+        "item": item,
+        "table": table,
+        "product": product,
+        "folder": str(folder),
+    }
+    return [
+        *recipe.overrides,
+        *(override for group in chosen for override in group.format(**names).split()),
+    ]
 
 
 class Outcome(NamedTuple):
@@ -512,7 +763,9 @@ class Outcome(NamedTuple):
 def trained(runtime: Runtime, cells: Sequence[Cell], folder: Path) -> list[Outcome]:
     """The outcomes of several cells, one after another: most of the time of a refused one is what a process imports."""
     ports = iter(leave_group(runtime, groups=2 * len(cells)))
-    streamed.planted_log_folder = written_once(streamed.planted_log_folder, folder / f"logs{runtime.rank}")
+    streamed.planted_log_folder = written_once(
+        streamed.planted_log_folder, folder / f"logs{runtime.rank}"
+    )
     outcomes = []
     for number, cell in enumerate(cells):
         try:
@@ -522,7 +775,9 @@ def trained(runtime: Runtime, cells: Sequence[Cell], folder: Path) -> list[Outco
     return outcomes
 
 
-def written_once(write: Callable[..., dict[str, float]], kept: Path) -> Callable[..., dict[str, float]]:
+def written_once(
+    write: Callable[..., dict[str, float]], kept: Path
+) -> Callable[..., dict[str, float]]:
     """``write``, which takes two seconds, for each of its arguments once; from then on the folder is copied."""
     made: dict[str, tuple[Path, dict[str, float]]] = {}
 
@@ -537,25 +792,49 @@ def written_once(write: Callable[..., dict[str, float]], kept: Path) -> Callable
     return copied
 
 
-def outcome_of(runtime: Runtime, cell: Cell, folder: Path, ports: Iterator[int]) -> Outcome:
+def outcome_of(
+    runtime: Runtime, cell: Cell, folder: Path, ports: Iterator[int]
+) -> Outcome:
     def train(settings: Sequence[str], folder: Path) -> None:
         os.environ["MASTER_PORT"] = str(next(ports))
-        run_training(apply_overrides(load_recipe(cell["recipe"]), list(settings)), folder)
+        run_training(
+            apply_overrides(load_recipe(cell["recipe"]), list(settings)), folder
+        )
 
     output, refusal = io.StringIO(), None
     with contextlib.redirect_stdout(output):
         try:
-            if cell["start"] == "earlier":  # a run that saves, of the same tables and layers
-                earlier = overrides_of({**cell, "start": "drawn", "saves": "each epoch", "export": "never"}, folder)
+            if (
+                cell["start"] == "earlier"
+            ):  # a run that saves, of the same tables and layers
+                earlier = overrides_of(
+                    {
+                        **cell,
+                        "start": "drawn",
+                        "saves": "each epoch",
+                        "export": "never",
+                    },
+                    folder,
+                )
                 train([*earlier, "train.epochs=1"], folder / "earlier")
             train(overrides_of(cell, folder), folder)
         except ValueError as error:
             refusal = str(error)
     log, summary = folder / "metrics.jsonl", folder / "summary.json"
-    records: list[dict[str, Any]] = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    steps = max((record["step"] for record in records if record["kind"] == "train"), default=0)
+    records: list[dict[str, Any]] = (
+        [json.loads(line) for line in log.read_text().splitlines()]
+        if log.exists()
+        else []
+    )
+    steps = max(
+        (record["step"] for record in records if record["kind"] == "train"), default=0
+    )
     figures = json.loads(summary.read_text())["test"] if summary.exists() else {}
-    scores = answered(folder / "bundle") if runtime.is_main and (folder / "bundle").exists() else None
+    scores = (
+        answered(folder / "bundle")
+        if runtime.is_main and (folder / "bundle").exists()
+        else None
+    )
     return Outcome(refusal, steps, figures, scores, output.getvalue())
 
 
@@ -567,11 +846,19 @@ def answered(folder: Path) -> list[float]:
         return Scorer(bundle).recommend(RecommendRequest(user=request, k=5)).scores
     (known,) = bundle.users.ids.ids(range(1)).tolist()
     needed = set(bundle.request_columns) - set(bundle.users.block(0, 1).schema.names)
-    context = Audit.open(folder)[0].queries.slice(0, 1).select(sorted(needed)).to_pylist()[0]
-    return Scorer(bundle).recommend(RecommendRequest(user={**context, bundle.users.key: known}, k=5)).scores
+    context = (
+        Audit.open(folder)[0].queries.slice(0, 1).select(sorted(needed)).to_pylist()[0]
+    )
+    return (
+        Scorer(bundle)
+        .recommend(RecommendRequest(user={**context, bundle.users.key: known}, k=5))
+        .scores
+    )
 
 
-def outcomes_of(cells: Sequence[Cell], *, timeout_s: float = 300) -> list[list[Outcome]]:
+def outcomes_of(
+    cells: Sequence[Cell], *, timeout_s: float = 300
+) -> list[list[Outcome]]:
     """By cell the outcome of each rank; the cells have one number of ranks."""
     with tempfile.TemporaryDirectory() as folder:
         by_rank: list[list[Outcome]] = run_ranks(
@@ -586,7 +873,11 @@ def learns_little(cell: Cell) -> bool:
     if cell["compress"] == "linear":
         # Each takes some .07 of the AUC of the few steps, by runs of one cell of the recipe stream.
         slow += [("ids", "dynamic"), ("amp", "bf16")]
-    return sum(cell[name] == choice for name, choice in slow) + (cell["loss"] != "recipe's") > 2
+    return (
+        sum(cell[name] == choice for name, choice in slow)
+        + (cell["loss"] != "recipe's")
+        > 2
+    )
 
 
 def check_runs(cell: Cell, outcomes: Sequence[Outcome]) -> None:
@@ -594,7 +885,9 @@ def check_runs(cell: Cell, outcomes: Sequence[Outcome]) -> None:
     assert [outcome.refusal for outcome in outcomes] == [None] * len(outcomes)
     first, recipe = outcomes[0], RECIPES[cell["recipe"]]
     assert all(math.isfinite(value) for value in first.figures.values()), first.figures
-    assert learns_little(cell) or first.figures[recipe.figure] > recipe.above, first.figures
+    assert learns_little(cell) or first.figures[recipe.figure] > recipe.above, (
+        first.figures
+    )
     if cell["export"] == "auto" and cell["towers"] == "2":
         assert "no bundle: " in first.output, first.output
     elif cell["export"] != "never":
@@ -604,7 +897,9 @@ def check_runs(cell: Cell, outcomes: Sequence[Outcome]) -> None:
         assert first.scores == sorted(first.scores, reverse=True)
 
 
-def outcomes_by_name(cells: Sequence[Cell], seconds_each: float) -> dict[str, list[Outcome]]:
+def outcomes_by_name(
+    cells: Sequence[Cell], seconds_each: float
+) -> dict[str, list[Outcome]]:
     """The outcomes of cells by their names; ranks are started once for each number of them."""
     made = {}
     for ranks in sorted({cell["ranks"] for cell in cells}):
@@ -617,8 +912,14 @@ def outcomes_by_name(cells: Sequence[Cell], seconds_each: float) -> dict[str, li
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Outcome]]:
     """The outcomes of all cells that this run tries."""
-    items: list[Any] = [item for item in request.session.items if "outcomes" in getattr(item, "fixturenames", ())]
-    tried = {name_of(cell): cell for cell in (item.callspec.params["cell"] for item in items)}
+    items: list[Any] = [
+        item
+        for item in request.session.items
+        if "outcomes" in getattr(item, "fixturenames", ())
+    ]
+    tried = {
+        name_of(cell): cell for cell in (item.callspec.params["cell"] for item in items)
+    }
     return outcomes_by_name([*tried.values()], 30)
 
 
@@ -631,16 +932,23 @@ def drawn_cells(n: int, count: int) -> list[dict[str, str]]:
     """
     # A seed whose first cells hold every choice, and few of the recipes that train for long, bst and stream.
     draw, seen = random.Random(149), set[tuple[tuple[str, str], ...]]()
-    choices = {"recipe": tuple(RECIPES)} | {name: tuple(of) for name, of in OPTIONS.items()}
+    choices = {"recipe": tuple(RECIPES)} | {
+        name: tuple(of) for name, of in OPTIONS.items()
+    }
     # It compiles for ten seconds and more.
     choices["compile"] = tuple(each for each in choices["compile"] if each != "require")
-    refusals = {name: [refused for refused in REFUSED if name in refused.choices] for name in OPTIONS}
+    refusals = {
+        name: [refused for refused in REFUSED if name in refused.choices]
+        for name in OPTIONS
+    }
 
     def runs() -> dict[str, str]:
         cell = {"recipe": draw.choice(choices["recipe"])}
         for name in draw.sample(list(OPTIONS), len(OPTIONS)):
             free = [
-                each for each in choices[name] if not any(of.matches({**cell, name: each}) for of in refusals[name])
+                each
+                for each in choices[name]
+                if not any(of.matches({**cell, name: each}) for of in refusals[name])
             ]
             if not free:
                 return runs()
@@ -652,7 +960,12 @@ def drawn_cells(n: int, count: int) -> list[dict[str, str]]:
 
     made = []
     for _ in range(count):
-        made.append(max((runs() for _ in range(30)), key=lambda cell: (len(new(cell, 1)), len(new(cell)))))
+        made.append(
+            max(
+                (runs() for _ in range(30)),
+                key=lambda cell: (len(new(cell, 1)), len(new(cell))),
+            )
+        )
         seen |= new(made[-1], 1) | new(made[-1])
     return made
 
@@ -661,13 +974,17 @@ DEFAULT = 12  # cells of the default run: the fewest that hold every choice, 80 
 PAIRS = 36  # with those of the slow run
 TRIPLES = 90
 PAIR_CELLS = [
-    pytest.param(cell, id=name_of(cell), marks=pytest.mark.slow if number >= DEFAULT else ())
+    pytest.param(
+        cell, id=name_of(cell), marks=pytest.mark.slow if number >= DEFAULT else ()
+    )
     for number, cell in enumerate(drawn_cells(2, PAIRS))
 ]
 
 
 @pytest.mark.parametrize("cell", PAIR_CELLS)
-def test_options_work_two_by_two(cell: Cell, outcomes: dict[str, list[Outcome]]) -> None:
+def test_options_work_two_by_two(
+    cell: Cell, outcomes: dict[str, list[Outcome]]
+) -> None:
     check_runs(cell, outcomes[name_of(cell)])
 
 
@@ -675,9 +992,16 @@ def test_options_work_two_by_two(cell: Cell, outcomes: dict[str, list[Outcome]])
 def test_the_default_run_tries_each_choice_that_runs() -> None:
     tried = drawn_cells(2, PAIRS)[:DEFAULT]
     slow = {("compile", "require")}
-    excluded = {(name, *of) for refused in REFUSED if len(refused.choices) == 1 for name, of in refused.choices.items()}
+    excluded = {
+        (name, *of)
+        for refused in REFUSED
+        if len(refused.choices) == 1
+        for name, of in refused.choices.items()
+    }
     for name, choices in OPTIONS.items():
-        missing = {(name, each) for each in choices} - {(name, cell[name]) for cell in tried}
+        missing = {(name, each) for each in choices} - {
+            (name, cell[name]) for cell in tried
+        }
         assert missing <= slow | excluded, missing
     assert {cell["recipe"] for cell in tried} == RECIPES.keys()
 
@@ -702,18 +1026,30 @@ def assert_all_run(tried: Sequence[Cell]) -> None:
 @pytest.mark.slow(minutes=3)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_three_options_work_together(recipe: str) -> None:
-    assert_all_run([cell for cell in drawn_cells(3, TRIPLES) if cell["recipe"] == recipe])
+    assert_all_run(
+        [cell for cell in drawn_cells(3, TRIPLES) if cell["recipe"] == recipe]
+    )
 
 
 def refused_cells() -> Iterator[Any]:
     """Yields every cell that a refusal excludes, all else plain; the default run tries each choice once."""
-    plain = {"recipe": "two_tower"} | {name: next(iter(choices)) for name, choices in OPTIONS.items()}
+    plain = {"recipe": "two_tower"} | {
+        name: next(iter(choices)) for name, choices in OPTIONS.items()
+    }
     for refused in REFUSED:
         longest = max(map(len, refused.choices.values()))
-        once = {tuple(of[index % len(of)] for of in refused.choices.values()) for index in range(longest)}
+        once = {
+            tuple(of[index % len(of)] for of in refused.choices.values())
+            for index in range(longest)
+        }
         for values in itertools.product(*refused.choices.values()):
             cell = plain | dict(zip(refused.choices, values, strict=True))
-            yield pytest.param(cell, refused.words, id=name_of(cell), marks=() if values in once else pytest.mark.slow)
+            yield pytest.param(
+                cell,
+                refused.words,
+                id=name_of(cell),
+                marks=() if values in once else pytest.mark.slow,
+            )
 
 
 @pytest.mark.parametrize(("cell", "words"), list(refused_cells()))
@@ -734,12 +1070,22 @@ def test_no_recipe_is_left_out() -> None:
 
 @pytest.mark.slow  # the pairs are found in 20 s
 def test_every_pair_of_choices_is_tried_or_refused() -> None:
-    choices = {"recipe": tuple(RECIPES)} | {name: tuple(of) for name, of in OPTIONS.items()}
+    choices = {"recipe": tuple(RECIPES)} | {
+        name: tuple(of) for name, of in OPTIONS.items()
+    }
     tried = cells(2)
     for first, second in itertools.combinations(choices, 2):
         for pair in itertools.product(choices[first], choices[second]):
             chosen = {first: pair[0], second: pair[1]}
-            somewhere = [chosen] if "recipe" in chosen else [{**chosen, "recipe": recipe} for recipe in RECIPES]
-            refused = all(any(refused.matches(cell) for refused in REFUSED) for cell in somewhere)
-            assert refused != any(chosen.items() <= cell.items() for cell in tried), chosen
+            somewhere = (
+                [chosen]
+                if "recipe" in chosen
+                else [{**chosen, "recipe": recipe} for recipe in RECIPES]
+            )
+            refused = all(
+                any(refused.matches(cell) for refused in REFUSED) for cell in somewhere
+            )
+            assert refused != any(chosen.items() <= cell.items() for cell in tried), (
+                chosen
+            )
     assert not [cell for cell in tried for refused in REFUSED if refused.matches(cell)]

@@ -19,7 +19,13 @@ from torchx_apps.jobs.report import report_steps
 from torchx_apps.jobs.setup import load_task, place_towers, why_on_every_rank
 from torchx_apps.recipes import Job, two_tower_job
 
-SMALL = ("data.name=planted", "data.users=60", "data.items=50", "plan.towers=auto", "loader.batch_size=256")
+SMALL = (
+    "data.name=planted",
+    "data.users=60",
+    "data.items=50",
+    "plan.towers=auto",
+    "loader.batch_size=256",
+)
 
 
 def small_job(*overrides: str) -> Job:
@@ -44,19 +50,27 @@ def placed(runtime: Runtime, folder: str) -> dict[str, Any]:
     return {
         "plan": chosen.plan,
         "taken": decision.taken,
-        "as it was": place_towers(dataclasses.replace(job, plan=chosen.plan), task, model, runtime)[1],
+        "as it was": place_towers(
+            dataclasses.replace(job, plan=chosen.plan), task, model, runtime
+        )[1],
     }
 
 
 @pytest.mark.slow
-def test_every_rank_gets_the_same_plan_and_the_folder_the_measured_step(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'torchrec-ext[report]'")
+def test_every_rank_gets_the_same_plan_and_the_folder_the_measured_step(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip(
+        "matplotlib", reason="needs matplotlib: pip install 'torchrec-ext[report]'"
+    )
     first, second = run_ranks(placed, 2, str(tmp_path), timeout_s=300)
     assert first == second
     assert first["plan"].towers == first["taken"].towers
     assert first["as it was"] is None, "what is placed already is not measured"
     report = json.loads((tmp_path / "run/placement.json").read_text())
-    assert report["measured_ms"] == 1000 / 1e4 / 4 * 1e3  # of steps 3 to 6 and 7 to 10; the first two are not counted
+    assert (
+        report["measured_ms"] == 1000 / 1e4 / 4 * 1e3
+    )  # of steps 3 to 6 and 7 to 10; the first two are not counted
     assert report["candidates"][0]["towers"] == first["taken"].towers
 
 
@@ -65,11 +79,19 @@ def test_every_rank_gets_the_same_plan_and_the_folder_the_measured_step(tmp_path
     ("sync", "message"),
     [
         (SyncConfig(), ""),
-        (SyncConfig(mode="local_sgd"), "sync.mode=local_sgd averages towers that every rank has"),
-        (SyncConfig(table_copies=2), "sync.table_copies=2: towers on ranks of their own have one copy"),
+        (
+            SyncConfig(mode="local_sgd"),
+            "sync.mode=local_sgd averages towers that every rank has",
+        ),
+        (
+            SyncConfig(table_copies=2),
+            "sync.table_copies=2: towers on ranks of their own have one copy",
+        ),
     ],
 )
-def test_what_needs_all_towers_on_every_rank_is_told(sync: SyncConfig, message: str) -> None:
+def test_what_needs_all_towers_on_every_rank_is_told(
+    sync: SyncConfig, message: str
+) -> None:
     assert why_on_every_rank(dataclasses.replace(small_job(), sync=sync)) == message
 
 
@@ -82,8 +104,18 @@ def test_one_rank_has_nothing_to_choose() -> None:
 @pytest.mark.slow
 @pytest.mark.launch
 def test_as_a_user_runs_it(tmp_path: Path) -> None:
-    overrides = [f"--set={item}" for item in (*SMALL, "train.epochs=1", "train.log_every=2")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "torchx_apps.train"]
+    overrides = [
+        f"--set={item}" for item in (*SMALL, "train.epochs=1", "train.log_every=2")
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "torchx_apps.train",
+    ]
     done = subprocess.run(
         [*command, *overrides, "--run-dir", "run"],
         cwd=tmp_path,

@@ -27,7 +27,12 @@ from torchrec_ext.data.datasets import catalog as datasets
 from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History, Preprocessor
+from torchrec_ext.data.preprocess import (
+    Categorify,
+    FittedPreprocessor,
+    History,
+    Preprocessor,
+)
 from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.schema import DataError
 from torchx_apps.jobs import preprocessing
@@ -36,12 +41,24 @@ from torchx_apps.preprocess import main
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
-SMALL = ["--recipe", "clicks", "--set", "config.categorical=2", "--set", "config.dense=1"]
+SMALL = [
+    "--recipe",
+    "clicks",
+    "--set",
+    "config.categorical=2",
+    "--set",
+    "config.dense=1",
+]
 
 
 def need_duckdb() -> None:
-    pytest.importorskip("ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
-    pytest.importorskip("duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
+    pytest.importorskip(
+        "ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
+    )
+    pytest.importorskip(
+        "duckdb",
+        reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'",
+    )
 
 
 @pytest.fixture
@@ -53,8 +70,12 @@ def log(tmp_path: Path) -> Path:
         columns = {
             "c0": rng.integers(0, 9, size),
             "c1": rng.integers(0, 300, size),
-            "d0": pa.array([None if k % 50 == 0 else float(k) for k in range(size)], pa.float32()),
-            "history": pa.array([list(range(k % 30)) for k in range(size)], pa.list_(pa.int64())),
+            "d0": pa.array(
+                [None if k % 50 == 0 else float(k) for k in range(size)], pa.float32()
+            ),
+            "history": pa.array(
+                [list(range(k % 30)) for k in range(size)], pa.list_(pa.int64())
+            ),
             "label": (rng.random(size) < 0.1).astype(np.float32),
         }
         pq.write_table(pa.table(columns), tmp_path / f"log/part-{number}.parquet")
@@ -100,7 +121,20 @@ def test_the_component_is_listed_and_names_its_app() -> None:
 @pytest.mark.unit
 def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list-recipes"]) == 0
-    assert main(["--recipe", "clicks", "--dry-run", "--engine", "spark", "--set", "config.min_count=7"]) == 0
+    assert (
+        main(
+            [
+                "--recipe",
+                "clicks",
+                "--dry-run",
+                "--engine",
+                "spark",
+                "--set",
+                "config.min_count=7",
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "ml_100k  MovieLens 100K" in shown
     assert re.search(r"config\.min_count +7\n", shown)
@@ -125,16 +159,24 @@ def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
             ["--recipe", "torchx_apps.recipes:two_tower"],
             "it returned a Job; here a recipe returns a PreprocessJob of torchx_apps",
         ),
-        (["--recipe", "my_recipe.py:job"], "--recipe my_recipe.py:job: there is no file my_recipe.py"),
+        (
+            ["--recipe", "my_recipe.py:job"],
+            "--recipe my_recipe.py:job: there is no file my_recipe.py",
+        ),
         (
             ["--recipe", "clicks", "--engine", "sprak", "--out", "x"],
             "engine='sprak': there is no such engine; write duckdb, spark or",
         ),
         (["--recipe", "clicks"], "recipe clicks needs a log: --set config.folder=DIR"),
-        (["--set", "config.test_share=2"], "--set config.test_share=2: config.test_share=2.0: must be between 0 and 1"),
+        (
+            ["--set", "config.test_share=2"],
+            "--set config.test_share=2: config.test_share=2.0: must be between 0 and 1",
+        ),
     ],
 )
-def test_mistakes_are_told_in_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_in_one_line(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(flags) == 1
     line = capsys.readouterr().err
     assert message in line
@@ -142,9 +184,13 @@ def test_mistakes_are_told_in_one_line(flags: list[str], message: str, capsys: p
 
 
 @quiet
-def test_clicks_from_log_to_folder(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clicks_from_log_to_folder(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     need_duckdb()
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'torchrec-ext[report]'")
+    pytest.importorskip(
+        "matplotlib", reason="needs matplotlib: pip install 'torchrec-ext[report]'"
+    )
     out = tmp_path / "ready"
     assert main([*SMALL, "--set", f"config.folder={log}", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
@@ -160,9 +206,14 @@ def test_clicks_from_log_to_folder(log: Path, tmp_path: Path, capsys: pytest.Cap
     made = read_parquet(out / "test/part-00000.parquet")
     assert made["history"].lengths.max() == 20
     fitted = FittedPreprocessor.load(out / "preprocessor")
-    assert {name: fitted.vocab[name] for name in ("c0", "c1", "history")} == summary["vocab"]
+    assert {name: fitted.vocab[name] for name in ("c0", "c1", "history")} == summary[
+        "vocab"
+    ]
     assert main([*SMALL, "--set", f"config.folder={log}", "--out", str(out)]) == 1
-    assert "ready: there is something already; choose another folder" in capsys.readouterr().err
+    assert (
+        "ready: there is something already; choose another folder"
+        in capsys.readouterr().err
+    )
 
 
 OWN_RECIPE = """
@@ -188,13 +239,25 @@ def build(config, engine):
 
 
 @quiet
-def test_a_recipe_of_a_users_own_over_a_csv_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_of_a_users_own_over_a_csv_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     need_duckdb()
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'torchrec-ext[report]'")
+    pytest.importorskip(
+        "matplotlib", reason="needs matplotlib: pip install 'torchrec-ext[report]'"
+    )
     (tmp_path / "my_recipe.py").write_text(OWN_RECIPE)
-    lines = [f"{'Rome' if k % 3 else 'Oslo'},{k},2024-{1 + k % 4:02}-05 10:00:00,{k % 2}" for k in range(40)]
+    lines = [
+        f"{'Rome' if k % 3 else 'Oslo'},{k},2024-{1 + k % 4:02}-05 10:00:00,{k % 2}"
+        for k in range(40)
+    ]
     (tmp_path / "orders.csv").write_text("\n".join(["city,price,day,paid", *lines]))
-    flags = ["--recipe", f"{tmp_path}/my_recipe.py:job", "--out", str(tmp_path / "ready")]
+    flags = [
+        "--recipe",
+        f"{tmp_path}/my_recipe.py:job",
+        "--out",
+        str(tmp_path / "ready"),
+    ]
     assert main(flags) == 0
     summary = json.loads((tmp_path / "ready/summary.json").read_text())
     assert (summary["rows"], summary["vocab"], summary["config"]) == (
@@ -205,47 +268,85 @@ def test_a_recipe_of_a_users_own_over_a_csv_file(tmp_path: Path, capsys: pytest.
     assert main([*flags, "--set", "overwrite=true"]) == 0, capsys.readouterr().err
     (tmp_path / "ready/summary.json").unlink()
     assert main([*flags, "--set", "overwrite=true"]) == 1
-    assert "ready: is not the folder of an earlier result (it has no summary.json)" in capsys.readouterr().err
+    assert (
+        "ready: is not the folder of an earlier result (it has no summary.json)"
+        in capsys.readouterr().err
+    )
 
 
 @quiet
-def test_the_recipe_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_in_the_docs_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need_duckdb()
     page = (Path(__file__).parents[2] / "docs/preprocess.md").read_text()
     (recipe,) = re.findall(r"```python\n(# my_preprocess\.py:.*?)```", page, re.DOTALL)
     (tmp_path / "my_preprocess.py").write_text(recipe)
     (tmp_path / "ml-100k").mkdir()
-    columns = {"user_id": [1, 1, 1] * 9, "item_id": [50, 51, 52] * 9, "rating": [5, 4, 1] * 9}
+    columns = {
+        "user_id": [1, 1, 1] * 9,
+        "item_id": [50, 51, 52] * 9,
+        "rating": [5, 4, 1] * 9,
+    }
     pq.write_table(
-        pa.table({**columns, "timestamp": [880_000_000 + 500_000 * k for k in range(27)]}),
+        pa.table(
+            {**columns, "timestamp": [880_000_000 + 500_000 * k for k in range(27)]}
+        ),
         tmp_path / "ml-100k/inter.parquet",
     )
     monkeypatch.chdir(tmp_path)
-    assert main(["--recipe", "my_preprocess.py:job", "--set", "pictures=false", "--out", "ready"]) == 0
+    assert (
+        main(
+            [
+                "--recipe",
+                "my_preprocess.py:job",
+                "--set",
+                "pictures=false",
+                "--out",
+                "ready",
+            ]
+        )
+        == 0
+    )
     summary = json.loads(Path("ready/summary.json").read_text())
     assert summary["rows"] == {"train": 20, "test": 7}
     assert summary["vocab"]["history"] == summary["vocab"]["item_id"] == 4
     (use,) = re.findall(r"```python\n(# my_request\.py:.*?)```", page, re.DOTALL)
     namespace: dict[str, Any] = {}
     exec(use, namespace)  # with its own imports
-    assert {table.name: table.num_embeddings for table in namespace["tables"]} == summary["vocab"]
+    assert {
+        table.name: table.num_embeddings for table in namespace["tables"]
+    } == summary["vocab"]
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("name", ["preprocessor", "../x", ""])
 def test_splits_are_folders(name: str) -> None:
-    with pytest.raises(ValueError, match=r"splits has the name .*: must be letters, digits"):
-        Prepared(preprocessor=Preprocessor([Categorify(column="x")]), splits={name: "a.parquet"})
+    with pytest.raises(
+        ValueError, match=r"splits has the name .*: must be letters, digits"
+    ):
+        Prepared(
+            preprocessor=Preprocessor([Categorify(column="x")]),
+            splits={name: "a.parquet"},
+        )
 
 
 @quiet
 def test_what_is_missing_is_told_before_any_row_is_read(
-    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    log: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     need_duckdb()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr(FittedPreprocessor, "transform", None)
-    assert main([*SMALL, "--set", f"config.folder={log}", "--out", str(tmp_path / "ready")]) == 1
+    assert (
+        main(
+            [*SMALL, "--set", f"config.folder={log}", "--out", str(tmp_path / "ready")]
+        )
+        == 1
+    )
     assert (
         "pictures need matplotlib: pip install 'torchrec-ext[report]', or --set pictures=false"
         in capsys.readouterr().err
@@ -253,23 +354,42 @@ def test_what_is_missing_is_told_before_any_row_is_read(
 
 
 @quiet
-def test_a_model_trains_on_the_folder_and_scores_a_request_as_it_scores_the_file(log: Path, tmp_path: Path) -> None:
+def test_a_model_trains_on_the_folder_and_scores_a_request_as_it_scores_the_file(
+    log: Path, tmp_path: Path
+) -> None:
     need_duckdb()
     assert (
-        main([*SMALL, "--set", f"config.folder={log}", "--set", "pictures=false", "--out", str(tmp_path / "ready")])
+        main(
+            [
+                *SMALL,
+                "--set",
+                f"config.folder={log}",
+                "--set",
+                "pictures=false",
+                "--out",
+                str(tmp_path / "ready"),
+            ]
+        )
         == 0
     )
     fitted = FittedPreprocessor.load(tmp_path / "ready/preprocessor")
     tables = [
-        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=8)
+        EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=8
+        )
         for name, rows in fitted.vocab.items()
     ]
     model = two_tower(tables[:1], tables[1:], user_dense=fitted.dense)
-    schema, config = model.schema(), LoaderConfig(batch_size=64, negatives=0, label="label", shuffle=False)
+    schema, config = (
+        model.schema(),
+        LoaderConfig(batch_size=64, negatives=0, label="label", shuffle=False),
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     losses = []
     for epoch in range(3):
-        loader = ChunkLoader(ParquetSource(tmp_path / "ready/train"), schema, config=config)
+        loader = ChunkLoader(
+            ParquetSource(tmp_path / "ready/train"), schema, config=config
+        )
         loader.set_epoch(epoch)
         for batch in loader:
             optimizer.zero_grad()
@@ -281,15 +401,27 @@ def test_a_model_trains_on_the_folder_and_scores_a_request_as_it_scores_the_file
     raw = pq.read_table(log / "part-1.parquet").slice(0, 64).to_pydict()
     request = ChunkLoader(fitted.online(raw), schema, config=config)
     stored = ChunkLoader(ParquetSource(tmp_path / "ready/test"), schema, config=config)
-    assert torch.equal(model.logits(next(iter(request))), model.logits(next(iter(stored))))
+    assert torch.equal(
+        model.logits(next(iter(request))), model.logits(next(iter(stored)))
+    )
 
 
 @quiet
-def test_a_failed_run_leaves_no_folder(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_leaves_no_folder(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     need_duckdb()
     (log / "part-1.parquet").write_bytes((log / "part-0.parquet").read_bytes()[:3000])
-    assert main([*SMALL, "--set", f"config.folder={log}", "--out", str(tmp_path / "ready")]) == 1
-    assert "part-1.parquet: starts as parquet, but its footer is missing or damaged" in capsys.readouterr().err
+    assert (
+        main(
+            [*SMALL, "--set", f"config.folder={log}", "--out", str(tmp_path / "ready")]
+        )
+        == 1
+    )
+    assert (
+        "part-1.parquet: starts as parquet, but its footer is missing or damaged"
+        in capsys.readouterr().err
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
@@ -297,8 +429,14 @@ def test_a_failed_run_leaves_no_folder(log: Path, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("part-0.parquet", r"part-0\.parquet: the file changed while it was in use, \d+ bytes became \d+; start anew"),
-        ("part-2.parquet", r"part-0\.parquet: files came into the log, or left it, while it was read"),
+        (
+            "part-0.parquet",
+            r"part-0\.parquet: the file changed while it was in use, \d+ bytes became \d+; start anew",
+        ),
+        (
+            "part-2.parquet",
+            r"part-0\.parquet: files came into the log, or left it, while it was read",
+        ),
     ],
 )
 def test_a_log_that_grows_while_it_is_read_is_named(
@@ -312,19 +450,33 @@ def test_a_log_that_grows_while_it_is_read_is_named(
         return unknown_shares(folder, *rest)
 
     def build(config: Any, engine: Any) -> Prepared:
-        return Prepared(preprocessor=Preprocessor([Categorify(column="c0")]), splits={"train": str(log)})
+        return Prepared(
+            preprocessor=Preprocessor([Categorify(column="c0")]),
+            splits={"train": str(log)},
+        )
 
     monkeypatch.setattr(preprocessing, "unknown_shares", grown)
     with pytest.raises(DataError, match=message):
-        preprocessing.run_preprocess(PreprocessJob(name="mine", build=build, out=str(tmp_path / "ready")))
+        preprocessing.run_preprocess(
+            PreprocessJob(name="mine", build=build, out=str(tmp_path / "ready"))
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
 @quiet
-def test_a_request_and_a_user_have_the_events_that_a_history_counts(tmp_path: Path) -> None:
+def test_a_request_and_a_user_have_the_events_that_a_history_counts(
+    tmp_path: Path,
+) -> None:
     need_duckdb()
-    columns = {"user": [1, 1, 1, 1, 2, None], "item": [7, 8, 9, 5, 9, 9], "at": [10, 20, 30, 40, 15, 16]}
-    pq.write_table(pa.table(columns | {"liked": [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]}), tmp_path / "log.parquet")
+    columns = {
+        "user": [1, 1, 1, 1, 2, None],
+        "item": [7, 8, 9, 5, 9, 9],
+        "at": [10, 20, 30, 40, 15, 16],
+    }
+    pq.write_table(
+        pa.table(columns | {"liked": [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]}),
+        tmp_path / "log.parquet",
+    )
     steps = [
         History(user="user", item="item", time="at", length=2, where="liked"),
         Categorify(column="item", also=("history",)),
@@ -334,9 +486,16 @@ def test_a_request_and_a_user_have_the_events_that_a_history_counts(tmp_path: Pa
     def build(config: Any, engine: Any) -> Prepared:
         named = {"user": "user", "item": "item", "user_features": ("history",)}
         splits = {"train": str(tmp_path / "log.parquet")}
-        return Prepared(preprocessor=Preprocessor(steps, keep=("liked",)), splits=splits, label="liked", **named)
+        return Prepared(
+            preprocessor=Preprocessor(steps, keep=("liked",)),
+            splits=splits,
+            label="liked",
+            **named,
+        )
 
-    job = PreprocessJob(name="mine", build=build, out=str(tmp_path / "ready"), pictures=False)
+    job = PreprocessJob(
+        name="mine", build=build, out=str(tmp_path / "ready"), pictures=False
+    )
     raw = preprocessing.run_preprocess(job) / "raw"
     users = {
         row["user"]: (row["history_items"], row["history_times"])
@@ -348,7 +507,9 @@ def test_a_request_and_a_user_have_the_events_that_a_history_counts(tmp_path: Pa
 
 
 @quiet
-def test_movielens(ml_100k_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_movielens(
+    ml_100k_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     need_duckdb()
     flags = [
         "--set",
@@ -366,7 +527,9 @@ def test_movielens(ml_100k_files: Path, tmp_path: Path, capsys: pytest.CaptureFi
     train = read_parquet(tmp_path / "ready/train/part-00000.parquet")
     assert (
         train["timestamp"].values.max()
-        < read_parquet(tmp_path / "ready/test/part-00000.parquet")["timestamp"].values.min()
+        < read_parquet(tmp_path / "ready/test/part-00000.parquet")[
+            "timestamp"
+        ].values.min()
     )
 
 
@@ -377,26 +540,45 @@ def test_movielens_is_found_where_training_finds_it(
     need_duckdb()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TORCHREC_EXT_DATA", raising=False)
-    flags = ["--set", "pictures=false", "--set", "config.test_share=0.3", "--out", str(tmp_path / "ready")]
+    flags = [
+        "--set",
+        "pictures=false",
+        "--set",
+        "config.test_share=0.3",
+        "--out",
+        str(tmp_path / "ready"),
+    ]
     monkeypatch.setattr(
-        datasets, "ML_100K", dataclasses.replace(datasets.ML_100K, url=(tmp_path / "gone.zip").as_uri())
+        datasets,
+        "ML_100K",
+        dataclasses.replace(datasets.ML_100K, url=(tmp_path / "gone.zip").as_uri()),
     )
     assert main(flags) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("recipe ml_100k: set 'ml-100k' was not downloaded (")
     assert line.endswith("or name that folder: --set config.folder=DIR")
-    monkeypatch.setattr(datasets, "ML_100K", publish(tmp_path / "published.zip"))  # a download, without a network
+    monkeypatch.setattr(
+        datasets, "ML_100K", publish(tmp_path / "published.zip")
+    )  # a download, without a network
     assert main(flags) == 0
-    tables = {split: pq.read_table(tmp_path / "ready" / split) for split in ("train", "test")}
-    years = {split: table["release_year"].to_pylist() for split, table in tables.items()}
-    assert years == {"train": [1, 1, 1], "test": [0]}, "1995, and a year that training never saw"
+    tables = {
+        split: pq.read_table(tmp_path / "ready" / split) for split in ("train", "test")
+    }
+    years = {
+        split: table["release_year"].to_pylist() for split, table in tables.items()
+    }
+    assert years == {"train": [1, 1, 1], "test": [0]}, (
+        "1995, and a year that training never saw"
+    )
 
 
 @pytest.fixture
 def ml_100k_files() -> Path:
     folder = Path(os.environ.get("TORCHREC_EXT_DATA") or "") / "ml-100k"
     if not (folder / "inter.parquet").exists():
-        pytest.skip("needs MovieLens 100K: set TORCHREC_EXT_DATA to a folder with ml-100k/inter.parquet")
+        pytest.skip(
+            "needs MovieLens 100K: set TORCHREC_EXT_DATA to a folder with ml-100k/inter.parquet"
+        )
     return folder
 
 
@@ -405,8 +587,19 @@ def ml_100k_files() -> Path:
 def test_torchx_run_tells_an_error_once(tmp_path: Path) -> None:
     need_duckdb()
     command = [str(Path(sys.executable).parent / "torchx")]
-    flags = ["run", "rec.data.preprocess", "--recipe", "clicks", "--set", f"config.folder={tmp_path}/nowhere"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=tmp_path, check=False)
+    flags = [
+        "run",
+        "rec.data.preprocess",
+        "--recipe",
+        "clicks",
+        "--set",
+        f"config.folder={tmp_path}/nowhere",
+    ]
+    done = subprocess.run(
+        [*command, *flags], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert done.returncode != 0
-    assert (done.stdout + done.stderr).count("nowhere: no such file; check the path") == 1
+    assert (done.stdout + done.stderr).count(
+        "nowhere: no such file; check the path"
+    ) == 1
     assert "Traceback" not in done.stdout + done.stderr

@@ -77,11 +77,26 @@ def of_pairs(folder: Path, ids: Ids = list, *, missing: bool = True) -> Path:
     pq.write_table(pa.table(log), folder / "inter.parquet")
     known = np.unique(users)
     born = [DAYS[user % 28] if user % 3 or not missing else None for user in known]
-    sex = [["m", "f", None][user % 3] for user in known] if missing else ["m", "f"] * (len(known) // 2)
-    pq.write_table(pa.table({"user_id": ids(known), "sex": sex, "born": born}), folder / "users.parquet")
+    sex = (
+        [["m", "f", None][user % 3] for user in known]
+        if missing
+        else ["m", "f"] * (len(known) // 2)
+    )
+    pq.write_table(
+        pa.table({"user_id": ids(known), "sex": sex, "born": born}),
+        folder / "users.parquet",
+    )
     described = np.unique(items)
-    genres = [["a|b", "a", None][item % 3] for item in described] if missing else ["a|b"] * len(described)
-    table = {"item_id": ids(described), "genres": genres, "title": [f"film {item}" for item in described]}
+    genres = (
+        [["a|b", "a", None][item % 3] for item in described]
+        if missing
+        else ["a|b"] * len(described)
+    )
+    table = {
+        "item_id": ids(described),
+        "genres": genres,
+        "title": [f"film {item}" for item in described],
+    }
     pq.write_table(pa.table(table), folder / "items.parquet")
     return folder
 
@@ -90,23 +105,46 @@ CONTEXT = "data.context=day,seen,device,price"
 
 
 def run(recipe: str, folder: Path, out: Path, *overrides: str) -> dict[str, float]:
-    sets = [f"data.name={folder.name}", f"data.folder={folder.parent}", "train.epochs=1", "device=cpu", *overrides]
+    sets = [
+        f"data.name={folder.name}",
+        f"data.folder={folder.parent}",
+        "train.epochs=1",
+        "device=cpu",
+        *overrides,
+    ]
     run_training(apply_overrides(load_recipe(recipe), sets), out)
     figures: dict[str, float] = json.loads((out / "summary.json").read_text())["test"]
     return figures
 
 
-@pytest.mark.parametrize("ids", [in_order, pytest.param(in_other_order, marks=pytest.mark.slow)])
-def test_ids_that_are_text_in_the_same_order_train_the_same_model(ids: Ids, tmp_path: Path) -> None:
-    whole, text = of_pairs(tmp_path / "a" / "log"), of_pairs(tmp_path / "b" / "log", ids)
+@pytest.mark.parametrize(
+    "ids", [in_order, pytest.param(in_other_order, marks=pytest.mark.slow)]
+)
+def test_ids_that_are_text_in_the_same_order_train_the_same_model(
+    ids: Ids, tmp_path: Path
+) -> None:
+    whole, text = (
+        of_pairs(tmp_path / "a" / "log"),
+        of_pairs(tmp_path / "b" / "log", ids),
+    )
     sets = (CONTEXT, "export=require")
-    figures = [run("two_tower", folder, folder.parent / "run", *sets) for folder in (whole, text)]
-    tables = [sorted((folder.parent / "run/bundle/tables").glob("*")) for folder in (whole, text)]
+    figures = [
+        run("two_tower", folder, folder.parent / "run", *sets)
+        for folder in (whole, text)
+    ]
+    tables = [
+        sorted((folder.parent / "run/bundle/tables").glob("*"))
+        for folder in (whole, text)
+    ]
     if ids is in_order:
         assert figures[0] == figures[1]
-        assert [file.read_bytes() for file in tables[0]] == [file.read_bytes() for file in tables[1]]
+        assert [file.read_bytes() for file in tables[0]] == [
+            file.read_bytes() for file in tables[1]
+        ]
     bundle = Bundle.load(text.parent / "run/bundle")
-    assert set(bundle.store.ids.ids().tolist()) == set(pq.read_table(text / "items.parquet")["item_id"].to_pylist())
+    assert set(bundle.store.ids.ids().tolist()) == set(
+        pq.read_table(text / "items.parquet")["item_id"].to_pylist()
+    )
 
 
 HERE = CheckpointRanks(Runtime())
@@ -115,12 +153,24 @@ RECORDED = ("in the manifest", "beside it", "in the run folder")
 
 def checkpoint_of(folder: Path, task: Any, recorded: str) -> tuple[str, Path]:
     """Writes a checkpoint's manifest that says what ids stand for, or the ids.json of older releases; and the run."""
-    meaning, run, checkpoint = meaning_of_ids(task), folder / "run", folder / "moved" / "ckpt" / "step-0000000001"
+    meaning, run, checkpoint = (
+        meaning_of_ids(task),
+        folder / "run",
+        folder / "moved" / "ckpt" / "step-0000000001",
+    )
     for made in (run, checkpoint):
         made.mkdir(parents=True, exist_ok=True)
     about = {"content": {"ids": meaning} if recorded == "in the manifest" else {}}
-    rest: dict[str, Any] = {"tables": {}, "paths": {}, "layers": [], "row_parts": {}, "files": {}}
-    (checkpoint / "manifest.json").write_bytes(sealed({"step": 1, "world_size": 1, **rest, **about}))
+    rest: dict[str, Any] = {
+        "tables": {},
+        "paths": {},
+        "layers": [],
+        "row_parts": {},
+        "files": {},
+    }
+    (checkpoint / "manifest.json").write_bytes(
+        sealed({"step": 1, "world_size": 1, **rest, **about})
+    )
     places = {"beside it": folder / "moved", "in the run folder": run}
     if recorded in places:
         (places[recorded] / "ids.json").write_text(json.dumps(meaning))
@@ -141,22 +191,30 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(
     task = SimpleNamespace(data=load_config(config), prepared=None)
     checkpoint, run_folder = checkpoint_of(tmp_path, task, recorded)
     check_ids_stay(checkpoint, task, HERE, run=run_folder)
-    log, items = pq.read_table(folder / "inter.parquet"), pq.read_table(folder / "items.parquet")
+    log, items = (
+        pq.read_table(folder / "inter.parquet"),
+        pq.read_table(folder / "items.parquet"),
+    )
     pq.write_table(
-        pa.concat_tables([items, items.slice(0, 1).set_column(0, "item_id", [[new]])]), folder / "items.parquet"
+        pa.concat_tables([items, items.slice(0, 1).set_column(0, "item_id", [[new]])]),
+        folder / "items.parquet",
     )
     at = log.column_names.index("item_id")
     bought = pa.array([new, *log["item_id"].to_pylist()[1:]])
     pq.write_table(log.set_column(at, "item_id", [bought]), folder / "inter.parquet")
     grown = SimpleNamespace(data=load_config(config), prepared=None)
-    words = r"column 'item_id' had 31 values in training, whose ids now stand for others"
+    words = (
+        r"column 'item_id' had 31 values in training, whose ids now stand for others"
+    )
     with pytest.raises(DataError, match=words):
         check_ids_stay(checkpoint, grown, HERE, run=run_folder)
     with nullcontext() if kept else pytest.raises(DataError, match=words):
         check_ids_stay(checkpoint, grown, HERE, run=run_folder, later=True)
 
 
-@pytest.mark.parametrize("of", [list, np.array, pa.array, lambda texts: pa.array(texts, pa.large_string())])
+@pytest.mark.parametrize(
+    "of", [list, np.array, pa.array, lambda texts: pa.array(texts, pa.large_string())]
+)
 def test_the_digest_of_texts_is_that_of_older_runs_and_minds_where_a_text_ends(
     of: Callable[[list[str]], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,109 +222,212 @@ def test_the_digest_of_texts_is_that_of_older_runs_and_minds_where_a_text_ends(
 
     def digest(*texts: str) -> Any:
         data = SimpleNamespace(vocab={}, id_values={"shop": of(list(texts))})
-        return meaning_of_ids(SimpleNamespace(data=data, prepared=None))["values"]["shop"]
+        return meaning_of_ids(SimpleNamespace(data=data, prepared=None))["values"][
+            "shop"
+        ]
 
     for texts in (["a"], ["a", "", "\u00e9", "b", "c", "d", ""]):
-        assert digest(*texts) == [len(texts), hashlib.sha256("\0".join(texts).encode()).hexdigest()]
+        assert digest(*texts) == [
+            len(texts),
+            hashlib.sha256("\0".join(texts).encode()).hexdigest(),
+        ]
     assert digest("a\0b", "c") != digest("a", "b\0c")
     assert digest("a", "b", "c", "d\0e", "f") != digest("a", "b", "c", "d", "e\0f")
 
 
-def test_a_column_whose_values_were_their_ids_may_not_be_numbered_later(tmp_path: Path) -> None:
-    whole, numbered = (SimpleNamespace(vocab={"shop": 3}, id_values=values) for values in ({}, {"shop": ["a", "b"]}))
+def test_a_column_whose_values_were_their_ids_may_not_be_numbered_later(
+    tmp_path: Path,
+) -> None:
+    whole, numbered = (
+        SimpleNamespace(vocab={"shop": 3}, id_values=values)
+        for values in ({}, {"shop": ["a", "b"]})
+    )
     for before, after in ((whole, numbered), (numbered, whole)):
-        checkpoint, _ = checkpoint_of(tmp_path, SimpleNamespace(data=before, prepared=None), "in the manifest")
-        check_ids_stay(checkpoint, SimpleNamespace(data=before, prepared=None), HERE, later=True)
-        with pytest.raises(DataError, match=r"column 'shop' had (no numbering of its own|2 values) in training"):
-            check_ids_stay(checkpoint, SimpleNamespace(data=after, prepared=None), HERE, later=True)
+        checkpoint, _ = checkpoint_of(
+            tmp_path, SimpleNamespace(data=before, prepared=None), "in the manifest"
+        )
+        check_ids_stay(
+            checkpoint, SimpleNamespace(data=before, prepared=None), HERE, later=True
+        )
+        with pytest.raises(
+            DataError,
+            match=r"column 'shop' had (no numbering of its own|2 values) in training",
+        ):
+            check_ids_stay(
+                checkpoint, SimpleNamespace(data=after, prepared=None), HERE, later=True
+            )
 
 
-def test_a_column_whose_steps_have_changed_is_refused_by_a_new_run_too(tmp_path: Path) -> None:
+def test_a_column_whose_steps_have_changed_is_refused_by_a_new_run_too(
+    tmp_path: Path,
+) -> None:
     def rows(**origins: str) -> Any:
-        prepared = SimpleNamespace(digest="", preprocessor=SimpleNamespace(origins=origins))
-        return SimpleNamespace(data=SimpleNamespace(vocab={"shop": 9}, id_values={}), prepared=prepared)
+        prepared = SimpleNamespace(
+            digest="", preprocessor=SimpleNamespace(origins=origins)
+        )
+        return SimpleNamespace(
+            data=SimpleNamespace(vocab={"shop": 9}, id_values={}), prepared=prepared
+        )
 
-    checkpoint, run = checkpoint_of(tmp_path, rows(shop="a", gone="b"), "in the manifest")
+    checkpoint, run = checkpoint_of(
+        tmp_path, rows(shop="a", gone="b"), "in the manifest"
+    )
     check_ids_stay(checkpoint, rows(shop="a", new="c"), HERE, run=run, later=True)
     for later in (False, True):
-        with pytest.raises(DataError, match=r"step-0000000001: column 'shop' came from other steps"):
+        with pytest.raises(
+            DataError, match=r"step-0000000001: column 'shop' came from other steps"
+        ):
             check_ids_stay(checkpoint, rows(shop="other"), HERE, run=run, later=later)
 
 
 def test_an_older_checkpoint_alone_is_said_not_to_be_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = SimpleNamespace(data=SimpleNamespace(vocab={"shop": 3}, id_values={}), prepared=None)
+    task = SimpleNamespace(
+        data=SimpleNamespace(vocab={"shop": 3}, id_values={}), prepared=None
+    )
     checkpoint, _ = checkpoint_of(tmp_path, task, "nowhere")
     check_ids_stay(checkpoint, task, HERE)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line == f"note: {checkpoint}: is of an older release, and does not say what its ids stand for: not compared"
+    assert (
+        line
+        == f"note: {checkpoint}: is of an older release, and does not say what its ids stand for: not compared"
+    )
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", "3", "null", "{}", "[" * 100_000, '{"preprocessor": 3, "values": {}}'),
-        *('{"preprocessor": "", "values": []}', '{"preprocessor": "", "values": {"shop": 3}}'),
-        *('{"preprocessor": "", "values": {"shop": [1]}}', '{"preprocessor": "", "values": {"shop": ["1", 2]}}'),
+        *(
+            "",
+            "{",
+            "[]",
+            "3",
+            "null",
+            "{}",
+            "[" * 100_000,
+            '{"preprocessor": 3, "values": {}}',
+        ),
+        *(
+            '{"preprocessor": "", "values": []}',
+            '{"preprocessor": "", "values": {"shop": 3}}',
+        ),
+        *(
+            '{"preprocessor": "", "values": {"shop": [1]}}',
+            '{"preprocessor": "", "values": {"shop": ["1", 2]}}',
+        ),
         '{"preprocessor": "", "columns": [], "values": {}}',
     ],
 )
-def test_a_file_that_does_not_say_what_ids_stand_for_is_refused_by_name(text: str, tmp_path: Path) -> None:
-    task = SimpleNamespace(data=SimpleNamespace(vocab={"shop": 3}, id_values={}), prepared=None)
+def test_a_file_that_does_not_say_what_ids_stand_for_is_refused_by_name(
+    text: str, tmp_path: Path
+) -> None:
+    task = SimpleNamespace(
+        data=SimpleNamespace(vocab={"shop": 3}, id_values={}), prepared=None
+    )
     checkpoint, run = checkpoint_of(tmp_path, task, "in the run folder")
     (run / "ids.json").write_text(text)
-    with pytest.raises(DataError, match=r"run/ids\.json: does not say what ids stand for"):
+    with pytest.raises(
+        DataError, match=r"run/ids\.json: does not say what ids stand for"
+    ):
         check_ids_stay(checkpoint, task, HERE, run=run)
 
 
 @pytest.mark.parametrize("ids", [in_order, in_other_order, hashed])
-def test_rows_are_in_the_order_of_the_ids_and_name_the_same_users_and_items(ids: Ids, tmp_path: Path) -> None:
+def test_rows_are_in_the_order_of_the_ids_and_name_the_same_users_and_items(
+    ids: Ids, tmp_path: Path
+) -> None:
     first, second = (
-        load_config(DataConfig(name="log", folder=str(of_pairs(tmp_path / name / "log", how).parent)))
+        load_config(
+            DataConfig(
+                name="log", folder=str(of_pairs(tmp_path / name / "log", how).parent)
+            )
+        )
         for name, how in (("a", list), ("b", ids))
     )
     numbers = sorted(second.users_by_row[1:].tolist())
-    assert second.users_by_row[1:].tolist() == numbers, "rows are in the order of the ids"
+    assert second.users_by_row[1:].tolist() == numbers, (
+        "rows are in the order of the ids"
+    )
     assert second.num_items == first.num_items
     for split in ("train", "validation", "test"):
         pairs = []
         for data, how in ((first, ids), (second, list)):
             rows = getattr(data, split)
-            users, items = data.users_by_row[rows["user_id"].values], data.items_by_row[rows["item_id"].values]
+            users, items = (
+                data.users_by_row[rows["user_id"].values],
+                data.items_by_row[rows["item_id"].values],
+            )
             pairs.append(sorted(zip(list(how(users)), list(how(items)), strict=True)))
         assert pairs[0] == pairs[1]
 
 
-@pytest.mark.parametrize("ids", [in_other_order, pytest.param(hashed, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recipe", ["two_tower", pytest.param("ncf", marks=pytest.mark.slow)])
-def test_a_raw_row_is_served_as_it_was_trained(recipe: str, ids: Ids, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ids", [in_other_order, pytest.param(hashed, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "recipe", ["two_tower", pytest.param("ncf", marks=pytest.mark.slow)]
+)
+def test_a_raw_row_is_served_as_it_was_trained(
+    recipe: str, ids: Ids, tmp_path: Path
+) -> None:
     folder = of_pairs(tmp_path / "sets" / "log", ids)
-    run(recipe, folder, tmp_path / "run", CONTEXT, "export=require")  # the export compares logits with the model's
-    parity = json.loads((tmp_path / "run/bundle/manifest.json").read_text())["certificate"]["parity"]
+    run(
+        recipe, folder, tmp_path / "run", CONTEXT, "export=require"
+    )  # the export compares logits with the model's
+    parity = json.loads((tmp_path / "run/bundle/manifest.json").read_text())[
+        "certificate"
+    ]["parity"]
     assert parity["greatest_difference"] < 1e-5
     bundle = Bundle.load(tmp_path / "run/bundle")
     scorer = Scorer(bundle)
     (user,), (item,) = list(ids([5])), list(ids([7]))
-    asked = {"user_id": user, "day": "2024-01-03", "seen": "2024-01-03T02:00", "device": None, "price": None}
+    asked = {
+        "user_id": user,
+        "day": "2024-01-03",
+        "seen": "2024-01-03T02:00",
+        "device": None,
+        "price": None,
+    }
     answer = scorer.recommend(RecommendRequest(user=asked, k=5))
     assert not answer.cold.unknown_user
     assert set(answer.items) <= set(bundle.store.ids.ids().tolist())
     score = scorer.score(ScoreRequest(user=asked, items=[item])).scores
-    same = {**asked, "day": datetime.date(2024, 1, 3), "seen": "2024-01-03 02:59:59+00:00", "device": "no such"}
-    assert scorer.score(ScoreRequest(user=same, items=[item])).scores == score, "of a time its hour and weekday count"
+    same = {
+        **asked,
+        "day": datetime.date(2024, 1, 3),
+        "seen": "2024-01-03 02:59:59+00:00",
+        "device": "no such",
+    }
+    assert scorer.score(ScoreRequest(user=same, items=[item])).scores == score, (
+        "of a time its hour and weekday count"
+    )
     mean = {**asked, "price": np.mean([*_prices(folder)])}
-    assert scorer.score(ScoreRequest(user=mean, items=[item])).scores == pytest.approx(score, abs=0.02)
+    assert scorer.score(ScoreRequest(user=mean, items=[item])).scores == pytest.approx(
+        score, abs=0.02
+    )
     other = {**asked, "device": "tv", "day": "2024-01-04"}
     assert scorer.score(ScoreRequest(user=other, items=[item])).scores != score
     with pytest.raises(ValueError, match=r"user\.day: it is missing; the model reads "):
-        scorer.score(ScoreRequest(user={name: value for name, value in asked.items() if name != "day"}, items=[item]))
-    with pytest.raises(ValueError, match=r"day.*'03/01/2024' is not timestamp\[us\] \(must be a date in ISO 8601"):
+        scorer.score(
+            ScoreRequest(
+                user={name: value for name, value in asked.items() if name != "day"},
+                items=[item],
+            )
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"day.*'03/01/2024' is not timestamp\[us\] \(must be a date in ISO 8601",
+    ):
         scorer.score(ScoreRequest(user={**asked, "day": "03/01/2024"}, items=[item]))
 
 
 def _prices(folder: Path) -> list[float]:
-    return [price for price in pq.read_table(folder / "inter.parquet")["price"].to_pylist() if price is not None]
+    return [
+        price
+        for price in pq.read_table(folder / "inter.parquet")["price"].to_pylist()
+        if price is not None
+    ]
 
 
 def of_clicks(folder: Path, ids: Ids | None = list, *, missing: bool = True) -> Path:
@@ -275,88 +436,156 @@ def of_clicks(folder: Path, ids: Ids | None = list, *, missing: bool = True) -> 
     rng = np.random.default_rng(0)
     for split, rows in (("train", 800), ("validation", 100), ("test", 100)):
         user, item = (rng.integers(0, size, rows) * 3 + 5 for size in (USERS, ITEMS))
-        columns: dict[str, Any] = {} if ids is None else {"user": list(ids(user)), "item": list(ids(item))}
+        columns: dict[str, Any] = (
+            {} if ids is None else {"user": list(ids(user)), "item": list(ids(item))}
+        )
         if missing and ids is not None:
             columns["user"][::6] = [None] * len(columns["user"][::6])
         columns["city"] = rng.choice(["Oslo", "Rome", "Bonn"], rows).tolist()
         columns["hour"] = rng.integers(0, 24, rows).tolist()
         columns["price"] = rng.random(rows).tolist()
-        columns["at"] = [datetime.datetime(2024, 1, 1 + int(hour), int(hour)) for hour in columns["hour"]]
+        columns["at"] = [
+            datetime.datetime(2024, 1, 1 + int(hour), int(hour))
+            for hour in columns["hour"]
+        ]
         if missing:
             for name in ("city", "hour", "price", "at"):
                 columns[name][1::7] = [None] * len(columns[name][1::7])
         columns["label"] = (rng.random(rows) < 0.4).astype(np.float32)
         types = {"city": pa.string(), "hour": pa.int64(), "at": pa.timestamp("us")}
-        table = {name: pa.array(values, types.get(name)) for name, values in columns.items()}
+        table = {
+            name: pa.array(values, types.get(name)) for name, values in columns.items()
+        }
         pq.write_table(pa.table(table), folder / f"{split}.parquet")
     return folder
 
 
-def test_labelled_rows_take_text_dates_and_missing_values_as_they_stand(tmp_path: Path) -> None:
+def test_labelled_rows_take_text_dates_and_missing_values_as_they_stand(
+    tmp_path: Path,
+) -> None:
     of_clicks(tmp_path / "clicks", in_other_order)
     data = load_labelled(LabelledConfig(name="clicks", folder=str(tmp_path)))
     raw = pq.read_table(tmp_path / "clicks" / "test.parquet").to_pydict()
     for name, column in (("user", "user_id"), ("item", "item_id"), ("city", "city")):
         rows = data.test[column].values
-        words = [None if row == 0 else data.ids(column, np.array([row]))[0] for row in rows]
+        words = [
+            None if row == 0 else data.ids(column, np.array([row]))[0] for row in rows
+        ]
         assert words == raw[name]
     assert data.context == ("city", "hour", "at_hour", "at_weekday")
     oov = data.oov_ids["hour"]
-    assert data.test["hour"].values.tolist() == [oov if hour is None else hour for hour in raw["hour"]]
-    assert data.test["at_hour"].values.tolist() == [0 if at is None else at.hour + 1 for at in raw["at"]]
+    assert data.test["hour"].values.tolist() == [
+        oov if hour is None else hour for hour in raw["hour"]
+    ]
+    assert data.test["at_hour"].values.tolist() == [
+        0 if at is None else at.hour + 1 for at in raw["at"]
+    ]
     missing = [price is None for price in raw["price"]]
     assert not data.test["price"].values[missing].any(), "the mean of the training rows"
-    prices = [price for price in pq.read_table(tmp_path / "clicks/train.parquet")["price"].to_pylist() if price]
-    scaled = (np.array([price or 0 for price in raw["price"]]) - np.mean(prices)) / np.std(prices)
-    assert data.test["price"].values[~np.array(missing)] == pytest.approx(scaled[~np.array(missing)], abs=1e-5)
+    prices = [
+        price
+        for price in pq.read_table(tmp_path / "clicks/train.parquet")[
+            "price"
+        ].to_pylist()
+        if price
+    ]
+    scaled = (
+        np.array([price or 0 for price in raw["price"]]) - np.mean(prices)
+    ) / np.std(prices)
+    assert data.test["price"].values[~np.array(missing)] == pytest.approx(
+        scaled[~np.array(missing)], abs=1e-5
+    )
 
 
-@pytest.mark.parametrize("recipe", ["contextual_ncf", pytest.param("n_tower", marks=pytest.mark.slow)])
-def test_labelled_rows_with_text_ids_are_the_same_rows_and_are_served(recipe: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "recipe", ["contextual_ncf", pytest.param("n_tower", marks=pytest.mark.slow)]
+)
+def test_labelled_rows_with_text_ids_are_the_same_rows_and_are_served(
+    recipe: str, tmp_path: Path
+) -> None:
     figures = []
     for name, ids in (("whole", list), ("text", in_order)):
         folder = of_clicks(tmp_path / name / "clicks", ids)
         figures.append(run(recipe, folder, tmp_path / name / "run", "export=require"))
     assert figures[0] == figures[1]
     scorer = Scorer(Bundle.load(tmp_path / "text/run/bundle"))
-    asked = {"user_id": "id-000008", "city": None, "hour": 3, "price": None, "at": "2024-01-04T03:00:00Z"}
+    asked = {
+        "user_id": "id-000008",
+        "city": None,
+        "hour": 3,
+        "price": None,
+        "at": "2024-01-04T03:00:00Z",
+    }
     answer = scorer.score(ScoreRequest(user=asked, items=["id-000005", "id-000007"]))
     assert answer.unknown_items == ["id-000007"]
-    nobody = scorer.score(ScoreRequest(user={**asked, "user_id": "who"}, items=["id-000005"]))
+    nobody = scorer.score(
+        ScoreRequest(user={**asked, "user_id": "who"}, items=["id-000005"])
+    )
     assert nobody.cold.unknown_user
 
 
-def test_rows_of_context_alone_train_and_say_why_they_are_not_served(tmp_path: Path) -> None:
+def test_rows_of_context_alone_train_and_say_why_they_are_not_served(
+    tmp_path: Path,
+) -> None:
     folder = of_clicks(tmp_path / "clicks", None)
     assert 0 < run("n_tower", folder, tmp_path / "run")["auc"] < 1
-    with pytest.raises(ValueError, match=r"export=require: the rows of 'clicks' name no item, and a bundle stores"):
+    with pytest.raises(
+        ValueError,
+        match=r"export=require: the rows of 'clicks' name no item, and a bundle stores",
+    ):
         run("n_tower", folder, tmp_path / "other", "export=require")
-    with pytest.raises(ValueError, match=r"contextual_ncf: the rows of 'clicks' have no column 'user'.*n_tower"):
+    with pytest.raises(
+        ValueError,
+        match=r"contextual_ncf: the rows of 'clicks' have no column 'user'.*n_tower",
+    ):
         run("contextual_ncf", folder, tmp_path / "third")
 
 
 def test_a_column_that_another_file_lacks_is_told(tmp_path: Path) -> None:
     folder = of_clicks(tmp_path / "clicks")
-    pq.write_table(pq.read_table(folder / "test.parquet").drop_columns(["city"]), folder / "test.parquet")
-    with pytest.raises(DataError, match=r"test\.parquet: column 'city' is missing, train\.parquet has it"):
+    pq.write_table(
+        pq.read_table(folder / "test.parquet").drop_columns(["city"]),
+        folder / "test.parquet",
+    )
+    with pytest.raises(
+        DataError,
+        match=r"test\.parquet: column 'city' is missing, train\.parquet has it",
+    ):
         load_labelled(LabelledConfig(name="clicks", folder=str(tmp_path)))
 
 
 def test_sessions_are_in_the_order_of_their_dates(tmp_path: Path) -> None:
     rows = {"user": ["b", "a", "b", "a", "b"], "item": ["x", "y", "z", "x", "y"]}
     days = ["2024-02-03", "2024-01-09", "2024-02-01", "2024-01-10", "2024-02-02"]
-    for name, order in (("text", pa.array(days)), ("dates", pa.array(days).cast(pa.date32()))):
+    for name, order in (
+        ("text", pa.array(days)),
+        ("dates", pa.array(days).cast(pa.date32())),
+    ):
         folder = tmp_path / name
         folder.mkdir()
         pq.write_table(pa.table({**rows, "time": order}), folder / "inter.parquet")
         data = load_sequences(SequenceConfig(name=name, folder=str(tmp_path)))
         assert data.item_ids is not None
-        assert [data.item_ids[data.sequences.row(user)].tolist() for user in (0, 1)] == [["y", "x"], ["z", "y", "x"]]
+        assert [
+            data.item_ids[data.sequences.row(user)].tolist() for user in (0, 1)
+        ] == [["y", "x"], ["z", "y", "x"]]
     for wrong, message in (
-        ({"time": ["03.02.2024"] * 5}, r"column 'time', row 0: '03\.02\.2024' must be a date in ISO 8601"),
-        ({"time": [None, *days[1:]]}, r"column 'time', row 0: value is null \(1 such rows\), and an event has"),
-        ({"time": days, "item": ["x", None, None, "y", "z"]}, r"column 'item', row 1: value is null \(2 such rows\)"),
-        ({"time": days, "user": np.arange(5, dtype=np.uint64) + 2**63}, r"column 'user', row 0: .* is beyond int64"),
+        (
+            {"time": ["03.02.2024"] * 5},
+            r"column 'time', row 0: '03\.02\.2024' must be a date in ISO 8601",
+        ),
+        (
+            {"time": [None, *days[1:]]},
+            r"column 'time', row 0: value is null \(1 such rows\), and an event has",
+        ),
+        (
+            {"time": days, "item": ["x", None, None, "y", "z"]},
+            r"column 'item', row 1: value is null \(2 such rows\)",
+        ),
+        (
+            {"time": days, "user": np.arange(5, dtype=np.uint64) + 2**63},
+            r"column 'user', row 0: .* is beyond int64",
+        ),
     ):
         pq.write_table(pa.table({**rows, **wrong}), tmp_path / "text" / "inter.parquet")
         with pytest.raises(DataError, match=message):
@@ -369,23 +598,36 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("ibis", reason="needs the extra `data`")
     root = tmp_path_factory.mktemp("prepared")
     write_ml_100k(root / "raw")
-    sets = [f"--set=config.folder={root / 'raw' / 'ml-100k'}", "--set=pictures=false", "--set=config.min_count=12"]
+    sets = [
+        f"--set=config.folder={root / 'raw' / 'ml-100k'}",
+        "--set=pictures=false",
+        "--set=config.min_count=12",
+    ]
     assert preprocess.main(["--recipe=ml_100k", *sets, f"--out={root / 'ready'}"]) == 0
     return root / "ready"
 
 
 @pytest.mark.parametrize(
-    "recipe", ["two_tower", "contextual_ncf", *(pytest.param(r, marks=pytest.mark.slow) for r in ("ncf", "n_tower"))]
+    "recipe",
+    [
+        "two_tower",
+        "contextual_ncf",
+        *(pytest.param(r, marks=pytest.mark.slow) for r in ("ncf", "n_tower")),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*have an unknown user or item")
-def test_what_the_preprocessing_writes_is_read_and_served_by_raw_rows(recipe: str, ready: Path, tmp_path: Path) -> None:
+def test_what_the_preprocessing_writes_is_read_and_served_by_raw_rows(
+    recipe: str, ready: Path, tmp_path: Path
+) -> None:
     run(recipe, ready, tmp_path / "run", "export=require", "train.early_stop.metric=")
     bundle = Bundle.load(tmp_path / "run/bundle")
     items = pq.read_table(ready / "raw/items.parquet")["item_id"].to_pylist()
     served = bundle.store.ids.ids().tolist()
     assert set(served) < set(items), "the log's ids, without the rare ones"
     (row,) = pq.read_table(ready / "raw/requests.parquet").slice(0, 1).to_pylist()
-    asked = {name: value for name, value in row.items() if name in bundle.request_columns}
+    asked = {
+        name: value for name, value in row.items() if name in bundle.request_columns
+    }
     answer = Scorer(bundle).recommend(RecommendRequest(user=asked, k=5))
     assert len(answer.items) == 5
     assert all(np.isfinite(answer.scores))
@@ -418,33 +660,61 @@ def preprocessed(tmp_path: Path, user: str) -> Path:
     pytest.importorskip("ibis", reason="needs the extra `data`")
     folder = of_clicks(tmp_path / "clicks", in_other_order)
     (tmp_path / "recipe.py").write_text(RECIPE.format(user=user, folder=folder))
-    assert preprocess.main([f"--recipe={tmp_path / 'recipe.py'}:job", f"--out={tmp_path / 'ready'}"]) == 0
+    assert (
+        preprocess.main(
+            [f"--recipe={tmp_path / 'recipe.py'}:job", f"--out={tmp_path / 'ready'}"]
+        )
+        == 0
+    )
     return tmp_path / "ready"
 
 
-@pytest.mark.parametrize("recipe", ["retrieval", pytest.param("n_tower", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "recipe", ["retrieval", pytest.param("n_tower", marks=pytest.mark.slow)]
+)
 @pytest.mark.filterwarnings("ignore:.*have an unknown user or item")
-def test_text_dates_and_missing_values_are_preprocessed_trained_and_served(recipe: str, tmp_path: Path) -> None:
+def test_text_dates_and_missing_values_are_preprocessed_trained_and_served(
+    recipe: str, tmp_path: Path
+) -> None:
     run(recipe, preprocessed(tmp_path, "user_id"), tmp_path / "run", "export=require")
-    parity = json.loads((tmp_path / "run/bundle/manifest.json").read_text())["certificate"]["parity"]
+    parity = json.loads((tmp_path / "run/bundle/manifest.json").read_text())[
+        "certificate"
+    ]["parity"]
     assert parity["greatest_difference"] < 1e-5
     bundle = Bundle.load(tmp_path / "run/bundle")
-    assert set(bundle.store.ids.ids().tolist()) == set(in_other_order(np.arange(ITEMS) * 3 + 5))
-    asked = {"user": in_other_order([8])[0], "city": None, "price": None, "at": "2024-01-04T03:00:00Z"}
-    asked = {name: value for name, value in asked.items() if name in bundle.request_columns}
+    assert set(bundle.store.ids.ids().tolist()) == set(
+        in_other_order(np.arange(ITEMS) * 3 + 5)
+    )
+    asked = {
+        "user": in_other_order([8])[0],
+        "city": None,
+        "price": None,
+        "at": "2024-01-04T03:00:00Z",
+    }
+    asked = {
+        name: value for name, value in asked.items() if name in bundle.request_columns
+    }
     assert {"city", "price", "at"} <= asked.keys()
     items = in_other_order([5, 8])
     scorer = Scorer(bundle)
     scores = scorer.score(ScoreRequest(user=asked, items=items)).scores
-    nowhere = scorer.score(ScoreRequest(user={**asked, "city": "Lima"}, items=items)).scores
+    nowhere = scorer.score(
+        ScoreRequest(user={**asked, "city": "Lima"}, items=items)
+    ).scores
     assert scores == nowhere, "a missing city is the unknown one"
-    assert scores != scorer.score(ScoreRequest(user={**asked, "city": "Oslo"}, items=items)).scores
+    assert (
+        scores
+        != scorer.score(
+            ScoreRequest(user={**asked, "city": "Oslo"}, items=items)
+        ).scores
+    )
 
 
 def test_a_user_of_another_name_is_refused_with_the_remedy(tmp_path: Path) -> None:
     folder = preprocessed(tmp_path, "who")
     with pytest.raises(
-        DataError, match=r"the user's column is 'who', and this recipe reads 'user_id'; write output='u"
+        DataError,
+        match=r"the user's column is 'who', and this recipe reads 'user_id'; write output='u",
     ):
         run("two_tower", folder, tmp_path / "run")
 
@@ -457,10 +727,21 @@ def test_the_label_decides_what_is_a_positive(ready: Path) -> None:
     rows = pq.read_table(sorted((ready / "train").glob("*.parquet"))).to_pydict()
     pairs = zip(rows["user_id"], rows["item_id"], rows["label"], strict=True)
     wanted = [(user, item) for user, item, label in pairs if label and user and item]
-    assert list(zip(data.train["user_id"].values, data.train["item_id"].values, strict=True)) == wanted
+    assert (
+        list(
+            zip(data.train["user_id"].values, data.train["item_id"].values, strict=True)
+        )
+        == wanted
+    )
     test = pq.read_table(sorted((ready / "test").glob("*.parquet"))).to_pydict()
-    held_out = [item for item, label in zip(test["item_id"], test["label"], strict=True) if label]
-    assert data.test["item_id"].values.tolist() == [item or data.num_items + 1 for item in held_out], "missed"
+    held_out = [
+        item
+        for item, label in zip(test["item_id"], test["label"], strict=True)
+        if label
+    ]
+    assert data.test["item_id"].values.tolist() == [
+        item or data.num_items + 1 for item in held_out
+    ], "missed"
     raw = pq.read_table(ready / "raw/items.parquet")["item_id"].to_pylist()
     assert set(data.items_by_row[1 : data.num_items + 1].tolist()) <= set(raw)
 
@@ -468,10 +749,26 @@ def test_the_label_decides_what_is_a_positive(ready: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "broken", "message"),
     [
-        ("session", "", r"was written by rec\.data\.preprocess: its rows have no order.*--recipe stream"),
-        ("two_tower", "roles", r"names no user or no item; set .*, or take --recipe stream"),
-        ("two_tower", "preprocessor", r"has no preprocessor/, so rec\.data\.preprocess did not write it"),
-        ("n_tower", "summary", r"has no summary\.json, so rec\.data\.preprocess did not write it"),
+        (
+            "session",
+            "",
+            r"was written by rec\.data\.preprocess: its rows have no order.*--recipe stream",
+        ),
+        (
+            "two_tower",
+            "roles",
+            r"names no user or no item; set .*, or take --recipe stream",
+        ),
+        (
+            "two_tower",
+            "preprocessor",
+            r"has no preprocessor/, so rec\.data\.preprocess did not write it",
+        ),
+        (
+            "n_tower",
+            "summary",
+            r"has no summary\.json, so rec\.data\.preprocess did not write it",
+        ),
     ],
 )
 def test_a_folder_that_a_recipe_cannot_use_is_refused(

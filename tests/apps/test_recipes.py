@@ -23,7 +23,12 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
-from torchrec_ext.train.metrics import EvaluationStoppedError, EvaluationWatch, evaluation_watch, watching
+from torchrec_ext.train.metrics import (
+    EvaluationStoppedError,
+    EvaluationWatch,
+    evaluation_watch,
+    watching,
+)
 from torchx_apps import train as train_app
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.setup import build_model, load_task
@@ -43,29 +48,61 @@ def trained(runtime: Runtime, job: Job) -> dict[str, Record]:
     torch.manual_seed(job.train.seed)
     model: Any = build_model(job, task)
     schema = model.schema(out_of_range=job.model.out_of_range)
-    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=job.train.seed)
-    loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, optimizer=job.optimizer, seed=job.train.seed
+    )
+    loader = task.loader(
+        schema, job.loader, rank=runtime.rank, world_size=runtime.world_size
+    )
     evaluator = task.evaluator(schema, parallel, runtime)
-    train(parallel, optimizer, loader, runtime, job.train, evaluate=evaluator.validate if task.validates else None)
-    return {"test": evaluator.test(), "baseline": evaluator.baseline("test"), "best": dict(task.best)}
+    train(
+        parallel,
+        optimizer,
+        loader,
+        runtime,
+        job.train,
+        evaluate=evaluator.validate if task.validates else None,
+    )
+    return {
+        "test": evaluator.test(),
+        "baseline": evaluator.baseline("test"),
+        "best": dict(task.best),
+    }
 
 
-CONTEXT = ("data.name=planted", "loader.batch_size=1024", "optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01")
+CONTEXT = (
+    "data.name=planted",
+    "loader.batch_size=1024",
+    "optimizer.tables_lr=0.01",
+    "optimizer.dense_lr=0.01",
+)
 
 
 @pytest.fixture(scope="module")
 def with_context() -> Record:
-    return run_ranks(trained, 1, job_of("contextual_ncf", *CONTEXT, "train.epochs=6", "model.embedding_std=0.1"))[0]
+    return run_ranks(
+        trained,
+        1,
+        job_of("contextual_ncf", *CONTEXT, "train.epochs=6", "model.embedding_std=0.1"),
+    )[0]
 
 
-def test_contextual_ncf_comes_near_the_odds_that_made_the_rows(with_context: dict[str, Record]) -> None:
+def test_contextual_ncf_comes_near_the_odds_that_made_the_rows(
+    with_context: dict[str, Record],
+) -> None:
     test, best = with_context["test"], with_context["best"]
     assert best["auc"] - 0.05 < test["auc"] < best["auc"] + 0.005
     assert test["log_loss"] < 0.75 * with_context["baseline"]["log_loss"]
 
 
 def test_without_its_context_it_cannot(with_context: dict[str, Record]) -> None:
-    job = job_of("contextual_ncf", *CONTEXT, "train.epochs=6", "model.embedding_std=0.1", "data.context=false")
+    job = job_of(
+        "contextual_ncf",
+        *CONTEXT,
+        "train.epochs=6",
+        "model.embedding_std=0.1",
+        "data.context=false",
+    )
     blind = run_ranks(trained, 1, job)[0]["test"]
     assert 0.7 < blind["auc"] < with_context["test"]["auc"] - 0.05
 
@@ -80,15 +117,25 @@ def test_three_towers_learn_the_same_rows_on_two_ranks() -> None:
         "optimizer.tables_l2=0",
     )
     plain = ("model.embedding_std=0.1", "model.normalization=none")
-    constant = ("train.tables_schedule.kind=constant", "train.dense_schedule.kind=constant")
-    outcomes = run_ranks(trained, 2, job_of("n_tower", *CONTEXT, *overrides, *plain, *constant))
+    constant = (
+        "train.tables_schedule.kind=constant",
+        "train.dense_schedule.kind=constant",
+    )
+    outcomes = run_ranks(
+        trained, 2, job_of("n_tower", *CONTEXT, *overrides, *plain, *constant)
+    )
     assert outcomes[0]["test"] == outcomes[1]["test"]
     assert outcomes[0]["test"]["auc"] > outcomes[0]["best"]["auc"] - 0.1
 
 
 SMALL = ("data.name=planted", "data.users=1000", "data.items=200")
 IN_BATCH = (
-    *("model.loss=in_batch", "model.interaction=dot", "loader.negatives=0", "loader.batch_size=512"),
+    *(
+        "model.loss=in_batch",
+        "model.interaction=dot",
+        "loader.negatives=0",
+        "loader.batch_size=512",
+    ),
     *("train.epochs=5", "optimizer.tables_lr=0.1"),
 )
 
@@ -96,16 +143,34 @@ IN_BATCH = (
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        ("ncf", ("loader.batch_size=512", "train.epochs=6", "optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01")),
+        (
+            "ncf",
+            (
+                "loader.batch_size=512",
+                "train.epochs=6",
+                "optimizer.tables_lr=0.01",
+                "optimizer.dense_lr=0.01",
+            ),
+        ),
         pytest.param("two_tower", IN_BATCH, marks=pytest.mark.slow),
         pytest.param(
-            "two_tower", (*IN_BATCH, "loader.sampling=mixed", "loader.shared_negatives=256"), marks=pytest.mark.slow
+            "two_tower",
+            (*IN_BATCH, "loader.sampling=mixed", "loader.shared_negatives=256"),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            "two_tower", (*IN_BATCH, "model.interaction=cosine", "model.temperature=0.2"), marks=pytest.mark.slow
+            "two_tower",
+            (*IN_BATCH, "model.interaction=cosine", "model.temperature=0.2"),
+            marks=pytest.mark.slow,
         ),
-        pytest.param("two_tower", (*IN_BATCH, "model.share_items=true"), marks=pytest.mark.slow),
-        pytest.param("two_tower", ("model.share_items=true", "train.epochs=5"), marks=pytest.mark.slow),
+        pytest.param(
+            "two_tower", (*IN_BATCH, "model.share_items=true"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "two_tower",
+            ("model.share_items=true", "train.epochs=5"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_tastes_are_found(recipe: str, overrides: tuple[str, ...]) -> None:
@@ -118,16 +183,28 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Users take items of their own colour; the candidates of a test item have the other."""
     root = tmp_path_factory.mktemp("data")
     (root / "colours").mkdir()
-    rng, rows = np.random.default_rng(0), {"train": ([], []), "test": ([], []), "test_negatives": ([], [])}
+    rng, rows = (
+        np.random.default_rng(0),
+        {"train": ([], []), "test": ([], []), "test_negatives": ([], [])},
+    )
     for user in range(60):
-        same_colour, other_colour = np.arange(user % 2, 60, 2), np.arange(1 - user % 2, 60, 2)
+        same_colour, other_colour = (
+            np.arange(user % 2, 60, 2),
+            np.arange(1 - user % 2, 60, 2),
+        )
         taken = rng.permutation(same_colour)[:20]
-        for name, items in (("train", taken[1:]), ("test", taken[:1]), ("test_negatives", other_colour[:20])):
+        for name, items in (
+            ("train", taken[1:]),
+            ("test", taken[:1]),
+            ("test_negatives", other_colour[:20]),
+        ):
             rows[name][0].extend([user] * len(items))
             rows[name][1].extend(items.tolist())
     for name, (users, items) in rows.items():
         item = "negative" if name == "test_negatives" else "item"
-        pq.write_table(pa.table({"user": users, item: items}), root / "colours" / f"{name}.parquet")
+        pq.write_table(
+            pa.table({"user": users, item: items}), root / "colours" / f"{name}.parquet"
+        )
     return str(root)
 
 
@@ -138,13 +215,23 @@ def hours(folder: Path) -> str:
     hour = draw.integers(0, 8, len(user))
     item = hour + 8 * draw.integers(0, 10, len(user))
     (folder / "hours").mkdir()
-    columns = {"user_id": user, "item_id": item, "hour": hour, "timestamp": np.arange(len(user))}
+    columns = {
+        "user_id": user,
+        "item_id": item,
+        "hour": hour,
+        "timestamp": np.arange(len(user)),
+    }
     pq.write_table(pa.table(columns), folder / "hours" / "inter.parquet")
     return str(folder)
 
 
 def test_negatives_have_the_context_of_their_positive(tmp_path: Path) -> None:
-    overrides = [f"data.folder={hours(tmp_path)}", "data.name=hours", "loader.batch_size=64", "train.epochs=6"]
+    overrides = [
+        f"data.folder={hours(tmp_path)}",
+        "data.name=hours",
+        "loader.batch_size=64",
+        "train.epochs=6",
+    ]
     overrides += ["optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01"]
     (seeing,) = run_ranks(trained, 1, job_of("ncf", *overrides, "data.context=hour"))
     (blind,) = run_ranks(trained, 1, job_of("ncf", *overrides))
@@ -153,7 +240,9 @@ def test_negatives_have_the_context_of_their_positive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_among_given_candidates_the_only_one_of_the_right_colour_is_found(colours: str, world_size: int) -> None:
+def test_among_given_candidates_the_only_one_of_the_right_colour_is_found(
+    colours: str, world_size: int
+) -> None:
     overrides = (
         "data.name=colours",
         f"data.folder={colours}",
@@ -162,7 +251,9 @@ def test_among_given_candidates_the_only_one_of_the_right_colour_is_found(colour
         "train.eval_every=5",
     )
     outcomes = run_ranks(trained, world_size, job_of("retrieval", *overrides))
-    assert outcomes[0]["test"].keys() == {"hr@10", "ndcg@10"}, "no AUC where the candidates are given"
+    assert outcomes[0]["test"].keys() == {"hr@10", "ndcg@10"}, (
+        "no AUC where the candidates are given"
+    )
     assert outcomes[0]["test"]["ndcg@10"] == outcomes[-1]["test"]["ndcg@10"] > 0.98
     assert outcomes[0]["baseline"]["ndcg@10"] < 0.8
 
@@ -183,13 +274,19 @@ def commanded(runtime: Runtime, flags: list[str]) -> tuple[int, str]:
         pytest.param("ncf", ["id_dropout=item_id=0.1"], marks=pytest.mark.slow),
     ],
 )
-def test_a_recipe_is_one_command(recipe: str, overrides: list[str], tmp_path: Path) -> None:
+def test_a_recipe_is_one_command(
+    recipe: str, overrides: list[str], tmp_path: Path
+) -> None:
     planted = RECIPES[recipe]
-    changed = [flag for text in (*planted.overrides, *overrides) for flag in ("--set", text)]
+    changed = [
+        flag for text in (*planted.overrides, *overrides) for flag in ("--set", text)
+    ]
     flags = ["--recipe", recipe, "--run-dir", str(tmp_path / "run"), *changed]
     ((code, said),) = run_ranks(commanded, 1, flags)
     assert code == 0
-    summary: dict[str, Any] = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary: dict[str, Any] = json.loads(
+        (tmp_path / "run" / "summary.json").read_text()
+    )
     assert planted.above < summary["test"][planted.figure] < 1
     assert "this model" in said
 
@@ -212,7 +309,13 @@ def test_a_recipe_is_one_command(recipe: str, overrides: list[str], tmp_path: Pa
 )
 def test_a_wrong_tower_is_named(overrides: tuple[str, ...], message: str) -> None:
     def built() -> Any:
-        job = job_of("two_tower", "data.name=planted", "data.users=40", "data.items=50", *overrides)
+        job = job_of(
+            "two_tower",
+            "data.name=planted",
+            "data.users=40",
+            "data.items=50",
+            *overrides,
+        )
         return job.build(job.model, job.task(job.data, progress=False).data)
 
     with pytest.raises(ValueError, match=message):
@@ -223,23 +326,42 @@ def test_a_wrong_tower_is_named(overrides: tuple[str, ...], message: str) -> Non
 @pytest.mark.parametrize(
     ("recipe", "key"),
     [
-        *((recipe, "embedding_dim") for recipe in ("two_tower", "retrieval", "n_tower", "session")),
-        *((recipe, key) for recipe in ("ncf", "contextual_ncf") for key in ("gmf_dim", "mlp_dim")),
+        *(
+            (recipe, "embedding_dim")
+            for recipe in ("two_tower", "retrieval", "n_tower", "session")
+        ),
+        *(
+            (recipe, key)
+            for recipe in ("ncf", "contextual_ncf")
+            for key in ("gmf_dim", "mlp_dim")
+        ),
     ],
 )
 def test_a_table_without_columns_is_named(recipe: str, key: str) -> None:
     for columns in (0, -3):
         job = job_of(recipe, "data.name=planted", f"model.{key}={columns}")
-        with pytest.raises(ValueError, match=rf"^(table '\w+': embedding_dim|{key})={columns}[,:] must be 1 or more"):
+        with pytest.raises(
+            ValueError,
+            match=rf"^(table '\w+': embedding_dim|{key})={columns}[,:] must be 1 or more",
+        ):
             job.build(job.model, job.task(job.data, progress=False).data)
 
 
 @pytest.mark.unit
 def test_rows_without_negatives_need_a_loss_that_compares_rows() -> None:
-    job = job_of("two_tower", "data.name=planted", "data.users=40", "data.items=50", "loader.negatives=0")
+    job = job_of(
+        "two_tower",
+        "data.name=planted",
+        "data.users=40",
+        "data.items=50",
+        "loader.negatives=0",
+    )
     task = job.task(job.data, progress=False)
     model = job.build(job.model, task.data)
-    with pytest.raises(ValueError, match=r"loader\.negatives=0 without loader\.label: every row would have label 1"):
+    with pytest.raises(
+        ValueError,
+        match=r"loader\.negatives=0 without loader\.label: every row would have label 1",
+    ):
         task.loader(model.schema(), job.loader, rank=0, world_size=1)
 
 
@@ -249,11 +371,16 @@ def watched_evaluation(runtime: Runtime, job: Job) -> tuple[list[str], bool]:
     task = load_task(job, runtime)
     model: Any = build_model(job, task)
     parallel, _ = hybrid_parallel(model, runtime, optimizer=job.optimizer)
-    evaluator = task.evaluator(model.schema(out_of_range=job.model.out_of_range), parallel, runtime)
+    evaluator = task.evaluator(
+        model.schema(out_of_range=job.model.out_of_range), parallel, runtime
+    )
     lines: list[str] = []
     with watching(EvaluationWatch(runtime, say=lines.append)):
         evaluator.validate()
-    with contextlib.suppress(EvaluationStoppedError), watching(EvaluationWatch(runtime, stop=lambda: True)):
+    with (
+        contextlib.suppress(EvaluationStoppedError),
+        watching(EvaluationWatch(runtime, stop=lambda: True)),
+    ):
         evaluator.validate()
         return lines, False
     return lines, True
@@ -285,7 +412,14 @@ def test_an_evaluation_says_what_makes_it_cheaper_and_ends_when_asked_to(
         assert re.fullmatch(pattern.format(queries=60, items=51), line), line
 
 
-TRAIN_LINES = ("0 1 2 3", "1 1 2 4", "2 1 3 5", "3 1 2", "4 1 2 3 4", "7 1 3")  # 1: 6 rows, 2: 4, 3: 4, 4: 2, 5: 1
+TRAIN_LINES = (
+    "0 1 2 3",
+    "1 1 2 4",
+    "2 1 3 5",
+    "3 1 2",
+    "4 1 2 3 4",
+    "7 1 3",
+)  # 1: 6 rows, 2: 4, 3: 4, 4: 2, 5: 1
 TEST_LINES = ("0 5 4", "1 3 5", "3 3", "4", "7 2 4 5")
 
 
@@ -295,30 +429,47 @@ def test_the_text_files_of_lightgcn_give_its_recall(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "train.txt").write_text("\n".join(TRAIN_LINES) + "\n")
     (folder / "test.txt").write_text("\n".join(TEST_LINES) + "\n")
-    sets = ("data.name=gowalla", f"data.folder={tmp_path}", "evaluation.metrics=recall@2,ndcg@2,recall@20")
+    sets = (
+        "data.name=gowalla",
+        f"data.folder={tmp_path}",
+        "evaluation.metrics=recall@2,ndcg@2,recall@20",
+    )
     job = job_of("two_tower", *sets, "data.validation=false")
     task = job.task(job.data)
-    assert (task.data.train.num_rows, task.data.test.num_rows, task.data.validation.num_rows) == (17, 8, 0)
+    assert (
+        task.data.train.num_rows,
+        task.data.test.num_rows,
+        task.data.validation.num_rows,
+    ) == (17, 8, 0)
     question = heldout_question(task.data, "test", job.evaluation.figures)
     baseline = question.of_popularity(torch.from_numpy(task.data.popularity()))
     # By popularity among what each has not taken: user 0: 4, 5; user 1: 3, 5; user 3: 3, 4, 5; user 7: 2, 4, 5.
     first, second = 1.0, 1 / math.log2(3)
     assert baseline["recall@2"] == pytest.approx((2 / 2 + 2 / 2 + 1 / 1 + 2 / 3) / 4)
-    assert baseline["ndcg@2"] == pytest.approx((1 + 1 + 1 + (first + second) / (first + second)) / 4)
+    assert baseline["ndcg@2"] == pytest.approx(
+        (1 + 1 + 1 + (first + second) / (first + second)) / 4
+    )
     assert baseline["recall@20"] == 1
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (("0 1 2 x",), r"train\.txt: line 1 has 'x', must have a user and items, ids of 0 or more"),
+        (
+            ("0 1 2 x",),
+            r"train\.txt: line 1 has 'x', must have a user and items, ids of 0 or more",
+        ),
         (("0", "1"), r"train\.txt: no line has an item after its user"),
         ((), r"train\.txt: no lines; copy it again"),
     ],
 )
-def test_damaged_text_files_are_named(tmp_path: Path, lines: tuple[str, ...], message: str) -> None:
+def test_damaged_text_files_are_named(
+    tmp_path: Path, lines: tuple[str, ...], message: str
+) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.txt").write_text("\n".join(lines))
     (tmp_path / "mine" / "test.txt").write_text("0 5\n")
     with pytest.raises(DataError, match=message):
-        load_task(job_of("two_tower", "data.name=mine", f"data.folder={tmp_path}"), Runtime())
+        load_task(
+            job_of("two_tower", "data.name=mine", f"data.folder={tmp_path}"), Runtime()
+        )

@@ -31,7 +31,9 @@ class Folder:
 
 
 def finished(path: Path, figures: dict[str, float]) -> None:
-    task: Any = SimpleNamespace(name="mine", heading="test rows", baseline_name="the same for all", best={})
+    task: Any = SimpleNamespace(
+        name="mine", heading="test rows", baseline_name="the same for all", best={}
+    )
     history = [{"kind": "train", "rows": 10, "rows_per_s": 100.0, "data_wait": 0.0}]
     trained = report.Trained(history=history, seconds=1.0)
     tested = report.Tested(figures, CONSTANT, "", [100.0])
@@ -56,20 +58,28 @@ def test_a_model_that_is_worse_than_a_constant_is_told_with_its_remedy(
         digest="0" * 64,
         certificate={"warning": warning},
     )
-    assert describe_bundle(manifest, tmp_path).startswith(f"warning: {warning}\nbundle: ")
+    assert describe_bundle(manifest, tmp_path).startswith(
+        f"warning: {warning}\nbundle: "
+    )
 
 
-def test_a_model_that_is_better_is_told_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_better_is_told_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     finished(tmp_path, {"auc": 0.61, "log_loss": 0.040, "calibration": 1.1})
     assert "warning" not in capsys.readouterr().out
     assert report.read_warning(tmp_path) == {}
     assert report.read_warning(tmp_path / "nothing") == {}
 
 
-def trained(data: float = 0.0, ranks: float | None = None, seconds: float = 100.0, **more: Any) -> report.Trained:
+def trained(
+    data: float = 0.0, ranks: float | None = None, seconds: float = 100.0, **more: Any
+) -> report.Trained:
     """A training whose steps took 100 s in all."""
     record = {"kind": "train", "rows": 1_000, "rows_per_s": 10.0, "data_wait": data}
-    record |= {} if ranks is None else {"ranks_wait": ranks, "waits": [[data, ranks]] * 2}
+    record |= (
+        {} if ranks is None else {"ranks_wait": ranks, "waits": [[data, ranks]] * 2}
+    )
     command = report.diagnosis_command("ncf", ["data.name=a b"])
     return report.Trained(history=[record], seconds=seconds, diagnosis=command, **more)
 
@@ -80,28 +90,39 @@ def test_a_share_that_is_out_of_order_is_named_with_the_command_that_says_why() 
     assert (
         trained(0.25)
         .hint()
-        .startswith("25% of the steps' time went to waiting for batches; why, and what would help: ")
+        .startswith(
+            "25% of the steps' time went to waiting for batches; why, and what would help: "
+        )
     )
     assert trained(0.25).hint().endswith(command)
     shared = trained(0.25, 0.6, launch="2x4", threads=3).hint()
-    assert shared.startswith("60% of the steps' time went to collectives"), "the share that is most out of order"
+    assert shared.startswith("60% of the steps' time went to collectives"), (
+        "the share that is most out of order"
+    )
     assert shared.endswith(f"{command} -j 2x4 --threads 3")
     assert "(train.eval_every)" in trained(seconds=210.0).hint()
-    assert trained(seconds=210.0, whole=False).hint() == "", "the time of earlier attempts is not known"
+    assert trained(seconds=210.0, whole=False).hint() == "", (
+        "the time of earlier attempts is not known"
+    )
     short = {"kind": "train", "rows": 10, "rows_per_s": 10.0, "data_wait": 0.9}
-    assert report.Trained(history=[short], seconds=1.0).hint() == "", "a second of steps"
+    assert report.Trained(history=[short], seconds=1.0).hint() == "", (
+        "a second of steps"
+    )
 
 
 def test_the_last_line_says_where_the_steps_time_went_and_the_page_gets_what_is_known(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task: Any = SimpleNamespace(name="mine", heading="test rows", baseline_name="the same for all", best={})
+    task: Any = SimpleNamespace(
+        name="mine", heading="test rows", baseline_name="the same for all", best={}
+    )
     folder = Folder(tmp_path)
     tested = report.Tested({"auc": 0.7}, CONSTANT, "", [10.0, 30.0])
     report.finish_training(folder, task, tested, trained(0.1, 0.5, 125.0))  # type: ignore[arg-type]
     output = capsys.readouterr().out
     line = (
-        "10.0% of the steps' time waiting for data, 50.0% in collectives, 40.0% computing; the largest rank took 30 MiB"
+        "10.0% of the steps' time waiting for data, 50.0% in collectives, 40.0% "
+        "computing; the largest rank took 30 MiB"
     )
     assert line in output
     hint = output.partition("hint: ")[2].splitlines()[0]
@@ -109,7 +130,11 @@ def test_the_last_line_says_where_the_steps_time_went_and_the_page_gets_what_is_
     assert folder.facts.outside == pytest.approx(0.2)
     assert folder.facts.memory == [10.0, 30.0]
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["shares"] == {"data": 0.1, "ranks": 0.5, "compute": pytest.approx(0.4)}
+    assert summary["shares"] == {
+        "data": 0.1,
+        "ranks": 0.5,
+        "compute": pytest.approx(0.4),
+    }
     assert (summary["data_wait"], summary["peak_memory_mib"]) == (0.1, 30.0)
 
 
@@ -117,15 +142,34 @@ def test_the_last_line_says_where_the_steps_time_went_and_the_page_gets_what_is_
 @pytest.mark.launch  # it trains, which is no unit
 def test_the_page_of_a_resumed_run_shows_the_whole_run(tmp_path: Path) -> None:
     """The uninterrupted run's loss, figures and plan, from the first step on; shares are of all attempts."""
-    settings = ["data.name=planted", "data.users=100", "data.items=80", "train.compile=off", "device=cpu"]
-    settings += ["loader.batch_size=256", "train.epochs=2", "train.log_every=3", "checkpoint.steps=5"]
+    settings = [
+        "data.name=planted",
+        "data.users=100",
+        "data.items=80",
+        "train.compile=off",
+        "device=cpu",
+    ]
+    settings += [
+        "loader.batch_size=256",
+        "train.epochs=2",
+        "train.log_every=3",
+        "checkpoint.steps=5",
+    ]
     job: Any = apply_overrides(load_recipe("two_tower"), settings)
     run_training(job, tmp_path / "whole")
     checkpoint = sorted((tmp_path / "whole" / "checkpoints").glob("step-*[0-9]"))[0]
     run_training(job, tmp_path / "resumed", resume=str(checkpoint))
-    whole, resumed = ((tmp_path / name / "report.html").read_text() for name in ("whole", "resumed"))
-    for pattern in (r"<polyline[^>]*>", r"[\d,]+ steps, [\d,]+ rows trained", r'<i class="[^>]*title="user_id[^>]*>'):
+    whole, resumed = (
+        (tmp_path / name / "report.html").read_text() for name in ("whole", "resumed")
+    )
+    for pattern in (
+        r"<polyline[^>]*>",
+        r"[\d,]+ steps, [\d,]+ rows trained",
+        r'<i class="[^>]*title="user_id[^>]*>',
+    ):
         assert re.search(pattern, whole)
         assert re.findall(pattern, whole)[0] == re.findall(pattern, resumed)[0]
     assert "evaluations, saves and the rest" in whole
-    assert "evaluations, saves and the rest" not in resumed, "what earlier attempts took beside steps is not known"
+    assert "evaluations, saves and the rest" not in resumed, (
+        "what earlier attempts took beside steps is not known"
+    )

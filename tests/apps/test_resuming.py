@@ -33,17 +33,24 @@ def processes(folder: Path, *, alive: int, dead: int = 0) -> Path:
         f"{pid} (a (strange) name) {'Z' if pid > alive else 'S'} {os.getppid()} 1 1"
         for pid in range(1, alive + dead + 1)
     ]
-    for pid, line in enumerate([*lines, f"99 (other) S {os.getppid() + 1} 1 1"], start=1):
+    for pid, line in enumerate(
+        [*lines, f"99 (other) S {os.getppid() + 1} 1 1"], start=1
+    ):
         (folder / str(pid)).mkdir(parents=True)
         (folder / str(pid) / "stat").write_text(line)
     return folder
 
 
 @pytest.mark.parametrize(
-    ("alive", "dead", "expected"), [(2, 0, False), (1, 1, True), (1, 0, True), (3, 0, False), (0, 0, False)]
+    ("alive", "dead", "expected"),
+    [(2, 0, False), (1, 1, True), (1, 0, True), (3, 0, False), (0, 0, False)],
 )
 def test_a_rank_that_is_gone_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: int, dead: int, expected: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    alive: int,
+    dead: int,
+    expected: bool,
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -52,7 +59,9 @@ def test_a_rank_that_is_gone_is_seen(
     assert not a_neighbour_died(tmp_path), "without torchrun a rank has no neighbours"
 
 
-def test_a_run_has_ended_when_it_was_tested_or_its_last_record_is_an_error(tmp_path: Path) -> None:
+def test_a_run_has_ended_when_it_was_tested_or_its_last_record_is_an_error(
+    tmp_path: Path,
+) -> None:
     assert not ended(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train"}\n')
     assert not ended(tmp_path)
@@ -63,8 +72,14 @@ def test_a_run_has_ended_when_it_was_tested_or_its_last_record_is_an_error(tmp_p
     assert ended(tmp_path / "other")
 
 
-def test_the_newest_job_of_several_networks_is_found_by_its_launch(tmp_path: Path) -> None:
-    for name, launch in (("networks-ncf-1", "x"), ("networks-ncf-2", "y"), ("networks-two_tower-3", "y")):
+def test_the_newest_job_of_several_networks_is_found_by_its_launch(
+    tmp_path: Path,
+) -> None:
+    for name, launch in (
+        ("networks-ncf-1", "x"),
+        ("networks-ncf-2", "y"),
+        ("networks-two_tower-3", "y"),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "launch").write_text(f"{launch}\n")
     assert newest_networks("ncf", tmp_path) == tmp_path / "networks-ncf-2"
@@ -84,13 +99,22 @@ def test_a_launch_knows_the_run_that_it_has_begun_though_no_torchrun_counts_a_re
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newest = partial(newest_run, "a", tmp_path)
-    mine, other = begun_run(tmp_path, "a-1", "mine"), begun_run(tmp_path, "a-2", "other")
+    mine, other = (
+        begun_run(tmp_path, "a-1", "mine"),
+        begun_run(tmp_path, "a-2", "other"),
+    )
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     for run_dir in (None, mine):
-        assert where_to_begin(run_dir, "never", newest, "a", counted=False) == (mine, True)
+        assert where_to_begin(run_dir, "never", newest, "a", counted=False) == (
+            mine,
+            True,
+        )
     assert where_to_begin(other, "never", newest, "a", counted=False) == (other, False)
     assert where_to_begin(other, "never", newest, "a", counted=True) == (other, True)
-    assert where_to_begin(tmp_path / "new", "auto", newest, "a", counted=False) == (tmp_path / "new", False)
+    assert where_to_begin(tmp_path / "new", "auto", newest, "a", counted=False) == (
+        tmp_path / "new",
+        False,
+    )
     (mine / "summary.json").touch()
     assert not begun(mine), "it was trained to its end"
 
@@ -117,7 +141,9 @@ def test_a_node_is_lost_when_its_ranks_are_gone_and_the_others_out_of_reach() ->
         now += seconds
         return watch.lost(now)
 
-    assert not any(lost(10) for _ in range(9)), "the first node may start later than this one"
+    assert not any(lost(10) for _ in range(9)), (
+        "the first node may start later than this one"
+    )
     ranks = 1
     assert not any(lost(10) for _ in range(9)), "a rank may still save"
     ranks = 0
@@ -143,7 +169,8 @@ def test_best_last_and_steps_of_a_run_are_found_and_others_told(tmp_path: Path) 
 
     assert found(None) == found("last") == (6, "the last")
     with pytest.raises(
-        CheckpointError, match=r"--checkpoint best: no evaluation of this run was marked .* one of the steps 3, 6"
+        CheckpointError,
+        match=r"--checkpoint best: no evaluation of this run was marked .* one of the steps 3, 6",
     ):
         found("best")
     checkpointer.mark_best(3, {"best": 0.9})
@@ -152,9 +179,12 @@ def test_best_last_and_steps_of_a_run_are_found_and_others_told(tmp_path: Path) 
     assert found(None, restores=False) == found("last") == (6, "the last")
     assert found("6") == (6, "of step 6")
     assert found(str(tmp_path / CHECKPOINTS / "step-0000000003"))[0] == 3
-    path, text = checkpoint_to_export(str(tmp_path / CHECKPOINTS / "step-0000000003"), None, together)
+    path, text = checkpoint_to_export(
+        str(tmp_path / CHECKPOINTS / "step-0000000003"), None, together
+    )
     assert (int(path[-10:]), text) == (3, "the named")
     with pytest.raises(
-        CheckpointError, match=r"--checkpoint 5: there is no such checkpoint; give best, last or one of the steps 3, 6"
+        CheckpointError,
+        match=r"--checkpoint 5: there is no such checkpoint; give best, last or one of the steps 3, 6",
     ):
         found("5")

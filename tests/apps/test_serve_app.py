@@ -49,12 +49,20 @@ def point(link: Path, target: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def service(bundles: list[SmallBundle], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+def service(
+    bundles: list[SmallBundle], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Launched]:
     folder = tmp_path_factory.mktemp("serve")
     point(folder / "live", bundles[0].folder)
     token = folder / "token"
     token.write_text("a token of this test\n")
-    flags = [str(folder / "live"), "--workers=2", "--watch=0.2", "--drain=0.5", f"--token-file={token}"]
+    flags = [
+        str(folder / "live"),
+        "--workers=2",
+        "--watch=0.2",
+        "--drain=0.5",
+        f"--token-file={token}",
+    ]
     with launched(folder / "log", *flags) as found:
         yield found
 
@@ -72,7 +80,9 @@ class Load:
         client = self._service.client()
         while not self._ending.is_set():
             try:
-                answer = client.post("/v1/recommend", ASKED, Authorization="Bearer a token of this test")
+                answer = client.post(
+                    "/v1/recommend", ASKED, Authorization="Bearer a token of this test"
+                )
             except Exception as error:
                 self.errors.append(error)
                 return
@@ -96,10 +106,16 @@ def newest(service: Launched, name: str, **values: str) -> bool:
     """Whether the newest event about a bundle is this one in both workers' log: the kernel chooses who answers."""
     last: dict[int, dict[str, str]] = {}
     for line in service.log.read_text().splitlines():
-        event = json.loads(line) if line.startswith("{") and line.endswith("}") else {"event": ""}
+        event = (
+            json.loads(line)
+            if line.startswith("{") and line.endswith("}")
+            else {"event": ""}
+        )
         if event["event"] in ("bundle_loaded", "bundle_refused"):
             last[event["pid"]] = event
-    return len(last) == 2 and all({"event": name, **values}.items() <= event.items() for event in last.values())
+    return len(last) == 2 and all(
+        {"event": name, **values}.items() <= event.items() for event in last.values()
+    )
 
 
 @pytest.mark.launch
@@ -108,18 +124,26 @@ def test_bundles_are_swapped_under_load_without_a_lost_request(
 ) -> None:
     live = Path(service.process.args[3])  # type: ignore[index]
     digests = [made.bundle.manifest.digest for made in bundles]
-    assert service.said.startswith(f"serving bundle {digests[0][:12]} at http://127.0.0.1:")
+    assert service.said.startswith(
+        f"serving bundle {digests[0][:12]} at http://127.0.0.1:"
+    )
     with Load(service) as load:
         for place in (1, 0, 1):
             point(live, bundles[place].folder)
-            until(lambda place=place: newest(service, "bundle_loaded", digest=digests[place]))
+            until(
+                lambda place=place: newest(
+                    service, "bundle_loaded", digest=digests[place]
+                )
+            )
         # A folder that is broken is refused, and told; what is live goes on, also when its own folder goes away.
         broken = tmp_path / "broken"
         shutil.copytree(bundles[0].folder, broken)
         (broken / "items.arrow").write_bytes(b"")
         point(live, broken)
         until(lambda: newest(service, "bundle_refused", serving=digests[1]))
-        bearer = {"Authorization": "Bearer a token of this test"}  # without it no path is told
+        bearer = {
+            "Authorization": "Bearer a token of this test"
+        }  # without it no path is told
         told = service.client().get("/readyz", **bearer).json
         assert ("items.arrow" in told["refused"], told["bundle"]) == (True, digests[1])
         assert "items.arrow" not in service.client().get("/readyz").json["refused"]
@@ -150,11 +174,18 @@ def test_both_workers_count_into_one_page_of_metrics(service: Launched) -> None:
         service.client().post("/v1/score", {}, **headers)
 
     def pages() -> list[str]:
-        return [service.client().get("/metrics", **headers).content.decode() for _ in range(4)]
+        return [
+            service.client().get("/metrics", **headers).content.decode()
+            for _ in range(4)
+        ]
 
     # A worker counts a request after its answer has left, so a page of the other worker may come before the count.
     until(lambda: all(f"{name} 12.0" in page for page in pages()))
-    workers = [line for line in pages()[0].splitlines() if line.startswith("serve_resident_bytes{")]
+    workers = [
+        line
+        for line in pages()[0].splitlines()
+        if line.startswith("serve_resident_bytes{")
+    ]
     assert len(workers) == 2
     assert service.client().post("/v1/score", {}).status == 401
 
@@ -198,7 +229,12 @@ def test_a_worker_that_dies_under_a_refused_bundle_is_replaced_by_one_with_the_l
         assert answer.json["bundle"] == bundles[1].bundle.manifest.digest
         assert len(service.events("worker_ended")) == 1
         point(live, bundles[0].folder)
-        until(lambda: service.client().get("/readyz").json["bundle"] == bundles[0].bundle.manifest.digest)
+        until(
+            lambda: (
+                service.client().get("/readyz").json["bundle"]
+                == bundles[0].bundle.manifest.digest
+            )
+        )
 
 
 def replaced_by_broken(folder: Path) -> None:
@@ -235,10 +271,25 @@ def test_a_worker_that_dies_under_a_bundle_overwritten_in_place_is_replaced_by_o
         shutil.copytree(bundles[1].folder, tmp_path / "right")
         shutil.rmtree(folder)
         (tmp_path / "right").rename(folder)
-        until(lambda: service.client().get("/readyz").json["bundle"] == bundles[1].bundle.manifest.digest)
+        until(
+            lambda: (
+                service.client().get("/readyz").json["bundle"]
+                == bundles[1].bundle.manifest.digest
+            )
+        )
         (kept,) = tmp_path.glob(".bundle.served.*")
-        until(lambda: (kept / "manifest.json").read_bytes() == (folder / "manifest.json").read_bytes())
-        until(lambda: {path.name for path in folder.iterdir()} == {path.name for path in kept.iterdir()})
+        until(
+            lambda: (
+                (kept / "manifest.json").read_bytes()
+                == (folder / "manifest.json").read_bytes()
+            )
+        )
+        until(
+            lambda: (
+                {path.name for path in folder.iterdir()}
+                == {path.name for path in kept.iterdir()}
+            )
+        )
         overwrite(folder)
         until(lambda: len(service.events("bundle_refused")) == 3)
         os.kill(service.events("bundle_loaded")[-1]["pid"], signal.SIGKILL)
@@ -251,7 +302,9 @@ def test_a_worker_that_dies_under_a_bundle_overwritten_in_place_is_replaced_by_o
 
 @pytest.mark.launch
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_replaced(bundles: list[SmallBundle], tmp_path: Path) -> None:
+def test_a_worker_that_hangs_is_replaced(
+    bundles: list[SmallBundle], tmp_path: Path
+) -> None:
     with launched(tmp_path / "log", str(bundles[0].folder), "--hang=3") as service:
         pid = service.events("bundle_loaded")[0]["pid"]
         os.kill(pid, signal.SIGSTOP)
@@ -264,8 +317,14 @@ def test_a_worker_that_hangs_is_replaced(bundles: list[SmallBundle], tmp_path: P
 
 def starting(supervisor: int, known: set[int]) -> int | None:
     """The process of a worker that is not among ``known``."""
-    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-    found = [int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    children = (
+        Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    )
+    found = [
+        int(pid)
+        for pid in children
+        if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
     return next((pid for pid in found if pid not in known), None)
 
 
@@ -280,12 +339,17 @@ def test_a_worker_that_hangs_while_it_starts_is_replaced_and_does_not_keep_sigte
         stopped.append(until(lambda: starting(supervisor, set())))
         os.kill(stopped[0], signal.SIGSTOP)
 
-    with launched(tmp_path / "log", str(bundles[0].folder), "--hang=5", begun=stop_the_first) as service:
+    with launched(
+        tmp_path / "log", str(bundles[0].folder), "--hang=5", begun=stop_the_first
+    ) as service:
         assert [event["worker"] for event in service.events("worker_hangs")] == stopped
         assert service.client().post("/v1/recommend", ASKED).status == 200
         live = service.events("bundle_loaded")[0]["pid"]
         os.kill(live, signal.SIGKILL)
-        os.kill(until(lambda: starting(service.process.pid, {live, *stopped})), signal.SIGSTOP)
+        os.kill(
+            until(lambda: starting(service.process.pid, {live, *stopped})),
+            signal.SIGSTOP,
+        )
         assert service.end() == 0
     assert not service.events("killed")
 
@@ -326,7 +390,10 @@ def test_a_bundle_that_is_cut_off_under_the_server_is_told_and_put_right(
         until(lambda: status_of_a_request(service) is None)
         ended = until(lambda: service.events("worker_ended"))
         assert ended[0]["status"] == -signal.SIGBUS
-        assert "a file of the bundle was cut off while it was served (SIGBUS); put it right" in ended[0]["why"]
+        assert (
+            "a file of the bundle was cut off while it was served (SIGBUS); put it right"
+            in ended[0]["why"]
+        )
         # The next worker begins with the copies of these small files; large ones would have to be put right first.
         until(lambda: status_of_a_request(service) == 200)
         put_right()
@@ -354,7 +421,9 @@ class Balancer:
         self.statuses: Counter[tuple[int, int]] = Counter()  # by port and status
         self.lost: list[str] = []
         self._ending = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(4)]
+        self._threads = [
+            threading.Thread(target=self._ask, args=(number,)) for number in range(4)
+        ]
 
     def _ask(self, number: int) -> None:
         server, client = None, None
@@ -391,19 +460,32 @@ def probes(*flags: str) -> list[tuple[str, str]]:
     from torchx_apps.launch.kubernetes import service_files
 
     mounts = ["type=volume", "src=bundles", "dst=/bundles"]
-    made = service_files(component.http(*flags, bundle="/bundles/a", manifest="k8s", image="a:1", mounts=mounts), {})
+    made = service_files(
+        component.http(
+            *flags, bundle="/bundles/a", manifest="k8s", image="a:1", mounts=mounts
+        ),
+        {},
+    )
     (container,) = made["deployment.yaml"]["spec"]["template"]["spec"]["containers"]
-    asked = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+    asked = [
+        container[f"{kind}Probe"]["httpGet"]
+        for kind in ("startup", "readiness", "liveness")
+    ]
     return [(probe["path"], probe["httpHeaders"][0]["value"]) for probe in asked]
 
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_a_rolling_update_loses_no_request(bundles: list[SmallBundle], tmp_path: Path) -> None:
+def test_a_rolling_update_loses_no_request(
+    bundles: list[SmallBundle], tmp_path: Path
+) -> None:
     """By a balancer that hears of the end late, and whose clients keep the connections that they have."""
     flags = [str(bundles[0].folder), "--linger=2", "--drain=0.2"]
     hosts = "--allowed-hosts=*.example.com,127.0.0.1"
-    with launched(tmp_path / "old", *flags, hosts) as old, launched(tmp_path / "new", *flags, hosts) as new:
+    with (
+        launched(tmp_path / "old", *flags, hosts) as old,
+        launched(tmp_path / "new", *flags, hosts) as new,
+    ):
         for path, header in probes(hosts):
             assert new.client().get(path, Host=header).status == 200
         with Balancer([old]) as clients:
@@ -419,7 +501,9 @@ def test_a_rolling_update_loses_no_request(bundles: list[SmallBundle], tmp_path:
         assert set(clients.statuses) == {(old.port, 200), (new.port, 200)}
 
 
-def test_a_port_that_is_taken_is_told(bundles: list[SmallBundle], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_told(
+    bundles: list[SmallBundle], capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert serve.main([str(bundles[0].folder), f"--port={port}"]) == 1
@@ -428,19 +512,26 @@ def test_a_port_that_is_taken_is_told(bundles: list[SmallBundle], capsys: pytest
 
 
 @pytest.mark.launch
-def test_a_bundle_that_is_broken_keeps_it_from_beginning(bundles: list[SmallBundle], tmp_path: Path) -> None:
+def test_a_bundle_that_is_broken_keeps_it_from_beginning(
+    bundles: list[SmallBundle], tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(bundles[0].folder, broken)
     (broken / "interaction.safetensors").unlink()
     done = run(str(broken), "--port=0")
     assert done.returncode == 1
-    assert "interaction.safetensors: the manifest lists it, and it is missing" in done.stderr
+    assert (
+        "interaction.safetensors: the manifest lists it, and it is missing"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torchx_apps.serve", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.mark.unit
@@ -467,7 +558,9 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
         (["--token-file=nowhere"], "--token-file nowhere: it cannot be read"),
     ],
 )
-def test_a_wrong_flag_is_told_with_its_value(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_flag_is_told_with_its_value(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert serve.main(["bundle", *flags]) == 1
     assert told in capsys.readouterr().err
 
@@ -482,8 +575,13 @@ def test_a_wrong_flag_is_told_with_its_value(flags: list[str], told: str, capsys
         (["--host=0.0.0.0", "--allowed-hosts=a, *.b.c"], ("a", "*.b.c")),
     ],
 )
-def test_a_loopback_address_is_asked_for_under_its_own_names(flags: list[str], hosts: tuple[str, ...]) -> None:
-    assert serve._settings(serve._parser().parse_args(["bundle", *flags])).allowed_hosts == hosts
+def test_a_loopback_address_is_asked_for_under_its_own_names(
+    flags: list[str], hosts: tuple[str, ...]
+) -> None:
+    assert (
+        serve._settings(serve._parser().parse_args(["bundle", *flags])).allowed_hosts
+        == hosts
+    )
 
 
 @pytest.mark.unit
@@ -507,7 +605,11 @@ def test_the_component_is_listed_and_says_what_was_asked() -> None:
     (role,) = materialize_appdef(component.http, flags).roles
     words = "-m torchx_apps.serve runs/a/bundle --host=127.0.0.1 --port=80 --workers=3 --token-file=token"
     words += " --vectors=users --max-k 9"
-    assert (role.args, role.port_map, role.env["OMP_NUM_THREADS"]) == (words.split(), {"http": 80}, "1")
+    assert (role.args, role.port_map, role.env["OMP_NUM_THREADS"]) == (
+        words.split(),
+        {"http": 80},
+        "1",
+    )
 
 
 class TestValid(ComponentTestCase):

@@ -29,8 +29,20 @@ from torchx_apps.tasks.sessions import SessionTask
 PLANTED: Job = apply_overrides(
     session(),
     [
-        *("data.name=planted", "data.users=1000", "data.items=60", "data.max_length=20", "loader.batch_size=64"),
-        *("loader.negatives=0", "model.embedding_dim=32", "model.layers=1", "train.epochs=4", "train.eval_every=4"),
+        *(
+            "data.name=planted",
+            "data.users=1000",
+            "data.items=60",
+            "data.max_length=20",
+            "loader.batch_size=64",
+        ),
+        *(
+            "loader.negatives=0",
+            "model.embedding_dim=32",
+            "model.layers=1",
+            "train.epochs=4",
+            "train.eval_every=4",
+        ),
     ],
 )
 
@@ -40,10 +52,16 @@ def trained(runtime: Runtime, job: Job) -> dict[str, Any]:
     torch.manual_seed(job.train.seed)
     model = job.build(job.model, task.data)
     schema = model.schema()
-    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=job.train.seed)
-    loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, optimizer=job.optimizer, seed=job.train.seed
+    )
+    loader = task.loader(
+        schema, job.loader, rank=runtime.rank, world_size=runtime.world_size
+    )
     evaluator = task.evaluator(schema, parallel, runtime)
-    history = train(parallel, optimizer, loader, runtime, job.train, evaluate=evaluator.validate)
+    history = train(
+        parallel, optimizer, loader, runtime, job.train, evaluate=evaluator.validate
+    )
     return {
         "validation": [record for record in history if record["kind"] == "eval"][-1],
         "test": evaluator.test(),
@@ -56,7 +74,9 @@ def trained(runtime: Runtime, job: Job) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def by_ranks() -> dict[int, list[dict[str, Any]]]:
-    return {world_size: run_ranks(trained, world_size, PLANTED) for world_size in (1, 2)}
+    return {
+        world_size: run_ranks(trained, world_size, PLANTED) for world_size in (1, 2)
+    }
 
 
 def test_the_planted_successors_are_found_and_no_more_than_there_is_to_find(
@@ -68,18 +88,26 @@ def test_the_planted_successors_are_found_and_no_more_than_there_is_to_find(
         # Of 1,000 held-out items the share that is found by chance has a standard deviation of less than .015.
         assert outcome["test"][name] < outcome["best"][name] + 0.045
         assert outcome["test"][name] > 2 * outcome["popularity"][name]
-        assert outcome["validation"][name] == pytest.approx(outcome["test"][name], abs=0.05)
+        assert outcome["validation"][name] == pytest.approx(
+            outcome["test"][name], abs=0.05
+        )
 
 
 @pytest.mark.slow
-def test_in_bfloat16_they_are_found_too(by_ranks: dict[int, list[dict[str, Any]]]) -> None:
+def test_in_bfloat16_they_are_found_too(
+    by_ranks: dict[int, list[dict[str, Any]]],
+) -> None:
     (half,) = run_ranks(trained, 1, apply_overrides(PLANTED, ["train.amp=bf16"]))
     for name in ("hr@10", "ndcg@10"):
-        assert half["test"][name] == pytest.approx(by_ranks[1][0]["test"][name], abs=0.03)
+        assert half["test"][name] == pytest.approx(
+            by_ranks[1][0]["test"][name], abs=0.03
+        )
         assert half["test"][name] > 0.95 * half["best"][name]
 
 
-def test_two_ranks_reach_the_figures_of_one(by_ranks: dict[int, list[dict[str, Any]]]) -> None:
+def test_two_ranks_reach_the_figures_of_one(
+    by_ranks: dict[int, list[dict[str, Any]]],
+) -> None:
     (single,), (two, other) = by_ranks[1], by_ranks[2]
     assert two["test"] == other["test"], "every rank knows the figures of all"
     assert two["test"] == pytest.approx(single["test"], abs=0.03)
@@ -97,24 +125,41 @@ def test_what_is_shown_and_told(by_ranks: dict[int, list[dict[str, Any]]]) -> No
     assert len(scores) == 10
     assert scores == sorted(scores, reverse=True)
     taken = set(first.removeprefix("the first user took last: ").split(", "))
-    assert not taken & {line.split(". ")[1].split("  ")[0] for line in shown}, "nothing that was taken before"
+    assert not taken & {line.split(". ")[1].split("  ")[0] for line in shown}, (
+        "nothing that was taken before"
+    )
 
 
 @pytest.mark.unit
 def test_a_set_without_anything_to_test_on_is_refused() -> None:
     pairs = SequenceData(
-        name="pairs", sequences=Column.from_lengths(np.array([1, 2, 1, 2]), np.array([2, 2])), num_items=2
+        name="pairs",
+        sequences=Column.from_lengths(np.array([1, 2, 1, 2]), np.array([2, 2])),
+        num_items=2,
     )
-    with pytest.raises(ValueError, match="set 'pairs' has no test rows: no user has the 3 items"):
+    with pytest.raises(
+        ValueError, match="set 'pairs' has no test rows: no user has the 3 items"
+    ):
         SessionTask(pairs)
 
 
 @pytest.mark.unit
 def test_every_key_of_the_recipe_can_be_set() -> None:
     changed = apply_overrides(
-        session(), ["model.layers=3", "model.position=end", "data.max_length=10", "loader.negatives=0"]
+        session(),
+        [
+            "model.layers=3",
+            "model.position=end",
+            "data.max_length=10",
+            "loader.negatives=0",
+        ],
     )
-    assert (changed.model.layers, changed.model.position, changed.data.max_length, changed.loader.negatives) == (
+    assert (
+        changed.model.layers,
+        changed.model.position,
+        changed.data.max_length,
+        changed.loader.negatives,
+    ) == (
         3,
         "end",
         10,
@@ -123,26 +168,47 @@ def test_every_key_of_the_recipe_can_be_set() -> None:
     assert dataclasses.replace(changed, name="mine").name == "mine"
 
 
-def write_sequences(root: Path, *, users: int = 40, items: int = 50, negatives: int = 9) -> Path:
+def write_sequences(
+    root: Path, *, users: int = 40, items: int = 50, negatives: int = 9
+) -> Path:
     """Sequences of files' ids of their own, and the candidates of each user's test item beside them."""
     rng, folder = np.random.default_rng(0), root / "mine"
     folder.mkdir()
     taken = np.stack([rng.permutation(items)[:12] for _ in range(users)])
     owners = 100 + np.arange(users)
     pq.write_table(
-        pa.table({"user": owners.repeat(12), "item": 7 * taken.reshape(-1), "position": np.tile(np.arange(12), users)}),
+        pa.table(
+            {
+                "user": owners.repeat(12),
+                "item": 7 * taken.reshape(-1),
+                "position": np.tile(np.arange(12), users),
+            }
+        ),
         folder / "inter.parquet",
     )
-    free = np.stack([rng.permutation(np.setdiff1d(np.arange(items), row))[:negatives] for row in taken])
+    free = np.stack(
+        [
+            rng.permutation(np.setdiff1d(np.arange(items), row))[:negatives]
+            for row in taken
+        ]
+    )
     shuffled = rng.permutation(users * negatives)
-    columns = {"user": owners.repeat(negatives)[shuffled], "negative": 7 * free.reshape(-1)[shuffled]}
+    columns = {
+        "user": owners.repeat(negatives)[shuffled],
+        "negative": 7 * free.reshape(-1)[shuffled],
+    }
     pq.write_table(pa.table(columns), folder / "test_negatives.parquet")
     return folder
 
 
 def counted_by_hand(runtime: Runtime, root: Path, *overrides: str) -> dict[str, Any]:
     """The evaluator's figures, and the ranks of each test item, counted from the vectors of the same model."""
-    sets = ["data.name=mine", f"data.folder={root}", "model.embedding_dim=16", "evaluation.metrics=recall@5,ndcg@5"]
+    sets = [
+        "data.name=mine",
+        f"data.folder={root}",
+        "model.embedding_dim=16",
+        "evaluation.metrics=recall@5,ndcg@5",
+    ]
     job = apply_overrides(session(), [*sets, "train.early_stop.metric=", *overrides])
     task = load_task(job, runtime)
     model = job.build(job.model, task.data)
@@ -154,10 +220,16 @@ def counted_by_hand(runtime: Runtime, root: Path, *overrides: str) -> dict[str, 
     ids = np.arange(data.num_items + 1)
     builder = BatchBuilder(schema, Chunk({"candidates": Column(ids)}))
     with torch.no_grad():
-        sessions = parallel.module.embed("session", builder.user_batch(Chunk({"session": held_out.before}))).double()
+        sessions = parallel.module.embed(
+            "session", builder.user_batch(Chunk({"session": held_out.before}))
+        ).double()
         items = parallel.module.embed("item", builder.item_batch(ids)).double()
     places: list[list[int]] = [[] for _ in held_out.users]
-    rows = np.arange(len(held_out.users)) if held_out.target_rows is None else held_out.target_rows
+    rows = (
+        np.arange(len(held_out.users))
+        if held_out.target_rows is None
+        else held_out.target_rows
+    )
     for row, target in zip(rows, held_out.targets, strict=True):
         user = held_out.users[row]
         if "test" in data.candidates:
@@ -165,28 +237,61 @@ def counted_by_hand(runtime: Runtime, root: Path, *overrides: str) -> dict[str, 
             named = file.negative[file.user == data.user_ids[user]]
             rivals = [int((data.item_ids[1:] == name).argmax()) + 1 for name in named]
         else:
-            rivals = sorted(set(range(1, data.num_items + 1)) - set(held_out.before.row(row).tolist()) - {int(target)})
+            rivals = sorted(
+                set(range(1, data.num_items + 1))
+                - set(held_out.before.row(row).tolist())
+                - {int(target)}
+            )
         scores = items @ sessions[row]
         places[row].append(int((scores[rivals] > scores[target]).sum()))
     hits = [[place for place in some if place < 5] for some in places]
-    ideal = [sum(1 / math.log2(2 + place) for place in range(min(5, len(some)))) for some in places]
+    ideal = [
+        sum(1 / math.log2(2 + place) for place in range(min(5, len(some))))
+        for some in places
+    ]
     gains = [sum(1 / math.log2(2 + place) for place in some) for some in hits]
-    recall = float(np.mean([len(some) / len(every) for some, every in zip(hits, places, strict=True)]))
-    by_hand = {"recall@5": recall, "ndcg@5": float(np.mean([gain / best for gain, best in zip(gains, ideal)]))}  # noqa: B905
-    return {"figures": figures, "by hand": by_hand, "asked": task.heading, "popularity": evaluator.baseline("test")}
+    recall = float(
+        np.mean(
+            [len(some) / len(every) for some, every in zip(hits, places, strict=True)]
+        )
+    )
+    by_hand = {
+        "recall@5": recall,
+        "ndcg@5": float(np.mean([gain / best for gain, best in zip(gains, ideal)])),  # noqa: B905
+    }
+    return {
+        "figures": figures,
+        "by hand": by_hand,
+        "asked": task.heading,
+        "popularity": evaluator.baseline("test"),
+    }
 
 
 @pytest.mark.parametrize("given", ["candidates", "3 test items"])
-def test_figures_are_those_of_a_count_by_hand_on_any_number_of_ranks(given: str, tmp_path: Path) -> None:
+def test_figures_are_those_of_a_count_by_hand_on_any_number_of_ranks(
+    given: str, tmp_path: Path
+) -> None:
     folder = write_sequences(tmp_path)
     overrides: tuple[str, ...] = ()
     if given != "candidates":
         (folder / "test_negatives.parquet").unlink()
         overrides = ("data.test_items=3",)
-    (single,), two = (run_ranks(counted_by_hand, ranks, tmp_path, *overrides) for ranks in (1, 2))
-    assert single["asked"] == ("test items, among 9 others" if given == "candidates" else "test items, whole catalogue")
+    (single,), two = (
+        run_ranks(counted_by_hand, ranks, tmp_path, *overrides) for ranks in (1, 2)
+    )
+    assert single["asked"] == (
+        "test items, among 9 others"
+        if given == "candidates"
+        else "test items, whole catalogue"
+    )
     assert single["figures"] == pytest.approx(single["by hand"], abs=1e-9)
-    assert two[0]["figures"] == two[1]["figures"] == pytest.approx(single["figures"], abs=1e-9)
+    assert (
+        two[0]["figures"]
+        == two[1]["figures"]
+        == pytest.approx(single["figures"], abs=1e-9)
+    )
     assert set(single["popularity"]) == {"recall@5", "ndcg@5"}
     if given == "candidates":
-        assert abs(single["popularity"]["recall@5"] - 0.5) < 0.25, "5 of 10 places, and popularity knows nothing"
+        assert abs(single["popularity"]["recall@5"] - 0.5) < 0.25, (
+            "5 of 10 places, and popularity knows nothing"
+        )

@@ -32,11 +32,16 @@ def signalled(times: int, later: bool, noted: str) -> None:
             Path(noted).unlink()
 
 
-@pytest.mark.parametrize(("times", "later", "ends"), [(1, False, 0), (4, False, 0), (2, True, -signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("times", "later", "ends"),
+    [(1, False, 0), (4, False, 0), (2, True, -signal.SIGTERM)],
+)
 def test_what_follows_within_five_seconds_is_the_same_signal(
     times: int, later: bool, ends: int, tmp_path: Path
 ) -> None:
-    process = _CONTEXT.Process(target=signalled, args=(times, later, str(tmp_path / "saved")))
+    process = _CONTEXT.Process(
+        target=signalled, args=(times, later, str(tmp_path / "saved"))
+    )
     process.start()
     process.join()
     assert process.exitcode == ends
@@ -49,8 +54,12 @@ def hung_up(before: signal.Handlers) -> None:
     os.kill(os.getpid(), signal.SIGHUP)
 
 
-@pytest.mark.parametrize(("before", "ends"), [(signal.SIG_DFL, -signal.SIGTERM), (signal.SIG_IGN, 0)])
-def test_a_closed_terminal_does_what_sigterm_does_but_under_nohup(before: signal.Handlers, ends: int) -> None:
+@pytest.mark.parametrize(
+    ("before", "ends"), [(signal.SIG_DFL, -signal.SIGTERM), (signal.SIG_IGN, 0)]
+)
+def test_a_closed_terminal_does_what_sigterm_does_but_under_nohup(
+    before: signal.Handlers, ends: int
+) -> None:
     process = _CONTEXT.Process(target=hung_up, args=(before,))
     process.start()
     process.join()
@@ -60,7 +69,12 @@ def test_a_closed_terminal_does_what_sigterm_does_but_under_nohup(before: signal
 def isolated() -> list[str]:
     """The command that makes the next one process 1 of a namespace of its own."""
     unshare = ["unshare", "--fork", "--pid", "--kill-child"]
-    if not shutil.which("unshare") or subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run(
+            [*unshare, "true"], capture_output=True, check=False
+        ).returncode
+    ):
         pytest.skip("needs a PID namespace: Linux, util-linux, and to be root")
     return unshare
 
@@ -85,18 +99,28 @@ def isolated() -> list[str]:
     ],
     ids=["plan", "export", "embed", "agent"],
 )
-def test_process_1_ends_at_once_while_torch_is_imported(command: list[str], tmp_path: Path) -> None:
+def test_process_1_ends_at_once_while_torch_is_imported(
+    command: list[str], tmp_path: Path
+) -> None:
     prefix = isolated()
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text(SLOW_TORCH.format(mark=str(tmp_path / "begun")))
+    (tmp_path / "torch/__init__.py").write_text(
+        SLOW_TORCH.format(mark=str(tmp_path / "begun"))
+    )
     run = tmp_path / "RUN"
     run.mkdir()
     (run / "config.json").write_text(
         '{"name": "two_tower", "build": "torchx_apps.recipes:build_two_tower", "task": "torchx_apps.recipes:task"}'
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()]),
+    }
     process = subprocess.Popen(
-        [*prefix, sys.executable, "-m", *command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE
+        [*prefix, sys.executable, "-m", *command],
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
     )
     try:
         end = time.monotonic() + 60
@@ -104,7 +128,9 @@ def test_process_1_ends_at_once_while_torch_is_imported(command: list[str], tmp_
             assert process.poll() is None, process.stderr and process.stderr.read()
             assert time.monotonic() < end
             time.sleep(0.02)
-        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (child,) = (
+            Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        )
         os.kill(int(child), signal.SIGTERM)
         assert process.wait(20) == 143
     finally:

@@ -27,7 +27,11 @@ from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.scorer.requests import RecommendRequest, RequestError, ScoreRequest
+from torchrec_ext.retrieval.scorer.requests import (
+    RecommendRequest,
+    RequestError,
+    ScoreRequest,
+)
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.schema import DataError
 from torchrec_ext.train import metrics
@@ -41,12 +45,19 @@ from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 from torchx_apps.tasks.job import Job, schema_of
 from torchx_apps.tasks.streamed import StreamedTask, held_out_rows, question_of
 
-pytest.importorskip("ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
+pytest.importorskip(
+    "ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
+)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
 
 ROWS, USERS, ITEMS = 6_000, 60, 40
 SMALL = (
-    *("train.epochs=6", "loader.batch_size=128", "model.embedding_dim=8", "model.embedding_std=0.1"),
+    *(
+        "train.epochs=6",
+        "loader.batch_size=128",
+        "model.embedding_dim=8",
+        "model.embedding_std=0.1",
+    ),
     *("optimizer.tables=adam", "optimizer.tables_lr=0.02", "optimizer.dense_lr=0.01"),
 )
 
@@ -56,24 +67,46 @@ def write_log(folder: Path) -> None:
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True)
     users, items = rng.integers(0, USERS, ROWS), rng.integers(0, ITEMS, ROWS)
-    clicked = rng.random(ROWS) < np.array([[0.9, 0.1], [0.3, 0.6]])[users % 2, items % 2]
+    clicked = (
+        rng.random(ROWS) < np.array([[0.9, 0.1], [0.3, 0.6]])[users % 2, items % 2]
+    )
     table = pa.table(
         {
-            "who": pa.array([None if index % 97 == 0 else f"u{user}" for index, user in enumerate(users)]),
+            "who": pa.array(
+                [
+                    None if index % 97 == 0 else f"u{user}"
+                    for index, user in enumerate(users)
+                ]
+            ),
             "what": [f"film-{item}" for item in items],
             "price": (items * 0.5).astype(np.float64),
             "tags": [[f"t{item % 5}", f"t{item % 3}"] for item in items],
-            "age": pa.array([None if user % 7 == 0 else int(20 + user) for user in users], pa.int64()),
-            "seen_at": pa.array(1_700_000_000 + np.arange(ROWS) * 977, pa.timestamp("s")),
+            "age": pa.array(
+                [None if user % 7 == 0 else int(20 + user) for user in users],
+                pa.int64(),
+            ),
+            "seen_at": pa.array(
+                1_700_000_000 + np.arange(ROWS) * 977, pa.timestamp("s")
+            ),
             "importance": rng.integers(1, 3, ROWS).astype(np.float32),
             "clicked": clicked.astype(np.float32),
         }
     )
-    for split, start, stop in (("train", 0, 4_800), ("validation", 4_800, 5_400), ("test", 5_400, ROWS)):
-        pq.write_table(table.slice(start, stop - start), folder / f"{split}.parquet", row_group_size=700)
+    for split, start, stop in (
+        ("train", 0, 4_800),
+        ("validation", 4_800, 5_400),
+        ("test", 5_400, ROWS),
+    ):
+        pq.write_table(
+            table.slice(start, stop - start),
+            folder / f"{split}.parquet",
+            row_group_size=700,
+        )
 
 
-def prepare(log: Path, *, keep: tuple[str, ...] = ("clicked", "importance"), **roles: Any) -> PreprocessJob:
+def prepare(
+    log: Path, *, keep: tuple[str, ...] = ("clicked", "importance"), **roles: Any
+) -> PreprocessJob:
     """The preprocessing of :func:`write_log`."""
     from torchrec_ext.data.preprocess import (
         Categorify,
@@ -94,15 +127,27 @@ def prepare(log: Path, *, keep: tuple[str, ...] = ("clicked", "importance"), **r
         Normalize(column="age", output="user_age"),
         TimeFeatures(column="seen_at"),
     ]
-    given = {"label": "clicked", "weight": "importance", "user": "user_id", "item": "item_id"} | roles
+    given = {
+        "label": "clicked",
+        "weight": "importance",
+        "user": "user_id",
+        "item": "item_id",
+    } | roles
     prepared = Prepared(
         preprocessor=Preprocessor(steps, keep=keep),
-        splits={split: str(log / f"{split}.parquet") for split in ("train", "validation", "test")},
-        events=[str(log / f"{split}.parquet") for split in ("train", "validation", "test")],
+        splits={
+            split: str(log / f"{split}.parquet")
+            for split in ("train", "validation", "test")
+        },
+        events=[
+            str(log / f"{split}.parquet") for split in ("train", "validation", "test")
+        ],
         user_features=("history", "age"),
         **given,
     )
-    return PreprocessJob(name="films", build=lambda config, engine: prepared, pictures=False)
+    return PreprocessJob(
+        name="films", build=lambda config, engine: prepared, pictures=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +165,9 @@ def folder(log: Path) -> Path:
 
 
 def job_of(folder: Path | str, *overrides: str) -> Job:
-    job: Job = apply_overrides(load_recipe("stream"), [*SMALL, f"data.name={folder}", *overrides])
+    job: Job = apply_overrides(
+        load_recipe("stream"), [*SMALL, f"data.name={folder}", *overrides]
+    )
     return job
 
 
@@ -140,7 +187,9 @@ def ran(runtime: Runtime, job: Job, out: Path) -> Run:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         run_training(job, out)
-    return Run(output.getvalue(), json.loads((out / "summary.json").read_text())["test"])
+    return Run(
+        output.getvalue(), json.loads((out / "summary.json").read_text())["test"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -148,26 +197,44 @@ def trained(folder: Path) -> Path:
     out = folder.parent / "run"
     (run,) = run_ranks(ran, 1, job_of(folder, "export=require"), out)
     assert run.figures["auc"] > 0.8, run.output
-    assert run.figures["hr@10"] > 0.35, "half of 40 items are good: ten at random of 40 find one in four"
+    assert run.figures["hr@10"] > 0.35, (
+        "half of 40 items are good: ten at random of 40 find one in four"
+    )
     assert 0.8 < run.figures["calibration"] < 1.2
     assert run.figures["ne"] < 0.8
     return out
 
 
-def test_the_score_of_a_raw_row_is_the_models_on_the_preprocessed_row(trained: Path, folder: Path, log: Path) -> None:
+def test_the_score_of_a_raw_row_is_the_models_on_the_preprocessed_row(
+    trained: Path, folder: Path, log: Path
+) -> None:
     """Rows of the test split, which training did not see, as they stand in the log."""
     scores = run_ranks(model_scores, 1, job_of(folder), trained)[0]
     raw = pq.read_table(log / "test.parquet")
-    events = [pq.read_table(log / f"{split}.parquet") for split in ("train", "validation", "test")]
+    events = [
+        pq.read_table(log / f"{split}.parquet")
+        for split in ("train", "validation", "test")
+    ]
     past: dict[str, list[tuple[Any, str]]] = {}
     for row in pa.concat_tables(events).select(["who", "seen_at", "what"]).to_pylist():
         past.setdefault(row["who"], []).append((row["seen_at"], row["what"]))
     scorer = Scorer(Bundle.load(trained / "bundle"))
-    asked = {name for name in scorer.bundle.request_columns if name not in ("history_items", "history_times")}
+    asked = {
+        name
+        for name in scorer.bundle.request_columns
+        if name not in ("history_items", "history_times")
+    }
     for number, row in enumerate(raw.slice(0, 60).to_pylist()):
-        before = [event for event in past.get(row["who"], []) if event[0] < row["seen_at"]] if row["who"] else []
+        before = (
+            [event for event in past.get(row["who"], []) if event[0] < row["seen_at"]]
+            if row["who"]
+            else []
+        )
         user = {name: row[name] for name in asked}
-        user |= {"history_times": [at for at, _ in before], "history_items": [what for _, what in before]}
+        user |= {
+            "history_times": [at for at, _ in before],
+            "history_items": [what for _, what in before],
+        }
         (score,) = scorer.score(ScoreRequest(user=user, items=[row["what"]])).scores
         assert score == pytest.approx(scores[number], abs=1e-5)
 
@@ -183,10 +250,14 @@ def model_scores(runtime: Runtime, job: Job, run: Path) -> list[float]:
     model = build_model(job, task)
     schema = schema_of(job, task, model)
     parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
-    path, _ = checkpoint_to_export(str(run), "last", CheckpointRanks(runtime), restores=False)
+    path, _ = checkpoint_to_export(
+        str(run), "last", CheckpointRanks(runtime), restores=False
+    )
     load_checkpoint(path, model_state(parallel, optimizer), CheckpointRanks(runtime))
     parallel.eval()
-    config = LoaderConfig(batch_size=60, negatives=0, label=task.data.roles.label, shuffle=False)
+    config = LoaderConfig(
+        batch_size=60, negatives=0, label=task.data.roles.label, shuffle=False
+    )
     batch = next(iter(ChunkLoader(task.data.splits["test"], schema, config=config)))
     with torch.no_grad():
         return parallel.module.logits(batch).tolist()  # type: ignore[no-any-return]
@@ -196,16 +267,22 @@ def history_before(log: Path, moment: Any) -> dict[str, list[tuple[Any, str]]]:
     """Every user's events (time, item) before a moment, in order."""
     past: dict[str, list[tuple[Any, str]]] = {}
     for split in ("train", "validation", "test"):
-        for row in pq.read_table(log / f"{split}.parquet", columns=["who", "seen_at", "what"]).to_pylist():
+        for row in pq.read_table(
+            log / f"{split}.parquet", columns=["who", "seen_at", "what"]
+        ).to_pylist():
             if row["who"] is not None and row["seen_at"] < moment:
                 past.setdefault(row["who"], []).append((row["seen_at"], row["what"]))
     return past
 
 
-def test_a_user_who_is_named_by_id_is_the_whole_raw_row_without_what_was_taken(trained: Path, log: Path) -> None:
+def test_a_user_who_is_named_by_id_is_the_whole_raw_row_without_what_was_taken(
+    trained: Path, log: Path
+) -> None:
     """At a moment after the log, by which all that the log says of a user is in the past."""
     train = pq.read_table(log / "train.parquet").to_pylist()
-    now = pq.read_table(log / "test.parquet")["seen_at"][-1].as_py() + datetime.timedelta(hours=1)
+    now = pq.read_table(log / "test.parquet")["seen_at"][
+        -1
+    ].as_py() + datetime.timedelta(hours=1)
     ages = {row["who"]: row["age"] for row in train}
     clicked = {(row["who"], row["what"]) for row in train if row["clicked"]}
     bundle = Bundle.load(trained / "bundle")
@@ -215,44 +292,76 @@ def test_a_user_who_is_named_by_id_is_the_whole_raw_row_without_what_was_taken(t
     for who, events in list(history_before(log, now).items())[:20]:
         named = {"who": who, "seen_at": now}
         whole = named | {"age": ages[who]}
-        whole |= {"history_times": [at for at, _ in events], "history_items": [what for _, what in events]}
-        by_id, by_row = (scorer.score(ScoreRequest(user=user, items=items)) for user in (named, whole))
+        whole |= {
+            "history_times": [at for at, _ in events],
+            "history_items": [what for _, what in events],
+        }
+        by_id, by_row = (
+            scorer.score(ScoreRequest(user=user, items=items))
+            for user in (named, whole)
+        )
         assert by_id.scores == pytest.approx(by_row.scores, abs=1e-6)
         assert not by_id.cold.unknown_user
         answer = scorer.recommend(RecommendRequest(user=named, k=ITEMS)).items
         assert set(answer) == {item for item in items if (who, item) not in clicked}
-    with pytest.raises(RequestError, match=r"user\.seen_at: it is missing; the model reads"):
+    with pytest.raises(
+        RequestError, match=r"user\.seen_at: it is missing; the model reads"
+    ):
         scorer.score(ScoreRequest(user={"who": "u1"}, items=items))
-    with pytest.raises(RequestError, match=r"of which missing: history_items, history_times, age"):
-        scorer.score(ScoreRequest(user={"who": "stranger", "seen_at": now}, items=items))
+    with pytest.raises(
+        RequestError, match=r"of which missing: history_items, history_times, age"
+    ):
+        scorer.score(
+            ScoreRequest(user={"who": "stranger", "seen_at": now}, items=items)
+        )
 
 
 class InMemory(StreamedTask):
     """The same rows, held in memory."""
 
-    def loader(self, schema: Any, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
+    def loader(
+        self, schema: Any, config: LoaderConfig, *, rank: int, world_size: int
+    ) -> ChunkLoader:
         chunk = rows_of(self.data.folder, "train")
-        return ChunkLoader(chunk, schema, config=self.with_roles(config), rank=rank, world_size=world_size)
+        return ChunkLoader(
+            chunk,
+            schema,
+            config=self.with_roles(config),
+            rank=rank,
+            world_size=world_size,
+        )
 
 
-def weights_of(runtime: Runtime, folder: Path, kind: type[StreamedTask]) -> dict[str, torch.Tensor]:
+def weights_of(
+    runtime: Runtime, folder: Path, kind: type[StreamedTask]
+) -> dict[str, torch.Tensor]:
     job = job_of(folder, "loader.shuffle=false", "train.epochs=1")
     task = kind(load_task(job, runtime).data)
     torch.manual_seed(0)
     model = build_model(job, task)
     schema = schema_of(job, task, model)
-    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=0)
-    loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, optimizer=job.optimizer, seed=0
+    )
+    loader = task.loader(
+        schema, job.loader, rank=runtime.rank, world_size=runtime.world_size
+    )
     train(parallel, optimizer, loader, runtime, job.train)
     return {
-        name: (value.local_tensor() if hasattr(value, "local_tensor") else value).detach().clone()
+        name: (value.local_tensor() if hasattr(value, "local_tensor") else value)
+        .detach()
+        .clone()
         for name, value in parallel.state_dict().items()
         if isinstance(value, torch.Tensor)
     }
 
 
-def test_streamed_and_in_memory_training_of_the_same_rows_give_the_same_weights(folder: Path) -> None:
-    streamed, held = (run_ranks(weights_of, 1, folder, kind)[0] for kind in (StreamedTask, InMemory))
+def test_streamed_and_in_memory_training_of_the_same_rows_give_the_same_weights(
+    folder: Path,
+) -> None:
+    streamed, held = (
+        run_ranks(weights_of, 1, folder, kind)[0] for kind in (StreamedTask, InMemory)
+    )
     assert streamed.keys() == held.keys()
     assert len(streamed) > 5
     for name, value in streamed.items():
@@ -260,7 +369,9 @@ def test_streamed_and_in_memory_training_of_the_same_rows_give_the_same_weights(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_row_is_trained_once_on_any_number_of_ranks(folder: Path, world_size: int) -> None:
+def test_every_row_is_trained_once_on_any_number_of_ranks(
+    folder: Path, world_size: int
+) -> None:
     data = load_streamed(StreamConfig(name=str(folder)))
     task = StreamedTask(data)
     job = job_of(folder)
@@ -269,11 +380,16 @@ def test_every_row_is_trained_once_on_any_number_of_ranks(folder: Path, world_si
     weights, labels = 0.0, 0.0
     for rank in range(world_size):
         for batch in task.loader(schema, job.loader, rank=rank, world_size=world_size):
-            hours += np.bincount(batch.sparse["seen_at_hour"].values().numpy(), minlength=25)
+            hours += np.bincount(
+                batch.sparse["seen_at_hour"].values().numpy(), minlength=25
+            )
             weights += float(batch.weights.sum())
             labels += float((batch.labels * batch.weights).sum())
     rows = rows_of(folder, "train")
-    assert hours.tolist() == np.bincount(rows["seen_at_hour"].values, minlength=25).tolist()
+    assert (
+        hours.tolist()
+        == np.bincount(rows["seen_at_hour"].values, minlength=25).tolist()
+    )
     assert weights == rows["importance"].values.sum()
     assert labels == (rows["importance"].values * rows["clicked"].values).sum()
 
@@ -287,7 +403,10 @@ def test_columns_become_towers_by_their_owners(folder: Path) -> None:
     }
     assert data.vocab == data.preprocessor.vocab
     model: Any = build_model(job_of(folder), StreamedTask(data))
-    assert {name: [table.name for table in tower.tables] for name, tower in model.towers.items()} == {
+    assert {
+        name: [table.name for table in tower.tables]
+        for name, tower in model.towers.items()
+    } == {
         "user": ["item_id", "user_id"],
         "context": ["seen_at_hour", "seen_at_weekday"],
         "item": ["item_id", "item_tags"],
@@ -310,21 +429,33 @@ def test_the_catalogue_is_the_last_row_of_each_item(folder: Path) -> None:
     for item in known.tolist():
         row = int(np.flatnonzero(ids == item)[-1])
         assert items["item_price"].values[item] == train["item_price"].values[row]
-        assert items["item_tags"].row(item).tolist() == train["item_tags"].row(row).tolist()
+        assert (
+            items["item_tags"].row(item).tolist()
+            == train["item_tags"].row(row).tolist()
+        )
 
 
-def brute_force(data: StreamedData, held_out: Chunk, scores: np.ndarray[Any, Any]) -> float:
+def brute_force(
+    data: StreamedData, held_out: Chunk, scores: np.ndarray[Any, Any]
+) -> float:
     """HR@10 of held-out rows by hand: the items that the user clicked in training are left out."""
     train = rows_of(data.folder, "train")
     pairs = {
         (user, item)
-        for user, item, label in zip(*(train[name].values for name in ("user_id", "item_id", "clicked")), strict=True)
+        for user, item, label in zip(
+            *(train[name].values for name in ("user_id", "item_id", "clicked")),
+            strict=True,
+        )
         if label and user
     }
     known = set(data.items[0].tolist())
     hits = 0
-    for row, (user, target) in enumerate(zip(held_out["user_id"].values, held_out["item_id"].values, strict=True)):
-        rivals = [item for item in known if item != target and (user, item) not in pairs]
+    for row, (user, target) in enumerate(
+        zip(held_out["user_id"].values, held_out["item_id"].values, strict=True)
+    ):
+        rivals = [
+            item for item in known if item != target and (user, item) not in pairs
+        ]
         hits += sum(scores[row, item] > scores[row, target] for item in rivals) < 10
     return hits / held_out.num_rows
 
@@ -334,9 +465,16 @@ def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
     held_out = held_out_rows(data, "test")
     assert 45 <= held_out.num_rows <= 90, "evenly spread over all positives"
     assert held_out["clicked"].values.all()
-    scores = np.random.default_rng(0).normal(size=(held_out.num_rows, data.vocab["item_id"]))
-    ranks = metrics.ranks_of(torch.from_numpy(scores.copy()), question_of(data, held_out, [("hr", 10)]).question)
-    assert metrics.ranking_metrics(ranks)["hr@10"] == pytest.approx(brute_force(data, held_out, scores))
+    scores = np.random.default_rng(0).normal(
+        size=(held_out.num_rows, data.vocab["item_id"])
+    )
+    ranks = metrics.ranks_of(
+        torch.from_numpy(scores.copy()),
+        question_of(data, held_out, [("hr", 10)]).question,
+    )
+    assert metrics.ranking_metrics(ranks)["hr@10"] == pytest.approx(
+        brute_force(data, held_out, scores)
+    )
 
 
 def test_figures_of_a_ranking_are_refused_where_nothing_is_ranked(folder: Path) -> None:
@@ -345,27 +483,41 @@ def test_figures_of_a_ranking_are_refused_where_nothing_is_ranked(folder: Path) 
     task = StreamedTask(load_streamed(job.data), figures=job.evaluation.figures)
     model: Any = build_model(job, task)
     wrapped: Any = type("Wrapped", (), {"module": model})()
-    with pytest.raises(ValueError, match=r"evaluation\.metrics=recall@20,map@5: the catalogue of '.*' is not ranked"):
+    with pytest.raises(
+        ValueError,
+        match=r"evaluation\.metrics=recall@20,map@5: the catalogue of '.*' is not ranked",
+    ):
         task.evaluator(schema_of(job, task, model), wrapped, runtime)
     alone = job_of(folder, "data.ranked=0", "train.early_stop.metric=hr@10")
-    evaluator: Any = StreamedTask(task.data).evaluator(schema_of(job, task, model), wrapped, runtime)
+    evaluator: Any = StreamedTask(task.data).evaluator(
+        schema_of(job, task, model), wrapped, runtime
+    )
     with pytest.raises(
-        ValueError, match=r"metric='hr@10': .* watch one of auc, log_loss, ne, calibration, or .*: data\.ranked"
+        ValueError,
+        match=r"metric='hr@10': .* watch one of auc, log_loss, ne, calibration, or .*: data\.ranked",
     ):
         check_watched(alone, task, evaluator)
     ranked = StreamedTask(load_streamed(dataclasses.replace(job.data, ranked=9)))
-    check_watched(alone, ranked, ranked.evaluator(schema_of(job, task, model), wrapped, runtime))
+    check_watched(
+        alone, ranked, ranked.evaluator(schema_of(job, task, model), wrapped, runtime)
+    )
 
 
-@pytest.mark.parametrize("recipe", ["stream", "multi_task", "n_tower", "two_tower", "session"])
-def test_the_figures_that_may_be_watched_are_those_of_the_validation(recipe: str) -> None:
+@pytest.mark.parametrize(
+    "recipe", ["stream", "multi_task", "n_tower", "two_tower", "session"]
+)
+def test_the_figures_that_may_be_watched_are_those_of_the_validation(
+    recipe: str,
+) -> None:
     (names,) = run_ranks(figures_of, 1, recipe)
     assert names[0] == names[1]
 
 
 def figures_of(runtime: Runtime, recipe: str) -> tuple[list[str], list[str]]:
     """Returns the names that an evaluator promises, and those that it gives."""
-    small = ["data.users=60", "data.items=50"] if recipe in ("two_tower", "session") else []
+    small = (
+        ["data.users=60", "data.items=50"] if recipe in ("two_tower", "session") else []
+    )
     job = apply_overrides(load_recipe(recipe), ["data.name=planted", *small])
     task = load_task(job, runtime)
     model = build_model(job, task)
@@ -376,23 +528,33 @@ def figures_of(runtime: Runtime, recipe: str) -> tuple[list[str], list[str]]:
     return sorted(evaluator.validated), sorted(evaluator.validate())
 
 
-def test_rows_of_another_vocabulary_and_rows_without_weight_are_named(folder: Path, tmp_path: Path) -> None:
+def test_rows_of_another_vocabulary_and_rows_without_weight_are_named(
+    folder: Path, tmp_path: Path
+) -> None:
     part = next((broken(folder, tmp_path / "other") / "train").glob("*.parquet"))
     table = pq.read_table(part)
     index = table.column_names.index("item_id")
     pq.write_table(table.set_column(index, "item_id", [np.full(len(table), 41)]), part)
     with pytest.raises(
-        DataError, match=r"other: column 'item_id' has ids of 41 to 41, and its vocabulary rows 0 to 40"
+        DataError,
+        match=r"other: column 'item_id' has ids of 41 to 41, and its vocabulary rows 0 to 40",
     ):
         assert load_streamed(StreamConfig(name=str(tmp_path / "other"))).items
     pq.write_table(table.set_column(index, "item_id", [np.full(len(table), 0)]), part)
-    with pytest.raises(DataError, match=r"other: column 'item_id' is 0, the unknown item, in all training rows"):
+    with pytest.raises(
+        DataError,
+        match=r"other: column 'item_id' is 0, the unknown item, in all training rows",
+    ):
         assert load_streamed(StreamConfig(name=str(tmp_path / "other"))).items
     weightless = table.set_column(
-        table.column_names.index("importance"), "importance", [np.zeros(len(table), np.float32)]
+        table.column_names.index("importance"),
+        "importance",
+        [np.zeros(len(table), np.float32)],
     )
     pq.write_table(weightless, part)
-    with pytest.raises(DataError, match=r"column 'importance' is 0 in all 4,800 rows of split 'train'"):
+    with pytest.raises(
+        DataError, match=r"column 'importance' is 0 in all 4,800 rows of split 'train'"
+    ):
         assert load_streamed(StreamConfig(name=str(tmp_path / "other"))).positives
 
 
@@ -401,47 +563,76 @@ def broken(folder: Path, out: Path) -> Path:
     return out
 
 
-def test_what_is_not_a_preprocessed_folder_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_what_is_not_a_preprocessed_folder_is_refused_by_name(
+    folder: Path, tmp_path: Path
+) -> None:
     def refusal(path: Path) -> str:
         with pytest.raises(DataError) as raised:
             load_streamed(StreamConfig(name=str(path)))
         return str(raised.value)
 
     (tmp_path / "logs").mkdir()
-    assert "logs: has no summary.json, so rec.data.preprocess did not write it" in refusal(tmp_path / "logs")
+    assert (
+        "logs: has no summary.json, so rec.data.preprocess did not write it"
+        in refusal(tmp_path / "logs")
+    )
     shutil.rmtree(broken(folder, tmp_path / "untested") / "test")
-    assert "untested: has no split 'test' (it has train, validation, test)" in refusal(tmp_path / "untested")
+    assert "untested: has no split 'test' (it has train, validation, test)" in refusal(
+        tmp_path / "untested"
+    )
     part = next((broken(folder, tmp_path / "changed") / "test").glob("*.parquet"))
     pq.write_table(pq.read_table(part).drop(["item_tags"]), part)
     assert "column 'item_tags' is missing" in refusal(tmp_path / "changed")
     for name in ("clicked", "importance"):
-        part = next((broken(folder, tmp_path / f"without-{name}") / "test").glob("*.parquet"))
+        part = next(
+            (broken(folder, tmp_path / f"without-{name}") / "test").glob("*.parquet")
+        )
         pq.write_table(pq.read_table(part).drop([name]), part)
         assert f"column '{name}' is missing" in refusal(tmp_path / f"without-{name}")
     part = next((broken(folder, tmp_path / "typed") / "train").glob("*.parquet"))
     table = pq.read_table(part)
-    pq.write_table(table.set_column(0, table.column_names[0], [[0.5] * len(table)]), part)
-    assert f"column '{table.column_names[0]}' is double, must be" in refusal(tmp_path / "typed")
+    pq.write_table(
+        table.set_column(0, table.column_names[0], [[0.5] * len(table)]), part
+    )
+    assert f"column '{table.column_names[0]}' is double, must be" in refusal(
+        tmp_path / "typed"
+    )
     (broken(folder, tmp_path / "cut") / "summary.json").write_text('{"rows"')
     assert "summary.json: is damaged" in refusal(tmp_path / "cut")
 
 
-def test_a_log_without_a_label_or_without_items_is_told_so(log: Path, folder: Path, tmp_path: Path) -> None:
-    run_preprocess(dataclasses.replace(prepare(log, keep=("importance",)), out=str(tmp_path / "unlabelled")))
-    with pytest.raises(DataError, match=r"unlabelled: its rows have no label: .*it keeps importance"):
+def test_a_log_without_a_label_or_without_items_is_told_so(
+    log: Path, folder: Path, tmp_path: Path
+) -> None:
+    run_preprocess(
+        dataclasses.replace(
+            prepare(log, keep=("importance",)), out=str(tmp_path / "unlabelled")
+        )
+    )
+    with pytest.raises(
+        DataError, match=r"unlabelled: its rows have no label: .*it keeps importance"
+    ):
         load_streamed(StreamConfig(name=str(tmp_path / "unlabelled")))
-    with pytest.raises(ValueError, match=r"Prepared\.item: the result has no column 'what_id'; its columns are"):
+    with pytest.raises(
+        ValueError,
+        match=r"Prepared\.item: the result has no column 'what_id'; its columns are",
+    ):
         prepare(log, item="what_id")
     older = broken(folder, tmp_path / "older")
     shutil.rmtree(older / "raw")
     data = load_streamed(StreamConfig(name=str(older)))
     job = job_of(folder)
     schema = schema_of(job, StreamedTask(data), build_model(job, StreamedTask(data)))
-    with pytest.raises(ValueError, match=r"older: has no raw/items\.parquet, in which rec\.data\.preprocess keeps"):
+    with pytest.raises(
+        ValueError,
+        match=r"older: has no raw/items\.parquet, in which rec\.data\.preprocess keeps",
+    ):
         StreamedTask(data).export_data(schema)
 
 
-def test_an_older_folder_has_the_label_column_as_its_label(tmp_path: Path, folder: Path) -> None:
+def test_an_older_folder_has_the_label_column_as_its_label(
+    tmp_path: Path, folder: Path
+) -> None:
     older = broken(folder, tmp_path / "older")
     summary = json.loads((older / "summary.json").read_text())
     del summary["roles"]
@@ -450,14 +641,19 @@ def test_an_older_folder_has_the_label_column_as_its_label(tmp_path: Path, folde
         load_streamed(StreamConfig(name=str(older)))
 
 
-def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not(folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not(
+    folder: Path, tmp_path: Path
+) -> None:
     saving = ("checkpoint.steps=7", "train.epochs=1")
     run_ranks(ran, 2, job_of(folder, *saving), tmp_path / "whole")
     steps = sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))
     assert len(steps) > 2
     resumed = tmp_path / "resumed"
     run_ranks(resumed_run, 2, job_of(folder, *saving), resumed, str(steps[0]))
-    whole, again = (json.loads((path / "summary.json").read_text())["test"] for path in (tmp_path / "whole", resumed))
+    whole, again = (
+        json.loads((path / "summary.json").read_text())["test"]
+        for path in (tmp_path / "whole", resumed)
+    )
     assert whole == again
 
 
@@ -468,26 +664,44 @@ def test_a_run_is_not_resumed_or_exported_with_the_ids_of_another_preprocessor(
     """A log that was preprocessed again has a larger vocabulary, or one of the same size in another order."""
     ready = tmp_path / "ready"
     shutil.copytree(folder, ready)
-    run_ranks(ran, 1, job_of(ready, "train.epochs=1", "checkpoint.steps=7"), tmp_path / "run")
+    run_ranks(
+        ran, 1, job_of(ready, "train.epochs=1", "checkpoint.steps=7"), tmp_path / "run"
+    )
     step = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[0]
     (tmp_path / "log").mkdir()
     for split in ("train", "validation", "test"):
         shutil.copy(log / f"{split}.parquet", tmp_path / "log")
     for new, changed in (("film-7", "resized"), ("film-99", "grown")):
         table = pq.read_table(log / "train.parquet")
-        items = [new if index % 10 == 0 else name for index, name in enumerate(table["what"].to_pylist())]
-        named = table.set_column(table.column_names.index("what"), "what", [pa.array(items)])
+        items = [
+            new if index % 10 == 0 else name
+            for index, name in enumerate(table["what"].to_pylist())
+        ]
+        named = table.set_column(
+            table.column_names.index("what"), "what", [pa.array(items)]
+        )
         pq.write_table(named, tmp_path / "log" / "train.parquet")
-        run_preprocess(dataclasses.replace(prepare(tmp_path / "log"), out=str(ready), overwrite=True))
-        words = r"step-\d+: its ids are of another preprocessor \(\w{12}\) than these rows'"
+        run_preprocess(
+            dataclasses.replace(
+                prepare(tmp_path / "log"), out=str(ready), overwrite=True
+            )
+        )
+        words = (
+            r"step-\d+: its ids are of another preprocessor \(\w{12}\) than these rows'"
+        )
         with pytest.raises(RankFailedError, match=words):
             run_ranks(resumed_run, 1, job_of(ready), tmp_path / changed, str(step))
         with pytest.raises(RankFailedError, match=words):
             run_ranks(exported, 1, tmp_path / "run", tmp_path / "bundle")
     shutil.copytree(step, tmp_path / "moved" / step.name)
-    for number, copied in enumerate((step, tmp_path / "moved", tmp_path / "moved" / step.name)):
+    for number, copied in enumerate(
+        (step, tmp_path / "moved", tmp_path / "moved" / step.name)
+    ):
         start = ("train.epochs=1", f"start.path={copied}", "start.allow=more_rows")
-        with pytest.raises(RankFailedError, match=r"step-\d+: column 'item_id' had 40 values .* stand for others"):
+        with pytest.raises(
+            RankFailedError,
+            match=r"step-\d+: column 'item_id' had 40 values .* stand for others",
+        ):
             run_ranks(ran, 1, job_of(ready, *start), tmp_path / f"begun-{number}")
 
 

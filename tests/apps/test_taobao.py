@@ -19,7 +19,11 @@ import pytest
 from tests.apps.test_stream import Run, model_scores, ran, resumed_run, rows_of
 from tests.contracts import run_ranks
 from torchrec_ext.data.datasets.config import StreamConfig
-from torchrec_ext.data.datasets.streamed import StreamedData, load_streamed, planted_log_folder
+from torchrec_ext.data.datasets.streamed import (
+    StreamedData,
+    load_streamed,
+    planted_log_folder,
+)
 from torchrec_ext.data.datasets.synthetic import planted_log
 from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.retrieval.bundle.bundle import Bundle
@@ -36,17 +40,29 @@ from torchx_apps.recipes.session import BstConfig, build_bst
 from torchx_apps.tasks.job import Job, schema_of
 from torchx_apps.tasks.streamed import StreamedTask
 
-pytest.importorskip("ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
+pytest.importorskip(
+    "ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
+)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
 
 S = 6
 SMALL = {
     "bst": (
-        *("train.epochs=1", "loader.batch_size=128", "model.top_widths=64", "model.embedding_dim=16"),
+        *(
+            "train.epochs=1",
+            "loader.batch_size=128",
+            "model.top_widths=64",
+            "model.embedding_dim=16",
+        ),
         *("model.heads=2", "model.dropout=0", "optimizer.dense_lr=0.003"),
     ),
     "multi_task": (
-        *("train.epochs=1", "loader.batch_size=128", "model.embedding_std=0.1", "optimizer.tables=adam"),
+        *(
+            "train.epochs=1",
+            "loader.batch_size=128",
+            "model.embedding_std=0.1",
+            "optimizer.tables=adam",
+        ),
         *("optimizer.tables_lr=0.01", "optimizer.dense_lr=0.003"),
     ),
 }
@@ -55,7 +71,9 @@ SMALL = {
 def write_log(path: Path) -> pa.Table:
     """A csv file without a header, as the publisher's is; returns its rows."""
     log = planted_log(users=160, items=60, visits=6)
-    clicks = pa.table(log.columns).append_column("behavior_type", pa.array(["pv"] * len(log.bought)))
+    clicks = pa.table(log.columns).append_column(
+        "behavior_type", pa.array(["pv"] * len(log.bought))
+    )
     bought = clicks.filter(pa.array(log.bought)).drop(["behavior_type", "timestamp"])
     later = log.columns["timestamp"][log.bought] + 5
     buys = bought.append_column("timestamp", pa.array(later)).append_column(
@@ -64,13 +82,21 @@ def write_log(path: Path) -> pa.Table:
     names = ["user_id", "item_id", "category_id", "behavior_type", "timestamp"]
     table = pa.concat_tables([clicks.select(names), buys.select(names)])
     table = table.take(pa.array(np.random.default_rng(0).permutation(len(table))))
-    path.write_text("".join(",".join(map(str, row.values())) + "\n" for row in table.to_pylist()))
+    path.write_text(
+        "".join(",".join(map(str, row.values())) + "\n" for row in table.to_pylist())
+    )
     return table
 
 
 def prepared(path: Path, out: Path, *overrides: str) -> Path:
     job: PreprocessJob = apply_overrides(
-        taobao(), [f"config.path={path}", f"config.history_length={S}", "pictures=false", *overrides]
+        taobao(),
+        [
+            f"config.path={path}",
+            f"config.history_length={S}",
+            "pictures=false",
+            *overrides,
+        ],
     )
     return run_preprocess(dataclasses.replace(job, out=str(out)))
 
@@ -92,7 +118,9 @@ def folder(file: Path, log: pa.Table) -> Path:
 
 
 def job_of(recipe: str, folder: Path | str, *overrides: str) -> Job:
-    job: Job = apply_overrides(load_recipe(recipe), [*SMALL[recipe], f"data.name={folder}", *overrides])
+    job: Job = apply_overrides(
+        load_recipe(recipe), [*SMALL[recipe], f"data.name={folder}", *overrides]
+    )
     return job
 
 
@@ -101,7 +129,9 @@ def clicks_of(log: pa.Table) -> dict[int, list[tuple[int, int, int]]]:
     past: dict[int, list[tuple[int, int, int]]] = {}
     for row in log.to_pylist():
         if row["behavior_type"] == "pv":
-            past.setdefault(row["user_id"], []).append((row["timestamp"], row["item_id"], row["category_id"]))
+            past.setdefault(row["user_id"], []).append(
+                (row["timestamp"], row["item_id"], row["category_id"])
+            )
     return {user: sorted(clicks) for user, clicks in past.items()}
 
 
@@ -110,33 +140,67 @@ def raw_rows(log: pa.Table, folder: Path, split: str) -> list[dict[str, Any]]:
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["roles"]["tasks"] == ["conversion"]
     clicks = log.filter(pc.equal(log["behavior_type"], "pv"))
-    order = [(name, "ascending") for name in ("timestamp", "user_id", "item_id", "category_id")]
+    order = [
+        (name, "ascending")
+        for name in ("timestamp", "user_id", "item_id", "category_id")
+    ]
     clicks = clicks.sort_by(order)
-    sizes = {name: int((rows_of(folder, name)["click"].values > 0).sum()) for name in ("train", "validation", "test")}
-    start = {"train": 0, "validation": sizes["train"], "test": sizes["train"] + sizes["validation"]}[split]
+    sizes = {
+        name: int((rows_of(folder, name)["click"].values > 0).sum())
+        for name in ("train", "validation", "test")
+    }
+    start = {
+        "train": 0,
+        "validation": sizes["train"],
+        "test": sizes["train"] + sizes["validation"],
+    }[split]
     assert sum(sizes.values()) == len(clicks), "every click is the row of one split"
     return clicks.slice(start, sizes[split]).to_pylist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_the_rows_are_those_that_a_count_by_hand_gives(log: pa.Table, folder: Path, split: str) -> None:
-    made, raw, past = rows_of(folder, split), raw_rows(log, folder, split), clicks_of(log)
+def test_the_rows_are_those_that_a_count_by_hand_gives(
+    log: pa.Table, folder: Path, split: str
+) -> None:
+    made, raw, past = (
+        rows_of(folder, split),
+        raw_rows(log, folder, split),
+        clicks_of(log),
+    )
     data = load_streamed(StreamConfig(name=str(folder)))
-    items, categories = ({v: i + 1 for i, v in enumerate(s.values.to_pylist())} for s in data.preprocessor.states[1:3])
+    items, categories = (
+        {v: i + 1 for i, v in enumerate(s.values.to_pylist())}
+        for s in data.preprocessor.states[1:3]
+    )
     ends = {"train": raw_rows(log, folder, "train")[-1]["timestamp"], "test": np.inf}
-    buys = [row for row in log.to_pylist() if row["behavior_type"] == "buy" and row["timestamp"] <= ends[split]]
+    buys = [
+        row
+        for row in log.to_pylist()
+        if row["behavior_type"] == "buy" and row["timestamp"] <= ends[split]
+    ]
     begin = raw[0]["timestamp"] if split == "test" else 0
     bought = {(row["user_id"], row["item_id"]): 0 for row in buys}
     for row in buys:
         if row["timestamp"] >= begin:
-            bought[row["user_id"], row["item_id"]] = max(bought[row["user_id"], row["item_id"]], row["timestamp"])
+            bought[row["user_id"], row["item_id"]] = max(
+                bought[row["user_id"], row["item_id"]], row["timestamp"]
+            )
     clicked = np.flatnonzero(made["click"].values > 0)
     assert len(clicked) == len(raw)
     for number, row in zip(clicked.tolist(), raw, strict=True):
-        before = [click for click in past[row["user_id"]] if click[0] < row["timestamp"]][-S:]
-        assert made["history"].row(number).tolist() == [items.get(item, 0) for _, item, _ in before]
-        assert made["history_category_id"].row(number).tolist() == [categories[kind] for _, _, kind in before]
-        gaps = [1 + sum(start <= row["timestamp"] - moment for start in GAPS) for moment, _, _ in before]
+        before = [
+            click for click in past[row["user_id"]] if click[0] < row["timestamp"]
+        ][-S:]
+        assert made["history"].row(number).tolist() == [
+            items.get(item, 0) for _, item, _ in before
+        ]
+        assert made["history_category_id"].row(number).tolist() == [
+            categories[kind] for _, _, kind in before
+        ]
+        gaps = [
+            1 + sum(start <= row["timestamp"] - moment for start in GAPS)
+            for moment, _, _ in before
+        ]
         assert made["history_gap"].row(number).tolist() == gaps
         assert made["item_id"].values[number] == items.get(row["item_id"], 0)
         assert made["conversion"].values[number] == (
@@ -155,13 +219,20 @@ def test_a_drawn_row_is_its_click_with_another_item(folder: Path) -> None:
         for row in drawn[:200].tolist():
             assert made[name].row(row).tolist() == made[name].row(row - 1).tolist()
     share = np.bincount(made["item_id"].values[drawn], minlength=61) / len(drawn)
-    clicked = np.bincount(made["item_id"].values[made["click"].values > 0], minlength=61) / (made.num_rows - len(drawn))
+    clicked = np.bincount(
+        made["item_id"].values[made["click"].values > 0], minlength=61
+    ) / (made.num_rows - len(drawn))
     assert np.abs(share - clicked).max() < 0.02, "as often as items are clicked"
 
 
-def test_the_requests_for_an_audit_are_spread_over_the_training_rows(log: pa.Table, folder: Path) -> None:
+def test_the_requests_for_an_audit_are_spread_over_the_training_rows(
+    log: pa.Table, folder: Path
+) -> None:
     """The first rows of a log have no clicks before them, and would say nothing of sessions."""
-    requests, rows = pq.read_table(folder / "raw/requests.parquet"), raw_rows(log, folder, "train")
+    requests, rows = (
+        pq.read_table(folder / "raw/requests.parquet"),
+        raw_rows(log, folder, "train"),
+    )
     past = clicks_of(log)
     moments = requests["timestamp"].to_pylist()
     assert moments == sorted(moments)
@@ -169,15 +240,24 @@ def test_the_requests_for_an_audit_are_spread_over_the_training_rows(log: pa.Tab
     middle = rows[len(rows) // 2]["timestamp"]
     assert 0.45 < np.mean(np.array(moments) <= middle) < 0.55
     for request in requests.slice(len(moments) - 20).to_pylist():
-        before = [click for click in past[request["user_id"]] if click[0] < request["timestamp"]][-S:]
+        before = [
+            click
+            for click in past[request["user_id"]]
+            if click[0] < request["timestamp"]
+        ][-S:]
         assert request["history_items"] == [item for _, item, _ in before]
         assert before
 
 
 @pytest.mark.slow
-def test_a_header_and_parquet_give_the_same_rows(log: pa.Table, folder: Path, tmp_path: Path) -> None:
+def test_a_header_and_parquet_give_the_same_rows(
+    log: pa.Table, folder: Path, tmp_path: Path
+) -> None:
     names = [*log.column_names[::-1]]
-    lines = [",".join(names), *(",".join(str(row[name]) for name in names) for row in log.to_pylist())]
+    lines = [
+        ",".join(names),
+        *(",".join(str(row[name]) for name in names) for row in log.to_pylist()),
+    ]
     (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
     pq.write_table(log, tmp_path / "log.parquet")
     expected = rows_of(folder, "test")
@@ -188,23 +268,42 @@ def test_a_header_and_parquet_give_the_same_rows(log: pa.Table, folder: Path, tm
             assert made[name].values.tolist() == expected[name].values.tolist()
 
 
-def test_without_drawn_rows_conversions_are_learned(log: pa.Table, tmp_path: Path) -> None:
+def test_without_drawn_rows_conversions_are_learned(
+    log: pa.Table, tmp_path: Path
+) -> None:
     pq.write_table(log, tmp_path / "log.parquet")
     made = prepared(tmp_path / "log.parquet", tmp_path / "ready", "config.negatives=0")
     data = load_streamed(StreamConfig(name=str(made)))
     assert (data.roles.label, list(data.roles.tasks)) == ("conversion", [])
-    assert sum(source.num_rows for source in data.splits.values()) == sum(map(len, clicks_of(log).values()))
-    with pytest.raises(ValueError, match=r"its preprocessing names one label, 'conversion'; name more, as Prepared\("):
+    assert sum(source.num_rows for source in data.splits.values()) == sum(
+        map(len, clicks_of(log).values())
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"its preprocessing names one label, 'conversion'; name more, as Prepared\(",
+    ):
         build_model(job_of("multi_task", made), StreamedTask(data))
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("1,2,3,pv\n", r"its first row '1,2,3,pv' has 4 values, must be 5: user_id, item_id, category_id, "),
-        ("user_id,item_id,behavior_type,timestamp\n1,2,pv,3\n", r"column 'category_id' is missing"),
-        ("1,2,3,pv,4\n1,2,3,view,5\n", r"column 'behavior_type' has the value 'view'; must be one of pv, buy, cart"),
-        ("1,2,3,buy,4\n", r"column 'behavior_type' has no 'pv', of which the rows are made"),
+        (
+            "1,2,3,pv\n",
+            r"its first row '1,2,3,pv' has 4 values, must be 5: user_id, item_id, category_id, ",
+        ),
+        (
+            "user_id,item_id,behavior_type,timestamp\n1,2,pv,3\n",
+            r"column 'category_id' is missing",
+        ),
+        (
+            "1,2,3,pv,4\n1,2,3,view,5\n",
+            r"column 'behavior_type' has the value 'view'; must be one of pv, buy, cart",
+        ),
+        (
+            "1,2,3,buy,4\n",
+            r"column 'behavior_type' has no 'pv', of which the rows are made",
+        ),
         ("1,2,3,pv,4\n1,2,3,pv,yesterday\n", r"log\.csv: .*"),
     ],
 )
@@ -218,7 +317,10 @@ def test_another_log_is_refused_by_name(text: str, words: str, tmp_path: Path) -
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> dict[str, tuple[Path, Run]]:
     runs = {}
-    for recipe, more in (("bst", ()), ("multi_task", ("model.serve=click,conversion",))):
+    for recipe, more in (
+        ("bst", ()),
+        ("multi_task", ("model.serve=click,conversion",)),
+    ):
         out = folder.parent / recipe
         (run,) = run_ranks(ran, 1, job_of(recipe, folder, "export=require", *more), out)
         runs[recipe] = (out, run)
@@ -231,17 +333,33 @@ def test_the_figures_are_named_by_task_and_the_catalogue_is_ranked_where_it_is_a
 ) -> None:
     figures = trained[recipe][1].figures
     tasks = ("click_", "conversion_") if recipe == "multi_task" else ("",)
-    assert {f"{task}{name}" for task in tasks for name in ("auc", "log_loss", "ne", "calibration")} <= figures.keys()
+    assert {
+        f"{task}{name}"
+        for task in tasks
+        for name in ("auc", "log_loss", "ne", "calibration")
+    } <= figures.keys()
     assert ("hr@10" in figures) == (recipe == "multi_task")
 
 
 @pytest.mark.parametrize(
     ("recipe", "overrides", "sessions", "seeds"),
     [
-        pytest.param("bst", ("model.top_widths=256,128", "model.dropout=0"), True, 1, marks=pytest.mark.slow),
+        pytest.param(
+            "bst",
+            ("model.top_widths=256,128", "model.dropout=0"),
+            True,
+            1,
+            marks=pytest.mark.slow,
+        ),
         pytest.param("multi_task", (), False, 1, marks=pytest.mark.slow),
         # Of its few conversions one seed learns .78, another .81.
-        pytest.param("multi_task", ("model.rows=product", "train.epochs=4"), False, 3, marks=pytest.mark.slow),
+        pytest.param(
+            "multi_task",
+            ("model.rows=product", "train.epochs=4"),
+            False,
+            3,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["bst", "multi_task", "multi_task by ESMM's product"],
 )
@@ -253,13 +371,19 @@ def test_the_best_possible_prediction_is_nearly_reached(
     best = planted_log_folder(tmp_path / "known", sessions=sessions)
     figures = []
     for seed in range(seeds):
-        job = apply_overrides(load_recipe(recipe), [*overrides, "data.ranked=0", f"train.seed={seed}"])
+        job = apply_overrides(
+            load_recipe(recipe), [*overrides, "data.ranked=0", f"train.seed={seed}"]
+        )
         (run,) = run_ranks(ran, 1, job, tmp_path / f"run-{seed}")
         figures.append(run.figures)
     labels = ("click_", "conversion_") if recipe == "multi_task" else ("",)
     for name in [f"{label}auc" for label in labels]:
         found = np.mean([figure[name] for figure in figures])
-        assert best[name] - 0.03 < found < best[name] + 0.01, (name, best[name], figures)
+        assert best[name] - 0.03 < found < best[name] + 0.01, (
+            name,
+            best[name],
+            figures,
+        )
     for name in [f"{label}calibration" for label in labels]:
         assert 0.85 < np.mean([figure[name] for figure in figures]) < 1.15, figures
 
@@ -270,7 +394,11 @@ def test_the_score_of_a_raw_row_is_the_models_on_the_preprocessed_row(
 ) -> None:
     """A request holds all that the user clicked, before and after, and the bundle reads the window of the training."""
     run, _ = trained[recipe]
-    job = job_of(recipe, folder, *(["model.serve=click,conversion"] if recipe == "multi_task" else []))
+    job = job_of(
+        recipe,
+        folder,
+        *(["model.serve=click,conversion"] if recipe == "multi_task" else []),
+    )
     expected = run_ranks(model_scores, 1, job, run)[0]
     raw, past = raw_rows(log, folder, "test"), clicks_of(log)
     scorer = Scorer(Bundle.load(run / "bundle"))
@@ -278,9 +406,14 @@ def test_the_score_of_a_raw_row_is_the_models_on_the_preprocessed_row(
     longest = 0
     for number, row in zip(clicked.tolist(), raw, strict=False):
         clicks = past[row["user_id"]][::-1]
-        longest = max(longest, sum(moment < row["timestamp"] for moment, _, _ in clicks))
+        longest = max(
+            longest, sum(moment < row["timestamp"] for moment, _, _ in clicks)
+        )
         user = {name: row[name] for name in ("user_id", "timestamp")}
-        user |= {f"history_{name}": [click[i] for click in clicks] for i, name in enumerate(("times", "items"))}
+        user |= {
+            f"history_{name}": [click[i] for click in clicks]
+            for i, name in enumerate(("times", "items"))
+        }
         user["history_category_id"] = [click[2] for click in clicks]
         (score,) = scorer.score(ScoreRequest(user=user, items=[row["item_id"]])).scores
         assert score == pytest.approx(expected[number], abs=1e-5)
@@ -298,19 +431,29 @@ def test_a_user_who_is_named_by_id_has_the_session_of_the_log(
     for user in bundle.users.ids.ids().tolist()[:20]:
         named = {"user_id": user, "timestamp": now}
         whole = named | {
-            f"history_{name}": [click[i] for click in past[user]] for i, name in enumerate(("times", "items"))
+            f"history_{name}": [click[i] for click in past[user]]
+            for i, name in enumerate(("times", "items"))
         }
         whole["history_category_id"] = [click[2] for click in past[user]]
-        scores = [scorer.score(ScoreRequest(user=asked, items=items)).scores for asked in (named, whole)]
+        scores = [
+            scorer.score(ScoreRequest(user=asked, items=items)).scores
+            for asked in (named, whole)
+        ]
         assert scores[0] == pytest.approx(scores[1], abs=1e-6)
 
 
-def test_any_column_of_the_items_vocabulary_reads_their_table(planted: StreamedData) -> None:
+def test_any_column_of_the_items_vocabulary_reads_their_table(
+    planted: StreamedData,
+) -> None:
     features = (*planted.features, "user_favourite", "item_bundle")
     tables = {**planted.tables, "user_favourite": "item_id", "item_bundle": "item_id"}
     towers = {**planted.towers, "item": (["item_id", "category_id", "item_bundle"], [])}
     towers["user"] = ([*planted.towers["user"][0], "user_favourite"], [])
-    vocab = {**planted.vocab, "user_favourite": planted.vocab["item_id"], "item_bundle": planted.vocab["item_id"]}
+    vocab = {
+        **planted.vocab,
+        "user_favourite": planted.vocab["item_id"],
+        "item_bundle": planted.vocab["item_id"],
+    }
     more: Any = SimpleNamespace(
         **{name: getattr(planted, name) for name in ("name", "preprocessor", "roles")},
         features=features,
@@ -322,7 +465,9 @@ def test_any_column_of_the_items_vocabulary_reads_their_table(planted: StreamedD
     read = {table.name: table.feature_names for table in merged_tables(model)}
     assert read["item_id"] == ["history", "user_favourite", "item_id"]
     assert read["category_id"] == ["history_category_id", "category_id"]
-    assert read["item_id_item_bundle"] == ["item_bundle"], "the target's step has the item alone"
+    assert read["item_id_item_bundle"] == ["item_bundle"], (
+        "the target's step has the item alone"
+    )
 
 
 def merged_tables(model: Any) -> list[Any]:
@@ -340,14 +485,26 @@ def test_two_ranks_see_each_row_once_and_a_stopped_run_goes_on_as_if_it_had_not(
     schema = schema_of(job, task, build_model(job, task))
     seen = np.zeros(data.vocab["item_id"], np.int64)
     for rank in range(2):
-        for batch in task.loader(schema, task.with_roles(job.loader), rank=rank, world_size=2):
-            seen += np.bincount(batch.bags("item_id").values().numpy(), minlength=len(seen))
-    assert seen.tolist() == np.bincount(rows_of(folder, "train")["item_id"].values, minlength=len(seen)).tolist()
+        for batch in task.loader(
+            schema, task.with_roles(job.loader), rank=rank, world_size=2
+        ):
+            seen += np.bincount(
+                batch.bags("item_id").values().numpy(), minlength=len(seen)
+            )
+    assert (
+        seen.tolist()
+        == np.bincount(
+            rows_of(folder, "train")["item_id"].values, minlength=len(seen)
+        ).tolist()
+    )
     run_ranks(ran, 2, job, tmp_path / "whole")
     steps = sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))
     assert len(steps) > 2
     run_ranks(resumed_run, 2, job, tmp_path / "resumed", str(steps[0]))
-    whole, again = (json.loads((tmp_path / name / "summary.json").read_text())["test"] for name in ("whole", "resumed"))
+    whole, again = (
+        json.loads((tmp_path / name / "summary.json").read_text())["test"]
+        for name in ("whole", "resumed")
+    )
     assert whole == again
 
 
@@ -358,13 +515,21 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> StreamedData:
     return load_streamed(StreamConfig(name=str(out)))
 
 
-def test_a_shorter_window_is_the_latest_steps_and_the_catalogue_is_ranked_where_asked(planted: StreamedData) -> None:
-    model: Any = build_model(job_of("bst", "planted", "model.window=4"), StreamedTask(planted))
+def test_a_shorter_window_is_the_latest_steps_and_the_catalogue_is_ranked_where_asked(
+    planted: StreamedData,
+) -> None:
+    model: Any = build_model(
+        job_of("bst", "planted", "model.window=4"), StreamedTask(planted)
+    )
     assert model.towers["session"].network.max_length == 4
     assert list(model.made_of) == ["session", "user", "target"]
     from torchx_apps.tasks.streamed import ranking_towers
 
-    assert ranking_towers(model, dataclasses.replace(planted, ranked=10)) == ["session", "user", "target"]
+    assert ranking_towers(model, dataclasses.replace(planted, ranked=10)) == [
+        "session",
+        "user",
+        "target",
+    ]
     assert ranking_towers(model, dataclasses.replace(planted, ranked=0)) is None
 
 
@@ -372,43 +537,83 @@ def without(data: StreamedData, **changed: Any) -> StreamedTask:
     return StreamedTask(dataclasses.replace(data, **changed))
 
 
-def test_a_folder_without_what_a_recipe_reads_is_refused_with_the_remedy(planted: StreamedData) -> None:
+def test_a_folder_without_what_a_recipe_reads_is_refused_with_the_remedy(
+    planted: StreamedData,
+) -> None:
     fitted = planted.preprocessor
 
     def preprocessed(steps: Sequence[Any]) -> Any:
-        kept = [(step, state) for step, state in zip(fitted.steps, fitted.states, strict=True) if step in steps]
+        kept = [
+            (step, state)
+            for step, state in zip(fitted.steps, fitted.states, strict=True)
+            if step in steps
+        ]
         return dataclasses.replace(
-            fitted, steps=tuple(step for step, _ in kept), states=tuple(state for _, state in kept)
+            fitted,
+            steps=tuple(step for step, _ in kept),
+            states=tuple(state for _, state in kept),
         )
 
     history, *rest = fitted.steps
     alone = StreamedTask.__new__(StreamedTask)
-    object.__setattr__(alone, "data", dataclasses.replace(planted, splits={}, preprocessor=preprocessed(rest[2:])))
+    object.__setattr__(
+        alone,
+        "data",
+        dataclasses.replace(planted, splits={}, preprocessor=preprocessed(rest[2:])),
+    )
     job = job_of("bst", "planted")
-    with pytest.raises(DataError, match=r"its preprocessing has no History, so its rows have no session; .* taobao"):
+    with pytest.raises(
+        DataError,
+        match=r"its preprocessing has no History, so its rows have no session; .* taobao",
+    ):
         build_model(job, alone)
     other = dataclasses.replace(planted.roles, item=None)
-    with pytest.raises(DataError, match=r"'history' has not the vocabulary of the shown item \(None\)"):
-        build_model(job, without(planted, roles=other))
-    bare = dataclasses.replace(fitted, steps=(dataclasses.replace(history, gaps=()), *rest))
     with pytest.raises(
-        DataError, match=r"model\.position=none: the sessions have no time gaps, .* model\.position=end"
+        DataError, match=r"'history' has not the vocabulary of the shown item \(None\)"
+    ):
+        build_model(job, without(planted, roles=other))
+    bare = dataclasses.replace(
+        fitted, steps=(dataclasses.replace(history, gaps=()), *rest)
+    )
+    with pytest.raises(
+        DataError,
+        match=r"model\.position=none: the sessions have no time gaps, .* model\.position=end",
     ):
         build_model(job, without(planted, preprocessor=bare))
-    assert build_model(job_of("bst", "planted", "model.position=end"), without(planted, preprocessor=bare))
+    assert build_model(
+        job_of("bst", "planted", "model.position=end"),
+        without(planted, preprocessor=bare),
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("model.weights=buy=2",), r"model\.weights=buy: the rows of '.*' have no such label; .* click, conversion"),
-        (("model.serve=click,buy",), r"model\.serve=buy: the rows of '.*' have no such label"),
-        (("model.weights=conversion",), r"model\.weights: 'conversion' must be a task and the weight of its loss"),
-        (("model.weights=conversion=0",), r"tasks: conversion=0\.0: the weight of a loss must be greater than 0"),
-        (("model.interaction=dot",), r"model\.interaction=dot: several tasks share the hidden layers of top_nn"),
+        (
+            ("model.weights=buy=2",),
+            r"model\.weights=buy: the rows of '.*' have no such label; .* click, conversion",
+        ),
+        (
+            ("model.serve=click,buy",),
+            r"model\.serve=buy: the rows of '.*' have no such label",
+        ),
+        (
+            ("model.weights=conversion",),
+            r"model\.weights: 'conversion' must be a task and the weight of its loss",
+        ),
+        (
+            ("model.weights=conversion=0",),
+            r"tasks: conversion=0\.0: the weight of a loss must be greater than 0",
+        ),
+        (
+            ("model.interaction=dot",),
+            r"model\.interaction=dot: several tasks share the hidden layers of top_nn",
+        ),
     ],
 )
-def test_a_task_without_column_is_refused(overrides: Sequence[str], words: str, planted: StreamedData) -> None:
+def test_a_task_without_column_is_refused(
+    overrides: Sequence[str], words: str, planted: StreamedData
+) -> None:
     with pytest.raises(ValueError, match=words):
         build_model(job_of("multi_task", "planted", *overrides), StreamedTask(planted))
 
@@ -420,17 +625,29 @@ def test_a_task_of_the_summary_without_column_and_ids_beyond_the_table_are_named
     summary = json.loads((tmp_path / "summary.json").read_text())
     summary["roles"]["tasks"] = ["purchase"]
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    with pytest.raises(DataError, match=r"task 'purchase' is no column of its rows, which keep click, conversion"):
+    with pytest.raises(
+        DataError,
+        match=r"task 'purchase' is no column of its rows, which keep click, conversion",
+    ):
         load_streamed(StreamConfig(name=str(tmp_path)))
     summary["roles"]["tasks"] = ["conversion"]
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     part = next((tmp_path / "train").glob("*.parquet"))
     table = pq.read_table(part)
     lists = table["history_gap"].combine_chunks()
-    beyond = pa.ListArray.from_arrays(lists.offsets, pa.array(np.full(len(lists.flatten()), 99)))
-    pq.write_table(table.set_column(table.column_names.index("history_gap"), "history_gap", [beyond]), part)
+    beyond = pa.ListArray.from_arrays(
+        lists.offsets, pa.array(np.full(len(lists.flatten()), 99))
+    )
+    pq.write_table(
+        table.set_column(
+            table.column_names.index("history_gap"), "history_gap", [beyond]
+        ),
+        part,
+    )
     job, data = job_of("bst", tmp_path), load_streamed(StreamConfig(name=str(tmp_path)))
     task = StreamedTask(data)
-    loader = task.loader(schema_of(job, task, build_model(job, task)), job.loader, rank=0, world_size=1)
+    loader = task.loader(
+        schema_of(job, task, build_model(job, task)), job.loader, rank=0, world_size=1
+    )
     with pytest.raises(ValueError, match=r"history_gap.*99"):
         next(iter(loader))

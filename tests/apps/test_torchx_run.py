@@ -28,13 +28,17 @@ def run(*words: str) -> None:
     parser = argparse.ArgumentParser(prog="torchx run")
     command = Run()
     command.add_arguments(parser)
-    command.run(parser.parse_args([*words], namespace=argparse.Namespace(log_level="INFO")))
+    command.run(
+        parser.parse_args([*words], namespace=argparse.Namespace(log_level="INFO"))
+    )
 
 
 def launched(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """The command of the job that `torchx run --dryrun` would start."""
     run("--dryrun", *words)
-    printed = re.sub(r"['\"]\n\s*['\"]", "", capsys.readouterr().out)  # long strings are broken into lines
+    printed = re.sub(
+        r"['\"]\n\s*['\"]", "", capsys.readouterr().out
+    )  # long strings are broken into lines
     return next(line for line in printed.splitlines() if "torchx_apps.train" in line)
 
 
@@ -56,7 +60,9 @@ def overrides(command: str) -> list[str]:
     ],
 )
 @pytest.mark.usefixtures("in_the_clone")
-def test_every_override_is_launched_in_the_order_typed(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_override_is_launched_in_the_order_typed(
+    typed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = launched(capsys, *shlex.split(typed))
     assert overrides(command)[-1] == "b=2"
     assert set(overrides(command)) >= {"a=1", "b=2"}
@@ -70,7 +76,9 @@ def test_every_override_is_launched_in_the_order_typed(typed: str, capsys: pytes
 
 
 @pytest.mark.usefixtures("in_the_clone")
-def test_the_demo_of_the_makefile_launches_all_that_its_line_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_of_the_makefile_launches_all_that_its_line_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (line,) = re.findall(
         r"^demo:.*\n\t@\$\(WITH_VENV\) \$\(BIN\)/torchx run (.+) \$\(DEMO_ARGS\)$",
         (CLONE / "Makefile").read_text(),
@@ -99,7 +107,9 @@ def test_a_scheduler_without_its_package_is_told_in_one_line_with_the_extra(
             "my_image:1",
         )
     printed = capsys.readouterr()
-    install = "pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'"
+    install = (
+        "pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'"
+    )
     message = f"-s kubernetes needs the extra kubernetes: {install}"
     assert (printed.out, printed.err.splitlines()[-1]) == ("", message)
     assert "Traceback" not in printed.err
@@ -111,9 +121,21 @@ def test_docker_that_does_not_answer_is_one_line_with_the_way_without_it(
     pytest.importorskip("kubernetes", reason="needs the extra kubernetes")
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
     with pytest.raises(SystemExit, match=r"^1$"):
-        run("-s", "kubernetes", "-cfg", "queue=default", "--dryrun", "rec.train.hybrid", "--image", "my_image:1")
+        run(
+            "-s",
+            "kubernetes",
+            "-cfg",
+            "queue=default",
+            "--dryrun",
+            "rec.train.hybrid",
+            "--image",
+            "my_image:1",
+        )
     (line,) = capsys.readouterr().err.splitlines()
-    assert 'Docker, which does not answer on this machine; write --workspace "" to run --image as it is' in line
+    assert (
+        'Docker, which does not answer on this machine; write --workspace "" to run --image as it is'
+        in line
+    )
 
 
 def test_a_job_whose_state_cannot_be_read_is_submitted_all_the_same(
@@ -123,20 +145,31 @@ def test_a_job_whose_state_cannot_be_read_is_submitted_all_the_same(
         raise ConnectionError("the server is away")
 
     monkeypatch.setattr(SlurmScheduler, "describe", broken)
-    with JobRunner("torchx", {"slurm": lambda session_name, **_: SlurmScheduler(session_name)}) as jobs:
+    with JobRunner(
+        "torchx", {"slurm": lambda session_name, **_: SlurmScheduler(session_name)}
+    ) as jobs:
         assert jobs.status("slurm://torchx/7") is None
     line = "note: slurm://torchx/7 is submitted, but its state cannot be read: the server is away\n"
     assert capsys.readouterr().err == line
 
 
-@pytest.mark.parametrize("words", ["rec.train.hybrid --name a/b/c", "rec.plan --tables a=10x8 --name b/c"])
-def test_a_name_with_a_slash_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", ["rec.train.hybrid --name a/b/c", "rec.plan --tables a=10x8 --name b/c"]
+)
+def test_a_name_with_a_slash_is_refused(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         run(*words.split())
-    assert "the job would be called 'b/c', and a job's name has no slash" in capsys.readouterr().err
+    assert (
+        "the job would be called 'b/c', and a job's name has no slash"
+        in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize("topology", ["1x99999", pytest.param("99999x1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "topology", ["1x99999", pytest.param("99999x1", marks=pytest.mark.slow)]
+)
 def test_more_ranks_than_the_machine_has_memory_for_are_refused_at_once(
     topology: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,9 @@ Affinity, affinity, id_vectors, partition, plane = (
 ROWS, DIM = 400, 12
 
 
-def planted(features: int, groups: int, noise: float = 0.8, dims: tuple[int, ...] = (DIM,)) -> dict[str, Tensor]:
+def planted(
+    features: int, groups: int, noise: float = 0.8, dims: tuple[int, ...] = (DIM,)
+) -> dict[str, Tensor]:
     """Feature i sees the hidden vector of group i % groups through noise and, where ``dims`` differ, its own basis."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(groups, ROWS, DIM, generator=generator)
@@ -39,7 +41,11 @@ def planted(features: int, groups: int, noise: float = 0.8, dims: tuple[int, ...
     for i in range(features):
         seen = hidden[i % groups] + noise * torch.randn(ROWS, DIM, generator=generator)
         width = dims[i % len(dims)]
-        vectors[f"f{i}"] = seen if dims == (DIM,) else seen @ torch.randn(DIM, width, generator=generator)
+        vectors[f"f{i}"] = (
+            seen
+            if dims == (DIM,)
+            else seen @ torch.randn(DIM, width, generator=generator)
+        )
     return vectors
 
 
@@ -48,7 +54,10 @@ def groups_of(grouped: Any) -> set[frozenset[str]]:
 
 
 def strided(features: int, groups: int) -> set[frozenset[str]]:
-    return {frozenset(f"f{i}" for i in range(first, features, groups)) for first in range(groups)}
+    return {
+        frozenset(f"f{i}" for i in range(first, features, groups))
+        for first in range(groups)
+    }
 
 
 @pytest.mark.parametrize(("features", "groups"), [(6, 2), (12, 3), (26, 4), (60, 8)])
@@ -61,37 +70,59 @@ def test_planted_groups_are_found(features: int, groups: int) -> None:
 
 
 def test_they_are_found_through_tables_of_any_width_and_basis() -> None:
-    assert groups_of(partition(affinity(planted(12, 3, dims=(8, 12, 16, 20))), towers=3)) == strided(12, 3)
+    assert groups_of(
+        partition(affinity(planted(12, 3, dims=(8, 12, 16, 20))), towers=3)
+    ) == strided(12, 3)
 
 
 def test_affinities_have_their_closed_forms() -> None:
     x = torch.randn(500, 6, generator=torch.Generator().manual_seed(0))
-    rotated = x @ torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(1)))[0]
+    rotated = (
+        x
+        @ torch.linalg.qr(
+            torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+        )[0]
+    )
     same = affinity({"a": x, "b": 3 * rotated, "c": torch.randn(500, 6)}).values
     assert float(same[0, 1]) == pytest.approx(1, abs=1e-6)
     assert float(same[0, 2]) < 0.05
 
 
 def test_points_of_a_plane_keep_their_distances() -> None:
-    points = torch.randn(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    points = torch.randn(
+        20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     distances = torch.cdist(points, points)
     places, stress = plane(distances)
     assert stress < 1e-6
-    torch.testing.assert_close(torch.cdist(places, places), distances, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        torch.cdist(places, places), distances, atol=1e-5, rtol=0
+    )
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 50), min_size=3, max_size=14), st.integers(1, 3), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.integers(0, 50), min_size=3, max_size=14),
+    st.integers(1, 3),
+    st.randoms(use_true_random=False),
+)
 def test_every_grouping_keeps_the_bound_and_gives_every_tower_something(
     loads: list[int], towers: int, random: object
 ) -> None:
     count = len(loads)
-    points = torch.rand(count, 3, generator=torch.Generator().manual_seed(random.randint(0, 9)))  # type: ignore[attr-defined]
-    near = Affinity(columns=tuple(map(str, range(count))), values=torch.exp(-torch.cdist(points, points)).double())
+    points = torch.rand(
+        count, 3, generator=torch.Generator().manual_seed(random.randint(0, 9))
+    )  # type: ignore[attr-defined]
+    near = Affinity(
+        columns=tuple(map(str, range(count))),
+        values=torch.exp(-torch.cdist(points, points)).double(),
+    )
     load = {str(i): float(value) for i, value in enumerate(loads)}
     grouped = partition(near, towers=towers, load=load)
     assert len(grouped.groups) == towers
-    assert sorted(name for features in grouped.groups.values() for name in features) == sorted(load)
+    assert sorted(
+        name for features in grouped.groups.values() for name in features
+    ) == sorted(load)
     assert max(grouped.loads().values()) <= grouped.bound * (1 + 1e-9)
     assert grouped.bound >= sum(loads) / towers
 
@@ -104,7 +135,9 @@ def test_the_bound_outweighs_affinity() -> None:
     assert groups_of(free) == strided(6, 2)
     bound = partition(affinity(vectors), towers=2, load=load, bound=20)
     assert max(bound.loads().values()) <= 20
-    assert sorted(bound.loads().values()) == [11, 19] or sorted(bound.loads().values()) == [12, 18]
+    assert sorted(bound.loads().values()) == [11, 19] or sorted(
+        bound.loads().values()
+    ) == [12, 18]
 
 
 @pytest.mark.parametrize(
@@ -116,10 +149,15 @@ def test_the_bound_outweighs_affinity() -> None:
             "bound=14: the columns' loads add up to 30, more than 2 x 14 = 28; raise the bound to 18, or take 3 "
             "towers or more",
         ),
-        (17, "bound=17: no packing of 6 loads into 2 towers was found that keeps it; the most even one has 18"),
+        (
+            17,
+            "bound=17: no packing of 6 loads into 2 towers was found that keeps it; the most even one has 18",
+        ),
     ],
 )
-def test_a_bound_that_cannot_be_kept_is_refused_in_numbers(bound: float, why: str) -> None:
+def test_a_bound_that_cannot_be_kept_is_refused_in_numbers(
+    bound: float, why: str
+) -> None:
     vectors = planted(6, 2)
     load = {name: 9.0 if int(name[1:]) % 2 else 1.0 for name in vectors}
     with pytest.raises(example.PartitionError) as refused:
@@ -144,7 +182,10 @@ def test_wrong_questions_are_refused() -> None:
 
 def test_the_picture_and_the_table_say_what_was_found(tmp_path: Path) -> None:
     grouped = partition(affinity(planted(6, 2)), towers=2)
-    assert str(grouped).splitlines()[:2] == ["tower_0: load 3: f0, f2, f4", "tower_1: load 3: f1, f3, f5"]
+    assert str(grouped).splitlines()[:2] == [
+        "tower_0: load 3: f0, f2, f4",
+        "tower_1: load 3: f1, f3, f5",
+    ]
     grouped.draw(tmp_path / "plane.png")
     assert (tmp_path / "plane.png").read_bytes().startswith(b"\x89PNG")
 
@@ -152,7 +193,11 @@ def test_the_picture_and_the_table_say_what_was_found(tmp_path: Path) -> None:
 def test_ids_that_come_together_have_an_affinity_before_any_training() -> None:
     generator = torch.Generator().manual_seed(0)
     city = torch.randint(12, (ROWS,), generator=generator)
-    ids = {"city": city, "zip": city * 7 % 12, "device": torch.randint(12, (ROWS,), generator=generator)}
+    ids = {
+        "city": city,
+        "zip": city * 7 % 12,
+        "device": torch.randint(12, (ROWS,), generator=generator),
+    }
     near = affinity(id_vectors(ids)).values
     assert float(near[0, 1]) > 0.8
     assert float(near[0, 2]) < 0.1
@@ -168,16 +213,34 @@ def answer(*arguments: str) -> tuple[str, str]:
 def test_a_log_becomes_towers_and_their_setting(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     city, device = draw.integers(0, 40, (2, 3000))
-    columns = {"city": city, "zip": city * 7 % 40, "device": device, "browser": device // 2, "price": draw.random(3000)}
+    columns = {
+        "city": city,
+        "zip": city * 7 % 40,
+        "device": device,
+        "browser": device // 2,
+        "price": draw.random(3000),
+    }
     columns["gap"] = pa.array([None, *([1] * 2999)])
     pq.write_table(pa.table(columns), tmp_path / "log.parquet")
     log = str(tmp_path / "log.parquet")
     output, _ = answer(log, "--towers", "2", "--picture", str(tmp_path / "plane.png"))
     assert output.splitlines()[-1] == "--set model.towers=city+zip,device+browser"
     assert (tmp_path / "plane.png").exists()
-    assert answer(log, "--towers", "9")[1] == "towers=9: must be 1 to 4, the number of columns\n"
-    assert "column 'price' is double, not whole numbers" in answer(log, "--towers", "2", "--columns", "price")[1]
-    assert "column 'gap' has 1 gaps" in answer(log, "--towers", "2", "--columns", "gap", "city")[1]
-    assert answer(log, "--towers", "2", "--bound", "nan")[1] == "bound=nan: must be 0 or more\n"
+    assert (
+        answer(log, "--towers", "9")[1]
+        == "towers=9: must be 1 to 4, the number of columns\n"
+    )
+    assert (
+        "column 'price' is double, not whole numbers"
+        in answer(log, "--towers", "2", "--columns", "price")[1]
+    )
+    assert (
+        "column 'gap' has 1 gaps"
+        in answer(log, "--towers", "2", "--columns", "gap", "city")[1]
+    )
+    assert (
+        answer(log, "--towers", "2", "--bound", "nan")[1]
+        == "bound=nan: must be 0 or more\n"
+    )
     assert "header" in answer(log, "--towers", "2", "--trained", log)[1]
     assert "no-such.parquet" in answer("no-such.parquet", "--towers", "2")[1]

@@ -23,8 +23,19 @@ from torchx_apps.torchx_run import JobRunner
 
 RUN = "local_cwd://torchx/train-1"
 PARENT = "slurm://torchx/7"
-CONFIG = {"name": "two_tower", "train": {"epochs": 2, "amp": "off"}, "model": {"widths": (64, 32)}, "device": None}
-SETTINGS = {"name": "two_tower", "train.epochs": 2, "train.amp": "off", "model.widths": "(64, 32)", "device": "None"}
+CONFIG = {
+    "name": "two_tower",
+    "train": {"epochs": 2, "amp": "off"},
+    "model": {"widths": (64, 32)},
+    "device": None,
+}
+SETTINGS = {
+    "name": "two_tower",
+    "train.epochs": 2,
+    "train.amp": "off",
+    "model.widths": "(64, 32)",
+    "device": "None",
+}
 EVAL = [
     {"kind": "train", "epoch": 1, "step": 4, "loss": 0.5},
     {"kind": "eval", "epoch": 1, "step": 4, "hr@10": 0.25},
@@ -60,7 +71,9 @@ class Recording(FigureTracker):
     def add_metadata(self, run_id: str, **values: object) -> None:
         self.settings |= values
 
-    def add_figures(self, run_id: str, figures: Mapping[str, float], step: int | None) -> None:
+    def add_figures(
+        self, run_id: str, figures: Mapping[str, float], step: int | None
+    ) -> None:
         self.figures += [(name, value, step) for name, value in figures.items()]
 
     def add_artifact(self, *_: object) -> Any:
@@ -87,7 +100,11 @@ def fsspec_config(tmp_path: Path) -> Path:
     return config
 
 
-def configure(monkeypatch: pytest.MonkeyPatch, trackers: Mapping[str, Path | str | None], **variables: str) -> None:
+def configure(
+    monkeypatch: pytest.MonkeyPatch,
+    trackers: Mapping[str, Path | str | None],
+    **variables: str,
+) -> None:
     """The variables that `torchx run` gives a job."""
     from torchx.tracker.api import tracker_config_env_var_name
 
@@ -131,35 +148,60 @@ def track(folder: Path, config: Mapping[str, Any] = CONFIG) -> None:
 
 
 def test_torchx_tracker_lists_runs_settings_figures_and_artifacts(
-    folder: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    fsspec_config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure(monkeypatch, {"fsspec": fsspec_config}, TORCHX_PARENT_RUN_ID=PARENT)
     track(folder)
 
     def shown(*words: str) -> dict[str, str]:
         torchx_tracker("list", *words)
-        rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[2:]]
+        rows = [
+            line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[2:]
+        ]
         return {key: (rest[0].strip() if rest else "") for key, *rest in rows}
 
     assert set(shown("jobs")) == {RUN}
     assert set(shown("jobs", "--parent-run-id", PARENT)) == {RUN}
     assert not shown("jobs", "--parent-run-id", "other")
-    figures = {"eval.hr@10 at step 4": 0.25, "eval.hr@10 at step 8": 0.5, "test.hr@10": 0.625, "seconds": 1.5}
+    figures = {
+        "eval.hr@10 at step 4": 0.25,
+        "eval.hr@10 at step 8": 0.5,
+        "test.hr@10": 0.625,
+        "seconds": 1.5,
+    }
     torchx_tracker("list", "metadata", RUN)
-    lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[2:]}
-    assert lines == {f"{key} {value}" for key, value in {**SETTINGS, **figures, "data": "planted"}.items()}
-    paths = {name: str(folder / name) for name in ("checkpoints", "summary.json", "plan.txt")}
+    lines = {
+        " ".join(line.split()) for line in capsys.readouterr().out.splitlines()[2:]
+    }
+    assert lines == {
+        f"{key} {value}"
+        for key, value in {**SETTINGS, **figures, "data": "planted"}.items()
+    }
+    paths = {
+        name: str(folder / name) for name in ("checkpoints", "summary.json", "plan.txt")
+    }
     assert shown("artifacts", RUN) == {"run_folder": str(folder), **paths}
 
 
-def test_a_tracker_with_curves_gets_figures_as_numbers_with_their_step(folder: Path) -> None:
+def test_a_tracker_with_curves_gets_figures_as_numbers_with_their_step(
+    folder: Path,
+) -> None:
     tracker = Recording("")
     tracking = Tracking(RUN, folder, {"recording": tracker})
     for record in EVAL:
         tracking.log(record)
-    tracking.end({"test": {"hr@10": 0.625}, "popularity": {"hr@10": 0.5}, "seconds": 1.5})
+    tracking.end(
+        {"test": {"hr@10": 0.625}, "popularity": {"hr@10": 0.5}, "seconds": 1.5}
+    )
     steps = [("eval.hr@10", 0.25, 4), ("eval.hr@10", 0.5, 8)]
-    assert tracker.figures == [*steps, ("test.hr@10", 0.625, None), ("seconds", 1.5, None)]
+    assert tracker.figures == [
+        *steps,
+        ("test.hr@10", 0.625, None),
+        ("seconds", 1.5, None),
+    ]
     assert tracker.settings == {"popularity.hr@10": 0.5}
 
 
@@ -176,18 +218,29 @@ def test_mlflow_has_parameters_curves_and_artifacts(
     # A second attempt of the job writes on; a setting that was changed is a tag beside the parameter.
     track(folder, {**CONFIG, "name": "other"})
     tracker = MLflowTracker(store)
-    assert list(tracker.run_ids()) == list(tracker.run_ids(parent_run_id=PARENT)) == [RUN]
+    assert (
+        list(tracker.run_ids()) == list(tracker.run_ids(parent_run_id=PARENT)) == [RUN]
+    )
     assert list(tracker.run_ids(parent_run_id="other")) == []
     assert [source.source_run_id for source in tracker.sources(RUN)] == [PARENT]
     figures = {"eval.hr_10": 0.5, "test.hr_10": 0.625, "seconds": 1.5}
     settings = {**SETTINGS, "data": "planted", "name": "other"}
-    assert tracker.metadata(RUN) == {key: str(value) for key, value in settings.items()} | figures
-    assert {made.path for made in tracker.artifacts(RUN).values()} >= {str(folder), str(folder / "checkpoints")}
+    assert (
+        tracker.metadata(RUN)
+        == {key: str(value) for key, value in settings.items()} | figures
+    )
+    assert {made.path for made in tracker.artifacts(RUN).values()} >= {
+        str(folder),
+        str(folder / "checkpoints"),
+    }
     (run,) = tracker._client.search_runs([tracker._experiment])
     assert run.info.status == "FINISHED"
     curve = tracker._client.get_metric_history(run.info.run_id, "eval.hr_10")
     assert {(point.step, point.value) for point in curve} == {(4, 0.25), (8, 0.5)}
-    with pytest.raises(ValueError, match=r"^MLflow has no run nobody; `torchx tracker list jobs` lists those"):
+    with pytest.raises(
+        ValueError,
+        match=r"^MLflow has no run nobody; `torchx tracker list jobs` lists those",
+    ):
         tracker.metadata("nobody")
 
 
@@ -197,7 +250,11 @@ def test_weights_and_biases_has_config_history_and_summary_without_a_network(
     pytest.importorskip("wandb", reason="needs the extra wandb")
     from wandb.proto import wandb_internal_pb2 as proto  # type: ignore[import-untyped]
 
-    variables = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "TORCHX_PARENT_RUN_ID": PARENT}
+    variables = {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(tmp_path),
+        "TORCHX_PARENT_RUN_ID": PARENT,
+    }
     configure(monkeypatch, {f"{TRACKERS}:WandbTracker": "team/project"}, **variables)
     track(folder)
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
@@ -206,7 +263,9 @@ def test_weights_and_biases_has_config_history_and_summary_without_a_network(
     summary: dict[str, Any] = {}
 
     def read() -> list[Any]:
-        return [proto.Record.FromString(data) for data in wandb_records(file.read_bytes())]
+        return [
+            proto.Record.FromString(data) for data in wandb_records(file.read_bytes())
+        ]
 
     end = time.monotonic() + 60  # its own process writes the file
     while not any(record.HasField("exit") for record in read()):
@@ -214,14 +273,27 @@ def test_weights_and_biases_has_config_history_and_summary_without_a_network(
         time.sleep(0.05)
     for record in read():
         for update in (*record.run.config.update, *record.config.update):
-            config[update.key or ".".join(update.nested_key)] = json.loads(update.value_json)
+            config[update.key or ".".join(update.nested_key)] = json.loads(
+                update.value_json
+            )
         if record.history.item:
-            history.append({".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item})
-        summary |= {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.summary.update}
+            history.append(
+                {
+                    ".".join(i.nested_key) or i.key: json.loads(i.value_json)
+                    for i in record.history.item
+                }
+            )
+        summary |= {
+            ".".join(i.nested_key) or i.key: json.loads(i.value_json)
+            for i in record.summary.update
+        }
     assert SETTINGS.items() <= config.items()
     assert config["artifact.run_folder"] == str(folder)
     assert config["source.run"] == PARENT
-    assert [(point["trainer/step"], point["eval.hr@10"]) for point in history] == [(4, 0.25), (8, 0.5)]
+    assert [(point["trainer/step"], point["eval.hr@10"]) for point in history] == [
+        (4, 0.25),
+        (8, 0.5),
+    ]
     assert (summary["test.hr@10"], summary["seconds"]) == (0.625, 1.5)
 
 
@@ -230,7 +302,10 @@ def test_a_tracker_that_fails_later_is_one_warning(
 ) -> None:
     from torchx.tracker.backend.fsspec import create
 
-    configure(monkeypatch, {f"{__name__}:Failing": tmp_path / "calls", "fsspec": fsspec_config})
+    configure(
+        monkeypatch,
+        {f"{__name__}:Failing": tmp_path / "calls", "fsspec": fsspec_config},
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         track(folder)
@@ -245,14 +320,22 @@ def test_a_tracker_that_fails_later_is_one_warning(
 @pytest.mark.parametrize(
     ("name", "config", "line"),
     [
-        ("mlfow", None, "tracker mlfow: there is none of this name; [torchx:tracker] of .torchxconfig may name "),
+        (
+            "mlfow",
+            None,
+            "tracker mlfow: there is none of this name; [torchx:tracker] of .torchxconfig may name ",
+        ),
         ("fsspec", "nowhere.conf", "tracker fsspec: cannot be reached: "),
         (
             "fsspec",
             "no_root.conf",
             "tracker fsspec: cannot be reached: Expects FSSpec tracker directory '/nowhere' to ",
         ),
-        (f"{TRACKERS}:MLflowTracker", None, f"tracker {TRACKERS}:MLflowTracker: needs the package mlflow: pip install"),
+        (
+            f"{TRACKERS}:MLflowTracker",
+            None,
+            f"tracker {TRACKERS}:MLflowTracker: needs the package mlflow: pip install",
+        ),
         (
             f"{__name__}:Failing",
             "calls",
@@ -261,7 +344,11 @@ def test_a_tracker_that_fails_later_is_one_warning(
     ],
 )
 def test_a_tracker_that_cannot_be_reached_at_the_start_is_one_line(
-    name: str, config: str | None, line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    config: str | None,
+    line: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(folder)
     Path("no_root.conf").write_text("protocol=file\nroot_path=/nowhere\n")
@@ -274,7 +361,9 @@ def test_a_tracker_that_cannot_be_reached_at_the_start_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_that_nobody_tracks_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_nobody_tracks_writes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TORCHX_TRACKERS", raising=False)
     (folder / "summary.json").unlink()  # as of a run that diverged
     track(folder)
@@ -294,19 +383,38 @@ def test_a_trackers_address_with_a_password_is_refused_before_a_job_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / ".torchxconfig"))
-    for address, refused in (("http://user:hunter2@mlflow:5000", True), ("http://mlflow:5000", False)):
-        (tmp_path / ".torchxconfig").write_text(f"[torchx:tracker]\nmlflow =\n[tracker:mlflow]\nconfig = {address}\n")
+    for address, refused in (
+        ("http://user:hunter2@mlflow:5000", True),
+        ("http://mlflow:5000", False),
+    ):
+        (tmp_path / ".torchxconfig").write_text(
+            f"[torchx:tracker]\nmlflow =\n[tracker:mlflow]\nconfig = {address}\n"
+        )
         with JobRunner("torchx", schedulers()) as runner:
-            expected = pytest.raises(ValueError) if refused else contextlib.nullcontext()
+            expected = (
+                pytest.raises(ValueError) if refused else contextlib.nullcontext()
+            )
             with expected as caught:
-                runner.dryrun(components.plan(tables="a=10x4"), "local_cwd", cfg={"log_dir": str(tmp_path)})
+                runner.dryrun(
+                    components.plan(tables="a=10x4"),
+                    "local_cwd",
+                    cfg={"log_dir": str(tmp_path)},
+                )
         if refused:
             line = str(caught.value)
-            assert line.startswith("config of [tracker:mlflow] in .torchxconfig: the address holds a password, which ")
+            assert line.startswith(
+                "config of [tracker:mlflow] in .torchxconfig: the address holds a password, which "
+            )
             assert "hunter2" not in line
 
 
-PLANTED = {"data.name": "planted", "data.users": 60, "data.items": 50, "data.history_length": 5, "train.epochs": 1}
+PLANTED = {
+    "data.name": "planted",
+    "data.users": 60,
+    "data.items": 50,
+    "data.history_length": 5,
+    "train.epochs": 1,
+}
 
 
 @pytest.mark.launch
@@ -314,13 +422,28 @@ PLANTED = {"data.name": "planted", "data.users": 60, "data.items": 50, "data.his
 def test_every_member_of_a_job_is_a_run(tmp_path: Path, fsspec_config: Path) -> None:
     from torchx.tracker.backend.fsspec import create
 
-    (tmp_path / ".torchxconfig").write_text(f"[torchx:tracker]\nfsspec =\n[tracker:fsspec]\nconfig = {fsspec_config}\n")
-    torchx_run = [str(Path(sys.executable).parent / "torchx"), "run", "rec.train.networks", "-j", "1x2"]
+    (tmp_path / ".torchxconfig").write_text(
+        f"[torchx:tracker]\nfsspec =\n[tracker:fsspec]\nconfig = {fsspec_config}\n"
+    )
+    torchx_run = [
+        str(Path(sys.executable).parent / "torchx"),
+        "run",
+        "rec.train.networks",
+        "-j",
+        "1x2",
+    ]
     words = [*torchx_run, "--vary", "train.seed=0,1", "--run_dir", "out"]
     for key, value in {**PLANTED, "train.compile": "off"}.items():
         words += ["--set", f"{key}={value}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     tracker = create(str(fsspec_config))
     runs = sorted(tracker.run_ids())
@@ -328,11 +451,15 @@ def test_every_member_of_a_job_is_a_run(tmp_path: Path, fsspec_config: Path) -> 
     assert job.startswith("local_cwd://torchx/")
     assert [run.rpartition("/")[2] for run in runs] == ["seed=0", "seed=1"]
     for seed, run in enumerate(runs):
-        summary = json.loads((tmp_path / "out" / f"seed={seed}" / "summary.json").read_text())
+        summary = json.loads(
+            (tmp_path / "out" / f"seed={seed}" / "summary.json").read_text()
+        )
         known = tracker.metadata(run)
         assert known["train.seed"] == seed
         assert known["test.hr@10"] == summary["test"]["hr@10"]
-        assert tracker.artifacts(run)["run_folder"].path == str(tmp_path / "out" / f"seed={seed}")
+        assert tracker.artifacts(run)["run_folder"].path == str(
+            tmp_path / "out" / f"seed={seed}"
+        )
 
 
 @pytest.mark.slow
@@ -345,14 +472,27 @@ def test_preprocessing_training_and_export_of_a_pipeline_are_runs(
     write_ml_100k(tmp_path)
     configure(monkeypatch, {"fsspec": fsspec_config}, OMP_NUM_THREADS="1")
     out = tmp_path / "out"
-    settings = [f"preprocess.config.folder={tmp_path / 'ml-100k'}", "train.epochs=1", "train.compile=off"]
-    words = [sys.executable, "-m", "torchx_apps.pipeline", f"--out={out}", *(f"--set={item}" for item in settings)]
+    settings = [
+        f"preprocess.config.folder={tmp_path / 'ml-100k'}",
+        "train.epochs=1",
+        "train.compile=off",
+    ]
+    words = [
+        sys.executable,
+        "-m",
+        "torchx_apps.pipeline",
+        f"--out={out}",
+        *(f"--set={item}" for item in settings),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     tracker = create(str(fsspec_config))
     assert set(tracker.run_ids()) == {RUN, f"{RUN}/preprocess", f"{RUN}/export"}
     summary = json.loads((out / "data" / "summary.json").read_text())
-    known, paths = tracker.metadata(f"{RUN}/preprocess"), tracker.artifacts(f"{RUN}/preprocess")
+    known, paths = (
+        tracker.metadata(f"{RUN}/preprocess"),
+        tracker.artifacts(f"{RUN}/preprocess"),
+    )
     assert known["config.folder"] == str(tmp_path / "ml-100k")
     for name in ("rows", "vocab", "missing"):
         assert summary[name]
@@ -363,16 +503,44 @@ def test_preprocessing_training_and_export_of_a_pipeline_are_runs(
     known, paths = tracker.metadata(f"{RUN}/export"), tracker.artifacts(f"{RUN}/export")
     assert (known["run"], known["store"]) == (str(out / "run"), "fp32")
     assert known["bundle.items"] == manifest["content"]["coverage"]["items"]
-    assert known["bundle.greatest_difference"] == manifest["certificate"]["parity"]["greatest_difference"]
+    assert (
+        known["bundle.greatest_difference"]
+        == manifest["certificate"]["parity"]["greatest_difference"]
+    )
     assert paths["bundle"].path == str(out / "bundle")
-    assert tracker.metadata(RUN)["test.auc"] == json.loads((out / "run" / "summary.json").read_text())["test"]["auc"]
-    words = [sys.executable, "-m", "torchx_apps.embed", str(out / "bundle"), f"--out={out / 'vectors'}"]
-    done = subprocess.run([*words, "--tower=query"], capture_output=True, text=True, check=False)
-    assert "the bundle knows its users, and not 'timestamp', which each request gives" in done.stderr
-    words += ["--tower=item", f"--catalogue={out / 'data/raw/items.parquet'}", "--id=item_id"]
-    done = subprocess.run(words, env=os.environ | {"TORCHX_JOB_ID": "embed-1"}, capture_output=True, check=False)
+    assert (
+        tracker.metadata(RUN)["test.auc"]
+        == json.loads((out / "run" / "summary.json").read_text())["test"]["auc"]
+    )
+    words = [
+        sys.executable,
+        "-m",
+        "torchx_apps.embed",
+        str(out / "bundle"),
+        f"--out={out / 'vectors'}",
+    ]
+    done = subprocess.run(
+        [*words, "--tower=query"], capture_output=True, text=True, check=False
+    )
+    assert (
+        "the bundle knows its users, and not 'timestamp', which each request gives"
+        in done.stderr
+    )
+    words += [
+        "--tower=item",
+        f"--catalogue={out / 'data/raw/items.parquet'}",
+        "--id=item_id",
+    ]
+    done = subprocess.run(
+        words,
+        env=os.environ | {"TORCHX_JOB_ID": "embed-1"},
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert tracker.metadata("embed-1")["store"].startswith(f"store: {out / 'vectors'} (")
+    assert tracker.metadata("embed-1")["store"].startswith(
+        f"store: {out / 'vectors'} ("
+    )
     assert tracker.artifacts("embed-1")["store"].path == str(out / "vectors")
 
 
@@ -382,18 +550,33 @@ def test_a_job_that_fails_is_a_run_with_its_error(
     from torchx.tracker.backend.fsspec import create
 
     configure(monkeypatch, {"fsspec": fsspec_config})
-    with pytest.raises(ValueError, match="no such column"), tracked(tmp_path / "out", {"a": {"b": 1}}, folder="data"):
+    with (
+        pytest.raises(ValueError, match="no such column"),
+        tracked(tmp_path / "out", {"a": {"b": 1}}, folder="data"),
+    ):
         raise ValueError("no such column: user")
-    assert create(str(fsspec_config)).metadata(RUN) == {"a.b": 1, "error": "no such column: user"}
+    assert create(str(fsspec_config)).metadata(RUN) == {
+        "a.b": 1,
+        "error": "no such column: user",
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_a_trained_run_is_in_its_tracker(tmp_path: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trained_run_is_in_its_tracker(
+    tmp_path: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torchx.tracker.backend.fsspec import create
 
     configure(monkeypatch, {"fsspec": fsspec_config}, OMP_NUM_THREADS="1")
-    words = [sys.executable, "-m", "torchx_apps.train", "--run-dir", str(tmp_path / "out"), "--set=train.compile=off"]
+    words = [
+        sys.executable,
+        "-m",
+        "torchx_apps.train",
+        "--run-dir",
+        str(tmp_path / "out"),
+        "--set=train.compile=off",
+    ]
     words += [f"--set={key}={value}" for key, value in PLANTED.items()]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -401,7 +584,14 @@ def test_a_trained_run_is_in_its_tracker(tmp_path: Path, fsspec_config: Path, mo
     known = create(str(fsspec_config)).metadata(RUN)
     assert known["test.hr@10"] == summary["test"]["hr@10"]
     assert known["data.users"] == 60
-    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     for record in (record for record in records if record["kind"] == "eval"):
         assert known[f"eval.auc at step {record['step']}"] == record["auc"]
-    assert set(create(str(fsspec_config)).artifacts(RUN)) >= {"run_folder", "checkpoints", "training.png"}
+    assert set(create(str(fsspec_config)).artifacts(RUN)) >= {
+        "run_folder",
+        "checkpoints",
+        "training.png",
+    }

@@ -31,13 +31,26 @@ from torchx_apps import train_stream
 SLOW = pytest.mark.slow
 KILLS, SERVER_KILLS, EVENTS = 32, 8, 16_000
 # Small tables, from which ids are evicted all the time.
-SETS = ["loader.batch_size=100", "loader.negatives=2", "train.compile=off", "train.log_every=20", "model.top_widths=8"]
+SETS = [
+    "loader.batch_size=100",
+    "loader.negatives=2",
+    "train.compile=off",
+    "train.log_every=20",
+    "model.top_widths=8",
+]
 SETS += ["model.tower_widths=8", "model.embedding_dim=8", "checkpoint.steps=4"]
-SETS += [f"ids.{name}=dynamic,capacity=60,half_life=1" for name in ("user_id", "item_id")]
+SETS += [
+    f"ids.{name}=dynamic,capacity=60,half_life=1" for name in ("user_id", "item_id")
+]
 
 
 def flags(log: Path, run: Path, *more: str) -> list[str]:
-    return [f"--log={log}", f"--run-dir={run}", *(f"--set={text}" for text in SETS), *more]
+    return [
+        f"--log={log}",
+        f"--run-dir={run}",
+        *(f"--set={text}" for text in SETS),
+        *more,
+    ]
 
 
 def ids(number: int) -> dict[str, int]:
@@ -58,7 +71,9 @@ def write_log(folder: Path, *, events: int, seconds: float) -> None:
         if part % 2 and place == 0:
             rows = [ids(number + offset) for offset in range(4_000)]
             columns = {name: [row[name] for row in rows] for name in rows[0]}
-            pq.write_table(pa.table(columns), folder / f"_{part}", write_page_checksum=True)
+            pq.write_table(
+                pa.table(columns), folder / f"_{part}", write_page_checksum=True
+            )
             (folder / f"_{part}").rename(folder / f"part-{part}.parquet")
         if not part % 2:
             pending += json.dumps(ids(number)) + "\n"
@@ -80,7 +95,10 @@ def state_of(run: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     folder = CheckpointFolder(str(run / "checkpoints"))
     path = folder.path(max(folder.steps()))
     metadata = read_index(path).state_dict_metadata
-    tensors = {name: torch.empty(value.size, dtype=value.properties.dtype) for name, value in metadata.items()}
+    tensors = {
+        name: torch.empty(value.size, dtype=value.properties.dtype)
+        for name, value in metadata.items()
+    }
     dcp.load(tensors, checkpoint_id=path, no_dist=True)
     content = json.loads((Path(path) / "manifest.json").read_text())["content"]
     return content["loader"], tensors
@@ -102,7 +120,9 @@ class Client(threading.Thread):
             number += 37
             user = ids(number % EVENTS)["user_id"]
             body = json.dumps({"user": {"user_id": user}, "k": 3}).encode()
-            request = urllib.request.Request(f"http://127.0.0.1:{self._port}/v1/recommend", body)
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{self._port}/v1/recommend", body
+            )
             request.add_header("content-type", "application/json")
             try:
                 with urllib.request.urlopen(request, timeout=5) as answer:
@@ -119,8 +139,18 @@ def served(bundle: Path, port: int) -> Iterator[subprocess.Popen[str]]:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             break
         time.sleep(0.1)
-    command = [sys.executable, "-m", "torchx_apps.serve", str(bundle), f"--port={port}", "--watch=0.1", "--log=events"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "torchx_apps.serve",
+        str(bundle),
+        f"--port={port}",
+        "--watch=0.1",
+        "--log=events",
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     try:
         assert process.stdout is not None
         assert "serving bundle" in process.stdout.readline()
@@ -132,10 +162,14 @@ def served(bundle: Path, port: int) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.slow(minutes=4)
 @pytest.mark.launch
-def test_whoever_is_killed_no_event_is_lost_or_counted_twice_and_no_answer_is_of_two_bundles(tmp_path: Path) -> None:
+def test_whoever_is_killed_no_event_is_lost_or_counted_twice_and_no_answer_is_of_two_bundles(
+    tmp_path: Path,
+) -> None:
     log, run = tmp_path / "log", tmp_path / "run"
     log.mkdir()
-    writer = threading.Thread(target=write_log, args=(log,), kwargs={"events": EVENTS, "seconds": 60.0})
+    writer = threading.Thread(
+        target=write_log, args=(log,), kwargs={"events": EVENTS, "seconds": 60.0}
+    )
     writer.start()
     chance = random.Random(5)
     more = [f"--events={EVENTS}", "--publish-s=0.3", "--keep=10000", "--resume=auto"]
@@ -174,7 +208,9 @@ def test_whoever_is_killed_no_event_is_lost_or_counted_twice_and_no_answer_is_of
         answers = client.answers
     whole = tmp_path / "whole"
     reference = _CONTEXT.Process(
-        target=quiet, args=(flags(log, whole, f"--events={EVENTS}", "--publish-s=0"),), daemon=True
+        target=quiet,
+        args=(flags(log, whole, f"--events={EVENTS}", "--publish-s=0"),),
+        daemon=True,
     )
     reference.start()
     reference.join(120)
@@ -184,12 +220,20 @@ def test_whoever_is_killed_no_event_is_lost_or_counted_twice_and_no_answer_is_of
     assert position == expected_position
     assert position["loader"]["events"] == EVENTS
     assert list(tensors) == list(expected)
-    different = [name for name, value in expected.items() if not torch.equal(tensors[name], value)]
+    different = [
+        name
+        for name, value in expected.items()
+        if not torch.equal(tensors[name], value)
+    ]
     assert different == []
-    last = Bundle.load(run / "bundles" / (run / "bundles" / "current").read_text().strip())
+    last = Bundle.load(
+        run / "bundles" / (run / "bundles" / "current").read_text().strip()
+    )
     assert (
         last.manifest.digest
-        == Bundle.load(whole / "bundles" / (whole / "bundles" / "current").read_text().strip()).manifest.digest
+        == Bundle.load(
+            whole / "bundles" / (whole / "bundles" / "current").read_text().strip()
+        ).manifest.digest
     )
     assert len(answers) > 500
     check_answers(answers, run / "bundles")
@@ -204,7 +248,9 @@ def check_answers(answers: list[tuple[int, dict[str, Any]]], folder: Path) -> No
     named = {answer["bundle"] for _, answer in answers}
     assert len(named) > 5
     for user, answer in answers:
-        ours = scorers[answer["bundle"]].recommend(RecommendRequest(user={"user_id": user}, k=3))
+        ours = scorers[answer["bundle"]].recommend(
+            RecommendRequest(user={"user_id": user}, k=3)
+        )
         assert answer["items"] == ours.items
         np.testing.assert_allclose(answer["scores"], ours.scores, atol=1e-5)
 
@@ -217,7 +263,9 @@ def write_small_log(folder: Path, count: int, **more: Any) -> Path:
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     return [line for line in lines if line["kind"] == kind]
 
 
@@ -225,15 +273,31 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
     ("more", "figures"),
     [
         ([], {"log_loss", "hit_rate"}),
-        pytest.param(["data.label=clicked", "loader.negatives=0"], {"log_loss"}, marks=SLOW),
-        pytest.param(["model.loss=in_batch", "model.interaction=dot", "loader.negatives=0"], {"loss"}, marks=SLOW),
-        pytest.param(["model.loss=sampled_softmax", "train.compile=auto"], {"hit_rate"}, marks=SLOW),
+        pytest.param(
+            ["data.label=clicked", "loader.negatives=0"], {"log_loss"}, marks=SLOW
+        ),
+        pytest.param(
+            ["model.loss=in_batch", "model.interaction=dot", "loader.negatives=0"],
+            {"loss"},
+            marks=SLOW,
+        ),
+        pytest.param(
+            ["model.loss=sampled_softmax", "train.compile=auto"],
+            {"hit_rate"},
+            marks=SLOW,
+        ),
     ],
 )
-def test_a_log_is_trained_to_its_end_and_published(tmp_path: Path, more: list[str], figures: set[str]) -> None:
+def test_a_log_is_trained_to_its_end_and_published(
+    tmp_path: Path, more: list[str], figures: set[str]
+) -> None:
     log = write_small_log(tmp_path / "log", 450, clicked=1)
     arguments = flags(
-        log, tmp_path / "run", "--until-idle=0.1", "--publish-s=0.02", *(f"--set={text}" for text in more)
+        log,
+        tmp_path / "run",
+        "--until-idle=0.1",
+        "--publish-s=0.02",
+        *(f"--set={text}" for text in more),
     )
     run = _CONTEXT.Process(target=quiet, args=(arguments,), daemon=True)
     run.start()
@@ -253,31 +317,60 @@ def test_a_log_is_trained_to_its_end_and_published(tmp_path: Path, more: list[st
 
 @SLOW
 def test_another_log_goes_on_with_the_ids_and_weights_of_a_run(tmp_path: Path) -> None:
-    logs = [write_small_log(tmp_path / f"log{number}", count) for number, count in enumerate((450, 100))]
+    logs = [
+        write_small_log(tmp_path / f"log{number}", count)
+        for number, count in enumerate((450, 100))
+    ]
     more = ["--set=ids.item_id=dynamic,capacity=90", "--set=start.allow=more_rows"]
-    more += [f"--set=start.path={tmp_path / 'run0'}", "--set=optimizer.tables_lr=1e-9", "--set=optimizer.dense_lr=1e-9"]
+    more += [
+        f"--set=start.path={tmp_path / 'run0'}",
+        "--set=optimizer.tables_lr=1e-9",
+        "--set=optimizer.dense_lr=1e-9",
+    ]
     for number, log in enumerate(logs):
-        arguments = flags(log, tmp_path / f"run{number}", "--until-idle=0.1", "--publish-s=0", *more * number)
+        arguments = flags(
+            log,
+            tmp_path / f"run{number}",
+            "--until-idle=0.1",
+            "--publish-s=0",
+            *more * number,
+        )
         run = _CONTEXT.Process(target=quiet, args=(arguments,), daemon=True)
         run.start()
         run.join(60)
         assert run.exitcode == 0
-    (position, first), (next_position, second) = (state_of(tmp_path / f"run{number}") for number in range(2))
-    assert (position["loader"]["events"], next_position["loader"]["events"]) == (450, 100)
+    (position, first), (next_position, second) = (
+        state_of(tmp_path / f"run{number}") for number in range(2)
+    )
+    assert (position["loader"]["events"], next_position["loader"]["events"]) == (
+        450,
+        100,
+    )
     name = "dense.interaction.mlp.0.weight"
     torch.testing.assert_close(second[name], first[name], rtol=0, atol=1e-6)
-    ids_before, ids_now = (set(tensors["loader.ids.tables.item_id.ids"].tolist()) for tensors in (first, second))
+    ids_before, ids_now = (
+        set(tensors["loader.ids.tables.item_id.ids"].tolist())
+        for tensors in (first, second)
+    )
     # Its own ids found room, so that none of the first log had to go.
     assert ids_before < ids_now
 
 
-def test_a_silent_log_is_published_and_sigterm_saves_what_was_trained(tmp_path: Path) -> None:
+def test_a_silent_log_is_published_and_sigterm_saves_what_was_trained(
+    tmp_path: Path,
+) -> None:
     log = write_small_log(tmp_path / "log", 250)
     current = tmp_path / "run" / "bundles" / "current"
-    run = _CONTEXT.Process(target=quiet, args=(flags(log, tmp_path / "run", "--publish-s=0.05"),), daemon=True)
+    run = _CONTEXT.Process(
+        target=quiet,
+        args=(flags(log, tmp_path / "run", "--publish-s=0.05"),),
+        daemon=True,
+    )
     run.start()
     try:
-        wait_for(lambda: current.exists() and current.read_text() == "step-0000000002\n")
+        wait_for(
+            lambda: current.exists() and current.read_text() == "step-0000000002\n"
+        )
         with (log / "a.jsonl").open("a") as file:
             file.write("".join(json.dumps(ids(number)) + "\n" for number in range(200)))
         wait_for(lambda: current.read_text() == "step-0000000004\n")
@@ -308,10 +401,22 @@ def wait_for(condition: Callable[[], bool]) -> None:
             ["--bundles=/dev/null/b"],
             "--bundles /dev/null/b: cannot be written (Not a directory); choose another",
         ),
-        (["--set=data.label=clicked"], "data.label=clicked: events have labels of their own; set loader.neg"),
-        (["--set=checkpoint.steps=0"], "checkpoint.steps=0: a log has no epochs; set 1 or more"),
-        (["--set=train.epochs=2"], "train.epochs=2: each event is trained once; leave it out"),
-        (["--set=ids.place=dynamic,capacity=9"], "ids of user_id, item_id, place: give ids.user_id and ids.item_id"),
+        (
+            ["--set=data.label=clicked"],
+            "data.label=clicked: events have labels of their own; set loader.neg",
+        ),
+        (
+            ["--set=checkpoint.steps=0"],
+            "checkpoint.steps=0: a log has no epochs; set 1 or more",
+        ),
+        (
+            ["--set=train.epochs=2"],
+            "train.epochs=2: each event is trained once; leave it out",
+        ),
+        (
+            ["--set=ids.place=dynamic,capacity=9"],
+            "ids of user_id, item_id, place: give ids.user_id and ids.item_id",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -325,5 +430,7 @@ def test_a_mistake_is_one_line(
 
 
 def test_a_log_is_trained_on_one_rank() -> None:
-    with pytest.raises(ValueError, match="-j 1x2: a log is trained on one rank yet; leave -j out"):
+    with pytest.raises(
+        ValueError, match="-j 1x2: a log is trained on one rank yet; leave -j out"
+    ):
         train.stream(j="1x2")

@@ -29,7 +29,12 @@ from torchx_apps.networks.members import MemberJob
 from torchx_apps.recipes import Job, two_tower_job
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks.labelled import LabelledTask
-from torchx_apps.tasks.ranking import RankingEvaluator, RankingTask, Recommended, recommendation_text
+from torchx_apps.tasks.ranking import (
+    RankingEvaluator,
+    RankingTask,
+    Recommended,
+    recommendation_text,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +52,12 @@ def trained(runtime: Runtime, job: Job) -> Outcome:
     torch.manual_seed(job.train.seed)
     model: Any = build_model(job, RankingTask(data))
     schema = model.schema()
-    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=job.train.seed)
-    loader = training_loader(data, schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, optimizer=job.optimizer, seed=job.train.seed
+    )
+    loader = training_loader(
+        data, schema, job.loader, rank=runtime.rank, world_size=runtime.world_size
+    )
     evaluator = RankingEvaluator(data, schema, parallel, runtime)
     train(parallel, optimizer, loader, runtime, job.train)
     return Outcome(
@@ -67,13 +76,23 @@ def two_tower_with(*overrides: str) -> Job:
 
 # Without a history the colour of a square is nowhere but in the two ids.
 CHECKERBOARD = two_tower_with(
-    *("data.name=checkerboard", "data.users=32", "data.items=64", "data.history_length=0"),
+    *(
+        "data.name=checkerboard",
+        "data.users=32",
+        "data.items=64",
+        "data.history_length=0",
+    ),
     *("train.epochs=40", "loader.batch_size=256"),
 )
 # The dot product and a modest rate: the top NN at its own rate magnifies the last bit of a sum a hundredfold every
 # fifty steps, so that its figures on 1 and on 2 ranks differ as those of two seeds do.
 PLANTED = two_tower_with(
-    *("data.name=planted", "data.users=2000", "data.items=200", "model.interaction=dot"),
+    *(
+        "data.name=planted",
+        "data.users=2000",
+        "data.items=200",
+        "model.interaction=dot",
+    ),
     *("train.epochs=3", "loader.batch_size=2048", "optimizer.tables_lr=0.1"),
 )
 
@@ -83,16 +102,22 @@ def test_the_colours_of_a_checkerboard_are_learned_exactly() -> None:
     assert outcome.best["hr@1"] == 1.0
     assert outcome.figures["ndcg@10"] == 1.0, "every held-out item stands first"
     assert outcome.figures["auc"] == 1.0
-    assert [recommended.items[0] for recommended in outcome.recommended] == outcome.held_out
+    assert [
+        recommended.items[0] for recommended in outcome.recommended
+    ] == outcome.held_out
     assert outcome.popularity["hr@10"] < 0.5
 
 
 @pytest.fixture(scope="module")
 def planted_by_ranks() -> dict[int, list[Outcome]]:
-    return {world_size: run_ranks(trained, world_size, PLANTED) for world_size in (1, 2)}
+    return {
+        world_size: run_ranks(trained, world_size, PLANTED) for world_size in (1, 2)
+    }
 
 
-def test_planted_tastes_are_found_and_no_more_than_there_is_to_find(planted_by_ranks: dict[int, list[Outcome]]) -> None:
+def test_planted_tastes_are_found_and_no_more_than_there_is_to_find(
+    planted_by_ranks: dict[int, list[Outcome]],
+) -> None:
     outcome = planted_by_ranks[1][0]
     for name in ("hr@10", "ndcg@10"):
         assert outcome.figures[name] >= 1.5 * outcome.popularity[name]
@@ -101,7 +126,9 @@ def test_planted_tastes_are_found_and_no_more_than_there_is_to_find(planted_by_r
     assert 0.7 < outcome.figures["auc"] < 1
 
 
-def test_two_ranks_reach_the_figures_of_one(planted_by_ranks: dict[int, list[Outcome]]) -> None:
+def test_two_ranks_reach_the_figures_of_one(
+    planted_by_ranks: dict[int, list[Outcome]],
+) -> None:
     single, (two, other) = planted_by_ranks[1][0], planted_by_ranks[2]
     assert two == other, "every rank knows the figures of all"
     assert two.figures == pytest.approx(single.figures, abs=0.01)
@@ -112,7 +139,13 @@ def test_two_ranks_reach_the_figures_of_one(planted_by_ranks: dict[int, list[Out
 def drawn_hard(runtime: Runtime) -> list[Any]:
     """After two epochs with hard negatives: refreshes, and three users' candidates, as drawn and by brute force."""
     job = two_tower_with(
-        *("data.name=planted", "data.users=40", "data.items=50", "train.epochs=3", "model.interaction=dot"),
+        *(
+            "data.name=planted",
+            "data.users=40",
+            "data.items=50",
+            "train.epochs=3",
+            "model.interaction=dot",
+        ),
         *("loader.sampling=hard", "loader.hard_k=5", "loader.batch_size=128"),
     )
     task = load_task(job, runtime)
@@ -120,11 +153,15 @@ def drawn_hard(runtime: Runtime) -> list[Any]:
     model = job.build(job.model, task.data)
     schema = model.schema()
     parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
-    loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
+    loader = task.loader(
+        schema, job.loader, rank=runtime.rank, world_size=runtime.world_size
+    )
     evaluator = task.evaluator(schema, parallel, runtime)
     train(parallel, optimizer, loader, runtime, job.train)
     asked = np.array([1, 7, 0, 20])
-    last = {user: row for row, user in enumerate(task.data.train["user_id"].values.tolist())}
+    last = {
+        user: row for row, user in enumerate(task.data.train["user_id"].values.tolist())
+    }
     best = []
     builder = BatchBuilder(schema, task.data.items)
     with torch.no_grad():
@@ -156,7 +193,9 @@ def recommended(runtime: Runtime) -> list[Any]:
     evaluator = RankingEvaluator(data, model.schema(), parallel, runtime)
     parallel.eval()
     taken = data.seen(data.test["user_id"].values, "train", "validation")
-    left = [set(range(1, 51)) - set(taken.row(row).tolist()) for row in range(len(taken))]
+    left = [
+        set(range(1, 51)) - set(taken.row(row).tolist()) for row in range(len(taken))
+    ]
     return [(evaluator.recommend(row), left[row]) for row in range(len(taken))]
 
 
@@ -176,7 +215,9 @@ def test_recommendations_are_told_by_title() -> None:
     user, held_out = (int(data.test[name].values[0]) for name in ("user_id", "item_id"))
     text = recommendation_text(data, Recommended(user, [held_out, 3], [1.5, -0.25]))
     assert f"user {user} liked before: item " in text
-    assert f"2 recommendations (the held-out item was: {data.titles[held_out]}):" in text
+    assert (
+        f"2 recommendations (the held-out item was: {data.titles[held_out]}):" in text
+    )
     assert f"  1. {data.titles[held_out]}  (1.50)   <- the held-out item\n" in text
     assert text.endswith(f"  2. {data.titles[3]}  (-0.25)")
 
@@ -196,14 +237,25 @@ def fallen_back(runtime: Runtime, job: Job, home: Path) -> tuple[str, str, int]:
             data = load_task(job, runtime).data
         except DatasetUnavailable as error:
             return str(error), output.getvalue(), 0
-        job = dataclasses.replace(job, data=dataclasses.replace(job.data, name=data.name))
+        job = dataclasses.replace(
+            job, data=dataclasses.replace(job.data, name=data.name)
+        )
         figures = trained(runtime, job).figures
     return data.name, output.getvalue(), int(figures["hr@10"] > 0)
 
 
-def test_without_the_real_set_generated_data_is_trained_on_with_a_note(nowhere: Path) -> None:
-    job = two_tower_with("data.offline=true", "fallback=planted", "train.epochs=1", "loader.batch_size=8192")
-    (name, output, hits), (other_name, other_said, _) = run_ranks(fallen_back, 2, job, nowhere)
+def test_without_the_real_set_generated_data_is_trained_on_with_a_note(
+    nowhere: Path,
+) -> None:
+    job = two_tower_with(
+        "data.offline=true",
+        "fallback=planted",
+        "train.epochs=1",
+        "loader.batch_size=8192",
+    )
+    (name, output, hits), (other_name, other_said, _) = run_ranks(
+        fallen_back, 2, job, nowhere
+    )
     assert (name, other_name, hits) == ("planted", "planted", 1)
     assert output.count("note: training on the generated set 'planted' instead\n") == 1
     cache = nowhere / "cache" / "torchrec_ext" / "ml-100k"
@@ -214,13 +266,20 @@ def test_without_the_real_set_generated_data_is_trained_on_with_a_note(nowhere: 
     assert "note:" not in other_said
 
 
-def test_without_real_set_and_fallback_every_rank_says_which_file_to_put_where(nowhere: Path) -> None:
-    first, second = run_ranks(fallen_back, 2, two_tower_with("data.offline=true"), nowhere)
+def test_without_real_set_and_fallback_every_rank_says_which_file_to_put_where(
+    nowhere: Path,
+) -> None:
+    first, second = run_ranks(
+        fallen_back, 2, two_tower_with("data.offline=true"), nowhere
+    )
     assert first[0] == second[0]
     assert first[0].startswith(
         "set 'ml-100k' was not downloaded (data.offline is set): put https://files.grouplens.org/"
     )
-    assert f"/ml-100k.zip into {nowhere / 'cache' / 'torchrec_ext' / 'ml-100k'}, or set " in first[0]
+    assert (
+        f"/ml-100k.zip into {nowhere / 'cache' / 'torchrec_ext' / 'ml-100k'}, or set "
+        in first[0]
+    )
     assert first[1] == ""
 
 
@@ -234,7 +293,9 @@ def begun(runtime: Runtime) -> list[float]:
     stacked = stackable.build([MemberJob("a", (), n_tower)], runtime)[0].network
     task = load_task(n_tower, runtime)
     labels = task.data.train["label"].values
-    weighted = dataclasses.replace(task.data, train=task.data.train.with_columns({"w": Column(1 + 3 * labels)}))
+    weighted = dataclasses.replace(
+        task.data, train=task.data.train.with_columns({"w": Column(1 + 3 * labels)})
+    )
     loader = dataclasses.replace(n_tower.loader, weight="w")
     return [
         float(labels.mean()),
@@ -246,7 +307,9 @@ def begun(runtime: Runtime) -> list[float]:
     ]
 
 
-def test_a_model_begins_at_the_log_odds_of_what_its_loader_gives_alone_or_stacked_on_every_rank() -> None:
+def test_a_model_begins_at_the_log_odds_of_what_its_loader_gives_alone_or_stacked_on_every_rank() -> (
+    None
+):
     first, other = run_ranks(begun, 2)
     share, alone, stacked, weighted, two_tower_bias, ncf_bias = first
     assert alone == pytest.approx(math.log(share / (1 - share)))
@@ -260,8 +323,15 @@ def test_a_model_begins_at_the_log_odds_of_what_its_loader_gives_alone_or_stacke
 def planned(runtime: Runtime) -> list[str]:
     """How the plan of the recipe's small tables is explained, by settings."""
     texts = []
-    for overrides in ([], ["sync.mode=local_sgd"], ["sync.mode=semi_sync"], ["plan.sharding=table_wise"]):
-        job = two_tower_with("data.name=planted", "data.users=60", "data.items=50", *overrides)
+    for overrides in (
+        [],
+        ["sync.mode=local_sgd"],
+        ["sync.mode=semi_sync"],
+        ["plan.sharding=table_wise"],
+    ):
+        job = two_tower_with(
+            "data.name=planted", "data.users=60", "data.items=50", *overrides
+        )
         task = load_task(job, runtime)
         texts.append(plan_job(job, build_model(job, task), None, runtime)[1])
     return texts
@@ -285,46 +355,93 @@ def test_small_tables_are_on_every_rank_by_default_and_the_plan_says_why() -> No
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("evaluation.metrics=recal@5", r"metrics: 'recal@5' must be a figure and a number of items shown"),
-        ("evaluation.metrics=hit@10", r"metrics: 'hit@10' must be .*; did you mean hr@10\?"),
-        ("evaluation.metrics=recall@0", r"metrics: 'recall@0' must be a figure and a number of items shown"),
+        (
+            "evaluation.metrics=recal@5",
+            r"metrics: 'recal@5' must be a figure and a number of items shown",
+        ),
+        (
+            "evaluation.metrics=hit@10",
+            r"metrics: 'hit@10' must be .*; did you mean hr@10\?",
+        ),
+        (
+            "evaluation.metrics=recall@0",
+            r"metrics: 'recall@0' must be a figure and a number of items shown",
+        ),
         (
             "evaluation.metrics=recall@5",
             r"train\.early_stop\.metric=hr@10 with evaluation\.metrics=recall@5: the evaluation has no such figure",
         ),
     ],
 )
-def test_wrong_figures_are_refused_before_anything_is_read(override: str, message: str) -> None:
+def test_wrong_figures_are_refused_before_anything_is_read(
+    override: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         two_tower_with("train.early_stop.metric=hr@10", override)
 
 
-def test_the_figures_that_are_named_are_those_of_the_evaluation_and_of_its_baseline() -> None:
-    job = two_tower_with("data.name=planted", "data.users=60", "data.items=50", "evaluation.metrics=recall@20,map@5")
-    task: Any = job.task(job.data, progress=False).with_evaluation(job.evaluation, job.closed_form)
+def test_the_figures_that_are_named_are_those_of_the_evaluation_and_of_its_baseline() -> (
+    None
+):
+    job = two_tower_with(
+        "data.name=planted",
+        "data.users=60",
+        "data.items=50",
+        "evaluation.metrics=recall@20,map@5",
+    )
+    task: Any = job.task(job.data, progress=False).with_evaluation(
+        job.evaluation, job.closed_form
+    )
     model: Any = build_model(job, task)
-    evaluator = task.evaluator(model.schema(), type("Wrapped", (), {"module": model})(), Runtime())
+    evaluator = task.evaluator(
+        model.schema(), type("Wrapped", (), {"module": model})(), Runtime()
+    )
     assert list(evaluator.baseline("test")) == ["recall@20", "map@5"]
 
 
-def test_a_softmax_over_a_batch_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted_set, runtime = ("data.name=planted", "data.users=60", "data.items=50", "loader.batch_size=512"), Runtime()
+def test_a_softmax_over_a_batch_that_no_memory_holds_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planted_set, runtime = (
+        (
+            "data.name=planted",
+            "data.users=60",
+            "data.items=50",
+            "loader.batch_size=512",
+        ),
+        Runtime(),
+    )
     job: Job = apply_overrides(load_recipe("retrieval"), list(planted_set))
     task = job.task(job.data, progress=False)
     schema = build_model(job, task).schema()
     for free, fits in ((2**22, True), (2**22 - 1, False)):
-        monkeypatch.setattr("torchx_apps.jobs.setup.available_memory", lambda free=free: free)
+        monkeypatch.setattr(
+            "torchx_apps.jobs.setup.available_memory", lambda free=free: free
+        )
         if fits:
             loader_of(job, task, schema, runtime)
             continue
-        with pytest.raises(ValueError, match=r"loader\.batch_size=512 with model\.loss=in_batch: 512 queries by 512"):
+        with pytest.raises(
+            ValueError,
+            match=r"loader\.batch_size=512 with model\.loss=in_batch: 512 queries by 512",
+        ):
             loader_of(job, task, schema, runtime)
     drawn = two_tower_with(*planted_set)
-    loader_of(drawn, drawn.task(drawn.data, progress=False), build_model(drawn, task).schema(), runtime)
+    loader_of(
+        drawn,
+        drawn.task(drawn.data, progress=False),
+        build_model(drawn, task).schema(),
+        runtime,
+    )
 
 
-def test_a_batch_that_is_larger_than_an_epoch_is_clipped_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    planted_set, runtime = ("data.name=planted", "data.users=60", "data.items=50"), Runtime()
+def test_a_batch_that_is_larger_than_an_epoch_is_clipped_with_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    planted_set, runtime = (
+        ("data.name=planted", "data.users=60", "data.items=50"),
+        Runtime(),
+    )
     task = two_tower_job().task(two_tower_with(*planted_set).data, progress=False)
     rows = task.data.train.num_rows
     for size in (rows, rows + 1, 1_000_000):

@@ -63,16 +63,28 @@ def breaking(step: Any, memory: list[Tensor], inputs: list[Tensor]) -> Any:
 
 
 def end_of(
-    runtime: Runtime, model: nn.Module, engine: StepExecutor, compile_: str, sizes: list[int] = SIZES
+    runtime: Runtime,
+    model: nn.Module,
+    engine: StepExecutor,
+    compile_: str,
+    sizes: list[int] = SIZES,
 ) -> tuple[str, Any, str]:
     """The error that ended a run, if any, the weights, and what was said."""
     policy.PAYS_S, policy.WATCHED, policy.PATIENCE = {"cpu": 0.0}, 2, 0
     steps.engine_for = lambda _: (engine, "capturing")
-    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01))
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01)
+    )
     said, error = io.StringIO(), ""
     with contextlib.redirect_stdout(said):
         try:
-            train(parallel, optimizer, Few(sizes), runtime, TrainConfig(epochs=1, compile=compile_))  # type: ignore[arg-type]
+            train(
+                parallel,
+                optimizer,
+                Few(sizes),
+                runtime,
+                TrainConfig(epochs=1, compile=compile_),
+            )  # type: ignore[arg-type]
         except Exception as found:
             error = f"{type(found).__name__}: {found}"
     return error, gather_state(parallel), said.getvalue()
@@ -92,7 +104,9 @@ def user_errors(runtime: Runtime) -> list[tuple[str, str]]:
     return found
 
 
-def test_an_error_of_the_users_own_code_is_raised_as_it_is_and_not_taken_for_one_of_the_capture() -> None:
+def test_an_error_of_the_users_own_code_is_raised_as_it_is_and_not_taken_for_one_of_the_capture() -> (
+    None
+):
     (found,) = run_ranks(user_errors, 1)
     for error, said in found:
         assert error.startswith("ValueError: my loss takes no ")
@@ -100,12 +114,21 @@ def test_an_error_of_the_users_own_code_is_raised_as_it_is_and_not_taken_for_one
 
 
 def engine_errors(runtime: Runtime) -> list[tuple[str, Any, str]]:
-    ways: list[tuple[StepExecutor, str]] = [(as_it_is, "off"), (refusing, "auto"), (refusing, "require")]
-    found = [end_of(runtime, small_model(META), engine, compile_) for engine, compile_ in ways]
+    ways: list[tuple[StepExecutor, str]] = [
+        (as_it_is, "off"),
+        (refusing, "auto"),
+        (refusing, "require"),
+    ]
+    found = [
+        end_of(runtime, small_model(META), engine, compile_)
+        for engine, compile_ in ways
+    ]
     return [*found, end_of(runtime, small_model(META), breaking, "auto")]
 
 
-def test_an_error_of_the_capture_alone_is_told_with_its_line_and_no_step_is_left_out_or_made_twice() -> None:
+def test_an_error_of_the_capture_alone_is_told_with_its_line_and_no_step_is_left_out_or_made_twice() -> (
+    None
+):
     ((plain, refused, required, broken),) = run_ranks(engine_errors, 1)
     assert plain[0] == refused[0] == ""
     assert all(torch.equal(refused[1][name], value) for name, value in plain[1].items())
@@ -145,9 +168,21 @@ def uneven(runtime: Runtime) -> list[tuple[str, Any, str]]:
     ]
 
 
-def test_a_step_after_which_parameters_stand_apart_ends_the_capture_and_not_the_run() -> None:
+def test_a_step_after_which_parameters_stand_apart_ends_the_capture_and_not_the_run() -> (
+    None
+):
     ((plain, auto, required),) = run_ranks(uneven, 1)
     assert plain[0] == auto[0] == ""
-    assert auto[2].count("not captured: some parameters have made 3 steps and others 4; training goes on without") == 1
-    assert all(torch.allclose(auto[1][name], value, atol=1e-5) for name, value in plain[1].items())
-    assert required[0].startswith("CannotCaptureError: train.compile=require: the training step cannot be captured: ")
+    assert (
+        auto[2].count(
+            "not captured: some parameters have made 3 steps and others 4; training goes on without"
+        )
+        == 1
+    )
+    assert all(
+        torch.allclose(auto[1][name], value, atol=1e-5)
+        for name, value in plain[1].items()
+    )
+    assert required[0].startswith(
+        "CannotCaptureError: train.compile=require: the training step cannot be captured: "
+    )

@@ -21,8 +21,20 @@ from tests.examples import ITEMS, META, USERS, batches, redrawn, small_model, ta
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.capture import policy
 from torchrec_ext.capture.captured import MOST_GRAPHS, CapturedStep, ShardedSource
-from torchrec_ext.capture.executors import StepExecutor, as_it_is, cuda_graph, engine_for, inductor, traced
-from torchrec_ext.capture.lowering import CannotCaptureError, Packer, lowered, static_bags
+from torchrec_ext.capture.executors import (
+    StepExecutor,
+    as_it_is,
+    cuda_graph,
+    engine_for,
+    inductor,
+    traced,
+)
+from torchrec_ext.capture.lowering import (
+    CannotCaptureError,
+    Packer,
+    lowered,
+    static_bags,
+)
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
@@ -56,9 +68,16 @@ KINDS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def sharded(runtime: Runtime, tables: str, sharding: str, options: dict[str, Any]) -> Any:
-    model, optimizer = small_model(META), OptimizerConfig(tables=tables, **{"tables_lr": 0.01, **options})  # type: ignore[arg-type]
-    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizer)  # type: ignore[arg-type]
+def sharded(
+    runtime: Runtime, tables: str, sharding: str, options: dict[str, Any]
+) -> Any:
+    model, optimizer = (
+        small_model(META),
+        OptimizerConfig(tables=tables, **{"tables_lr": 0.01, **options}),
+    )  # type: ignore[arg-type]
+    plan = plan_sharding(
+        model, runtime, PlanConfig(sharding=sharding), optimizer=optimizer
+    )  # type: ignore[arg-type]
     return hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer)
 
 
@@ -71,7 +90,10 @@ def stepped(model: nn.Module, optimizer: Any, batch: TowerBatch) -> Tensor:
 
 
 def differences(
-    runtime: Runtime, kind: tuple[str, str, dict[str, Any]], engine: StepExecutor, count: int
+    runtime: Runtime,
+    kind: tuple[str, str, dict[str, Any]],
+    engine: StepExecutor,
+    count: int,
 ) -> list[dict[str, float]]:
     """Returns how far loss, weights and state are from the sharded model's after ``count`` steps, for both moves."""
     given = [batch.to(runtime.device) for batch in batches(count)]
@@ -80,23 +102,38 @@ def differences(
     for rows in (False, True):
         other, own = sharded(runtime, *kind)
         stepped(other, own, given[0])
-        step = CapturedStep(ShardedSource(other, own), engine, rule=lambda *_, rows=rows: rows)
-        off = max(abs(float(loss - step(batch)[0])) for loss, batch in zip(losses[1:], given[1:], strict=True))
+        step = CapturedStep(
+            ShardedSource(other, own), engine, rule=lambda *_, rows=rows: rows
+        )
+        off = max(
+            abs(float(loss - step(batch)[0]))
+            for loss, batch in zip(losses[1:], given[1:], strict=True)
+        )
         step.settle()
-        pairs = [(optimizer.state[one], own.state[own.params[name]]) for name, one in optimizer.params.items()]
-        states = [(before[name], after[name]) for before, after in pairs for name in before]
+        pairs = [
+            (optimizer.state[one], own.state[own.params[name]])
+            for name, one in optimizer.params.items()
+        ]
+        states = [
+            (before[name], after[name]) for before, after in pairs for name in before
+        ]
         found.append(
             {
                 "loss": off,
                 "weights": farthest(gather_state(model), gather_state(other)),
-                "state": max((distance(whole(one), whole(two)) for one, two in states), default=0.0),
+                "state": max(
+                    (distance(whole(one), whole(two)) for one, two in states),
+                    default=0.0,
+                ),
                 "by_row": float(len(step.row_tables)),
             }
         )
     return found
 
 
-def farthest(before: dict[str, Tensor] | None, after: dict[str, Tensor] | None) -> float:
+def farthest(
+    before: dict[str, Tensor] | None, after: dict[str, Tensor] | None
+) -> float:
     """Of all parameters, which must have the same names."""
     assert before is not None
     assert after is not None
@@ -120,7 +157,9 @@ def under_every_optimizer(runtime: Runtime) -> list[tuple[Any, list[dict[str, fl
     return [(kind, differences(runtime, kind, as_it_is, 12)) for kind in KINDS]
 
 
-def test_a_captured_step_learns_what_the_sharded_model_learns_under_every_optimizer() -> None:
+def test_a_captured_step_learns_what_the_sharded_model_learns_under_every_optimizer() -> (
+    None
+):
     (found,) = run_ranks(under_every_optimizer, 1, timeout_s=600)
     for kind, ways in found:
         check(kind, ways)
@@ -141,7 +180,11 @@ def check(kind: tuple[str, str, dict[str, Any]], ways: list[dict[str, float]]) -
 def test_200_compiled_steps_equal_200_of_the_sharded_model() -> None:
     # At a rate at which two eager runs stay together too: at .01 on labels drawn at random, weights that begin 3e-4
     # apart are .27 apart after 200 steps, whoever takes them.
-    kind: tuple[str, str, dict[str, Any]] = ("adam", "auto", {"tables_lr": 1e-3, "dense_lr": 1e-3})
+    kind: tuple[str, str, dict[str, Any]] = (
+        "adam",
+        "auto",
+        {"tables_lr": 1e-3, "dense_lr": 1e-3},
+    )
     (found,) = run_ranks(differences, 1, kind, inductor, 200, timeout_s=1800)
     check(kind, found)
 
@@ -151,7 +194,11 @@ def ncf(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
     generator = np.random.default_rng(0)
     users, items = generator.integers(0, 20, 90), generator.integers(1, 31, 90)
     chunk = Chunk(
-        {"user_id": Column(users), "item_id": Column(items), "age": Column(generator.random(90, dtype=np.float32))}
+        {
+            "user_id": Column(users),
+            "item_id": Column(items),
+            "age": Column(generator.random(90, dtype=np.float32)),
+        }
     )
     model = ContextualNCF(20, 31, context_dense=["age"], shared=("user",), device=META)
     torch.manual_seed(0)
@@ -163,7 +210,9 @@ def ncf(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
         negatives=UniformNegatives(30, users, items),
         device=runtime.device,
     )
-    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01))
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01)
+    )
     return parallel, optimizer, loader
 
 
@@ -178,14 +227,25 @@ def runs(runtime: Runtime, engine: StepExecutor, **options: Any) -> dict[str, An
         with contextlib.redirect_stdout(said):
             config = TrainConfig(epochs=3, log_every=4, compile=compile_, **options)  # type: ignore[arg-type]
             history = train(
-                model, optimizer, loader, runtime, config, evaluate=lambda model=model: {"sum": total(model)}
+                model,
+                optimizer,
+                loader,
+                runtime,
+                config,
+                evaluate=lambda model=model: {"sum": total(model)},
             )
-        found[compile_] = {"state": gather_state(model), "history": history, "said": said.getvalue()}
+        found[compile_] = {
+            "state": gather_state(model),
+            "history": history,
+            "said": said.getvalue(),
+        }
     return found
 
 
 def total(model: nn.Module) -> float:
-    return float(sum(value.abs().sum() for value in (gather_state(model) or {}).values()))
+    return float(
+        sum(value.abs().sum() for value in (gather_state(model) or {}).values())
+    )
 
 
 def same_runs(found: dict[str, Any]) -> None:
@@ -194,13 +254,21 @@ def same_runs(found: dict[str, Any]) -> None:
     pairs = list(zip(off["history"], on["history"], strict=True))
     assert [one["step"] for one, _ in pairs] == [other["step"] for _, other in pairs]
     for one, other in pairs:
-        assert all(one[name] == pytest.approx(other[name], rel=1e-4) for name in ("loss", "sum", "rows") if name in one)
+        assert all(
+            one[name] == pytest.approx(other[name], rel=1e-4)
+            for name in ("loss", "sum", "rows")
+            if name in one
+        )
     assert "capturing ..." in on["said"]
-    assert "moved whole: user_id_gmf, user_id_mlp, item_id_gmf, item_id_mlp" in on["said"]
+    assert (
+        "moved whole: user_id_gmf, user_id_mlp, item_id_gmf, item_id_mlp" in on["said"]
+    )
     assert "capturing" not in off["said"]
 
 
-def test_a_run_of_captured_steps_is_the_run_without_last_batch_and_evaluations_included() -> None:
+def test_a_run_of_captured_steps_is_the_run_without_last_batch_and_evaluations_included() -> (
+    None
+):
     same_runs(run_ranks(runs, 1, as_it_is)[0])
 
 
@@ -208,25 +276,38 @@ def in_bfloat16(runtime: Runtime) -> list[dict[str, Any]]:
     return [runs(runtime, as_it_is), runs(runtime, as_it_is, amp="bf16")]
 
 
-def test_mixed_precision_keeps_weights_in_float32_and_learns_nearly_the_same_captured_or_not() -> None:
+def test_mixed_precision_keeps_weights_in_float32_and_learns_nearly_the_same_captured_or_not() -> (
+    None
+):
     ((plain, mixed),) = run_ranks(in_bfloat16, 1)
     for way in ("off", "require"):
-        assert {value.dtype for value in mixed[way]["state"].values()} == {torch.float32}
+        assert {value.dtype for value in mixed[way]["state"].values()} == {
+            torch.float32
+        }
         assert farthest(plain[way]["state"], mixed[way]["state"]) > 0
         losses = [
-            [record["loss"] for record in run[way]["history"] if record["kind"] == "train"] for run in (plain, mixed)
+            [
+                record["loss"]
+                for record in run[way]["history"]
+                if record["kind"] == "train"
+            ]
+            for run in (plain, mixed)
         ]
         assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_learns_what_the_sharded_model_learns_and_waits_for_nothing() -> None:
+def test_a_cuda_graph_learns_what_the_sharded_model_learns_and_waits_for_nothing() -> (
+    None
+):
     with Runtime.start("cuda") as runtime:
         check(KINDS[0], differences(runtime, KINDS[0], cuda_graph, 30))
         model, optimizer, loader = ncf(runtime)
         items = loader.steps()
         first = next(items)
-        stepped(model, optimizer, first.batch() if isinstance(first, DrawnStep) else first)
+        stepped(
+            model, optimizer, first.batch() if isinstance(first, DrawnStep) else first
+        )
         step = CapturedStep(ShardedSource(model, optimizer), cuda_graph)
         step(next(items))
         torch.cuda.set_sync_debug_mode("error")
@@ -238,12 +319,16 @@ def test_a_cuda_graph_learns_what_the_sharded_model_learns_and_waits_for_nothing
 
 
 @pytest.mark.unit
-def test_streams_of_towers_come_along_into_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_of_towers_come_along_into_a_captured_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cuda, model = Cuda(), small_model()
     monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
     TowerStreams(model.towers, cuda)  # type: ignore[arg-type]
     tables = {shard.config.name: shard.tensor for shard in local_shards(model)}
-    plain = lowered(model, static_bags(lambda name, ids: tables[name].index_select(0, ids)))
+    plain = lowered(
+        model, static_bags(lambda name, ids: tables[name].index_select(0, ids))
+    )
     layout, tensors = Packer().pack(next(batches(1)))
     plain(layout.batch(tensors))
     assert [line for line in cuda.log if "waits" in line] == [
@@ -289,12 +374,19 @@ class Listed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        config = EmbeddingConfig(name="user_id", feature_names=["user_id"], num_embeddings=USERS, embedding_dim=4)
+        config = EmbeddingConfig(
+            name="user_id",
+            feature_names=["user_id"],
+            num_embeddings=USERS,
+            embedding_dim=4,
+        )
         self.rows = EmbeddingCollection(tables=[config], device=META)
 
     def forward(self, batch: TowerBatch) -> Any:
         loss = self.rows(batch.sparse)["user_id"].values().square().mean()
-        return loss, Prediction(loss.detach(), batch.labels, batch.labels, batch.weights)
+        return loss, Prediction(
+            loss.detach(), batch.labels, batch.labels, batch.weights
+        )
 
 
 class Few:
@@ -323,16 +415,26 @@ def refused(runtime: Runtime) -> list[str]:
             said = io.StringIO()
             with contextlib.redirect_stdout(said):
                 try:
-                    engine: Any = lambda step, memory, inputs: traced(step, [*memory, *inputs])  # noqa: E731
+                    engine: Any = lambda step, memory, inputs: traced(  # noqa: E731
+                        step, [*memory, *inputs]
+                    )
                     steps.engine_for = lambda _, engine=engine: (engine, "capturing")
-                    train(model, optimizer, Few([24] * 20), runtime, TrainConfig(epochs=1, compile=compile_))  # type: ignore[arg-type]
+                    train(
+                        model,
+                        optimizer,
+                        Few([24] * 20),
+                        runtime,
+                        TrainConfig(epochs=1, compile=compile_),
+                    )  # type: ignore[arg-type]
                     found.append(f"trained; {said.getvalue()}")
                 except CannotCaptureError as error:
                     found.append(f"refused: {error}")
     return found
 
 
-def test_what_cannot_be_captured_is_named_and_trained_without_unless_it_is_required() -> None:
+def test_what_cannot_be_captured_is_named_and_trained_without_unless_it_is_required() -> (
+    None
+):
     (found,) = run_ranks(refused, 1)
     branching, required, listed, required_list = found
     for text in (branching, required):
@@ -353,7 +455,9 @@ def shapes(runtime: Runtime) -> tuple[dict[str, int], str, Any]:
     policy.PAYS_S, policy.WATCHED, policy.PATIENCE = {"cpu": 0.0}, 2, 1
     for compile_ in ("off", "require", "auto"):
         model, optimizer = hybrid_parallel(
-            small_model(META), runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01)
+            small_model(META),
+            runtime,
+            optimizer=OptimizerConfig(tables="adam", tables_lr=0.01),
         )
         said = io.StringIO()
         count = 0
@@ -365,11 +469,21 @@ def shapes(runtime: Runtime) -> tuple[dict[str, int], str, Any]:
 
         steps.engine_for = lambda _: (counting, "capturing")
         with contextlib.redirect_stdout(said), contextlib.suppress(CannotCaptureError):
-            train(model, optimizer, Few(sizes), runtime, TrainConfig(epochs=2, compile=compile_))  # type: ignore[arg-type]
+            train(
+                model,
+                optimizer,
+                Few(sizes),
+                runtime,
+                TrainConfig(epochs=2, compile=compile_),
+            )  # type: ignore[arg-type]
         states.append(gather_state(model))
         counts[compile_] = count
     fresh = small_model(META)
-    return counts, explain(plan_sharding(fresh, runtime), fresh, 1, captured_rows=20), states
+    return (
+        counts,
+        explain(plan_sharding(fresh, runtime), fresh, 1, captured_rows=20),
+        states,
+    )
 
 
 def test_batches_of_another_size_are_captured_too_and_learn_the_same() -> None:
@@ -379,7 +493,9 @@ def test_batches_of_another_size_are_captured_too_and_learn_the_same() -> None:
         "(user_id), the others as a whole (history, item_id)"
     )
     assert 2 <= counts["require"] <= MOST_GRAPHS
-    assert counts["auto"] == 4  # the three rare shapes when they come for the second time
+    assert (
+        counts["auto"] == 4
+    )  # the three rare shapes when they come for the second time
     assert farthest(before, after) < 1e-4
     assert farthest(before, patient) < 1e-4
 
@@ -388,16 +504,24 @@ def test_batches_of_another_size_are_captured_too_and_learn_the_same() -> None:
 def test_a_missing_compiler_is_told() -> None:
     # monkeypatch would delete the setting at the end, and nothing could be compiled in this process any more
     none = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
-    with none, pytest.raises(CannotCaptureError, match=r"no C\+\+ compiler; install g\+\+ or clang"):
+    with (
+        none,
+        pytest.raises(
+            CannotCaptureError, match=r"no C\+\+ compiler; install g\+\+ or clang"
+        ),
+    ):
         engine_for(torch.device("cpu"))
 
 
 @pytest.mark.unit
-def test_a_compile_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_compile_cache_that_cannot_be_written_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(
-        CannotCaptureError, match=r"the compile cache '.*file/cache' cannot be written .*TORCHINDUCTOR_CACHE_DIR"
+        CannotCaptureError,
+        match=r"the compile cache '.*file/cache' cannot be written .*TORCHINDUCTOR_CACHE_DIR",
     ):
         engine_for(torch.device("cpu"))
 
@@ -430,19 +554,37 @@ def with_noise_and_statistics() -> nn.Module:
 def over_a_batch() -> nn.Module:
     """A softmax over the batch that rejects known items."""
     towers = {
-        "user": Tower([table("user_id", USERS), table("history", ITEMS)], (8,), dense=["age"], device=META),
+        "user": Tower(
+            [table("user_id", USERS), table("history", ITEMS)],
+            (8,),
+            dense=["age"],
+            device=META,
+        ),
         "item": Tower([table("item_id", ITEMS)], (8,), dense=["price"], device=META),
     }
-    known = KnownItems(KnownPairs(ITEMS, np.arange(USERS), np.arange(USERS) % ITEMS + 1))
-    return RetrievalModel(towers, DotProduct([8, 8]), counts=torch.arange(1, ITEMS + 1), known=known)
+    known = KnownItems(
+        KnownPairs(ITEMS, np.arange(USERS), np.arange(USERS) % ITEMS + 1)
+    )
+    return RetrievalModel(
+        towers, DotProduct([8, 8]), counts=torch.arange(1, ITEMS + 1), known=known
+    )
 
 
 def padded_batches(count: int) -> Iterator[TowerBatch]:
     """As a loader gives them: the last rows are padding."""
     for batch in batches(count):
         weights = batch.weights * (torch.arange(len(batch)) < 17)
-        ids = {"users": batch.ids("user_id"), "items": batch.ids("item_id").masked_fill(weights == 0, 0)}
-        yield dataclasses.replace(batch, weights=weights, total_weight=weights.sum(), queries=len(batch), **ids)
+        ids = {
+            "users": batch.ids("user_id"),
+            "items": batch.ids("item_id").masked_fill(weights == 0, 0),
+        }
+        yield dataclasses.replace(
+            batch,
+            weights=weights,
+            total_weight=weights.sum(),
+            queries=len(batch),
+            **ids,
+        )
 
 
 def of_layers(runtime: Runtime) -> list[dict[str, float]]:
@@ -453,9 +595,16 @@ def of_layers(runtime: Runtime) -> list[dict[str, float]]:
         for _ in range(2):
             # A softmax over the batch says nothing of the items' last bias: Adam would make steps of that nothing's
             # rounding.
-            optimizer = OptimizerConfig(tables="adagrad", tables_lr=0.01, dense="sgd", dense_lr=0.1)
+            optimizer = OptimizerConfig(
+                tables="adagrad", tables_lr=0.01, dense="sgd", dense_lr=0.1
+            )
             model = redrawn(make())
-            plan = plan_sharding(model, runtime, PlanConfig(sharding="data_parallel"), optimizer=optimizer)
+            plan = plan_sharding(
+                model,
+                runtime,
+                PlanConfig(sharding="data_parallel"),
+                optimizer=optimizer,
+            )
             made.append(hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer))
         (model, optimizer), (other, own) = made
         for each in made:  # of which the state is made
@@ -471,9 +620,17 @@ def of_layers(runtime: Runtime) -> list[dict[str, float]]:
         captured.settle()
         far["weights"] = farthest(gather_state(model), gather_state(other))
         one, two = (dict(each.named_buffers()) for each in (model, other))
-        far["statistics"] = max((distance(one[name].float(), two[name].float()) for name in one), default=0.0)
+        far["statistics"] = max(
+            (distance(one[name].float(), two[name].float()) for name in one),
+            default=0.0,
+        )
         far["moved"] = max(
-            (float(value.float().abs().max()) for name, value in two.items() if "running_mean" in name), default=1.0
+            (
+                float(value.float().abs().max())
+                for name, value in two.items()
+                if "running_mean" in name
+            ),
+            default=1.0,
         )
         found.append(far)
     return found

@@ -12,19 +12,34 @@ CPU = torch.device("cpu")
 
 
 def correlation(one: Tensor, other: Tensor) -> float:
-    return float(torch.corrcoef(torch.stack([one.flatten().float(), other.flatten().float()]))[0, 1])
+    return float(
+        torch.corrcoef(torch.stack([one.flatten().float(), other.flatten().float()]))[
+            0, 1
+        ]
+    )
 
 
 @pytest.mark.parametrize("probability", [0.5, 0.9])
-def test_masks_are_true_as_often_as_they_should_be_and_independent_of_each_other(probability: float) -> None:
+def test_masks_are_true_as_often_as_they_should_be_and_independent_of_each_other(
+    probability: float,
+) -> None:
     torch.manual_seed(0)
-    mask, later = (hashed_mask(torch.Size([1000, 1000]), probability, CPU) for _ in range(2))
+    mask, later = (
+        hashed_mask(torch.Size([1000, 1000]), probability, CPU) for _ in range(2)
+    )
     deviation = (probability * (1 - probability)) ** 0.5
     assert mask.float().mean() == pytest.approx(probability, abs=5 * deviation / 1000)
-    pairs = {"steps": (mask, later), "columns": (mask[:, 1:], mask[:, :-1]), "rows": (mask[1:], mask[:-1])}
+    pairs = {
+        "steps": (mask, later),
+        "columns": (mask[:, 1:], mask[:, :-1]),
+        "rows": (mask[1:], mask[:-1]),
+    }
     for name, pair in pairs.items():
         assert abs(correlation(*pair)) < 5e-3, name
-    for dim in (0, 1):  # neither a row nor a column has more or fewer than chance gives it
+    for dim in (
+        0,
+        1,
+    ):  # neither a row nor a column has more or fewer than chance gives it
         spread = mask.float().mean(dim).std() / (deviation / 1000**0.5)
         assert float(spread) == pytest.approx(1, abs=0.15)
 
@@ -43,7 +58,9 @@ def test_a_traced_step_has_one_mask_for_forward_and_backward() -> None:
     def step(x: Tensor) -> list[Tensor]:
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            dropped = F.dropout(F.dropout(leaf, 0.2))  # torch leaves its default of .5 out of a trace
+            dropped = F.dropout(
+                F.dropout(leaf, 0.2)
+            )  # torch leaves its default of .5 out of a trace
             (grad,) = torch.autograd.grad(dropped.sum(), leaf)
         return [dropped.detach(), grad]
 

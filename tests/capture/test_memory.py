@@ -28,7 +28,9 @@ class _Largest(TorchDispatchMode):
 
     rows = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = func(*args, **(kwargs or {}))
         in_place = (
             func._schema.name.endswith("_")
@@ -76,7 +78,9 @@ def scheduled(runtime: Runtime, schedule: Schedule) -> float:
         step: CapturedStep | None = None
         for number, batch in enumerate(given):
             if captured and number == 1:
-                step = CapturedStep(ShardedSource(model, optimizer), as_it_is, rule=lambda *_: True)
+                step = CapturedStep(
+                    ShardedSource(model, optimizer), as_it_is, rule=lambda *_: True
+                )
             _ = stepped(model, optimizer, batch) if step is None else step(batch)
             rates.step()
         if step is not None:
@@ -88,7 +92,11 @@ def scheduled(runtime: Runtime, schedule: Schedule) -> float:
 def under_schedules(runtime: Runtime) -> list[float]:
     return [
         scheduled(runtime, each)
-        for each in (Schedule(), Schedule(kind="step", every=10), Schedule(kind="cosine", warmup=5))
+        for each in (
+            Schedule(),
+            Schedule(kind="step", every=10),
+            Schedule(kind="cosine", warmup=5),
+        )
     ]
 
 
@@ -104,7 +112,9 @@ def devices(runtime: Runtime) -> list[set[str]]:
 
     def looking(step: Any, memory: list[Tensor], inputs: list[Tensor]) -> Any:
         def run(later: list[Tensor]) -> list[Tensor]:
-            found.extend({str(part.device) for part in parts} for parts in (inputs, later))
+            found.extend(
+                {str(part.device) for part in parts} for parts in (inputs, later)
+            )
             return [torch.zeros(())]
 
         return run
@@ -114,7 +124,9 @@ def devices(runtime: Runtime) -> list[set[str]]:
     step = CapturedStep(ShardedSource(model, optimizer), as_it_is)
     step(next(batches(1)))
     step._engine, step._memory.device = looking, torch.device("meta")  # type: ignore[assignment]
-    with contextlib.suppress(AttributeError):  # this engine leaves nothing to put together
+    with contextlib.suppress(
+        AttributeError
+    ):  # this engine leaves nothing to put together
         step(next(batches(1, size=12)))
     return found
 
@@ -135,5 +147,10 @@ def test_batches_on_the_host_train_a_cuda_graph() -> None:
             first, *rest = batches(20)
             stepped(model, optimizer, first.to(runtime.device))
             step = CapturedStep(ShardedSource(model, optimizer), cuda_graph)
-            losses.append([float(step(batch if on_host else batch.to(runtime.device))[0]) for batch in rest])
+            losses.append(
+                [
+                    float(step(batch if on_host else batch.to(runtime.device))[0])
+                    for batch in rest
+                ]
+            )
         assert losses[0] == pytest.approx(losses[1], abs=1e-6)

@@ -36,11 +36,21 @@ def growing(count: int, rows: int = ROWS) -> list[TowerBatch]:
         made.append(
             schema.assemble(
                 {
-                    "user_id": Jagged(torch.randint(USERS, (rows,), generator=generator)),
-                    "history": Jagged(torch.randint(ITEMS, (rows * length,), generator=generator), lengths),
-                    "item_id": Jagged(torch.randint(ITEMS, (rows,), generator=generator)),
+                    "user_id": Jagged(
+                        torch.randint(USERS, (rows,), generator=generator)
+                    ),
+                    "history": Jagged(
+                        torch.randint(ITEMS, (rows * length,), generator=generator),
+                        lengths,
+                    ),
+                    "item_id": Jagged(
+                        torch.randint(ITEMS, (rows,), generator=generator)
+                    ),
                 },
-                {"age": torch.rand(rows, generator=generator), "price": torch.rand(rows, generator=generator)},
+                {
+                    "age": torch.rand(rows, generator=generator),
+                    "price": torch.rand(rows, generator=generator),
+                },
                 labels=torch.randint(2, (rows,), generator=generator).float(),
                 weights=torch.ones(rows),
                 total_weight=float(rows),
@@ -55,12 +65,16 @@ class Growing(Few):
 
 
 @pytest.mark.unit
-def test_lists_that_grow_a_hundredfold_make_few_layouts_and_never_an_earlier_one_again() -> None:
+def test_lists_that_grow_a_hundredfold_make_few_layouts_and_never_an_earlier_one_again() -> (
+    None
+):
     packer, seen = Packer(), []
     for batch in [*growing(100), *growing(100)]:
         layout, tensors = packer.pack(batch)
         again = layout.batch(tensors)
-        assert torch.equal(again.bags("history").lengths(), batch.bags("history").lengths())
+        assert torch.equal(
+            again.bags("history").lengths(), batch.bags("history").lengths()
+        )
         if not seen or layout != seen[-1]:
             assert layout not in seen
             seen.append(layout)
@@ -81,17 +95,27 @@ def runs(runtime: Runtime) -> tuple[list[Any], int, list[str]]:
     steps.engine_for = lambda _: (counting, "capturing")
     for compile_ in ("off", "require", "auto"):
         model, optimizer = hybrid_parallel(
-            small_model(META), runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01)
+            small_model(META),
+            runtime,
+            optimizer=OptimizerConfig(tables="adam", tables_lr=0.01),
         )
         spoken = io.StringIO()
         with contextlib.redirect_stdout(spoken):
-            train(model, optimizer, Growing(40), runtime, TrainConfig(epochs=2, compile=compile_))  # type: ignore[arg-type]
+            train(
+                model,
+                optimizer,
+                Growing(40),
+                runtime,
+                TrainConfig(epochs=2, compile=compile_),
+            )  # type: ignore[arg-type]
         states.append(gather_state(model))
         said.append(spoken.getvalue())
     return states, captures, said
 
 
-def test_a_run_whose_lists_grow_is_captured_throughout_and_ends_where_the_eager_one_does() -> None:
+def test_a_run_whose_lists_grow_is_captured_throughout_and_ends_where_the_eager_one_does() -> (
+    None
+):
     ((states, captures, said),) = run_ranks(runs, 1)
     assert farthest(states[0], states[1]) < 1e-3
     assert farthest(states[0], states[2]) < 1e-3
@@ -100,13 +124,26 @@ def test_a_run_whose_lists_grow_is_captured_throughout_and_ends_where_the_eager_
 
 
 def too_many(runtime: Runtime) -> str:
-    policy.PAYS_S, policy.WATCHED, steps.engine_for = {"cpu": 0.0}, 2, lambda _: (as_it_is, "capturing")
+    policy.PAYS_S, policy.WATCHED, steps.engine_for = (
+        {"cpu": 0.0},
+        2,
+        lambda _: (as_it_is, "capturing"),
+    )
     model, optimizer = hybrid_parallel(small_model(META), runtime)
     with pytest.raises(CannotCaptureError) as error:
-        train(model, optimizer, Few([24, 24, 24, 8, 12, 16, 20]), runtime, TrainConfig(epochs=1, compile="require"))  # type: ignore[arg-type]
+        train(
+            model,
+            optimizer,
+            Few([24, 24, 24, 8, 12, 16, 20]),
+            runtime,
+            TrainConfig(epochs=1, compile="require"),
+        )  # type: ignore[arg-type]
     return str(error.value)
 
 
 def test_batches_of_too_many_sizes_are_told_with_their_sizes() -> None:
     (text,) = run_ranks(too_many, 1)
-    assert "batches of more than 4 sizes: 8, 12, 16, 20, 24 rows; give them one batch_size" in text
+    assert (
+        "batches of more than 4 sizes: 8, 12, 16, 20, 24 rows; give them one batch_size"
+        in text
+    )

@@ -19,4 +19,6 @@ def test_three_slow_steps_in_a_row_are_noted_once() -> None:
     for _ in range(7):
         policy.note_pace(0.198)
     (note,) = notes
-    assert note.startswith("captured steps now take 198 ms, 8 ms when measured: other work may keep the cores busy")
+    assert note.startswith(
+        "captured steps now take 198 ms, 8 ms when measured: other work may keep the cores busy"
+    )

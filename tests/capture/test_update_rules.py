@@ -29,17 +29,30 @@ def constant(step: int) -> float:
     return 1e-3
 
 
-def adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, decay: float = 0.0) -> Choice:
-    return Choice(kind="adam", lr=1e-3, eps=eps, betas=betas, weight_decay=decay, decays_all_rows=True)
+def adam(
+    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, decay: float = 0.0
+) -> Choice:
+    return Choice(
+        kind="adam",
+        lr=1e-3,
+        eps=eps,
+        betas=betas,
+        weight_decay=decay,
+        decays_all_rows=True,
+    )
 
 
-def distance(share: float, choice: Choice, rate: Callable[[int], float] = constant) -> float:
+def distance(
+    share: float, choice: Choice, rate: Callable[[int], float] = constant
+) -> float:
     """|lazy - dense| / |dense - start| after 400 steps in each of which ``share`` of the rows get a gradient."""
     betas, eps, decay = choice.betas, choice.eps, choice.weight_decay
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(ROWS, DIM, generator=generator)
     dense = torch.nn.Parameter(start.clone())
-    optimizer = torch.optim.AdamW([dense], lr=rate(0), betas=betas, eps=eps, weight_decay=decay)
+    optimizer = torch.optim.AdamW(
+        [dense], lr=rate(0), betas=betas, eps=eps, weight_decay=decay
+    )
     rows, first, second = start.clone(), torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM)
     clock = row_clock(ROWS, 0, choice, rows.device)
     since = clock.since
@@ -50,12 +63,21 @@ def distance(share: float, choice: Choice, rate: Callable[[int], float] = consta
         dense.grad = torch.where(live[:, None], gradient(dense.detach(), noise), 0.0)
         optimizer.step()
         before = torch.tensor(step - 1, dtype=torch.int32)
-        own, m, v = caught_up(rows[live], [first[live], second[live]], since[live], before, clock, choice)
+        own, m, v = caught_up(
+            rows[live], [first[live], second[live]], since[live], before, clock, choice
+        )
         grad = gradient(own, noise[live])
-        m, v = betas[0] * m + (1 - betas[0]) * grad, betas[1] * v + (1 - betas[1]) * grad.square()
+        m, v = (
+            betas[0] * m + (1 - betas[0]) * grad,
+            betas[1] * v + (1 - betas[1]) * grad.square(),
+        )
         root = (v / (1 - betas[1] ** step)).sqrt() + eps
         own = own * (1 - lr * decay)
-        rows[live], first[live], second[live] = own - lr * m / (1 - betas[0] ** step) / root, m, v
+        rows[live], first[live], second[live] = (
+            own - lr * m / (1 - betas[0] ** step) / root,
+            m,
+            v,
+        )
         since[live] = step
         now = torch.tensor(float(step))
         slide_on(clock.slides, clock.powers, now, lr, betas, decay)
@@ -74,7 +96,9 @@ def gradient(rows: Tensor, noise: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("share", [1.0, 0.05, 0.01])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.9)])
-def test_rows_of_any_rarity_end_where_dense_adam_does(share: float, betas: tuple[float, float]) -> None:
+def test_rows_of_any_rarity_end_where_dense_adam_does(
+    share: float, betas: tuple[float, float]
+) -> None:
     assert distance(share, adam(betas)) < 1e-4
 
 
@@ -85,23 +109,35 @@ def rate_of(schedule: Schedule) -> Callable[[int], float]:
 @pytest.mark.parametrize("share", [0.05, 0.01])
 @pytest.mark.parametrize(
     "schedule",
-    [Schedule(kind="cosine", warmup=50), Schedule(kind="step", every=100), Schedule(kind="inverse_sqrt", warmup=20)],
+    [
+        Schedule(kind="cosine", warmup=50),
+        Schedule(kind="step", every=100),
+        Schedule(kind="inverse_sqrt", warmup=20),
+    ],
 )
-def test_skipped_steps_count_at_their_own_rates_under_a_schedule(share: float, schedule: Schedule) -> None:
+def test_skipped_steps_count_at_their_own_rates_under_a_schedule(
+    share: float, schedule: Schedule
+) -> None:
     assert distance(share, adam(), rate_of(schedule)) < 1e-4
 
 
 @pytest.mark.parametrize("share", [0.05, 0.01])
 @pytest.mark.parametrize("decay", [1e-2, 1.0])
-@pytest.mark.parametrize("schedule", [Schedule(kind="constant"), Schedule(kind="cosine", warmup=50)])
-def test_rows_that_all_decay_end_where_adamw_does(share: float, decay: float, schedule: Schedule) -> None:
+@pytest.mark.parametrize(
+    "schedule", [Schedule(kind="constant"), Schedule(kind="cosine", warmup=50)]
+)
+def test_rows_that_all_decay_end_where_adamw_does(
+    share: float, decay: float, schedule: Schedule
+) -> None:
     # Dense steps round every row in every step, and a decay of 1e-5 a step moves a row little.
     assert distance(share, adam(decay=decay), rate_of(schedule)) < 5e-4
 
 
 @pytest.mark.parametrize("average_decay", [0.5, 0.99, 0.9999, None])
 @pytest.mark.parametrize("decay", [0.0, 1.0])
-def test_averages_of_skipped_steps_end_where_those_of_dense_steps_do(average_decay: float | None, decay: float) -> None:
+def test_averages_of_skipped_steps_end_where_those_of_dense_steps_do(
+    average_decay: float | None, decay: float
+) -> None:
     choice = dataclasses.replace(adam((0.5, 0.9), decay=decay), averages=True)
     rate = rate_of(Schedule(kind="cosine", warmup=50))
     generator = torch.Generator().manual_seed(0)
@@ -116,13 +152,24 @@ def test_averages_of_skipped_steps_end_where_those_of_dense_steps_do(average_dec
         lr = optimizer.param_groups[0]["lr"] = rate(step - 1)
         average_rate = 1 / (step + 1) if average_decay is None else 1 - average_decay
         live = torch.rand(ROWS, generator=generator) < 0.02
-        grad = torch.where(live[:, None], torch.randn(ROWS, DIM, generator=generator), 0.0)
+        grad = torch.where(
+            live[:, None], torch.randn(ROWS, DIM, generator=generator), 0.0
+        )
         dense.grad = grad
         optimizer.step()
         dense_average += average_rate * (dense.detach() - dense_average)
-        now = Clock(torch.tensor(float(step)), torch.tensor(lr), torch.tensor(average_rate))
+        now = Clock(
+            torch.tensor(float(step)), torch.tensor(lr), torch.tensor(average_rate)
+        )
         before = torch.tensor(step - 1, dtype=torch.int32)
-        own, *of_rows = caught_up(rows[live], [each[live] for each in state], since[live], before, clock, choice)
+        own, *of_rows = caught_up(
+            rows[live],
+            [each[live] for each in state],
+            since[live],
+            before,
+            clock,
+            choice,
+        )
         updated = now.stepped(own, grad[live], of_rows, choice, table=True)
         for target, values in zip([rows, *state], updated, strict=True):
             target[live] = values
@@ -132,13 +179,19 @@ def test_averages_of_skipped_steps_end_where_those_of_dense_steps_do(average_dec
         if decay:
             decay_on(clock.decays, now.step, lr, decay)
         average_on(clock, now.step, lr, now.average_rate, decay)
-    end, *_, average = caught_up(rows, state, since, torch.tensor(STEPS // 2, dtype=torch.int32), clock, choice)
+    end, *_, average = caught_up(
+        rows, state, since, torch.tensor(STEPS // 2, dtype=torch.int32), clock, choice
+    )
     assert float((end - dense.detach()).abs().max()) < 1e-5
     assert float((average - dense_average).abs().max()) < 1e-5
 
 
-def test_more_steps_than_are_kept_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catch_up, "SLIDES", 256)  # no row of these waits for longer, and 400 steps are made
+def test_more_steps_than_are_kept_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        catch_up, "SLIDES", 256
+    )  # no row of these waits for longer, and 400 steps are made
     assert distance(0.05, adam(), rate_of(Schedule(kind="cosine"))) < 1e-4
 
 
@@ -151,7 +204,10 @@ def test_a_row_that_skipped_nothing_stays_bit_for_bit() -> None:
     since = torch.full((3,), 7, dtype=torch.int32)
     clock = row_clock(3, 7, adam(decay=0.1), rows.device)
     new = caught_up(rows, [first, second], since, since[0], clock, adam(decay=0.1))
-    assert all(torch.equal(left, right) for left, right in zip(new, (rows, first, second), strict=True))
+    assert all(
+        torch.equal(left, right)
+        for left, right in zip(new, (rows, first, second), strict=True)
+    )
 
 
 def test_a_row_that_never_had_a_gradient_stays_even_without_eps() -> None:
@@ -171,7 +227,10 @@ def test_a_row_that_never_had_a_gradient_stays_even_without_eps() -> None:
         (adam(betas=(0.9, 0.5)), "betas=(0.9, 0.5)"),
         (adam(betas=(0.0, 0.0)), "betas=(0, 0)"),
         (adam(eps=1e-3), "eps=0.001"),
-        (dataclasses.replace(adam(), l2=0.1), "L2 draws at each row in each step; AdamW's decay does not"),
+        (
+            dataclasses.replace(adam(), l2=0.1),
+            "L2 draws at each row in each step; AdamW's decay does not",
+        ),
         (dataclasses.replace(adam(), kind="sgd", l2=0.1), ""),
     ],
 )

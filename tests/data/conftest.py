@@ -15,7 +15,9 @@ def ml_100k_folder() -> Path:
     root = os.environ.get("TORCHREC_EXT_DATA")
     folder = Path(root or "") / "ml-100k"
     if not root or not (folder / "inter.parquet").exists():
-        pytest.skip("needs MovieLens 100K: set TORCHREC_EXT_DATA to a folder with ml-100k/inter.parquet")
+        pytest.skip(
+            "needs MovieLens 100K: set TORCHREC_EXT_DATA to a folder with ml-100k/inter.parquet"
+        )
     return folder
 
 

@@ -47,8 +47,18 @@ ALL_TIMES = ("hour", "weekday", "hour_of_week", "day", "month")
 
 EVERY_STEP = Preprocessor(
     [
-        History(user="user", item="item", time="ts", length=3, where="label", gaps=GAPS),
-        History(user="user", item="item", time="when", length=2, output="past", also=("city", "age"), gaps=(3600,)),
+        History(
+            user="user", item="item", time="ts", length=3, where="label", gaps=GAPS
+        ),
+        History(
+            user="user",
+            item="item",
+            time="when",
+            length=2,
+            output="past",
+            also=("city", "age"),
+            gaps=(3600,),
+        ),
         Cross(columns=("user", "city"), buckets=97, salt="a'b\\"),
         Categorify(column="item", also=("history", "past"), max_size=5),
         HashBucket(column="past_city", buckets=9),
@@ -82,7 +92,9 @@ EVERY_STEP = Preprocessor(
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 _INT64 = st.integers(-(2**63), 2**63 - 1)
-_FLOAT = st.floats(-(2.0**40), 2.0**40, width=32) | st.sampled_from([float("nan"), float("inf"), float("-inf")])
+_FLOAT = st.floats(-(2.0**40), 2.0**40, width=32) | st.sampled_from(
+    [float("nan"), float("inf"), float("-inf")]
+)
 ANY_VALUES: Mapping[str, st.SearchStrategy[Any]] = {
     "user": st.none() | st.integers(-2, 3) | _INT64,
     "item": st.none() | st.sampled_from(["a", "b", "\u00fc"]) | _TEXT,
@@ -107,7 +119,13 @@ Rows = Mapping[str, Sequence[Any]]
 
 def write(rows: Rows, path: Path, **options: Any) -> Path:
     """The rows as a parquet file."""
-    pq.write_table(pa.table({name: pa.array(values, TYPES[name]) for name, values in rows.items()}), path, **options)
+    pq.write_table(
+        pa.table(
+            {name: pa.array(values, TYPES[name]) for name, values in rows.items()}
+        ),
+        path,
+        **options,
+    )
     return path
 
 
@@ -134,20 +152,46 @@ def random_rows(size: int, seed: int) -> dict[str, list[Any]]:
         "\u00e9",
         "e\u0301",
     ]
-    numbers = [0.0, -0.0, 0.1, -1.5, 1e12, float("nan"), float("inf"), float("-inf"), None, 3.25, 1e-9]
+    numbers = [
+        0.0,
+        -0.0,
+        0.1,
+        -1.5,
+        1e12,
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+        None,
+        3.25,
+        1e-9,
+    ]
     whole = [0, 1, -1, 2**63 - 1, -(2**63), 7, None, 2**53 + 1]
-    seconds = [*range(1_616_893_190, 1_616_893_215, 5), -1, 0, 1_635_642_000, 4_000_000_000, -(10**12), None]
+    seconds = [
+        *range(1_616_893_190, 1_616_893_215, 5),
+        -1,
+        0,
+        1_635_642_000,
+        4_000_000_000,
+        -(10**12),
+        None,
+    ]
     moment = datetime.datetime(2018, 11, 4, 2, 30, 0, 999_000)
     return {
         "user": pick(whole),
         "item": pick(texts[:9]),
         "ts": pick(seconds),
-        "when": [None if k == 3 else moment + datetime.timedelta(hours=int(k)) for k in rng.integers(0, 5000, size)],
+        "when": [
+            None if k == 3 else moment + datetime.timedelta(hours=int(k))
+            for k in rng.integers(0, 5000, size)
+        ],
         "price": pick(numbers),
         "age": pick([-5, 0, 18, 18, 40, 99, None]),
         "score": pick([*numbers, 99.99, -1e300, 1e300]),
         "city": pick(texts),
-        "tags": [pick(texts)[: rng.integers(0, 5)] if k else None for k in rng.integers(0, 6, size)],
+        "tags": [
+            pick(texts)[: rng.integers(0, 5)] if k else None
+            for k in rng.integers(0, 6, size)
+        ],
         "shops": [pick(whole)[: rng.integers(0, 4)] for _ in range(size)],
         "genre": pick(["Act|Dra", "|", "Dra", "", None, "Com|Act|", "a.c"]),
         "prime": pick([True, False, None]),
@@ -163,11 +207,16 @@ def with_events(rows: Rows, events: Rows) -> dict[str, Sequence[Any]]:
     lists = [kept.get(user, []) if user is not None else [] for user in rows["user"]]
     liked = [[index for index in past if events["label"][index] >= 1] for past in lists]
     sent = {"history": (liked, {"items": "item", "times": "ts"})}
-    sent["past"] = (lists, {"items": "item", "times": "when", "city": "city", "age": "age"})
+    sent["past"] = (
+        lists,
+        {"items": "item", "times": "when", "city": "city", "age": "age"},
+    )
     return {
         **rows,
         **{
-            f"{output}_{name}": [[events[column][index] for index in past] for past in those]
+            f"{output}_{name}": [
+                [events[column][index] for index in past] for past in those
+            ]
             for output, (those, columns) in sent.items()
             for name, column in columns.items()
             if column in events

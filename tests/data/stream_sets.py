@@ -27,7 +27,8 @@ def table_of(size: int, start: int = 0) -> pa.Table:
         {
             "user_id": numbers // 3,
             "history": pa.array(
-                [[int(n * 7 + k) % ITEMS for k in range(n % 4)] for n in numbers], pa.list_(pa.int64())
+                [[int(n * 7 + k) % ITEMS for k in range(n % 4)] for n in numbers],
+                pa.list_(pa.int64()),
             ),
             "item_id": pa.array(1 + numbers % ITEMS, pa.int32()),
             "row": numbers.astype(np.float32),
@@ -37,10 +38,18 @@ def table_of(size: int, start: int = 0) -> pa.Table:
     )
 
 
-def schema_of(shared: Sequence[str] = (), users: int = 5_000, **options: Any) -> BatchSchema:
+def schema_of(
+    shared: Sequence[str] = (), users: int = 5_000, **options: Any
+) -> BatchSchema:
     tables = [
-        EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=size, feature_names=[name])
-        for name, size in {"user_id": users, "history": ITEMS + 1, "item_id": ITEMS + 1}.items()
+        EmbeddingBagConfig(
+            name=name, embedding_dim=4, num_embeddings=size, feature_names=[name]
+        )
+        for name, size in {
+            "user_id": users,
+            "history": ITEMS + 1,
+            "item_id": ITEMS + 1,
+        }.items()
     ]
     return BatchSchema.from_tables(tables, dense=["row"], shared=shared, **options)
 
@@ -50,9 +59,16 @@ def parquet(folder: Path, sizes: Sequence[int], files: int = 1) -> ParquetSource
     folder.mkdir(parents=True, exist_ok=True)
     starts = np.cumsum([0, *sizes])
     for part, places in enumerate(np.array_split(np.arange(len(sizes)), files)):
-        with pq.ParquetWriter(folder / f"part-{part}.parquet", table_of(0).schema, write_page_checksum=True) as writer:
+        with pq.ParquetWriter(
+            folder / f"part-{part}.parquet",
+            table_of(0).schema,
+            write_page_checksum=True,
+        ) as writer:
             for at in places:
-                writer.write_table(table_of(sizes[at], int(starts[at])), row_group_size=max(1, sizes[at]))
+                writer.write_table(
+                    table_of(sizes[at], int(starts[at])),
+                    row_group_size=max(1, sizes[at]),
+                )
     return ParquetSource(folder)
 
 
@@ -66,16 +82,39 @@ def arrow(folder: Path, sizes: Sequence[int]) -> ArrowSource:
     return ArrowSource(folder)
 
 
-def loader_of(source: Source, rank: int = 0, world_size: int = 1, **options: Any) -> ChunkLoader:
-    schema, in_order = options.pop("schema", None) or schema_of(), options.pop("in_order", True)
-    config = LoaderConfig(
-        **{"prefetch": 0, "read_ahead": 0, "batch_size": 8, "negatives": 0, "buffer_rows": 40} | options
+def loader_of(
+    source: Source, rank: int = 0, world_size: int = 1, **options: Any
+) -> ChunkLoader:
+    schema, in_order = (
+        options.pop("schema", None) or schema_of(),
+        options.pop("in_order", True),
     )
-    return ChunkLoader(source, schema, config=config, rank=rank, world_size=world_size, in_order=in_order)
+    config = LoaderConfig(
+        **{
+            "prefetch": 0,
+            "read_ahead": 0,
+            "batch_size": 8,
+            "negatives": 0,
+            "buffer_rows": 40,
+        }
+        | options
+    )
+    return ChunkLoader(
+        source,
+        schema,
+        config=config,
+        rank=rank,
+        world_size=world_size,
+        in_order=in_order,
+    )
 
 
 def bags(batch: TowerBatch, name: str) -> list[list[int]]:
-    part = batch.shared.sparse if batch.shared and name in batch.shared.sparse.keys() else batch.sparse  # noqa: SIM118
+    part = (
+        batch.shared.sparse
+        if batch.shared and name in batch.shared.sparse.keys()  # noqa: SIM118
+        else batch.sparse
+    )
     return [bag.tolist() for bag in part[name].to_dense()]
 
 
@@ -86,18 +125,24 @@ def row_numbers(batch: TowerBatch) -> list[int]:
     assert bool(real[:count].all())
     dense = batch.dense if batch.dense.shape[1] else batch.shared.dense  # type: ignore[union-attr]
     numbers = dense[:count, 0].long().tolist()
-    assert bags(batch, "user_id") == [[n // 3] for n in numbers] + [[]] * (len(batch) - count)
-    assert bags(batch, "item_id") == [[1 + n % ITEMS] for n in numbers] + [[]] * (len(batch) - count)
-    assert bags(batch, "history") == [[(n * 7 + k) % ITEMS for k in range(n % 4)] for n in numbers] + [[]] * (
+    assert bags(batch, "user_id") == [[n // 3] for n in numbers] + [[]] * (
         len(batch) - count
     )
+    assert bags(batch, "item_id") == [[1 + n % ITEMS] for n in numbers] + [[]] * (
+        len(batch) - count
+    )
+    assert bags(batch, "history") == [
+        [(n * 7 + k) % ITEMS for k in range(n % 4)] for n in numbers
+    ] + [[]] * (len(batch) - count)
     assert dense[count:].abs().sum() == 0
     return numbers
 
 
 def equal(left: TowerBatch, right: TowerBatch) -> bool:
     parts = ("dense", "labels", "weights", "total_weight")
-    return all(torch.equal(getattr(left, part), getattr(right, part)) for part in parts) and (
+    return all(
+        torch.equal(getattr(left, part), getattr(right, part)) for part in parts
+    ) and (
         torch.equal(left.sparse.values(), right.sparse.values())
         and torch.equal(left.sparse.lengths(), right.sparse.lengths())
     )

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.unit
 
 def ragged(rows: list[list[int]]) -> Column:
     return Column.from_lengths(
-        np.array([value for row in rows for value in row], dtype=np.int64), np.array([len(row) for row in rows])
+        np.array([value for row in rows for value in row], dtype=np.int64),
+        np.array([len(row) for row in rows]),
     )
 
 
@@ -29,7 +30,9 @@ def test_take_slice_and_repeat_do_to_a_ragged_column_what_they_do_to_a_list(
     indices = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=30))
     taken = column.take(np.array(indices, dtype=np.int64))
     assert as_lists(taken) == [rows[index] for index in indices]
-    assert taken.values.tolist() == [value for index in indices for value in rows[index]]
+    assert taken.values.tolist() == [
+        value for index in indices for value in rows[index]
+    ]
     start = data.draw(st.integers(0, len(rows)))
     stop = data.draw(st.integers(start, len(rows)))
     assert as_lists(column.slice(start, stop)) == rows[start:stop]
@@ -51,17 +54,28 @@ def test_offsets_and_values_describe_the_same_rows(rows: list[list[int]]) -> Non
 
 
 @given(rows=ROWS, data=st.data())
-def test_packed_rows_are_taken_like_the_chunk(rows: list[list[int]], data: st.DataObject) -> None:
+def test_packed_rows_are_taken_like_the_chunk(
+    rows: list[list[int]], data: st.DataObject
+) -> None:
     size = len(rows)
     chunk = Chunk(
-        {"id": Column(np.arange(size)), "bag": ragged(rows), "age": Column(np.linspace(0, 1, size, dtype=np.float32))}
+        {
+            "id": Column(np.arange(size)),
+            "bag": ragged(rows),
+            "age": Column(np.linspace(0, 1, size, dtype=np.float32)),
+        }
     )
-    indices = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=30)), dtype=np.int64)
+    indices = np.array(
+        data.draw(st.lists(st.integers(0, size - 1), max_size=30)), dtype=np.int64
+    )
     packed, plain = PackedRows(chunk).take(indices), chunk.take(indices)
     for name, column in plain.items():
         assert packed[name].values.tolist() == column.values.tolist()
         assert packed[name].lengths.tolist() == column.lengths.tolist()
-    half, plain_half = packed.slice(len(indices) // 2, len(indices)), plain.slice(len(indices) // 2, len(indices))
+    half, plain_half = (
+        packed.slice(len(indices) // 2, len(indices)),
+        plain.slice(len(indices) // 2, len(indices)),
+    )
     assert set(half) == set(plain_half)
     for name, column in plain_half.items():
         assert half[name].values.tolist() == column.values.tolist()
@@ -69,8 +83,13 @@ def test_packed_rows_are_taken_like_the_chunk(rows: list[list[int]], data: st.Da
 
 
 def test_packed_rows_of_one_type_are_read_as_a_matrix_in_their_order() -> None:
-    columns = {name: Column(np.arange(4, dtype=np.float32) + 10 * index) for index, name in enumerate("abc")}
-    rows = PackedRows(Chunk({**columns, "id": Column(np.arange(4))})).take(np.array([2, 0]))
+    columns = {
+        name: Column(np.arange(4, dtype=np.float32) + 10 * index)
+        for index, name in enumerate("abc")
+    }
+    rows = PackedRows(Chunk({**columns, "id": Column(np.arange(4))})).take(
+        np.array([2, 0])
+    )
     matrix = rows.matrix(["b", "c"])
     assert matrix is not None
     assert matrix.tolist() == [[12, 22], [10, 20]]
@@ -82,7 +101,9 @@ def test_packed_rows_of_one_type_are_read_as_a_matrix_in_their_order() -> None:
 def test_slices_are_views() -> None:
     values = np.arange(10)
     assert np.shares_memory(Column(values).slice(2, 5).values, values)
-    assert np.shares_memory(Column(values, np.array([0, 4, 10])).slice(1, 2).pool, values)
+    assert np.shares_memory(
+        Column(values, np.array([0, 4, 10])).slice(1, 2).pool, values
+    )
 
 
 def test_a_chunk_has_equally_many_rows_in_all_columns() -> None:
@@ -96,7 +117,10 @@ def test_a_chunk_has_equally_many_rows_in_all_columns() -> None:
         (np.array([0, 2]), r"must rise from 0 to the 3 values, got \[0 2\]"),
         (np.array([1, 3]), r"must rise from 0"),
         (np.array([0, 4, 3]), r"must rise from 0"),
-        (np.array([0, 3], dtype=np.int32), r"offsets are int32 of shape \(2,\), must be int64"),
+        (
+            np.array([0, 3], dtype=np.int32),
+            r"offsets are int32 of shape \(2,\), must be int64",
+        ),
     ],
 )
 def test_offsets_must_fit_the_values(offsets: np.ndarray, message: str) -> None:

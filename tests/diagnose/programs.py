@@ -73,7 +73,9 @@ class Everything(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(2_000, 4)
-        self.layers = nn.Sequential(nn.Linear(WIDTH + 8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH + 8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
+        )
         self.calls, self.history, self.average = 0, [0.0], torch.zeros(1)
 
     def forward(self, ids: Tensor, x: Tensor) -> Tensor:
@@ -105,7 +107,9 @@ def training(**more: Any) -> Training:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
     data = Drawn()
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(6))
-    loader = DataLoader(data, 16, sampler=sampler, generator=torch.Generator().manual_seed(7), **more)
+    loader = DataLoader(
+        data, 16, sampler=sampler, generator=torch.Generator().manual_seed(7), **more
+    )
     losses: list[float] = []
     count = 0
 
@@ -125,7 +129,12 @@ def training(**more: Any) -> Training:
     return Training(model, optimizer, schedule, loader, loss, step, losses)
 
 
-def trained(made: Training, diagnose: Callable[[Training], object], when: tuple[int, ...], steps: int = 26) -> None:
+def trained(
+    made: Training,
+    diagnose: Callable[[Training], object],
+    when: tuple[int, ...],
+    steps: int = 26,
+) -> None:
     """Trains, and diagnoses before the steps of these numbers."""
 
     def batches() -> Iterator[Any]:
@@ -140,11 +149,18 @@ def trained(made: Training, diagnose: Callable[[Training], object], when: tuple[
         made.step(*batch)
 
 
-def mlp(rows: int = 64, width: int = 8) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Tensor], list[Any]]:
+def mlp(
+    rows: int = 64, width: int = 8
+) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Tensor], list[Any]]:
     model = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 1))
     loss_fn = nn.MSELoss()
     batches = [(torch.randn(rows, width), torch.randn(rows, 1)) for _ in range(8)]
-    return model, torch.optim.SGD(model.parameters(), 1e-2), lambda x, y: loss_fn(model(x), y), batches
+    return (
+        model,
+        torch.optim.SGD(model.parameters(), 1e-2),
+        lambda x, y: loss_fn(model(x), y),
+        batches,
+    )
 
 
 class Late(torch.autograd.Function):
@@ -176,17 +192,26 @@ def on_ranks(clock: Clock, rank: int, cause: str = "", by: float = 20.0) -> OnRa
     ``everywhere`` names all spans of a step; ``lists`` gives rank 1 ten times the ids, for which it takes longer.
     """
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)))
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+    )
     generator = torch.Generator().manual_seed(rank)
     batches: list[tuple[Tensor, ...]] = [
-        (torch.randn(16, 8, generator=generator), torch.full((16, 1), float(number))) for number in range(8)
+        (torch.randn(16, 8, generator=generator), torch.full((16, 1), float(number)))
+        for number in range(8)
     ]
 
     if cause == "lists":
-        batches = [(*batch, torch.zeros(500 if rank == 1 else 50, dtype=torch.int64)) for batch in batches]
+        batches = [
+            (*batch, torch.zeros(500 if rank == 1 else 50, dtype=torch.int64))
+            for batch in batches
+        ]
 
     def more(span: str) -> float:
-        spans = {"everywhere": ("forward", "backward", "optimizer"), "lists": ("forward", "backward")}
+        spans = {
+            "everywhere": ("forward", "backward", "optimizer"),
+            "lists": ("forward", "backward"),
+        }
         return by if rank == 1 and span in spans.get(cause, (cause,)) else 0.0
 
     def loss(x: Tensor, y: Tensor, *_: Tensor) -> Tensor:

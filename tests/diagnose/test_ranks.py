@@ -16,9 +16,20 @@ from tests.diagnose.programs import Clock, on_ranks
 from tests.examples import META, small_model
 from torchrec_ext.diagnose import why, why_slow
 from torchrec_ext.diagnose.experiments import batches, loop, measure, ranks, rounds
-from torchrec_ext.diagnose.experiments.collectives import Call, Collectives, Failures, Ranks, RanksFailedError
+from torchrec_ext.diagnose.experiments.collectives import (
+    Call,
+    Collectives,
+    Failures,
+    Ranks,
+    RanksFailedError,
+)
 from torchrec_ext.diagnose.experiments.loop import Moment, Span
-from torchrec_ext.diagnose.experiments.traces import Traced, collectives_of, common_rounds, parted
+from torchrec_ext.diagnose.experiments.traces import (
+    Traced,
+    collectives_of,
+    common_rounds,
+    parted,
+)
 from torchrec_ext.diagnose.facts import Facts
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.optim.sharded import kernels_of
@@ -45,10 +56,14 @@ def _moved() -> Clock:
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     held = [value for state in optimizer.state.values() for value in state.values()]
-    return [each.detach().clone() for each in (*model.parameters(), *model.buffers(), *held)]
+    return [
+        each.detach().clone() for each in (*model.parameters(), *model.buffers(), *held)
+    ]
 
 
-def _verdicts(runtime: Runtime, causes: tuple[str, ...]) -> list[tuple[str, Any, str, str, list[Any]]]:
+def _verdicts(
+    runtime: Runtime, causes: tuple[str, ...]
+) -> list[tuple[str, Any, str, str, list[Any]]]:
     """Each cause's verdict, ranks, page and JSON, with the state before and after and that of a step on both."""
     made = []
     for cause in causes:
@@ -65,13 +80,17 @@ def _verdicts(runtime: Runtime, causes: tuple[str, ...]) -> list[tuple[str, Any,
             step(batch)
         before = _state(program.model, program.optimizer)
         torch.manual_seed(5)
-        diagnosis = why_slow(program.model, program.optimizer, program.loss, program.batches)
+        diagnosis = why_slow(
+            program.model, program.optimizer, program.loss, program.batches
+        )
         drawn = float(torch.rand(()))
         after = _state(program.model, program.optimizer)
         step(given[2])
         first = diagnosis.findings[0].ranks if diagnosis.findings else ()
         state = [before, after, _state(program.model, program.optimizer), drawn]
-        made.append((diagnosis.verdict, first, str(diagnosis), diagnosis.to_json(), state))
+        made.append(
+            (diagnosis.verdict, first, str(diagnosis), diagnosis.to_json(), state)
+        )
     return made
 
 
@@ -103,10 +122,25 @@ def _raising(runtime: Runtime) -> list[str]:
         def __iter__(self) -> Any:
             return broken()
 
-    texts.append(str(why_slow(program.model, program.optimizer, program.loss, Broken()).facts.not_measured["step"]))
-    for budget, given_to in ((25.0 if runtime.rank == 0 else -1.0, given), (25.0, given if runtime.rank == 0 else [])):
+    texts.append(
+        str(
+            why_slow(
+                program.model, program.optimizer, program.loss, Broken()
+            ).facts.not_measured["step"]
+        )
+    )
+    for budget, given_to in (
+        (25.0 if runtime.rank == 0 else -1.0, given),
+        (25.0, given if runtime.rank == 0 else []),
+    ):
         try:
-            why_slow(program.model, program.optimizer, program.loss, given_to, budget_s=budget)
+            why_slow(
+                program.model,
+                program.optimizer,
+                program.loss,
+                given_to,
+                budget_s=budget,
+            )
         except ValueError as error:
             texts.append(str(error))
 
@@ -116,17 +150,25 @@ def _raising(runtime: Runtime) -> list[str]:
         program.loss(x, y).backward()
 
     texts.append(
-        why_slow.step(step, given, model=program.model, optimizer=program.optimizer).facts.not_measured["step"]
+        why_slow.step(
+            step, given, model=program.model, optimizer=program.optimizer
+        ).facts.not_measured["step"]
     )
     return texts
 
 
 def _same(some: list[Tensor], others: list[Tensor]) -> bool:
-    return len(some) == len(others) and all(a.equal(b) for a, b in zip(some, others, strict=True))
+    return len(some) == len(others) and all(
+        a.equal(b) for a, b in zip(some, others, strict=True)
+    )
 
 
 def _real(runtime: Runtime) -> tuple[Any, Any, Any]:
-    return _verdicts(runtime, ("backward", "unmerged")), _undiagnosed(runtime), _raising(runtime)
+    return (
+        _verdicts(runtime, ("backward", "unmerged")),
+        _undiagnosed(runtime),
+        _raising(runtime),
+    )
 
 
 @pytest.mark.launch
@@ -134,13 +176,21 @@ def test_two_ranks_diagnose_together_put_everything_back_and_none_hangs() -> Non
     by_rank = run_ranks(_real, 2)
     (backward, unmerged), _, _ = by_rank[0]
     assert backward[:2] == ("straggler_backward", (1,))
-    assert backward[2].startswith("why is my training slow? rank 1 is slow in its backward only")
+    assert backward[2].startswith(
+        "why is my training slow? rank 1 is slow in its backward only"
+    )
     assert "12 all_reduce" not in backward[2]
-    assert "13 all_reduce in a step" in unmerged[2]  # 12 of the user's, and the gradients
+    assert (
+        "13 all_reduce in a step" in unmerged[2]
+    )  # 12 of the user's, and the gradients
     for rank, (made, undiagnosed, texts) in enumerate(by_rank):
-        for number, (*_, page, facts, (before, after, trained, drawn)) in enumerate(made):
+        for number, (*_, page, facts, (before, after, trained, drawn)) in enumerate(
+            made
+        ):
             assert _same(before, after)
-            assert drawn == pytest.approx(float(torch.rand((), generator=torch.Generator().manual_seed(5))))
+            assert drawn == pytest.approx(
+                float(torch.rand((), generator=torch.Generator().manual_seed(5)))
+            )
             if number == 0:
                 assert _same(trained, undiagnosed)
             assert facts == by_rank[0][0][number][3]  # one report
@@ -152,7 +202,9 @@ def test_two_ranks_diagnose_together_put_everything_back_and_none_hangs() -> Non
             "budget_s=-1.0: must be a number of seconds above 0",
             "batches: list gives no batch; give at least one",
         ]
-        assert texts[3].startswith("the step raised on rank 1: RuntimeError: a bad row (test_ranks.py:")
+        assert texts[3].startswith(
+            "the step raised on rank 1: RuntimeError: a bad row (test_ranks.py:"
+        )
 
 
 @pytest.mark.slow
@@ -167,7 +219,9 @@ def test_two_ranks_diagnose_together_put_everything_back_and_none_hangs() -> Non
         ("lists", "uneven_lists", (1,)),
     ],
 )
-def test_the_planted_cause_of_two_ranks_is_the_verdict(cause: str, verdict: str, named: tuple[int, ...]) -> None:
+def test_the_planted_cause_of_two_ranks_is_the_verdict(
+    cause: str, verdict: str, named: tuple[int, ...]
+) -> None:
     (made,) = run_ranks(_verdicts, 2, (cause,))[0]
     assert made[:2] == (verdict, named)
 
@@ -186,7 +240,9 @@ def _hybrid(runtime: Runtime, sharding: Any, tables: Any = "adam") -> Hybrid:
     measure.roofline = lambda: (5e10, 1e10)
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))
-    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=OptimizerConfig(tables=tables), seed=7)
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, plan=plan, optimizer=OptimizerConfig(tables=tables), seed=7
+    )
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
@@ -204,19 +260,34 @@ def _held(made: Hybrid) -> dict[str, Tensor]:
     held |= {f"buffer {name}": value for name, value in made.model.named_buffers()}
     for number, (_, collection) in enumerate(collections(made.model)):
         for kernel in kernels_of(collection):
-            held |= {f"kernel {number} {name}": value for name, value in kernel.emb_module.state_dict().items()}
-            held |= {f"kernel {number} {name}": value for name, value in kernel.emb_module.named_buffers()}
+            held |= {
+                f"kernel {number} {name}": value
+                for name, value in kernel.emb_module.state_dict().items()
+            }
+            held |= {
+                f"kernel {number} {name}": value
+                for name, value in kernel.emb_module.named_buffers()
+            }
             held[f"rate {number}"] = torch.tensor(kernel.emb_module.get_learning_rate())
     for number, state in enumerate(made.optimizer.state.values()):
         for name, value in state.items():
             shards = value.local_shards() if hasattr(value, "local_shards") else []
-            held |= {f"state {number} {name} {at}": shard.tensor for at, shard in enumerate(shards)}
+            held |= {
+                f"state {number} {name} {at}": shard.tensor
+                for at, shard in enumerate(shards)
+            }
             if isinstance(value, Tensor) and not shards:
                 held[f"state {number} {name}"] = value
-    return {name: value.detach().clone() for name, value in held.items() if type(value) in (Tensor, nn.Parameter)}
+    return {
+        name: value.detach().clone()
+        for name, value in held.items()
+        if type(value) in (Tensor, nn.Parameter)
+    }
 
 
-def _diagnosed(runtime: Runtime, sharding: str, tables: str, when: int) -> tuple[Any, Any, Facts]:
+def _diagnosed(
+    runtime: Runtime, sharding: str, tables: str, when: int
+) -> tuple[Any, Any, Facts]:
     """States of a hybrid-parallel training with and without a diagnosis, around it and at the end; its facts."""
     states, around = [], []
     for diagnosed in (False, True):
@@ -225,7 +296,11 @@ def _diagnosed(runtime: Runtime, sharding: str, tables: str, when: int) -> tuple
             if number == when and diagnosed:
                 around.append(_held(made))
                 diagnosis = why_slow.step(
-                    made.step, made.batches, model=made.model, optimizer=made.optimizer, budget_s=30
+                    made.step,
+                    made.batches,
+                    model=made.model,
+                    optimizer=made.optimizer,
+                    budget_s=30,
                 )
                 around.append(_held(made))
             made.step(batch)
@@ -235,14 +310,19 @@ def _diagnosed(runtime: Runtime, sharding: str, tables: str, when: int) -> tuple
 
 def _held_still(runtime: Runtime, sharding: str) -> tuple[list[bool], list[bool]]:
     """Whether sharded tables are the same after each stretch of steps without exchange; and without their rate of 0."""
-    stretch, seen = ranks.LocalSteps.without_exchange, {True: list[bool](), False: list[bool]()}
+    stretch, seen = (
+        ranks.LocalSteps.without_exchange,
+        {True: list[bool](), False: list[bool]()},
+    )
     for held in seen:
         made = _hybrid(runtime, sharding, "sgd")
         tables = [weight for _, each in collections(made.model) for kernel in kernels_of(each)
                   for weight in kernel.emb_module.split_embedding_weights()]  # fmt: skip
 
         @contextlib.contextmanager
-        def watched(self: Any, tables: Any = tables, held: bool = held) -> Iterator[None]:
+        def watched(
+            self: Any, tables: Any = tables, held: bool = held
+        ) -> Iterator[None]:
             state = self.loop.state
             before, put_back = [table.clone() for table in tables], state.restore_step
             self.fused = self.fused if held else []
@@ -261,20 +341,30 @@ def _held_still(runtime: Runtime, sharding: str) -> tuple[list[bool], list[bool]
             seen[held].append(_same(before, tables))
 
         ranks.LocalSteps.without_exchange = watched  # type: ignore[method-assign]
-        why_slow.step(made.step, made.batches, model=made.model, optimizer=made.optimizer, budget_s=30)
+        why_slow.step(
+            made.step,
+            made.batches,
+            model=made.model,
+            optimizer=made.optimizer,
+            budget_s=30,
+        )
     return seen[True], seen[False]
 
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_steps_without_exchange_leave_the_rows_of_sharded_tables_where_they_are() -> None:
+def test_steps_without_exchange_leave_the_rows_of_sharded_tables_where_they_are() -> (
+    None
+):
     for held, moved in run_ranks(_held_still, 2, "table_wise"):
         assert all(held)
         assert not all(moved)
 
 
 def _equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
-    return some.keys() == others.keys() and all(some[name].equal(others[name]) for name in some)
+    return some.keys() == others.keys() and all(
+        some[name].equal(others[name]) for name in some
+    )
 
 
 @pytest.mark.slow
@@ -311,27 +401,52 @@ def test_a_hybrid_parallel_training_goes_on_as_if_it_had_not_been_diagnosed(
     for each in by_rank[0][2].ranks:
         for table in each.tables:
             held[table.name] = held.get(table.name, 0) + table.rows * table.dim
-    cells = {"user_id": examples.USERS, "history": examples.ITEMS, "item_id": examples.ITEMS}
+    cells = {
+        "user_id": examples.USERS,
+        "history": examples.ITEMS,
+        "item_id": examples.ITEMS,
+    }
     copies = 2 if sharding == "data_parallel" else 1
-    assert held == {name: rows * examples.DIM * copies for name, rows in cells.items()}, "from the plan"
-    rows = sum(table.read for each in by_rank[0][2].ranks for table in each.tables if table.name == "item_id")
-    assert rows == 24 * (2 if sharding == "column_wise" else 1), "every row's item, once in each of the columns' shards"
+    assert held == {
+        name: rows * examples.DIM * copies for name, rows in cells.items()
+    }, "from the plan"
+    rows = sum(
+        table.read
+        for each in by_rank[0][2].ranks
+        for table in each.tables
+        if table.name == "item_id"
+    )
+    assert rows == 24 * (2 if sharding == "column_wise" else 1), (
+        "every row's item, once in each of the columns' shards"
+    )
 
 
 def _imbalanced(runtime: Runtime) -> tuple[int, str, tuple[int, ...], str]:
     """The rank that holds the table of long lists, the verdict, its ranks, and the page: time goes by the rows read."""
     clock = _moved()
     made = _hybrid(runtime, "table_wise")
-    schema, generator = small_model(META).schema(), torch.Generator().manual_seed(runtime.rank)
+    schema, generator = (
+        small_model(META).schema(),
+        torch.Generator().manual_seed(runtime.rank),
+    )
     rows = 12
     batches = [
         schema.assemble(
             {
-                "user_id": Jagged(torch.randint(examples.USERS, (rows,), generator=generator)),
-                "history": Jagged(torch.randint(examples.ITEMS, (40 * rows,)), torch.full((rows,), 40)),
-                "item_id": Jagged(torch.randint(examples.ITEMS, (rows,), generator=generator)),
+                "user_id": Jagged(
+                    torch.randint(examples.USERS, (rows,), generator=generator)
+                ),
+                "history": Jagged(
+                    torch.randint(examples.ITEMS, (40 * rows,)), torch.full((rows,), 40)
+                ),
+                "item_id": Jagged(
+                    torch.randint(examples.ITEMS, (rows,), generator=generator)
+                ),
             },
-            {"age": torch.rand(rows, generator=generator), "price": torch.rand(rows, generator=generator)},
+            {
+                "age": torch.rand(rows, generator=generator),
+                "price": torch.rand(rows, generator=generator),
+            },
             labels=torch.ones(rows),
         )
         for _ in range(6)
@@ -341,10 +456,19 @@ def _imbalanced(runtime: Runtime) -> tuple[int, str, tuple[int, ...], str]:
         plan: Any = collection.module_sharding_plan
         holder = plan["history"].ranks[0] if "history" in plan else holder
         for kernel in kernels_of(collection):
-            kernel.register_forward_pre_hook(lambda _, args: clock.compute(1 + 0.05 * args[0].values().numel()))
-    diagnosis = why_slow.step(made.step, batches, model=made.model, optimizer=made.optimizer)
+            kernel.register_forward_pre_hook(
+                lambda _, args: clock.compute(1 + 0.05 * args[0].values().numel())
+            )
+    diagnosis = why_slow.step(
+        made.step, batches, model=made.model, optimizer=made.optimizer
+    )
     finding = diagnosis.findings[0]
-    return holder, diagnosis.verdict, finding.ranks, " ".join((finding.title, *finding.evidence, str(diagnosis)))
+    return (
+        holder,
+        diagnosis.verdict,
+        finding.ranks,
+        " ".join((finding.title, *finding.evidence, str(diagnosis))),
+    )
 
 
 @pytest.mark.slow
@@ -355,7 +479,9 @@ def test_a_table_that_is_read_most_is_named_with_its_rank() -> None:
         assert (verdict, named) == ("imbalanced_table", (holder,))
         assert f"rank {holder} holds the tables that are read most" in page
         assert "of history, 50 x 16 (table_wise) alone 960 rows a step" in page
-    assert "history, 50 x 16 (table_wise)\n" in by_rank[0][3], "the table of what each rank holds and reads"
+    assert "history, 50 x 16 (table_wise)\n" in by_rank[0][3], (
+        "the table of what each rank holds and reads"
+    )
 
 
 # ------------------------------------------------------------------------------------------- collectives of one process
@@ -368,7 +494,11 @@ def _watched(runtime: Runtime) -> list[Any]:
 
     def exchange(rows: int = 3) -> list[Tensor]:
         mine = torch.arange(2.0 * rows) + 10 * runtime.rank
-        out, all_of, share = torch.empty(2 * rows), torch.empty(4 * rows), torch.empty(rows)
+        out, all_of, share = (
+            torch.empty(2 * rows),
+            torch.empty(4 * rows),
+            torch.empty(rows),
+        )
         dist.all_to_all_single(out, mine)
         dist.all_gather_into_tensor(all_of, mine)
         dist.reduce_scatter_tensor(share, mine.clone())
@@ -389,7 +519,10 @@ def _watched(runtime: Runtime) -> list[Any]:
         results.append(_same(replayed[:3], expected[:3]))
         results.append(replayed[3].equal(torch.arange(6.0) + 10 * runtime.rank))
         collectives.rewind(recorded)
-        for call in (lambda: exchange(4), lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.empty(4))):
+        for call in (
+            lambda: exchange(4),
+            lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.empty(4)),
+        ):
             try:
                 call()
             except RuntimeError as error:
@@ -407,7 +540,9 @@ def _left_alone(runtime: Runtime) -> str:
         with collectives.watching("watch"):
             if runtime.rank == 1:
                 raise OSError("gone")
-            dist.reduce_scatter_tensor(torch.empty(2), torch.ones(4), async_op=True).wait()  # type: ignore[union-attr]
+            dist.reduce_scatter_tensor(
+                torch.empty(2), torch.ones(4), async_op=True
+            ).wait()  # type: ignore[union-attr]
 
     with pytest.raises(RanksFailedError) as caught:
         together.together(collectives, exchange)
@@ -425,11 +560,23 @@ def test_no_rank_waits_in_a_collective_without_a_future() -> None:
 @pytest.mark.launch
 def test_collectives_give_what_they_give_whether_watched_traced_or_replayed() -> None:
     for results in run_ranks(_watched, 2):
-        calls = [("all_to_all", 24), ("all_gather", 24), ("reduce_scatter", 24), ("all_reduce", 24), ("broadcast", 24)]
+        calls = [
+            ("all_to_all", 24),
+            ("all_gather", 24),
+            ("reduce_scatter", 24),
+            ("all_reduce", 24),
+            ("broadcast", 24),
+        ]
         assert results[:3] == [True] * 3
-        assert results[3] == [*((name, size, (0, 1)) for name, size in calls), ("barrier", 0, (0, 1))]
+        assert results[3] == [
+            *((name, size, (0, 1)) for name, size in calls),
+            ("barrier", 0, (0, 1)),
+        ]
         assert results[4:6] == [True, True]
-        assert results[6] == "what all_to_all exchanges has other sizes than it had, so it cannot be left out"
+        assert (
+            results[6]
+            == "what all_to_all exchanges has other sizes than it had, so it cannot be left out"
+        )
         assert results[7] == "the step calls reduce_scatter where it called all_gather"
         assert results[8] is True
 
@@ -442,16 +589,36 @@ def span(name: str, begin: float, end: float, queued: float = 0.0) -> Span:
 
 
 def call(begin: float, end: float, count: int = 8) -> Call:
-    return Call("all_reduce", "train.py:3 in step", (0, 1), count, Moment(begin, begin), Moment(end, end))
+    return Call(
+        "all_reduce",
+        "train.py:3 in step",
+        (0, 1),
+        count,
+        Moment(begin, begin),
+        Moment(end, end),
+    )
 
 
 def traced(late: float, by: float = 0.0) -> Traced:
     """A step: data to 1, forward to 3, backward with a collective at 5 + ``late`` to 9, optimizer to 10; ends at 11."""
     backward = Span("backward", Moment(3 + by, 3), Moment(9 + by, 9))
     optimizer = Span("optimizer", Moment(9 + by, 9), Moment(10 + by, 10))
-    collective = Call("all_reduce", "backward", (0, 1), 8, Moment(5 + late + by, 5 + late), Moment(8 + by, 8))
+    collective = Call(
+        "all_reduce",
+        "backward",
+        (0, 1),
+        8,
+        Moment(5 + late + by, 5 + late),
+        Moment(8 + by, 8),
+    )
     whole = Span("step", Moment(1 + by, 1), Moment(11 + by, 11))
-    return Traced(Span("data", Moment(by, 0), Moment(1 + by, 1)), whole, [backward, optimizer], [collective], 4)
+    return Traced(
+        Span("data", Moment(by, 0), Moment(1 + by, 1)),
+        whole,
+        [backward, optimizer],
+        [collective],
+        4,
+    )
 
 
 @pytest.mark.unit
@@ -464,7 +631,11 @@ def test_a_rank_waits_for_the_last_one_to_come_and_then_exchanges(ahead: float) 
     assert late == [{**rest, "backward": 5, "wait": 0}]
     assert all(sum(each.values()) == 11 for (each,) in (early, late))
     (collective,) = collectives_of([[traced(0.0)], [traced(2.0, ahead)]], [0.0, ahead])
-    assert (collective.span, collective.exchange_s, collective.waits_s) == ("backward", 1, [2, 0])
+    assert (collective.span, collective.exchange_s, collective.waits_s) == (
+        "backward",
+        1,
+        [2, 0],
+    )
     assert (collective.ranks, collective.bytes) == ([0, 1], [8, 8])
 
 
@@ -487,8 +658,24 @@ def test_a_changed_step_keeps_its_exchange() -> None:
         "op": 1e-3,
         "sync": 1e-4,
     }
-    first = {"data": 0.5, "step": 9.5, "traced_forward": 2, "traced_backward": 2, "ready": 5, "bf16": 3, **names}
-    second = {"data": 0.5, "step": 9.6, "traced_forward": 2, "traced_backward": 4, "ready": 7, "bf16": 4, **names}
+    first = {
+        "data": 0.5,
+        "step": 9.5,
+        "traced_forward": 2,
+        "traced_backward": 2,
+        "ready": 5,
+        "bf16": 3,
+        **names,
+    }
+    second = {
+        "data": 0.5,
+        "step": 9.6,
+        "traced_forward": 2,
+        "traced_backward": 4,
+        "ready": 7,
+        "bf16": 4,
+        **names,
+    }
     (made,) = common_rounds([[first], [second]])
     assert made["data"] + made["step"] == 10
     assert made["ready"] == made["step"]

@@ -54,7 +54,9 @@ def written(folder: Path, body: str) -> str:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_loop_is_taken_with_its_loader_and_a_step_that_trains_on_its_batches(name: str, tmp_path: Path) -> None:
+def test_a_loop_is_taken_with_its_loader_and_a_step_that_trains_on_its_batches(
+    name: str, tmp_path: Path
+) -> None:
     loops: list[Loop] = []
     moved: list[bool] = []
 
@@ -84,8 +86,14 @@ def test_a_loop_over_numbers_is_taken_if_there_is_no_other(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (f"x, y = next(iter(loader))\nwhile True:\n{textwrap.indent(BODY, '  ')}", "no `for` loop of the script"),
-        ("x, y = next(iter(loader))" + BODY, "it ended after 1 optimizer steps, and 4 are needed"),
+        (
+            f"x, y = next(iter(loader))\nwhile True:\n{textwrap.indent(BODY, '  ')}",
+            "no `for` loop of the script",
+        ),
+        (
+            "x, y = next(iter(loader))" + BODY,
+            "it ended after 1 optimizer steps, and 4 are needed",
+        ),
         (
             f"def train():\n global total\n for x, y in loader:\n{textwrap.indent(BODY, '  ')}\n  yield total"
             "\nfor _ in train(): pass",
@@ -107,7 +115,20 @@ def test_a_script_is_diagnosed_with_its_arguments_and_its_report_compared(
 ) -> None:
     body = f"assert sys.argv[1:] == ['--epochs', '3']\n{SCRIPTS['at the top']}\nraise SystemExit('not reached')"
     report = tmp_path / "report.json"
-    assert main(["--budget", "1", "--json", str(report), written(tmp_path, body), "--epochs", "3"]) == 0
+    assert (
+        main(
+            [
+                "--budget",
+                "1",
+                "--json",
+                str(report),
+                written(tmp_path, body),
+                "--epochs",
+                "3",
+            ]
+        )
+        == 0
+    )
     assert "why is my training slow?" in capsys.readouterr().out
     made: Any = json.loads(report.read_text())
     assert made["facts"]["optimizers"] == ["SGD"]
@@ -117,7 +138,10 @@ def test_a_script_is_diagnosed_with_its_arguments_and_its_report_compared(
     assert capsys.readouterr().out.startswith("within the limit: an iteration takes")
 
 
-@pytest.mark.parametrize(("milliseconds", "slower"), [(92.0, False), (95.0, False), (99.0, True), (60.0, False)])
+@pytest.mark.parametrize(
+    ("milliseconds", "slower"),
+    [(92.0, False), (95.0, False), (99.0, True), (60.0, False)],
+)
 def test_a_report_that_is_slower_by_more_than_the_limit_is_said_to_be(
     milliseconds: float, slower: bool, tmp_path: Path
 ) -> None:
@@ -126,15 +150,21 @@ def test_a_report_that_is_slower_by_more_than_the_limit_is_said_to_be(
     after.write_text(Diagnosis(facts(steps(milliseconds), ops=159)).to_json())
     comparison = compare_reports(before, after, "5%")
     assert comparison.ratio == pytest.approx(milliseconds / 92, rel=0.01)
-    assert main(["--compare", str(before), str(after), "--limit", "5%"]) == int(comparison.is_slower)
+    assert main(["--compare", str(before), str(after), "--limit", "5%"]) == int(
+        comparison.is_slower
+    )
     assert (comparison.ratio > 1.05) == slower
 
 
 def test_rounds_that_are_spread_far_do_not_make_a_report_slower(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("before.json", "after.json")]
-    for path, scales in zip(paths, [(1.0, 2.0, 0.5, 1.0, 3.0), (1.1, 2.0, 0.5, 1.0, 3.0)], strict=True):
+    for path, scales in zip(
+        paths, [(1.0, 2.0, 0.5, 1.0, 3.0), (1.1, 2.0, 0.5, 1.0, 3.0)], strict=True
+    ):
         rounds = [{"data": 0.0, "step": scale} for scale in scales]
-        path.write_text(json.dumps({"findings": [], "facts": {"rounds": rounds, "between": []}}))
+        path.write_text(
+            json.dumps({"findings": [], "facts": {"rounds": rounds, "between": []}})
+        )
     assert not compare_reports(*paths, "0%").is_slower
 
 
@@ -153,7 +183,9 @@ def test_new_causes_are_named(tmp_path: Path) -> None:
         ("{}", "five", "--limit 'five': must be a percentage of 0 or more, such as 5%"),
     ],
 )
-def test_wrong_reports_and_limits_are_refused(text: str, limit: str, message: str, tmp_path: Path) -> None:
+def test_wrong_reports_and_limits_are_refused(
+    text: str, limit: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "before.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         compare_reports(tmp_path / "before.json", tmp_path / "before.json", limit)

@@ -36,9 +36,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Costly(nn.Module):
     """A table and a layer whose forward costs what it is told, by rows and by threads."""
 
-    def __init__(self, clock: Clock, rows: int = 50, cost: Callable[[int], float] = lambda rows: 1 + rows / 16) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        rows: int = 50,
+        cost: Callable[[int], float] = lambda rows: 1 + rows / 16,
+    ) -> None:
         super().__init__()
-        self.table, self.layer, self.clock, self.cost = nn.Embedding(rows, 2), nn.Linear(2, 1), clock, cost
+        self.table, self.layer, self.clock, self.cost = (
+            nn.Embedding(rows, 2),
+            nn.Linear(2, 1),
+            clock,
+            cost,
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         self.clock.compute(self.cost(len(ids)))
@@ -54,7 +64,9 @@ class Sweeping(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:
         super().step()
-        self.clock.compute(1e-3 * sum(len(p) for group in self.param_groups for p in group["params"]))
+        self.clock.compute(
+            1e-3 * sum(len(p) for group in self.param_groups for p in group["params"])
+        )
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
@@ -93,12 +105,16 @@ class Pair(nn.Module):
     def __init__(self, clock: Clock, *, chained: bool = False) -> None:
         super().__init__()
         self.first = Costly(clock, cost=lambda rows: 3)
-        self.second = Costly(clock, cost=lambda rows: 2) if not chained else Chained(clock)
+        self.second = (
+            Costly(clock, cost=lambda rows: 2) if not chained else Chained(clock)
+        )
         self.top, self.chained = nn.Linear(2, 1), chained
 
     def forward(self, ids: Tensor) -> Tensor:
         first = self.first(ids)
-        return self.top(torch.cat([first, self.second(first if self.chained else ids)], 1))
+        return self.top(
+            torch.cat([first, self.second(first if self.chained else ids)], 1)
+        )
 
 
 class Chained(nn.Module):
@@ -118,16 +134,24 @@ def by_towers(clock: Clock, **more: Any) -> Diagnosis:
     torch.set_num_threads(1)
     model = nn.Sequential(Pair(clock, **more))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return why_slow(model, optimizer, lambda ids, y: (model(ids) - y).square().mean(), LIST)
+    return why_slow(
+        model, optimizer, lambda ids, y: (model(ids) - y).square().mean(), LIST
+    )
 
 
 PLANTED: dict[str, Callable[[Clock], Diagnosis]] = {
-    "loader_sleeps": lambda clock: diagnosed(Costly(clock), DataLoader(Rows(clock.sleep, 1), 16)),
-    "row_python": lambda clock: diagnosed(Costly(clock), DataLoader(Rows(clock.compute, 0.5), 16)),
+    "loader_sleeps": lambda clock: diagnosed(
+        Costly(clock), DataLoader(Rows(clock.sleep, 1), 16)
+    ),
+    "row_python": lambda clock: diagnosed(
+        Costly(clock), DataLoader(Rows(clock.compute, 0.5), 16)
+    ),
     "loader_computes": lambda clock: diagnosed(Costly(clock), Computing(clock)),
     "untouched_rows": lambda clock: diagnosed(Costly(clock, rows=10_000)),
     "too_many_threads": by_threads,
-    "between_steps": lambda clock: diagnosed(Costly(clock), between={"evaluation": (lambda: clock.compute(300), 50)}),
+    "between_steps": lambda clock: diagnosed(
+        Costly(clock), between={"evaluation": (lambda: clock.compute(300), 50)}
+    ),
     "sequential_towers": lambda clock: by_towers(clock),
     "healthy": lambda clock: diagnosed(Costly(clock)),
 }
@@ -146,7 +170,9 @@ class Computing:
 
 
 @pytest.mark.parametrize("cause", PLANTED)
-def test_the_verdict_is_the_planted_cause(cause: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_is_the_planted_cause(
+    cause: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     threads = torch.get_num_threads()
     try:
@@ -155,7 +181,9 @@ def test_the_verdict_is_the_planted_cause(cause: str, clock: Clock, monkeypatch:
         torch.set_num_threads(threads)
 
 
-def test_towers_are_sub_networks_that_do_not_read_each_other(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_towers_are_sub_networks_that_do_not_read_each_other(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     threads = torch.get_num_threads()
     try:
@@ -172,9 +200,13 @@ def test_towers_are_sub_networks_that_do_not_read_each_other(clock: Clock, monke
 
 def test_towers_of_one_class_that_no_module_holds_are_told_apart(clock: Clock) -> None:
     towers = [Costly(clock, cost=lambda rows: 3), Costly(clock, cost=lambda rows: 2)]
-    optimizer = torch.optim.SGD([p for tower in towers for p in tower.parameters()], 0.1)
+    optimizer = torch.optim.SGD(
+        [p for tower in towers for p in tower.parameters()], 0.1
+    )
     facts = why_slow.step(
-        lambda ids, y: (sum(tower(ids) for tower in towers) - y).square().mean().backward(),
+        lambda ids, y: (
+            (sum(tower(ids) for tower in towers) - y).square().mean().backward()
+        ),
         LIST,
         optimizer=optimizer,
     ).facts
@@ -184,8 +216,17 @@ def test_towers_of_one_class_that_no_module_holds_are_told_apart(clock: Clock) -
 
 def test_what_is_measured_is_what_the_program_takes(clock: Clock) -> None:
     """2 ms of forward for 16 rows and 1 for the rest, 10.003 ms of optimizer, 8 ms of loader, of it 8 asleep."""
-    facts = diagnosed(Costly(clock, rows=10_000), DataLoader(Rows(clock.sleep, 0.5), 16)).facts
-    expected = {"data": 8, "sleep": 8, "step": 12.002, "forward": 2, "backward": 0, "optimizer": 10.002}
+    facts = diagnosed(
+        Costly(clock, rows=10_000), DataLoader(Rows(clock.sleep, 0.5), 16)
+    ).facts
+    expected = {
+        "data": 8,
+        "sleep": 8,
+        "step": 12.002,
+        "forward": 2,
+        "backward": 0,
+        "optimizer": 10.002,
+    }
     expected |= {
         "small_tables": 2.082,
         "quarter": 11.252,
@@ -217,7 +258,9 @@ def test_a_step_that_its_loader_slows_is_faster_without_it_and_a_change_is_measu
         cold, slept[0] = slept[0], False
         return (4 if cold else 2) / (2 if torch.is_autocast_enabled("cpu") else 1)
 
-    diagnosis = diagnosed(Costly(clock, cost=cost), DataLoader(Rows(sleep, 10 / 16), 16))
+    diagnosis = diagnosed(
+        Costly(clock, cost=cost), DataLoader(Rows(sleep, 10 / 16), 16)
+    )
     iteration, rest = 14.052, 0.052  # milliseconds; the optimizer takes the rest
     (finding,) = (each for each in diagnosis.findings if each.cause == "loader_sleeps")
     ready = finding.remedies[0].gain
@@ -228,7 +271,9 @@ def test_a_step_that_its_loader_slows_is_faster_without_it_and_a_change_is_measu
     assert bf16.low <= iteration / (10 + 4.052 * (1 + rest) / (2 + rest)) <= bf16.high
 
 
-def test_a_loader_that_works_in_bursts_has_its_longest_batch_and_its_mean_in_a_note(clock: Clock) -> None:
+def test_a_loader_that_works_in_bursts_has_its_longest_batch_and_its_mean_in_a_note(
+    clock: Clock,
+) -> None:
     """A batch takes .16 ms, and the tenth 100 ms: the usual one of a round says little of an epoch."""
     rows = itertools.count(1)
 
@@ -236,9 +281,15 @@ def test_a_loader_that_works_in_bursts_has_its_longest_batch_and_its_mean_in_a_n
         clock.sleep(100 if next(rows) == 160 else milliseconds)
 
     (note,) = (
-        each for each in diagnosed(Costly(clock), DataLoader(Rows(sleep, 0.01), 16)).facts.notes if "burst" in each
+        each
+        for each in diagnosed(
+            Costly(clock), DataLoader(Rows(sleep, 0.01), 16)
+        ).facts.notes
+        if "burst" in each
     )
-    assert re.match(r"the longest of \d+ batches took 100 ms, their mean is \d\.\d+ ms: ", note)
+    assert re.match(
+        r"the longest of \d+ batches took 100 ms, their mean is \d\.\d+ ms: ", note
+    )
     steady = diagnosed(Costly(clock), DataLoader(Rows(clock.sleep, 8), 16))
     assert "bursts" not in str(steady)
 
@@ -265,7 +316,9 @@ def test_variants_run_in_every_round_and_in_reversed_order_every_other(
     assert orders[1][0] == "loop"
 
 
-def test_short_steps_are_timed_many_at_once(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_steps_are_timed_many_at_once(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loop, "TURN_S", 0.05)
     assert [loop.steps_of_turn(seconds) for seconds in (1.0, 0.01, 1e-5)] == [2, 5, 64]
     timed: list[tuple[int, int]] = []
@@ -282,7 +335,10 @@ def test_short_steps_are_timed_many_at_once(clock: Clock, monkeypatch: pytest.Mo
 
 
 def test_more_rounds_are_made_where_they_are_spread_far() -> None:
-    steady, spread = [{"data": 0.0, "step": 1.0}] * 4, [{"data": 0.0, "step": 1.0 + index} for index in range(4)]
+    steady, spread = (
+        [{"data": 0.0, "step": 1.0}] * 4,
+        [{"data": 0.0, "step": 1.0 + index} for index in range(4)],
+    )
     assert not rounds.enough(steady[:3])
     assert rounds.enough(steady)
     assert not rounds.enough(spread)
@@ -303,7 +359,9 @@ def test_more_threads_are_not_tried_where_others_want_the_cores(
     assert why_not in facts.not_measured["all_threads"]
 
 
-def test_more_threads_are_tried_on_an_idle_machine(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_threads_are_tried_on_an_idle_machine(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     torch.set_num_threads(1)
     diagnosis = diagnosed(Costly(clock, cost=lambda rows: 2 / torch.get_num_threads()))
@@ -316,16 +374,21 @@ def test_a_number_of_threads_that_is_ten_times_slower_is_tried_once(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     torch.set_num_threads(1)
-    facts = diagnosed(Costly(clock, cost=lambda rows: 50.0 ** (torch.get_num_threads() - 1))).facts
+    facts = diagnosed(
+        Costly(clock, cost=lambda rows: 50.0 ** (torch.get_num_threads() - 1))
+    ).facts
     assert re.search(
-        r"2 threads took 50\.?\d* ms for a step, and were not tried again", facts.not_measured["all_threads"]
+        r"2 threads took 50\.?\d* ms for a step, and were not tried again",
+        facts.not_measured["all_threads"],
     )
 
 
 # --------------------------------------------------------------------------------------------- what the step is made of
 
 
-def test_ops_that_autograd_does_not_record_are_counted_apart_and_work_is_what_many_numbers_take() -> None:
+def test_ops_that_autograd_does_not_record_are_counted_apart_and_work_is_what_many_numbers_take() -> (
+    None
+):
     """SGD moves four parameters, and marks two calls for profilers; five products; eight sums of 10 million numbers."""
     model, optimizer, loss, given = mlp()
     large = torch.ones(10_000_000)
@@ -363,7 +426,9 @@ def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
         value = loss(x, y)
-        assert [float(each) for each in value.detach().repeat(7)]  # seven values to Python
+        assert [
+            float(each) for each in value.detach().repeat(7)
+        ]  # seven values to Python
         value.backward()
         optimizer.step()
 
@@ -373,7 +438,9 @@ def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
     assert facts.loss_sync_lines == facts.sync_lines
     ((line, count),) = facts.sync_lines
     assert count == 7
-    assert re.fullmatch(r"test_why_slow\.py:\d+ in <listcomp>|test_why_slow\.py:\d+ in step", line)
+    assert re.fullmatch(
+        r"test_why_slow\.py:\d+ in <listcomp>|test_why_slow\.py:\d+ in step", line
+    )
     lines = dict(facts.op_lines)
     assert sum(lines.values()) <= facts.ops
     assert {"backward", "optimizer"} <= set(lines)
@@ -387,7 +454,10 @@ def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
 def test_each_wait_for_the_device_is_counted_at_the_users_line() -> None:
     model = nn.Linear(8, 1, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    batches = [(torch.randn(32, 8, device="cuda"), torch.randn(32, 1, device="cuda")) for _ in range(8)]
+    batches = [
+        (torch.randn(32, 8, device="cuda"), torch.randn(32, 1, device="cuda"))
+        for _ in range(8)
+    ]
 
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
@@ -401,12 +471,17 @@ def test_each_wait_for_the_device_is_counted_at_the_users_line() -> None:
     facts = why_slow.step(step, batches).facts
     assert facts.sync_lines[-1] == ("backward", 1)  # of the mask
     lines = facts.sync_lines[:-1]
-    assert [count for _, count in lines] == [2, 1]  # what is read at the end, and the mask
+    assert [count for _, count in lines] == [
+        2,
+        1,
+    ]  # what is read at the end, and the mask
     assert {line.split(":")[0] for line, _ in lines} == {"test_why_slow.py"}
     assert facts.syncs == 4
 
 
-def test_ops_that_only_feed_values_to_python_are_counted_with_them_at_whatever_line() -> None:
+def test_ops_that_only_feed_values_to_python_are_counted_with_them_at_whatever_line() -> (
+    None
+):
     """Norms of four gradients and the share of right signs are read by Python alone; the loss is trained by too."""
     model, optimizer, _, given = mlp()
 
@@ -454,8 +529,13 @@ def test_a_device_is_watched_and_a_cpu_has_none(device: torch.device) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     given = [(torch.ones(16, 8, device=device), torch.ones(16, 8, device=device))] * 4
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    diagnosis = why_slow(model, optimizer, lambda x, y: (model(x) - y).square().mean(), given)
-    assert all(parameter.equal(kept) for parameter, kept in zip(model.parameters(), before, strict=True))
+    diagnosis = why_slow(
+        model, optimizer, lambda x, y: (model(x) - y).square().mean(), given
+    )
+    assert all(
+        parameter.equal(kept)
+        for parameter, kept in zip(model.parameters(), before, strict=True)
+    )
     facts = diagnosis.facts
     if device.type == "cpu":
         assert (facts.kernels, facts.device_busy) == (0, None)
@@ -476,7 +556,9 @@ def test_an_op_in_a_large_batch_is_the_same_op() -> None:
 def test_tables_whose_read_rows_alone_move_are_not_made_small() -> None:
     table = nn.Embedding(1_000, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(table.parameters())
-    facts = why_slow(table, optimizer, lambda ids: table(ids).sum(), [torch.arange(4)] * 3).facts
+    facts = why_slow(
+        table, optimizer, lambda ids: table(ids).sum(), [torch.arange(4)] * 3
+    ).facts
     assert not facts.tables
     assert not facts.has("small_tables")
 
@@ -521,7 +603,10 @@ def test_a_step_that_raises_is_named_and_the_loader_is_still_measured() -> None:
     diagnosis = why_slow(model, optimizer, loss, given)
     assert diagnosis.verdict == "step failed"
     page = " ".join(str(diagnosis).split())
-    assert "the step raised RuntimeError: mat1 and mat2 shapes cannot be multiplied" in page
+    assert (
+        "the step raised RuntimeError: mat1 and mat2 shapes cannot be multiplied"
+        in page
+    )
     assert re.search(r"\(test_why_slow\.py:\d+\)", page)
     assert diagnosis.facts.has("data")
     assert diagnosis.facts.loader.row_calls == 4
@@ -530,7 +615,10 @@ def test_a_step_that_raises_is_named_and_the_loader_is_still_measured() -> None:
 def test_a_step_without_a_scalar_loss_is_named() -> None:
     model, optimizer, _, given = mlp()
     diagnosis = why_slow(model, optimizer, lambda x, y: model(x) - y, given)
-    assert "grad can be implicitly created only for scalar outputs" in diagnosis.facts.not_measured["step"]
+    assert (
+        "grad can be implicitly created only for scalar outputs"
+        in diagnosis.facts.not_measured["step"]
+    )
 
 
 def test_a_model_on_another_device_is_named() -> None:
@@ -549,8 +637,12 @@ def test_a_variant_that_raises_is_left_out_and_the_rest_is_measured() -> None:
         return (model(x) - y).square().mean()
 
     facts = why_slow(model, optimizer, loss, given).facts
-    assert facts.not_measured["quadruple"].startswith("AssertionError: 64 rows (test_why_slow.py:")
-    assert facts.not_measured["quarter"].startswith("AssertionError: 4 rows (test_why_slow.py:")
+    assert facts.not_measured["quadruple"].startswith(
+        "AssertionError: 64 rows (test_why_slow.py:"
+    )
+    assert facts.not_measured["quarter"].startswith(
+        "AssertionError: 4 rows (test_why_slow.py:"
+    )
     assert facts.has("step", "double", "bf16")
 
 
@@ -562,11 +654,15 @@ def test_a_loader_that_ends_after_two_batches_begins_anew() -> None:
 
 def test_no_batch_is_refused() -> None:
     model, optimizer, loss, _ = mlp()
-    with pytest.raises(ValueError, match="batches: list gives no batch; give at least one"):
+    with pytest.raises(
+        ValueError, match="batches: list gives no batch; give at least one"
+    ):
         why_slow(model, optimizer, loss, [])
 
 
-def test_an_adopted_step_is_refused_and_a_global_of_that_name_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adopted_step_is_refused_and_a_global_of_that_name_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, optimizer, loss, batches = mlp()
     adopted = adopt(model, optimizer, loss)
     monkeypatch.setitem(globals(), "step", adopted)
@@ -575,7 +671,10 @@ def test_an_adopted_step_is_refused_and_a_global_of_that_name_is_not(monkeypatch
         step(x, y)  # type: ignore[name-defined]  # noqa: F821
 
     for function in (adopted, by_global, lambda x, y: adopted(x, y)):
-        with pytest.raises(ValueError, match=r"this step is adopted, .*; diagnose before adopt, .*realised\(step\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"this step is adopted, .*; diagnose before adopt, .*realised\(step\)",
+        ):
             why_slow.step(function, batches)
     with pytest.raises(ValueError, match="gives no batch"):
         why_slow.step(lambda x, y: optimizer.step(), [])
@@ -584,13 +683,20 @@ def test_an_adopted_step_is_refused_and_a_global_of_that_name_is_not(monkeypatch
 @pytest.mark.parametrize("count", [2, 500])
 def test_batches_of_an_iterator_are_handed_back(count: int) -> None:
     model, optimizer, loss, _ = mlp()
-    given = [(torch.full((4, 8), float(number)), torch.zeros(4, 1)) for number in range(count)]
+    given = [
+        (torch.full((4, 8), float(number)), torch.zeros(4, 1))
+        for number in range(count)
+    ]
     diagnosis = why_slow(model, optimizer, loss, (batch for batch in given))
     assert "go on with that" in " ".join(str(diagnosis).split())
     rest = list(diagnosis.batches)
-    assert [float(x[0, 0]) for x, _ in rest] == [float(number) for number in range(count)]
+    assert [float(x[0, 0]) for x, _ in rest] == [
+        float(number) for number in range(count)
+    ]
     assert diagnosis.facts.has("step")
-    assert ("the iterator ended" in diagnosis.facts.not_measured.get("data", "")) == (count == 2)
+    assert ("the iterator ended" in diagnosis.facts.not_measured.get("data", "")) == (
+        count == 2
+    )
 
 
 def test_an_iterable_dataset_is_measured_without_a_worker() -> None:
@@ -609,8 +715,12 @@ def test_an_iterable_dataset_is_measured_without_a_worker() -> None:
 def test_batches_that_are_not_rows_of_tensors_are_not_joined() -> None:
     model, optimizer, _, _ = mlp()
     given = [(torch.randn(4, 8), ["a", "b", "c", "d"])] * 3
-    facts = why_slow(model, optimizer, lambda x, names: model(x).mean() * len(names), given).facts
-    assert "not made of tensors with one number of rows" in facts.not_measured["quadruple"]
+    facts = why_slow(
+        model, optimizer, lambda x, names: model(x).mean() * len(names), given
+    ).facts
+    assert (
+        "not made of tensors with one number of rows" in facts.not_measured["quadruple"]
+    )
     assert facts.has("step")
 
 
@@ -619,14 +729,19 @@ def test_a_step_that_hides_its_model_is_said_to_train_for_good() -> None:
         __import__("math").sqrt(2.0)
 
     facts = why_slow.step(step, mlp()[3]).facts
-    assert any("no optimizer can be reached from the step" in note for note in facts.notes)
+    assert any(
+        "no optimizer can be reached from the step" in note for note in facts.notes
+    )
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"budget_s": 0}, "budget_s=0: must be a number of seconds above 0"),
-        ({"between": {"evaluation": (print, 0)}}, r"between\['evaluation'\]: steps=0 from a call to the next"),
+        (
+            {"between": {"evaluation": (print, 0)}},
+            r"between\['evaluation'\]: steps=0 from a call to the next",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(more: dict[str, Any], message: str) -> None:
@@ -634,9 +749,13 @@ def test_wrong_settings_are_refused(more: dict[str, Any], message: str) -> None:
         why_slow(*mlp(), **more)
 
 
-def test_a_copy_that_does_not_fit_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_does_not_fit_is_refused_with_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("torchrec_ext.observe.state_copy.available_memory", lambda: 500)
-    with pytest.raises(ValueError, match=r"a copy of weights and optimizer state.* takes 0\.0 GiB"):
+    with pytest.raises(
+        ValueError, match=r"a copy of weights and optimizer state.* takes 0\.0 GiB"
+    ):
         why_slow(*mlp())
 
 
@@ -644,7 +763,9 @@ def test_a_compiled_step_is_not_compiled_again_for_an_experiment() -> None:
     model, _, _, given = mlp()
     compiled = torch.compile(model, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    facts = why_slow(compiled, optimizer, lambda x, y: (compiled(x) - y).square().mean(), given).facts  # type: ignore[arg-type, operator]
+    facts = why_slow(
+        compiled, optimizer, lambda x, y: (compiled(x) - y).square().mean(), given
+    ).facts  # type: ignore[arg-type, operator]
     assert "would be compiled again" in facts.not_measured["quadruple"]
     assert "would be compiled again" in facts.not_measured["bf16"]
     assert facts.recompiles == 0
@@ -661,7 +782,9 @@ def test_an_evaluation_that_raises_is_named() -> None:
         raise RuntimeError("no held-out rows")
 
     facts = why_slow(*mlp(), between={"evaluation": (evaluate, 5)}).facts
-    assert facts.not_measured["evaluation"].startswith("RuntimeError: no held-out rows (test_why_slow.py:")
+    assert facts.not_measured["evaluation"].startswith(
+        "RuntimeError: no held-out rows (test_why_slow.py:"
+    )
 
 
 def test_a_system_without_counters_is_named(tmp_path: Any) -> None:
@@ -707,14 +830,19 @@ def test_a_remedy_is_measured_beside_the_step_as_it_was(clock: Clock) -> None:
 
     diagnosis = why_slow(model, slow, loss, LIST)
     with pytest.raises(
-        ValueError, match=r"remedy='magic': must be how a remedy's name begins: adopt: the step captured"
+        ValueError,
+        match=r"remedy='magic': must be how a remedy's name begins: adopt: the step captured",
     ):
         diagnosis.realised(remedy, remedy="magic", seconds=0)
     reference = [parameter.detach().clone() for parameter in model.parameters()]
     result = diagnosis.realised(remedy, remedy="adopt", seconds=0)
     assert result.ratio == pytest.approx(12.002 / 2)
-    assert result.held == (result.predicted.low <= result.ratio <= result.predicted.high)  # type: ignore[union-attr]
-    assert str(result).startswith("adopt: the step captured, rows moved when they are next read: predicted ")
+    assert result.held == (
+        result.predicted.low <= result.ratio <= result.predicted.high
+    )  # type: ignore[union-attr]
+    assert str(result).startswith(
+        "adopt: the step captured, rows moved when they are next read: predicted "
+    )
     assert f"realised {6.0:.3g}x" in str(result)
     moved = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
@@ -722,10 +850,15 @@ def test_a_remedy_is_measured_beside_the_step_as_it_was(clock: Clock) -> None:
             parameter.copy_(kept)
     for _ in range(len(calls)):
         remedy(*LIST[0])
-    assert all(parameter.equal(kept) for parameter, kept in zip(model.parameters(), moved, strict=True))
+    assert all(
+        parameter.equal(kept)
+        for parameter, kept in zip(model.parameters(), moved, strict=True)
+    )
 
 
-def test_threads_are_applied_and_proved_by_the_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_applied_and_proved_by_the_clock(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step of 2 ms on one thread and 1 ms on two."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     torch.set_num_threads(1)
@@ -738,25 +871,36 @@ def test_threads_are_applied_and_proved_by_the_clock(clock: Clock, monkeypatch: 
         optimizer.step()
 
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    diagnosis = why_slow.step(step, LIST, apply=True, between={"evaluation": (lambda: clock.compute(4), 2)})
+    diagnosis = why_slow.step(
+        step, LIST, apply=True, between={"evaluation": (lambda: clock.compute(4), 2)}
+    )
     assert [each.remedy for each in diagnosis.proof] == ["all cores"]
     assert diagnosis.proof[0].ratio == pytest.approx((2 + 2) / (1 + 2))
     assert diagnosis.proof[0].held
     assert diagnosis.kept == [("torch.set_num_threads(2)", pytest.approx(4 / 3))]
     assert torch.get_num_threads() == 1
-    assert all(parameter.equal(kept) for parameter, kept in zip(model.parameters(), before, strict=True))
+    assert all(
+        parameter.equal(kept)
+        for parameter, kept in zip(model.parameters(), before, strict=True)
+    )
 
 
-def test_a_remedy_of_other_batches_is_compared_by_row_and_an_iterator_by_iteration(clock: Clock) -> None:
+def test_a_remedy_of_other_batches_is_compared_by_row_and_an_iterator_by_iteration(
+    clock: Clock,
+) -> None:
     model = Costly(clock)
     optimizer = Sweeping(model)
-    diagnosis = why_slow(model, optimizer, lambda ids, y: (model(ids) - y).square().mean(), LIST)
+    diagnosis = why_slow(
+        model, optimizer, lambda ids, y: (model(ids) - y).square().mean(), LIST
+    )
     doubled = [(torch.arange(32) % 50, torch.ones(32, 1))] * 4
 
     def step(ids: Tensor, y: Tensor) -> None:
         clock.compute(3)
 
-    assert diagnosis.realised(step, doubled, seconds=0).ratio == pytest.approx(2 * 2.052 / 3)
+    assert diagnosis.realised(step, doubled, seconds=0).ratio == pytest.approx(
+        2 * 2.052 / 3
+    )
 
     def epoch() -> Iterator[float]:
         while True:
@@ -770,8 +914,16 @@ def test_what_runs_between_steps_is_a_part_of_what_is_compared(clock: Clock) -> 
     """By the clock: 10 ms of evaluation every second step of 2.052 ms, which nothing that is done to the step moves."""
     model = Costly(clock)
     between = {"evaluation": (lambda: clock.compute(10), 2)}
-    diagnosis = why_slow(model, Sweeping(model), lambda ids, y: (model(ids) - y).square().mean(), LIST, between=between)
-    assert diagnosis.realised(lambda ids, y: clock.compute(1), seconds=0).ratio == pytest.approx(7.052 / 6)
+    diagnosis = why_slow(
+        model,
+        Sweeping(model),
+        lambda ids, y: (model(ids) - y).square().mean(),
+        LIST,
+        between=between,
+    )
+    assert diagnosis.realised(
+        lambda ids, y: clock.compute(1), seconds=0
+    ).ratio == pytest.approx(7.052 / 6)
     doubled = [(torch.arange(32) % 50, torch.ones(32, 1))] * 4
     by_row = diagnosis.realised(lambda ids, y: clock.compute(2.052), doubled, seconds=0)
     assert by_row.ratio == pytest.approx(7.052 / (2.052 / 2 + 5))
@@ -796,7 +948,9 @@ def test_a_running_iterator_of_persistent_workers_is_left_alone() -> None:
 # ----------------------------------------------------------------------------------- real programs, by the real clock
 
 
-def stepping(model: nn.Module, optimizer: torch.optim.Optimizer, after: Callable[[], object]) -> Callable[..., None]:
+def stepping(
+    model: nn.Module, optimizer: torch.optim.Optimizer, after: Callable[[], object]
+) -> Callable[..., None]:
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
@@ -823,7 +977,10 @@ def test_lines_that_hold_a_step_without_ops_are_named(sampled: None) -> None:
 
     diagnosis = why_slow.step(stepping(model, optimizer, publish), given)
     assert diagnosis.verdict == "python_lines"
-    lines = [line.rpartition(": ")[2][:12] for line in diagnosis.findings[0].remedies[0].lines]
+    lines = [
+        line.rpartition(": ")[2][:12]
+        for line in diagnosis.findings[0].remedies[0].lines
+    ]
     # The line that calls both is sampled too, beside busy processes.
     assert set(lines[:2]) == {"lock.acquire", "sorted(str(n"}
 
@@ -855,7 +1012,10 @@ def test_a_collate_function_that_computes_is_named_with_its_line(sampled: None) 
             return " ".join(str(row * number) for number in range(8))
 
     def collate(texts: list[str]) -> tuple[Tensor, Tensor]:
-        rows = [[float(len(word)) for word in text.split() for _ in range(40)][:8] for text in texts]
+        rows = [
+            [float(len(word)) for word in text.split() for _ in range(40)][:8]
+            for text in texts
+        ]
         return torch.tensor(rows), torch.zeros(len(texts), 1)
 
     model, optimizer, _, _ = mlp()
@@ -863,7 +1023,10 @@ def test_a_collate_function_that_computes_is_named_with_its_line(sampled: None) 
     diagnosis = why_slow.step(stepping(model, optimizer, lambda: None), loader)
     assert diagnosis.verdict == "loader_computes"
     assert "collate_fn" in diagnosis.findings[0].title
-    assert any("for word in text.split()" in sentence for sentence in diagnosis.findings[0].evidence)
+    assert any(
+        "for word in text.split()" in sentence
+        for sentence in diagnosis.findings[0].evidence
+    )
 
 
 def test_a_sum_over_a_whole_table_of_which_a_batch_reads_few_rows_is_named() -> None:
@@ -878,11 +1041,15 @@ def test_a_sum_over_a_whole_table_of_which_a_batch_reads_few_rows_is_named() -> 
     (whole,) = facts.whole_tables
     assert (whole.rows, whole.read) == (40_000, 64)
     assert "in loss" in whole.line
-    read = why_slow(table, optimizer, lambda ids: table(ids).square().mean(), [torch.arange(64)] * 4).facts
+    read = why_slow(
+        table, optimizer, lambda ids: table(ids).square().mean(), [torch.arange(64)] * 4
+    ).facts
     assert not read.whole_tables
 
 
-def test_a_copy_of_a_table_whose_read_rows_alone_move_is_named_and_is_no_traffic() -> None:
+def test_a_copy_of_a_table_whose_read_rows_alone_move_is_named_and_is_no_traffic() -> (
+    None
+):
     table = nn.Embedding(40_000, 16, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), 1e-3)
     kept: list[Tensor] = []
@@ -912,7 +1079,9 @@ def test_a_sparse_product_is_no_dense_one_and_mixes_all_rows() -> None:
     nodes = nn.Embedding(5_000, 8)
     optimizer = torch.optim.SGD(nodes.parameters(), 1e-3)
     edges = torch.randint(5_000, (2, 20_000))
-    graph = torch.sparse_coo_tensor(edges, torch.ones(20_000), (5_000, 5_000), check_invariants=True).coalesce()
+    graph = torch.sparse_coo_tensor(
+        edges, torch.ones(20_000), (5_000, 5_000), check_invariants=True
+    ).coalesce()
 
     def loss(ids: Tensor) -> Tensor:
         return ((graph @ nodes.weight) * 0.5)[ids].square().mean()
@@ -930,18 +1099,27 @@ def test_64_bit_floats_and_a_softmax_over_a_catalogue_are_seen() -> None:
     def loss(x: Tensor) -> Tensor:
         return -torch.log_softmax(layer(x), 1)[:, 0].mean()
 
-    facts = why_slow(layer, optimizer, loss, [torch.randn(64, 8, dtype=torch.float64)] * 4).facts
+    facts = why_slow(
+        layer, optimizer, loss, [torch.randn(64, 8, dtype=torch.float64)] * 4
+    ).facts
     assert facts.double_s > 0.8 * facts.op_s
     (every,) = facts.all_items
     assert every.items == 3_000
     assert not why_slow(*mlp()).facts.double_s
 
 
-@pytest.mark.parametrize("mode", [pytest.param("anomaly mode", marks=pytest.mark.slow), "a profiler"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("anomaly mode", marks=pytest.mark.slow), "a profiler"]
+)
 def test_a_debugging_mode_that_was_left_on_is_named(mode: str) -> None:
-    with torch.autograd.set_detect_anomaly(mode == "anomaly mode"), ExitStack() as stack:
+    with (
+        torch.autograd.set_detect_anomaly(mode == "anomaly mode"),
+        ExitStack() as stack,
+    ):
         if mode == "a profiler":
-            stack.enter_context(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]))
+            stack.enter_context(
+                torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            )
         facts = why_slow(*mlp()).facts
     assert facts.modes == [mode]
     assert facts.has("quiet", "op")
@@ -952,7 +1130,9 @@ def test_anomaly_mode_that_the_step_switches_on_is_off_where_it_is_left_out() ->
     _, optimizer, loss, given = mlp()
     seen: set[bool] = set()
 
-    def noting(into: set[bool]) -> Iterator[None]:  # what a generator holds is not put back
+    def noting(
+        into: set[bool],
+    ) -> Iterator[None]:  # what a generator holds is not put back
         while True:
             into.add(torch.is_anomaly_enabled())
             yield
@@ -974,7 +1154,9 @@ def test_anomaly_mode_that_the_step_switches_on_is_off_where_it_is_left_out() ->
     assert not torch.is_anomaly_enabled()
 
 
-def test_a_call_that_holds_python_is_sampled_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_holds_python_is_sampled_for_as_long_as_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of 5 ms a call holds Python for the last 4: a sampler that wakes meanwhile sees it at its end alone."""
     clock = Clock()
 
@@ -984,7 +1166,11 @@ def test_a_call_that_holds_python_is_sampled_for_as_long_as_it_takes(monkeypatch
         holds = place >= 1e-3
         if holds:
             clock.now += 5e-3 - place
-        monkeypatch.setattr(samples.sys, "_current_frames", lambda: {sampler._thread: holding if holds else other})
+        monkeypatch.setattr(
+            samples.sys,
+            "_current_frames",
+            lambda: {sampler._thread: holding if holds else other},
+        )
         return clock.now > 10
 
     def frame() -> Any:
@@ -995,7 +1181,10 @@ def test_a_call_that_holds_python_is_sampled_for_as_long_as_it_takes(monkeypatch
     sampler = samples.Samples()
     monkeypatch.setattr(sampler._stop, "wait", wait)
     sampler._sample()
-    shares = {stack[0][0].co_name: seconds / clock.now for stack, seconds in sampler._stacks.items()}
+    shares = {
+        stack[0][0].co_name: seconds / clock.now
+        for stack, seconds in sampler._stacks.items()
+    }
     assert shares["frame"] == pytest.approx(0.8, abs=0.03)
 
 
@@ -1006,7 +1195,9 @@ def test_seconds_of_ops_are_no_longer_than_their_step() -> None:
     counted.scale_to(whole / 2)
     assert counted.seconds == pytest.approx(whole / 2)
     assert sum(counted.kinds.values()) == pytest.approx(whole / 2)
-    assert sum(each.seconds for each in counted.by_line.values()) == pytest.approx(whole / 2)
+    assert sum(each.seconds for each in counted.by_line.values()) == pytest.approx(
+        whole / 2
+    )
     counted.scale_to(whole)
     assert counted.seconds == pytest.approx(whole / 2)
 
@@ -1052,7 +1243,9 @@ def test_experiments_do_not_disturb_each_other() -> None:
 def test_garbage_collections_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     with loop.garbage_seconds(clock) as spent:
-        gc.callbacks.insert(-1, lambda phase, _: clock.compute(3) if phase == "stop" else None)
+        gc.callbacks.insert(
+            -1, lambda phase, _: clock.compute(3) if phase == "stop" else None
+        )
         try:
             gc.collect()
         finally:
@@ -1072,29 +1265,63 @@ def healthy_lstm() -> Any:
 
 
 def healthy_images() -> Any:
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     given = [(torch.randn(32, 3, 24, 24), torch.randint(16, (32,)))] * 4
-    return model, optimizer, lambda x, y: nn.functional.cross_entropy(model(x), y), given
+    return (
+        model,
+        optimizer,
+        lambda x, y: nn.functional.cross_entropy(model(x), y),
+        given,
+    )
 
 
 def healthy_in_batch() -> Any:
-    tables = nn.ModuleList([nn.Embedding(1_500, 64), nn.Embedding(1_500, 64), nn.Linear(64, 64)])
+    tables = nn.ModuleList(
+        [nn.Embedding(1_500, 64), nn.Embedding(1_500, 64), nn.Linear(64, 64)]
+    )
     optimizer = torch.optim.SGD(tables.parameters(), 1e-2)
 
     def loss(user: Tensor, item: Tensor) -> Tensor:
         scores = tables[2](tables[0](user)) @ tables[1](item).t()
         return nn.functional.cross_entropy(scores, torch.arange(len(user)))
 
-    return tables, optimizer, loss, [(torch.randint(1_500, (1_024,)), torch.randint(1_500, (1_024,)))] * 4
+    return (
+        tables,
+        optimizer,
+        loss,
+        [(torch.randint(1_500, (1_024,)), torch.randint(1_500, (1_024,)))] * 4,
+    )
 
 
 @pytest.mark.parametrize(
-    "program", [healthy_lstm, healthy_images, pytest.param(healthy_in_batch, marks=pytest.mark.slow)]
+    "program",
+    [
+        healthy_lstm,
+        healthy_images,
+        pytest.param(healthy_in_batch, marks=pytest.mark.slow),
+    ],
 )
 def test_programs_without_a_fault_have_none_of_the_causes_that_lines_and_ops_show(
     program: Callable[[], Any], sampled: None
 ) -> None:
     diagnosis = why_slow(*program())
-    seen = {finding.cause for finding in diagnosis.findings if finding.size in ("large", "medium")}
-    assert not seen & {"python_lines", "whole_tables", "double_precision", "garbage", "debug_modes", "loader_computes"}
+    seen = {
+        finding.cause
+        for finding in diagnosis.findings
+        if finding.size in ("large", "medium")
+    }
+    assert not seen & {
+        "python_lines",
+        "whole_tables",
+        "double_precision",
+        "garbage",
+        "debug_modes",
+        "loader_computes",
+    }

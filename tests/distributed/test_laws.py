@@ -30,7 +30,14 @@ from torchrec_ext.schema import Jagged
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 BY_HOST = ("table_row_wise", "grid_shard")
-SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data_parallel", *BY_HOST)
+SHARDINGS = (
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_column_wise",
+    "data_parallel",
+    *BY_HOST,
+)
 STEPS = 20
 
 
@@ -40,10 +47,16 @@ def unsharded(optimizer: OptimizerConfig) -> dict[str, Any]:
     initialise_tables(model, seed=7)
     tables = [p for name, p in model.named_parameters() if "embedding_bags" in name]
     dense = [p for name, p in model.named_parameters() if "embedding_bags" not in name]
-    (of_tables, *_), (of_layers, *_) = optimizer.for_tables(model).values(), optimizer.for_layers(["top"]).values()
+    (of_tables, *_), (of_layers, *_) = (
+        optimizer.for_tables(model).values(),
+        optimizer.for_layers(["top"]).values(),
+    )
     optimizers = [
         make(values, **arguments)
-        for values, (make, arguments) in ((tables, of_tables.unfused()), (dense, of_layers.unfused()))
+        for values, (make, arguments) in (
+            (tables, of_tables.unfused()),
+            (dense, of_layers.unfused()),
+        )
     ]
     logits, losses = [], []
     for batch in batches(STEPS):
@@ -55,14 +68,24 @@ def unsharded(optimizer: OptimizerConfig) -> dict[str, Any]:
             o.step()
         logits.append(output.logits)
         losses.append(float(output.loss))
-    return {"logits": logits, "losses": losses, "state": {name: p.detach() for name, p in model.named_parameters()}}
+    return {
+        "logits": logits,
+        "losses": losses,
+        "state": {name: p.detach() for name, p in model.named_parameters()},
+    }
 
 
-def sharded(runtime: Runtime, sharding: str, optimizer: OptimizerConfig) -> dict[str, Any]:
+def sharded(
+    runtime: Runtime, sharding: str, optimizer: OptimizerConfig
+) -> dict[str, Any]:
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
-    kinds = {kind.sharding_type for module in plan.plan.values() for kind in module.values()}  # type: ignore[attr-defined]
-    parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, seed=7)
+    kinds = {
+        kind.sharding_type for module in plan.plan.values() for kind in module.values()
+    }  # type: ignore[attr-defined]
+    parallel, keyed = hybrid_parallel(
+        model, runtime, plan=plan, optimizer=optimizer, seed=7
+    )
     first = gather_state(parallel)
     pipeline = make_pipeline(parallel, keyed, runtime.device)
     local = batches(STEPS, rank=runtime.rank, world_size=runtime.world_size)
@@ -81,18 +104,28 @@ def sharded(runtime: Runtime, sharding: str, optimizer: OptimizerConfig) -> dict
 def on_hosts(runtime: Runtime, local: int) -> Runtime:
     """This rank as one of a job on hosts of ``local`` ranks each, which TorchRec reads from the environment."""
     os.environ.update(LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(runtime.rank % local))
-    return dataclasses.replace(runtime, local_world_size=local, local_rank=runtime.rank % local)
+    return dataclasses.replace(
+        runtime, local_world_size=local, local_rank=runtime.rank % local
+    )
 
 
-def sharded_on_hosts(runtime: Runtime, local: int, sharding: str, optimizer: OptimizerConfig) -> dict[str, Any]:
+def sharded_on_hosts(
+    runtime: Runtime, local: int, sharding: str, optimizer: OptimizerConfig
+) -> dict[str, Any]:
     return sharded(on_hosts(runtime, local), sharding, optimizer)
 
 
-def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+def assert_equal(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
+) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            actual[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            actual[name],
+            value,
+            rtol=0,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -113,13 +146,22 @@ def test_sharded_equals_unsharded(sharding: str, world_size: int, kind: str) -> 
     first = torch.cat([rank["logits"][0] for rank in ranks])
     torch.testing.assert_close(first, expected["logits"][0], rtol=0, atol=1e-5)
     assert_equal(ranks[0]["state"], expected["state"], 1e-4)
-    mean = [sum(losses) / world_size for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
-    torch.testing.assert_close(torch.tensor(mean), torch.tensor(expected["losses"]), rtol=0, atol=1e-4)
+    mean = [
+        sum(losses) / world_size
+        for losses in zip(*(rank["losses"] for rank in ranks), strict=True)
+    ]
+    torch.testing.assert_close(
+        torch.tensor(mean), torch.tensor(expected["losses"]), rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("sharding", BY_HOST)
-@pytest.mark.parametrize(("world_size", "local"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_sharded_by_host_equals_unsharded(sharding: str, world_size: int, local: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "local"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
+def test_sharded_by_host_equals_unsharded(
+    sharding: str, world_size: int, local: int
+) -> None:
     optimizer = OptimizerConfig(tables="sgd", tables_lr=5.0, dense="sgd", dense_lr=0.5)
     expected = unsharded(optimizer)
     ranks = run_ranks(sharded_on_hosts, world_size, local, sharding, optimizer)
@@ -132,13 +174,23 @@ def test_sharded_by_host_equals_unsharded(sharding: str, world_size: int, local:
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "data_parallel"])
 def test_row_wise_adagrad_equals_unsharded_where_rows_are_whole(sharding: str) -> None:
     optimizer = OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.1)
-    assert_equal(run_ranks(sharded, 2, sharding, optimizer)[0]["state"], unsharded(optimizer)["state"], 1e-4)
+    assert_equal(
+        run_ranks(sharded, 2, sharding, optimizer)[0]["state"],
+        unsharded(optimizer)["state"],
+        1e-4,
+    )
 
 
 @pytest.mark.parametrize(
-    ("shardings", "most"), [(("row_wise", "column_wise"), 2), pytest.param(SHARDINGS, 3, marks=pytest.mark.slow)]
+    ("shardings", "most"),
+    [
+        (("row_wise", "column_wise"), 2),
+        pytest.param(SHARDINGS, 3, marks=pytest.mark.slow),
+    ],
 )
-def test_the_seed_alone_decides_the_first_tables(shardings: Sequence[str], most: int) -> None:
+def test_the_seed_alone_decides_the_first_tables(
+    shardings: Sequence[str], most: int
+) -> None:
     states = [
         run_ranks(sharded, world_size, sharding, OptimizerConfig())[0]["first"]
         for sharding in shardings
@@ -161,12 +213,17 @@ def filled(runtime: Runtime, sharding: str) -> dict[str, Tensor] | None:
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
     parallel, _ = hybrid_parallel(model, runtime, plan=plan)
-    fill_tables(parallel, lambda fqn, config, start, stop: _numbered(start, stop, config.embedding_dim))
+    fill_tables(
+        parallel,
+        lambda fqn, config, start, stop: _numbered(start, stop, config.embedding_dim),
+    )
     return gather_state(parallel)
 
 
 def _numbered(start: int, stop: int, width: int) -> Tensor:
-    return torch.arange(start, stop).float()[:, None] * 100 + torch.arange(width).float()
+    return (
+        torch.arange(start, stop).float()[:, None] * 100 + torch.arange(width).float()
+    )
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
@@ -174,18 +231,31 @@ def test_filling_shards_writes_each_row_where_it_belongs(sharding: str) -> None:
     state = run_ranks(filled, 2, sharding)[0]
     for name, value in state.items():
         if "embedding_bags" in name:
-            torch.testing.assert_close(value, _numbered(0, *value.shape), rtol=0, atol=0)
+            torch.testing.assert_close(
+                value, _numbered(0, *value.shape), rtol=0, atol=0
+            )
 
 
 @contextmanager
 def counting(sent: list[int]) -> Iterator[None]:
     """Adds to ``sent`` the bytes of embeddings and gradients that the collectives of TorchRec are given."""
-    names = ("all_to_all_single", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor")
-    originals = {name: getattr(dist, name) for name in (*names, "_reduce_scatter_base", "_all_gather_base")}
+    names = (
+        "all_to_all_single",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "all_gather",
+        "all_gather_into_tensor",
+    )
+    originals = {
+        name: getattr(dist, name)
+        for name in (*names, "_reduce_scatter_base", "_all_gather_base")
+    }
 
     def counted(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = kwargs.get("input", kwargs.get("input_list", args[1] if len(args) > 1 else []))
+            given = kwargs.get(
+                "input", kwargs.get("input_list", args[1] if len(args) > 1 else [])
+            )
             for tensor in [given] if isinstance(given, Tensor) else given:
                 if tensor.dtype.is_floating_point or tensor.dtype == torch.uint8:
                     sent.append(tensor.numel() * tensor.element_size())
@@ -204,7 +274,10 @@ def counting(sent: list[int]) -> Iterator[None]:
 
 def wide_model(device: torch.device | None = None) -> TowerModel:
     tables = [
-        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=40, embedding_dim=32) for name in ("a", "b")
+        EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=40, embedding_dim=32
+        )
+        for name in ("a", "b")
     ]
     return redrawn(TowerModel({"user": Tower(tables, (), device=device)}, TopMLP([64])))
 
@@ -214,12 +287,17 @@ def exchanged(runtime: Runtime, config: PlanConfig) -> dict[str, Any]:
     model = wide_model(META)
     plan = plan_sharding(model, runtime, config)
     optimizer = OptimizerConfig(tables="sgd", tables_lr=0.1, dense="sgd", dense_lr=0.1)
-    parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, seed=3, codecs=codecs_of(config))
+    parallel, keyed = hybrid_parallel(
+        model, runtime, plan=plan, optimizer=optimizer, seed=3, codecs=codecs_of(config)
+    )
     generator = torch.Generator().manual_seed(runtime.rank)
     sent: list[int] = []
     logits = []
     for _ in range(3):
-        ids = {name: Jagged(torch.randint(40, (16,), generator=generator), None) for name in ("a", "b")}
+        ids = {
+            name: Jagged(torch.randint(40, (16,), generator=generator), None)
+            for name in ("a", "b")
+        }
         labels = torch.randint(2, (16,), generator=generator).float()
         keyed.zero_grad()
         with counting(sent):
@@ -231,27 +309,36 @@ def exchanged(runtime: Runtime, config: PlanConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "share", "tolerance"), [("fp16", 1 / 2, 2e-4), ("bf16", 1 / 2, 2e-3), ("int8", 10 / 32, 2e-3)]
+    ("precision", "share", "tolerance"),
+    [("fp16", 1 / 2, 2e-4), ("bf16", 1 / 2, 2e-3), ("int8", 10 / 32, 2e-3)],
 )
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "table_row_wise"])
 def test_a_quantised_exchange_sends_fewer_bytes_and_rounds_no_more_than_its_numbers(
     precision: str, share: float, tolerance: float, sharding: str
 ) -> None:
     config = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
-    quantised = dataclasses.replace(config, forward_precision=precision, backward_precision=precision)  # type: ignore[arg-type]
+    quantised = dataclasses.replace(
+        config, forward_precision=precision, backward_precision=precision
+    )  # type: ignore[arg-type]
     if precision == "int8" and sharding != "table_wise":
-        with pytest.raises(RankFailedError, match=f"{sharding} adds up what ranks send, which int8 .* cannot"):
+        with pytest.raises(
+            RankFailedError,
+            match=f"{sharding} adds up what ranks send, which int8 .* cannot",
+        ):
             run_ranks(exchanged, 2, quantised)
         return
     exact, rounded = run_ranks(exchanged, 2, config), run_ranks(exchanged, 2, quantised)
     assert rounded[0]["sent"] == share * exact[0]["sent"] > 0
     for rank in range(2):
-        for actual, expected in zip(rounded[rank]["logits"], exact[rank]["logits"], strict=True):
+        for actual, expected in zip(
+            rounded[rank]["logits"], exact[rank]["logits"], strict=True
+        ):
             torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
     assert_equal(rounded[0]["state"], exact[0]["state"], tolerance)
-    assert any(not torch.equal(rounded[0]["state"][name], value) for name, value in exact[0]["state"].items()), (
-        "nothing was rounded"
-    )
+    assert any(
+        not torch.equal(rounded[0]["state"][name], value)
+        for name, value in exact[0]["state"].items()
+    ), "nothing was rounded"
 
 
 @pytest.mark.gpu
@@ -262,14 +349,18 @@ def test_rows_off_the_gpu_train_as_those_on_it(kernel: str) -> None:
         with Runtime.start("cuda") as runtime:
             model = small_model(META)
             factor = 0.1 if chosen == "fused_uvm_caching" else 0.0
-            config = PlanConfig(sharding="table_wise", kernel=chosen, cache_load_factor=factor)  # type: ignore[arg-type]
+            config = PlanConfig(
+                sharding="table_wise", kernel=chosen, cache_load_factor=factor
+            )  # type: ignore[arg-type]
             plan = plan_sharding(model, runtime, config)
             parallel, keyed = hybrid_parallel(model, runtime, plan=plan, seed=7)
             for step, batch in enumerate(batches(6)):
                 keyed.zero_grad()
                 parallel(batch.to(runtime.device))[0].backward()
                 keyed.step()
-                if step == 2:  # what is written into the tables is what the next step reads
+                if (
+                    step == 2
+                ):  # what is written into the tables is what the next step reads
                     for shard in local_shards(parallel):
                         shard.tensor.mul_(0.5)
             states.append(gather_state(parallel))
@@ -281,7 +372,13 @@ POOLINGS = {"a": PoolingType.MEAN, "b": PoolingType.MEAN, "c": PoolingType.SUM}
 
 def means_and_sums(device: torch.device) -> TowerModel:
     tables = [
-        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=20, embedding_dim=16, pooling=pooling)
+        EmbeddingBagConfig(
+            name=name,
+            feature_names=[name],
+            num_embeddings=20,
+            embedding_dim=16,
+            pooling=pooling,
+        )
         for name, pooling in POOLINGS.items()
     ]
     return TowerModel({"user": Tower(tables, (), device=device)}, TopMLP([48]))
@@ -289,7 +386,10 @@ def means_and_sums(device: torch.device) -> TowerModel:
 
 def pooled(model: TowerModel, vectors: Callable[[TowerBatch], list[Tensor]]) -> Tensor:
     lengths = torch.tensor([1, 3, 2])
-    ids = {name: Jagged(torch.arange(6) + shift, lengths) for shift, name in enumerate(POOLINGS)}
+    ids = {
+        name: Jagged(torch.arange(6) + shift, lengths)
+        for shift, name in enumerate(POOLINGS)
+    }
     with torch.no_grad():
         return vectors(model.schema().assemble(ids, {}, labels=torch.zeros(3)))[0]
 
@@ -299,7 +399,10 @@ def pooled_on_ranks(runtime: Runtime, plans: list[tuple[str, ...]]) -> list[Tens
     for tables in plans:
         model = means_and_sums(META)
         parallel, _ = hybrid_parallel(
-            model, runtime, plan=plan_sharding(model, runtime, PlanConfig(tables=tables)), seed=3
+            model,
+            runtime,
+            plan=plan_sharding(model, runtime, PlanConfig(tables=tables)),
+            seed=3,
         )
         results.append(pooled(model, parallel.module.outputs))
     return results
@@ -312,26 +415,37 @@ def test_a_mean_beside_row_wise_tables_is_divided_once() -> None:
     expected = pooled(model, model.outputs)
     kinds = ("row_wise", "table_wise", "column_wise", "data_parallel")
     plans = [
-        tuple(f"{name}={kind}" for name, kind in zip("abc", chosen, strict=True)) for chosen in permutations(kinds, 3)
+        tuple(f"{name}={kind}" for name, kind in zip("abc", chosen, strict=True))
+        for chosen in permutations(kinds, 3)
     ]
     for ranks in run_ranks(pooled_on_ranks, 2, plans):
         for plan, vectors in zip(plans, ranks, strict=True):
             torch.testing.assert_close(
-                vectors, expected, rtol=0, atol=1e-5, msg=lambda text, plan=plan: f"{plan}: {text}"
+                vectors,
+                expected,
+                rtol=0,
+                atol=1e-5,
+                msg=lambda text, plan=plan: f"{plan}: {text}",
             )
 
 
 def both_readers(device: torch.device) -> TowerModel:
     tables = [
         EmbeddingBagConfig(
-            name=name, feature_names=["a"], num_embeddings=20, embedding_dim=16, pooling=PoolingType.MEAN
+            name=name,
+            feature_names=["a"],
+            num_embeddings=20,
+            embedding_dim=16,
+            pooling=PoolingType.MEAN,
         )
         for name in ("one", "other")
     ]
     return TowerModel({"user": Tower(tables, (), device=device)}, TopMLP([32]))
 
 
-def pooled_by_both(model: TowerModel, vectors: Callable[[TowerBatch], list[Tensor]]) -> Tensor:
+def pooled_by_both(
+    model: TowerModel, vectors: Callable[[TowerBatch], list[Tensor]]
+) -> Tensor:
     ids = {"a": Jagged(torch.arange(6), torch.tensor([1, 3, 2]))}
     with torch.no_grad():
         return vectors(model.schema().assemble(ids, {}, labels=torch.zeros(3)))[0]
@@ -339,13 +453,19 @@ def pooled_by_both(model: TowerModel, vectors: Callable[[TowerBatch], list[Tenso
 
 def feature_of_both(runtime: Runtime) -> Tensor:
     model = both_readers(META)
-    plan = plan_sharding(model, runtime, PlanConfig(tables=("one=row_wise", "other=table_wise")))
+    plan = plan_sharding(
+        model, runtime, PlanConfig(tables=("one=row_wise", "other=table_wise"))
+    )
     parallel, _ = hybrid_parallel(model, runtime, plan=plan, seed=3)
     return pooled_by_both(model, parallel.module.outputs)
 
 
-def test_a_feature_of_a_row_wise_mean_and_of_another_table_has_the_mean_in_both() -> None:
+def test_a_feature_of_a_row_wise_mean_and_of_another_table_has_the_mean_in_both() -> (
+    None
+):
     model = both_readers(torch.device("cpu"))
     initialise_tables(model, 3)
     for vectors in run_ranks(feature_of_both, 2):
-        torch.testing.assert_close(vectors, pooled_by_both(model, model.outputs), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            vectors, pooled_by_both(model, model.outputs), rtol=0, atol=1e-5
+        )

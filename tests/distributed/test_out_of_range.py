@@ -21,7 +21,9 @@ SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 STEPS, SIZE = 10, 16
 
 
-def batches(policy: OutOfRange, rank: int, world_size: int, known: bool = False) -> Iterator[TowerBatch]:
+def batches(
+    policy: OutOfRange, rank: int, world_size: int, known: bool = False
+) -> Iterator[TowerBatch]:
     """Batches in which about a third of the ids is negative or too large; with ``known`` these are 0 from the start."""
     schema = small_model(META).schema(out_of_range=policy)
     generator = torch.Generator().manual_seed(11)
@@ -47,11 +49,16 @@ def batches(policy: OutOfRange, rank: int, world_size: int, known: bool = False)
         )
 
 
-def trained(runtime: Runtime, sharding: str, policy: OutOfRange, known: bool) -> dict[str, Tensor] | str | None:
+def trained(
+    runtime: Runtime, sharding: str, policy: OutOfRange, known: bool
+) -> dict[str, Tensor] | str | None:
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
     parallel, optimizer = hybrid_parallel(
-        model, runtime, plan=plan, optimizer=OptimizerConfig(tables="sgd", tables_lr=0.1)
+        model,
+        runtime,
+        plan=plan,
+        optimizer=OptimizerConfig(tables="sgd", tables_lr=0.1),
     )
     pipeline = make_pipeline(parallel, optimizer, runtime.device)
     try:
@@ -72,7 +79,9 @@ def test_oov_trains_row_0_and_no_other_under_every_sharding_type(sharding: str) 
 
 
 def test_error_says_the_same_under_every_sharding_type() -> None:
-    texts = {run_ranks(trained, 1, sharding, "error", False)[0] for sharding in SHARDINGS}
+    texts = {
+        run_ranks(trained, 1, sharding, "error", False)[0] for sharding in SHARDINGS
+    }
     assert len(texts) == 1
     (text,) = texts
     assert "feature 'user_id': id " in text

@@ -5,7 +5,11 @@ import warnings
 
 import pytest
 import torch
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -42,13 +46,17 @@ def test_each_rank_of_a_rank_group_has_the_gpu_of_its_place_on_the_host() -> Non
 
 @pytest.mark.unit
 def test_a_group_of_more_ranks_than_gpus_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 processes on this host, but torch sees 2 GPU"):
+    with pytest.raises(
+        ValueError, match="3 processes on this host, but torch sees 2 GPU"
+    ):
         devices([[0, 1, 2]], gpus=2)
 
 
 @pytest.mark.unit
 def test_a_plan_has_the_shards_of_a_rank_on_its_device() -> None:
-    collection = EmbeddingBagCollection(tables=[table("one", 10), table("other", 20)], device=META)
+    collection = EmbeddingBagCollection(
+        tables=[table("one", 10), table("other", 20)], device=META
+    )
     plan = construct_module_sharding_plan(
         collection,
         per_param_sharding={"one": row_wise(), "other": table_wise(rank=1)},
@@ -58,18 +66,29 @@ def test_a_plan_has_the_shards_of_a_rank_on_its_device() -> None:
         device_type="cuda",
     )
     runtime = Runtime(
-        rank=1, local_rank=1, world_size=2, local_world_size=2, device=torch.device("cuda", 3), backend="nccl"
+        rank=1,
+        local_rank=1,
+        world_size=2,
+        local_world_size=2,
+        device=torch.device("cuda", 3),
+        backend="nccl",
     )
     moved = on_own_device(ShardingPlan({"": plan}), runtime).plan[""]
     assert isinstance(moved, EmbeddingModuleShardingPlan)
     shards = {
-        name: [str(shard.placement) for shard in sharding.sharding_spec.shards] for name, sharding in moved.items()
+        name: [str(shard.placement) for shard in sharding.sharding_spec.shards]
+        for name, sharding in moved.items()
     }  # type: ignore[union-attr]
-    assert shards == {"one": ["rank:0/cuda:0", "rank:1/cuda:3"], "other": ["rank:1/cuda:3"]}
+    assert shards == {
+        "one": ["rank:0/cuda:0", "rank:1/cuda:3"],
+        "other": ["rank:1/cuda:3"],
+    }
 
 
 @pytest.mark.gpu
-def test_a_process_starts_on_the_gpu_that_its_group_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_starts_on_the_gpu_that_its_group_gives_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     last = torch.cuda.device_count() - 1
     monkeypatch.setenv(GPUS, str(last))
     with Runtime.start() as runtime:
@@ -85,20 +104,34 @@ def trained_twice(runtime: Runtime) -> list[float]:
         os.environ["MASTER_PORT"] = str(port)
         with Runtime.start("cpu") as group:
             torch.manual_seed(0)
-            model = two_tower([table("user_id", 20)], [table("item_id", 30)], tower_widths=[4], device=META)
+            model = two_tower(
+                [table("user_id", 20)],
+                [table("item_id", 30)],
+                tower_widths=[4],
+                device=META,
+            )
             plan = plan_sharding(model, group, PlanConfig(sharding="table_row_wise"))
             parallel, _ = hybrid_parallel(model, group, plan=plan, seed=0)
-            ids = {"user_id": Jagged(torch.tensor([1, 2])), "item_id": Jagged(torch.tensor([3, 4]))}
+            ids = {
+                "user_id": Jagged(torch.tensor([1, 2])),
+                "item_id": Jagged(torch.tensor([3, 4])),
+            }
             batch = model.schema().assemble(ids, {}, labels=torch.tensor([0.0, 1.0]))
             with warnings.catch_warnings(record=True) as caught:
                 loss, _ = parallel(batch)
                 loss.backward()
                 # What TorchRec calls is nobody's to change; what users call is theirs.
                 assert not caught
-                warnings.warn("`torch.distributed.reduce_scatter_tensor` is deprecated", FutureWarning, stacklevel=1)
+                warnings.warn(
+                    "`torch.distributed.reduce_scatter_tensor` is deprecated",
+                    FutureWarning,
+                    stacklevel=1,
+                )
                 assert len(caught) == 1
             losses.append(float(loss.detach()))
-    assert warnings.filters[: len(filters)] == filters, "a filter of the user's own comes first"
+    assert warnings.filters[: len(filters)] == filters, (
+        "a filter of the user's own comes first"
+    )
     return losses
 
 

@@ -44,7 +44,9 @@ class Table(NamedTuple):
 
 
 class Bags(nn.Module):
-    def __init__(self, tables: Sequence[Table], *, weighted: bool, device: torch.device) -> None:
+    def __init__(
+        self, tables: Sequence[Table], *, weighted: bool, device: torch.device
+    ) -> None:
         super().__init__()
         configs = [
             EmbeddingBagConfig(
@@ -56,7 +58,9 @@ class Bags(nn.Module):
             )
             for index, table in enumerate(tables)
         ]
-        self.bags = EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=device)
+        self.bags = EmbeddingBagCollection(
+            tables=configs, is_weighted=weighted, device=device
+        )
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         results = self.bags(features).to_dict()
@@ -69,22 +73,31 @@ def plan_of(model: Bags, tables: Sequence[Table], runtime: Runtime) -> ShardingP
         "table_row_wise": table_row_wise(host_index=0),
         "column_wise": column_wise(ranks=[0, 1]),
         "data_parallel": data_parallel(),
-        **{f"table_wise:{rank}": table_wise(rank=rank) for rank in range(runtime.world_size)},
+        **{
+            f"table_wise:{rank}": table_wise(rank=rank)
+            for rank in range(runtime.world_size)
+        },
     }
     plan = construct_module_sharding_plan(
         model.bags,
-        per_param_sharding={f"t{index}": kinds[table.sharding] for index, table in enumerate(tables)},
+        per_param_sharding={
+            f"t{index}": kinds[table.sharding] for index, table in enumerate(tables)
+        },
         sharder=BagSharder(),
         local_size=PER_HOST,
         world_size=runtime.world_size,
         device_type="cpu",
     )
     for sharding in plan.values():
-        sharding.compute_kernel = "dense" if sharding.sharding_type == "data_parallel" else "fused"
+        sharding.compute_kernel = (
+            "dense" if sharding.sharding_type == "data_parallel" else "fused"
+        )
     return ShardingPlan(plan={"bags": plan})
 
 
-def bags_of(tables: Sequence[Table], sizes: Sequence[int], seed: int, *, weighted: bool) -> list[KeyedJaggedTensor]:
+def bags_of(
+    tables: Sequence[Table], sizes: Sequence[int], seed: int, *, weighted: bool
+) -> list[KeyedJaggedTensor]:
     """A batch for each rank, of ``sizes`` rows; bags of 0 to 3 ids. Keys are in another order than features."""
     generator = torch.Generator().manual_seed(seed)
     keys = sorted({name for table in tables for name in table.features}, reverse=True)
@@ -116,19 +129,31 @@ class Case(NamedTuple):
     weighted: bool = False
 
 
-def sharded(runtime: Runtime, cases: Sequence[Case]) -> list[tuple[list[Tensor], dict[str, Tensor] | None]]:
+def sharded(
+    runtime: Runtime, cases: Sequence[Case]
+) -> list[tuple[list[Tensor], dict[str, Tensor] | None]]:
     """The predictions of two steps, and the tables after them."""
-    os.environ.update(LOCAL_WORLD_SIZE=str(PER_HOST), LOCAL_RANK=str(runtime.rank % PER_HOST))
+    os.environ.update(
+        LOCAL_WORLD_SIZE=str(PER_HOST), LOCAL_RANK=str(runtime.rank % PER_HOST)
+    )
     results = []
     for seed, case in enumerate(cases):
         model = Bags(case.tables, weighted=case.weighted, device=META)
         plan = plan_of(model, case.tables, runtime)
         parallel, optimizer = hybrid_parallel(
-            model, runtime, plan=plan, optimizer=OptimizerConfig(tables="sgd", tables_lr=LR), seed=seed
+            model,
+            runtime,
+            plan=plan,
+            optimizer=OptimizerConfig(tables="sgd", tables_lr=LR),
+            seed=seed,
         )
         outputs = []
         for step in range(2):
-            output = parallel(bags_of(case.tables, case.sizes, 10 * seed + step, weighted=case.weighted)[runtime.rank])
+            output = parallel(
+                bags_of(
+                    case.tables, case.sizes, 10 * seed + step, weighted=case.weighted
+                )[runtime.rank]
+            )
             outputs.append(output.detach())
             optimizer.zero_grad()
             loss_of(output, runtime.rank).backward()
@@ -143,12 +168,19 @@ def unsharded(case: Case, seed: int) -> tuple[list[list[Tensor]], dict[str, Tens
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     steps = []
     for step in range(2):
-        batches = bags_of(case.tables, case.sizes, 10 * seed + step, weighted=case.weighted)
+        batches = bags_of(
+            case.tables, case.sizes, 10 * seed + step, weighted=case.weighted
+        )
         width = WIDTH * sum(len(table.features) for table in case.tables)
         # The unsharded collection of TorchRec takes no batch without rows.
-        outputs = [model(bags) if bags.stride() else torch.zeros(0, width) for bags in batches]
+        outputs = [
+            model(bags) if bags.stride() else torch.zeros(0, width) for bags in batches
+        ]
         optimizer.zero_grad()
-        (sum(loss_of(output, rank) for rank, output in enumerate(outputs)) / len(outputs)).backward()  # type: ignore[union-attr]
+        (
+            sum(loss_of(output, rank) for rank, output in enumerate(outputs))
+            / len(outputs)
+        ).backward()  # type: ignore[union-attr]
         optimizer.step()
         steps.append([output.detach() for output in outputs])
     return steps, {name: value.detach() for name, value in model.named_parameters()}
@@ -160,13 +192,19 @@ def assert_law(cases: Sequence[Case]) -> None:
         steps, state = unsharded(case, index)
         for rank, results in enumerate(ranks):
             for step, outputs in enumerate(steps):
-                assert_close(results[index][0][step], outputs[rank], f"{case}, rank {rank}, step {step}")
+                assert_close(
+                    results[index][0][step],
+                    outputs[rank],
+                    f"{case}, rank {rank}, step {step}",
+                )
         for name, value in state.items():
             assert_close(ranks[0][index][1][name], value, f"{case}, {name}")
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        actual, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{what}: {text}"
+    )
 
 
 def unequal(sizes: Sequence[tuple[int, ...]], kinds: Sequence[str]) -> list[Case]:
@@ -187,18 +225,35 @@ def test_ranks_with_unequal_batches_move_row_wise_tables_as_one_process_would() 
 
 
 @pytest.mark.slow
-def test_four_ranks_with_unequal_batches_move_row_wise_tables_as_one_process_would() -> None:
-    assert_law(unequal([(3, 5, 0, 2), (0, 0, 7, 1), (2, 2, 2, 2)], ("row_wise", "table_row_wise")))
+def test_four_ranks_with_unequal_batches_move_row_wise_tables_as_one_process_would() -> (
+    None
+):
+    assert_law(
+        unequal(
+            [(3, 5, 0, 2), (0, 0, 7, 1), (2, 2, 2, 2)], ("row_wise", "table_row_wise")
+        )
+    )
 
 
 def combinations(count: int, seed: int) -> list[Case]:
     """Tables of any pooling and sharding type, which share features."""
     draw = random.Random(seed)
-    kinds = ("row_wise", "table_row_wise", "table_wise:0", "table_wise:1", "column_wise", "data_parallel")
+    kinds = (
+        "row_wise",
+        "table_row_wise",
+        "table_wise:0",
+        "table_wise:1",
+        "column_wise",
+        "data_parallel",
+    )
     return [
         Case(
             tuple(
-                Table(draw.choice([SUM, MEAN, MEAN]), tuple(draw.sample("abc", draw.randint(1, 2))), draw.choice(kinds))
+                Table(
+                    draw.choice([SUM, MEAN, MEAN]),
+                    tuple(draw.sample("abc", draw.randint(1, 2))),
+                    draw.choice(kinds),
+                )
                 for _ in range(draw.randint(2, 5))
             ),
             draw.choice([(3, 3), (4, 4), (2, 5)]),

@@ -37,9 +37,16 @@ def test_outputs_and_gradients_are_those_of_one_stream(device: torch.device) -> 
 
 def test_a_cpu_says_that_it_has_none() -> None:
     model = small_model()
-    assert on_streams(model, torch.device("cpu")) == "streams: the towers run one after the other: cpu has no streams"
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert "no two towers" in str(on_streams(torch.nn.Linear(2, 2), torch.device("cuda")))
+    assert (
+        on_streams(model, torch.device("cpu"))
+        == "streams: the towers run one after the other: cpu has no streams"
+    )
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+    )
+    assert "no two towers" in str(
+        on_streams(torch.nn.Linear(2, 2), torch.device("cuda"))
+    )
 
 
 class Cuda:
@@ -70,10 +77,14 @@ class Cuda:
         self.log.append(f"on {stream}")
 
 
-def test_no_tower_waits_for_another_and_the_caller_waits_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tower_waits_for_another_and_the_caller_waits_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cuda, model = Cuda(), small_model()
     handed: list[str] = []
-    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: handed.append(str(stream)))
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda tensor, stream: handed.append(str(stream))
+    )
     streams = TowerStreams(model.towers, cuda)  # type: ignore[arg-type]
     (batch,) = batches(1)
     loss, _ = model(batch)
@@ -83,9 +94,14 @@ def test_no_tower_waits_for_another_and_the_caller_waits_for_all(monkeypatch: py
         *("caller waits for user", "caller waits for item"),
     ]
     assert cuda.log == forward
-    assert handed == ["caller", "caller"], "the allocator knows that the outputs are read there"
+    assert handed == ["caller", "caller"], (
+        "the allocator knows that the outputs are read there"
+    )
     loss.backward()
-    assert set(cuda.log[len(forward) :]) == {"caller waits for user", "caller waits for item"}
+    assert set(cuda.log[len(forward) :]) == {
+        "caller waits for user",
+        "caller waits for item",
+    }
     cuda.log.clear()
     streams.remove()
     model(batch)
@@ -109,14 +125,20 @@ def at_once(model: TowerModel, folder: Path) -> float:
     for tower in model.towers.values():
         tower.mlp.register_forward_pre_hook(lambda *_: torch.cuda._sleep(20_000_000))  # type: ignore[union-attr]
     model(batch)
-    handles = [handle for name, tower in model.towers.items() for handle in _named_in_trace(name, tower)]
+    handles = [
+        handle
+        for name, tower in model.towers.items()
+        for handle in _named_in_trace(name, tower)
+    ]
     with torch.profiler.profile() as profile:
         model(batch)
         torch.cuda.synchronize()
     for handle in handles:
         handle.remove()
     profile.export_chrome_trace(str(folder / "trace.json"))
-    return overlap([read_spans(json.loads((folder / "trace.json").read_text())["traceEvents"])])["towers_at_once"]
+    return overlap(
+        [read_spans(json.loads((folder / "trace.json").read_text())["traceEvents"])]
+    )["towers_at_once"]
 
 
 @pytest.mark.gpu

@@ -21,7 +21,13 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync import MODES, WHOLE_WEIGHTS, Averager, SyncConfig, synchronised
+from torchrec_ext.distributed.sync import (
+    MODES,
+    WHOLE_WEIGHTS,
+    Averager,
+    SyncConfig,
+    synchronised,
+)
 from torchrec_ext.modules.layers import BatchNorm
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.train.loop import TrainConfig, piped, train
@@ -36,16 +42,27 @@ SHARDINGS = ("data_parallel", "row_wise")
 
 def made(runtime: Runtime, sharding: str, optimizer: OptimizerConfig = SGD) -> Any:
     model = small_model(META)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizer)  # type: ignore[arg-type]
+    plan = plan_sharding(
+        model, runtime, PlanConfig(sharding=sharding), optimizer=optimizer
+    )  # type: ignore[arg-type]
     return hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, seed=7)
 
 
 def whole(model: nn.Module, optimizer: HybridOptimizer) -> list[Tensor]:
     """Copies of what this rank holds whole."""
-    return [parameter.detach().clone() for parameter in (*optimizer.replicated_tables, *optimizer.dense_parameters)]
+    return [
+        parameter.detach().clone()
+        for parameter in (*optimizer.replicated_tables, *optimizer.dense_parameters)
+    ]
 
 
-def steps(runtime: Runtime, parallel: Any, optimizer: Any, sync: SyncConfig, count: int = STEPS) -> Callable[[], None]:
+def steps(
+    runtime: Runtime,
+    parallel: Any,
+    optimizer: Any,
+    sync: SyncConfig,
+    count: int = STEPS,
+) -> Callable[[], None]:
     """One step at a call, on TorchRec's pipeline."""
     pipeline = make_pipeline(parallel, optimizer, runtime.device, sync=sync)
     local = batches(count, rank=runtime.rank, world_size=runtime.world_size)
@@ -74,7 +91,9 @@ class Loader:
         return STEPS
 
     def __iter__(self) -> Iterator[TowerBatch]:
-        return batches(STEPS, rank=self.runtime.rank, world_size=self.runtime.world_size)
+        return batches(
+            STEPS, rank=self.runtime.rank, world_size=self.runtime.world_size
+        )
 
     def set_epoch(self, epoch: int) -> None:
         pass
@@ -84,7 +103,14 @@ def trained(runtime: Runtime, mode: str) -> tuple[list[Tensor], list[Tensor]]:
     """What this rank holds whole before and after the library's own loop has trained two epochs in a mode."""
     parallel, keyed = made(runtime, "row_wise")
     start = whole(parallel, keyed)
-    train(parallel, keyed, Loader(runtime), runtime, TrainConfig(epochs=2), sync=SyncConfig(mode=mode))
+    train(
+        parallel,
+        keyed,
+        Loader(runtime),
+        runtime,
+        TrainConfig(epochs=2),
+        sync=SyncConfig(mode=mode),
+    )
     return start, whole(parallel, keyed)
 
 
@@ -94,18 +120,25 @@ def by_both_steps(runtime: Runtime, sync: SyncConfig) -> list[tuple[list[Tensor]
     for traced in (1, 0):
         parallel, keyed = made(runtime, "data_parallel", ADAM)
         config = TrainConfig(epochs=2, compile="off", trace_steps=traced)
-        with mock.patch.object(PlainStep, "__call__", autospec=True, side_effect=PlainStep.__call__) as plain:
+        with mock.patch.object(
+            PlainStep, "__call__", autospec=True, side_effect=PlainStep.__call__
+        ) as plain:
             train(parallel, keyed, Loader(runtime), runtime, config, sync=sync)
         results.append((whole(parallel, keyed), plain.call_count))
     return results
 
 
 # The first step of local SGD is taken together, by the pipeline.
-BOTH = {"every_step": (SyncConfig(), 2 * STEPS), "local_sgd": (SyncConfig(mode="local_sgd", every=5), 2 * STEPS - 1)}
+BOTH = {
+    "every_step": (SyncConfig(), 2 * STEPS),
+    "local_sgd": (SyncConfig(mode="local_sgd", every=5), 2 * STEPS - 1),
+}
 
 
 @pytest.mark.parametrize("mode", BOTH)
-def test_plain_steps_equal_the_pipelines(two_ranks: list[dict[str, Any]], mode: str) -> None:
+def test_plain_steps_equal_the_pipelines(
+    two_ranks: list[dict[str, Any]], mode: str
+) -> None:
     for rank in two_ranks:
         (pipeline, none), (plain, count) = rank["both steps"][mode]
         assert (none, count) == (0, BOTH[mode][1])
@@ -114,7 +147,9 @@ def test_plain_steps_equal_the_pipelines(two_ranks: list[dict[str, Any]], mode: 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_registered_mode_trains_and_leaves_the_ranks_equal(two_ranks: list[dict[str, Any]], mode: str) -> None:
+def test_every_registered_mode_trains_and_leaves_the_ranks_equal(
+    two_ranks: list[dict[str, Any]], mode: str
+) -> None:
     (start, first), (_, second) = (rank["trained"][mode] for rank in two_ranks)
     assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
     assert all(value.isfinite().all() for value in first)
@@ -125,34 +160,69 @@ def test_every_registered_mode_trains_and_leaves_the_ranks_equal(two_ranks: list
 @pytest.mark.parametrize("mode", MODES)
 def test_a_registered_mode_declares_what_it_can_do(mode: str) -> None:
     kind, config = MODES[mode], SyncConfig(mode=mode)
-    assert set(kind.settings) <= {field.name for field in dataclasses.fields(SyncConfig)}
+    assert set(kind.settings) <= {
+        field.name for field in dataclasses.fields(SyncConfig)
+    }
     assert config.together == kind.least_warmup
-    assert (config.agrees_every_step, config.looks_ahead) == (kind.agrees_every_step, kind.looks_ahead)
+    assert (config.agrees_every_step, config.looks_ahead) == (
+        kind.agrees_every_step,
+        kind.looks_ahead,
+    )
     assert piped(TrainConfig(), config) == kind.looks_ahead
-    assert mode in get_args(get_type_hints(SyncConfig)["mode"]), "the command line offers it"
+    assert mode in get_args(get_type_hints(SyncConfig)["mode"]), (
+        "the command line offers it"
+    )
 
 
 ONE = {"every": 1}
 SAME: dict[str, tuple[str, SyncConfig, OptimizerConfig]] = {
-    **{f"every step, {sharding}": (sharding, SyncConfig(), SGD) for sharding in SHARDINGS},
-    **{f"local, k = 1, {sharding}": (sharding, SyncConfig(mode="local_sgd", **ONE), SGD) for sharding in SHARDINGS},
-    "diloco, k = 1": ("data_parallel", SyncConfig(mode="diloco", outer_lr=1.0, outer_momentum=0.0, **ONE), SGD),
-    "semi-sync after a long warm-up": ("row_wise", SyncConfig(mode="semi_sync", warmup=STEPS), SGD),
-    "post-local, not begun": ("data_parallel", SyncConfig(mode="local_sgd", every=4, warmup=STEPS), SGD),
+    **{
+        f"every step, {sharding}": (sharding, SyncConfig(), SGD)
+        for sharding in SHARDINGS
+    },
+    **{
+        f"local, k = 1, {sharding}": (
+            sharding,
+            SyncConfig(mode="local_sgd", **ONE),
+            SGD,
+        )
+        for sharding in SHARDINGS
+    },
+    "diloco, k = 1": (
+        "data_parallel",
+        SyncConfig(mode="diloco", outer_lr=1.0, outer_momentum=0.0, **ONE),
+        SGD,
+    ),
+    "semi-sync after a long warm-up": (
+        "row_wise",
+        SyncConfig(mode="semi_sync", warmup=STEPS),
+        SGD,
+    ),
+    "post-local, not begun": (
+        "data_parallel",
+        SyncConfig(mode="local_sgd", every=4, warmup=STEPS),
+        SGD,
+    ),
 }
 PAIRS = {
     "local, k = 4": SyncConfig(mode="local_sgd", every=4),
-    "diloco, k = 4": SyncConfig(mode="diloco", every=4, outer_lr=1.0, outer_momentum=0.0),
+    "diloco, k = 4": SyncConfig(
+        mode="diloco", every=4, outer_lr=1.0, outer_momentum=0.0
+    ),
 }
 
 
 def weights_by_mode(runtime: Runtime) -> dict[str, Any]:
     results = {name: ran(runtime, *case) for name, case in SAME.items()}
-    results |= {name: ran(runtime, "data_parallel", sync, ADAM) for name, sync in PAIRS.items()}
+    results |= {
+        name: ran(runtime, "data_parallel", sync, ADAM) for name, sync in PAIRS.items()
+    }
     results["adam, every step"] = ran(runtime, "data_parallel", SyncConfig(), ADAM)
     return results | {
         "apart": apart(runtime),
-        "both steps": {mode: by_both_steps(runtime, sync) for mode, (sync, _) in BOTH.items()},
+        "both steps": {
+            mode: by_both_steps(runtime, sync) for mode, (sync, _) in BOTH.items()
+        },
         "exchanged": exchanged(runtime),
         "state": states(runtime),
         "rows": rows_sent(runtime),
@@ -167,7 +237,9 @@ def two_ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", list(SAME)[1:])
-def test_with_sgd_k_of_1_is_every_step(two_ranks: list[dict[str, Any]], name: str) -> None:
+def test_with_sgd_k_of_1_is_every_step(
+    two_ranks: list[dict[str, Any]], name: str
+) -> None:
     assert_close(two_ranks[0][name], two_ranks[0]["every step, data_parallel"], 1e-6)
 
 
@@ -177,14 +249,23 @@ def test_with_adam_diloco_without_an_outer_optimizer_is_local_sgd_but_not_every_
     local, diloco = (two_ranks[0][name] for name in PAIRS)
     assert_close(diloco, local, 1e-6)
     every = two_ranks[0]["adam, every step"]
-    assert max(float((every[name] - value).abs().max()) for name, value in local.items()) > 1e-3
+    assert (
+        max(float((every[name] - value).abs().max()) for name, value in local.items())
+        > 1e-3
+    )
 
 
-def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+def assert_close(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
+) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            actual[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            actual[name],
+            value,
+            rtol=0,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -215,10 +296,22 @@ def test_ranks_are_equal_after_every_kth_step_when_settled_and_at_the_end_and_on
 ) -> None:
     first, second = (rank["apart"][mode] for rank in two_ranks)
     equal = [
-        all(torch.equal(*pair) for pair in zip(*tensors, strict=True)) for tensors in zip(first, second, strict=True)
+        all(torch.equal(*pair) for pair in zip(*tensors, strict=True))
+        for tensors in zip(first, second, strict=True)
     ]
     together, settled, left = [True, True], True, True
-    assert equal == [*together, False, False, True, False, False, True, False, settled, left]
+    assert equal == [
+        *together,
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+        settled,
+        left,
+    ]
 
 
 def exchanged(runtime: Runtime) -> dict[str, Any]:
@@ -233,10 +326,14 @@ def exchanged(runtime: Runtime) -> dict[str, Any]:
         parallel, keyed = made(runtime, sharding)
         with synchronised(parallel, keyed, sync) as ranks:
             step = steps(runtime, parallel, keyed, sync)
-            for _ in range(3):  # DDP tells all ranks once how it sorts its buckets, in the third
+            for _ in range(
+                3
+            ):  # DDP tells all ranks once how it sorts its buckets, in the third
                 step()
             results[f"{sharding}, {sync.mode}"] = [collectives(step) for _ in range(4)]
-            assert ranks.silent == (sync.mode == "local_sgd" and sharding == "data_parallel")
+            assert ranks.silent == (
+                sync.mode == "local_sgd" and sharding == "data_parallel"
+            )
     return results
 
 
@@ -252,14 +349,20 @@ def test_between_two_averages_nothing_is_exchanged_but_the_rows_of_sharded_table
     two_ranks: list[dict[str, Any]],
 ) -> None:
     if os.environ.get("TEST_COLLECTIVES"):
-        pytest.skip("collectives are counted by gloo, which does not see those over shared memory")
+        pytest.skip(
+            "collectives are counted by gloo, which does not see those over shared memory"
+        )
     results = two_ranks[0]["exchanged"]
-    assert results["data_parallel, every_step"] == [3] * 4, "the gradients of the dense layers and of two collections"
+    assert results["data_parallel, every_step"] == [3] * 4, (
+        "the gradients of the dense layers and of two collections"
+    )
     assert results["data_parallel, local_sgd"] == [0, 0, 0, 2], (
         "when they meet: faults and steps in one, and the weights"
     )
     together, local = results["row_wise, every_step"][0], results["row_wise, local_sgd"]
-    assert local == [together - 1] * 3 + [together + 1], "all but the gradient of the dense layers"
+    assert local == [together - 1] * 3 + [together + 1], (
+        "all but the gradient of the dense layers"
+    )
 
 
 def states(runtime: Runtime) -> dict[str, Any]:
@@ -281,16 +384,26 @@ def states(runtime: Runtime) -> dict[str, Any]:
 def normalised(runtime: Runtime) -> dict[str, Any]:
     """Statistics of a model with batch normalisation around two local steps, and the collectives of those."""
     model = small_model(META)
-    model.towers["user"] = Tower(model.towers["user"].tables, (16, 8), dense=["age"], normalization="batch")
-    plan = plan_sharding(model, runtime, PlanConfig(sharding="data_parallel"), optimizer=ADAM)
+    model.towers["user"] = Tower(
+        model.towers["user"].tables, (16, 8), dense=["age"], normalization="batch"
+    )
+    plan = plan_sharding(
+        model, runtime, PlanConfig(sharding="data_parallel"), optimizer=ADAM
+    )
     parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=ADAM, seed=7)
-    (layer,) = (module for module in parallel.modules() if isinstance(module, BatchNorm))
-    with synchronised(parallel, keyed, SyncConfig(mode="local_sgd", every=STEPS, warmup=3)) as ranks:
+    (layer,) = (
+        module for module in parallel.modules() if isinstance(module, BatchNorm)
+    )
+    with synchronised(
+        parallel, keyed, SyncConfig(mode="local_sgd", every=STEPS, warmup=3)
+    ) as ranks:
         step = steps(runtime, parallel, keyed, SyncConfig(mode="local_sgd"))
         for _ in range(3):
             step()
         together, seen = statistics_of(layer), []
-        layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+        layer.register_forward_pre_hook(
+            lambda _, inputs: seen.append(inputs[0].detach())
+        )
         sent = [collectives(step) for _ in range(2)]
         before = statistics_of(layer)
         ranks.settle()
@@ -310,7 +423,9 @@ def normalised(runtime: Runtime) -> dict[str, Any]:
 
 
 def statistics_of(layer: nn.BatchNorm1d) -> dict[str, Tensor]:
-    return {name: getattr(layer, name).clone() for name in ("running_mean", "running_var")}
+    return {
+        name: getattr(layer, name).clone() for name in ("running_mean", "running_var")
+    }
 
 
 def test_ranks_that_are_apart_normalise_over_their_own_rows_and_average_the_statistics(
@@ -318,27 +433,45 @@ def test_ranks_that_are_apart_normalise_over_their_own_rows_and_average_the_stat
 ) -> None:
     first, second = (rank["normalised"] for rank in two_ranks)
     assert first["sent"] == [0, 0], "with batch normalisation too"
-    assert (first["group"], second["group"]) == (None, None), "after the context they are one batch again"
+    assert (first["group"], second["group"]) == (None, None), (
+        "after the context they are one batch again"
+    )
     for name in ("running_mean", "running_var"):
         assert torch.equal(first["together"][name], second["together"][name])
         assert not torch.equal(first["before"][name], second["before"][name])
         for rank in (first, second):
             torch.testing.assert_close(rank["before"][name], rank["alone"][name])
-            torch.testing.assert_close(rank["after"][name], (first["before"][name] + second["before"][name]) / 2)
+            torch.testing.assert_close(
+                rank["after"][name],
+                (first["before"][name] + second["before"][name]) / 2,
+            )
         assert torch.equal(first["after"][name], second["after"][name])
 
 
 def moments(optimizer: HybridOptimizer) -> list[Tensor]:
-    local = [optimizer.state[p] for p in (*optimizer.replicated_tables, *optimizer.dense_parameters)]
-    return [state[name].clone() for state in local for name in ("exp_avg", "exp_avg_sq")]
+    local = [
+        optimizer.state[p]
+        for p in (*optimizer.replicated_tables, *optimizer.dense_parameters)
+    ]
+    return [
+        state[name].clone() for state in local for name in ("exp_avg", "exp_avg_sq")
+    ]
 
 
-def test_moments_stay_a_ranks_own_unless_they_are_averaged_too(two_ranks: list[dict[str, Any]]) -> None:
-    (before, after), (other_before, other_after) = (rank["state"]["keep"] for rank in two_ranks)
+def test_moments_stay_a_ranks_own_unless_they_are_averaged_too(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    (before, after), (other_before, other_after) = (
+        rank["state"]["keep"] for rank in two_ranks
+    )
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     assert not any(torch.equal(*pair) for pair in zip(after, other_after, strict=True))
-    (before, after), (other_before, other_after) = (rank["state"]["average"] for rank in two_ranks)
-    for first, second, mean, same in zip(before, other_before, after, other_after, strict=True):
+    (before, after), (other_before, other_after) = (
+        rank["state"]["average"] for rank in two_ranks
+    )
+    for first, second, mean, same in zip(
+        before, other_before, after, other_after, strict=True
+    ):
         torch.testing.assert_close(mean, (first + second) / 2, rtol=0, atol=1e-7)
         assert torch.equal(mean, same)
 
@@ -356,7 +489,9 @@ def rows_sent(runtime: Runtime) -> dict[str, Any]:
     return {"table": table, "small": small, "sent": (first, averager.sent)}
 
 
-def test_of_a_large_table_only_the_rows_that_some_rank_moved_are_sent(two_ranks: list[dict[str, Any]]) -> None:
+def test_of_a_large_table_only_the_rows_that_some_rank_moved_are_sent(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     for rank in two_ranks:
         results = rank["rows"]
         assert results["sent"] == (3 * 8 + 4 * 8, 4 * 8)
@@ -369,7 +504,10 @@ def test_of_a_large_table_only_the_rows_that_some_rank_moved_are_sent(two_ranks:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"mode": "local"}, "mode='local': must be one of every_step, local_sgd, diloco, semi_sync"),
+        (
+            {"mode": "local"},
+            "mode='local': must be one of every_step, local_sgd, diloco, semi_sync",
+        ),
         ({"mode": "local_sgd", "every": 0}, "every=0: must be 1 step or more"),
         ({"mode": "local_sgd", "warmup": -1}, "warmup=-1: must be 0 steps or more"),
         (
@@ -377,15 +515,35 @@ def test_of_a_large_table_only_the_rows_that_some_rank_moved_are_sent(two_ranks:
             "warmup=0: must be 1 step or more for local_sgd and diloco: ranks take their first step together, because "
             "DDP records its graph in it",
         ),
-        ({"mode": "local_sgd", "optimizer_state": "reset"}, "optimizer_state='reset': must be one of keep, average"),
-        ({"mode": "diloco", "outer_lr": 0.0}, "outer_lr=0.0: must be a positive number"),
-        ({"mode": "diloco", "outer_momentum": 1.0}, "outer_momentum=1.0: must be at least 0 and below 1"),
-        ({"every": 8}, "every=8: only for mode=local_sgd or diloco, but mode=every_step"),
-        ({"mode": "local_sgd", "outer_lr": 1.0}, "outer_lr=1.0: only for mode=diloco, but mode=local_sgd"),
-        ({"mode": "diloco", "stash_gradients": True}, "stash_gradients=True: only for mode=semi_sync, but mode=diloco"),
+        (
+            {"mode": "local_sgd", "optimizer_state": "reset"},
+            "optimizer_state='reset': must be one of keep, average",
+        ),
+        (
+            {"mode": "diloco", "outer_lr": 0.0},
+            "outer_lr=0.0: must be a positive number",
+        ),
+        (
+            {"mode": "diloco", "outer_momentum": 1.0},
+            "outer_momentum=1.0: must be at least 0 and below 1",
+        ),
+        (
+            {"every": 8},
+            "every=8: only for mode=local_sgd or diloco, but mode=every_step",
+        ),
+        (
+            {"mode": "local_sgd", "outer_lr": 1.0},
+            "outer_lr=1.0: only for mode=diloco, but mode=local_sgd",
+        ),
+        (
+            {"mode": "diloco", "stash_gradients": True},
+            "stash_gradients=True: only for mode=semi_sync, but mode=diloco",
+        ),
     ],
 )
-def test_settings_that_cannot_be_or_would_do_nothing_are_refused(fields: dict[str, Any], told: str) -> None:
+def test_settings_that_cannot_be_or_would_do_nothing_are_refused(
+    fields: dict[str, Any], told: str
+) -> None:
     with pytest.raises(ValueError) as error:
         SyncConfig(**fields)
     assert str(error.value) == told
@@ -393,11 +551,22 @@ def test_settings_that_cannot_be_or_would_do_nothing_are_refused(fields: dict[st
 
 @pytest.mark.unit
 def test_a_mode_begins_as_early_as_it_can_where_no_warm_up_is_given() -> None:
-    assert [SyncConfig(mode=mode).together for mode in ("local_sgd", "diloco", "semi_sync")] == [1, 1, 0]  # type: ignore[arg-type]
-    assert SyncConfig(mode="semi_sync", warmup=0).together == SyncConfig(warmup=0).together == 0
+    assert [
+        SyncConfig(mode=mode).together for mode in ("local_sgd", "diloco", "semi_sync")
+    ] == [1, 1, 0]  # type: ignore[arg-type]
+    assert (
+        SyncConfig(mode="semi_sync", warmup=0).together
+        == SyncConfig(warmup=0).together
+        == 0
+    )
 
 
 @pytest.mark.unit
 def test_a_model_of_another_make_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^sync.mode=local_sgd needs the model and the optimizer that hybrid_par"):
-        synchronised(nn.Linear(1, 1), KeyedOptimizer({}, {}, []), SyncConfig(mode="local_sgd"))
+    with pytest.raises(
+        ValueError,
+        match=r"^sync.mode=local_sgd needs the model and the optimizer that hybrid_par",
+    ):
+        synchronised(
+            nn.Linear(1, 1), KeyedOptimizer({}, {}, []), SyncConfig(mode="local_sgd")
+        )

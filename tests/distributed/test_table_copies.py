@@ -23,15 +23,25 @@ SHARDINGS = ("table_wise", "row_wise")
 ADAGRAD = OptimizerConfig(tables="adagrad", tables_lr=0.1)
 
 
-def made(runtime: Runtime, sharding: str, optimizer: OptimizerConfig, copies: int) -> Any:
+def made(
+    runtime: Runtime, sharding: str, optimizer: OptimizerConfig, copies: int
+) -> Any:
     model = small_model(META)
     config = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
-    plan = plan_sharding(model, runtime, config, optimizer=optimizer, table_copies=copies)
-    return hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, seed=7, table_copies=copies)
+    plan = plan_sharding(
+        model, runtime, config, optimizer=optimizer, table_copies=copies
+    )
+    return hybrid_parallel(
+        model, runtime, plan=plan, optimizer=optimizer, seed=7, table_copies=copies
+    )
 
 
 def ran(
-    runtime: Runtime, sharding: str, optimizer: OptimizerConfig, sync: SyncConfig, taken: int = STEPS
+    runtime: Runtime,
+    sharding: str,
+    optimizer: OptimizerConfig,
+    sync: SyncConfig,
+    taken: int = STEPS,
 ) -> dict[str, Any]:
     """A rank's own rows after each step and when settled, and the weights then."""
     parallel, keyed = made(runtime, sharding, optimizer, sync.table_copies)
@@ -46,16 +56,26 @@ def ran(
 
 
 def own_rows(parallel: torch.nn.Module) -> list[tuple[str, int, int, Tensor]]:
-    return [(shard.fqn, shard.row, shard.column, shard.tensor.clone()) for shard in local_shards(parallel)]
+    return [
+        (shard.fqn, shard.row, shard.column, shard.tensor.clone())
+        for shard in local_shards(parallel)
+    ]
 
 
 def laws(runtime: Runtime) -> dict[str, Any]:
     results: dict[str, Any] = {"one": ran(runtime, "row_wise", SGD, SyncConfig())}
     for sharding in SHARDINGS:
-        results[f"two, {sharding}"] = ran(runtime, sharding, SGD, SyncConfig(table_copies=2))
-    results["every 3"] = ran(runtime, "row_wise", ADAGRAD, SyncConfig(table_copies=2, tables_every=3))
+        results[f"two, {sharding}"] = ran(
+            runtime, sharding, SGD, SyncConfig(table_copies=2)
+        )
+    results["every 3"] = ran(
+        runtime, "row_wise", ADAGRAD, SyncConfig(table_copies=2, tables_every=3)
+    )
     results["semi-sync"] = ran(
-        runtime, "row_wise", ADAGRAD, SyncConfig(mode="semi_sync", table_copies=2, tables_every=3)
+        runtime,
+        "row_wise",
+        ADAGRAD,
+        SyncConfig(mode="semi_sync", table_copies=2, tables_every=3),
     )
     local = SyncConfig(mode="local_sgd", every=3, table_copies=2, tables_every=3)
     results["local SGD"] = ran(runtime, "row_wise", ADAGRAD, local)
@@ -69,32 +89,54 @@ def four_ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_with_sgd_two_copies_averaged_in_every_step_are_one(four_ranks: list[Any], sharding: str) -> None:
-    assert_equal(four_ranks[0][f"two, {sharding}"]["state"], four_ranks[0]["one"]["state"], 1e-5)
+def test_with_sgd_two_copies_averaged_in_every_step_are_one(
+    four_ranks: list[Any], sharding: str
+) -> None:
+    assert_equal(
+        four_ranks[0][f"two, {sharding}"]["state"], four_ranks[0]["one"]["state"], 1e-5
+    )
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"), [("every 3", [1, 0, 0, 1, 0, 0, 1, 1]), ("semi-sync", [1, 0, 0, 1, 0, 0, 1, 1])]
+    ("mode", "expected"),
+    [("every 3", [1, 0, 0, 1, 0, 0, 1, 1]), ("semi-sync", [1, 0, 0, 1, 0, 0, 1, 1])],
 )
 def test_copies_are_equal_every_third_step_and_when_settled(
     four_ranks: list[Any], mode: str, expected: list[int]
 ) -> None:
     # Ranks 0 and 1 hold the same rows, and so do 2 and 3: copies stand side by side on a host.
     for first, second in ((0, 1), (2, 3)):
-        pairs = zip(four_ranks[first][mode]["rows"], four_ranks[second][mode]["rows"], strict=True)
+        pairs = zip(
+            four_ranks[first][mode]["rows"],
+            four_ranks[second][mode]["rows"],
+            strict=True,
+        )
         assert [same(one, other) for one, other in pairs] == expected
 
 
-def test_local_steps_of_the_dense_part_go_with_copies_of_the_tables(four_ranks: list[Any]) -> None:
-    *apart, settled = zip(four_ranks[0]["local SGD"]["rows"], four_ranks[1]["local SGD"]["rows"], strict=True)
+def test_local_steps_of_the_dense_part_go_with_copies_of_the_tables(
+    four_ranks: list[Any],
+) -> None:
+    *apart, settled = zip(
+        four_ranks[0]["local SGD"]["rows"],
+        four_ranks[1]["local SGD"]["rows"],
+        strict=True,
+    )
     assert same(*settled)
     assert not all(same(*pair) for pair in apart)
 
 
-def same(one: list[tuple[str, int, int, Tensor]], other: list[tuple[str, int, int, Tensor]]) -> int:
+def same(
+    one: list[tuple[str, int, int, Tensor]], other: list[tuple[str, int, int, Tensor]]
+) -> int:
     """1 where two ranks hold the same rows with the same values."""
     assert [shard[:3] for shard in one] == [shard[:3] for shard in other]
-    return int(all(torch.equal(first[3], second[3]) for first, second in zip(one, other, strict=True)))
+    return int(
+        all(
+            torch.equal(first[3], second[3])
+            for first, second in zip(one, other, strict=True)
+        )
+    )
 
 
 def refused(runtime: Runtime) -> list[str]:
@@ -118,5 +160,7 @@ def test_what_cannot_be_copied_is_refused_on_every_rank(four_ranks: list[Any]) -
 
 @pytest.mark.unit
 def test_an_interval_without_copies_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^tables_every=8: only for table_copies of 2 or more$"):
+    with pytest.raises(
+        ValueError, match=r"^tables_every=8: only for table_copies of 2 or more$"
+    ):
         SyncConfig(tables_every=8)

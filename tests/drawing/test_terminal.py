@@ -17,7 +17,10 @@ from torchx_apps import torchx_run
 pytestmark = pytest.mark.unit
 TRAIN = {"kind": "train", "epoch": 1, "step": 2, "loss": 0.5, "rows_per_s": 1000.0}
 EVAL = {"kind": "eval", "epoch": 1, "step": 2, "auc": 0.75}
-LINES = ["epoch 1, step 2 of 4: loss 0.5000, rows_per_s 1,000\n", "epoch 1, step 2 of 4: auc 0.7500\n"]
+LINES = [
+    "epoch 1, step 2 of 4: loss 0.5000, rows_per_s 1,000\n",
+    "epoch 1, step 2 of 4: auc 0.7500\n",
+]
 
 
 @pytest.fixture
@@ -47,7 +50,9 @@ def test_a_rank_draws_on_its_launchers_terminal_and_prints_plain_lines(
     assert [is_moving(line) for line in LINES] == [True, False]
 
 
-def test_a_terminal_that_was_closed_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_was_closed_ends_no_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     owner, device = pty.openpty()
     monkeypatch.setenv(TERMINAL, os.ttyname(device))
     line = terminal()
@@ -57,7 +62,9 @@ def test_a_terminal_that_was_closed_ends_no_training(monkeypatch: pytest.MonkeyP
     assert terminal() is None
 
 
-def test_other_ranks_and_jobs_without_a_terminal_draw_nothing(launcher: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_and_jobs_without_a_terminal_draw_nothing(
+    launcher: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Progress(total=4, visible=False).advance()
     os.set_blocking(launcher, False)
     with pytest.raises(BlockingIOError):
@@ -66,8 +73,12 @@ def test_other_ranks_and_jobs_without_a_terminal_draw_nothing(launcher: int, mon
     assert terminal() is None
 
 
-def test_the_launcher_prints_the_other_lines_above_it(launcher: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_launcher_prints_the_other_lines_above_it(
+    launcher: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     pieces = ["data\nepoch 1, step 2", " of 4: loss 0.5000\n" + LINES[1], "run folder"]
     torchx_run._copy(pieces, "train/0 ", sys.stdout)
     lines = ["data\n", LINES[1], "run folder"]
-    assert capsys.readouterr().out == "".join(f"{ERASE}train/0 {line}" for line in lines)
+    assert capsys.readouterr().out == "".join(
+        f"{ERASE}train/0 {line}" for line in lines
+    )

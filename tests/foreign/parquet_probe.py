@@ -21,7 +21,9 @@ from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.schema import DataError
 
-MEMORY = 2 << 30  # bytes of address space that reading may take beside what is there after the imports
+MEMORY = (
+    2 << 30
+)  # bytes of address space that reading may take beside what is there after the imports
 
 
 def columns_of(path: str) -> list[str]:
@@ -41,7 +43,11 @@ def by_source(path: str, name: str) -> Column:
 
 def rows_of(column: Column) -> list[Any]:
     """Its values as Python's."""
-    return [column.row(row).tolist() for row in range(len(column))] if column.ragged else column.values.tolist()
+    return (
+        [column.row(row).tolist() for row in range(len(column))]
+        if column.ragged
+        else column.values.tolist()
+    )
 
 
 def read_by_duckdb(path: str, name: str) -> list[Any] | None:
@@ -49,7 +55,9 @@ def read_by_duckdb(path: str, name: str) -> list[Any] | None:
     import duckdb
 
     try:
-        rows = duckdb.sql(f"select {json.dumps(name)} from read_parquet('{path}')").fetchall()
+        rows = duckdb.sql(
+            f"select {json.dumps(name)} from read_parquet('{path}')"
+        ).fetchall()
     except duckdb.Error:
         return None
     return [row[0] for row in rows]
@@ -73,7 +81,10 @@ def outcome(path: str, name: str, read: Callable[[], Column]) -> dict[str, Any]:
     except Exception as error:
         return {"how": "raised", "told": f"{type(error).__name__}: {error}"}
     other = read_by_duckdb(path, name)
-    return {"how": "read", "right": None if other is None else same(rows_of(column), other)}
+    return {
+        "how": "read",
+        "right": None if other is None else same(rows_of(column), other),
+    }
 
 
 def main(path: str) -> None:
@@ -87,7 +98,13 @@ def main(path: str) -> None:
     for name in columns_of(path):
         for road, read in roads.items():
             print(
-                json.dumps({"column": name, "road": road, **outcome(path, name, partial(read, name))}),
+                json.dumps(
+                    {
+                        "column": name,
+                        "road": road,
+                        **outcome(path, name, partial(read, name)),
+                    }
+                ),
                 flush=True,
             )
 

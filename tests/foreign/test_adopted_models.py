@@ -37,15 +37,27 @@ Made = tuple[nn.Module, Loss]
 
 def a_batch(number: int, rows: int = B) -> Batch:
     draw = torch.Generator().manual_seed(number)
-    ids = {name: torch.randint(1, size, (rows,), generator=draw) for name, size in (("user_id", USERS), ("age", 9))}
-    ids |= {name: torch.randint(1, ITEMS, (rows,), generator=draw) for name in ("item_id", "neg_item_id")}
+    ids = {
+        name: torch.randint(1, size, (rows,), generator=draw)
+        for name, size in (("user_id", USERS), ("age", 9))
+    }
+    ids |= {
+        name: torch.randint(1, ITEMS, (rows,), generator=draw)
+        for name in ("item_id", "neg_item_id")
+    }
     label = torch.randint(2, (rows,), generator=draw).float()
     return {**ids, "label": label, "dense": torch.rand(rows, 4, generator=draw)}
 
 
 def rechub_features() -> tuple[list[Any], list[Any]]:
-    features = pytest.importorskip("torch_rechub.basic.features", reason="the package torch-rechub is not installed")
-    user = [features.SparseFeature(name, size, D) for name, size in (("user_id", USERS), ("age", 9))]
+    features = pytest.importorskip(
+        "torch_rechub.basic.features",
+        reason="the package torch-rechub is not installed",
+    )
+    user = [
+        features.SparseFeature(name, size, D)
+        for name, size in (("user_id", USERS), ("age", 9))
+    ]
     return user, [features.SparseFeature("item_id", ITEMS, D)]
 
 
@@ -53,8 +65,14 @@ def rechub_deepfm() -> Made:
     user, item = rechub_features()
     from torch_rechub.models.ranking.deepfm import DeepFM
 
-    model = DeepFM([*user, *item], [*user, *item], {"dims": [32, 16], "dropout": 0.0, "activation": "relu"})
-    return model, lambda model, batch: F.binary_cross_entropy(model(batch), batch["label"])
+    model = DeepFM(
+        [*user, *item],
+        [*user, *item],
+        {"dims": [32, 16], "dropout": 0.0, "activation": "relu"},
+    )
+    return model, lambda model, batch: F.binary_cross_entropy(
+        model(batch), batch["label"]
+    )
 
 
 def rechub_dssm() -> Made:
@@ -63,7 +81,9 @@ def rechub_dssm() -> Made:
 
     layers = {"dims": [32, 16], "activation": "prelu"}
     model = DSSM(user, item, dict(layers), dict(layers), temperature=0.02)
-    return model, lambda model, batch: F.binary_cross_entropy(model(batch), batch["label"])
+    return model, lambda model, batch: F.binary_cross_entropy(
+        model(batch), batch["label"]
+    )
 
 
 class Settings(dict[str, Any]):
@@ -75,16 +95,27 @@ class Settings(dict[str, Any]):
 
 def recbole(name: str, **settings: Any) -> Made:
     models = pytest.importorskip(
-        f"recbole.model.general_recommender.{name.lower()}", reason="the package recbole is not installed"
+        f"recbole.model.general_recommender.{name.lower()}",
+        reason="the package recbole is not installed",
     )
-    fields = {"USER_ID_FIELD": "user_id", "ITEM_ID_FIELD": "item_id", "NEG_PREFIX": "neg_", "LABEL_FIELD": "label"}
+    fields = {
+        "USER_ID_FIELD": "user_id",
+        "ITEM_ID_FIELD": "item_id",
+        "NEG_PREFIX": "neg_",
+        "LABEL_FIELD": "label",
+    }
     dataset = SimpleNamespace(num=lambda field: USERS if field == "user_id" else ITEMS)
     model = getattr(models, name)(Settings(device="cpu", **fields, **settings), dataset)
     return model, lambda model, batch: model.calculate_loss(batch)  # type: ignore[operator]
 
 
 def recbole_neumf() -> Made:
-    sizes = {"mf_embedding_size": D, "mlp_embedding_size": D, "mlp_hidden_size": [32, 16], "dropout_prob": 0.0}
+    sizes = {
+        "mf_embedding_size": D,
+        "mlp_embedding_size": D,
+        "mlp_hidden_size": [32, 16],
+        "dropout_prob": 0.0,
+    }
     return recbole("NeuMF", mf_train=True, mlp_train=True, **sizes)
 
 
@@ -94,12 +125,23 @@ def recbole_bpr() -> Made:
 
 def facebooks_dlrm() -> Made:
     if not (DLRM_SOURCE / "dlrm_s_pytorch.py").exists():
-        pytest.skip("needs a checkout of facebookresearch/dlrm in the folder $DLRM_SOURCE")
+        pytest.skip(
+            "needs a checkout of facebookresearch/dlrm in the folder $DLRM_SOURCE"
+        )
     sys.path.append(str(DLRM_SOURCE))
-    net = pytest.importorskip("dlrm_s_pytorch", reason="DLRM's own imports are not all installed").DLRM_Net
+    net = pytest.importorskip(
+        "dlrm_s_pytorch", reason="DLRM's own imports are not all installed"
+    ).DLRM_Net
     np.random.seed(0)
     sizes = {"ln_bot": np.array([4, 8, D]), "ln_top": np.array([D + 3, 8, 1])}
-    model = net(D, np.array([USERS, ITEMS]), **sizes, arch_interaction_op="dot", sigmoid_top=1, ndevices=-1)
+    model = net(
+        D,
+        np.array([USERS, ITEMS]),
+        **sizes,
+        arch_interaction_op="dot",
+        sigmoid_top=1,
+        ndevices=-1,
+    )
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         starts = [torch.arange(B)] * 2
@@ -111,15 +153,24 @@ def facebooks_dlrm() -> Made:
 
 def torchrecs_dlrm(length_per_key: list[int] | None) -> Made:
     tables = [
-        EmbeddingBagConfig(name=name, embedding_dim=D, num_embeddings=size, feature_names=[name])
+        EmbeddingBagConfig(
+            name=name, embedding_dim=D, num_embeddings=size, feature_names=[name]
+        )
         for name, size in (("user_id", USERS), ("item_id", ITEMS))
     ]
     model = DLRM(EmbeddingBagCollection(tables=tables), 4, [8, D], [8, 1])
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        ids, ones = torch.cat([batch["user_id"], batch["item_id"]]), torch.ones(2 * B, dtype=torch.int32)
-        lists = KeyedJaggedTensor(["user_id", "item_id"], ids, lengths=ones, length_per_key=length_per_key)
-        return F.binary_cross_entropy_with_logits(model(batch["dense"], lists).squeeze(1), batch["label"])
+        ids, ones = (
+            torch.cat([batch["user_id"], batch["item_id"]]),
+            torch.ones(2 * B, dtype=torch.int32),
+        )
+        lists = KeyedJaggedTensor(
+            ["user_id", "item_id"], ids, lengths=ones, length_per_key=length_per_key
+        )
+        return F.binary_cross_entropy_with_logits(
+            model(batch["dense"], lists).squeeze(1), batch["label"]
+        )
 
     return model, loss
 
@@ -134,14 +185,18 @@ MODELS: dict[str, Callable[[], Made]] = {
 }
 
 
-def made(name: str, kind: Any = torch.optim.Adam) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[Batch], Tensor]]:
+def made(
+    name: str, kind: Any = torch.optim.Adam
+) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[Batch], Tensor]]:
     torch.manual_seed(0)
     model, loss = MODELS[name]()
     return model, kind(model.parameters(), 1e-3), lambda batch: loss(model, batch)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_another_package_learns_what_its_own_loop_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_another_package_learns_what_its_own_loop_learns(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
     # Adam makes full steps by a gradient that is rounding alone, as that of a bias before DSSM's batch normalisation,
     # and refuses DLRM's sparse gradients.
@@ -156,24 +211,41 @@ def test_a_model_of_another_package_learns_what_its_own_loop_learns(name: str, m
         own.append(float(value.detach()))
     other, optimizer, loss = made(name, kind)
     step = adopt(other, optimizer, loss, compile="require")
-    assert [float(step(a_batch(number))[0]) for number in range(STEPS)] == pytest.approx(own, abs=2e-5)
+    assert [
+        float(step(a_batch(number))[0]) for number in range(STEPS)
+    ] == pytest.approx(own, abs=2e-5)
     assert step.describe().startswith("captured since step 3")
     assert "row by row" in step.describe()
     weights, others = model.state_dict(), other.state_dict()
     assert list(weights) == list(others)
-    assert max(float((weights[key].double() - others[key]).abs().max()) for key in weights) < 3e-3
+    assert (
+        max(float((weights[key].double() - others[key]).abs().max()) for key in weights)
+        < 3e-3
+    )
 
 
-def test_a_jagged_tensor_that_must_ask_for_its_numbers_of_ids_is_refused_with_the_remedy() -> None:
+def test_a_jagged_tensor_that_must_ask_for_its_numbers_of_ids_is_refused_with_the_remedy() -> (
+    None
+):
     model, loss = torchrecs_dlrm(None)
-    step = adopt(model, torch.optim.SGD(model.parameters(), 0.1), functools.partial(loss, model), compile="require")
-    with pytest.raises(CannotAdopt, match=r"jagged_tensor\.py:\d+ .*length_per_key=\[\.\.\.\], the numbers of ids"):
+    step = adopt(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        functools.partial(loss, model),
+        compile="require",
+    )
+    with pytest.raises(
+        CannotAdopt,
+        match=r"jagged_tensor\.py:\d+ .*length_per_key=\[\.\.\.\], the numbers of ids",
+    ):
         list(map(step, [a_batch(0)] * 4))
 
 
 def measured(name: str, seconds: float = 4.0) -> dict[str, float]:
     """Milliseconds of a step by the package's own loop and adopted, interleaved; for a person: see main()."""
-    kind = torch.optim.SGD if name == "Facebook's DLRM" else torch.optim.Adam  # its gradients are sparse
+    kind = (
+        torch.optim.SGD if name == "Facebook's DLRM" else torch.optim.Adam
+    )  # its gradients are sparse
     _, optimizer, loss = made(name, kind)
     other, others, loss_of_other = made(name, kind)
     step = adopt(other, others, loss_of_other, compile="require")
@@ -203,4 +275,8 @@ def measured(name: str, seconds: float = 4.0) -> dict[str, float]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for chosen in sys.argv[1:] or MODELS:
-        print(chosen, {key: round(value, 2) for key, value in measured(chosen).items()}, flush=True)
+        print(
+            chosen,
+            {key: round(value, 2) for key, value in measured(chosen).items()},
+            flush=True,
+        )

@@ -27,7 +27,11 @@ class Factors(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user, self.item, self.out = nn.Embedding(USERS, 8), nn.Embedding(ITEMS, 8), nn.Linear(8, 1)
+        self.user, self.item, self.out = (
+            nn.Embedding(USERS, 8),
+            nn.Embedding(ITEMS, 8),
+            nn.Linear(8, 1),
+        )
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         return self.out(self.user(user) * self.item(item)).squeeze(-1)
@@ -36,7 +40,9 @@ class Factors(nn.Module):
 def columns() -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
     rows = B * STEPS
-    user, item = (torch.randint(size, (rows,), generator=draw) for size in (USERS, ITEMS))
+    user, item = (
+        torch.randint(size, (rows,), generator=draw) for size in (USERS, ITEMS)
+    )
     return user, item, torch.randint(2, (rows,), generator=draw).float()
 
 
@@ -47,8 +53,14 @@ def furthest(one: nn.Module, other: nn.Module) -> float:
 
 def lightning_run(folder: Path, adopted: bool) -> tuple[nn.Module, dict[str, Any]]:
     """Returns the module that Lightning's Trainer trained, and what its callbacks saw."""
-    lightning = pytest.importorskip("lightning", reason="the package lightning is not installed")
-    from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+    lightning = pytest.importorskip(
+        "lightning", reason="the package lightning is not installed"
+    )
+    from lightning.pytorch.callbacks import (
+        Callback,
+        LearningRateMonitor,
+        ModelCheckpoint,
+    )
     from lightning.pytorch.loggers import CSVLogger
 
     class Plain(lightning.LightningModule):
@@ -64,7 +76,12 @@ def lightning_run(folder: Path, adopted: bool) -> tuple[nn.Module, dict[str, Any
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
-            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "epoch"}]
+            return [optimizer], [
+                {
+                    "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+                    "interval": "epoch",
+                }
+            ]
 
     class Adopted(Plain):
         def __init__(self) -> None:
@@ -72,7 +89,9 @@ def lightning_run(folder: Path, adopted: bool) -> tuple[nn.Module, dict[str, Any
             self.automatic_optimization = False
 
         def on_train_start(self) -> None:
-            self.adopted = adopt(self.factors, self.optimizers().optimizer, self.loss, compile="require")
+            self.adopted = adopt(
+                self.factors, self.optimizers().optimizer, self.loss, compile="require"
+            )
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss, _ = self.adopted(*batch)
@@ -87,7 +106,9 @@ def lightning_run(folder: Path, adopted: bool) -> tuple[nn.Module, dict[str, Any
     seen: dict[str, Any] = {"losses": []}
 
     class Watching(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             seen["losses"].append(float(outputs["loss"]))
 
     torch.manual_seed(0)
@@ -102,19 +123,31 @@ def lightning_run(folder: Path, adopted: bool) -> tuple[nn.Module, dict[str, Any
         enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(TensorDataset(*columns()), B))
-    seen |= {"steps": trainer.global_step, "saved": sorted(path.name for path in folder.glob("*.ckpt"))}
+    seen |= {
+        "steps": trainer.global_step,
+        "saved": sorted(path.name for path in folder.glob("*.ckpt")),
+    }
     seen["way"] = module.adopted.describe() if adopted else ""
     state = torch.load(next(folder.glob("*step=40*.ckpt")), weights_only=False)
-    seen["of step 40"] = {name.removeprefix("factors."): tensor for name, tensor in state["state_dict"].items()}
+    seen["of step 40"] = {
+        name.removeprefix("factors."): tensor
+        for name, tensor in state["state_dict"].items()
+    }
     return module.factors, seen
 
 
-def test_a_lightning_module_with_one_adopted_step_trains_as_its_own(tmp_path: Path) -> None:
+def test_a_lightning_module_with_one_adopted_step_trains_as_its_own(
+    tmp_path: Path,
+) -> None:
     plain, seen = lightning_run(tmp_path / "plain", adopted=False)
     adopted, also = lightning_run(tmp_path / "adopted", adopted=True)
     assert also["way"].startswith("captured since step 3")
     assert furthest(plain, adopted) < 1e-5
-    assert (also["steps"], also["saved"]) == (seen["steps"], seen["saved"]) == (2 * STEPS, seen["saved"])
+    assert (
+        (also["steps"], also["saved"])
+        == (seen["steps"], seen["saved"])
+        == (2 * STEPS, seen["saved"])
+    )
     assert len(also["losses"]) == 2 * STEPS
     assert also["losses"] == pytest.approx(seen["losses"], abs=1e-5)
     for name, tensor in seen["of step 40"].items():
@@ -143,17 +176,24 @@ class WithLoss(nn.Module):
 
     def forward(self, user: Tensor, item: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.factors(user, item)
-        return {"loss": F.binary_cross_entropy_with_logits(logits, labels), "logits": logits}
+        return {
+            "loss": F.binary_cross_entropy_with_logits(logits, labels),
+            "logits": logits,
+        }
 
 
 def hugging_face_run(folder: Path, adopted: bool) -> tuple[nn.Module, dict[str, Any]]:
     """Returns the model that Hugging Face's Trainer trained, and what its callback saw."""
-    transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
+    transformers = pytest.importorskip(
+        "transformers", reason="the package transformers is not installed"
+    )
     pytest.importorskip("accelerate", reason="the package accelerate is not installed")
     seen: dict[str, Any] = {"losses": [], "steps": 0}
 
     class Watching(transformers.TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any
+        ) -> None:
             seen["losses"] += [logs["loss"]] if "loss" in logs else []
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -162,11 +202,19 @@ def hugging_face_run(folder: Path, adopted: bool) -> tuple[nn.Module, dict[str, 
     class Adopted(transformers.Trainer):
         adopted: Callable[..., Any] | None = None
 
-        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        def training_step(
+            self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+        ) -> Tensor:
             if self.adopted is None:
                 loss = lambda inputs: model(**inputs)["loss"]  # noqa: E731
                 clip_norm = self.args.max_grad_norm
-                self.adopted = adopt(model, self.optimizer.optimizer, loss, clip_norm=clip_norm, compile="require")
+                self.adopted = adopt(
+                    model,
+                    self.optimizer.optimizer,
+                    loss,
+                    clip_norm=clip_norm,
+                    compile="require",
+                )
             loss, _ = self.adopted(self._prepare_inputs(inputs))
             self.optimizer.zero_grad()  # the Trainer's own step finds no gradient
             return loss
@@ -193,11 +241,15 @@ def hugging_face_run(folder: Path, adopted: bool) -> tuple[nn.Module, dict[str, 
     return model, seen
 
 
-def test_hugging_faces_trainer_with_one_adopted_step_trains_as_its_own(tmp_path: Path) -> None:
+def test_hugging_faces_trainer_with_one_adopted_step_trains_as_its_own(
+    tmp_path: Path,
+) -> None:
     plain, seen = hugging_face_run(tmp_path / "plain", adopted=False)
     adopted, also = hugging_face_run(tmp_path / "adopted", adopted=True)
     assert also["way"].startswith("captured since step 3")
     assert furthest(plain, adopted) < 1e-5
     assert (also["steps"], also["saved"]) == (seen["steps"], seen["saved"])
     assert also["steps"] == 2 * STEPS
-    assert also["losses"] == pytest.approx(seen["losses"], abs=2e-4)  # it logs four digits
+    assert also["losses"] == pytest.approx(
+        seen["losses"], abs=2e-4
+    )  # it logs four digits

@@ -31,12 +31,19 @@ ROWS, DIM, LR, STEPS = 1000, 16, 0.1, 30
 def dlrm() -> nn.Module:
     """The example's model with smaller tables, the dense layers from one seed."""
     tables = [
-        EmbeddingBagConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[name])
+        EmbeddingBagConfig(
+            name=f"t_{name}",
+            embedding_dim=DIM,
+            num_embeddings=ROWS,
+            feature_names=[name],
+        )
         for name in DEFAULT_CAT_NAMES
     ]
     torch.manual_seed(0)
     model = DLRM(
-        embedding_bag_collection=EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
+        embedding_bag_collection=EmbeddingBagCollection(
+            tables=tables, device=torch.device("meta")
+        ),
         dense_in_features=len(DEFAULT_INT_NAMES),
         dense_arch_layer_sizes=[64, DIM],
         over_arch_layer_sizes=[64, 1],
@@ -61,8 +68,12 @@ def losses(model: nn.Module, optimizer: Any, rank: int) -> list[float]:
 
 def both(runtime: Runtime) -> dict[str, list[float]]:
     stock = dlrm()
-    apply_optimizer_in_backward(RowWiseAdagrad, stock.model.sparse_arch.parameters(), {"lr": LR})  # type: ignore[union-attr]
-    parallel = DistributedModelParallel(stock, device=torch.device("cpu"), sharders=[EmbeddingBagCollectionSharder()])
+    apply_optimizer_in_backward(
+        RowWiseAdagrad, stock.model.sparse_arch.parameters(), {"lr": LR}
+    )  # type: ignore[union-attr]
+    parallel = DistributedModelParallel(
+        stock, device=torch.device("cpu"), sharders=[EmbeddingBagCollectionSharder()]
+    )
     initialise_tables(parallel, 7)
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(parallel.named_parameters())),
@@ -71,10 +82,19 @@ def both(runtime: Runtime) -> dict[str, list[float]]:
     results = {"stock": losses(parallel, dense, runtime.rank)}
     # torch's Adagrad has 1e-10 where FBGEMM's has 1e-8.
     ours = OptimizerConfig(
-        tables="row_wise_adagrad", tables_lr=LR, dense="adagrad", dense_lr=LR, per_layer=("*=eps=1e-10",)
+        tables="row_wise_adagrad",
+        tables_lr=LR,
+        dense="adagrad",
+        dense_lr=LR,
+        per_layer=("*=eps=1e-10",),
     )
     return results | {
-        "ours": losses(*hybrid_parallel(dlrm(), runtime, plan=parallel.plan, optimizer=ours, seed=7), runtime.rank)
+        "ours": losses(
+            *hybrid_parallel(
+                dlrm(), runtime, plan=parallel.plan, optimizer=ours, seed=7
+            ),
+            runtime.rank,
+        )
     }
 
 

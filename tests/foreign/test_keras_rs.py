@@ -34,8 +34,15 @@ from torchrec_ext.modules.softmax import in_batch_negatives
 from torchrec_ext.train.metrics.ranking import TargetRanks, query_figures
 
 SOURCE = Path(os.environ.get("KERAS_RS_SOURCE") or "/nonexistent") / "keras_rs/src"
-pytestmark = pytest.mark.skipif(not SOURCE.is_dir(), reason="needs keras-rs's source in the folder $KERAS_RS_SOURCE")
-FILES = {"mrr": "mean_reciprocal_rank", "ndcg": "ndcg", "precision": "precision_at_k", "recall": "recall_at_k"}
+pytestmark = pytest.mark.skipif(
+    not SOURCE.is_dir(), reason="needs keras-rs's source in the folder $KERAS_RS_SOURCE"
+)
+FILES = {
+    "mrr": "mean_reciprocal_rank",
+    "ndcg": "ndcg",
+    "precision": "precision_at_k",
+    "recall": "recall_at_k",
+}
 
 
 class _Ops:
@@ -48,7 +55,10 @@ class _Ops:
 
 
 def _dcg(labels: list[int], ranks: list[int]) -> float:
-    return sum((2**label - 1) / math.log2(rank + 1) for label, rank in zip(labels, ranks, strict=True))
+    return sum(
+        (2**label - 1) / math.log2(rank + 1)
+        for label, rank in zip(labels, ranks, strict=True)
+    )
 
 
 def value(node: ast.expr) -> Any:
@@ -74,8 +84,20 @@ def table(method: ast.FunctionDef) -> list[Any]:
 
 def k_of(method: ast.FunctionDef) -> int | None:
     """The k of the metric that it makes; None: all candidates."""
-    calls = [node for node in ast.walk(method) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    return next((value(keyword.value) for call in calls for keyword in call.keywords if keyword.arg == "k"), None)
+    calls = [
+        node
+        for node in ast.walk(method)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+    return next(
+        (
+            value(keyword.value)
+            for call in calls
+            for keyword in call.keywords
+            if keyword.arg == "k"
+        ),
+        None,
+    )
 
 
 def batched(path: str) -> tuple[Any, Any]:
@@ -83,16 +105,31 @@ def batched(path: str) -> tuple[Any, Any]:
     values = {}
     for node in methods(path)["setUp"].body:
         target = node.targets[0] if isinstance(node, ast.Assign) else None
-        if isinstance(target, ast.Attribute) and target.attr in ("y_true_batched", "y_pred_batched"):
+        if isinstance(target, ast.Attribute) and target.attr in (
+            "y_true_batched",
+            "y_pred_batched",
+        ):
             values[target.attr] = value(node.value)  # type: ignore[attr-defined]
     return values["y_true_batched"], values["y_pred_batched"]
 
 
-def figure(name: str, labels: list[list[float]], scores: list[list[float]], k: int | None, kept: Any = None) -> float:
+def figure(
+    name: str,
+    labels: list[list[float]],
+    scores: list[list[float]],
+    k: int | None,
+    kept: Any = None,
+) -> float:
     """Ours, and 0 for each query without a relevant item, which is theirs."""
     sums = []
-    for row, (own, given) in enumerate(zip(torch.tensor(labels), torch.tensor(scores), strict=True)):
-        there = torch.ones(len(own), dtype=torch.bool) if kept is None else torch.tensor(kept[row], dtype=torch.bool)
+    for row, (own, given) in enumerate(
+        zip(torch.tensor(labels), torch.tensor(scores), strict=True)
+    ):
+        there = (
+            torch.ones(len(own), dtype=torch.bool)
+            if kept is None
+            else torch.tensor(kept[row], dtype=torch.bool)
+        )
         own, given = own[there], given[there]
         relevant = given[own > 0]
         if not len(relevant):
@@ -118,8 +155,14 @@ def cases(name: str) -> Iterator[tuple[str, tuple[Any, ...], float]]:
             yield label, (name, [true], [scores], k), expected
     k = k_of(tests["test_masking"])
     for label, true, scores, weight, expected in table(tests["test_masking"]):
-        if weight is None and not (name == "precision" and sum(map(sum, true["mask"])) < 3):
-            yield f"masking {label}", (name, true["labels"], scores, k, true["mask"]), expected
+        if weight is None and not (
+            name == "precision" and sum(map(sum, true["mask"])) < 3
+        ):
+            yield (
+                f"masking {label}",
+                (name, true["labels"], scores, k, true["mask"]),
+                expected,
+            )
     labels, scores = batched(path)
     if name != "ndcg":
         for label, size, expected in table(tests["test_k"]):
@@ -136,7 +179,10 @@ def test_ranking_metrics(name: str) -> None:
 
 def ranks_of(path: str, names: tuple[str, str]) -> list[tuple[int, int]]:
     """The ranks of logits and of what corrects them that their layer is tested with."""
-    return [tuple(case[name] for name in names) for case in table(methods(path)["test_call"])]  # type: ignore[misc]
+    return [
+        tuple(case[name] for name in names)
+        for case in table(methods(path)["test_call"])
+    ]  # type: ignore[misc]
 
 
 def logits_of(*shape: int) -> Tensor:
@@ -145,7 +191,10 @@ def logits_of(*shape: int) -> Tensor:
 
 def test_a_correction_for_the_sampling_probability() -> None:
     """Ours take a matrix of logits and a probability for each candidate or pair; theirs also a vector or a stack."""
-    ranks = ranks_of("layers/retrieval/sampling_probability_correction_test.py", ("logits_rank", "probs_rank"))
+    ranks = ranks_of(
+        "layers/retrieval/sampling_probability_correction_test.py",
+        ("logits_rank", "probs_rank"),
+    )
     ours = [pair for pair in ranks if pair[0] == 2]
     assert ours == [(2, 1), (2, 2)]
     logits, targets = logits_of(20, 10), torch.arange(20) % 10
@@ -154,7 +203,9 @@ def test_a_correction_for_the_sampling_probability() -> None:
         theirs = logits - probabilities.clamp(1e-6, 1.0).log()
         assert (theirs > logits).all()
         expected = cross_entropy(theirs, targets, reduction="none")
-        torch.testing.assert_close(softmax_losses(logits, targets, log_q=probabilities.log()), expected)
+        torch.testing.assert_close(
+            softmax_losses(logits, targets, log_q=probabilities.log()), expected
+        )
 
 
 def test_accidental_hits_are_removed() -> None:
@@ -162,13 +213,25 @@ def test_accidental_hits_are_removed() -> None:
 
     What is compared is what their docstring says, by the constant that TensorFlow Recommenders has.
     """
-    ranks = ranks_of("layers/retrieval/remove_accidental_hits_test.py", ("logits_rank", "candidate_ids_rank"))
+    ranks = ranks_of(
+        "layers/retrieval/remove_accidental_hits_test.py",
+        ("logits_rank", "candidate_ids_rank"),
+    )
     assert (2, 1) in ranks
-    logits, ids = logits_of(10, 10), torch.randint(10, (10,), generator=torch.Generator().manual_seed(42))
+    logits, ids = (
+        logits_of(10, 10),
+        torch.randint(10, (10,), generator=torch.Generator().manual_seed(42)),
+    )
     smallest = torch.finfo(torch.float32).min / 100
     duplicates = (ids == ids[:, None]).float() - torch.eye(10)
     assert duplicates.any()
-    ours = in_batch_negatives(torch.eye(10), ids, present=torch.ones(10, dtype=torch.bool))
+    ours = in_batch_negatives(
+        torch.eye(10), ids, present=torch.ones(10, dtype=torch.bool)
+    )
     assert torch.equal(ours.excluded, duplicates.bool())
-    expected = cross_entropy(logits + duplicates * smallest, torch.arange(10), reduction="none")
-    torch.testing.assert_close(softmax_losses(logits, ours.targets, excluded=ours.excluded), expected)
+    expected = cross_entropy(
+        logits + duplicates * smallest, torch.arange(10), reduction="none"
+    )
+    torch.testing.assert_close(
+        softmax_losses(logits, ours.targets, excluded=ours.excluded), expected
+    )

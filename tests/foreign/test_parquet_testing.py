@@ -20,16 +20,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.launch]
 ROOT = Path(os.environ.get("TORCHREC_EXT_PARQUET_TESTING", ""))
 LIMIT_S = 120  # of a process that imports torch on a busy machine; no file takes a second of it
 # Files that are named damaged and are sound: what was wrong is the reader that stumbled over them.
-SOUND = {"ARROW-GH-43605.parquet": "a dictionary of one value, whose indices take 0 bits each"}
+SOUND = {
+    "ARROW-GH-43605.parquet": "a dictionary of one value, whose indices take 0 bits each"
+}
 
 
 def files(*patterns: str) -> list[Any]:
     """The files below ROOT, or one case that says what is missing."""
     if "TORCHREC_EXT_PARQUET_TESTING" not in os.environ:
-        skip = pytest.mark.skip(reason="needs a clone of apache/parquet-testing in $TORCHREC_EXT_PARQUET_TESTING")
+        skip = pytest.mark.skip(
+            reason="needs a clone of apache/parquet-testing in $TORCHREC_EXT_PARQUET_TESTING"
+        )
         return [pytest.param(None, marks=skip, id="apache/parquet-testing")]
     paths = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
-    assert paths, f"{ROOT} has none of {patterns}; is it a clone of apache/parquet-testing?"
+    assert paths, (
+        f"{ROOT} has none of {patterns}; is it a clone of apache/parquet-testing?"
+    )
     return [pytest.param(path, id=path.name) for path in paths]
 
 
@@ -49,7 +55,9 @@ def probed(path: Path) -> list[dict[str, Any]]:
 def check_refusals(path: Path, results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["how"] != "raised", result
-        assert result["how"] != "refused" or str(path) in result["told"], f"the file is not named: {result}"
+        assert result["how"] != "refused" or str(path) in result["told"], (
+            f"the file is not named: {result}"
+        )
 
 
 @pytest.mark.parametrize("path", files("bad_data/*.parquet", "data/*corrupt*.parquet"))
@@ -59,4 +67,6 @@ def test_a_damaged_file_is_refused_by_name_or_read_right(path: Path) -> None:
     assert any(result["how"] == "refused" for result in results) or path.name in SOUND
     for result in results:
         # DuckDB has nothing to compare with (None) where it refuses a file for another of its columns.
-        assert result.get("right") is not False, f"read, and not as DuckDB reads it: {result}"
+        assert result.get("right") is not False, (
+            f"read, and not as DuckDB reads it: {result}"
+        )

@@ -25,7 +25,10 @@ pytestmark = [pytest.mark.slow, needs_source]
 KINDS = ("row_wise", "table_row_wise", "table_wise", "column_wise", "data_parallel")
 BATCHES = ("equal", "unequal", "per_feature")
 # Copied for each case: TorchRec's sharding adds to it.
-IN_BACKWARD = {"embedding_bags": (torch.optim.SGD, {"lr": 0.01}), "embeddings": (torch.optim.SGD, {"lr": 0.2})}
+IN_BACKWARD = {
+    "embedding_bags": (torch.optim.SGD, {"lr": 0.01}),
+    "embeddings": (torch.optim.SGD, {"lr": 0.2}),
+}
 
 
 class Case(NamedTuple):
@@ -44,7 +47,15 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         more = [name for name in ("in_backward", "quantised") if getattr(self, name)]
-        return "-".join([self.sharding, self.pooling, self.batches, f"{self.world_size}ranks", *more])
+        return "-".join(
+            [
+                self.sharding,
+                self.pooling,
+                self.batches,
+                f"{self.world_size}ranks",
+                *more,
+            ]
+        )
 
 
 CASES = [
@@ -56,8 +67,16 @@ CASES = [
         for sizes in BATCHES
     ),
     # Not data_parallel: a rank's optimizer would run before its gradient is averaged.
-    *(Case(kind, pooling, "equal", 2, in_backward=True) for kind in KINDS[:4] for pooling in ("SUM", "MEAN")),
-    *(Case(kind, pooling, "unequal", 2, in_backward=True) for kind in KINDS[:2] for pooling in ("SUM", "MEAN")),
+    *(
+        Case(kind, pooling, "equal", 2, in_backward=True)
+        for kind in KINDS[:4]
+        for pooling in ("SUM", "MEAN")
+    ),
+    *(
+        Case(kind, pooling, "unequal", 2, in_backward=True)
+        for kind in KINDS[:2]
+        for pooling in ("SUM", "MEAN")
+    ),
     *(Case(kind, "SUM", "equal", 2, quantised=True) for kind in KINDS[:4]),
 ]
 
@@ -65,49 +84,84 @@ CASES = [
 def run(runtime: Runtime, case: Case, local_size: int) -> None:
     """The harness of one rank; its classes need TorchRec's tests, so they are made here."""
     add_tests()
-    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+    from torchrec.distributed.fbgemm_qcomm_codec import (
+        CommType,
+        QCommsConfig,
+        get_qcomm_codecs_registry,
+    )
     from torchrec.distributed.planner import ParameterConstraints
     from torchrec.distributed.test_utils.emb_sharder import TestEBCSharder
-    from torchrec.distributed.test_utils.test_model_parallel import ModelParallelTestShared
-    from torchrec.distributed.test_utils.test_sharding import sharding_single_rank_test_single_process
+    from torchrec.distributed.test_utils.test_model_parallel import (
+        ModelParallelTestShared,
+    )
+    from torchrec.distributed.test_utils.test_sharding import (
+        sharding_single_rank_test_single_process,
+    )
 
     class Sharder(TestEBCSharder, BagSharder):
         def sharding_types(self, compute_device_type: str) -> list[str]:
             return list(KINDS) if case.sharding == "mixed" else [case.sharding]
 
-        def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        def compute_kernels(
+            self, sharding_type: str, compute_device_type: str
+        ) -> list[str]:
             return ["dense" if sharding_type == "data_parallel" else "fused"]
 
     class Harness(ModelParallelTestShared):
-        def _run_multi_process_test(self, *, callable: Any, backend: str, **kwargs: Any) -> None:  # noqa: A002
+        def _run_multi_process_test(
+            self,
+            *,
+            callable: Any,  # noqa: A002
+            backend: str,
+            **kwargs: Any,
+        ) -> None:
             assert dist.group.WORLD is not None
             sharding_single_rank_test_single_process(
-                pg=dist.group.WORLD, device=torch.device("cpu"), rank=runtime.rank, **kwargs
+                pg=dist.group.WORLD,
+                device=torch.device("cpu"),
+                rank=runtime.rank,
+                **kwargs,
             )
 
-    os.environ.update(LOCAL_WORLD_SIZE=str(local_size), LOCAL_RANK=str(runtime.rank % local_size))
+    os.environ.update(
+        LOCAL_WORLD_SIZE=str(local_size), LOCAL_RANK=str(runtime.rank % local_size)
+    )
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
-    config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16) if case.quantised else None
+    config = (
+        QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
+        if case.quantised
+        else None
+    )
     harness = Harness()
     harness.setUp(backend="gloo")
     names = [*harness.table_names, "weighted_table_0", "weighted_table_1"]
-    kinds = {name: [KINDS[at % len(KINDS)]] if case.sharding == "mixed" else None for at, name in enumerate(names)}
+    kinds = {
+        name: [KINDS[at % len(KINDS)]] if case.sharding == "mixed" else None
+        for at, name in enumerate(names)
+    }
     harness._test_sharding(
         sharders=[
             Sharder(
                 case.sharding,
                 "fused",
                 {"learning_rate": 0.1},
-                {} if config is None else get_qcomm_codecs_registry(config, device=torch.device("cpu")),
+                {}
+                if config is None
+                else get_qcomm_codecs_registry(config, device=torch.device("cpu")),
             )
         ],
         backend="gloo",
         world_size=runtime.world_size,
         local_size=local_size,
-        constraints={name: ParameterConstraints(sharding_types=kind, min_partition=4) for name, kind in kinds.items()},
+        constraints={
+            name: ParameterConstraints(sharding_types=kind, min_partition=4)
+            for name, kind in kinds.items()
+        },
         qcomms_config=config,
-        apply_optimizer_in_backward_config=copy.deepcopy(IN_BACKWARD) if case.in_backward else None,
+        apply_optimizer_in_backward_config=copy.deepcopy(IN_BACKWARD)
+        if case.in_backward
+        else None,
         variable_batch_size=case.batches == "unequal",
         variable_batch_per_feature=case.batches == "per_feature",
         has_weighted_tables=case.batches != "per_feature",
@@ -129,7 +183,11 @@ def errors(runtime: Runtime, cases: list[Case]) -> dict[Case, str]:
 @functools.cache
 def failures(sharding: str, world_size: int) -> dict[Case, str]:
     """By case the error of a rank."""
-    cases = [case for case in CASES if (case.sharding, case.world_size) == (sharding, world_size)]
+    cases = [
+        case
+        for case in CASES
+        if (case.sharding, case.world_size) == (sharding, world_size)
+    ]
     ranks = run_ranks(errors, world_size, cases, timeout_s=600)
     return {case: error for errors in ranks for case, error in errors.items()}
 
@@ -142,7 +200,12 @@ def of_upstream(case: Case) -> bool:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.xfail(strict=True, reason="TorchRec's own")] if of_upstream(case) else [])
+        pytest.param(
+            case,
+            marks=[pytest.mark.xfail(strict=True, reason="TorchRec's own")]
+            if of_upstream(case)
+            else [],
+        )
         for case in CASES
     ],
     ids=str,

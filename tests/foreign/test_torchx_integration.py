@@ -23,13 +23,19 @@ from tests.contracts import free_ports
 from tests.small_sets import write_ml_100k
 
 _NEEDS = "this TorchX's wheel has no integration test of components"
-integ_tests = pytest.importorskip("torchx.components.integration_tests.integ_tests", reason=_NEEDS)
-component_provider = pytest.importorskip("torchx.components.integration_tests.component_provider", reason=_NEEDS)
+integ_tests = pytest.importorskip(
+    "torchx.components.integration_tests.integ_tests", reason=_NEEDS
+)
+component_provider = pytest.importorskip(
+    "torchx.components.integration_tests.component_provider", reason=_NEEDS
+)
 
 pytestmark = [
     pytest.mark.launch,
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:Custom session names are deprecated:FutureWarning:torchx"),  # of its own test
+    pytest.mark.filterwarnings(
+        "ignore:Custom session names are deprecated:FutureWarning:torchx"
+    ),  # of its own test
 ]
 
 SETTINGS = (
@@ -47,8 +53,12 @@ TINY = [f"--set={setting}" for setting in SETTINGS]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the jobs run, with this Python; a local scheduler takes over two signals."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setenv(
+        "PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     yield tmp_path
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -59,13 +69,17 @@ def all_succeed(folder: Path, **made: Callable[..., AppDef]) -> None:
 
     def provider(make: Callable[..., AppDef]) -> type:
         return type(
-            "Provider", (component_provider.ComponentProvider,), {"get_app_def": lambda self: make(image=self._image)}
+            "Provider",
+            (component_provider.ComponentProvider,),
+            {"get_app_def": lambda self: make(image=self._image)},
         )
 
     module = ModuleType("providers")
     vars(module).update({name: provider(make) for name, make in made.items()})
     config = {"log_dir": str(folder / "logs")}
-    integ_tests.IntegComponentTest().run_components(module, image=str(folder), scheduler="local_cwd", cfg=config)
+    integ_tests.IntegComponentTest().run_components(
+        module, image=str(folder), scheduler="local_cwd", cfg=config
+    )
 
 
 def end_when_ready(port: int) -> None:
@@ -87,15 +101,28 @@ def end_when_ready(port: int) -> None:
 def test_every_component_runs_to_its_end(folder: Path) -> None:
     write_ml_100k(folder)
     (folder / "log").mkdir()
-    (folder / "log" / "a.jsonl").write_text('{"user_id": 7, "item_id": -1}\n{"user_id": 8, "item_id": 9}\n')
+    (folder / "log" / "a.jsonl").write_text(
+        '{"user_id": 7, "item_id": -1}\n{"user_id": 8, "item_id": 9}\n'
+    )
     all_succeed(
         folder,
-        hybrid=lambda image: train.hybrid(*TINY, "--set=export=require", run_dir="run", image=image),
-        networks=lambda image: train.networks(*TINY, vary="train.seed=0,1", run_dir="networks", image=image),
-        stream=lambda image: train.stream(log="log", until_idle=0.1, run_dir="stream", image=image),
-        plan=lambda image: components.plan(tables="ad=3Mx64", world_size=2, out="plan", image=image),
+        hybrid=lambda image: train.hybrid(
+            *TINY, "--set=export=require", run_dir="run", image=image
+        ),
+        networks=lambda image: train.networks(
+            *TINY, vary="train.seed=0,1", run_dir="networks", image=image
+        ),
+        stream=lambda image: train.stream(
+            log="log", until_idle=0.1, run_dir="stream", image=image
+        ),
+        plan=lambda image: components.plan(
+            tables="ad=3Mx64", world_size=2, out="plan", image=image
+        ),
         preprocess=lambda image: data.preprocess(
-            "--set=pictures=false", set="config.folder=ml-100k", out="ready", image=image
+            "--set=pictures=false",
+            set="config.folder=ml-100k",
+            out="ready",
+            image=image,
         ),
     )
     all_succeed(
@@ -106,7 +133,11 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
         ),
         why_slow=lambda image: diagnose.why_slow(*TINY, budget=3, out="why", image=image),
     )  # fmt: skip
-    items = {"item_id": np.arange(1, 51), "release_year": np.full(50, 1), "genres": [[1]] * 50}
+    items = {
+        "item_id": np.arange(1, 51),
+        "release_year": np.full(50, 1),
+        "genres": [[1]] * 50,
+    }
     pq.write_table(pa.table(items), folder / "items.parquet")
     np.save(folder / "vectors.npy", np.eye(3, dtype=np.float32))
     pq.write_table(pa.table({"user": [0, 1], "item": [0, 2]}), folder / "truth.parquet")
@@ -117,16 +148,35 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
         folder,
         export=lambda image: serve.export(run="run", out="bundle", image=image),
         embed=lambda image: components.embed(
-            bundle="run", catalogue="items.parquet", id="item_id", out="vectors", image=image
+            bundle="run",
+            catalogue="items.parquet",
+            id="item_id",
+            out="vectors",
+            image=image,
         ),
         evaluate=lambda image: components.evaluate(
-            users="vectors.npy", items="vectors.npy", truth="truth.parquet", out="figures", image=image
+            users="vectors.npy",
+            items="vectors.npy",
+            truth="truth.parquet",
+            out="figures",
+            image=image,
         ),
         http=lambda image: serve.http(bundle="run", port=port, image=image),
     )
-    left = {"run/summary.json", "networks/results.json", "plan/plan.json", "ready/summary.json", "bundle/manifest.json"}
+    left = {
+        "run/summary.json",
+        "networks/results.json",
+        "plan/plan.json",
+        "ready/summary.json",
+        "bundle/manifest.json",
+    }
     left |= {"stream/bundles/current"}
-    left |= {"chain/bundle/manifest.json", "why/diagnosis.json", "vectors/CURRENT", "figures/evaluation.json"}
+    left |= {
+        "chain/bundle/manifest.json",
+        "why/diagnosis.json",
+        "vectors/CURRENT",
+        "figures/evaluation.json",
+    }
     assert {name for name in left if not (folder / name).exists()} == set()
     ran = {
         "train.hybrid",
@@ -140,4 +190,6 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
         "serve.http",
     }
     ran |= {"pipeline.all", "diagnose.why_slow"}
-    assert {name for name in get_components() if name.startswith("rec.")} == {f"rec.{name}" for name in ran}
+    assert {name for name in get_components() if name.startswith("rec.")} == {
+        f"rec.{name}" for name in ran
+    }

@@ -28,7 +28,9 @@ class Dictionary:
         self.age: dict[int, np.float32] = {}
         self.sightings: dict[int, int] = {}
         self.seen: dict[int, int] = {}
-        self.unused = spread_rows(torch.arange(1, policy.capacity), policy.capacity).tolist()
+        self.unused = spread_rows(
+            torch.arange(1, policy.capacity), policy.capacity
+        ).tolist()
         self.free: list[int] = []
         self.now = self.lookups = self.refused = self.forgotten = self.all_lookups = 0
 
@@ -53,11 +55,17 @@ class Dictionary:
     def _admit(self) -> tuple[dict[int, int], list[int]]:
         new = self.waiting
         self.waiting = {}
-        ready = [each for each in sorted(new) if self.candidates.get(each, 0) + new[each] >= self.policy.admit_after]
+        ready = [
+            each
+            for each in sorted(new)
+            if self.candidates.get(each, 0) + new[each] >= self.policy.admit_after
+        ]
         evicted = []
         missing = len(ready) - len(self.free) - len(self.unused)
         if missing > 0:
-            evicted = self._evict(max(missing, int(self.policy.share * self.policy.capacity)))
+            evicted = self._evict(
+                max(missing, int(self.policy.share * self.policy.capacity))
+            )
         fresh = {}
         for each in ready:
             if not self.free and not self.unused:
@@ -89,8 +97,12 @@ class Dictionary:
         self.all_lookups += self.lookups
         self.lookups = 0
         for row in self.score:
-            self.age[row] = np.float32(np.float32(self.age[row] * decay) + np.float32(1 - left))
-            self.score[row] = np.float32(np.float32(self.score[row]) * decay + np.float32(self.sightings[row]))
+            self.age[row] = np.float32(
+                np.float32(self.age[row] * decay) + np.float32(1 - left)
+            )
+            self.score[row] = np.float32(
+                np.float32(self.score[row]) * decay + np.float32(self.sightings[row])
+            )
             self.sightings[row] = 0
 
     def _evict(self, count: int) -> list[int]:
@@ -115,7 +127,9 @@ class Dictionary:
         if not self.policy.ttl:
             return []
         self._add_sightings()
-        return self._remove([row for row in self.id if self.seen[row] < self.now - self.policy.ttl])
+        return self._remove(
+            [row for row in self.id if self.seen[row] < self.now - self.policy.ttl]
+        )
 
     def _remove(self, rows: list[int]) -> list[int]:
         evicted = []
@@ -136,10 +150,18 @@ def drifting(
     random = np.random.default_rng(seed)
     shares = np.cumsum(1 / np.arange(1, catalogue + 1) ** 1.05)
     shares /= shares[-1]
-    names = random.integers(-(2**63) + 1, 2**63 - 1, (tables, catalogue + new * batches), dtype=np.int64)
+    names = random.integers(
+        -(2**63) + 1, 2**63 - 1, (tables, catalogue + new * batches), dtype=np.int64
+    )
     places = [random.permutation(catalogue) for _ in range(tables)]
     for batch in range(batches):
         yield [
-            torch.from_numpy(names[table, new * batch + places[table][np.searchsorted(shares, random.random(size))]])
+            torch.from_numpy(
+                names[
+                    table,
+                    new * batch
+                    + places[table][np.searchsorted(shares, random.random(size))],
+                ]
+            )
             for table in range(tables)
         ]

@@ -63,21 +63,35 @@ def batches(count: int = STEPS) -> Iterator[Batch]:
         places = (torch.rand(SIZE, 4, generator=generator) * 90).long() + first
         items = names[1][places]
         items[:, 3] = 0
-        yield names[0][places[:, 0]], items, torch.randint(2, (SIZE,), generator=generator).float()
+        yield (
+            names[0][places[:, 0]],
+            items,
+            torch.randint(2, (SIZE,), generator=generator).float(),
+        )
 
 
-def made(kind: str, rows: int) -> tuple[Model, torch.optim.Optimizer, Callable[..., Tensor]]:
+def made(
+    kind: str, rows: int
+) -> tuple[Model, torch.optim.Optimizer, Callable[..., Tensor]]:
     model = Model(rows)
-    loss = lambda *batch: binary_cross_entropy_with_logits(model(*batch[:-1]), batch[-1])  # noqa: E731
+    loss = (  # noqa: E731
+        lambda *batch: binary_cross_entropy_with_logits(model(*batch[:-1]), batch[-1])
+    )
     return model, OPTIMIZERS[kind](model.parameters()), loss
 
 
 def policies(rows: int, **settings: Any) -> dict[str, Dynamic]:
-    return {name: Dynamic(capacity=rows, share=1 / 16, **settings) for name in ("user", "item")}
+    return {
+        name: Dynamic(capacity=rows, share=1 / 16, **settings)
+        for name in ("user", "item")
+    }
 
 
 def eager(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Tensor], given: Iterator[Batch]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[..., Tensor],
+    given: Iterator[Batch],
 ) -> list[float]:
     losses = []
     for batch in given:
@@ -89,20 +103,30 @@ def eager(
     return losses
 
 
-def assert_same(one: tuple[Any, Any, Any], two: tuple[Any, Any, Any], within: float) -> None:
+def assert_same(
+    one: tuple[Any, Any, Any], two: tuple[Any, Any, Any], within: float
+) -> None:
     """The maps of two runs to the bit, and the weights and the state."""
     (model, optimizer, ids), (other, other_optimizer, other_ids) = one, two
     for name, table in ids.state_dict()["tables"].items():
         for key, value in table.items():
             saved = other_ids.state_dict()["tables"][name][key]
-            assert torch.equal(value, saved) if isinstance(value, Tensor) else value == saved, (name, key)
+            assert (
+                torch.equal(value, saved)
+                if isinstance(value, Tensor)
+                else value == saved
+            ), (name, key)
     assert ids.ids.counts == other_ids.ids.counts
     for name, weight in model.state_dict().items():
-        assert torch.allclose(weight, other.state_dict()[name], rtol=0, atol=within), name
+        assert torch.allclose(weight, other.state_dict()[name], rtol=0, atol=within), (
+            name
+        )
     states = (optimizer.state_dict()["state"], other_optimizer.state_dict()["state"])
     for index, state in states[0].items():
         for key, value in state.items():
-            assert torch.allclose(torch.as_tensor(value), states[1][index][key], rtol=0, atol=within), (index, key)
+            assert torch.allclose(
+                torch.as_tensor(value), states[1][index][key], rtol=0, atol=within
+            ), (index, key)
 
 
 @pytest.mark.parametrize(
@@ -115,25 +139,33 @@ def assert_same(one: tuple[Any, Any, Any], two: tuple[Any, Any, Any], within: fl
         ("adagrad", MANY, 1),
     ],
 )
-def test_captured_steps_equal_the_loop_with_dynamic_embeddings(kind: str, rows: int, every: int) -> None:
+def test_captured_steps_equal_the_loop_with_dynamic_embeddings(
+    kind: str, rows: int, every: int
+) -> None:
     model, optimizer, loss = made(kind, rows)
     ids = DynamicEmbeddings(model, optimizer, policies(rows), every=every)
     losses = eager(model, optimizer, loss, batches())
     other, other_optimizer, other_loss = made(kind, rows)
     other_ids = DynamicEmbeddings(other, other_optimizer, policies(rows), every=every)
-    step = adopt(other, other_optimizer, other_loss, ids=other_ids, compile="require", verify=2)
+    step = adopt(
+        other, other_optimizer, other_loss, ids=other_ids, compile="require", verify=2
+    )
     other_losses = [float(step(*batch)[0]) for batch in batches()]
     assert step.describe().startswith("captured since step 3"), step.describe()
     assert ("row by row" in step.describe()) == (rows == MANY)
     assert ids.ids.counts["evicted"] > 20
     assert other_losses == pytest.approx(losses, rel=1e-5)
-    assert_same((model, optimizer, ids), (other, other_optimizer, other_ids), WITHIN[kind])
+    assert_same(
+        (model, optimizer, ids), (other, other_optimizer, other_ids), WITHIN[kind]
+    )
 
 
 def test_an_evaluation_and_a_resumed_run_between_captured_steps() -> None:
     rows = MANY
     model, optimizer, loss = made("adam", rows)
-    step = adopt(model, optimizer, loss, ids=policies(rows, admit_after=2), compile="require")
+    step = adopt(
+        model, optimizer, loss, ids=policies(rows, admit_after=2), compile="require"
+    )
     given = list(batches())
     for batch in given[:8]:
         step(*batch)
@@ -146,13 +178,23 @@ def test_an_evaluation_and_a_resumed_run_between_captured_steps() -> None:
     other, other_optimizer, other_loss = made("adam", rows)
     other.load_state_dict(model.state_dict())
     other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    resumed = adopt(other, other_optimizer, other_loss, ids=policies(rows, admit_after=2), compile="require")
+    resumed = adopt(
+        other,
+        other_optimizer,
+        other_loss,
+        ids=policies(rows, admit_after=2),
+        compile="require",
+    )
     resumed.ids.load_state_dict(before)  # type: ignore[union-attr]
     for batch in given[8:]:
         step(*batch)
         resumed(*batch)
     assert step.describe().startswith("captured")
-    assert_same((model, optimizer, step.ids), (other, other_optimizer, resumed.ids), WITHIN["adam"])
+    assert_same(
+        (model, optimizer, step.ids),
+        (other, other_optimizer, resumed.ids),
+        WITHIN["adam"],
+    )
 
 
 def test_rows_make_batches_of_raw_ids_inside_the_step() -> None:
@@ -164,7 +206,9 @@ def test_rows_make_batches_of_raw_ids_inside_the_step() -> None:
     def trained(compile_: Any) -> Any:
         model, optimizer, loss = made("sgd", MANY)
         rows = Rows({"user": user, "items": items, "label": label}, take, SIZE)
-        step = adopt(model, optimizer, loss, rows=rows, ids=policies(MANY), compile=compile_)
+        step = adopt(
+            model, optimizer, loss, rows=rows, ids=policies(MANY), compile=compile_
+        )
         for _ in step.epoch():
             pass
         return model, optimizer, step
@@ -172,14 +216,18 @@ def test_rows_make_batches_of_raw_ids_inside_the_step() -> None:
     model, optimizer, step = trained("off")
     other, other_optimizer, other_step = trained("require")
     assert other_step.describe().startswith("captured")
-    assert_same((model, optimizer, step.ids), (other, other_optimizer, other_step.ids), 0.0)
+    assert_same(
+        (model, optimizer, step.ids), (other, other_optimizer, other_step.ids), 0.0
+    )
 
 
 def test_sparse_adam_stays_eager_and_says_so() -> None:
     model = Model(FEW, sparse=True)
     model.top.requires_grad_(False)
     optimizer = torch.optim.SparseAdam([model.user.weight, model.item.weight])
-    loss = lambda *batch: binary_cross_entropy_with_logits(model(*batch[:-1]), batch[-1])  # noqa: E731
+    loss = (  # noqa: E731
+        lambda *batch: binary_cross_entropy_with_logits(model(*batch[:-1]), batch[-1])
+    )
     step = adopt(model, optimizer, loss, ids=policies(FEW))
     for batch in batches(8):
         step(*batch)
@@ -200,20 +248,37 @@ class Drawn(Model):
 @pytest.mark.parametrize("kind", [FromWeights, Drawn])
 def test_ids_that_are_not_of_the_batch_are_refused_by_line(kind: type[Model]) -> None:
     model = kind(FEW)
-    loss = lambda *batch: binary_cross_entropy_with_logits(model(*batch[:-1]), batch[-1])  # noqa: E731
-    step = adopt(model, OPTIMIZERS["sgd"](model.parameters()), loss, ids=policies(FEW), compile="require")
+    loss = (  # noqa: E731
+        lambda *batch: binary_cross_entropy_with_logits(model(*batch[:-1]), batch[-1])
+    )
+    step = adopt(
+        model,
+        OPTIMIZERS["sgd"](model.parameters()),
+        loss,
+        ids=policies(FEW),
+        compile="require",
+    )
     first, second, third = batches(3)
     step(*first)
     step(*second)
-    with pytest.raises(CannotAdopt, match=r"test_adopted.py:\d+ .*: dynamic ids must come from the batch alone"):
+    with pytest.raises(
+        CannotAdopt,
+        match=r"test_adopted.py:\d+ .*: dynamic ids must come from the batch alone",
+    ):
         step(*third)
 
 
-def test_what_cannot_be_combined_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_combined_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, optimizer, loss = made("sgd", FEW)
-    with pytest.raises(CannotAdopt, match="ids= with average=: the average of a row would go on"):
+    with pytest.raises(
+        CannotAdopt, match="ids= with average=: the average of a row would go on"
+    ):
         adopt(model, optimizer, loss, ids=policies(FEW), average=AveragedModel(model))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(CannotAdopt, match="ids= on several ranks: local SGD would average rows"):
+    with pytest.raises(
+        CannotAdopt, match="ids= on several ranks: local SGD would average rows"
+    ):
         adopt(model, optimizer, loss, ids=policies(FEW))

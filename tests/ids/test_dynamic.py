@@ -22,7 +22,10 @@ from torchrec_ext.ids.rows import spread_rows
 POLICIES = {
     "every id, room for all": (Dynamic(capacity=12_000), 1),
     "every id, evictions": (Dynamic(capacity=600, half_life=8), 1),
-    "second sight": (Dynamic(capacity=600, admit_after=2, half_life=8, candidates=900), 1),
+    "second sight": (
+        Dynamic(capacity=600, admit_after=2, half_life=8, candidates=900),
+        1,
+    ),
     "every 4 steps": (Dynamic(capacity=400, admit_after=2), 4),
     "lru": (Dynamic(capacity=600, evict="lru"), 1),
     "ttl": (Dynamic(capacity=5_000, ttl=5, admit_after=3), 2),
@@ -31,7 +34,12 @@ POLICIES = {
 
 
 def equals_a_dictionary(
-    policy: Dynamic, every: int, *, batches: int, size: int, device: torch.device | None = None
+    policy: Dynamic,
+    every: int,
+    *,
+    batches: int,
+    size: int,
+    device: torch.device | None = None,
 ) -> dict[str, int]:
     """Compares every row, fresh and evicted id of two tables; the map is saved and loaded on the way."""
     names = ("users", "items")
@@ -39,13 +47,20 @@ def equals_a_dictionary(
     references = [Dictionary(policy, every) for _ in names]
     stream = drifting(batches, size, len(names), catalogue=4 * size, new=size // 10)
     for number, batch in enumerate(stream):
-        rows, notes = ids.step({name: values.to(device) for name, values in zip(names, batch, strict=True)})
+        rows, notes = ids.step(
+            {name: values.to(device) for name, values in zip(names, batch, strict=True)}
+        )
         fresh = {note.table: note for note in notes}
         for name, reference, values in zip(names, references, batch, strict=True):
-            expected_rows, expected_fresh, expected_evicted = reference.step(values.tolist())
+            expected_rows, expected_fresh, expected_evicted = reference.step(
+                values.tolist()
+            )
             note = fresh.get(name, Fresh(name, *(torch.empty(0),) * 3))
             assert rows[name].tolist() == expected_rows
-            assert dict(zip(note.rows.tolist(), note.ids.tolist(), strict=True)) == expected_fresh
+            assert (
+                dict(zip(note.rows.tolist(), note.ids.tolist(), strict=True))
+                == expected_fresh
+            )
             assert note.evicted.tolist() == expected_evicted
         if number % 7 == 3:
             saved = copy.deepcopy(ids.state_dict())
@@ -53,10 +68,17 @@ def equals_a_dictionary(
             ids.load_state_dict(saved)
             for name, reference in zip(names, references, strict=True):
                 live, live_rows = ids.live_ids(name)
-                assert dict(zip(live_rows.tolist(), live.tolist(), strict=True)) == reference.id
-                assert torch.equal(ids.rows({name: live})[name], live_rows), "no two live ids share a row"
+                assert (
+                    dict(zip(live_rows.tolist(), live.tolist(), strict=True))
+                    == reference.id
+                )
+                assert torch.equal(ids.rows({name: live})[name], live_rows), (
+                    "no two live ids share a row"
+                )
     assert ids.counts["refused"] == sum(reference.refused for reference in references)
-    assert ids.counts["forgotten"] == sum(reference.forgotten for reference in references)
+    assert ids.counts["forgotten"] == sum(
+        reference.forgotten for reference in references
+    )
     return ids.counts
 
 
@@ -85,7 +107,13 @@ def shares(runtime: Runtime, policy: Dynamic, every: int) -> dict[str, Any]:
     notes: list[Any] = []
     for users, items in drifting(30, 240, 2, catalogue=900, new=30):
         # Uneven shares: rank 0 has the fewest ids.
-        bounds = [240 * number * (number + 1) // (runtime.world_size * (runtime.world_size + 1)) for number in range(9)]
+        bounds = [
+            240
+            * number
+            * (number + 1)
+            // (runtime.world_size * (runtime.world_size + 1))
+            for number in range(9)
+        ]
         here = slice(bounds[runtime.rank], bounds[runtime.rank + 1])
         found, fresh = ids.step({"users": users[here], "items": items[here]})
         rows.append(torch.stack([found["users"], found["items"]]))
@@ -103,16 +131,22 @@ def test_ranks_change_nothing() -> None:
             assert _same(rank["state"]["tables"], alone["state"]["tables"])
             assert _same(rank["state"]["waiting"], alone["state"]["waiting"])
         for step, expected in enumerate(alone["rows"]):
-            assert torch.equal(torch.cat([rank["rows"][step] for rank in ranks], dim=1), expected)
+            assert torch.equal(
+                torch.cat([rank["rows"][step] for rank in ranks], dim=1), expected
+            )
 
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(
+            _same(one[key], other[key]) for key in one
+        )
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(_same(*pair) for pair in zip(one, other, strict=True))
+        return len(one) == len(other) and all(
+            _same(*pair) for pair in zip(one, other, strict=True)
+        )
     return bool(one == other)
 
 
@@ -216,7 +250,9 @@ def test_the_order_in_which_tables_are_given_changes_nothing() -> None:
         ids.step({"a": of_a, "b": of_b})
         resumed.step({"a": of_a, "b": of_b})
     for name in tables:
-        for expected, found in zip(ids.live_ids(name), resumed.live_ids(name), strict=True):
+        for expected, found in zip(
+            ids.live_ids(name), resumed.live_ids(name), strict=True
+        ):
             assert torch.equal(expected, found)
 
 
@@ -235,25 +271,58 @@ def test_the_reserved_id_reads_row_0_for_ever() -> None:
         (lambda: Dynamic(capacity=1), "capacity=1: must be from 2"),
         (lambda: Dynamic(capacity=2**31), "capacity=2,147,483,648: must be from 2"),
         (lambda: Dynamic(capacity=9, admit_after=0), "admit_after=0: must be from 1"),
-        (lambda: Dynamic(capacity=9, evict="fifo"), "evict='fifo': must be one of lfu, lru"),  # type: ignore[arg-type]
+        (
+            lambda: Dynamic(capacity=9, evict="fifo"),
+            "evict='fifo': must be one of lfu, lru",
+        ),  # type: ignore[arg-type]
         (lambda: Dynamic(capacity=9, half_life=0), "half_life=0: must be above 0"),
-        (lambda: Dynamic(capacity=9, half_life=float("nan")), "half_life=nan: must be above 0"),
+        (
+            lambda: Dynamic(capacity=9, half_life=float("nan")),
+            "half_life=nan: must be above 0",
+        ),
         (lambda: Dynamic(capacity=9, ttl=-1), "ttl=-1: must be 0 or more"),
         (lambda: Dynamic(capacity=9, share=0), "share=0: must be above 0"),
-        (lambda: Dynamic(capacity=9, candidates=-1), "candidates=-1: must be 0 or more"),
+        (
+            lambda: Dynamic(capacity=9, candidates=-1),
+            "candidates=-1: must be 0 or more",
+        ),
         (lambda: DynamicIds({}), "name at least one table"),
-        (lambda: DynamicIds({"a": Dynamic(capacity=9)}, every=0), "every=0: must be 1 step or more"),
-        (lambda: _ids().rows({"b": torch.tensor([1])}), "table 'b' has no dynamic ids; the tables are a"),
-        (lambda: _ids().step({"a": torch.tensor([1.0])}), "table 'a': ids are torch.float32, must be an int64 tensor"),
-        (lambda: _ids().step({"a": torch.tensor([1], dtype=torch.int32)}), "ids are torch.int32, must be an int64"),
-        (lambda: _ids().step({"a": ["anna"]}), "ids are a list, must be an int64 tensor; convert them where they are"),  # type: ignore[dict-item]
-        (lambda: _ids().load_state_dict(_damaged(score=float("nan"))), "table 'a': 1 saved scores are not finite"),
+        (
+            lambda: DynamicIds({"a": Dynamic(capacity=9)}, every=0),
+            "every=0: must be 1 step or more",
+        ),
+        (
+            lambda: _ids().rows({"b": torch.tensor([1])}),
+            "table 'b' has no dynamic ids; the tables are a",
+        ),
+        (
+            lambda: _ids().step({"a": torch.tensor([1.0])}),
+            "table 'a': ids are torch.float32, must be an int64 tensor",
+        ),
+        (
+            lambda: _ids().step({"a": torch.tensor([1], dtype=torch.int32)}),
+            "ids are torch.int32, must be an int64",
+        ),
+        (
+            lambda: _ids().step({"a": ["anna"]}),
+            "ids are a list, must be an int64 tensor; convert them where they are",
+        ),  # type: ignore[dict-item]
+        (
+            lambda: _ids().load_state_dict(_damaged(score=float("nan"))),
+            "table 'a': 1 saved scores are not finite",
+        ),
         (
             lambda: _ids().load_state_dict(_damaged(seen=99)),
             "an id was seen at step 99, but the saved clock",
         ),
-        (lambda: _ids(8).load_state_dict(_ids().state_dict()), "capacity=8, but 9 rows were saved; a table may only"),
-        (lambda: _ids().load_state_dict(_ids(name="b").state_dict()), "the saved ids are of tables b, not of a"),
+        (
+            lambda: _ids(8).load_state_dict(_ids().state_dict()),
+            "capacity=8, but 9 rows were saved; a table may only",
+        ),
+        (
+            lambda: _ids().load_state_dict(_ids(name="b").state_dict()),
+            "the saved ids are of tables b, not of a",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(make: Any, message: str) -> None:
@@ -276,7 +345,9 @@ def _damaged(**values: Any) -> dict[str, Any]:
 @pytest.mark.unit
 def test_fewer_rows_than_a_batch_has_ids_are_said_once_and_lose_nothing() -> None:
     ids = _ids(4)
-    with pytest.warns(UserWarning, match="table 'a': capacity=4 is below what step 1 needs: 2 new ids") as warned:
+    with pytest.warns(
+        UserWarning, match="table 'a': capacity=4 is below what step 1 needs: 2 new ids"
+    ) as warned:
         rows, _ = ids.step({"a": torch.arange(5)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -306,7 +377,9 @@ def test_ids_of_yesterday_make_room_and_ids_that_come_rarely_stay() -> None:
     days = DynamicIds({"a": Dynamic(capacity=600)})
     for batch in range(120):
         # Half of the 300 ids of a day are there on the next one too.
-        item = (torch.rand(256, generator=generator) ** 3 * 300).long() * 7 % 300 + batch // 24 * 150
+        item = (
+            torch.rand(256, generator=generator) ** 3 * 300
+        ).long() * 7 % 300 + batch // 24 * 150
         days.step({"a": item})
     assert days.counts["admitted"] <= 1.05 * (300 + 4 * 150)
     rare = DynamicIds({"a": Dynamic(capacity=600)})

@@ -39,7 +39,9 @@ class Model(nn.Module):
 
 
 def begin(path: str, ids: Tensor) -> Tensor:
-    return (mixed(ids[:, None] + torch.arange(WIDTH) * (1 + len(path))) >> 40).float() / 2**26
+    return (
+        mixed(ids[:, None] + torch.arange(WIDTH) * (1 + len(path))) >> 40
+    ).float() / 2**26
 
 
 def batches(drift: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -48,7 +50,9 @@ def batches(drift: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     names = torch.randint(1, 2**62, (2, 60 + drift * STEPS), generator=generator)
 
     def drawn(of: int, first: int, *shape: int) -> Tensor:
-        return names[of][(torch.rand(*shape, generator=generator) ** 3 * 60).long() + first]
+        return names[of][
+            (torch.rand(*shape, generator=generator) ** 3 * 60).long() + first
+        ]
 
     for first in range(0, drift * STEPS, drift):
         history = drawn(1, first, SIZE, 3)
@@ -57,7 +61,9 @@ def batches(drift: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         yield drawn(0, first, SIZE), history, drawn(1, first, SIZE), labels
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...]) -> float:
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...]
+) -> float:
     *inputs, labels = batch
     optimizer.zero_grad()
     loss = binary_cross_entropy_with_logits(model(*inputs), labels)
@@ -66,12 +72,19 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor
     return float(loss.detach())
 
 
-def dynamic(kind: str, rows: int, drift: int) -> tuple[Any, Any, DynamicEmbeddings, list[float]]:
+def dynamic(
+    kind: str, rows: int, drift: int
+) -> tuple[Any, Any, DynamicEmbeddings, list[float]]:
     model = Model(rows)
     optimizer = OPTIMIZERS[kind](model.parameters())
     policies = {name: Dynamic(capacity=rows, share=1 / 16) for name in ("user", "item")}
     ids = DynamicEmbeddings(model, optimizer, policies, begin=begin)
-    return model, optimizer, ids, [step(model, optimizer, batch) for batch in batches(drift)]
+    return (
+        model,
+        optimizer,
+        ids,
+        [step(model, optimizer, batch) for batch in batches(drift)],
+    )
 
 
 class Endless:
@@ -80,16 +93,22 @@ class Endless:
     def __init__(self, model: Any, guide: DynamicEmbeddings) -> None:
         self.model = model
         self.guide = guide
-        self.row_of = {name: torch.zeros(FEW, dtype=torch.int64) for name in ("user", "item")}
+        self.row_of = {
+            name: torch.zeros(FEW, dtype=torch.int64) for name in ("user", "item")
+        }
         self.used = dict.fromkeys(self.row_of, 1)
 
-    def rows(self, path: str, module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    def rows(
+        self, path: str, module: nn.Module, inputs: tuple[Tensor]
+    ) -> tuple[Tensor]:
         (rows,) = self.guide._read(path, module, inputs)
         return (self.row_of[path][rows],)
 
     @torch.no_grad()
     def begin_rows(self, note: Any) -> None:
-        rows = torch.arange(self.used[note.table], self.used[note.table] + len(note.rows))
+        rows = torch.arange(
+            self.used[note.table], self.used[note.table] + len(note.rows)
+        )
         self.used[note.table] += len(rows)
         self.row_of[note.table][note.rows] = rows
         self.model.get_submodule(note.table).weight[rows] = begin(note.table, note.ids)
@@ -109,13 +128,17 @@ def test_with_evictions_it_equals_a_table_without_an_end(kind: str) -> None:
     # The same ids, decided by the embeddings of a model that is not trained.
     idle = Model(FEW)
     policies = {name: Dynamic(capacity=FEW, share=1 / 16) for name in ("user", "item")}
-    guide = DynamicEmbeddings(idle, torch.optim.SGD(idle.parameters()), policies, begin=begin)
+    guide = DynamicEmbeddings(
+        idle, torch.optim.SGD(idle.parameters()), policies, begin=begin
+    )
     guide.remove()
     follow = Endless(endless, guide)
     guide._begin_rows = follow.begin_rows  # type: ignore[method-assign]
     for path in ("user", "item"):
         module: Any = endless.get_submodule(path)
-        module.register_forward_pre_hook(lambda module, inputs, path=path: follow.rows(path, module, inputs))
+        module.register_forward_pre_hook(
+            lambda module, inputs, path=path: follow.rows(path, module, inputs)
+        )
     other.register_step_post_hook(guide._end_step)
     assert losses == [step(endless, other, batch) for batch in batches(8)]
     for path in ("user", "item"):
@@ -125,7 +148,10 @@ def test_with_evictions_it_equals_a_table_without_an_end(kind: str) -> None:
         assert torch.equal(weight[rows], endless.get_submodule(path).weight[same])
         for name, value in optimizer.state[weight].items():
             if value.dim():
-                assert torch.equal(value[rows], other.state[endless.get_submodule(path).weight][name][same])
+                assert torch.equal(
+                    value[rows],
+                    other.state[endless.get_submodule(path).weight][name][same],
+                )
 
 
 @pytest.mark.unit
@@ -142,13 +168,18 @@ def test_while_the_capacity_suffices_it_equals_a_vocabulary(kind: str) -> None:
 
     def known(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         user, history, item, labels = batch
-        rows = ids.ids.rows({"user": user, "item": torch.cat([history, item[:, None]], dim=1)})
+        rows = ids.ids.rows(
+            {"user": user, "item": torch.cat([history, item[:, None]], dim=1)}
+        )
         return rows["user"], rows["item"][:, :3], rows["item"][:, 3], labels
 
     assert losses == [step(static, optimizer, known(batch)) for batch in batches(5)]
     for path in ("user", "item"):
         rows = ids.ids.live_ids(path)[1]
-        assert torch.equal(model.get_submodule(path).weight[rows], static.get_submodule(path).weight[rows])
+        assert torch.equal(
+            model.get_submodule(path).weight[rows],
+            static.get_submodule(path).weight[rows],
+        )
 
 
 @pytest.mark.unit
@@ -174,8 +205,12 @@ def test_eval_reads_and_changes_nothing_and_a_saved_run_goes_on() -> None:
 @pytest.mark.unit
 def test_ids_that_are_no_whole_numbers_are_refused() -> None:
     model = Model(FEW)
-    DynamicEmbeddings(model, torch.optim.SGD(model.parameters()), {"user": Dynamic(capacity=FEW)})
-    with pytest.raises(ValueError, match=r"'user': ids are torch\.float32, must be whole numbers"):
+    DynamicEmbeddings(
+        model, torch.optim.SGD(model.parameters()), {"user": Dynamic(capacity=FEW)}
+    )
+    with pytest.raises(
+        ValueError, match=r"'user': ids are torch\.float32, must be whole numbers"
+    ):
         model.user(torch.tensor([1.5]))
 
 
@@ -186,7 +221,10 @@ def test_rows_begin_as_the_weights_were_drawn() -> None:
         model.user.weight.normal_(3.0, 0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     ids = DynamicEmbeddings(model, optimizer, {"user": Dynamic(capacity=FEW)})
-    rows, _ = ids.ids.rows({"user": torch.tensor([7])}), model.user(torch.arange(1_000, 1_080))
+    rows, _ = (
+        ids.ids.rows({"user": torch.tensor([7])}),
+        model.user(torch.arange(1_000, 1_080)),
+    )
     assert not rows["user"].any()
     fresh = model.user.weight.detach()[ids.ids.live_ids("user")[1]]
     assert abs(float(fresh.mean()) - 3.0) < 0.02
@@ -197,10 +235,22 @@ def test_rows_begin_as_the_weights_were_drawn() -> None:
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"items": Dynamic(capacity=FEW)}, "'items' is no nn.Embedding of the model; its embeddings are user, item"),
-        ({"user": Dynamic(capacity=5)}, "'user': capacity=5, but the embedding has 90 rows"),
-        ({"padded": Dynamic(capacity=FEW)}, "'padded': padding_idx=3: must be 0 or None"),
-        ({"left_out": Dynamic(capacity=FEW)}, "'left_out': the optimizer does not hold its weight"),
+        (
+            {"items": Dynamic(capacity=FEW)},
+            "'items' is no nn.Embedding of the model; its embeddings are user, item",
+        ),
+        (
+            {"user": Dynamic(capacity=5)},
+            "'user': capacity=5, but the embedding has 90 rows",
+        ),
+        (
+            {"padded": Dynamic(capacity=FEW)},
+            "'padded': padding_idx=3: must be 0 or None",
+        ),
+        (
+            {"left_out": Dynamic(capacity=FEW)},
+            "'left_out': the optimizer does not hold its weight",
+        ),
         (
             {"tied": Dynamic(capacity=FEW), "user": Dynamic(capacity=FEW, evict="lru")},
             "'tied' shares its weight with 'user', whose ids would need the same rows",

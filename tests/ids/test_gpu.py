@@ -7,7 +7,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.ids.test_adopted import FEW, MANY, OPTIMIZERS, Batch, assert_same, batches, eager, made, policies
+from tests.ids.test_adopted import (
+    FEW,
+    MANY,
+    OPTIMIZERS,
+    Batch,
+    assert_same,
+    batches,
+    eager,
+    made,
+    policies,
+)
 from tests.ids.test_dynamic import POLICIES, equals_a_dictionary
 from torchrec_ext.adopt import adopt
 from torchrec_ext.ids import DynamicEmbeddings
@@ -23,13 +33,19 @@ def on_gpu() -> Iterator[Batch]:
 @pytest.mark.filterwarnings("ignore:table 'users'|table 'items'")
 @pytest.mark.parametrize("name", ["second sight", "fewer rows than a batch has ids"])
 def test_the_map_on_the_gpu_equals_a_dictionary(name: str) -> None:
-    counts = equals_a_dictionary(*POLICIES[name], batches=20, size=240, device=torch.device("cuda"))
+    counts = equals_a_dictionary(
+        *POLICIES[name], batches=20, size=240, device=torch.device("cuda")
+    )
     assert counts["admitted"] > 0
     assert counts["evicted"] > 0
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("adam", FEW), ("sgd", MANY), ("adagrad", MANY)])
-def test_captured_steps_equal_the_loop_with_dynamic_embeddings(kind: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("adam", FEW), ("sgd", MANY), ("adagrad", MANY)]
+)
+def test_captured_steps_equal_the_loop_with_dynamic_embeddings(
+    kind: str, rows: int
+) -> None:
     runs = []
     losses: list[list[float]] = []
     for is_captured in (False, True):

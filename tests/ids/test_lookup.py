@@ -19,7 +19,9 @@ def equal_steps() -> DynamicIds:
     eager = DynamicIds({"users": POLICY, "items": POLICY})
     compiled = DynamicIds({"users": POLICY, "items": POLICY})
     compiled.compile_look_ups()
-    for number, (users, items) in enumerate(drifting(12, 200, 2, catalogue=800, new=20)):
+    for number, (users, items) in enumerate(
+        drifting(12, 200, 2, catalogue=800, new=20)
+    ):
         if number == 6:
             for ids in (eager, compiled):
                 ids._index._rebuild(0)
@@ -52,7 +54,9 @@ def test_look_ups_stay_eager_without_a_compiler_and_before_it_pays(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing(_: torch.device) -> None:
-        raise CannotCaptureError("there is no C++ compiler; install g++ or clang, or name one in CXX")
+        raise CannotCaptureError(
+            "there is no C++ compiler; install g++ or clang, or name one in CXX"
+        )
 
     ids = DynamicIds({"users": POLICY})
     batch = {"users": torch.arange(100)}
@@ -65,4 +69,7 @@ def test_look_ups_stay_eager_without_a_compiler_and_before_it_pays(
     for _ in range(5):
         ids.step(batch)
     said = capsys.readouterr().out
-    assert said == "ids: look-ups stay eager: there is no C++ compiler; install g++ or clang, or name one in CXX\n"
+    assert (
+        said
+        == "ids: look-ups stay eager: there is no C++ compiler; install g++ or clang, or name one in CXX\n"
+    )

@@ -13,14 +13,24 @@ pytestmark = pytest.mark.unit
 
 def test_steps_without_a_new_id_and_without_an_id() -> None:
     """NVIDIA/recsys-examples #292: a batch of which no key was to be written crashed the kernel."""
-    ids = DynamicIds({"a": Dynamic(capacity=9, ttl=2), "b": Dynamic(capacity=9, admit_after=2)})
+    ids = DynamicIds(
+        {"a": Dynamic(capacity=9, ttl=2), "b": Dynamic(capacity=9, admit_after=2)}
+    )
     nothing = torch.empty(0, dtype=torch.int64)
     ids.step({"a": torch.tensor([5, 6]), "b": nothing})
-    for batch in ({"a": torch.tensor([6, 5])}, {"a": nothing, "b": nothing}, {"b": torch.empty(3, 0).long()}):
+    for batch in (
+        {"a": torch.tensor([6, 5])},
+        {"a": nothing, "b": nothing},
+        {"b": torch.empty(3, 0).long()},
+    ):
         rows, notes = ids.step(batch)
         assert notes == ()
-        assert [rows[name].shape for name in batch] == [values.shape for values in batch.values()]
-    assert ids.rows({"a": torch.tensor([7]), "b": nothing})["a"].tolist() == [0], "nothing but misses"
+        assert [rows[name].shape for name in batch] == [
+            values.shape for values in batch.values()
+        ]
+    assert ids.rows({"a": torch.tensor([7]), "b": nothing})["a"].tolist() == [0], (
+        "nothing but misses"
+    )
 
 
 def test_an_id_does_not_inherit_the_score_of_the_one_before_in_its_row() -> None:
@@ -28,7 +38,9 @@ def test_an_id_does_not_inherit_the_score_of_the_one_before_in_its_row() -> None
     ids = DynamicIds({"a": Dynamic(capacity=3, half_life=float("inf"), share=0.1)})
     ids.step({"a": torch.tensor([1] * 2 + [2] * 100)})
     ids.step({"a": torch.tensor([3] * 101)})  # in the row of 1
-    ids.step({"a": torch.tensor([4])})  # in that of 2, which has 100 sightings and 3 one more
+    ids.step(
+        {"a": torch.tensor([4])}
+    )  # in that of 2, which has 100 sightings and 3 one more
     _, (note,) = ids.step({"a": torch.tensor([5])})
     assert note.evicted.tolist() == [4]
 
@@ -37,7 +49,9 @@ def test_rows_stay_while_the_index_moves_and_grows() -> None:
     """NVIDIA/recsys-examples #468: values were addressed by the hash slot of their key, which is not their row."""
     capacity = 3_000
     ids = DynamicIds({"a": Dynamic(capacity=capacity)})
-    raw = torch.randint(-(2**62), 2**62, (capacity - 1,), generator=torch.Generator().manual_seed(0))
+    raw = torch.randint(
+        -(2**62), 2**62, (capacity - 1,), generator=torch.Generator().manual_seed(0)
+    )
     given: list[Tensor] = []
     for piece in raw.split(300):
         given.append(ids.step({"a": piece})[0]["a"])
@@ -74,7 +88,9 @@ def test_an_id_that_comes_again_has_no_optimizer_state_of_before() -> None:
         if not row:
             row = int(ids.ids.rows({"item": torch.tensor([item])})["item"])
             for state in ("exp_avg", "exp_avg_sq"):
-                assert (not optimizer.state and item == 1) or not optimizer.state[model.weight][state][row].any()
+                assert (not optimizer.state and item == 1) or not optimizer.state[
+                    model.weight
+                ][state][row].any()
         vectors.sum().backward()
         optimizer.step()
     assert ids.ids.counts["admitted"] == 4
@@ -89,4 +105,6 @@ def test_features_of_very_different_lengths_keep_their_own_ids() -> None:
     found, places = torch.cat([short, long]).unique(return_inverse=True)
     live, live_rows = ids.live_ids("a")
     row_of = dict(zip(live.tolist(), live_rows.tolist(), strict=True))
-    assert torch.equal(rows, torch.tensor([row_of[each] for each in found.tolist()])[places])
+    assert torch.equal(
+        rows, torch.tensor([row_of[each] for each in found.tolist()])[places]
+    )

@@ -36,7 +36,12 @@ from torchrec_ext.ids.resize import moved_rows
 from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints, StartConfig, begin_with
+from torchrec_ext.train.checkpoint.run import (
+    CheckpointConfig,
+    RunCheckpoints,
+    StartConfig,
+    begin_with,
+)
 from torchrec_ext.train.checkpoint.state import Parts, model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchrec_ext.train.guards.finite import RunStoppedError
@@ -59,10 +64,15 @@ PLANS = [
 
 def model_of(rows: int) -> Any:
     def table(name: str) -> EmbeddingBagConfig:
-        return EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=WIDTH)
+        return EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=WIDTH
+        )
 
     model = two_tower(
-        [table("user"), table("place")], [table("item"), table("brand")], tower_widths=(16, 8), device=META
+        [table("user"), table("place")],
+        [table("item"), table("brand")],
+        tower_widths=(16, 8),
+        device=META,
     )
     torch.manual_seed(0)
     for module in model.modules():
@@ -83,11 +93,18 @@ class Raw:
     def __init__(self, runtime: Runtime, schema: BatchSchema, drift: int) -> None:
         self.schema = schema
         self.first = 0
-        self.here = slice(runtime.rank * SIZE // runtime.world_size, (runtime.rank + 1) * SIZE // runtime.world_size)
+        self.here = slice(
+            runtime.rank * SIZE // runtime.world_size,
+            (runtime.rank + 1) * SIZE // runtime.world_size,
+        )
         generator = torch.Generator().manual_seed(3)
         catalogue = 60 + drift * STEPS
-        self.names = torch.randint(-(2**62), 2**62, (len(FEATURES), catalogue), generator=generator)
-        places = (torch.rand(STEPS, len(FEATURES), SIZE, generator=generator) ** 3 * 60).long()
+        self.names = torch.randint(
+            -(2**62), 2**62, (len(FEATURES), catalogue), generator=generator
+        )
+        places = (
+            torch.rand(STEPS, len(FEATURES), SIZE, generator=generator) ** 3 * 60
+        ).long()
         self.places = places + drift * torch.arange(STEPS)[:, None, None]
         self.labels = torch.randint(0, 2, (STEPS, SIZE), generator=generator).float()
         self.share = SIZE / runtime.world_size
@@ -98,8 +115,13 @@ class Raw:
     def __iter__(self) -> Iterator[TowerBatch]:
         for step in range(self.first, STEPS):
             ids = torch.gather(self.names, 1, self.places[step])[:, self.here]
-            columns = {name: Jagged(ids[number].contiguous()) for number, name in enumerate(FEATURES)}
-            yield self.schema.assemble(columns, labels=self.labels[step, self.here], total_weight=self.share)
+            columns = {
+                name: Jagged(ids[number].contiguous())
+                for number, name in enumerate(FEATURES)
+            }
+            yield self.schema.assemble(
+                columns, labels=self.labels[step, self.here], total_weight=self.share
+            )
         self.first = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -124,7 +146,9 @@ class WithoutEnd(DynamicIdLoader):
         for batch in super().__iter__():
             notes = []
             for note in batch.fresh or ():
-                rows = torch.arange(self.used[note.table], self.used[note.table] + len(note.rows))
+                rows = torch.arange(
+                    self.used[note.table], self.used[note.table] + len(note.rows)
+                )
                 self.row_of[note.table][note.rows] = rows
                 self.used[note.table] += len(rows)
                 notes.append(note._replace(rows=rows))
@@ -133,7 +157,9 @@ class WithoutEnd(DynamicIdLoader):
     def _moved(self, batch: TowerBatch, notes: tuple[Fresh, ...]) -> TowerBatch:
         sparse = batch.sparse
         rows = [self.row_of[name][sparse[name].values()] for name in sparse.keys()]  # noqa: SIM118
-        sparse = type(sparse)(keys=sparse.keys(), values=torch.cat(rows), lengths=sparse.lengths())
+        sparse = type(sparse)(
+            keys=sparse.keys(), values=torch.cat(rows), lengths=sparse.lengths()
+        )
         return dataclasses.replace(batch, sparse=sparse, fresh=notes)
 
 
@@ -161,17 +187,31 @@ def trained(
     sharding, kind = plan
     optimizers = OptimizerConfig(tables=kind, tables_lr=0.1, dense="sgd", dense_lr=0.05)  # type: ignore[arg-type]
     model = model_of(rows)
-    placed = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers)  # type: ignore[arg-type]
+    placed = plan_sharding(
+        model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers
+    )  # type: ignore[arg-type]
     schema = model_of(capacity).schema().with_dynamic(FEATURES)
-    sharded, optimizer = hybrid_parallel(model, runtime, plan=placed, optimizer=optimizers, seed=3)
+    sharded, optimizer = hybrid_parallel(
+        model, runtime, plan=placed, optimizer=optimizers, seed=3
+    )
     raw = Raw(runtime, schema, drift)
-    loader = loader_of(raw, schema, {name: Dynamic(capacity=capacity, share=1 / 16) for name in FEATURES})
+    loader = loader_of(
+        raw,
+        schema,
+        {name: Dynamic(capacity=capacity, share=1 / 16) for name in FEATURES},
+    )
     fresh = FreshRows(sharded, optimizer, begin=begin)
     if loader_of is Static:
         for step in range(STEPS):
             ids = torch.gather(raw.names, 1, raw.places[step])[:, raw.here]
             loader.ids.step(dict(zip(FEATURES, ids.contiguous(), strict=True)))
-        fresh(tuple(Fresh(name, rows, ids, rows) for name in FEATURES for ids, rows in [loader.ids.live_ids(name)]))
+        fresh(
+            tuple(
+                Fresh(name, rows, ids, rows)
+                for name in FEATURES
+                for ids, rows in [loader.ids.live_ids(name)]
+            )
+        )
     config = TrainConfig(epochs=1, compile=compile)
     train(sharded, optimizer, loader, runtime, config, fresh_rows=fresh)  # type: ignore[arg-type]
     return _parts(sharded, optimizer), loader
@@ -182,7 +222,10 @@ def _parts(model: Any, optimizer: Any) -> Result:
     parts = {}
     for name, value in state.everything().items():
         if name.startswith("tables.") and isinstance(value, Parts):
-            parts[name] = (tuple(value.shape), [(part.tensor.clone(), part.offsets) for part in value.parts])
+            parts[name] = (
+                tuple(value.shape),
+                [(part.tensor.clone(), part.offsets) for part in value.parts],
+            )
     return parts
 
 
@@ -194,7 +237,9 @@ def whole(results: list[Result]) -> dict[str, Tensor]:
         tensor = torch.full(shape, float("nan"))
         for result in results:
             for part, (row, column) in result[name][1] if name in result else ():
-                tensor[row : row + part.shape[0], column : column + part.shape[1]] = part
+                tensor[row : row + part.shape[0], column : column + part.shape[1]] = (
+                    part
+                )
         tensors[name] = tensor
     return tensors
 
@@ -227,18 +272,28 @@ def check(world_size: int, plans: list[tuple[str, str]]) -> None:
     for number, plan in enumerate(plans):
         ranks = [results[number] for results in by_rank]
         assert ranks[0]["counts"]["evicted"] > 300
-        tables = {what: whole([rank[what] for rank in ranks]) for what in ("dynamic", "static", "evicting", "endless")}
+        tables = {
+            what: whole([rank[what] for rank in ranks])
+            for what in ("dynamic", "static", "evicting", "endless")
+        }
         for name in tables["dynamic"]:
             feature = name.split(".")[1]
             rows = ranks[0]["live"][feature][1]
-            assert torch.equal(tables["dynamic"][name][rows], tables["static"][name][rows]), (plan, name)
+            assert torch.equal(
+                tables["dynamic"][name][rows], tables["static"][name][rows]
+            ), (plan, name)
             few = ranks[0]["few"][feature][1]
             same = tables["endless"][name][ranks[0]["row_of"][feature][few]]
             # On three ranks and more a gradient is rounded by its place in a message, which Adam magnifies.
             tolerance = 1e-5 if plan[0] == "data_parallel" and world_size > 2 else 0.0
-            assert torch.allclose(tables["evicting"][name][few], same, rtol=0, atol=tolerance), (plan, name)
+            assert torch.allclose(
+                tables["evicting"][name][few], same, rtol=0, atol=tolerance
+            ), (plan, name)
         for rank in ranks:
-            assert all(torch.equal(rank["few"][name][0], ranks[0]["few"][name][0]) for name in FEATURES)
+            assert all(
+                torch.equal(rank["few"][name][0], ranks[0]["few"][name][0])
+                for name in FEATURES
+            )
 
 
 def test_two_ranks_equal_static_tables_and_tables_without_an_end() -> None:
@@ -247,7 +302,9 @@ def test_two_ranks_equal_static_tables_and_tables_without_an_end() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_plan_equals_static_tables_and_tables_without_an_end(world_size: int) -> None:
+def test_every_plan_equals_static_tables_and_tables_without_an_end(
+    world_size: int,
+) -> None:
     check(world_size, PLANS)
 
 
@@ -257,7 +314,9 @@ def captured(runtime: Runtime) -> list[tuple[Result, Result]]:
     results = []
     for plan in (PLANS[1], PLANS[4]):
         eager, _ = trained(runtime, plan, DynamicIdLoader, FEW, FEW, 8)
-        results.append((eager, trained(runtime, plan, DynamicIdLoader, FEW, FEW, 8, "require")[0]))
+        results.append(
+            (eager, trained(runtime, plan, DynamicIdLoader, FEW, FEW, 8, "require")[0])
+        )
     return results
 
 
@@ -272,11 +331,17 @@ def test_captured_steps_equal_eager_ones() -> None:
 def in_ones_own_loop(runtime: Runtime) -> tuple[Result, Result]:
     plan = ("table_wise", "row_wise_adagrad")
     by_train, _ = trained(runtime, plan, DynamicIdLoader, FEW, FEW, 8)
-    optimizers = OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.1, dense="sgd", dense_lr=0.05)
+    optimizers = OptimizerConfig(
+        tables="row_wise_adagrad", tables_lr=0.1, dense="sgd", dense_lr=0.05
+    )
     model = model_of(FEW)
-    placed = plan_sharding(model, runtime, PlanConfig(sharding="table_wise"), optimizer=optimizers)
+    placed = plan_sharding(
+        model, runtime, PlanConfig(sharding="table_wise"), optimizer=optimizers
+    )
     schema = model.schema().with_dynamic(FEATURES)
-    sharded, optimizer = hybrid_parallel(model, runtime, plan=placed, optimizer=optimizers, seed=3)
+    sharded, optimizer = hybrid_parallel(
+        model, runtime, plan=placed, optimizer=optimizers, seed=3
+    )
     policies = {name: Dynamic(capacity=FEW, share=1 / 16) for name in FEATURES}
     FreshRows(sharded, optimizer, begin=begin).attach()
     for batch in DynamicIdLoader(Raw(runtime, schema, 8), schema, policies):
@@ -293,7 +358,9 @@ def test_a_loop_of_ones_own_equals_train() -> None:
             assert torch.equal(one, other), name
 
 
-def interrupted(runtime: Runtime, folder: str, plan: tuple[str, str]) -> tuple[Result, Any]:
+def interrupted(
+    runtime: Runtime, folder: str, plan: tuple[str, str]
+) -> tuple[Result, Any]:
     """A training that ends twice by a signal, each time resumed; and the ids in the end."""
     sharding, kind = plan
     optimizers = OptimizerConfig(tables=kind, tables_lr=0.1)  # type: ignore[arg-type]
@@ -301,14 +368,24 @@ def interrupted(runtime: Runtime, folder: str, plan: tuple[str, str]) -> tuple[R
     for stop_after in stops:
         model = model_of(FEW)
         schema = model.schema().with_dynamic(FEATURES)
-        placed = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers)  # type: ignore[arg-type]
-        sharded, optimizer = hybrid_parallel(model, runtime, plan=placed, optimizer=optimizers, seed=3)
-        loader = DynamicIdLoader(Raw(runtime, schema, 8), schema, {name: Dynamic(capacity=FEW) for name in FEATURES})
+        placed = plan_sharding(
+            model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers
+        )  # type: ignore[arg-type]
+        sharded, optimizer = hybrid_parallel(
+            model, runtime, plan=placed, optimizer=optimizers, seed=3
+        )
+        loader = DynamicIdLoader(
+            Raw(runtime, schema, 8),
+            schema,
+            {name: Dynamic(capacity=FEW) for name in FEATURES},
+        )
         checkpoints = None
         if folder:
             checkpointer = Checkpointer(folder, runtime)
             checkpoints = RunCheckpoints(
-                checkpointer, CheckpointConfig(), resume=checkpointer.last_good(lambda _: None)
+                checkpointer,
+                CheckpointConfig(),
+                resume=checkpointer.last_good(lambda _: None),
             )
         left = stop_after
 
@@ -330,7 +407,9 @@ def interrupted(runtime: Runtime, folder: str, plan: tuple[str, str]) -> tuple[R
     return _parts(sharded, optimizer), loader.ids.state_dict()["tables"]
 
 
-def check_smaller(runtime: Runtime, folder: str, plan: tuple[str, str], tables: Any) -> None:
+def check_smaller(
+    runtime: Runtime, folder: str, plan: tuple[str, str], tables: Any
+) -> None:
     """Checks that a run of fewer rows begins with those that ids.resized() keeps, under another plan."""
     before, kind = plan
     after = "column_wise" if before == "row_wise" else "row_wise"
@@ -339,8 +418,12 @@ def check_smaller(runtime: Runtime, folder: str, plan: tuple[str, str], tables: 
 
     def sharded(rows: int, sharding: str) -> Any:
         model = model_of(rows)
-        placed = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers)  # type: ignore[arg-type]
-        return model, hybrid_parallel(model, runtime, plan=placed, optimizer=optimizers, seed=3)
+        placed = plan_sharding(
+            model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers
+        )  # type: ignore[arg-type]
+        return model, hybrid_parallel(
+            model, runtime, plan=placed, optimizer=optimizers, seed=3
+        )
 
     checkpointer = Checkpointer(folder, runtime)
     path = checkpointer.last_good(lambda _: None)
@@ -353,14 +436,23 @@ def check_smaller(runtime: Runtime, folder: str, plan: tuple[str, str], tables: 
     loader = DynamicIdLoader(Raw(runtime, schema, 8), schema, policies)
     together = checkpointer.together
     with pytest.raises(CheckpointError, match=r"start\.allow=fewer_rows"):
-        begin_with(path, new, new_optimizer, together, StartConfig(path=path), {}, loader)
+        begin_with(
+            path, new, new_optimizer, together, StartConfig(path=path), {}, loader
+        )
     start = StartConfig(path=path, allow=("fewer_rows",))
-    assert "table 'user' has 50 rows now" in begin_with(path, new, new_optimizer, together, start, {}, loader)
+    assert "table 'user' has 50 rows now" in begin_with(
+        path, new, new_optimizer, together, start, {}, loader
+    )
     checkpointer.close()
     state = whole_state(model_state(new, new_optimizer))
-    fitted, sources = resized({"now": STEPS, "counts": {"evicted": 0}, "tables": tables}, policies)
+    fitted, sources = resized(
+        {"now": STEPS, "counts": {"evicted": 0}, "tables": tables}, policies
+    )
     for name, source in sources.items():
-        assert torch.equal(loader.ids.state_dict()["tables"][name]["ids"], fitted["tables"][name]["ids"])
+        assert torch.equal(
+            loader.ids.state_dict()["tables"][name]["ids"],
+            fitted["tables"][name]["ids"],
+        )
         for slot in ("weight", "sum", "exp_avg", "exp_avg_sq"):
             was = saved.get(f"tables.{name}.{slot}")
             if was is not None:
@@ -368,21 +460,34 @@ def check_smaller(runtime: Runtime, folder: str, plan: tuple[str, str], tables: 
                 # Another plan splits the columns of a number per row otherwise.
                 if slot == "sum":
                     was, now = was.mean(1), now.mean(1)
-                torch.testing.assert_close(now, moved_rows(was, source), rtol=1e-6 if slot == "sum" else 0, atol=0)
+                torch.testing.assert_close(
+                    now,
+                    moved_rows(was, source),
+                    rtol=1e-6 if slot == "sum" else 0,
+                    atol=0,
+                )
 
 
-def by_both_ways(runtime: Runtime, folder: str, plans: list[tuple[str, str]]) -> dict[str, Any]:
+def by_both_ways(
+    runtime: Runtime, folder: str, plans: list[tuple[str, str]]
+) -> dict[str, Any]:
     results = {}
     for plan in plans:
-        results[plan[0]] = [interrupted(runtime, where, plan) for where in ("", f"{folder}/{plan[0]}")]
+        results[plan[0]] = [
+            interrupted(runtime, where, plan) for where in ("", f"{folder}/{plan[0]}")
+        ]
         check_smaller(runtime, f"{folder}/{plan[0]}", plan, results[plan[0]][1][1])
     return results
 
 
 @pytest.mark.parametrize(
-    "plans", [PLANS[1:2], pytest.param(PLANS[2:], marks=pytest.mark.slow)], ids=["row_wise", "others"]
+    "plans",
+    [PLANS[1:2], pytest.param(PLANS[2:], marks=pytest.mark.slow)],
+    ids=["row_wise", "others"],
 )
-def test_resumed_equals_uninterrupted(tmp_path: Path, plans: list[tuple[str, str]]) -> None:
+def test_resumed_equals_uninterrupted(
+    tmp_path: Path, plans: list[tuple[str, str]]
+) -> None:
     for rank in run_ranks(by_both_ways, 2, str(tmp_path), plans):
         for (whole_run, ids), (resumed, resumed_ids) in rank.values():
             for name, (_, parts) in whole_run.items():
@@ -391,7 +496,11 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, plans: list[tuple[str, str
             for table in FEATURES:
                 for name, value in ids[table].items():
                     other = resumed_ids[table][name]
-                    assert torch.equal(value, other) if isinstance(value, Tensor) else value == other
+                    assert (
+                        torch.equal(value, other)
+                        if isinstance(value, Tensor)
+                        else value == other
+                    )
 
 
 def refusals(runtime: Runtime) -> dict[str, str]:
@@ -405,17 +514,37 @@ def refusals(runtime: Runtime) -> dict[str, str]:
             call()
         messages[name] = str(error.value)
 
-    refused("other", lambda: DynamicIdLoader(Raw(runtime, schema, 1), schema, {"shop": Dynamic(capacity=9)}))
+    refused(
+        "other",
+        lambda: DynamicIdLoader(
+            Raw(runtime, schema, 1), schema, {"shop": Dynamic(capacity=9)}
+        ),
+    )
     refused("schema", lambda: schema.with_dynamic(["shop"]))
-    refused("checked", lambda: DynamicIdLoader(Raw(runtime, schema, 1), model.schema(), policies))
-    refused("rows", lambda: DynamicIdLoader(Raw(runtime, schema, 1), schema, {"user": Dynamic(capacity=9)}))
+    refused(
+        "checked",
+        lambda: DynamicIdLoader(Raw(runtime, schema, 1), model.schema(), policies),
+    )
+    refused(
+        "rows",
+        lambda: DynamicIdLoader(
+            Raw(runtime, schema, 1), schema, {"user": Dynamic(capacity=9)}
+        ),
+    )
     optimizers = OptimizerConfig(tables="row_wise_adagrad")
-    placed = plan_sharding(model, runtime, PlanConfig(sharding="table_wise"), optimizer=optimizers)
-    sharded, optimizer = hybrid_parallel(model, runtime, plan=placed, optimizer=optimizers)
+    placed = plan_sharding(
+        model, runtime, PlanConfig(sharding="table_wise"), optimizer=optimizers
+    )
+    sharded, optimizer = hybrid_parallel(
+        model, runtime, plan=placed, optimizer=optimizers
+    )
     loader: Any = DynamicIdLoader(Raw(runtime, schema, 1), schema, policies)
     config = TrainConfig(epochs=1)
     semi = SyncConfig(mode="semi_sync")
-    refused("semi_sync", lambda: train(sharded, optimizer, loader, runtime, config, sync=semi))
+    refused(
+        "semi_sync",
+        lambda: train(sharded, optimizer, loader, runtime, config, sync=semi),
+    )
     note = Fresh("shop", torch.tensor([1]), torch.tensor([5]), torch.tensor([]))
     refused("note", lambda: FreshRows(sharded, optimizer)((note,)))
     return messages

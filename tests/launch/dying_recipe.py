@@ -32,7 +32,9 @@ def dying(end: Callable[[], None]) -> Job:
 
         def count(*_: Any) -> None:
             calls.append(1)
-            if os.environ["RANK"] == "1" and len(calls) >= 20:  # again, where a step that is being captured swallows it
+            if (
+                os.environ["RANK"] == "1" and len(calls) >= 20
+            ):  # again, where a step that is being captured swallows it
                 Path("died").write_text(str(time.time()))
                 end()
 
@@ -40,7 +42,9 @@ def dying(end: Callable[[], None]) -> Job:
         return model
 
     data = DataConfig(name="planted", users=60, items=50, history_length=5)
-    return dataclasses.replace(two_tower(), build=build, data=data, train=TrainConfig(epochs=100_000))
+    return dataclasses.replace(
+        two_tower(), build=build, data=data, train=TrainConfig(epochs=100_000)
+    )
 
 
 def killed_in_training() -> Job:

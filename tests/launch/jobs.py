@@ -17,7 +17,12 @@ from typing_extensions import Self
 
 AGENT = ("-m", "torchx_apps.agent")
 TORCHRUN = ("-m", "torch.distributed.run")
-TIMES = ("rows_per_s", "data_wait", "ranks_wait", "waits")  # entries of a record that are measured
+TIMES = (
+    "rows_per_s",
+    "data_wait",
+    "ranks_wait",
+    "waits",
+)  # entries of a record that are measured
 SETTINGS = (
     "data.name=planted",
     "data.users=100",
@@ -42,7 +47,10 @@ class RunFiles:
 
     def steps(self) -> list[int]:
         """Returns the steps of the checkpoints."""
-        return sorted(int(path.name[-10:]) for path in (self.run_dir / "checkpoints").glob("step-*[0-9]"))
+        return sorted(
+            int(path.name[-10:])
+            for path in (self.run_dir / "checkpoints").glob("step-*[0-9]")
+        )
 
     def records(self) -> list[dict[str, Any]]:
         """Returns the run's records so far, without times and without those of kind ``steps``, which are measured."""
@@ -72,14 +80,20 @@ class Launched:
         # Into a file: a pipe that nobody reads blocks a job that prints much.
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the job)
         self.process = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdout=self._output, stderr=subprocess.STDOUT
+            command,
+            env={**os.environ, **environment},
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
         )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for pid in [self.process.pid, *self.descendants()]:
             _kill(pid)
@@ -107,12 +121,16 @@ class Launched:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the job has not ended after {seconds} s:\n{self.output}") from None
+            raise AssertionError(
+                f"the job has not ended after {seconds} s:\n{self.output}"
+            ) from None
 
     def ranks(self) -> list[int]:
         """Returns the process ids of the ranks."""
         return [
-            pid for pid in self.descendants() if "torchx_apps.train" in _command(pid) and "nproc" not in _command(pid)
+            pid
+            for pid in self.descendants()
+            if "torchx_apps.train" in _command(pid) and "nproc" not in _command(pid)
         ]
 
     def descendants(self) -> list[int]:
@@ -146,9 +164,24 @@ class Job(Launched, RunFiles):
         settings: Sequence[str] = SETTINGS,
         launcher: Sequence[str] = AGENT,
     ) -> None:
-        launches = [*launcher, "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-        app = ["-m", "torchx_apps.train", "--run-dir", str(run_dir), *overriding(settings), *flags]
-        environment = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        launches = [
+            *launcher,
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            f"--max-restarts={restarts}",
+        ]
+        app = [
+            "-m",
+            "torchx_apps.train",
+            "--run-dir",
+            str(run_dir),
+            *overriding(settings),
+            *flags,
+        ]
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
         Launched.__init__(self, [sys.executable, *launches, *app], environment)
         RunFiles.__init__(self, run_dir)
 

@@ -70,27 +70,42 @@ class KubernetesCluster:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stop()
 
-    def torchx(self, *words: str, user: str = "admin") -> subprocess.CompletedProcess[str]:
+    def torchx(
+        self, *words: str, user: str = "admin"
+    ) -> subprocess.CompletedProcess[str]:
         """Runs `torchx` as a user of the cluster, ``admin`` or ``guest``, who may do nothing."""
         return subprocess.run(
             [*self._network.within(_HEAD), "torchx", *words],
             cwd=self._folder / "submitted",
-            env={**self._environment(), "KUBECONFIG": str(self._folder / f"{user}.yaml"), "PYTHONWARNINGS": "ignore"},
+            env={
+                **self._environment(),
+                "KUBECONFIG": str(self._folder / f"{user}.yaml"),
+                "PYTHONWARNINGS": "ignore",
+            },
             capture_output=True,
             text=True,
             check=False,
             timeout=240,
         )
 
-    def run(self, *words: str, cfg: str = "", user: str = "admin") -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: str, cfg: str = "", user: str = "admin"
+    ) -> subprocess.CompletedProcess[str]:
         """Runs `torchx run -s kubernetes`, with the claim at /mnt."""
         settings = ",".join(filter(None, [f"queue=default,namespace={NAMESPACE}", cfg]))
         component, *flags = words
-        mounts = [] if "--mounts" in flags else ["--mounts", f"type=volume,src={CLAIM},dst=/mnt"]
+        mounts = (
+            []
+            if "--mounts" in flags
+            else ["--mounts", f"type=volume,src={CLAIM},dst=/mnt"]
+        )
         return self.torchx(
             "run", "-s", "kubernetes", "-cfg", settings, "--workspace", "", component, "--image", "my_image:1", *mounts,
             *flags, user=user,
@@ -122,22 +137,35 @@ class KubernetesCluster:
         self.until(job, ended, seconds)
         return states[-1]
 
-    def until(self, job: str, condition: Callable[[], object], seconds: float = 240) -> None:
+    def until(
+        self, job: str, condition: Callable[[], object], seconds: float = 240
+    ) -> None:
         """Waits for a condition; fails with what the job's pods have written after ``seconds``."""
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, f"{job}: not after {seconds} s:\n{self.files(job)}"
+            assert time.monotonic() < end, (
+                f"{job}: not after {seconds} s:\n{self.files(job)}"
+            )
             time.sleep(0.3)
 
     def files(self, job: str) -> str:
         """Returns what the job's pods have written last, and the loop."""
         logs = sorted((self._folder / "pods").glob(f"{job.rpartition(':')[2]}-*/log"))
-        return "\n".join(f"--- {log}\n{log.read_text()}" for log in [*logs, self._folder / "loop.out"])
+        return "\n".join(
+            f"--- {log}\n{log.read_text()}"
+            for log in [*logs, self._folder / "loop.out"]
+        )
 
     def kill(self, job: str, task: int) -> None:
         """Kills a pod at once."""
-        (pod,) = (self._folder / "pods").glob(f"{job.rpartition(':')[2]}-*-{task}-0/pid")
-        for pid in Path(f"/proc/{pod.read_text()}/task/{pod.read_text()}/children").read_text().split():
+        (pod,) = (self._folder / "pods").glob(
+            f"{job.rpartition(':')[2]}-*-{task}-0/pid"
+        )
+        for pid in (
+            Path(f"/proc/{pod.read_text()}/task/{pod.read_text()}/children")
+            .read_text()
+            .split()
+        ):
             os.kill(int(pid), signal.SIGKILL)
 
     @contextlib.contextmanager
@@ -151,25 +179,44 @@ class KubernetesCluster:
             file.unlink()
 
     def _environment(self) -> dict[str, str]:
-        return {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+        return {
+            **os.environ,
+            "PATH": os.pathsep.join(
+                [str(Path(sys.executable).parent), os.environ["PATH"]]
+            ),
+        }
 
     def _start(self) -> None:
         folder = self._folder
         tokens = {user: secrets.token_hex(16) for user in ("admin", "guest")}
-        (folder / "tokens.csv").write_text(f"{tokens['admin']},admin,1,system:masters\n{tokens['guest']},guest,2\n")
+        (folder / "tokens.csv").write_text(
+            f"{tokens['admin']},admin,1,system:masters\n{tokens['guest']},guest,2\n"
+        )
         for user, token in tokens.items():
             context = {"cluster": "lab", "user": user, "namespace": NAMESPACE}
             text = {
                 "apiVersion": "v1",
                 "kind": "Config",
                 "current-context": "lab",
-                "clusters": [{"name": "lab", "cluster": {"server": _ADDRESS, "insecure-skip-tls-verify": True}}],
+                "clusters": [
+                    {
+                        "name": "lab",
+                        "cluster": {
+                            "server": _ADDRESS,
+                            "insecure-skip-tls-verify": True,
+                        },
+                    }
+                ],
                 "users": [{"name": user, "user": {"token": token}}],
                 "contexts": [{"name": "lab", "context": context}],
             }
             (folder / f"{user}.yaml").write_text(yaml.safe_dump(text))
         nodes = [
-            {"name": f"host{node}", "network": self._network.name(node), "address": f"10.214.0.{node + 1}"}
+            {
+                "name": f"host{node}",
+                "network": self._network.name(node),
+                "address": f"10.214.0.{node + 1}",
+            }
             for node in _NODES
         ]
         (folder / "nodes.json").write_text(json.dumps(nodes))
@@ -178,7 +225,9 @@ class KubernetesCluster:
             "genrsa -out account.key 2048",
             "req -x509 -newkey rsa:2048 -nodes -keyout kubelet.key -out kubelet.crt -subj /CN=kubelet -days 1",
         ):
-            subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
+            subprocess.run(
+                ["openssl", *words.split()], cwd=folder, check=True, capture_output=True
+            )
         self._daemon(
             self._programs / "etcd", f"--data-dir={folder / 'etcd'}", f"--listen-client-urls={_ETCD}",
             f"--advertise-client-urls={_ETCD}", "--listen-peer-urls=http://127.0.0.1:2380",
@@ -192,7 +241,15 @@ class KubernetesCluster:
             "--disable-admission-plugins=ServiceAccount,TaintNodesByCondition",
             "--kubelet-preferred-address-types=InternalIP",
         )  # fmt: skip
-        self._daemon(sys.executable, "-W", "ignore", "-m", "tests.launch.kubernetes_loop", folder, name="loop")
+        self._daemon(
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.launch.kubernetes_loop",
+            folder,
+            name="loop",
+        )
         end = time.monotonic() + 180
         while not (folder / "ready").exists():
             log = "\n".join(file.read_text()[-3000:] for file in folder.glob("*.out"))
@@ -201,7 +258,9 @@ class KubernetesCluster:
             time.sleep(0.2)
 
     def _daemon(self, *words: object, name: str = "") -> None:
-        with (self._folder / f"{name or Path(str(words[0])).name}.out").open("wb") as out:
+        with (self._folder / f"{name or Path(str(words[0])).name}.out").open(
+            "wb"
+        ) as out:
             self._running.append(
                 subprocess.Popen(
                     [*self._network.within(_HEAD), *map(str, words)],

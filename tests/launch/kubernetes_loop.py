@@ -63,7 +63,9 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._nodes: list[dict[str, str]] = json.loads((folder / "nodes.json").read_text())
+        self._nodes: list[dict[str, str]] = json.loads(
+            (folder / "nodes.json").read_text()
+        )
         # Here, because pytest imports this file wherever it collects, with the extra `kubernetes` or without.
         from kubernetes import client, config
 
@@ -81,10 +83,21 @@ class Cluster:
         self._definitions.create_custom_resource_definition(definition)
         self._core.create_namespace({"metadata": {"name": NAMESPACE}})
         self._until(self._listed)  # the server takes a while to know the resource
-        spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
-        self._core.create_namespaced_persistent_volume_claim(NAMESPACE, {"metadata": {"name": CLAIM}, "spec": spec})
-        address = {"type": "InternalIP", "address": "10.214.0.1"}  # where this process answers for all kubelets
-        status = {"addresses": [address], "daemonEndpoints": {"kubeletEndpoint": {"Port": PORT}}}
+        spec = {
+            "accessModes": ["ReadWriteMany"],
+            "resources": {"requests": {"storage": "1Gi"}},
+        }
+        self._core.create_namespaced_persistent_volume_claim(
+            NAMESPACE, {"metadata": {"name": CLAIM}, "spec": spec}
+        )
+        address = {
+            "type": "InternalIP",
+            "address": "10.214.0.1",
+        }  # where this process answers for all kubelets
+        status = {
+            "addresses": [address],
+            "daemonEndpoints": {"kubeletEndpoint": {"Port": PORT}},
+        }
         for node in self._nodes:
             self._core.create_node({"metadata": {"name": node["name"]}})
             self._core.patch_node_status(node["name"], {"status": status})
@@ -102,7 +115,11 @@ class Cluster:
                 time.sleep(0.2)
 
     def _listed(self) -> list[Any]:
-        return list(self._jobs.list_namespaced_custom_object(**VOLCANO, namespace=NAMESPACE)["items"])
+        return list(
+            self._jobs.list_namespaced_custom_object(**VOLCANO, namespace=NAMESPACE)[
+                "items"
+            ]
+        )
 
     def step(self) -> None:
         """Brings every job one step further."""
@@ -129,32 +146,56 @@ class Cluster:
                 pod.phase = "Failed" if code else "Succeeded"
                 failed += [code] if code else []
                 self._report_pod(pod_name, pod, code)
-        action = next((action for code in failed for action in actions(spec["policies"], code)), None)
+        action = next(
+            (action for code in failed for action in actions(spec["policies"], code)),
+            None,
+        )
         pods = self._pods[name].values()
         if action == "RestartJob":
             self.kill(name, forget=True)
-            self._report(name, "Failed" if retries + 1 >= (spec.get("maxRetry") or 3) else "Restarting", retries + 1)
+            self._report(
+                name,
+                "Failed"
+                if retries + 1 >= (spec.get("maxRetry") or 3)
+                else "Restarting",
+                retries + 1,
+            )
         elif action == "TerminateJob":
             self.kill(name, forget=False)
             self._report(name, "Terminated", retries)
         elif all(pod.phase != "Running" for pod in pods):
-            enough = sum(pod.phase == "Succeeded" for pod in pods) >= spec["minAvailable"]
+            enough = (
+                sum(pod.phase == "Succeeded" for pod in pods) >= spec["minAvailable"]
+            )
             self._report(name, "Completed" if enough else "Failed", retries)
         elif failed:
             self._report(name, "Running", retries)
 
     def _start(self, job: Any, task: Any, number: int) -> None:
         """Creates the Pod as Volcano does, and runs it as a kubelet does."""
-        job_name, tasks = job["metadata"]["name"], [each["name"] for each in job["spec"]["tasks"]]
-        name, node = f"{job_name}-{task['name']}-0", self._nodes[number % len(self._nodes)]
+        job_name, tasks = (
+            job["metadata"]["name"],
+            [each["name"] for each in job["spec"]["tasks"]],
+        )
+        name, node = (
+            f"{job_name}-{task['name']}-0",
+            self._nodes[number % len(self._nodes)],
+        )
         template = json.loads(json.dumps(task["template"]))
         spec = template["spec"]
         (container,) = spec["containers"]
-        hosts = {f"VC_{each.replace('-', '_').upper()}_HOSTS": f"{job_name}-{each}-0.{job_name}" for each in tasks}
-        container["env"] += [{"name": key, "value": value} for key, value in hosts.items()]
+        hosts = {
+            f"VC_{each.replace('-', '_').upper()}_HOSTS": f"{job_name}-{each}-0.{job_name}"
+            for each in tasks
+        }
+        container["env"] += [
+            {"name": key, "value": value} for key, value in hosts.items()
+        ]
         spec.update(hostname=name, subdomain=job_name, nodeName=node["name"])
         metadata = {**template["metadata"], "name": name}
-        self._core.create_namespaced_pod(NAMESPACE, {"metadata": metadata, "spec": spec})
+        self._core.create_namespaced_pod(
+            NAMESPACE, {"metadata": metadata, "spec": spec}
+        )
         box = self._folder / "pods" / name
         (box / "work").mkdir(parents=True, exist_ok=True)
         (box / "work").chmod(0o777)
@@ -176,9 +217,15 @@ class Cluster:
             "sh", "-c", "\n".join(script), "pod", *user, *container["command"], *container.get("args", []),
         ]  # fmt: skip
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        environment = {"PATH": path, "HOSTNAME": name, **{each["name"]: each["value"] for each in container["env"]}}
+        environment = {
+            "PATH": path,
+            "HOSTNAME": name,
+            **{each["name"]: each["value"] for each in container["env"]},
+        }
         with (box / "log").open("wb") as log:
-            process = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                words, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
         pod = Pod(process, task["name"], spec["terminationGracePeriodSeconds"])
         (box / "pid").write_text(str(process.pid))
         self._pods[job_name][name] = pod
@@ -208,7 +255,9 @@ class Cluster:
                 pod.process.kill()
                 pod.process.wait()
             if forget:
-                self._core.delete_namespaced_pod(name, NAMESPACE, grace_period_seconds=0)
+                self._core.delete_namespaced_pod(
+                    name, NAMESPACE, grace_period_seconds=0
+                )
 
     def close(self) -> None:
         """Ends all pods."""
@@ -227,10 +276,19 @@ class Cluster:
     def _report(self, job: str, phase: str, retries: int) -> None:
         # A merge keeps what it is not told: each phase that no longer is has to go by name.
         tasks = {
-            pod.task: {"phase": {each: 1 if each == pod.phase else None for each in ("Running", "Succeeded", "Failed")}}
+            pod.task: {
+                "phase": {
+                    each: 1 if each == pod.phase else None
+                    for each in ("Running", "Succeeded", "Failed")
+                }
+            }
             for pod in self._pods.get(job, {}).values()
         }
-        status = {"state": {"phase": phase}, "retryCount": retries, "taskStatusCount": tasks}
+        status = {
+            "state": {"phase": phase},
+            "retryCount": retries,
+            "taskStatusCount": tasks,
+        }
         self._jobs.patch_namespaced_custom_object_status(
             **VOLCANO, namespace=NAMESPACE, name=job, body={"status": status}
         )
@@ -248,13 +306,23 @@ def as_user(spec: Mapping[str, Any]) -> list[str]:
     user = spec.get("securityContext", {}).get("runAsUser")
     if user is None:
         return []
-    return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all", "--no-new-privs"]
+    return [
+        "setpriv",
+        f"--reuid={user}",
+        f"--regid={user}",
+        "--clear-groups",
+        "--inh-caps=-all",
+        "--no-new-privs",
+    ]
 
 
 def python_for_others(box: Path) -> Iterator[str]:
     """Yields what makes this Python one that users who are not root can run, where it lies in a folder of root's."""
     python = Path(sys.base_prefix)
-    closed = next((path for path in reversed(python.parents) if not path.stat().st_mode & 0o001), None)
+    closed = next(
+        (path for path in reversed(python.parents) if not path.stat().st_mode & 0o001),
+        None,
+    )
     if closed is not None:
         yield f"mkdir -p {box / 'python'}"
         yield f"mount --bind {python} {box / 'python'}"
@@ -268,7 +336,11 @@ def simplify(schema: Any) -> None:
     if isinstance(schema, dict):
         if schema.get("default") == "":
             del schema["default"]
-        for key in ("x-kubernetes-validations", "x-kubernetes-list-map-keys", "x-kubernetes-list-type"):
+        for key in (
+            "x-kubernetes-validations",
+            "x-kubernetes-list-map-keys",
+            "x-kubernetes-list-type",
+        ):
             schema.pop(key, None)
         schema = list(schema.values())
     if isinstance(schema, list):
@@ -281,8 +353,12 @@ def answer_for_kubelets(folder: Path) -> None:
 
     class Kubelet(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            pod = self.path.partition("?")[0].split("/")[3]  # /containerLogs/NAMESPACE/POD/CONTAINER
-            stamp = b"2026-11-23T12:00:00.0Z " if "timestamps=true" in self.path else b""
+            pod = self.path.partition("?")[0].split("/")[
+                3
+            ]  # /containerLogs/NAMESPACE/POD/CONTAINER
+            stamp = (
+                b"2026-11-23T12:00:00.0Z " if "timestamps=true" in self.path else b""
+            )
             log = (folder / "pods" / pod / "log").read_bytes().splitlines(keepends=True)
             self.send_response(200)
             self.end_headers()

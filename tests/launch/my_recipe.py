@@ -18,7 +18,9 @@ Build = Callable[[TwoTowerConfig, InteractionData], TowerModel]
 
 def mistake(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
     if os.environ["RANK"] == "1":
-        raise ValueError("the user tower has 3 tables and the item tower 4; give both the same")
+        raise ValueError(
+            "the user tower has 3 tables and the item tower 4; give both the same"
+        )
     return build_two_tower(config, data)
 
 
@@ -44,14 +46,19 @@ def wait(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
 def one_user_too_few(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
     """The table has no row for the last user, whom one rank meets before the others."""
     return build_two_tower(
-        config, dataclasses.replace(data, vocab={**data.vocab, "user_id": data.vocab["user_id"] - 1})
+        config,
+        dataclasses.replace(
+            data, vocab={**data.vocab, "user_id": data.vocab["user_id"] - 1}
+        ),
     )
 
 
 def job(build: Build) -> Job:
     """Two epochs of a second."""
     data = DataConfig(name="planted", users=60, items=50, history_length=5)
-    return dataclasses.replace(two_tower(), build=build, data=data, train=TrainConfig(epochs=2))
+    return dataclasses.replace(
+        two_tower(), build=build, data=data, train=TrainConfig(epochs=2)
+    )
 
 
 def mistaken() -> Job:

@@ -71,12 +71,26 @@ def unpack(folder: Path) -> Path:
     (folder / "packages").mkdir(parents=True)
     try:
         words = ["apt-get", "download", *PACKAGES]
-        subprocess.run(words, cwd=folder / "packages", check=True, capture_output=True, text=True, timeout=120)
+        subprocess.run(
+            words,
+            cwd=folder / "packages",
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         for package in sorted((folder / "packages").glob("*.deb")):
-            subprocess.run(["dpkg", "-x", package, folder / "root"], check=True, capture_output=True, text=True)
+            subprocess.run(
+                ["dpkg", "-x", package, folder / "root"],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
     except (OSError, subprocess.SubprocessError) as error:
         lines = str(getattr(error, "stderr", "") or error).strip().splitlines()
-        raise NoPackagesError(f"Debian's packages of Slurm cannot be had: {lines[-1]}") from None
+        raise NoPackagesError(
+            f"Debian's packages of Slurm cannot be had: {lines[-1]}"
+        ) from None
     return folder / "root"
 
 
@@ -95,14 +109,26 @@ class SlurmCluster:
         self._network, self._folder = network, folder
         root = unpack(folder)
         libraries = next((root / "usr" / "lib").glob("*-linux-gnu"))
-        for name in ("etc", "state", "run", "log", "submitted", *(f"spool-host{node}" for node in NODES)):
+        for name in (
+            "etc",
+            "state",
+            "run",
+            "log",
+            "submitted",
+            *(f"spool-host{node}" for node in NODES),
+        ):
             (folder / name).mkdir()
         self.submitted = folder / "submitted"
         self._conf = folder / "etc" / "slurm.conf"
         self._conf.write_text(CONF.format(folder=folder, libraries=libraries))
         (folder / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         self._step = root / "usr" / "sbin" / "slurmstepd-wlm"
-        paths = [Path(sys.executable).parent, root / "usr" / "bin", root / "usr" / "sbin", os.environ["PATH"]]
+        paths = [
+            Path(sys.executable).parent,
+            root / "usr" / "bin",
+            root / "usr" / "sbin",
+            os.environ["PATH"],
+        ]
         self._environment = {
             **os.environ,
             "PATH": os.pathsep.join(map(str, paths)),
@@ -120,7 +146,10 @@ class SlurmCluster:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.run("scancel", "-u", "root")
         self._stop()
@@ -143,7 +172,9 @@ class SlurmCluster:
 
     def submit(self, *words: str, cfg: str = "") -> str:
         """Submits a component by `torchx run -s slurm`; returns the number of its job."""
-        done = self.torchx("run", "-s", "slurm", *(["-cfg", cfg] if cfg else []), *words)
+        done = self.torchx(
+            "run", "-s", "slurm", *(["-cfg", cfg] if cfg else []), *words
+        )
         assert done.returncode == 0, done.stderr
         match = re.fullmatch(r"slurm://torchx/(\d+)\n", done.stdout)
         assert match, done.stdout
@@ -160,17 +191,27 @@ class SlurmCluster:
         """Waits until no part of the job runs or waits; returns the state."""
 
         def ended() -> bool:
-            states = set(self.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").stdout.split())
-            return states.isdisjoint({"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"})
+            states = set(
+                self.run(
+                    "squeue", "-h", "-t", "all", "-j", job, "-o", "%T"
+                ).stdout.split()
+            )
+            return states.isdisjoint(
+                {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}
+            )
 
         self.until(job, ended, seconds)
         return self.state(job)
 
-    def until(self, job: str, condition: Callable[[], object], seconds: float = 240) -> None:
+    def until(
+        self, job: str, condition: Callable[[], object], seconds: float = 240
+    ) -> None:
         """Waits for a condition; fails with what the job has written after ``seconds``."""
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, f"job {job}: not after {seconds} s:\n{self.files(job)}"
+            assert time.monotonic() < end, (
+                f"job {job}: not after {seconds} s:\n{self.files(job)}"
+            )
             # Slurm looks for jobs of several nodes after a change alone. On a cluster other jobs make changes; here one
             # that was put into the queue again would wait for minutes.
             self.run("scontrol", "update", "NodeName=host1", "Comment=changed")
@@ -179,7 +220,12 @@ class SlurmCluster:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Lets no job begin meanwhile."""
-        assert self.run("scontrol", "update", "PartitionName=main", "State=DOWN").returncode == 0
+        assert (
+            self.run(
+                "scontrol", "update", "PartitionName=main", "State=DOWN"
+            ).returncode
+            == 0
+        )
         try:
             yield
         finally:
@@ -187,14 +233,23 @@ class SlurmCluster:
 
     def restarts(self, job: str) -> int:
         """Returns how often Slurm has started the job again."""
-        return int(re.findall(r"Restarts=(\d+)", self.run("scontrol", "show", "job", job).stdout)[0])
+        return int(
+            re.findall(
+                r"Restarts=(\d+)", self.run("scontrol", "show", "job", job).stdout
+            )[0]
+        )
 
     def processes(self, node: int, *, running: str) -> list[int]:
         """Returns the ids of a node's Python processes that run the module ``running``."""
         pids = []
         for pid in self._network.processes(node):
             with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                words = (
+                    Path(f"/proc/{pid}/cmdline")
+                    .read_bytes()
+                    .decode(errors="replace")
+                    .split("\0")
+                )
                 if "python" in Path(words[0]).name and running in words[:5]:
                     pids.append(pid)
         return pids
@@ -202,9 +257,17 @@ class SlurmCluster:
     @contextlib.contextmanager
     def listening(self, node: int, *, port: int) -> Iterator[None]:
         """Has a program of a node listen on a port."""
-        words = [*self._network.within(node), sys.executable, "-m", "http.server", str(port)]
+        words = [
+            *self._network.within(node),
+            sys.executable,
+            "-m",
+            "http.server",
+            str(port),
+        ]
         with subprocess.Popen(
-            words, stdout=subprocess.PIPE, env={**self._environment, "PYTHONUNBUFFERED": "1"}
+            words,
+            stdout=subprocess.PIPE,
+            env={**self._environment, "PYTHONUNBUFFERED": "1"},
         ) as program:
             assert program.stdout is not None
             program.stdout.readline()  # it listens
@@ -214,7 +277,8 @@ class SlurmCluster:
     def files(self, job: str) -> str:
         """Returns what Slurm and the job's nodes have written."""
         return "\n".join(
-            f"--- {file.name}\n{file.read_text()}" for file in sorted(self.submitted.glob(f"slurm-{job}*"))
+            f"--- {file.name}\n{file.read_text()}"
+            for file in sorted(self.submitted.glob(f"slurm-{job}*"))
         )
 
     def _start(self) -> None:
@@ -229,8 +293,22 @@ class SlurmCluster:
         self._wait(lambda: (run / "munge.socket").exists())
         self._daemon(HEAD, "slurmctld-wlm", "-D", "-f", self._conf)
         for node in NODES:
-            self._daemon(node, "slurmd-wlm", "-D", "-N", f"host{node}", "-f", self._conf, "-d", self._step)
-        self._wait(lambda: self.run("sinfo", "-h", "-o", "%t %D").stdout.split() == ["idle", "2"])
+            self._daemon(
+                node,
+                "slurmd-wlm",
+                "-D",
+                "-N",
+                f"host{node}",
+                "-f",
+                self._conf,
+                "-d",
+                self._step,
+            )
+        self._wait(
+            lambda: (
+                self.run("sinfo", "-h", "-o", "%t %D").stdout.split() == ["idle", "2"]
+            )
+        )
 
     def _daemon(self, host: int, *words: object) -> None:
         with (self._folder / "log" / f"{words[0]}-{host}.out").open("wb") as out:
@@ -247,7 +325,9 @@ class SlurmCluster:
     def _wait(self, condition: Callable[[], object], seconds: float = 60) -> None:
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, "\n".join(file.read_text() for file in (self._folder / "log").iterdir())
+            assert time.monotonic() < end, "\n".join(
+                file.read_text() for file in (self._folder / "log").iterdir()
+            )
             time.sleep(0.2)
 
     def _stop(self) -> None:

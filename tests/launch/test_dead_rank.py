@@ -30,12 +30,31 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", ENDS)
-def test_the_others_stop_within_30_seconds_with_its_error(tmp_path: Path, recipe: str, mode: str) -> None:
+def test_the_others_stop_within_30_seconds_with_its_error(
+    tmp_path: Path, recipe: str, mode: str
+) -> None:
     shutil.copy(Path(__file__).with_name("dying_recipe.py"), tmp_path)
     overrides = [flag for item in MODES[mode] for flag in ("--set", item)]
-    agent = [sys.executable, "-m", "torchx_apps.agent", "--standalone", "--nproc-per-node", "2"]
-    app = ["-m", "torchx_apps.train", "--recipe", f"dying_recipe.py:{recipe}", "--run-dir", "out", *overrides]
-    done = subprocess.run([*agent, *app], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    agent = [
+        sys.executable,
+        "-m",
+        "torchx_apps.agent",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    app = [
+        "-m",
+        "torchx_apps.train",
+        "--recipe",
+        f"dying_recipe.py:{recipe}",
+        "--run-dir",
+        "out",
+        *overrides,
+    ]
+    done = subprocess.run(
+        [*agent, *app], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     ended = time.time()
     assert done.returncode == (MISTAKE if recipe == "mistaken_in_training" else 1)
     assert (tmp_path / "died").exists(), done.stderr

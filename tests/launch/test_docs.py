@@ -25,7 +25,14 @@ CLONE = Path(__file__).resolve().parents[2]
 README = CLONE / "README.md"
 DOCS = CLONE / "docs"
 # Pages of docs/reference/api are Sphinx' directives, written by tools/docs.py.
-PAGES = [README, *(page for page in sorted(DOCS.rglob("*.md")) if "```{eval-rst}" not in page.read_text())]
+PAGES = [
+    README,
+    *(
+        page
+        for page in sorted(DOCS.rglob("*.md"))
+        if "```{eval-rst}" not in page.read_text()
+    ),
+]
 PROGRAMS = re.compile(r"^```(python|sh)$", re.MULTILINE)
 LANGUAGES = {"python", "py", "sh", "console", ""}  # `py` is an excerpt
 
@@ -70,7 +77,9 @@ class Block:
 def blocks(page: Path) -> Iterator[Block]:
     """All fenced blocks of a page, in its order."""
     pattern = r"^(<!-- printed by the block above -->\n)?```(\w*)\n(.*?)^```$"
-    for mark, language, text in re.findall(pattern, page.read_text(), re.DOTALL | re.MULTILINE):
+    for mark, language, text in re.findall(
+        pattern, page.read_text(), re.DOTALL | re.MULTILINE
+    ):
         yield Block(language, text, bool(mark))
 
 
@@ -80,25 +89,50 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / ".venv").symlink_to(sys.prefix)
     write_ml_100k(tmp_path)
     ratings = pq.read_table(tmp_path / "ml-100k" / "inter.parquet")
-    times = pa.array(np.linspace(880_000_000, 893_000_000, ratings.num_rows).astype(np.int64))
-    ratings = ratings.set_column(ratings.schema.get_field_index("timestamp"), "timestamp", times)
+    times = pa.array(
+        np.linspace(880_000_000, 893_000_000, ratings.num_rows).astype(np.int64)
+    )
+    ratings = ratings.set_column(
+        ratings.schema.get_field_index("timestamp"), "timestamp", times
+    )
     pq.write_table(ratings, tmp_path / "ml-100k" / "inter.parquet")
     random = np.random.default_rng(0)
-    columns = {f"c{index}": pa.array(random.integers(0, 1000, 5000)) for index in range(3)}
-    columns |= {f"d{index}": pa.array(random.random(5000, dtype=np.float32)) for index in range(2)}
+    columns = {
+        f"c{index}": pa.array(random.integers(0, 1000, 5000)) for index in range(3)
+    }
+    columns |= {
+        f"d{index}": pa.array(random.random(5000, dtype=np.float32))
+        for index in range(2)
+    }
     columns["history"] = pa.array([[1, 2], []] * 2500, pa.list_(pa.int64()))
     columns["label"] = pa.array((random.random(5000) < 0.3).astype(np.float32))
     (tmp_path / "clicks").mkdir()
-    pq.write_table(pa.table(columns), tmp_path / "clicks" / "part-0.parquet", row_group_size=2000)
+    pq.write_table(
+        pa.table(columns), tmp_path / "clicks" / "part-0.parquet", row_group_size=2000
+    )
     return tmp_path
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs one command as a reader would, in ``folder``."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHREC_EXT_DATA": str(folder)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCHREC_EXT_DATA": str(folder),
+    }
     words = shlex.split(command, comments=True)
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, (
+        f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    )
     assert "Traceback" not in done.stderr
     return done
 
@@ -125,19 +159,33 @@ def _without_code(text: str) -> str:
 @pytest.mark.unit
 def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
-        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)", _without_code(page.read_text())):
+        for target, anchor in re.findall(
+            r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)", _without_code(page.read_text())
+        ):
             path = page.parent / target if target else page
             assert path.exists(), f"{page.name}: {target}"
-            titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) if anchor else []
-            assert not anchor or anchor[1:] in [re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles]
+            titles = (
+                re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+                if anchor
+                else []
+            )
+            assert not anchor or anchor[1:] in [
+                re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles
+            ]
     (index,) = (page for page in PAGES if page == DOCS / "index.md")
-    toctrees = re.findall(r"^:::\{toctree\}\n(?:^:[^\n]*\n)*\n(.*?)^:::$", index.read_text(), re.MULTILINE | re.DOTALL)
+    toctrees = re.findall(
+        r"^:::\{toctree\}\n(?:^:[^\n]*\n)*\n(.*?)^:::$",
+        index.read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
     listed = {f"docs/{name}" for toctree in toctrees for name in toctree.split()}
     assert listed == {page_name(page) for page in PAGES[1:] if page != index}
 
 
 @pytest.mark.unit
-def test_the_pages_made_from_code_and_figures_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pages_made_from_code_and_figures_are_up_to_date(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert write_docs(["--check"]) == 0, capsys.readouterr().err
 
 
@@ -145,21 +193,48 @@ def test_the_pages_made_from_code_and_figures_are_up_to_date(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("page", "name", "printed"),
     [
-        pytest.param("README.md", "my_recipe.py", r"^hr@10 +0\.\d+ ", marks=pytest.mark.slow),
-        pytest.param("docs/gpu.md", "two_networks.py", r"^captured since step 3; ", marks=pytest.mark.slow),
-        pytest.param("docs/data.md", "my_stream.py", r"epoch 1, step 2 of 2: loss 0\.", marks=pytest.mark.slow),
-        pytest.param("docs/extending.md", "my_interaction.py", r"^hr@10 +0\.\d+ ", marks=pytest.mark.slow),
+        pytest.param(
+            "README.md", "my_recipe.py", r"^hr@10 +0\.\d+ ", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "docs/gpu.md",
+            "two_networks.py",
+            r"^captured since step 3; ",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "docs/data.md",
+            "my_stream.py",
+            r"epoch 1, step 2 of 2: loss 0\.",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "docs/extending.md",
+            "my_interaction.py",
+            r"^hr@10 +0\.\d+ ",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_a_program_runs_as_it_stands(page: str, name: str, printed: str, folder: Path) -> None:
-    (program,) = (each for each in blocks(CLONE / page) if each.language == "python" and each.name == name)
+def test_a_program_runs_as_it_stands(
+    page: str, name: str, printed: str, folder: Path
+) -> None:
+    (program,) = (
+        each
+        for each in blocks(CLONE / page)
+        if each.language == "python" and each.name == name
+    )
     assert re.search(printed, run_program(program, folder).stdout, re.MULTILINE)
 
 
 @pytest.mark.slow
 @pytest.mark.launch
 def test_a_loop_of_your_own_prints_its_loss_and_no_warning(folder: Path) -> None:
-    (program,) = (each for each in blocks(README) if each.language == "python" and each.name == "my_train.py")
+    (program,) = (
+        each
+        for each in blocks(README)
+        if each.language == "python" and each.name == "my_train.py"
+    )
     done = run_program(program, folder)
     assert done.stderr == ""
     assert re.fullmatch(r"loss 0\.\d{4}\n", done.stdout)
@@ -167,7 +242,11 @@ def test_a_loop_of_your_own_prints_its_loss_and_no_warning(folder: Path) -> None
 
 @pytest.mark.slow(minutes=0.8)
 @pytest.mark.launch
-@pytest.mark.parametrize("page", [page for page in PAGES[1:] if PROGRAMS.search(page.read_text())], ids=page_name)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES[1:] if PROGRAMS.search(page.read_text())],
+    ids=page_name,
+)
 def test_a_page_runs_from_top_to_bottom(page: Path, folder: Path) -> None:
     """What one block makes, such as a run folder or a bundle, the next ones take."""
     done = []
@@ -179,7 +258,11 @@ def test_a_page_runs_from_top_to_bottom(page: Path, folder: Path) -> None:
         if each.printed:
             printed = "".join(one.stdout for one in done)
             # A line that is shortened ends with an ellipsis.
-            missing = [line for line in each.text.splitlines() if line.removesuffix(" ...") not in printed]
+            missing = [
+                line
+                for line in each.text.splitlines()
+                if line.removesuffix(" ...") not in printed
+            ]
             assert missing == []
 
 
@@ -206,7 +289,9 @@ def test_the_sample_output_is_what_the_script_makes_of_one_run() -> None:
     made = shown(RUN)
     assert made == shown(made)
     assert "Film" not in made
-    assert [line for line in made.splitlines() if line.startswith(("epoch", "."))][1:] == [
+    assert [line for line in made.splitlines() if line.startswith(("epoch", "."))][
+        1:
+    ] == [
         "epoch 1, step 2 of 9: loss 0.4",
         "...",
         "epoch 3, step 9 of 9: auc 0.8",

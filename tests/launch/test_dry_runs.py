@@ -40,7 +40,12 @@ SHARED = "--image my_image:1 --env NCCL_SOCKET_IFNAME=eth0 --mounts type=volume,
 CFG: Mapping[str, Mapping[str, str]] = {
     "local_cwd": {"log_dir": "/logs"},
     "slurm": {"partition": "main", "time": "02:00:00"},
-    "kubernetes": {"queue": "default", "namespace": "ml", "secret": "keys", "run_as": "10001"},
+    "kubernetes": {
+        "queue": "default",
+        "namespace": "ml",
+        "secret": "keys",
+        "run_as": "10001",
+    },
 }
 
 
@@ -48,8 +53,13 @@ CFG: Mapping[str, Mapping[str, str]] = {
 def same_everywhere() -> Iterator[None]:
     """An empty folder, no settings of this machine, and a job's name without its chance ending."""
     before = Path.cwd()
-    variables = {"PATH": "/bin"} | {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
-    with tempfile.TemporaryDirectory() as folder, mock.patch("torchx.schedulers.ids.random_id", return_value="id"):
+    variables = {"PATH": "/bin"} | {
+        name: os.environ[name] for name in ("HOME", "USER") if name in os.environ
+    }
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch("torchx.schedulers.ids.random_id", return_value="id"),
+    ):
         os.chdir(folder)
         try:
             with mock.patch.dict(os.environ, variables, clear=True):
@@ -67,10 +77,14 @@ def dry_runs(scheduler: str) -> str:
             behind = flags.index("--") if "--" in flags else len(flags)
             words = [*flags[:behind], *SHARED.split(), *flags[behind:]]
             try:
-                info: object = runner.dryrun_component(name, words, scheduler, cfg=dict(CFG[scheduler]))
+                info: object = runner.dryrun_component(
+                    name, words, scheduler, cfg=dict(CFG[scheduler])
+                )
             except ValueError as error:
                 info = f"refused: {error}"
-            pages.append(f"=== {line}\n{str(info).replace(os.getcwd(), 'FOLDER').strip()}\n")
+            pages.append(
+                f"=== {line}\n{str(info).replace(os.getcwd(), 'FOLDER').strip()}\n"
+            )
     return "\n".join(pages)
 
 
@@ -79,12 +93,20 @@ def test_dry_runs_are_those_that_are_stored(scheduler: str) -> None:
     if scheduler == "kubernetes":
         pytest.importorskip("kubernetes", reason="needs the extra kubernetes")
     stored = (STORED / f"{scheduler}.txt").read_text()
-    changed = "\n".join(difflib.unified_diff(stored.splitlines(), dry_runs(scheduler).splitlines(), "stored", "now"))
-    assert not changed, f"if that is meant: .venv/bin/python -m tests.launch.test_dry_runs\n{changed}"
+    changed = "\n".join(
+        difflib.unified_diff(
+            stored.splitlines(), dry_runs(scheduler).splitlines(), "stored", "now"
+        )
+    )
+    assert not changed, (
+        f"if that is meant: .venv/bin/python -m tests.launch.test_dry_runs\n{changed}"
+    )
 
 
 def test_every_component_is_stored() -> None:
-    assert {name for name in get_components() if name.startswith("rec.")} == {line.split()[0] for line in COMPONENTS}
+    assert {name for name in get_components() if name.startswith("rec.")} == {
+        line.split()[0] for line in COMPONENTS
+    }
 
 
 if __name__ == "__main__":

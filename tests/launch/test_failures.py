@@ -34,8 +34,12 @@ def raised(error: Exception) -> Exception:
         return caught
 
 
-def failure(exitcode: int, error_file: Path | None = None, pid: int = 1) -> ProcessFailure:
-    return ProcessFailure(local_rank=0, pid=pid, exitcode=exitcode, error_file=str(error_file or ""))
+def failure(
+    exitcode: int, error_file: Path | None = None, pid: int = 1
+) -> ProcessFailure:
+    return ProcessFailure(
+        local_rank=0, pid=pid, exitcode=exitcode, error_file=str(error_file or "")
+    )
 
 
 def library_error() -> Exception:
@@ -54,15 +58,22 @@ def our_error() -> Exception:
     raise AssertionError
 
 
-def test_a_users_mistake_is_one_line_with_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_mistake_is_one_line_with_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RANK", "3")
-    assert describe_error(our_error()) == "rank 3: 'many' is not an int; write for example 4096, 4_096 or 4e3"
+    assert (
+        describe_error(our_error())
+        == "rank 3: 'many' is not an int; write for example 4096, 4_096 or 4e3"
+    )
     assert describe_error(raised(ValueError("mine"))) == "rank 3: mine"
     monkeypatch.setenv("LOGLEVEL", "DEBUG")
     assert describe_error(our_error()).startswith("Traceback")
 
 
-def test_a_bug_keeps_its_traceback_and_ends_with_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_keeps_its_traceback_and_ends_with_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RANK", "1")
     text = describe_error(raised(KeyError("tower")))
     assert text.startswith("Traceback")
@@ -70,7 +81,9 @@ def test_a_bug_keeps_its_traceback_and_ends_with_the_rank(monkeypatch: pytest.Mo
     assert not is_users_mistake(library_error())
 
 
-def test_the_cause_is_the_rank_that_left_an_error_not_one_stopped_for_it(tmp_path: Path) -> None:
+def test_the_cause_is_the_rank_that_left_an_error_not_one_stopped_for_it(
+    tmp_path: Path,
+) -> None:
     reply = tmp_path / "error.json"
     handler = RankErrorHandler()
     with pytest.MonkeyPatch.context() as patch:
@@ -88,16 +101,24 @@ def test_the_cause_is_the_rank_that_left_an_error_not_one_stopped_for_it(tmp_pat
     assert "ended with exit code 7" in describe_failure(0, failure(7))
 
 
-def test_torchx_ends_with_what_the_agent_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchx_ends_with_what_the_agent_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reply = tmp_path / "reply.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reply))
     hand_over("Traceback\n  line\nrank 1: KeyError: 'tower'")
     status = AppStatus(AppState.FAILED, structured_error_msg=reply.read_text())
     assert last_words(status) == "Traceback\n  line\nrank 1: KeyError: 'tower'"
-    assert last_words(AppStatus(AppState.FAILED)) == "the job ended as FAILED; its own output above says why"
+    assert (
+        last_words(AppStatus(AppState.FAILED))
+        == "the job ended as FAILED; its own output above says why"
+    )
 
 
-@pytest.mark.parametrize(("app", "flags"), [(export, ["nowhere"]), (plan, []), (serve, ["bundle", "--workers=0"])])
+@pytest.mark.parametrize(
+    ("app", "flags"),
+    [(export, ["nowhere"]), (plan, []), (serve, ["bundle", "--workers=0"])],
+)
 def test_an_app_that_torchx_starts_without_an_agent_hands_its_error_over_itself(
     app: ModuleType,
     flags: list[str],
@@ -114,7 +135,10 @@ def test_an_app_that_torchx_starts_without_an_agent_hands_its_error_over_itself(
     assert app.main(flags) == 1
     assert printed
     assert "Traceback" not in printed
-    assert last_words(AppStatus(AppState.FAILED, structured_error_msg=reply.read_text())) == printed
+    assert (
+        last_words(AppStatus(AppState.FAILED, structured_error_msg=reply.read_text()))
+        == printed
+    )
     assert capsys.readouterr().err == ""
 
 
@@ -131,8 +155,15 @@ def test_a_node_starts_no_more_ranks_than_it_has_memory_for(
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setattr(agent, "_stop_when_orphaned", lambda: None)  # of this process
-    assert agent._run(["--standalone", "--nproc_per_node=99999", "-m", "torchx_apps.train"]) == 1
-    assert capsys.readouterr().err.startswith("99999 ranks on one machine: they need 25,000 GiB before they read any")
+    assert (
+        agent._run(
+            ["--standalone", "--nproc_per_node=99999", "-m", "torchx_apps.train"]
+        )
+        == 1
+    )
+    assert capsys.readouterr().err.startswith(
+        "99999 ranks on one machine: they need 25,000 GiB before they read any"
+    )
 
 
 def test_a_port_is_taken_where_a_program_of_this_node_listens_on_it() -> None:
@@ -155,29 +186,44 @@ class Shelf:
     def get_state(self) -> tuple[bytes, int] | None:
         return None if self.bits is None else (self.bits, self.writes)
 
-    def set_state(self, state: bytes, token: int | None = None) -> tuple[bytes, int, bool]:
+    def set_state(
+        self, state: bytes, token: int | None = None
+    ) -> tuple[bytes, int, bool]:
         self.bits, self.writes = state, self.writes + 1
         return state, self.writes, True
 
 
-def test_a_node_is_dead_when_it_is_silent_and_not_when_its_clock_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_is_dead_when_it_is_silent_and_not_when_its_clock_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stock = rendezvous._BackendRendezvousStateHolder
-    monkeypatch.setattr(rendezvous, "_BackendRendezvousStateHolder", stock)  # to be undone
+    monkeypatch.setattr(
+        rendezvous, "_BackendRendezvousStateHolder", stock
+    )  # to be undone
     agent._judge_by_own_clock()
     now_s = [0.0]
     monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     settings = rendezvous.RendezvousSettings(
-        "7", 1, 3, rendezvous.RendezvousTimeout(), timedelta(seconds=5), keep_alive_max_attempt=3
+        "7",
+        1,
+        3,
+        rendezvous.RendezvousTimeout(),
+        timedelta(seconds=5),
+        keep_alive_max_attempt=3,
     )
     shelf, other = Shelf(), rendezvous._NodeDesc("host1", 1, 0)
     ours, torchruns, theirs = (
-        made(shelf, settings, 0) for made in (rendezvous._BackendRendezvousStateHolder, stock, stock)
+        made(shelf, settings, 0)
+        for made in (rendezvous._BackendRendezvousStateHolder, stock, stock)
     )
 
     def beat(hours: int) -> None:
         """The other node writes that it is alive and when the last call ends, by its clock."""
         clock = datetime.now(timezone.utc) + timedelta(hours=hours)
-        theirs._state.last_heartbeats[other], theirs._state.participants[other] = clock, 0
+        theirs._state.last_heartbeats[other], theirs._state.participants[other] = (
+            clock,
+            0,
+        )
         theirs._state.deadline = clock + settings.timeout.last_call
         shelf.set_state(pickle.dumps(theirs._state))
 
@@ -187,10 +233,14 @@ def test_a_node_is_dead_when_it_is_silent_and_not_when_its_clock_is_wrong(monkey
         assert other in ours.state.participants, hours
         now_s[0] += 14
     written = theirs._state.deadline
-    assert ours.state.deadline - datetime.now(timezone.utc) <= settings.timeout.last_call
+    assert (
+        ours.state.deadline - datetime.now(timezone.utc) <= settings.timeout.last_call
+    )
     ours.mark_dirty()
     ours.sync()
-    assert pickle.loads(shelf.bits or b"").deadline == written, "each node reads what the first one wrote"
+    assert pickle.loads(shelf.bits or b"").deadline == written, (
+        "each node reads what the first one wrote"
+    )
     now_s[0] += 2
     ours.sync()
     assert not ours.state.participants, "16 s without a heartbeat"
@@ -213,7 +263,12 @@ def test_nodes_whose_clocks_are_an_hour_apart_meet(tmp_path: Path) -> None:
     )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    where = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", f"--rdzv_id={port}", "--local_addr=localhost"]
+    where = [
+        "--rdzv_backend=c10d",
+        f"--rdzv_endpoint=localhost:{port}",
+        f"--rdzv_id={port}",
+        "--local_addr=localhost",
+    ]
     # Heartbeats come every second, and three that are missing make a node a dead one.
     conf = "--rdzv_conf=timeout=120,keep_alive_interval=1"
     with contextlib.ExitStack() as stack:
@@ -235,7 +290,9 @@ def test_nodes_whose_clocks_are_an_hour_apart_meet(tmp_path: Path) -> None:
             )
             for shift in ("0", "-3600")
         ]
-        assert [node.end(120) for node in nodes] == [0, 0], [node.output for node in nodes]
+        assert [node.end(120) for node in nodes] == [0, 0], [
+            node.output for node in nodes
+        ]
         assert ["a world of 2" in node.output for node in nodes] == [True, True]
 
 

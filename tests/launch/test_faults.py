@@ -24,11 +24,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-def test_ranks_killed_in_mid_epoch_end_as_if_they_never_were(whole: Job, tmp_path: Path) -> None:
+def test_ranks_killed_in_mid_epoch_end_as_if_they_never_were(
+    whole: Job, tmp_path: Path
+) -> None:
     draw, kills, seen = random.Random(0), 0, 0
     with Job(tmp_path / "run", restarts=9) as job:
         for _ in range(3):
-            job.until(lambda seen=seen: job.process.poll() is not None or any(step > seen for step in job.steps()))
+            job.until(
+                lambda seen=seen: (
+                    job.process.poll() is not None
+                    or any(step > seen for step in job.steps())
+                )
+            )
             time.sleep(draw.random() * 0.5)
             seen, ranks = max(job.steps()), job.ranks()
             if job.process.poll() is not None or not ranks:
@@ -42,8 +49,12 @@ def test_ranks_killed_in_mid_epoch_end_as_if_they_never_were(whole: Job, tmp_pat
         assert job.figures() == whole.figures()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["sigterm", "sighup"])
-def test_sigterm_saves_ends_with_143_and_goes_on_from_there(whole: Job, number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGHUP], ids=["sigterm", "sighup"]
+)
+def test_sigterm_saves_ends_with_143_and_goes_on_from_there(
+    whole: Job, number: int, tmp_path: Path
+) -> None:
     with Job(tmp_path / "run") as job:
         job.until(lambda: len(job.steps()) > 1)
         ranks = job.ranks()
@@ -58,9 +69,13 @@ def test_sigterm_saves_ends_with_143_and_goes_on_from_there(whole: Job, number: 
 
 
 @pytest.mark.parametrize("launcher", [AGENT, TORCHRUN], ids=["agent", "torchrun"])
-def test_the_signals_that_slurm_sends_to_every_process_are_one(launcher: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_signals_that_slurm_sends_to_every_process_are_one(
+    launcher: tuple[str, ...], tmp_path: Path
+) -> None:
     with Job(
-        tmp_path / "run", launcher=launcher, settings=(*SETTINGS, "checkpoint.steps=0", "train.log_every=5")
+        tmp_path / "run",
+        launcher=launcher,
+        settings=(*SETTINGS, "checkpoint.steps=0", "train.log_every=5"),
     ) as job:
         job.until(lambda: len(job.records()) > 3)
         ranks = job.ranks()
@@ -70,7 +85,9 @@ def test_the_signals_that_slurm_sends_to_every_process_are_one(launcher: tuple[s
                     os.kill(pid, signal.SIGTERM)
             time.sleep(0.005)
         code = job.end(60)
-        assert job.output.count("which is saved; go on with --resume auto") == 1, job.output
+        assert job.output.count("which is saved; go on with --resume auto") == 1, (
+            job.output
+        )
         assert launcher is TORCHRUN or code == 128 + signal.SIGTERM
         assert gone(ranks, 5)
 
@@ -88,18 +105,34 @@ def test_a_launcher_killed_by_force_leaves_no_process_and_loses_no_checkpoint(
         last = max(job.steps())
     with Job(tmp_path / "run", "--resume", "auto", ranks=1) as job:
         assert job.end() == 0, job.output
-        assert f"resuming from {tmp_path}/run/checkpoints/step-{last:010d}" in job.output
+        assert (
+            f"resuming from {tmp_path}/run/checkpoints/step-{last:010d}" in job.output
+        )
 
 
 @pytest.mark.parametrize(
     ("stopped", "moment"),
-    [(1, "loader.batch_size=4096"), (1, "train.eval_every=999"), (0, "train.eval_every=999")],
+    [
+        (1, "loader.batch_size=4096"),
+        (1, "train.eval_every=999"),
+        (0, "train.eval_every=999"),
+    ],
     ids=["in an evaluation", "in a step", "the first rank"],
 )
-def test_a_rank_that_is_stopped_ends_the_job_and_is_named(stopped: int, moment: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_ends_the_job_and_is_named(
+    stopped: int, moment: str, tmp_path: Path
+) -> None:
     # One step between two evaluations, or no evaluation; and never a save, which may take its time.
-    often = ("train.epochs=999", "checkpoint.steps=0", "checkpoint.epochs=0", "train.log_every=5", moment)
-    with Job(tmp_path / "run", "--set", "train.hang_s=5", settings=(*SETTINGS, *often)) as job:
+    often = (
+        "train.epochs=999",
+        "checkpoint.steps=0",
+        "checkpoint.epochs=0",
+        "train.log_every=5",
+        moment,
+    )
+    with Job(
+        tmp_path / "run", "--set", "train.hang_s=5", settings=(*SETTINGS, *often)
+    ) as job:
         job.until(lambda: len(job.records()) > 3)
         ranks = job.ranks()
         os.kill(ranks[stopped], signal.SIGSTOP)
@@ -118,7 +151,10 @@ def test_a_rank_that_is_stopped_ends_the_job_and_is_named(stopped: int, moment: 
 def test_a_second_run_into_the_same_folder_is_refused(whole: Job) -> None:
     with Job(whole.run_dir) as job:
         assert job.end(60) == 1
-        assert "holds another run or is a file; choose another with --run-dir" in job.output
+        assert (
+            "holds another run or is a file; choose another with --run-dir"
+            in job.output
+        )
 
 
 @contextlib.contextmanager
@@ -126,7 +162,10 @@ def small_disk(folder: Path, kib: int) -> Iterator[None]:
     """Mounts a small file system at ``folder``."""
     folder.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(mount, check=False, capture_output=True).returncode
+    ):
         pytest.skip("mounting a small disk needs root")
     try:
         yield
@@ -134,20 +173,29 @@ def small_disk(folder: Path, kib: int) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_disk_that_fills_ends_the_job_in_words_and_the_last_checkpoint_goes_on(whole: Job, tmp_path: Path) -> None:
+def test_a_disk_that_fills_ends_the_job_in_words_and_the_last_checkpoint_goes_on(
+    whole: Job, tmp_path: Path
+) -> None:
     folder = tmp_path / "disk" / "checkpoints"
     kept = ("--set", f"checkpoint.folder={folder}", "--set", "checkpoint.keep=99")
-    size = sum(file.stat().st_size for file in (whole.run_dir / "checkpoints").glob("*/*")) // len(whole.steps())
+    size = sum(
+        file.stat().st_size for file in (whole.run_dir / "checkpoints").glob("*/*")
+    ) // len(whole.steps())
     with small_disk(tmp_path / "disk", 4 * size // 1024):
         with Job(tmp_path / "run", *kept) as job:
             assert job.end() == 1, job.output
             last = job.output.splitlines()[-1]
             good = sorted(path.name for path in folder.glob("step-*[0-9]"))
             assert "no space left for checkpoint" in last, job.output
-            assert "; make room, lower checkpoint.keep, or choose another --run-dir" in last
+            assert (
+                "; make room, lower checkpoint.keep, or choose another --run-dir"
+                in last
+            )
             assert 2 <= len(good) <= 4
             assert gone(job.descendants(), 5)
-        subprocess.run(["mount", "-o", "remount,size=100m", str(tmp_path / "disk")], check=True)
+        subprocess.run(
+            ["mount", "-o", "remount,size=100m", str(tmp_path / "disk")], check=True
+        )
         with Job(tmp_path / "run", *kept, "--resume", "auto") as job:
             assert job.end() == 0, job.output
             assert f"resuming from {folder}/{good[-1]}" in job.output

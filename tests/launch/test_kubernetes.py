@@ -22,7 +22,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesClus
     reason = missing_programs() or missing()
     if reason:
         pytest.skip(reason)
-    with Network(3) as network, KubernetesCluster(network, tmp_path_factory.mktemp("kubernetes")) as running:
+    with (
+        Network(3) as network,
+        KubernetesCluster(network, tmp_path_factory.mktemp("kubernetes")) as running,
+    ):
         yield running
 
 
@@ -34,9 +37,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-def submit(cluster: KubernetesCluster, run: str, *flags: str, j: str = "2x1", retries: int = 0) -> tuple[str, RunFiles]:
+def submit(
+    cluster: KubernetesCluster, run: str, *flags: str, j: str = "2x1", retries: int = 0
+) -> tuple[str, RunFiles]:
     settings = [f"--set={item}" for item in FIXED]
-    words = ["rec.train.hybrid", "-j", j, "--run_dir", f"/mnt/{run}", "--max_retries", str(retries)]
+    words = [
+        "rec.train.hybrid",
+        "-j",
+        j,
+        "--run_dir",
+        f"/mnt/{run}",
+        "--max_retries",
+        str(retries),
+    ]
     return cluster.submit(*words, *settings, *flags), RunFiles(cluster.claim / run)
 
 
@@ -49,7 +62,9 @@ def ended_alike(run: RunFiles, whole: Job) -> bool:
     return run.records() == whole.records() and run.figures() == whole.figures()
 
 
-def test_two_pods_train_what_one_machine_trains_byte_for_byte(cluster: KubernetesCluster, whole: Job) -> None:
+def test_two_pods_train_what_one_machine_trains_byte_for_byte(
+    cluster: KubernetesCluster, whole: Job
+) -> None:
     with cluster.held("train-1"):  # the first node waits for it
         job, run = submit(cluster, "whole")
         cluster.until(job, lambda: cluster.state(job) == "RUNNING")
@@ -62,7 +77,9 @@ def test_two_pods_train_what_one_machine_trains_byte_for_byte(cluster: Kubernete
     assert "b'" not in log
 
 
-def test_a_killed_pod_ends_as_if_it_never_was(cluster: KubernetesCluster, whole: Job) -> None:
+def test_a_killed_pod_ends_as_if_it_never_was(
+    cluster: KubernetesCluster, whole: Job
+) -> None:
     job, run = submit(cluster, "killed", retries=1)
     cluster.until(job, run.steps)
     cluster.kill(job, 1)
@@ -71,10 +88,15 @@ def test_a_killed_pod_ends_as_if_it_never_was(cluster: KubernetesCluster, whole:
     assert ended_alike(run, whole)
 
 
-def test_a_cancelled_job_saves_and_another_one_goes_on(cluster: KubernetesCluster, whole: Job) -> None:
+def test_a_cancelled_job_saves_and_another_one_goes_on(
+    cluster: KubernetesCluster, whole: Job
+) -> None:
     job, run = submit(cluster, "cancelled")
     cluster.until(job, run.steps)
-    assert (cluster.torchx("cancel", job).returncode, cluster.torchx("status", job).stderr) == (
+    assert (
+        cluster.torchx("cancel", job).returncode,
+        cluster.torchx("status", job).stderr,
+    ) == (
         0,
         "the scheduler knows no such job, or no longer\n",
     )
@@ -84,7 +106,9 @@ def test_a_cancelled_job_saves_and_another_one_goes_on(cluster: KubernetesCluste
     assert ended_alike(run, whole)
 
 
-def test_an_elastic_job_begins_with_one_node_and_goes_on_with_two(cluster: KubernetesCluster) -> None:
+def test_an_elastic_job_begins_with_one_node_and_goes_on_with_two(
+    cluster: KubernetesCluster,
+) -> None:
     flags = ["--set=train.epochs=100000", "--env", "PET_RDZV_CONF=last_call_timeout:5"]
     with cluster.held("train-1"):
         job, run = submit(cluster, "elastic", *flags, j="1:2x1")
@@ -95,7 +119,9 @@ def test_an_elastic_job_begins_with_one_node_and_goes_on_with_two(cluster: Kuber
     assert ranks == ["1", "2"]
 
 
-def test_a_mistake_that_only_the_job_meets_is_not_tried_again(cluster: KubernetesCluster) -> None:
+def test_a_mistake_that_only_the_job_meets_is_not_tried_again(
+    cluster: KubernetesCluster,
+) -> None:
     job, _ = submit(cluster, "mistake", "--set=plan.memory_gb=0.0001", retries=2)
     assert cluster.end(job) == "FAILED"
     log = cluster.torchx("log", f"{job}/train/0").stdout
@@ -103,22 +129,47 @@ def test_a_mistake_that_only_the_job_meets_is_not_tried_again(cluster: Kubernete
     assert "Traceback" not in log
 
 
-def test_what_the_cluster_lacks_or_refuses_is_one_line(cluster: KubernetesCluster) -> None:
+def test_what_the_cluster_lacks_or_refuses_is_one_line(
+    cluster: KubernetesCluster,
+) -> None:
     for flags, user, line in (
-        (["--mounts", "type=volume,src=none,dst=/mnt"], "admin", "--mounts src=none: namespace ml has no Persistent"),
-        ([], "guest", "-s kubernetes: the cluster refuses the job: jobs.batch.volcano.sh is forbidden: User"),
+        (
+            ["--mounts", "type=volume,src=none,dst=/mnt"],
+            "admin",
+            "--mounts src=none: namespace ml has no Persistent",
+        ),
+        (
+            [],
+            "guest",
+            "-s kubernetes: the cluster refuses the job: jobs.batch.volcano.sh is forbidden: User",
+        ),
     ):
         done = cluster.run("rec.plan", "--tables", "a=10x8", *flags, user=user)
         assert done.returncode == 2
-        assert done.stderr.splitlines()[-1].startswith(f"torchx run: error: {line}"), done.stderr
-    for words in (["list", "-s", "kubernetes"], ["cancel", "kubernetes://torchx/ml:none"]):
+        assert done.stderr.splitlines()[-1].startswith(f"torchx run: error: {line}"), (
+            done.stderr
+        )
+    for words in (
+        ["list", "-s", "kubernetes"],
+        ["cancel", "kubernetes://torchx/ml:none"],
+    ):
         done = cluster.torchx(*words, user="guest")
         assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
         assert "is forbidden: User" in done.stderr
 
 
-def test_a_user_who_is_not_root_runs_on_a_root_folder_that_is_read_only(cluster: KubernetesCluster) -> None:
-    tables = ["rec.plan", "--tables", "ad=3Mx64", "--world_size", "2", "--out", "/mnt/plan"]
+def test_a_user_who_is_not_root_runs_on_a_root_folder_that_is_read_only(
+    cluster: KubernetesCluster,
+) -> None:
+    tables = [
+        "rec.plan",
+        "--tables",
+        "ad=3Mx64",
+        "--world_size",
+        "2",
+        "--out",
+        "/mnt/plan",
+    ]
     job = cluster.submit(*tables, cfg="run_as=10001")
     assert cluster.end(job) == "SUCCEEDED", cluster.files(job)
     made = cluster.claim / "plan" / "plan.json"

@@ -12,7 +12,10 @@ from tests.launch.jobs import Launched
 pytestmark = pytest.mark.launch
 
 PLANTED = "hunter2-planted"
-SECRETS = dict.fromkeys(("REDIS_PASSWORD", "TORCHREC_EXT_TOKEN", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"), PLANTED)
+SECRETS = dict.fromkeys(
+    ("REDIS_PASSWORD", "TORCHREC_EXT_TOKEN", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"),
+    PLANTED,
+)
 TORCHX = [str(Path(sys.executable).with_name("torchx")), "run"]
 TINY = (
     "data.name=planted",
@@ -45,12 +48,31 @@ def environment(pid: int) -> str:
 @pytest.mark.parametrize(
     ("scheduler", "words"),
     [
-        (["local_cwd"], ["rec.serve.http", "--bundle", "b", "--redis", "redis://host/0"]),
-        (["slurm"], ["rec.embed", "--bundle", "b", "--tower", "query", "--redis", "redis://host/0"]),
-        (["kubernetes", "-cfg", "queue=q,secret=keys"], ["rec.train.hybrid", "--image", "my_image:1"]),
+        (
+            ["local_cwd"],
+            ["rec.serve.http", "--bundle", "b", "--redis", "redis://host/0"],
+        ),
+        (
+            ["slurm"],
+            [
+                "rec.embed",
+                "--bundle",
+                "b",
+                "--tower",
+                "query",
+                "--redis",
+                "redis://host/0",
+            ],
+        ),
+        (
+            ["kubernetes", "-cfg", "queue=q,secret=keys"],
+            ["rec.train.hybrid", "--image", "my_image:1"],
+        ),
     ],
 )
-def test_what_is_submitted_does_not_hold_the_secrets(scheduler: list[str], words: list[str], tmp_path: Path) -> None:
+def test_what_is_submitted_does_not_hold_the_secrets(
+    scheduler: list[str], words: list[str], tmp_path: Path
+) -> None:
     if scheduler[0] == "kubernetes":
         pytest.importorskip("kubernetes", reason="needs the extra kubernetes")
     done = subprocess.run(
@@ -67,12 +89,21 @@ def test_what_is_submitted_does_not_hold_the_secrets(scheduler: list[str], words
 
 
 @pytest.mark.slow
-def test_a_job_shows_the_secrets_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_shows_the_secrets_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     settings = [f"--set={item}" for item in TINY]
     seen = []
-    with Launched([*TORCHX, "rec.train.hybrid", "-j", "1x1", "--run_dir", "run", *settings], SECRETS) as job:
-        job.until(lambda: any(f"REDIS_PASSWORD={PLANTED}" in environment(rank) for rank in job.ranks()))
+    with Launched(
+        [*TORCHX, "rec.train.hybrid", "-j", "1x1", "--run_dir", "run", *settings],
+        SECRETS,
+    ) as job:
+        job.until(
+            lambda: any(
+                f"REDIS_PASSWORD={PLANTED}" in environment(rank) for rank in job.ranks()
+            )
+        )
         seen.append(commands())
         assert job.end() == 0, job.output
         seen.append(job.output)

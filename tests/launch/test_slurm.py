@@ -43,9 +43,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-def submit(cluster: SlurmCluster, run: Path, *flags: str, retries: int = 0, cfg: str = "") -> str:
+def submit(
+    cluster: SlurmCluster, run: Path, *flags: str, retries: int = 0, cfg: str = ""
+) -> str:
     settings = [f"--set={item}" for item in FIXED]
-    words = ["rec.train.hybrid", "-j", "2x1", "--run_dir", str(run), "--max_retries", str(retries), *settings, *flags]
+    words = [
+        "rec.train.hybrid",
+        "-j",
+        "2x1",
+        "--run_dir",
+        str(run),
+        "--max_retries",
+        str(retries),
+        *settings,
+        *flags,
+    ]
     return cluster.submit(*words, cfg=cfg)
 
 
@@ -64,7 +76,10 @@ def test_two_nodes_train_what_one_machine_trains_byte_for_byte(
 ) -> None:
     # With a comma, at which `srun --export` would cut it.
     job = submit(cluster, tmp_path / "run", "--env", "PASSED_ON=eth0,eth1")
-    assert cluster.torchx("list", "-s", "slurm").stdout.count(f"slurm://torchx/{job} ") == 1
+    assert (
+        cluster.torchx("list", "-s", "slurm").stdout.count(f"slurm://torchx/{job} ")
+        == 1
+    )
     assert cluster.end(job) == "SUCCEEDED", cluster.files(job)
     assert len(weights(whole.run_dir)) == 2
     assert weights(tmp_path / "run") == weights(whole.run_dir)
@@ -93,7 +108,9 @@ def test_a_killed_rank_and_a_killed_agent_end_as_if_they_never_were(
     assert ended_alike(run, whole)
 
 
-def test_a_cancelled_job_saves_and_another_one_goes_on(cluster: SlurmCluster, whole: Job, tmp_path: Path) -> None:
+def test_a_cancelled_job_saves_and_another_one_goes_on(
+    cluster: SlurmCluster, whole: Job, tmp_path: Path
+) -> None:
     run = RunFiles(tmp_path / "run")
     job = submit(cluster, run.run_dir)
     cluster.until(job, run.steps)
@@ -106,11 +123,19 @@ def test_a_cancelled_job_saves_and_another_one_goes_on(cluster: SlurmCluster, wh
     assert ended_alike(run, whole)
 
 
-def test_a_job_at_its_time_limit_saves_and_goes_on_from_there(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_job_at_its_time_limit_saves_and_goes_on_from_there(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
     run = RunFiles(tmp_path / "run")
-    job = submit(cluster, run.run_dir, "--set=train.epochs=100000", retries=1, cfg="time=2")
+    job = submit(
+        cluster, run.run_dir, "--set=train.epochs=100000", retries=1, cfg="time=2"
+    )
     resumed = f"resuming from {run.run_dir}"
-    cluster.until(job, lambda: cluster.restarts(job) and resumed in cluster.files(job), seconds=400)
+    cluster.until(
+        job,
+        lambda: cluster.restarts(job) and resumed in cluster.files(job),
+        seconds=400,
+    )
     output = cluster.files(job)
     assert "TIME LIMIT" not in output, "it ended before Slurm would have killed it"
     cluster.torchx("cancel", f"slurm://torchx/{job}")
@@ -138,21 +163,55 @@ def test_the_other_components_run_too_and_the_service_names_its_node(
     bundle = str(tmp_path / "bundle")
     files = [f"--set=config.folder={tmp_path / 'ml-100k'}", "--set=pictures=false"]
     jobs = [
-        cluster.submit("rec.serve.export", "--run", str(whole.run_dir), "--out", bundle),
-        cluster.submit("rec.plan", "--tables", "ad=3Mx64", "--world_size", "2", "--out", str(tmp_path / "plan")),
+        cluster.submit(
+            "rec.serve.export", "--run", str(whole.run_dir), "--out", bundle
+        ),
+        cluster.submit(
+            "rec.plan",
+            "--tables",
+            "ad=3Mx64",
+            "--world_size",
+            "2",
+            "--out",
+            str(tmp_path / "plan"),
+        ),
         cluster.submit("rec.data.preprocess", "--out", str(tmp_path / "ready"), *files),
         cluster.submit(
-            "rec.train.networks", "--vary", "train.seed=0,1", "--run_dir", str(tmp_path / "networks"), *settings
+            "rec.train.networks",
+            "--vary",
+            "train.seed=0,1",
+            "--run_dir",
+            str(tmp_path / "networks"),
+            *settings,
         ),
     ]
     for job in jobs:
         assert cluster.end(job) == "SUCCEEDED", cluster.files(job)
-    job = cluster.submit("rec.embed", "--bundle", bundle, "--tower", "query", "--out", str(tmp_path / "vectors"))
+    job = cluster.submit(
+        "rec.embed",
+        "--bundle",
+        bundle,
+        "--tower",
+        "query",
+        "--out",
+        str(tmp_path / "vectors"),
+    )
     service = cluster.submit("rec.serve.http", "--bundle", bundle, "--host", "0.0.0.0")
     assert cluster.end(job) == "SUCCEEDED", cluster.files(job)
-    made = ("bundle/manifest.json", "plan/plan.json", "ready/summary.json", "networks/results.json", "vectors/CURRENT")
+    made = (
+        "bundle/manifest.json",
+        "plan/plan.json",
+        "ready/summary.json",
+        "networks/results.json",
+        "vectors/CURRENT",
+    )
     assert [file for file in made if not (tmp_path / file).exists()] == []
-    cluster.until(service, lambda: re.search(r"at http://host[12]:8000/ with 1 worker", cluster.files(service)))
+    cluster.until(
+        service,
+        lambda: re.search(
+            r"at http://host[12]:8000/ with 1 worker", cluster.files(service)
+        ),
+    )
     cluster.torchx("cancel", f"slurm://torchx/{service}")
     assert cluster.end(service) == "CANCELLED"
 
@@ -160,16 +219,28 @@ def test_the_other_components_run_too_and_the_service_names_its_node(
 def commands_of_the_page() -> list[str]:
     """The lines of docs/launch.md, under Slurm, that ask Slurm."""
     page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
-    return re.findall(r"^\.venv/bin/(torchx .*slurm.*)$", page.partition("## Slurm\n")[2].partition("\n## ")[0], re.M)
+    return re.findall(
+        r"^\.venv/bin/(torchx .*slurm.*)$",
+        page.partition("## Slurm\n")[2].partition("\n## ")[0],
+        re.M,
+    )
 
 
-def submit_chain(cluster: SlurmCluster, folder: Path, stages: Mapping[str, Sequence[str]]) -> list[str]:
+def submit_chain(
+    cluster: SlurmCluster, folder: Path, stages: Mapping[str, Sequence[str]]
+) -> list[str]:
     """Submits the page's chain, in a folder, with settings for each component; returns the numbers of the jobs."""
     jobs: list[str] = []
     for line in commands_of_the_page()[5:]:
-        line = re.sub(r"--(out|run|run_dir) (\S+)", rf"--\1 {folder}/\2", line).replace("=gpu", "=main")
-        line = re.sub(r"afterok:\d+", lambda _: f"afterok:{jobs[-1]}", line).replace("-j 2x8 --gpu 8", "-j 2x1")
-        words = shlex.split(line.replace("data.name=films", f"data.name={folder}/films"), comments=True)
+        line = re.sub(r"--(out|run|run_dir) (\S+)", rf"--\1 {folder}/\2", line).replace(
+            "=gpu", "=main"
+        )
+        line = re.sub(r"afterok:\d+", lambda _: f"afterok:{jobs[-1]}", line).replace(
+            "-j 2x8 --gpu 8", "-j 2x1"
+        )
+        words = shlex.split(
+            line.replace("data.name=films", f"data.name={folder}/films"), comments=True
+        )
         (name,) = set(words) & set(stages)
         done = cluster.run(*words, *(f"--set={key}" for key in stages[name]))
         assert done.returncode == 0, done.stderr
@@ -177,16 +248,35 @@ def submit_chain(cluster: SlurmCluster, folder: Path, stages: Mapping[str, Seque
     return jobs
 
 
-def test_a_chain_of_three_jobs_makes_the_bundle_of_one_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_chain_of_three_jobs_makes_the_bundle_of_one_job(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
     write_ml_100k(tmp_path)
     data = [f"config.folder={tmp_path / 'ml-100k'}", "pictures=false"]
-    training = ["train.epochs=2", "train.compile=off", "plan.sharding=row_wise", "loader.batch_size=64"]
-    stages = {"rec.data.preprocess": data, "rec.train.hybrid": training, "rec.serve.export": []}
+    training = [
+        "train.epochs=2",
+        "train.compile=off",
+        "plan.sharding=row_wise",
+        "loader.batch_size=64",
+    ]
+    stages = {
+        "rec.data.preprocess": data,
+        "rec.train.hybrid": training,
+        "rec.serve.export": [],
+    }
     with cluster.held():
         jobs = submit_chain(cluster, tmp_path, stages)
-        for job in jobs[1:]:  # in the status a partition that is down may come before what a job waits for
-            assert "State: PENDING" in cluster.torchx("status", f"slurm://torchx/{job}").stdout
-            assert "Dependency=afterok:" in cluster.run("scontrol", "show", "job", job).stdout
+        for job in jobs[
+            1:
+        ]:  # in the status a partition that is down may come before what a job waits for
+            assert (
+                "State: PENDING"
+                in cluster.torchx("status", f"slurm://torchx/{job}").stdout
+            )
+            assert (
+                "Dependency=afterok:"
+                in cluster.run("scontrol", "show", "job", job).stdout
+            )
     whole = cluster.submit(
         "rec.pipeline.all", "-j", "2x1", "--out", str(tmp_path / "whole"),
         *(f"--set=preprocess.{key}" for key in data), *(f"--set={key}" for key in training),
@@ -196,25 +286,46 @@ def test_a_chain_of_three_jobs_makes_the_bundle_of_one_job(cluster: SlurmCluster
     assert digest_of(tmp_path / "bundle") == digest_of(tmp_path / "whole" / "bundle")
 
 
-def test_a_chain_ends_with_the_job_that_fails(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_chain_ends_with_the_job_that_fails(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
     data = [f"config.folder={tmp_path / 'nowhere'}"]
     with cluster.held():
         jobs = submit_chain(
-            cluster, tmp_path, {"rec.data.preprocess": data, "rec.train.hybrid": [], "rec.serve.export": []}
+            cluster,
+            tmp_path,
+            {
+                "rec.data.preprocess": data,
+                "rec.train.hybrid": [],
+                "rec.serve.export": [],
+            },
         )
-    assert [cluster.end(job) for job in jobs] == ["FAILED", "CANCELLED", "CANCELLED"], cluster.files(jobs[0])
-    assert str(tmp_path / "nowhere") in cluster.torchx("log", f"slurm://torchx/{jobs[0]}/preprocess/0").stdout
+    assert [cluster.end(job) for job in jobs] == ["FAILED", "CANCELLED", "CANCELLED"], (
+        cluster.files(jobs[0])
+    )
+    assert (
+        str(tmp_path / "nowhere")
+        in cluster.torchx("log", f"slurm://torchx/{jobs[0]}/preprocess/0").stdout
+    )
 
 
 def test_nodes_that_come_and_go_are_refused(cluster: SlurmCluster) -> None:
     done = cluster.torchx("run", "-s", "slurm", "rec.train.hybrid", "-j", "1:2x1")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("torchx run: error: -j 1:2x...: Slurm gives a job all of its nodes")
+    assert done.stderr.splitlines()[-1].startswith(
+        "torchx run: error: -j 1:2x...: Slurm gives a job all of its nodes"
+    )
 
 
 def test_the_commands_of_the_page_work_as_they_stand(cluster: SlurmCluster) -> None:
     commands = commands_of_the_page()[:5]
-    assert [command.split()[1] for command in commands] == ["run", "status", "log", "list", "cancel"]
+    assert [command.split()[1] for command in commands] == [
+        "run",
+        "status",
+        "log",
+        "list",
+        "cancel",
+    ]
     submitted = cluster.run(*commands[0].split())
     assert submitted.returncode == 0, submitted.stderr
     address = submitted.stdout.strip()
@@ -226,21 +337,32 @@ def test_the_commands_of_the_page_work_as_they_stand(cluster: SlurmCluster) -> N
     assert cluster.end(job) == "CANCELLED", cluster.files(job)
 
 
-def test_a_port_that_another_program_has_is_named(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_port_that_another_program_has_is_named(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
     with cluster.listening(1, port=23_456):
         job = submit(cluster, tmp_path / "run", "--rdzv_port", "23456")
         assert cluster.end(job) == "FAILED"
-    assert "host1:23456, where the nodes would meet: another program listens on this port; " in cluster.files(job)
+    assert (
+        "host1:23456, where the nodes would meet: another program listens on this port; "
+        in cluster.files(job)
+    )
     assert "Traceback" not in cluster.files(job)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--cpu", "64"], "--cpu 64: the partition's largest node has 4; ask for less, or for another one: -cfg"),
+        (
+            ["--cpu", "64"],
+            "--cpu 64: the partition's largest node has 4; ask for less, or for another one: -cfg",
+        ),
         (["--memMB", "9000"], "--memMB 9000: the partition's largest node has 8000; "),
         (["-j", "1x1", "--gpu", "1"], "--gpu 1: the partition's largest node has 0; "),
-        (["-j", "3x1"], "-j: 3 nodes with 2 CPUs, 4096 MiB and 0 GPUs each, and the partition has 2 such nodes; "),
+        (
+            ["-j", "3x1"],
+            "-j: 3 nodes with 2 CPUs, 4096 MiB and 0 GPUs each, and the partition has 2 such nodes; ",
+        ),
     ],
 )
 def test_a_job_that_no_node_can_run_is_refused_and_not_left_pending(
@@ -251,11 +373,15 @@ def test_a_job_that_no_node_can_run_is_refused_and_not_left_pending(
     done = cluster.torchx("run", "-s", "slurm", "rec.train.hybrid", *flags)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"torchx run: error: {message}")
-    assert set(cluster.run(*jobs).stdout.split()) <= set(before)  # Slurm forgets what has ended
+    assert set(cluster.run(*jobs).stdout.split()) <= set(
+        before
+    )  # Slurm forgets what has ended
 
 
 def test_what_slurm_refuses_ends_with_slurms_words(cluster: SlurmCluster) -> None:
-    done = cluster.torchx("run", "-s", "slurm", "-cfg", "partition=none", "rec.plan", "--tables", "a=10x8")
+    done = cluster.torchx(
+        "run", "-s", "slurm", "-cfg", "partition=none", "rec.plan", "--tables", "a=10x8"
+    )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         "sbatch: error: Batch job submission failed: Invalid partition name specified"
@@ -264,6 +390,8 @@ def test_what_slurm_refuses_ends_with_slurms_words(cluster: SlurmCluster) -> Non
 
 def test_a_job_that_slurm_does_not_know_is_one_line(cluster: SlurmCluster) -> None:
     for command in ("status", "log"):
-        done = cluster.torchx(command, "slurm://torchx/99999" + ("/train/0" if command == "log" else ""))
+        done = cluster.torchx(
+            command, "slurm://torchx/99999" + ("/train/0" if command == "log" else "")
+        )
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr == "the scheduler knows no such job, or no longer\n"

@@ -25,7 +25,11 @@ GIB = 2**30
 
 def others() -> list[stack.Triple]:
     """The triples that this environment does not have."""
-    return [triple for triple in stack.TRIPLES if triple != stack.installed_triple(stack.installed())]
+    return [
+        triple
+        for triple in stack.TRIPLES
+        if triple != stack.installed_triple(stack.installed())
+    ]
 
 
 def reason_against(triple: stack.Triple) -> str:
@@ -35,7 +39,10 @@ def reason_against(triple: stack.Triple) -> str:
     if shutil.disk_usage(CLONE).free < 12 * GIB:
         return "its environment can take 8 GB, and the disk has less than 12 GiB free"
     listed = subprocess.run(
-        [sys.executable, "-m", "pip", "index", "versions", "torch"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pip", "index", "versions", "torch"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return "" if triple.torch in listed.stdout else f"pip finds no torch {triple.torch}"
 
@@ -47,8 +54,20 @@ def test_another_triple_passes_the_same_tests(triple: stack.Triple) -> None:
     if reason := reason_against(triple):
         pytest.skip(reason)
     # Of a `make` that runs this test, neither its variables nor its environment.
-    clean = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "VIRTUAL_ENV")}
-    command = ["make", "test", f"STACK={triple.name}", "WORKERS=1", f"PYTEST_ARGS=-q {' '.join(TESTS)}"]
-    done = subprocess.run(command, cwd=CLONE, env=clean, capture_output=True, text=True, check=False)
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MAKEFLAGS", "MAKELEVEL", "VIRTUAL_ENV")
+    }
+    command = [
+        "make",
+        "test",
+        f"STACK={triple.name}",
+        "WORKERS=1",
+        f"PYTEST_ARGS=-q {' '.join(TESTS)}",
+    ]
+    done = subprocess.run(
+        command, cwd=CLONE, env=clean, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     assert " passed" in done.stdout

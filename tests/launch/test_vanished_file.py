@@ -31,18 +31,31 @@ def test_a_file_that_vanishes_is_named_and_the_run_goes_on_when_it_is_back(
     shutil.copy(Path(__file__).with_name("vanishing_recipe.py"), tmp_path)
     write_rows(tmp_path / "rows")
     file, away = tmp_path / "rows" / "part-5.parquet", tmp_path / "part-5.parquet"
-    settings, recipe = ("checkpoint.steps=20", "loader.buffer_rows=4000"), ("--recipe", "vanishing_recipe.py:job")
+    settings, recipe = (
+        ("checkpoint.steps=20", "loader.buffer_rows=4000"),
+        ("--recipe", "vanishing_recipe.py:job"),
+    )
     with Job(tmp_path / "run", *recipe, settings=settings) as job:
         job.until(lambda: len(job.steps()) > 1)
         left = job.descendants()
         file.rename(away)
         assert job.end(120) == MISTAKE, job.output
         last = job.output.splitlines()[-1]
-        assert "rows/part-5.parquet: the file vanished while it was in use" in last, job.output
+        assert "rows/part-5.parquet: the file vanished while it was in use" in last, (
+            job.output
+        )
         assert last.endswith("go on with --resume auto"), last
         assert gone(left, 30)
         saved = max(job.steps())
     away.rename(file)
-    with Job(tmp_path / "run", *recipe, "--resume", "auto", settings=(*settings, "train.epochs=4")) as job:
+    with Job(
+        tmp_path / "run",
+        *recipe,
+        "--resume",
+        "auto",
+        settings=(*settings, "train.epochs=4"),
+    ) as job:
         assert job.end() == 0, job.output
-        assert f"resuming from {tmp_path}/run/checkpoints/step-{saved:010d}" in job.output
+        assert (
+            f"resuming from {tmp_path}/run/checkpoints/step-{saved:010d}" in job.output
+        )

@@ -42,7 +42,10 @@ class Network:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._remove()
 
@@ -52,7 +55,18 @@ class Network:
 
     def on(self, host: int) -> list[str]:
         """Returns the words before a command that make it run on a host."""
-        return ["ip", "netns", "exec", self._names[host], "unshare", "--uts", "sh", "-c", _AS_HOST, f"host{host}"]
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self._names[host],
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            _AS_HOST,
+            f"host{host}",
+        ]
 
     def within(self, host: int) -> list[str]:
         """Returns the words before a command that make it run on a host, which keeps this machine's cgroups."""
@@ -89,8 +103,12 @@ class Network:
         )
         for host, name in enumerate(self._names):
             _files(name).mkdir(parents=True)
-            (_files(name) / "hosts").write_text(hosts)  # `ip netns exec` mounts it over /etc/hosts
-            (_files(name) / "nsswitch.conf").write_text("hosts: files\n")  # there is no name server
+            (_files(name) / "hosts").write_text(
+                hosts
+            )  # `ip netns exec` mounts it over /etc/hosts
+            (_files(name) / "nsswitch.conf").write_text(
+                "hosts: files\n"
+            )  # there is no name server
             _ip("netns", "add", name)
             _ip(
                 "link",
@@ -106,14 +124,25 @@ class Network:
                 "netns",
                 self._switch,
             )
-            _ip("-n", self._switch, "link", "set", f"port{host}", "master", "bridge", "up")
+            _ip(
+                "-n",
+                self._switch,
+                "link",
+                "set",
+                f"port{host}",
+                "master",
+                "bridge",
+                "up",
+            )
             _ip("-n", name, "addr", "add", f"10.214.0.{host + 1}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
 
     def _remove(self) -> None:
         for name in (self._switch, *self._names):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            subprocess.run(
+                ["ip", "netns", "del", name], check=False, capture_output=True
+            )
             shutil.rmtree(_files(name), ignore_errors=True)
         with contextlib.suppress(OSError):
             _files("").rmdir()
@@ -121,12 +150,16 @@ class Network:
 
 def missing() -> str:
     """Says why this machine cannot have such hosts; empty where it can."""
-    tools = [tool for tool in ("ip", "unshare", "hostname") if shutil.which(tool) is None]
+    tools = [
+        tool for tool in ("ip", "unshare", "hostname") if shutil.which(tool) is None
+    ]
     if tools or os.geteuid():
         return f"hosts as network namespaces need {', '.join(tools) or 'root'}"
     try:
         with Network(1) as network:
-            subprocess.run([*network.on(0), "true"], check=True, capture_output=True, text=True)
+            subprocess.run(
+                [*network.on(0), "true"], check=True, capture_output=True, text=True
+            )
     except (subprocess.CalledProcessError, OSError) as error:
         return f"network namespaces are not permitted here: {getattr(error, 'stderr', '') or error}"
     return ""
@@ -166,8 +199,15 @@ class Cluster(RunFiles):
         super().__init__(run_dir)
         self._network, self._stack = network, contextlib.ExitStack()
         env, app_flags = dict(environment or {}), [*overriding(settings), *flags]
-        app = hybrid(*app_flags, run_dir=str(run_dir), j=j, max_retries=max_retries, env=env)
-        values = macros.Values(img_root="", app_id=run_dir.parent.name, replica_id="0", rank0_env="TORCHX_RANK0_HOST")
+        app = hybrid(
+            *app_flags, run_dir=str(run_dir), j=j, max_retries=max_retries, env=env
+        )
+        values = macros.Values(
+            img_root="",
+            app_id=run_dir.parent.name,
+            replica_id="0",
+            rank0_env="TORCHX_RANK0_HOST",
+        )
         self._role = values.apply(app.roles[0])
         self.nodes: dict[int, Launched] = {}
 
@@ -184,7 +224,10 @@ class Cluster(RunFiles):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stack.close()
 
@@ -197,14 +240,24 @@ class Cluster(RunFiles):
 
     def processes(self, *hosts: int) -> list[int]:
         """Returns the ids of the hosts' running processes."""
-        pids = [pid for host in hosts for pid in (self.nodes[host].process.pid, *self.nodes[host].descendants())]
+        pids = [
+            pid
+            for host in hosts
+            for pid in (self.nodes[host].process.pid, *self.nodes[host].descendants())
+        ]
         return alive(pids)
 
     def until(self, condition: Callable[[], object], seconds: float = 240) -> None:
         """Waits for a condition; fails when a node ends before, or after ``seconds``."""
         running = [node for node in self.nodes.values() if node.process.poll() is None]
         try:
-            running[0].until(lambda: condition() or any(node.process.poll() is not None for node in running), seconds)
+            running[0].until(
+                lambda: (
+                    condition()
+                    or any(node.process.poll() is not None for node in running)
+                ),
+                seconds,
+            )
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output}") from None
         assert condition(), f"a node has ended\n{self.output}"
@@ -217,5 +270,6 @@ class Cluster(RunFiles):
     def output(self) -> str:
         """The hosts' output so far."""
         return "\n".join(
-            f"--- host{host}, exit code {node.process.poll()}\n{node.output}" for host, node in self.nodes.items()
+            f"--- host{host}, exit code {node.process.poll()}\n{node.output}"
+            for host, node in self.nodes.items()
         )

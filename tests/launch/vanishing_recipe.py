@@ -14,8 +14,16 @@ from torchx_apps.tasks.labelled import LabelledTask
 
 @dataclass(frozen=True)
 class FromFiles(LabelledTask):
-    def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
-        return ChunkLoader(ParquetSource("rows"), schema, config=config, rank=rank, world_size=world_size)
+    def loader(
+        self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int
+    ) -> ChunkLoader:
+        return ChunkLoader(
+            ParquetSource("rows"),
+            schema,
+            config=config,
+            rank=rank,
+            world_size=world_size,
+        )
 
 
 def task(config: LabelledConfig, *, progress: bool = True) -> FromFiles:
@@ -24,4 +32,6 @@ def task(config: LabelledConfig, *, progress: bool = True) -> FromFiles:
 
 def job() -> Job:
     train = TrainConfig(epochs=30, eval_every=30, compile="off")
-    return dataclasses.replace(contextual_ncf(), task=task, data=LabelledConfig(name="planted"), train=train)
+    return dataclasses.replace(
+        contextual_ncf(), task=task, data=LabelledConfig(name="planted"), train=train
+    )

@@ -21,14 +21,25 @@ DIM, ROWS, MORE = 16, 8, 16
 LENGTHS = {"history": 3, "likes": 2, "genres": 2, "words": 2}
 
 
-def bags(name: str, *features: str, pooling: PoolingType = PoolingType.MEAN) -> EmbeddingBagConfig:
+def bags(
+    name: str, *features: str, pooling: PoolingType = PoolingType.MEAN
+) -> EmbeddingBagConfig:
     return EmbeddingBagConfig(
-        name=name, feature_names=list(features or (name,)), num_embeddings=ITEMS, embedding_dim=DIM, pooling=pooling
+        name=name,
+        feature_names=list(features or (name,)),
+        num_embeddings=ITEMS,
+        embedding_dim=DIM,
+        pooling=pooling,
     )
 
 
 def listed(name: str, *features: str) -> EmbeddingConfig:
-    return EmbeddingConfig(name=name, feature_names=list(features or (name,)), num_embeddings=ITEMS, embedding_dim=DIM)
+    return EmbeddingConfig(
+        name=name,
+        feature_names=list(features or (name,)),
+        num_embeddings=ITEMS,
+        embedding_dim=DIM,
+    )
 
 
 def towers(kind: str, device: torch.device | None) -> dict[str, Any]:
@@ -37,17 +48,48 @@ def towers(kind: str, device: torch.device | None) -> dict[str, Any]:
     ``sequences``: an item table of three towers, pooled, under attention, and as steps of a session beside a target.
     """
     if kind == "plain":
-        user = [bags("user_id"), bags("country", pooling=PoolingType.SUM), bags("history"), bags("likes")]
-        item = [bags("item_id"), bags("genres"), bags("maker", pooling=PoolingType.SUM), bags("price_band")]
-        return {"user": Tower(user, [16, 8], device=device), "item": Tower(item, [16, 8], device=device)}
+        user = [
+            bags("user_id"),
+            bags("country", pooling=PoolingType.SUM),
+            bags("history"),
+            bags("likes"),
+        ]
+        item = [
+            bags("item_id"),
+            bags("genres"),
+            bags("maker", pooling=PoolingType.SUM),
+            bags("price_band"),
+        ]
+        return {
+            "user": Tower(user, [16, 8], device=device),
+            "item": Tower(item, [16, 8], device=device),
+        }
     if kind == "shared":
-        user, item = [bags("user_id"), bags("item", "history", "likes")], [bags("item", "item_id"), bags("genres")]
-        return {"user": Tower(user, [16, 8], device=device), "item": Tower(item, [16, 8], device=device)}
-    session = {"session": ["history"], "target": ["item_id"], "mlp_widths": [8], "heads": 2, "max_length": 3}
+        user, item = (
+            [bags("user_id"), bags("item", "history", "likes")],
+            [bags("item", "item_id"), bags("genres")],
+        )
+        return {
+            "user": Tower(user, [16, 8], device=device),
+            "item": Tower(item, [16, 8], device=device),
+        }
+    session = {
+        "session": ["history"],
+        "target": ["item_id"],
+        "mlp_widths": [8],
+        "heads": 2,
+        "max_length": 3,
+    }
     return {
-        "session": SessionTower([listed("item", "history", "item_id")], **session, device=device),  # type: ignore[arg-type]
+        "session": SessionTower(
+            [listed("item", "history", "item_id")], **session, device=device
+        ),  # type: ignore[arg-type]
         "likes": Tower([bags("item", "likes"), bags("genres")], [8], device=device),
-        "words": Tower([listed("word", "words"), listed("item", "history"), bags("user_id")], [8], device=device),
+        "words": Tower(
+            [listed("word", "words"), listed("item", "history"), bags("user_id")],
+            [8],
+            device=device,
+        ),
     }
 
 
@@ -82,12 +124,21 @@ def batch(kind: str, step: int, parts: Sequence[int]) -> TowerBatch:
         for name in schema.keys:
             rows = queries if name in schema.shared else ROWS
             # Of few items, so that histories, likes and candidates meet in the same rows of a table.
-            columns[name].append(torch.randint(ITEMS // 5, (rows, LENGTHS.get(name, 1)), generator=generator))
+            columns[name].append(
+                torch.randint(
+                    ITEMS // 5, (rows, LENGTHS.get(name, 1)), generator=generator
+                )
+            )
         labels.append(torch.randint(2, (ROWS,), generator=generator).float())
-        index.append(torch.randint(queries, (ROWS,), generator=generator) + queries * len(index))
+        index.append(
+            torch.randint(queries, (ROWS,), generator=generator) + queries * len(index)
+        )
     joined = {name: torch.cat(ids) for name, ids in columns.items()}
     return schema.assemble(
-        {name: Jagged(ids.reshape(-1), torch.full((len(ids),), ids.shape[1])) for name, ids in joined.items()},
+        {
+            name: Jagged(ids.reshape(-1), torch.full((len(ids),), ids.shape[1]))
+            for name, ids in joined.items()
+        },
         labels=torch.cat(labels),
         total_weight=float(ROWS * len(parts)),
         index=torch.cat(index) if kind == "shared" else None,
@@ -97,7 +148,10 @@ def batch(kind: str, step: int, parts: Sequence[int]) -> TowerBatch:
 
 def by_table(state: dict[str, Any]) -> dict[str, Any]:
     """Weights or gradients with a table's name for a table's: its path depends on who looks it up."""
-    return {name.split(".")[-2] if is_table(name) else name: value for name, value in state.items()}
+    return {
+        name.split(".")[-2] if is_table(name) else name: value
+        for name, value in state.items()
+    }
 
 
 def is_table(name: str) -> bool:

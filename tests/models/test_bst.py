@@ -9,13 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_configs import (
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
 
 from tests.contracts import gather_state, run_ranks
 from tests.modules.test_session_encoder import same_weights
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.datasets.synthetic import planted
-from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
+from torchrec_ext.data.loader.loader import (
+    ChunkLoader,
+    LoaderConfig,
+    labelled_rows,
+    training_loader,
+)
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -41,14 +50,30 @@ OPTIMIZER = OptimizerConfig(tables="sgd", tables_lr=1.0, dense="sgd", dense_lr=0
 def small(device: torch.device | None = None, **options: Any) -> TowerModel:
     tables = [
         EmbeddingConfig(
-            name=name, num_embeddings=rows, embedding_dim=WIDTH, feature_names=features, init_fn=torch.nn.init.normal_
+            name=name,
+            num_embeddings=rows,
+            embedding_dim=WIDTH,
+            feature_names=features,
+            init_fn=torch.nn.init.normal_,
         )
-        for name, rows, features in (("item_id", ITEMS, ["history", "item_id"]), ("gap", GAPS, ["gap"]))
+        for name, rows, features in (
+            ("item_id", ITEMS, ["history", "item_id"]),
+            ("gap", GAPS, ["gap"]),
+        )
     ]
     user = EmbeddingBagConfig(
-        name="user_id", num_embeddings=20, embedding_dim=8, feature_names=["user_id"], pooling=PoolingType.SUM
+        name="user_id",
+        num_embeddings=20,
+        embedding_dim=8,
+        feature_names=["user_id"],
+        pooling=PoolingType.SUM,
     )
-    settings = {"max_length": S, "heads": 2, "mlp_widths": (24, 8), "dense": ["hour"]} | options
+    settings = {
+        "max_length": S,
+        "heads": 2,
+        "mlp_widths": (24, 8),
+        "dense": ["hour"],
+    } | options
     model = bst(
         tables,
         session=settings.pop("session_order", ["history", "gap"]),  # type: ignore[arg-type]
@@ -57,7 +82,9 @@ def small(device: torch.device | None = None, **options: Any) -> TowerModel:
         device=device,
         **settings,
     )
-    torch.manual_seed(0)  # here, because tables off the meta device have drawn numbers too
+    torch.manual_seed(
+        0
+    )  # here, because tables off the meta device have drawn numbers too
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             module.reset_parameters()
@@ -66,7 +93,9 @@ def small(device: torch.device | None = None, **options: Any) -> TowerModel:
     return model
 
 
-def batches(count: int, size: int = 24, *, rank: int = 0, world_size: int = 1) -> Iterator[TowerBatch]:
+def batches(
+    count: int, size: int = 24, *, rank: int = 0, world_size: int = 1
+) -> Iterator[TowerBatch]:
     """Whether the target is in the session, in any place: a rule that neither of them tells alone."""
     schema, generator = small(META).schema(), torch.Generator().manual_seed(0)
     for _ in range(count):
@@ -74,15 +103,24 @@ def batches(count: int, size: int = 24, *, rank: int = 0, world_size: int = 1) -
         rows = torch.repeat_interleave(lengths)
         history = torch.randint(1, ITEMS, (len(rows),), generator=generator)
         gaps = torch.randint(GAPS, (len(rows),), generator=generator)
-        users, hours = torch.randint(20, (size,), generator=generator), torch.rand(size, generator=generator)
+        users, hours = (
+            torch.randint(20, (size,), generator=generator),
+            torch.rand(size, generator=generator),
+        )
         targets = torch.randint(1, ITEMS, (size,), generator=generator)
         copied = (torch.rand(size, generator=generator) < 0.5) & (lengths > 0)
         ends = lengths.cumsum(0)
         picked = ends - 1 - (torch.rand(size, generator=generator) * lengths).long()
         targets = torch.where(copied, history[picked.clamp(min=0)], targets)
-        labels = torch.zeros(size).index_add(0, rows, (history == targets[rows]).float()).clamp(max=1)
+        labels = (
+            torch.zeros(size)
+            .index_add(0, rows, (history == targets[rows]).float())
+            .clamp(max=1)
+        )
         local = slice(rank * size // world_size, (rank + 1) * size // world_size)
-        part = slice(int(ends[local.start] - lengths[local.start]), int(ends[local.stop - 1]))
+        part = slice(
+            int(ends[local.start] - lengths[local.start]), int(ends[local.stop - 1])
+        )
         yield schema.assemble(
             {
                 "history": Jagged(history[part], lengths[local]),
@@ -102,7 +140,10 @@ def unsharded(steps: int) -> dict[str, Any]:
     tables = [p for name, p in model.named_parameters() if "embeddings." in name]
     dense = [p for name, p in model.named_parameters() if "embeddings." not in name]
     optimizer = torch.optim.SGD(
-        [{"params": tables, "lr": OPTIMIZER.tables_lr}, {"params": dense, "lr": OPTIMIZER.dense_lr}]
+        [
+            {"params": tables, "lr": OPTIMIZER.tables_lr},
+            {"params": dense, "lr": OPTIMIZER.dense_lr},
+        ]
     )
     losses = []
     for batch in batches(steps):
@@ -111,13 +152,18 @@ def unsharded(steps: int) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         losses.append(float(output.loss))
-    return {"losses": losses, "state": {name: p.detach() for name, p in model.named_parameters()}}
+    return {
+        "losses": losses,
+        "state": {name: p.detach() for name, p in model.named_parameters()},
+    }
 
 
 def sharded(runtime: Runtime, sharding: str, steps: int) -> dict[str, Any]:
     model = small(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
-    parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=OPTIMIZER, seed=7)
+    parallel, keyed = hybrid_parallel(
+        model, runtime, plan=plan, optimizer=OPTIMIZER, seed=7
+    )
     pipeline = make_pipeline(parallel, keyed, runtime.device)
     own = batches(steps, rank=runtime.rank, world_size=runtime.world_size)
     outputs = [pipeline.progress(own) for _ in range(steps)]
@@ -129,20 +175,31 @@ def sharded(runtime: Runtime, sharding: str, steps: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("sharding", "world_size"), [("row_wise", 2), ("column_wise", 2), ("auto", 1)])
+@pytest.mark.parametrize(
+    ("sharding", "world_size"), [("row_wise", 2), ("column_wise", 2), ("auto", 1)]
+)
 def test_sharded_equals_unsharded(sharding: str, world_size: int) -> None:
     steps = 20
     expected = unsharded(steps)
     ranks = run_ranks(sharded, world_size, sharding, steps)
-    mean = [sum(losses) / world_size for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    mean = [
+        sum(losses) / world_size
+        for losses in zip(*(rank["losses"] for rank in ranks), strict=True)
+    ]
     assert mean == pytest.approx(expected["losses"], abs=1e-4)
     for name, value in expected["state"].items():
         torch.testing.assert_close(
-            ranks[0]["state"][name], value, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
+            ranks[0]["state"][name],
+            value,
+            rtol=0,
+            atol=2e-4,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
     first = small().state_dict()
     assert any(
-        float((value - first[name]).abs().max()) > 1e-2 for name, value in expected["state"].items() if "embed" in name
+        float((value - first[name]).abs().max()) > 1e-2
+        for name, value in expected["state"].items()
+        if "embed" in name
     )
     assert all((rank["pipelined"], rank["unpipelined"]) == (3, []) for rank in ranks), (
         "the items', the gaps' and the user's"
@@ -154,7 +211,11 @@ def test_every_parameter_gets_a_gradient() -> None:
     model = small()
     loss, _ = model(next(batches(1)))
     loss.backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None or not bool(p.grad.any())] == []
+    assert [
+        name
+        for name, p in model.named_parameters()
+        if p.grad is None or not bool(p.grad.any())
+    ] == []
 
 
 def test_whether_the_target_is_in_the_session_is_learned() -> None:
@@ -170,7 +231,9 @@ def test_whether_the_target_is_in_the_session_is_learned() -> None:
         output = model(next(batches(1, size=1024)))[1]
     right = ((output.logits > 0) == (output.labels > 0)).double().mean()
     assert float(right) > 0.95
-    assert 0.4 < float(output.labels.mean()) < 0.6, "so that guessing one answer is right for 0.6 at most"
+    assert 0.4 < float(output.labels.mean()) < 0.6, (
+        "so that guessing one answer is right for 0.6 at most"
+    )
 
 
 def clicked(runtime: Runtime) -> tuple[float, float]:
@@ -178,22 +241,49 @@ def clicked(runtime: Runtime) -> tuple[float, float]:
     data = planted(users=400, items=60, clusters=4, history_length=8)
     torch.manual_seed(0)
     items = EmbeddingConfig(
-        name="item_id", num_embeddings=data.vocab["item_id"], embedding_dim=16, feature_names=["history", "item_id"]
+        name="item_id",
+        num_embeddings=data.vocab["item_id"],
+        embedding_dim=16,
+        feature_names=["history", "item_id"],
     )
-    model = bst([items], session=["history"], target=["item_id"], max_length=8, heads=2, mlp_widths=(32,), device=META)
-    schema, ranks = model.schema(), {"rank": runtime.rank, "world_size": runtime.world_size}
-    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=OptimizerConfig(tables_lr=0.1, dense_lr=2e-3))
-    loader = training_loader(data, schema, LoaderConfig(batch_size=256, negatives=2), **ranks)
+    model = bst(
+        [items],
+        session=["history"],
+        target=["item_id"],
+        max_length=8,
+        heads=2,
+        mlp_widths=(32,),
+        device=META,
+    )
+    schema, ranks = (
+        model.schema(),
+        {"rank": runtime.rank, "world_size": runtime.world_size},
+    )
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, optimizer=OptimizerConfig(tables_lr=0.1, dense_lr=2e-3)
+    )
+    loader = training_loader(
+        data, schema, LoaderConfig(batch_size=256, negatives=2), **ranks
+    )
     train(parallel, optimizer, loader, runtime, TrainConfig(epochs=2))
     parallel.eval()
     config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
-    held_out = ChunkLoader(labelled_rows(data, "test"), schema, config=config, items=data.items, **ranks)
+    held_out = ChunkLoader(
+        labelled_rows(data, "test"), schema, config=config, items=data.items, **ranks
+    )
     popularity = torch.from_numpy(data.popularity()).float()
     with torch.no_grad():
         outputs = [
-            (parallel.module(batch)[1], batch.sparse["item_id"].to_padded_dense(1)[:, 0].long()) for batch in held_out
+            (
+                parallel.module(batch)[1],
+                batch.sparse["item_id"].to_padded_dense(1)[:, 0].long(),
+            )
+            for batch in held_out
         ]
-    columns = [torch.cat([getattr(output, name) for output, _ in outputs]) for name in ("logits", "labels", "weights")]
+    columns = [
+        torch.cat([getattr(output, name) for output, _ in outputs])
+        for name in ("logits", "labels", "weights")
+    ]
     popular = torch.cat([popularity[ids] for _, ids in outputs])
     return auc(*columns, runtime), auc(popular, *columns[1:], runtime)
 
@@ -210,22 +300,44 @@ def test_clicks_are_learned_with_the_loader_and_the_loop_of_the_other_recipes() 
 @pytest.mark.unit
 def test_300_million_items_are_planned_for_64_devices_without_memory() -> None:
     items = EmbeddingConfig(
-        name="item_id", embedding_dim=64, num_embeddings=300_000_000, feature_names=["history", "item_id"]
+        name="item_id",
+        embedding_dim=64,
+        num_embeddings=300_000_000,
+        feature_names=["history", "item_id"],
     )
     model = bst([items], session=["history"], target=["item_id"], device=META)
     runtime = Runtime(world_size=64, local_world_size=8)
     with unittest.mock.patch("torch.distributed.broadcast_object_list"):
-        text = explain(plan_sharding(model, runtime, PlanConfig(memory_gb=4)), model, 64)
+        text = explain(
+            plan_sharding(model, runtime, PlanConfig(memory_gb=4)), model, 64
+        )
     assert "300,000,000 x 64" in text
     assert "row_wise" in text
-    assert all(parameter.is_meta for name, parameter in model.named_parameters() if "embeddings" in name)
+    assert all(
+        parameter.is_meta
+        for name, parameter in model.named_parameters()
+        if "embeddings" in name
+    )
 
 
 @pytest.mark.unit
 def test_a_second_tower_of_the_name_is_refused() -> None:
-    items = EmbeddingConfig(name="item_id", embedding_dim=16, num_embeddings=9, feature_names=["history", "item_id"])
+    items = EmbeddingConfig(
+        name="item_id",
+        embedding_dim=16,
+        num_embeddings=9,
+        feature_names=["history", "item_id"],
+    )
     user = Tower(
-        [EmbeddingBagConfig(name="user_id", num_embeddings=9, embedding_dim=8, feature_names=["user_id"])], [8]
+        [
+            EmbeddingBagConfig(
+                name="user_id",
+                num_embeddings=9,
+                embedding_dim=8,
+                feature_names=["user_id"],
+            )
+        ],
+        [8],
     )
     with pytest.raises(ValueError, match="others names a tower 'session'"):
         bst([items], session=["history"], target=["item_id"], others={"session": user})
@@ -234,13 +346,20 @@ def test_a_second_tower_of_the_name_is_refused() -> None:
 @pytest.mark.unit
 @pytest.mark.parametrize("combine", ["sum", "concat"])
 @pytest.mark.parametrize("pooling", ["flatten", "last", "mean"])
-def test_the_model_cut_in_two_is_the_session_tower_with_the_target_among_its_steps(pooling: str, combine: str) -> None:
+def test_the_model_cut_in_two_is_the_session_tower_with_the_target_among_its_steps(
+    pooling: str, combine: str
+) -> None:
     """The same weights give the same logits, though no tower of bst() sees both session and target."""
     model = small(pooling=pooling, combine=combine, top_widths=(12,)).eval()
     initialise_tables(model, seed=7)
     tables = [
-        EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=WIDTH, feature_names=features)
-        for name, rows, features in (("item_id", ITEMS, ["history", "item_id"]), ("gap", GAPS, ["gap"]))
+        EmbeddingConfig(
+            name=name, num_embeddings=rows, embedding_dim=WIDTH, feature_names=features
+        )
+        for name, rows, features in (
+            ("item_id", ITEMS, ["history", "item_id"]),
+            ("gap", GAPS, ["gap"]),
+        )
     ]
     whole = SessionTower(
         tables,
@@ -270,36 +389,53 @@ def test_the_model_cut_in_two_is_the_session_tower_with_the_target_among_its_ste
 @pytest.mark.unit
 def test_with_concat_the_target_stands_in_the_slot_of_its_table() -> None:
     """The logits are those of torch's transformer over steps that are concatenated by hand, the target's gap zeros."""
-    model = small(combine="concat", session_order=("gap", "history"), position="none", mlp_widths=()).eval()
+    model = small(
+        combine="concat",
+        session_order=("gap", "history"),
+        position="none",
+        mlp_widths=(),
+    ).eval()
     initialise_tables(model, seed=7)
     held = {name: weight.detach() for name, _, weight in values_by_table(model)}
     top: Any = model.interaction
     batch = next(batches(1))
-    layer = torch.nn.TransformerEncoderLayer(2 * WIDTH, 2, 8 * WIDTH, dropout=0.0, batch_first=True).eval()
+    layer = torch.nn.TransformerEncoderLayer(
+        2 * WIDTH, 2, 8 * WIDTH, dropout=0.0, batch_first=True
+    ).eval()
     same_weights(top.network.encoder.layers[0], layer)
-    history, gaps, items = (batch.bags(name).to_dense() for name in ("history", "gap", "item_id"))
+    history, gaps, items = (
+        batch.bags(name).to_dense() for name in ("history", "gap", "item_id")
+    )
     expected = []
     for row in range(24):
         steps = [
             torch.cat([held["gap"][gap], held["item_id"][item]])
             for gap, item in zip(gaps[row], history[row], strict=True)
         ]
-        steps.append(torch.cat([torch.zeros(WIDTH), held["item_id"][items[row][0]]]) + top.target)
+        steps.append(
+            torch.cat([torch.zeros(WIDTH), held["item_id"][items[row][0]]]) + top.target
+        )
         made = layer(torch.stack(steps)[None])[0].flip(0)
         flat = torch.nn.functional.pad(made, (0, 0, 0, S + 1 - len(made))).flatten()
         rest = torch.cat([batch.dense[row], model.embed("user", batch)[row]])
         expected.append(top.mlp(torch.cat([flat, rest])))
     with torch.no_grad():
-        torch.testing.assert_close(model.logits(batch), torch.cat(expected), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            model.logits(batch), torch.cat(expected), rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.unit
 def test_with_concat_a_target_that_no_step_has_is_refused() -> None:
     items, gaps = (
-        EmbeddingConfig(name=name, embedding_dim=16, num_embeddings=9, feature_names=[name]) for name in ("item", "gap")
+        EmbeddingConfig(
+            name=name, embedding_dim=16, num_embeddings=9, feature_names=[name]
+        )
+        for name in ("item", "gap")
     )
     with pytest.raises(
-        ValueError, match="combine=concat: target feature 'item' is read from table 'item', which no feature "
+        ValueError,
+        match="combine=concat: target feature 'item' is read from table 'item', which no feature ",
     ):
         bst([items, gaps], session=["gap"], target=["item"], combine="concat")
     with pytest.raises(ValueError, match="combine='add': must be one of sum, concat"):
@@ -314,9 +450,17 @@ def test_of_a_longer_session_the_most_recent_steps_are_read() -> None:
 
     def logits(session: torch.Tensor) -> torch.Tensor:
         lengths = torch.tensor([len(session)])
-        sparse = {name: Jagged(session % size, lengths) for name, size in (("history", ITEMS), ("gap", GAPS))}
-        sparse |= {"item_id": Jagged(torch.tensor([3])), "user_id": Jagged(torch.tensor([7]))}
-        return model.logits(schema.assemble(sparse, {"hour": torch.zeros(1)}, labels=torch.zeros(1)))
+        sparse = {
+            name: Jagged(session % size, lengths)
+            for name, size in (("history", ITEMS), ("gap", GAPS))
+        }
+        sparse |= {
+            "item_id": Jagged(torch.tensor([3])),
+            "user_id": Jagged(torch.tensor([7])),
+        }
+        return model.logits(
+            schema.assemble(sparse, {"hour": torch.zeros(1)}, labels=torch.zeros(1))
+        )
 
     assert torch.equal(logits(ids), logits(ids[-S:]))
     assert not torch.equal(logits(ids[1:]), logits(ids[-S + 1 :]))
@@ -334,9 +478,17 @@ def test_with_lengths_from_the_host_logits_are_the_same(longest: int) -> None:
     assert torch.equal(lengths["gap"], batch.sparse["gap"].lengths())
     with torch.no_grad():
         expected = model.logits(batch)
-        assert torch.equal(model.logits(dataclasses.replace(batch, host_lengths=lengths)), expected)
-        with pytest.raises(ValueError, match="feature 'gap' has 9 values in row 0 of the batch"):
-            model.logits(dataclasses.replace(batch, host_lengths=lengths | {"gap": torch.full((24,), 9)}))
+        assert torch.equal(
+            model.logits(dataclasses.replace(batch, host_lengths=lengths)), expected
+        )
+        with pytest.raises(
+            ValueError, match="feature 'gap' has 9 values in row 0 of the batch"
+        ):
+            model.logits(
+                dataclasses.replace(
+                    batch, host_lengths=lengths | {"gap": torch.full((24,), 9)}
+                )
+            )
 
 
 @pytest.mark.unit

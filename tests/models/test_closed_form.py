@@ -12,9 +12,13 @@ from torchrec_ext.models.closed_form import als, als_half_step, ease, ease_vecto
 pytestmark = pytest.mark.unit
 
 
-def taken(users: int = 40, items: int = 15, seed: int = 0, share: float = 0.3) -> Tensor:
+def taken(
+    users: int = 40, items: int = 15, seed: int = 0, share: float = 0.3
+) -> Tensor:
     """X (U, I) of 0 and 1; its first user and its first item have no pair."""
-    drawn = (torch.rand(users, items, generator=torch.Generator().manual_seed(seed)) < share).float()
+    drawn = (
+        torch.rand(users, items, generator=torch.Generator().manual_seed(seed)) < share
+    ).float()
     drawn[0] = drawn[:, 0] = 0
     return drawn
 
@@ -31,39 +35,55 @@ def test_ease_is_the_ridge_regression_of_each_item_on_all_others() -> None:
         others = [other for other in range(15) if other != item]
         rest = matrix[:, others]
         expected[others, item] = torch.linalg.solve(
-            rest.T @ rest + l2 * torch.eye(14, dtype=torch.float64), rest.T @ matrix[:, item]
+            rest.T @ rest + l2 * torch.eye(14, dtype=torch.float64),
+            rest.T @ matrix[:, item],
         )
     weights = ease(*pairs(matrix), 15, l2=l2)
     torch.testing.assert_close(weights.double(), expected, atol=1e-5, rtol=1e-4)
     assert torch.equal(weights.diagonal(), torch.zeros(15))
 
 
-def test_co_occurrences_are_counted_in_blocks_of_users_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_co_occurrences_are_counted_in_blocks_of_users_of_any_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     matrix = taken()
     for block in (1, 100, 2**20):
         monkeypatch.setattr(closed_form, "_BLOCK", block)
-        assert torch.equal(closed_form.co_occurrences(*pairs(matrix), 15), matrix.T @ matrix)
-    assert torch.equal(closed_form.co_occurrences(*pairs(torch.zeros(2, 4)), 4), torch.zeros(4, 4))
+        assert torch.equal(
+            closed_form.co_occurrences(*pairs(matrix), 15), matrix.T @ matrix
+        )
+    assert torch.equal(
+        closed_form.co_occurrences(*pairs(torch.zeros(2, 4)), 4), torch.zeros(4, 4)
+    )
 
 
 def test_two_tables_of_as_many_columns_as_items_are_ease_but_for_the_diagonal() -> None:
     matrix = taken()
     weights = ease(*pairs(matrix), 15, l2=5.0)
     whole = ease_vectors(*pairs(matrix), 15, dim=15, l2=5.0)
-    torch.testing.assert_close((whole.users @ whole.items.T).fill_diagonal_(0.0), weights, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        (whole.users @ whole.items.T).fill_diagonal_(0.0), weights, atol=1e-5, rtol=1e-4
+    )
     for dim in (2, 6, 20):
         history, candidates = ease_vectors(*pairs(matrix), 15, dim=dim, l2=5.0)
         assert history.shape == candidates.shape == (15, dim)
-        assert torch.equal(history[:, :15], whole.users[:, :dim]), "the greatest factors first"
+        assert torch.equal(history[:, :15], whole.users[:, :dim]), (
+            "the greatest factors first"
+        )
         assert torch.equal(candidates[:, :15], whole.items[:, :dim])
         assert not history[:, 15:].any()
         assert not candidates[:, 15:].any()
 
 
-def loss_of(matrix: Tensor, users: Tensor, items: Tensor, l2: float, unobserved: float) -> float:
+def loss_of(
+    matrix: Tensor, users: Tensor, items: Tensor, l2: float, unobserved: float
+) -> float:
     scores = users @ items.T
     value = (matrix * (1 - scores).square()).sum() + unobserved * scores.square().sum()
-    for vectors, counts, others in ((users, matrix.sum(1), len(items)), (items, matrix.sum(0), len(users))):
+    for vectors, counts, others in (
+        (users, matrix.sum(1), len(items)),
+        (items, matrix.sum(0), len(users)),
+    ):
         value += l2 * ((counts + unobserved * others) * vectors.square().sum(1)).sum()
     return float(value)
 
@@ -83,7 +103,12 @@ def test_a_half_step_is_the_direct_solution_and_no_half_step_raises_the_loss(
             some = by_item[matrix[user] > 0]
             left = some.T @ some + unobserved * by_item.T @ by_item
             left += l2 * (len(some) + unobserved * 15) * torch.eye(4)
-            torch.testing.assert_close(by_user[user], torch.linalg.solve(left, some.sum(0)), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                by_user[user],
+                torch.linalg.solve(left, some.sum(0)),
+                atol=1e-5,
+                rtol=1e-4,
+            )
         losses.append(loss_of(matrix, by_user, by_item, l2, unobserved))
         by_item = als_half_step(items, users, 15, by_user, l2=l2, unobserved=unobserved)
         losses.append(loss_of(matrix, by_user, by_item, l2, unobserved))
@@ -98,7 +123,10 @@ def test_als_ends_where_no_small_change_lowers_the_loss() -> None:
     least = loss_of(matrix, *made, 0.05, 0.5)
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
-        moved = [vectors + 0.01 * torch.randn(vectors.shape, generator=generator) for vectors in made]
+        moved = [
+            vectors + 0.01 * torch.randn(vectors.shape, generator=generator)
+            for vectors in made
+        ]
         assert loss_of(matrix, moved[0], moved[1], 0.05, 0.5) > least
     again = als(*pairs(matrix), 40, 15, dim=3, l2=0.05, unobserved=0.5, epochs=200)
     assert torch.equal(made.items, again.items)

@@ -47,7 +47,13 @@ SGD = OptimizerConfig(dense="sgd", dense_lr=0.5, tables="sgd", tables_lr=0.5)
 def dense_model() -> TowerModel:
     """The first user's own: two networks over 60 and 40 numbers."""
     return redrawn(
-        two_tower([], [], user_dense={"profile": PROFILE}, item_dense={"content": CONTENT}, tower_widths=(16, 8))
+        two_tower(
+            [],
+            [],
+            user_dense={"profile": PROFILE},
+            item_dense={"content": CONTENT},
+            tower_widths=(16, 8),
+        )
     )
 
 
@@ -67,7 +73,10 @@ def beside_tables(device: torch.device | None = None) -> TowerModel:
 
 def columns(count: int, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
     draw = np.random.default_rng(seed)
-    profile, content = draw.normal(size=(count, PROFILE)), draw.normal(size=(count, CONTENT))
+    profile, content = (
+        draw.normal(size=(count, PROFILE)),
+        draw.normal(size=(count, CONTENT)),
+    )
     return {
         "user_id": draw.integers(0, 30, count),
         "age": draw.random(count, np.float32),
@@ -77,12 +86,19 @@ def columns(count: int, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def batches(model: TowerModel, rank: int = 0, world_size: int = 1) -> Iterator[TowerBatch]:
+def batches(
+    model: TowerModel, rank: int = 0, world_size: int = 1
+) -> Iterator[TowerBatch]:
     schema = model.schema()
     for step in range(STEPS):
         local = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
-        made = {name: torch.from_numpy(values[local]) for name, values in columns(ROWS, step).items()}
-        yield schema.assemble({"user_id": Jagged(made["user_id"])}, made, labels=made["label"])
+        made = {
+            name: torch.from_numpy(values[local])
+            for name, values in columns(ROWS, step).items()
+        }
+        yield schema.assemble(
+            {"user_id": Jagged(made["user_id"])}, made, labels=made["label"]
+        )
 
 
 def unsharded(model: TowerModel) -> dict[str, Tensor]:
@@ -116,14 +132,21 @@ class Batches:
         pass
 
 
-def trained(runtime: Runtime, sync: SyncConfig, compile_: str = "off") -> dict[str, Any]:
+def trained(
+    runtime: Runtime, sync: SyncConfig, compile_: str = "off"
+) -> dict[str, Any]:
     """The weights after an epoch of :func:`train`, and what explain() says."""
     model = dense_model()
     plan = plan_sharding(model, runtime, optimizer=SGD, table_copies=sync.table_copies)
-    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=SGD, table_copies=sync.table_copies)
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, plan=plan, optimizer=SGD, table_copies=sync.table_copies
+    )
     config = TrainConfig(epochs=1, compile=compile_)  # type: ignore[arg-type]
     train(parallel, optimizer, Batches(model, runtime), runtime, config, sync=sync)
-    return {"state": gather_state(parallel), "text": explain(plan, parallel, runtime.world_size)}
+    return {
+        "state": gather_state(parallel),
+        "text": explain(plan, parallel, runtime.world_size),
+    }
 
 
 SYNCS = [
@@ -136,14 +159,18 @@ SYNCS = [
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("sync", SYNCS, ids=lambda sync: sync.mode)
-def test_a_model_without_tables_learns_as_one_process_does(sync: SyncConfig, world_size: int) -> None:
+def test_a_model_without_tables_learns_as_one_process_does(
+    sync: SyncConfig, world_size: int
+) -> None:
     expected = unsharded(dense_model())
     for result in run_ranks(trained, world_size, sync):
         assert result["text"] == "no table to shard: each rank holds all layers"
         if result["state"] is not None:
             assert result["state"].keys() == expected.keys()
             for name, value in expected.items():
-                torch.testing.assert_close(result["state"][name], value, rtol=0, atol=1e-5)
+                torch.testing.assert_close(
+                    result["state"][name], value, rtol=0, atol=1e-5
+                )
 
 
 @pytest.mark.slow
@@ -160,10 +187,21 @@ def stashing(runtime: Runtime) -> str:
     parallel, optimizer = hybrid_parallel(model, runtime, optimizer=SGD)
     sync = SyncConfig(mode="semi_sync", stash_gradients=True)
     with pytest.raises(
-        ValueError, match=r"sync.stash_gradients: \w+ has no table, whose look-up would overlap; leave it out"
+        ValueError,
+        match=r"sync.stash_gradients: \w+ has no table, whose look-up would overlap; leave it out",
     ) as error:
-        train(parallel, optimizer, Batches(model, runtime), runtime, TrainConfig(epochs=1, compile="off"), sync=sync)
-    with pytest.raises(ValueError, match=r"sync.table_copies=2: TowerModel has no table to copy; leave it at 1"):
+        train(
+            parallel,
+            optimizer,
+            Batches(model, runtime),
+            runtime,
+            TrainConfig(epochs=1, compile="off"),
+            sync=sync,
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"sync.table_copies=2: TowerModel has no table to copy; leave it at 1",
+    ):
         hybrid_parallel(dense_model(), runtime, optimizer=SGD, table_copies=2)
     return str(error.value)
 
@@ -177,15 +215,29 @@ def attempt(runtime: Runtime, folder: str, stop_after: int) -> dict[str, Tensor]
     rows = Chunk({name: Column(values) for name, values in columns(96).items()})
     for resume in (False, True) if stop_after else (False,):
         model = dense_model()
-        parallel, optimizer = hybrid_parallel(model, runtime, optimizer=OptimizerConfig(dense_lr=0.01))
+        parallel, optimizer = hybrid_parallel(
+            model, runtime, optimizer=OptimizerConfig(dense_lr=0.01)
+        )
         config = LoaderConfig(batch_size=16, negatives=0, label="label")
-        loader = ChunkLoader(rows, model.schema(), config=config, rank=runtime.rank, world_size=runtime.world_size)
+        loader = ChunkLoader(
+            rows,
+            model.schema(),
+            config=config,
+            rank=runtime.rank,
+            world_size=runtime.world_size,
+        )
         checkpointer = Checkpointer(folder, runtime)
         checkpoints = RunCheckpoints(
-            checkpointer, CheckpointConfig(), resume=checkpointer.last_good() if resume else None
+            checkpointer,
+            CheckpointConfig(),
+            resume=checkpointer.last_good() if resume else None,
         )
         steps = iter(range(1, 99))
-        stop = None if resume or not stop_after else (lambda steps=steps: next(steps) == stop_after)
+        stop = (
+            None
+            if resume or not stop_after
+            else (lambda steps=steps: next(steps) == stop_after)
+        )
         with contextlib.suppress(RunStoppedError):
             train(
                 parallel,
@@ -218,19 +270,33 @@ def plain(runtime: Runtime) -> dict[str, Tensor]:
 
 def test_a_plain_module_is_data_parallel() -> None:
     for state in run_ranks(plain, 2):
-        assert state["weight"].tolist() == [[0.5] * 4]  # the mean gradient is 2 x (0 + 1) / 2
+        assert state["weight"].tolist() == [
+            [0.5] * 4
+        ]  # the mean gradient is 2 x (0 + 1) / 2
 
 
-def test_columns_in_memory_in_files_and_in_a_batch_make_one_batch(tmp_path: Path) -> None:
+def test_columns_in_memory_in_files_and_in_a_batch_make_one_batch(
+    tmp_path: Path,
+) -> None:
     model, made = dense_model(), columns(ROWS)
     lists = pa.list_(pa.float32())
-    fixed = pa.FixedSizeListArray.from_arrays(pa.array(made["content"].ravel()), CONTENT)
+    fixed = pa.FixedSizeListArray.from_arrays(
+        pa.array(made["content"].ravel()), CONTENT
+    )
     pq.write_table(
-        pa.table({"profile": pa.array(list(made["profile"]), lists), "content": fixed, "label": made["label"]}),
+        pa.table(
+            {
+                "profile": pa.array(list(made["profile"]), lists),
+                "content": fixed,
+                "label": made["label"],
+            }
+        ),
         tmp_path / "rows.parquet",
     )
     config = LoaderConfig(batch_size=ROWS, negatives=0, label="label", shuffle=False)
-    chunk = Chunk({name: Column(made[name]) for name in ("profile", "content", "label")})
+    chunk = Chunk(
+        {name: Column(made[name]) for name in ("profile", "content", "label")}
+    )
     (in_memory,) = ChunkLoader(chunk, model.schema(), config=config)
     (from_files,) = ChunkLoader(ParquetSource(tmp_path), model.schema(), config=config)
     (on_device,) = ChunkLoader(chunk, model.schema(), config=config, device="cpu")
@@ -244,35 +310,78 @@ def test_a_row_with_too_few_numbers_is_named(tmp_path: Path) -> None:
     schema = dense_model().schema()
     made = columns(3)
     tensors = {name: torch.from_numpy(made[name]) for name in ("profile", "content")}
-    with pytest.raises(DataError, match=r"column 'profile': shape \(3, 59\), must be \(B, W\) = \(3, 60\)"):
-        schema.assemble({}, {**tensors, "profile": tensors["profile"][:, :59]}, labels=torch.zeros(3))
-    with pytest.raises(DataError, match=r"column 'content' is missing; .* the schema needs \['profile', 'content'\]"):
+    with pytest.raises(
+        DataError,
+        match=r"column 'profile': shape \(3, 59\), must be \(B, W\) = \(3, 60\)",
+    ):
+        schema.assemble(
+            {},
+            {**tensors, "profile": tensors["profile"][:, :59]},
+            labels=torch.zeros(3),
+        )
+    with pytest.raises(
+        DataError,
+        match=r"column 'content' is missing; .* the schema needs \['profile', 'content'\]",
+    ):
         schema.assemble({}, {"profile": tensors["profile"]}, labels=torch.zeros(3))
     ragged = [list(row) for row in made["content"]]
     ragged[1] = ragged[1][:39]
     pq.write_table(
-        pa.table({"profile": pa.array(list(made["profile"])), "content": ragged, "label": made["label"]}),
+        pa.table(
+            {
+                "profile": pa.array(list(made["profile"])),
+                "content": ragged,
+                "label": made["label"],
+            }
+        ),
         tmp_path / "a.parquet",
     )
-    loader = ChunkLoader(ParquetSource(tmp_path), schema, config=LoaderConfig(batch_size=3, negatives=0, label="label"))
-    with pytest.raises(DataError, match=r"row group 0, column 'content', row 1: 39 numbers, must be 40 in each row"):
+    loader = ChunkLoader(
+        ParquetSource(tmp_path),
+        schema,
+        config=LoaderConfig(batch_size=3, negatives=0, label="label"),
+    )
+    with pytest.raises(
+        DataError,
+        match=r"row group 0, column 'content', row 1: 39 numbers, must be 40 in each row",
+    ):
         list(loader)
 
 
 def test_a_tower_needs_a_table_or_a_dense_column() -> None:
-    with pytest.raises(ValueError, match=r"tables=\[\] and dense=\(\): a Tower needs a table or a dense column"):
+    with pytest.raises(
+        ValueError,
+        match=r"tables=\[\] and dense=\(\): a Tower needs a table or a dense column",
+    ):
         Tower([], (8,))
-    with pytest.raises(ValueError, match=r"dense: profile=0: the column must have 1 number in each row or more"):
+    with pytest.raises(
+        ValueError,
+        match=r"dense: profile=0: the column must have 1 number in each row or more",
+    ):
         Tower([], (8,), dense={"profile": 0})
 
 
 def placed(runtime: Runtime, with_tables: bool) -> dict[str, Tensor] | None:
     """The weights of towers on ranks of their own, all of them on rank 0."""
     model = beside_tables(META) if with_tables else dense_model()
-    plan = plan_sharding(model, runtime, PlanConfig(towers="user:0,item:1"), optimizer=SGD)
-    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=SGD, seed=7)
-    train(parallel, optimizer, Batches(model, runtime), runtime, TrainConfig(epochs=1, compile="off"))
-    return {name: value.detach() for name, value in parallel.module.named_parameters() if "embedding_bags" not in name}
+    plan = plan_sharding(
+        model, runtime, PlanConfig(towers="user:0,item:1"), optimizer=SGD
+    )
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, plan=plan, optimizer=SGD, seed=7
+    )
+    train(
+        parallel,
+        optimizer,
+        Batches(model, runtime),
+        runtime,
+        TrainConfig(epochs=1, compile="off"),
+    )
+    return {
+        name: value.detach()
+        for name, value in parallel.module.named_parameters()
+        if "embedding_bags" not in name
+    }
 
 
 @pytest.mark.parametrize("with_tables", [False, True])
@@ -290,13 +399,18 @@ def test_towers_without_tables_run_on_ranks_of_their_own(with_tables: bool) -> N
 def exported(folder: Path) -> tuple[TowerModel, Bundle]:
     """The model, and its bundle of 9 users and 12 items."""
     model, users, items = dense_model().eval(), columns(9), columns(12, seed=1)
-    ids, content = np.arange(1, 13), pa.array(items["content"].tolist(), pa.list_(pa.float32()))
+    ids, content = (
+        np.arange(1, 13),
+        pa.array(items["content"].tolist(), pa.list_(pa.float32())),
+    )
     profile = pa.array(users["profile"].tolist(), pa.list_(pa.float32()))
     keys, none = pa.array(np.arange(1, 10)), pa.array([[]] * 9, pa.list_(pa.int64()))
     export(
         model,
         folder,
-        catalogue=Catalogue(ids=ids, features=pa.table({"item_id": ids, "content": content})),
+        catalogue=Catalogue(
+            ids=ids, features=pa.table({"item_id": ids, "content": content})
+        ),
         users=NamedUsers(
             key="user_id",
             ids=np.arange(1, 10),
@@ -313,19 +427,29 @@ def test_a_bundle_takes_array_columns_as_lists(tmp_path: Path) -> None:
     model, bundle = exported(tmp_path / "bundle")
     assert set(bundle.request_columns) == {"profile"}
     users, items = columns(9)["profile"][:1], columns(12, seed=1)["content"]
-    rows = {"profile": torch.from_numpy(users.repeat(12, axis=0)), "content": torch.from_numpy(items)}
+    rows = {
+        "profile": torch.from_numpy(users.repeat(12, axis=0)),
+        "content": torch.from_numpy(items),
+    }
     with torch.no_grad():
         logits = model.logits(model.schema().assemble({}, rows, labels=torch.zeros(12)))
-    answer = Scorer(bundle).recommend(RecommendRequest(user={"profile": users[0].tolist()}, k=12))
+    answer = Scorer(bundle).recommend(
+        RecommendRequest(user={"profile": users[0].tolist()}, k=12)
+    )
     order = logits.argsort(descending=True)
     assert list(answer.items) == (order + 1).tolist()
-    with pytest.raises(DataError, match=r"column 'profile', row 0: 59 numbers, must be a list of 60; send as many"):
+    with pytest.raises(
+        DataError,
+        match=r"column 'profile', row 0: 59 numbers, must be a list of 60; send as many",
+    ):
         bundle.embed_query({"profile": [users[0, :59].tolist()]})
 
 
 @pytest.mark.slow
 def test_a_bundle_with_array_columns_is_written_as_onnx(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="the package onnxscript is not installed (extra `onnx`)")
+    pytest.importorskip(
+        "onnxscript", reason="the package onnxscript is not installed (extra `onnx`)"
+    )
     from torchrec_ext.retrieval.onnx.onnx_bundle import export_bundle
 
     _, bundle = exported(tmp_path / "bundle")

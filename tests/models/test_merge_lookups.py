@@ -8,7 +8,16 @@ from torch import nn
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from tests.examples import ITEMS, assert_every_gradient, gradients
-from tests.models.merged_models import DIM, ROWS, bags, batch, by_table, listed, model, towers
+from tests.models.merged_models import (
+    DIM,
+    ROWS,
+    bags,
+    batch,
+    by_table,
+    listed,
+    model,
+    towers,
+)
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
@@ -21,14 +30,26 @@ KINDS = ("plain", "shared", "sequences")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_and_gradients_are_those_of_towers_that_look_up_apart(kind: str) -> None:
-    apart, merged, rows = model(kind), model(kind).merge_lookups(), batch(kind, 0, [0, 1])
+def test_outputs_and_gradients_are_those_of_towers_that_look_up_apart(
+    kind: str,
+) -> None:
+    apart, merged, rows = (
+        model(kind),
+        model(kind).merge_lookups(),
+        batch(kind, 0, [0, 1]),
+    )
     logits, grads = gradients(apart, rows)
     merged_logits, merged_grads = gradients(merged, rows)
     torch.testing.assert_close(merged_logits, logits, rtol=0, atol=1e-6)
-    assert by_table(merged_grads).keys() == by_table(grads).keys() == by_table(dict(apart.named_parameters())).keys()
+    assert (
+        by_table(merged_grads).keys()
+        == by_table(grads).keys()
+        == by_table(dict(apart.named_parameters())).keys()
+    )
     for name, grad in by_table(grads).items():
-        torch.testing.assert_close(by_table(merged_grads)[name], grad, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            by_table(merged_grads)[name], grad, rtol=0, atol=1e-6
+        )
     assert_every_gradient(merged, rows)
 
 
@@ -36,7 +57,9 @@ def test_outputs_and_gradients_are_those_of_towers_that_look_up_apart(kind: str)
 def test_one_tower_is_embedded_as_before(kind: str) -> None:
     apart, merged, rows = model(kind), model(kind).merge_lookups(), batch(kind, 0, [1])
     for name in apart.towers:
-        torch.testing.assert_close(merged.embed(name, rows), apart.embed(name, rows), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            merged.embed(name, rows), apart.embed(name, rows), rtol=0, atol=1e-6
+        )
 
 
 def test_a_tower_alone_looks_up_the_collections_that_it_reads_and_no_other() -> None:
@@ -53,7 +76,9 @@ def test_a_tower_alone_looks_up_the_collections_that_it_reads_and_no_other() -> 
 
 
 def test_tables_over_the_same_rows_are_one_collection() -> None:
-    collections = {kind: model(kind).merge_lookups().shared_tables.collections for kind in KINDS}  # type: ignore[union-attr]
+    collections = {
+        kind: model(kind).merge_lookups().shared_tables.collections for kind in KINDS
+    }  # type: ignore[union-attr]
     assert {kind: list(members) for kind, members in collections.items()} == {
         "plain": ["rows"],
         "shared": ["shared", "joint", "rows"],
@@ -78,15 +103,30 @@ def test_the_values_of_the_tables_stay_and_merging_twice_changes_nothing() -> No
 
 def test_an_optimizer_finds_tables_by_name_wherever_they_are_looked_up() -> None:
     config = OptimizerConfig(per_table=("item_id=sgd lr=0.3", "user_*=lr=0.2"))
-    apart, merged = config.for_tables(model("plain")), config.for_tables(model("plain").merge_lookups())
+    apart, merged = (
+        config.for_tables(model("plain")),
+        config.for_tables(model("plain").merge_lookups()),
+    )
     assert merged == apart
-    assert (merged["item_id"].kind, merged["user_id"].lr, merged["maker"].lr) == ("sgd", 0.2, 0.05)
+    assert (merged["item_id"].kind, merged["user_id"].lr, merged["maker"].lr) == (
+        "sgd",
+        0.2,
+        0.05,
+    )
 
 
 @pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
-def test_a_table_read_id_by_id_is_pooled_as_its_reader_says(pooling: PoolingType) -> None:
+def test_a_table_read_id_by_id_is_pooled_as_its_reader_says(
+    pooling: PoolingType,
+) -> None:
     """One weight: a session reads its rows, and a tower beside it pools bags of them, empty ones to zeros."""
-    session = SessionTower([listed("item", "steps")], session=["steps"], mlp_widths=[4], heads=2, pooling="mean")
+    session = SessionTower(
+        [listed("item", "steps")],
+        session=["steps"],
+        mlp_widths=[4],
+        heads=2,
+        pooling="mean",
+    )
     pooled = Tower([bags("item", "likes", pooling=pooling)], ())
     made = TowerModel({"session": session, "likes": pooled}, TopMLP([4, DIM]))  # type: ignore[dict-item]
     assert [name for name, _ in made.named_parameters() if ".item.weight" in name] == [
@@ -94,55 +134,100 @@ def test_a_table_read_id_by_id_is_pooled_as_its_reader_says(pooling: PoolingType
     ]
     steps = Jagged(torch.tensor([4, 5]))
     likes = Jagged(torch.tensor([1, 2, 2]), torch.tensor([3, 0]))
-    rows = made.schema().assemble({"steps": steps, "likes": likes}, labels=torch.zeros(2))
-    weight = dict(made.named_parameters())["shared_tables.collections.rows_sequences_16.embeddings.item.weight"]
-    expected = torch.stack([weight[1] + 2 * weight[2], torch.zeros(DIM)]) / (3 if pooling == PoolingType.MEAN else 1)
+    rows = made.schema().assemble(
+        {"steps": steps, "likes": likes}, labels=torch.zeros(2)
+    )
+    weight = dict(made.named_parameters())[
+        "shared_tables.collections.rows_sequences_16.embeddings.item.weight"
+    ]
+    expected = torch.stack([weight[1] + 2 * weight[2], torch.zeros(DIM)]) / (
+        3 if pooling == PoolingType.MEAN else 1
+    )
     torch.testing.assert_close(made.embed("likes", rows), expected)
     made.embed("likes", rows)[0, 0].backward()
     share = 1 / 3 if pooling == PoolingType.MEAN else 1.0
     assert weight.grad is not None
-    torch.testing.assert_close(weight.grad[:4, 0], torch.tensor([0, share, 2 * share, 0]))
+    torch.testing.assert_close(
+        weight.grad[:4, 0], torch.tensor([0, share, 2 * share, 0])
+    )
 
 
 def test_a_sequence_of_a_shared_tower_and_a_bag_of_another_stand_in_one_key() -> None:
     """The sequence has Q rows of any length, the bags B; the table is looked up once, split where they meet."""
     user, item = [listed("item", "history")], [bags("item", "item_id")]
-    made = TowerModel({"user": Tower(user, [4]), "item": Tower(item, ())}, TopMLP([4, DIM]), shared=["user"])
+    made = TowerModel(
+        {"user": Tower(user, [4]), "item": Tower(item, ())},
+        TopMLP([4, DIM]),
+        shared=["user"],
+    )
     apart = TowerModel({"user": Tower(user, [4])}, torch.nn.Identity())
     apart.load_state_dict(
-        {name: dict(made.named_parameters())[_moved(name)] for name in apart.state_dict()}, strict=False
+        {
+            name: dict(made.named_parameters())[_moved(name)]
+            for name in apart.state_dict()
+        },
+        strict=False,
     )
     history = Jagged(torch.tensor([7, 8, 9]), torch.tensor([1, 2]))
     columns = {"history": history, "item_id": Jagged(torch.tensor([3, 4, 5]))}
     rows = made.schema().assemble(
-        columns, labels=torch.zeros(3), index=torch.tensor([0, 1, 1]), shared_rows=torch.arange(2)
+        columns,
+        labels=torch.zeros(3),
+        index=torch.tensor([0, 1, 1]),
+        shared_rows=torch.arange(2),
     )
-    weight = dict(made.named_parameters())["shared_tables.collections.joint_sequences_16.embeddings.item.weight"]
+    weight = dict(made.named_parameters())[
+        "shared_tables.collections.joint_sequences_16.embeddings.item.weight"
+    ]
     torch.testing.assert_close(made.embed("item", rows), weight[3:6])
     alone = apart.schema().assemble({"history": history}, labels=torch.zeros(2))
     torch.testing.assert_close(made.embed("user", rows), apart.embed("user", alone))
 
 
 def _moved(name: str) -> str:
-    return name if "sequences" not in name else "shared_tables.collections.joint_sequences_16.embeddings.item.weight"
+    return (
+        name
+        if "sequences" not in name
+        else "shared_tables.collections.joint_sequences_16.embeddings.item.weight"
+    )
 
 
 def test_what_cannot_be_merged_is_refused_with_the_remedy() -> None:
-    weighted = Tower([bags("item", "likes", pooling=PoolingType.SUM)], [4], weights={"likes": "ages"})
+    weighted = Tower(
+        [bags("item", "likes", pooling=PoolingType.SUM)], [4], weights={"likes": "ages"}
+    )
     with pytest.raises(
-        ValueError, match=r"table 'item' pools 'likes' by weights, and another of the towers .* reads it id by id"
+        ValueError,
+        match=r"table 'item' pools 'likes' by weights, and another of the towers .* reads it id by id",
     ):
-        TowerModel({"user": weighted, "item": Tower([listed("item", "item_id")], [4])}, TopMLP([4, 4]))
+        TowerModel(
+            {"user": weighted, "item": Tower([listed("item", "item_id")], [4])},
+            TopMLP([4, 4]),
+        )
     narrow = dataclasses.replace(listed("item", "item_id"), embedding_dim=8)
-    with pytest.raises(ValueError, match="two tables are called 'item', with embedding_dim=16 and embedding_dim=8"):
-        TowerModel({"user": Tower([bags("item", "likes")], [4]), "item": Tower([narrow], [4])}, TopMLP([4, 4]))
-    made = model("plain")
-    made.towers["user"].embeddings = nn.Identity()  # as sharding puts something else in its place
-    with pytest.raises(ValueError, match="table 'user_id' is sharded already; merge the look-ups before it is planned"):
-        made.merge_lookups()
-    made = TowerModel({"user": Tower([bags("user_id")], [4]), "own": _Own()}, TopMLP([4, 4]))  # type: ignore[dict-item]
     with pytest.raises(
-        ValueError, match=r"table 'item' is named by the towers .*'own' is a _Own, which cannot do without tables"
+        ValueError,
+        match="two tables are called 'item', with embedding_dim=16 and embedding_dim=8",
+    ):
+        TowerModel(
+            {"user": Tower([bags("item", "likes")], [4]), "item": Tower([narrow], [4])},
+            TopMLP([4, 4]),
+        )
+    made = model("plain")
+    made.towers[
+        "user"
+    ].embeddings = nn.Identity()  # as sharding puts something else in its place
+    with pytest.raises(
+        ValueError,
+        match="table 'user_id' is sharded already; merge the look-ups before it is planned",
+    ):
+        made.merge_lookups()
+    made = TowerModel(
+        {"user": Tower([bags("user_id")], [4]), "own": _Own()}, TopMLP([4, 4])
+    )  # type: ignore[dict-item]
+    with pytest.raises(
+        ValueError,
+        match=r"table 'item' is named by the towers .*'own' is a _Own, which cannot do without tables",
     ):
         made.merge_lookups()
 

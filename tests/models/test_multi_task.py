@@ -15,7 +15,15 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from tests.contracts import gather_state, run_ranks
 from tests.data.stream_sets import ITEMS as STREAM_ITEMS
 from tests.data.stream_sets import parquet, table_of
-from tests.examples import ITEMS, META, USERS, assert_every_gradient, batches, redrawn, table
+from tests.examples import (
+    ITEMS,
+    META,
+    USERS,
+    assert_every_gradient,
+    batches,
+    redrawn,
+    table,
+)
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
@@ -43,10 +51,19 @@ def square(logits: Tensor, batch: TowerBatch) -> Tensor:
 
 def model(device: torch.device | None = None, **options: Any) -> MultiTaskModel:
     towers = {
-        "user": Tower([table("user_id", USERS), table("history", ITEMS)], [16, 8], dense=["age"], device=device),
-        "item": Tower([table("item_id", ITEMS)], [16, 8], dense=["price"], device=device),
+        "user": Tower(
+            [table("user_id", USERS), table("history", ITEMS)],
+            [16, 8],
+            dense=["age"],
+            device=device,
+        ),
+        "item": Tower(
+            [table("item_id", ITEMS)], [16, 8], dense=["price"], device=device
+        ),
     }
-    made = MultiTaskModel(towers, MultiTaskTop([8, 8], len(WEIGHTS), [6]), **{"tasks": WEIGHTS} | options)
+    made = MultiTaskModel(
+        towers, MultiTaskTop([8, 8], len(WEIGHTS), [6]), **{"tasks": WEIGHTS} | options
+    )
     return redrawn(made, 0, tables=3 if device is None else None)
 
 
@@ -54,7 +71,11 @@ def labelled(count: int, **place: int) -> Iterator[TowerBatch]:
     """The batches of the examples with labels of two further tasks, which follow from the others."""
     for batch in batches(count, **place):
         batch.targets = torch.stack(
-            [(batch.dense[:, 0] > 0.5).float(), (batch.dense[:, 1] > 0.3).float() * batch.labels], dim=1
+            [
+                (batch.dense[:, 0] > 0.5).float(),
+                (batch.dense[:, 1] > 0.3).float() * batch.labels,
+            ],
+            dim=1,
         )
         yield batch
 
@@ -65,7 +86,10 @@ def test_the_loss_is_the_weighted_sum_of_the_tasks_losses() -> None:
     loss, output = made(batch)
     logits = made.interaction.of_tasks(made.outputs(batch))  # type: ignore[operator]
     labels = torch.cat([batch.labels[:, None], batch.targets], dim=1)  # type: ignore[list-item]
-    by_row = [binary_cross_entropy_with_logits(logits[:, at], labels[:, at], reduction="none") for at in (0, 1)]
+    by_row = [
+        binary_cross_entropy_with_logits(logits[:, at], labels[:, at], reduction="none")
+        for at in (0, 1)
+    ]
     by_row.append((logits[:, 2] - labels[:, 2]).square())
     parts = [(batch.weights * losses).sum() / batch.weights.sum() for losses in by_row]
     torch.testing.assert_close(loss, parts[0] + 0.25 * parts[1] + 2.0 * parts[2])
@@ -86,7 +110,13 @@ def test_the_first_task_is_what_a_top_nn_of_one_task_would_be() -> None:
     """So whatever ranks a catalogue by one logit ranks by the first task."""
     top = MultiTaskTop([8, 4], tasks=2, hidden=[6])
     one = TopMLP([8, 4], hidden=[6])
-    one.load_state_dict({name: value for name, value in top.state_dict().items() if not name.startswith("further")})
+    one.load_state_dict(
+        {
+            name: value
+            for name, value in top.state_dict().items()
+            if not name.startswith("further")
+        }
+    )
     outputs = [torch.randn(5, 8), torch.randn(5, 4)]
     torch.testing.assert_close(top.of_tasks(outputs)[:, 0], one(outputs))
     torch.testing.assert_close(top(outputs), one(outputs))
@@ -106,17 +136,30 @@ def test_further_tasks_are_learned_by_the_rows_that_were_asked_for(rows: str) ->
         if rows == "product":
             chance = logits[:, 0].sigmoid() * logits[:, task].sigmoid()
             losses = -torch.where(labels > 0, chance.log(), (1 - chance).log())
-            torch.testing.assert_close(result.logits.sigmoid(), chance, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                result.logits.sigmoid(), chance, rtol=1e-4, atol=1e-6
+            )
         else:
-            losses = binary_cross_entropy_with_logits(logits[:, task], labels, reduction="none") * batch.labels
+            losses = (
+                binary_cross_entropy_with_logits(
+                    logits[:, task], labels, reduction="none"
+                )
+                * batch.labels
+            )
             torch.testing.assert_close(result.weights, weights * batch.labels)
-        torch.testing.assert_close(result.loss, (weights * losses).sum() / total, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            result.loss, (weights * losses).sum() / total, rtol=1e-4, atol=1e-6
+        )
     begun = made.begin_at([0.5, 0.1, 0.25])
-    assert begun == pytest.approx([0.0, math.log(0.2 / 0.8), 0.0]), "among the positives"
+    assert begun == pytest.approx([0.0, math.log(0.2 / 0.8), 0.0]), (
+        "among the positives"
+    )
 
 
 @pytest.mark.unit
-def test_tasks_that_are_served_together_rank_by_the_product_of_their_probabilities() -> None:
+def test_tasks_that_are_served_together_rank_by_the_product_of_their_probabilities() -> (
+    None
+):
     top = MultiTaskTop([8, 4], tasks=3, hidden=[6], serve=[0, 2])
     query, items = torch.randn(5, 8), torch.randn(7, 4)
     scores = top.score_all(query, items)
@@ -126,9 +169,13 @@ def test_tasks_that_are_served_together_rank_by_the_product_of_their_probabiliti
         torch.testing.assert_close(scores[row].sigmoid(), chances[:, 0] * chances[:, 2])
         torch.testing.assert_close(top(pairs), scores[row])
     for serve in ([], [3], [1, 1]):
-        with pytest.raises(ValueError, match=r"must be numbers of tasks, 0 to 2, each once"):
+        with pytest.raises(
+            ValueError, match=r"must be numbers of tasks, 0 to 2, each once"
+        ):
             MultiTaskTop([8, 4], tasks=3, serve=serve)
-    certain = logit_of_product(torch.tensor([[60.0, 60.0], [-200.0, 3.0]], requires_grad=True))
+    certain = logit_of_product(
+        torch.tensor([[60.0, 60.0], [-200.0, 3.0]], requires_grad=True)
+    )
     assert bool(torch.isfinite(certain).all())
 
 
@@ -148,7 +195,10 @@ def test_figures_of_a_task_by_its_name() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        aucs = {name: auc(*prediction[1:], Runtime()) for name, prediction in output.tasks.items()}
+        aucs = {
+            name: auc(*prediction[1:], Runtime())
+            for name, prediction in output.tasks.items()
+        }
     assert min(aucs.values()) > 0.9, aucs
 
 
@@ -156,8 +206,14 @@ def test_figures_of_a_task_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"tasks": {"click": 1.0}}, "tasks=['click'] with a MultiTaskTop of 3 heads: give it tasks=1"),
-        ({"tasks": WEIGHTS | {"buy": 0.0}}, "tasks: buy=0.0: the weight of a loss must be greater than 0"),
+        (
+            {"tasks": {"click": 1.0}},
+            "tasks=['click'] with a MultiTaskTop of 3 heads: give it tasks=1",
+        ),
+        (
+            {"tasks": WEIGHTS | {"buy": 0.0}},
+            "tasks: buy=0.0: the weight of a loss must be greater than 0",
+        ),
         (
             {"losses": {"view": bce}},
             "losses names ['view'], which are no tasks; the tasks are ['click', 'buy', 'like']",
@@ -168,7 +224,9 @@ def test_a_wrong_declaration_is_refused(options: dict[str, Any], text: str) -> N
     with pytest.raises(ValueError) as error:
         model(META, **options)
     assert text in str(error.value)
-    with pytest.raises(ValueError, match="tasks=1: must be 2 or more; TopMLP is the network for one"):
+    with pytest.raises(
+        ValueError, match="tasks=1: must be 2 or more; TopMLP is the network for one"
+    ):
         MultiTaskTop([8, 8], 1)
 
 
@@ -176,7 +234,10 @@ def test_a_wrong_declaration_is_refused(options: dict[str, Any], text: str) -> N
 @pytest.mark.parametrize(
     ("targets", "text"),
     [
-        (None, "the labels of the tasks ['buy', 'like'] are missing; give targets of shape (B, 2)"),
+        (
+            None,
+            "the labels of the tasks ['buy', 'like'] are missing; give targets of shape (B, 2)",
+        ),
         (torch.zeros(3, 1), "targets of shape (3, 1): must be (B, tasks) = (3, 2)"),
         (
             torch.tensor([[0.0, 1.0], [0.0, 2.0], [1.0, 1.0]]),
@@ -189,45 +250,80 @@ def test_a_wrong_declaration_is_refused(options: dict[str, Any], text: str) -> N
     ],
 )
 def test_wrong_labels_are_named(targets: Tensor | None, text: str) -> None:
-    schema = dataclasses.replace(BatchSchema.from_tables([table("item_id", 5)]), tasks=("buy", "like"))
+    schema = dataclasses.replace(
+        BatchSchema.from_tables([table("item_id", 5)]), tasks=("buy", "like")
+    )
     with pytest.raises(DataError) as error:
-        schema.assemble({"item_id": Jagged(torch.tensor([1, 2, 3]))}, labels=torch.zeros(3), targets=targets)
+        schema.assemble(
+            {"item_id": Jagged(torch.tensor([1, 2, 3]))},
+            labels=torch.zeros(3),
+            targets=targets,
+        )
     assert text in str(error.value)
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("negatives", [0, 2])
-def test_memory_files_and_device_bring_the_labels_of_all_tasks(tmp_path: Path, negatives: int) -> None:
+def test_memory_files_and_device_bring_the_labels_of_all_tasks(
+    tmp_path: Path, negatives: int
+) -> None:
     """Those of a positive; a drawn negative and padding have 0."""
     size = 21
     source = parquet(tmp_path, [13, 8])
     rows = table_of(size)
-    kinds = {"user_id": np.int64, "item_id": np.int64} | dict.fromkeys(("label", "weight", "row"), np.float32)
-    chunk = Chunk({name: Column(rows[name].to_numpy().astype(kind)) for name, kind in kinds.items()})
+    kinds = {"user_id": np.int64, "item_id": np.int64} | dict.fromkeys(
+        ("label", "weight", "row"), np.float32
+    )
+    chunk = Chunk(
+        {
+            name: Column(rows[name].to_numpy().astype(kind))
+            for name, kind in kinds.items()
+        }
+    )
     tables = [table("user_id", 5_000), table("item_id", STREAM_ITEMS + 1)]
     schema = dataclasses.replace(
-        BatchSchema.from_tables(tables, dense=["row"], label_range=None), tasks=("label", "weight")
+        BatchSchema.from_tables(tables, dense=["row"], label_range=None),
+        tasks=("label", "weight"),
     )
     config = LoaderConfig(batch_size=8, negatives=negatives, prefetch=0, read_ahead=0)
-    items = Chunk({"item_id": Column(np.arange(STREAM_ITEMS + 1))}) if negatives else None
-    sampler = UniformNegatives(STREAM_ITEMS, chunk["user_id"].values, chunk["item_id"].values) if negatives else None
+    items = (
+        Chunk({"item_id": Column(np.arange(STREAM_ITEMS + 1))}) if negatives else None
+    )
+    sampler = (
+        UniformNegatives(STREAM_ITEMS, chunk["user_id"].values, chunk["item_id"].values)
+        if negatives
+        else None
+    )
     for data, place in ((chunk, {}), (source, {}), (chunk, {"device": "cpu"})):
-        for batch in ChunkLoader(data, schema, config=config, items=items, negatives=sampler, **place):  # type: ignore[arg-type]
+        for batch in ChunkLoader(
+            data, schema, config=config, items=items, negatives=sampler, **place
+        ):  # type: ignore[arg-type]
             numbers, real = batch.dense[:, 0], (batch.weights > 0) & (batch.labels == 1)
             assert batch.targets is not None
-            expected = torch.stack([(numbers % 2 == 0).float(), 1 + numbers % 5], dim=1) * real[:, None]
+            expected = (
+                torch.stack([(numbers % 2 == 0).float(), 1 + numbers % 5], dim=1)
+                * real[:, None]
+            )
             torch.testing.assert_close(batch.targets, expected)
     with pytest.raises(DataError, match="column 'label' is missing"):
         ChunkLoader(
-            chunk.select(["user_id", "item_id", "weight", "row"]), schema, config=config, items=items, negatives=sampler
+            chunk.select(["user_id", "item_id", "weight", "row"]),
+            schema,
+            config=config,
+            items=items,
+            negatives=sampler,
         )
 
 
 def trained(runtime: Runtime) -> tuple[dict[str, Tensor] | None, list[str], list[str]]:
     made = model(META)
     plan = plan_sharding(made, runtime, PlanConfig(sharding="row_wise"))
-    learning = OptimizerConfig(tables="adagrad", tables_lr=0.1, dense="adam", dense_lr=1e-3, eps=1e-8)
-    parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=learning, seed=3)
+    learning = OptimizerConfig(
+        tables="adagrad", tables_lr=0.1, dense="adam", dense_lr=1e-3, eps=1e-8
+    )
+    parallel, optimizer = hybrid_parallel(
+        made, runtime, plan=plan, optimizer=learning, seed=3
+    )
     pipeline = make_pipeline(parallel, optimizer, runtime.device)
     stream = labelled(STEPS, rank=runtime.rank, world_size=runtime.world_size)
     for _ in range(STEPS):
@@ -237,9 +333,16 @@ def trained(runtime: Runtime) -> tuple[dict[str, Tensor] | None, list[str], list
 
 def test_several_tasks_trained_on_two_ranks_equal_those_trained_unsharded() -> None:
     made = model()
-    tables = [value for name, value in made.named_parameters() if "embedding_bags" in name]
-    dense = [value for name, value in made.named_parameters() if "embedding_bags" not in name]
-    optimizers = [torch.optim.Adagrad(tables, lr=0.1, eps=1e-8), torch.optim.Adam(dense, lr=1e-3, eps=1e-8)]
+    tables = [
+        value for name, value in made.named_parameters() if "embedding_bags" in name
+    ]
+    dense = [
+        value for name, value in made.named_parameters() if "embedding_bags" not in name
+    ]
+    optimizers = [
+        torch.optim.Adagrad(tables, lr=0.1, eps=1e-8),
+        torch.optim.Adam(dense, lr=1e-3, eps=1e-8),
+    ]
     for batch in labelled(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -259,4 +362,6 @@ def test_each_head_begins_at_its_own_share_and_that_of_another_loss_stays() -> N
     before = [float(bias) for bias in top.last_biases]
     odds = made.begin_at([0.5, 0.01, 0.3])
     assert odds == pytest.approx([0.0, math.log(0.01 / 0.99)])
-    assert [float(bias) for bias in top.last_biases] == pytest.approx([*odds, before[2]])
+    assert [float(bias) for bias in top.last_biases] == pytest.approx(
+        [*odds, before[2]]
+    )

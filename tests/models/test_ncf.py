@@ -27,10 +27,14 @@ QUERIES, WIDTH = 6, 5
 
 
 def table(name: str, rows: int, dim: int = 4) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=dim)
+    return EmbeddingBagConfig(
+        name=name, feature_names=[name], num_embeddings=rows, embedding_dim=dim
+    )
 
 
-def model(shared: tuple[str, ...] = (), device: torch.device | None = None, **options: Any) -> ContextualNCF:
+def model(
+    shared: tuple[str, ...] = (), device: torch.device | None = None, **options: Any
+) -> ContextualNCF:
     torch.manual_seed(0)
     arguments: dict[str, Any] = {
         "context_tables": [table("hour", HOURS)],
@@ -39,11 +43,15 @@ def model(shared: tuple[str, ...] = (), device: torch.device | None = None, **op
         "item_dense": ["price"],
         "embedding_std": 0.3,  # so that the products are seen
     }
-    made = ContextualNCF(USERS, ITEMS, shared=shared, device=device, **(arguments | options))
+    made = ContextualNCF(
+        USERS, ITEMS, shared=shared, device=device, **(arguments | options)
+    )
     return redrawn(made, 1, tables=3 if device is None else None)
 
 
-def batches(count: int, *, shared: bool = False, rank: int = 0, world_size: int = 1) -> Iterator[TowerBatch]:
+def batches(
+    count: int, *, shared: bool = False, rank: int = 0, world_size: int = 1
+) -> Iterator[TowerBatch]:
     """``count`` batches of QUERIES users in a context with WIDTH candidates each, and of those this rank's share."""
     schema = model(("user",) if shared else (), META).schema()
     generator = torch.Generator().manual_seed(5)
@@ -52,9 +60,19 @@ def batches(count: int, *, shared: bool = False, rank: int = 0, world_size: int 
         return torch.randint(high, shape, generator=generator)
 
     for _ in range(count):
-        users, hours, temperature = draw(USERS, QUERIES), draw(HOURS, QUERIES), torch.rand(QUERIES, generator=generator)
-        items, price = draw(ITEMS, QUERIES, WIDTH), torch.rand(QUERIES, WIDTH, generator=generator)
-        genres, labels = draw(GENRES, QUERIES, WIDTH, 2), draw(2, QUERIES, WIDTH).float()
+        users, hours, temperature = (
+            draw(USERS, QUERIES),
+            draw(HOURS, QUERIES),
+            torch.rand(QUERIES, generator=generator),
+        )
+        items, price = (
+            draw(ITEMS, QUERIES, WIDTH),
+            torch.rand(QUERIES, WIDTH, generator=generator),
+        )
+        genres, labels = (
+            draw(GENRES, QUERIES, WIDTH, 2),
+            draw(2, QUERIES, WIDTH).float(),
+        )
         local = slice(rank * QUERIES // world_size, (rank + 1) * QUERIES // world_size)
         rows, times = local.stop - local.start, 1 if shared else WIDTH
         yield schema.assemble(
@@ -62,9 +80,15 @@ def batches(count: int, *, shared: bool = False, rank: int = 0, world_size: int 
                 "user_id": Jagged(users[local].repeat_interleave(times)),
                 "hour": Jagged(hours[local].repeat_interleave(times)),
                 "item_id": Jagged(items[local].reshape(-1)),
-                "genres": Jagged(genres[local].reshape(-1), torch.full((rows * WIDTH,), 2, dtype=torch.int32)),
+                "genres": Jagged(
+                    genres[local].reshape(-1),
+                    torch.full((rows * WIDTH,), 2, dtype=torch.int32),
+                ),
             },
-            {"temperature": temperature[local].repeat_interleave(times), "price": price[local].reshape(-1)},
+            {
+                "temperature": temperature[local].repeat_interleave(times),
+                "price": price[local].reshape(-1),
+            },
             labels=labels[local].reshape(-1),
             total_weight=QUERIES * WIDTH / world_size,
             index=torch.arange(rows).repeat_interleave(WIDTH) if shared else None,
@@ -75,39 +99,67 @@ def batches(count: int, *, shared: bool = False, rank: int = 0, world_size: int 
 def written_out(made: ContextualNCF, batch: TowerBatch) -> Tensor:
     """The network as the paper draws it: one layer after another over the concatenation."""
     weights = {name: value.detach() for name, value in made.named_parameters()}
-    bags = {key: jagged.to_padded_dense(2).long() for key, jagged in batch.sparse.to_dict().items()}
+    bags = {
+        key: jagged.to_padded_dense(2).long()
+        for key, jagged in batch.sparse.to_dict().items()
+    }
 
     def look_up(tower: str, name: str, feature: str, ids: int = 1) -> Tensor:
         rows = weights[f"towers.{tower}.embeddings.embedding_bags.{name}.weight"]
         return rows[bags[feature][:, :ids]].sum(1)
 
-    gmf = look_up("user", "user_id_gmf", "user_id") * look_up("item", "item_id_gmf", "item_id")
-    user = [look_up("user", "user_id_mlp", "user_id"), look_up("user", "hour", "hour"), batch.dense[:, :1]]
-    item = [look_up("item", "item_id_mlp", "item_id"), look_up("item", "genres", "genres", 2), batch.dense[:, 1:]]
-    first = torch.cat([weights[f"towers.{tower}.mlp.linear.weight"] for tower in ("user", "item")], dim=1)
-    hidden = torch.relu(torch.cat(user + item, dim=1) @ first.T + weights["towers.user.mlp.linear.bias"])
+    gmf = look_up("user", "user_id_gmf", "user_id") * look_up(
+        "item", "item_id_gmf", "item_id"
+    )
+    user = [
+        look_up("user", "user_id_mlp", "user_id"),
+        look_up("user", "hour", "hour"),
+        batch.dense[:, :1],
+    ]
+    item = [
+        look_up("item", "item_id_mlp", "item_id"),
+        look_up("item", "genres", "genres", 2),
+        batch.dense[:, 1:],
+    ]
+    first = torch.cat(
+        [weights[f"towers.{tower}.mlp.linear.weight"] for tower in ("user", "item")],
+        dim=1,
+    )
+    hidden = torch.relu(
+        torch.cat(user + item, dim=1) @ first.T + weights["towers.user.mlp.linear.bias"]
+    )
     for layer in (2, 5):
         hidden = torch.relu(
-            hidden @ weights[f"interaction.rest.{layer}.weight"].T + weights[f"interaction.rest.{layer}.bias"]
+            hidden @ weights[f"interaction.rest.{layer}.weight"].T
+            + weights[f"interaction.rest.{layer}.bias"]
         )
-    predict = weights["interaction.predict.weight"][0], weights["interaction.predict.bias"]
+    predict = (
+        weights["interaction.predict.weight"][0],
+        weights["interaction.predict.bias"],
+    )
     return torch.cat([gmf, hidden], dim=1) @ predict[0] + predict[1]
 
 
 @pytest.mark.unit
 def test_the_reference_shape_has_the_published_number_of_parameters() -> None:
     """654 users, 1,127 items, GMF 8, MLP 32, a context of 21 columns: layers 85-32-16-8 and a head 16-1."""
-    reference = ContextualNCF(654, 1_127, context_dense=[f"context_{i}" for i in range(21)])
+    reference = ContextualNCF(
+        654, 1_127, context_dense=[f"context_{i}" for i in range(21)]
+    )
     assert sum(parameter.numel() for parameter in reference.parameters()) == 74_673
     tables = (654 + 1_127) * (8 + 32)
-    assert 74_673 - tables == (85 * 32 + 32) + (32 * 16 + 16) + (16 * 8 + 8) + (16 * 1 + 1)
+    assert 74_673 - tables == (85 * 32 + 32) + (32 * 16 + 16) + (16 * 8 + 8) + (
+        16 * 1 + 1
+    )
 
 
 @pytest.mark.unit
 def test_logits_are_those_of_the_network_as_published() -> None:
     made, batch = model(), next(batches(1))
     assert written_out(made, batch).std() > 0.01
-    torch.testing.assert_close(made.logits(batch).detach(), written_out(made, batch), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        made.logits(batch).detach(), written_out(made, batch), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.unit
@@ -120,17 +172,26 @@ def test_every_parameter_receives_a_gradient() -> None:
 def test_without_context_it_is_neumf_over_the_two_ids() -> None:
     made = ContextualNCF(100, 50, mlp_dim=16, mlp_widths=(32, 16, 8))
     assert (made.schema().keys, made.schema().dense) == (["user_id", "item_id"], ())
-    assert sum(p.numel() for p in made.parameters()) == 150 * 24 + (32 * 32 + 32) + (32 * 16 + 16) + (16 * 8 + 8) + 17
+    assert (
+        sum(p.numel() for p in made.parameters())
+        == 150 * 24 + (32 * 32 + 32) + (32 * 16 + 16) + (16 * 8 + 8) + 17
+    )
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("mlp_widths", [(32, 16, 8), (64,)])
-def test_the_whole_catalogue_scores_as_the_pairs_do(mlp_widths: tuple[int, ...]) -> None:
+def test_the_whole_catalogue_scores_as_the_pairs_do(
+    mlp_widths: tuple[int, ...],
+) -> None:
     made, batch = model(mlp_widths=mlp_widths).eval(), next(batches(1))
     query, items = made.embed("user", batch)[::WIDTH], made.embed("item", batch)
     scores = made.interaction.score_all(query, items)  # type: ignore[operator]
-    one_by_one = made.interaction([query.repeat_interleave(len(items), 0), items.repeat(len(query), 1)])
-    torch.testing.assert_close(scores, one_by_one.view(len(query), len(items)), rtol=0, atol=1e-6)
+    one_by_one = made.interaction(
+        [query.repeat_interleave(len(items), 0), items.repeat(len(query), 1)]
+    )
+    torch.testing.assert_close(
+        scores, one_by_one.view(len(query), len(items)), rtol=0, atol=1e-6
+    )
     own = scores.view(QUERIES, QUERIES, WIDTH)[range(QUERIES), range(QUERIES)]
     torch.testing.assert_close(own.reshape(-1), made.logits(batch), rtol=0, atol=1e-6)
 
@@ -140,26 +201,41 @@ def test_user_and_context_computed_once_give_the_same_logits_and_gradients() -> 
     plain, shared = model(), model(("user",))
     batch = next(batches(1, shared=True))
     assert shared.embed("user", batch).shape == (QUERIES, 8 + 32)
-    outputs = [made(some)[1].logits for made, some in ((plain, next(batches(1))), (shared, batch))]
+    outputs = [
+        made(some)[1].logits
+        for made, some in ((plain, next(batches(1))), (shared, batch))
+    ]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
     for made, some in ((plain, next(batches(1))), (shared, batch)):
         made(some)[0].backward()
-    for (name, one), (_, other) in zip(plain.named_parameters(), shared.named_parameters(), strict=True):
+    for (name, one), (_, other) in zip(
+        plain.named_parameters(), shared.named_parameters(), strict=True
+    ):
         torch.testing.assert_close(
-            other.grad, one.grad, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            other.grad,
+            one.grad,
+            rtol=0,
+            atol=1e-6,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
 @pytest.mark.unit
 def test_first_values_are_the_papers() -> None:
-    made = ContextualNCF(4_000, 3_000, context_dense=[f"context_{i}" for i in range(21)])
+    made = ContextualNCF(
+        4_000, 3_000, context_dense=[f"context_{i}" for i in range(21)]
+    )
     initialise_tables(made, seed=0)
     for name, parameter in made.named_parameters():
         if "embedding_bags" in name:
-            assert parameter.detach().std().item() == pytest.approx(0.01, rel=0.02), name
+            assert parameter.detach().std().item() == pytest.approx(0.01, rel=0.02), (
+                name
+            )
         elif name.endswith("bias"):
             assert not parameter.any(), name
-    towers = [made.towers[tower].mlp.linear.weight.abs().max() for tower in ("user", "item")]  # type: ignore[union-attr]
+    towers = [
+        made.towers[tower].mlp.linear.weight.abs().max() for tower in ("user", "item")
+    ]  # type: ignore[union-attr]
     for largest in towers:
         assert largest.item() == pytest.approx(math.sqrt(6 / (85 + 32)), rel=0.02)
     assert made.interaction.predict.weight.abs().max().item() <= math.sqrt(3 / 16)  # type: ignore[union-attr, operator]
@@ -170,13 +246,22 @@ def test_first_values_are_the_papers() -> None:
     ("make", "text"),
     [
         (lambda: ContextualNCF(5, 5, gmf_dim=0), "gmf_dim=0: must be 1 or more"),
-        (lambda: ContextualNCF(5, 5, mlp_widths=()), "mlp_widths=[]: the MLP half needs at least one layer"),
-        (lambda: ContextualNCF(5, 5, embedding_std=0.0), "embedding_std=0.0: must be greater than 0"),
+        (
+            lambda: ContextualNCF(5, 5, mlp_widths=()),
+            "mlp_widths=[]: the MLP half needs at least one layer",
+        ),
+        (
+            lambda: ContextualNCF(5, 5, embedding_std=0.0),
+            "embedding_std=0.0: must be greater than 0",
+        ),
         (
             lambda: ContextualNCF(5, 5, context_tables=[table("item_id_mlp", 5)]),
             "two tables are called 'item_id_mlp', with",
         ),
-        (lambda: ContextualNCF(5, 5, activation="step"), "activation='step': must be one of"),  # type: ignore[arg-type]
+        (
+            lambda: ContextualNCF(5, 5, activation="step"),
+            "activation='step': must be one of",
+        ),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_declaration_is_refused(make: Callable[[], object], text: str) -> None:
@@ -185,12 +270,18 @@ def test_a_wrong_declaration_is_refused(make: Callable[[], object], text: str) -
     assert text in str(error.value)
 
 
-def trained(runtime: Runtime, shared: bool, sharding: str) -> tuple[dict[str, Tensor] | None, list[str]]:
+def trained(
+    runtime: Runtime, shared: bool, sharding: str
+) -> tuple[dict[str, Tensor] | None, list[str]]:
     made = model(("user",) if shared else (), META)
     plan = plan_sharding(made, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
-    parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=OptimizerConfig(tables_lr=0.1), seed=3)
+    parallel, optimizer = hybrid_parallel(
+        made, runtime, plan=plan, optimizer=OptimizerConfig(tables_lr=0.1), seed=3
+    )
     pipeline = make_pipeline(parallel, optimizer, runtime.device)
-    stream = batches(20, shared=shared, rank=runtime.rank, world_size=runtime.world_size)
+    stream = batches(
+        20, shared=shared, rank=runtime.rank, world_size=runtime.world_size
+    )
     for _ in range(20):
         pipeline.progress(stream)
     return gather_state(parallel), unpipelined(pipeline, parallel)
@@ -214,11 +305,22 @@ def unsharded() -> dict[str, Tensor]:
     return {name: p.detach() for name, p in made.named_parameters()}
 
 
-@pytest.mark.parametrize(("shared", "sharding"), [(False, "table_wise"), (True, "row_wise"), (True, "data_parallel")])
-def test_sharded_equals_unsharded_with_user_and_context_computed_once(shared: bool, sharding: str) -> None:
+@pytest.mark.parametrize(
+    ("shared", "sharding"),
+    [(False, "table_wise"), (True, "row_wise"), (True, "data_parallel")],
+)
+def test_sharded_equals_unsharded_with_user_and_context_computed_once(
+    shared: bool, sharding: str
+) -> None:
     state, missed = run_ranks(trained, 2, shared, sharding)[0]
     assert missed == []
     expected = unsharded()
     assert state.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            state[name],
+            value,
+            rtol=0,
+            atol=1e-4,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )

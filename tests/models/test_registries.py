@@ -23,8 +23,19 @@ from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 
 SET = (
-    *("data.name=planted", "data.users=120", "data.items=60", "loader.batch_size=256", "train.epochs=1"),
-    *("train.compile=off", "model.embedding_dim=8", "model.tower_widths=8", "export=require"),
+    *(
+        "data.name=planted",
+        "data.users=120",
+        "data.items=60",
+        "loader.batch_size=256",
+        "train.epochs=1",
+    ),
+    *(
+        "train.compile=off",
+        "model.embedding_dim=8",
+        "model.tower_widths=8",
+        "export=require",
+    ),
 )
 
 
@@ -33,7 +44,9 @@ def served(runtime: Runtime, folder: Path) -> dict[str, tuple[str, list[float]]]
     leave_group(runtime)
     answers = {}
     for name in INTERACTIONS:
-        job = apply_overrides(load_recipe("two_tower"), [*SET, f"model.interaction={name}"])
+        job = apply_overrides(
+            load_recipe("two_tower"), [*SET, f"model.interaction={name}"]
+        )
         with contextlib.redirect_stdout(io.StringIO()):
             run_training(job, folder / name)
         bundle = Bundle.load(folder / name / "bundle")
@@ -68,24 +81,36 @@ def test_an_interaction_says_truly_what_it_can(name: str) -> None:
     interaction = INTERACTIONS[name]([8, 8])
     is_projected = type(projection(interaction, 8)) is not Projection
     where = "its projection belongs in _KINDS of retrieval/index/projection.py"
-    assert interaction.projectable == is_projected, f"projectable={interaction.projectable}: {where}"
+    assert interaction.projectable == is_projected, (
+        f"projectable={interaction.projectable}: {where}"
+    )
     queries, candidates = torch.randn(3, 8), torch.randn(40, 8)
     scores = interaction.score_all(queries, candidates)
     if interaction.metric == "cosine":
-        queries, candidates = (torch.nn.functional.normalize(rows) for rows in (queries, candidates))
+        queries, candidates = (
+            torch.nn.functional.normalize(rows) for rows in (queries, candidates)
+        )
     if interaction.metric is not None:
         assert torch.equal(scores.argsort(1), (queries @ candidates.T).argsort(1))
     if interaction.temperature is not None:
         assert scores.abs().max() <= 1 / interaction.temperature
 
 
-ROWS = {"pairwise": ("loader.negatives=4",), "in_batch": ("loader.negatives=0", "loader.batch_size=512")}
+ROWS = {
+    "pairwise": ("loader.negatives=4",),
+    "in_batch": ("loader.negatives=0", "loader.batch_size=512"),
+}
 
 
 @pytest.mark.parametrize(
     "name",
     # The default run trains a loss of labels and one of the batch.
-    [pytest.param(name, marks=() if name in ("bce", "in_batch") else pytest.mark.slow) for name in LOSSES],
+    [
+        pytest.param(
+            name, marks=() if name in ("bce", "in_batch") else pytest.mark.slow
+        )
+        for name in LOSSES
+    ],
 )
 def test_every_loss_learns_planted_tastes(name: str) -> None:
     kind = LOSSES[name]
@@ -93,7 +118,13 @@ def test_every_loss_learns_planted_tastes(name: str) -> None:
     job = job_of(
         "two_tower",
         *SMALL,
-        *(f"model.loss={name}", "model.interaction=dot", "train.epochs=5", "optimizer.tables_lr=0.1", *rows),
+        *(
+            f"model.loss={name}",
+            "model.interaction=dot",
+            "train.epochs=5",
+            "optimizer.tables_lr=0.1",
+            *rows,
+        ),
     )
     (outcome,) = run_ranks(trained, 1, job)
     assert outcome["test"]["ndcg@10"] > 1.4 * outcome["baseline"]["ndcg@10"]
@@ -109,10 +140,18 @@ def test_a_refused_loss_is_named_with_those_that_fit(
     rows = {"negatives": negatives, "label": label, "metric": metric}
     # Rows of label 1 alone are refused by their task, an interaction without a metric by its model.
     kind = LOSSES[name]
-    if kind.fits(**rows) or not (kind.pairwise or kind.shared) or (kind.shared and not negatives):
+    if (
+        kind.fits(**rows)
+        or not (kind.pairwise or kind.shared)
+        or (kind.shared and not negatives)
+    ):
         check_fed(name, **rows)
         return
     fitting = [other for other, each in LOSSES.items() if each.fits(**rows)]
-    with pytest.raises(ValueError, match=rf"^model\.loss={name} with loader\.") as error:
+    with pytest.raises(
+        ValueError, match=rf"^model\.loss={name} with loader\."
+    ) as error:
         check_fed(name, **rows)
-    assert not fitting or str(error.value).endswith(f"take model.loss={' or '.join(fitting)}")
+    assert not fitting or str(error.value).endswith(
+        f"take model.loss={' or '.join(fitting)}"
+    )

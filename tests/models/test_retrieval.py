@@ -34,7 +34,9 @@ COUNTS = torch.arange(ITEMS)
 
 
 def retrieval(
-    interaction: nn.Module | None = None, device: torch.device | None = None, **options: Any
+    interaction: nn.Module | None = None,
+    device: torch.device | None = None,
+    **options: Any,
 ) -> RetrievalModel:
     torch.manual_seed(0)
     towers = {
@@ -51,7 +53,9 @@ def retrieval(
 
 def batch(rank: int = 0, world_size: int = 1, *, seed: int = 0) -> TowerBatch:
     generator = torch.Generator().manual_seed(seed)
-    users, items = (torch.randint(1, high, (ROWS,), generator=generator) for high in (USERS, ITEMS))
+    users, items = (
+        torch.randint(1, high, (ROWS,), generator=generator) for high in (USERS, ITEMS)
+    )
     local = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
     return (
         retrieval(device=META)
@@ -65,8 +69,12 @@ def batch(rank: int = 0, world_size: int = 1, *, seed: int = 0) -> TowerBatch:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("interaction", [DotProduct([8, 8]), Cosine([8, 8], temperature=0.2)])
-def test_the_loss_is_a_softmax_over_the_batch_corrected_for_popularity(interaction: nn.Module) -> None:
+@pytest.mark.parametrize(
+    "interaction", [DotProduct([8, 8]), Cosine([8, 8], temperature=0.2)]
+)
+def test_the_loss_is_a_softmax_over_the_batch_corrected_for_popularity(
+    interaction: nn.Module,
+) -> None:
     model, rows = retrieval(interaction, counts=COUNTS).train(), batch()
     loss, prediction = model(rows)
     ids = rows.sparse["item_id"].values()
@@ -74,15 +82,22 @@ def test_the_loss_is_a_softmax_over_the_batch_corrected_for_popularity(interacti
     scores = interaction.score_all(user, item)  # type: ignore[operator]
     log_q = (COUNTS.clamp(min=1) / COUNTS.sum()).log()[ids]
     again = (ids[:, None] == ids) & ~torch.eye(ROWS, dtype=torch.bool)
-    expected = softmax_losses(scores, torch.arange(ROWS), log_q=log_q, excluded=again).mean()
+    expected = softmax_losses(
+        scores, torch.arange(ROWS), log_q=log_q, excluded=again
+    ).mean()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(prediction.logits, scores.diagonal())
     loss.backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.abs().sum() > 0
+        for parameter in model.parameters()
+    )
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("interaction", [DotProduct([8, 8]), Cosine([8, 8], temperature=0.2)])
+@pytest.mark.parametrize(
+    "interaction", [DotProduct([8, 8]), Cosine([8, 8], temperature=0.2)]
+)
 def test_under_autocast_only_the_towers_are_of_16_bits(interaction: nn.Module) -> None:
     """At the logits of 20 and more that log q makes, a score in bfloat16 would be .06 off."""
     model, rows = retrieval(interaction, counts=COUNTS**4).train(), batch()
@@ -93,14 +108,18 @@ def test_under_autocast_only_the_towers_are_of_16_bits(interaction: nn.Module) -
     scores = interaction.score_all(*vectors)  # type: ignore[operator]
     log_q = ((COUNTS**4).clamp(min=1) / (COUNTS**4).sum()).log()[ids]
     again = (ids[:, None] == ids) & ~torch.eye(ROWS, dtype=torch.bool)
-    expected = softmax_losses(scores, torch.arange(ROWS), log_q=log_q, excluded=again).mean()
+    expected = softmax_losses(
+        scores, torch.arange(ROWS), log_q=log_q, excluded=again
+    ).mean()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(prediction.logits, scores.diagonal())
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("counts", [None, COUNTS])
-def test_what_a_batch_says_of_its_candidates_corrects_them(counts: torch.Tensor | None) -> None:
+def test_what_a_batch_says_of_its_candidates_corrects_them(
+    counts: torch.Tensor | None,
+) -> None:
     """With equal scores a positive's probability is its share of 1 / q over all 4 candidates, of which 2 are drawn."""
     model = retrieval(counts=counts).train()
     with torch.no_grad():
@@ -130,28 +149,39 @@ def sampled(
     count = len(items)
     rows = model.schema().assemble(
         {
-            "user_id": Jagged(torch.tensor(users), (torch.arange(count) < len(users)).int()),
+            "user_id": Jagged(
+                torch.tensor(users), (torch.arange(count) < len(users)).int()
+            ),
             "item_id": Jagged(torch.tensor(looked_up)),
         },
         labels=torch.ones(count),
         weights=(torch.arange(count) < queries).float(),
     )
-    whose = torch.cat([torch.tensor(users), torch.zeros(count - len(users), dtype=torch.int64)])
-    rows = dataclasses.replace(rows, users=whose, items=torch.tensor(items), queries=queries)
+    whose = torch.cat(
+        [torch.tensor(users), torch.zeros(count - len(users), dtype=torch.int64)]
+    )
+    rows = dataclasses.replace(
+        rows, users=whose, items=torch.tensor(items), queries=queries
+    )
     user, item = model.outputs(rows)
     return model, rows, user[:queries] @ item.T
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("queries", [3, 4])
-def test_a_dropped_candidate_is_itself_and_known_items_are_no_negatives(queries: int) -> None:
+def test_a_dropped_candidate_is_itself_and_known_items_are_no_negatives(
+    queries: int,
+) -> None:
     """Items 3 (looked up as 0), 4 (user 1's), 4 again (looked up as 0), and 6, without a query if ``queries`` is 3."""
-    model, rows, scores = sampled([1, 2, 3, 9][:queries], [3, 4, 4, 6], [0, 4, 0, 6], queries)
+    model, rows, scores = sampled(
+        [1, 2, 3, 9][:queries], [3, 4, 4, 6], [0, 4, 0, 6], queries
+    )
     negatives = {0: [3], 1: [0, 3], 2: [0, 3], 3: [0, 1, 2]}  # by query
     log_q = (COUNTS.clamp(min=1) / COUNTS.sum()).log()[torch.tensor([3, 4, 4, 6])]
     corrected = scores - log_q
     expected = [
-        corrected[query, [query, *negatives[query]]].logsumexp(dim=0) - corrected[query, query]
+        corrected[query, [query, *negatives[query]]].logsumexp(dim=0)
+        - corrected[query, query]
         for query in range(queries)
     ]
     torch.testing.assert_close(model(rows)[0], torch.stack(expected).mean())
@@ -160,7 +190,9 @@ def test_a_dropped_candidate_is_itself_and_known_items_are_no_negatives(queries:
 @pytest.mark.unit
 def test_known_items_need_the_users() -> None:
     model, rows, _ = sampled([1, 2, 3], [3, 4, 5], [3, 4, 5], 3)
-    with pytest.raises(ValueError, match=r"known=.*make the loader with the model's schema\(\)"):
+    with pytest.raises(
+        ValueError, match=r"known=.*make the loader with the model's schema\(\)"
+    ):
         model(dataclasses.replace(rows, users=None))
 
 
@@ -169,15 +201,30 @@ def of_loader(runtime: Runtime, sampling: str, is_known: bool) -> list[float]:
     data = planted(users=60, items=50, clusters=4, history_length=1)
     known = KnownItems(KnownPairs(data.num_items, data.known.users, data.known.items))
     torch.manual_seed(0)
-    towers = {"user": Tower([table("occupation", 22)], (8,)), "item": Tower([table("item_id", 51)], (8,))}
+    towers = {
+        "user": Tower([table("occupation", 22)], (8,)),
+        "item": Tower([table("item_id", 51)], (8,)),
+    }
     made = RetrievalModel(
-        towers, DotProduct([8, 8]), counts=torch.from_numpy(data.popularity()), known=known if is_known else None
+        towers,
+        DotProduct([8, 8]),
+        counts=torch.from_numpy(data.popularity()),
+        known=known if is_known else None,
     )
     made = redrawn(made, tables=0).train()
-    mixed: dict[str, Any] = {"sampling": "mixed", "shared_negatives": 20} if sampling == "mixed" else {}
-    config = LoaderConfig(batch_size=100, negatives=0, device="cpu" if sampling == "resident" else None, **mixed)
+    mixed: dict[str, Any] = (
+        {"sampling": "mixed", "shared_negatives": 20} if sampling == "mixed" else {}
+    )
+    config = LoaderConfig(
+        batch_size=100,
+        negatives=0,
+        device="cpu" if sampling == "resident" else None,
+        **mixed,
+    )
     schema = made.schema()
-    batches: Any = training_loader(data, schema, config, rank=runtime.rank, world_size=runtime.world_size)
+    batches: Any = training_loader(
+        data, schema, config, rank=runtime.rank, world_size=runtime.world_size
+    )
     if sampling == "dropout":
         batches = IdDropout(batches, schema, {"item_id": 0.3})
     with torch.no_grad():
@@ -185,12 +232,18 @@ def of_loader(runtime: Runtime, sampling: str, is_known: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("sampling", ["batch", "mixed", "resident", "dropout"])
-def test_known_items_are_rejected_on_a_loaders_batches_on_any_number_of_ranks(sampling: str) -> None:
+def test_known_items_are_rejected_on_a_loaders_batches_on_any_number_of_ranks(
+    sampling: str,
+) -> None:
     alone = Runtime(rank=0, local_rank=0, world_size=1, local_world_size=1)
-    expected, without = (of_loader(alone, sampling, is_known) for is_known in (True, False))
+    expected, without = (
+        of_loader(alone, sampling, is_known) for is_known in (True, False)
+    )
     assert all(one < other for one, other in zip(expected, without, strict=True))
     ranks = run_ranks(of_loader, 2, sampling, True)
-    assert [sum(step) / 2 for step in zip(*ranks, strict=True)] == pytest.approx(expected, rel=1e-5)
+    assert [sum(step) / 2 for step in zip(*ranks, strict=True)] == pytest.approx(
+        expected, rel=1e-5
+    )
     if sampling == "resident":
         assert expected == pytest.approx(of_loader(alone, "batch", True), rel=1e-6)
 
@@ -210,23 +263,41 @@ def clicks() -> Chunk:
     """The rows of CLICKS with a label and a weight each."""
     count = CLICKS.train.num_rows
     columns = {"label": np.resize(LABELS, count), "weight": np.resize(WEIGHTS, count)}
-    return CLICKS.train.with_columns({name: Column(values.astype(np.float32)) for name, values in columns.items()})
+    return CLICKS.train.with_columns(
+        {name: Column(values.astype(np.float32)) for name, values in columns.items()}
+    )
 
 
-def of_clicks(loss: str, device: torch.device | None = None, **options: Any) -> RetrievalModel:
+def of_clicks(
+    loss: str, device: torch.device | None = None, **options: Any
+) -> RetrievalModel:
     towers = {
         "user": Tower([table("occupation", 22)], (8,), device=device),
         "item": Tower([table("item_id", 51)], (8,), device=device),
     }
     counts = torch.from_numpy(CLICKS.popularity()) if loss == "in_batch" else None
-    return RetrievalModel(towers, DotProduct([8, 8]), counts=counts, loss=loss, **options)
+    return RetrievalModel(
+        towers, DotProduct([8, 8]), counts=counts, loss=loss, **options
+    )
 
 
-def loader_of_clicks(model: RetrievalModel, runtime: Runtime, label: str | None) -> ChunkLoader:
+def loader_of_clicks(
+    model: RetrievalModel, runtime: Runtime, label: str | None
+) -> ChunkLoader:
     model.expect_rows(negatives=0, label=label)
     schema = model.schema()
-    config = LoaderConfig(batch_size=101, negatives=0, label=label, weight="weight" if label else None, prefetch=0)
-    everything = CatalogueCandidates(np.arange(1, CLICKS.num_items + 1)) if schema.catalogue else None
+    config = LoaderConfig(
+        batch_size=101,
+        negatives=0,
+        label=label,
+        weight="weight" if label else None,
+        prefetch=0,
+    )
+    everything = (
+        CatalogueCandidates(np.arange(1, CLICKS.num_items + 1))
+        if schema.catalogue
+        else None
+    )
     items = CLICKS.items if schema.catalogue else None
     return ChunkLoader(
         clicks(),
@@ -239,8 +310,13 @@ def loader_of_clicks(model: RetrievalModel, runtime: Runtime, label: str | None)
     )
 
 
-@pytest.mark.parametrize(("loss", "label"), [("in_batch", "label"), ("catalogue", None), ("catalogue", "label")])
-def test_the_loss_of_clicks_is_that_of_a_by_hand_count(loss: str, label: str | None) -> None:
+@pytest.mark.parametrize(
+    ("loss", "label"),
+    [("in_batch", "label"), ("catalogue", None), ("catalogue", "label")],
+)
+def test_the_loss_of_clicks_is_that_of_a_by_hand_count(
+    loss: str, label: str | None
+) -> None:
     torch.manual_seed(0)
     model = of_clicks(loss, temperature=0.5).train()
     batch = next(iter(loader_of_clicks(model, Runtime(), label)))
@@ -248,23 +324,44 @@ def test_the_loss_of_clicks_is_that_of_a_by_hand_count(loss: str, label: str | N
     count = 101
     assert len(batch) == (count if loss == "in_batch" else count + CLICKS.num_items)
     users, items = model.outputs(batch)
-    ids, weights = batch.items[:count], (batch.weights * batch.labels)[:count] if label else batch.weights[:count]
+    ids, weights = (
+        batch.items[:count],
+        (batch.weights * batch.labels)[:count] if label else batch.weights[:count],
+    )
     if loss == "catalogue":
-        assert sorted(batch.items[count:].tolist()) == list(range(1, CLICKS.num_items + 1))
-        losses = cross_entropy(users[:count] @ items[count:].T / 0.5, ids - 1, reduction="none")
+        assert sorted(batch.items[count:].tolist()) == list(
+            range(1, CLICKS.num_items + 1)
+        )
+        losses = cross_entropy(
+            users[:count] @ items[count:].T / 0.5, ids - 1, reduction="none"
+        )
     else:
         clicked = weights > 0
-        users, items, ids, weights = users[clicked], items[clicked], ids[clicked], weights[clicked]
-        log_q = (torch.from_numpy(CLICKS.popularity()) / len(CLICKS.known.items)).log().float()[ids]
+        users, items, ids, weights = (
+            users[clicked],
+            items[clicked],
+            ids[clicked],
+            weights[clicked],
+        )
+        log_q = (
+            (torch.from_numpy(CLICKS.popularity()) / len(CLICKS.known.items))
+            .log()
+            .float()[ids]
+        )
         again = (ids[:, None] == ids) & ~torch.eye(len(ids), dtype=torch.bool)
         corrected = (users @ items.T / 0.5 - log_q).masked_fill(again, -torch.inf)
         losses = cross_entropy(corrected, torch.arange(len(ids)), reduction="none")
-    torch.testing.assert_close(model(batch)[0], (losses * weights).sum() / weights.sum())
+    torch.testing.assert_close(
+        model(batch)[0], (losses * weights).sum() / weights.sum()
+    )
 
 
 def learned(runtime: Runtime, loss: str, label: str | None) -> tuple[Any, list[float]]:
     parallel, optimizer = hybrid_parallel(
-        of_clicks(loss, META), runtime, optimizer=OptimizerConfig(tables="sgd", dense="sgd", dense_lr=0.05), seed=4
+        of_clicks(loss, META),
+        runtime,
+        optimizer=OptimizerConfig(tables="sgd", dense="sgd", dense_lr=0.05),
+        seed=4,
     )
     batches = iter(loader_of_clicks(of_clicks(loss, META), runtime, label))
     parallel.module.expect_rows(negatives=0, label=label)
@@ -273,12 +370,22 @@ def learned(runtime: Runtime, loss: str, label: str | None) -> tuple[Any, list[f
     return gather_state(parallel), losses
 
 
-@pytest.mark.parametrize(("loss", "label"), [("in_batch", "label"), ("catalogue", None), ("catalogue", "label")])
+@pytest.mark.parametrize(
+    ("loss", "label"),
+    [("in_batch", "label"), ("catalogue", None), ("catalogue", "label")],
+)
 def test_clicks_on_two_ranks_are_one_batch(loss: str, label: str | None) -> None:
-    (single,), two = run_ranks(learned, 1, loss, label), run_ranks(learned, 2, loss, label)
-    assert [sum(pair) / 2 for pair in zip(two[0][1], two[1][1], strict=True)] == pytest.approx(single[1], abs=1e-5)
+    (single,), two = (
+        run_ranks(learned, 1, loss, label),
+        run_ranks(learned, 2, loss, label),
+    )
+    assert [
+        sum(pair) / 2 for pair in zip(two[0][1], two[1][1], strict=True)
+    ] == pytest.approx(single[1], abs=1e-5)
     for name, value in single[0].items():
-        torch.testing.assert_close(two[0][0][name], value, atol=1e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            two[0][0][name], value, atol=1e-5, rtol=1e-4, msg=name
+        )
 
 
 @pytest.mark.unit
@@ -289,22 +396,35 @@ def test_a_batch_without_a_click_has_the_loss_0(loss: str) -> None:
     value, _ = model(dataclasses.replace(batch, labels=torch.zeros_like(batch.labels)))
     value.backward()
     assert float(value.detach()) == 0
-    assert all(float(parameter.grad.abs().sum()) == 0 for parameter in model.parameters() if parameter.grad is not None)
+    assert all(
+        float(parameter.grad.abs().sum()) == 0
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    )
 
 
 @pytest.mark.unit
 def test_a_loss_over_the_catalogue_needs_the_catalogue() -> None:
     model = of_clicks("catalogue").train()
     batch = next(iter(loader_of_clicks(of_clicks("in_batch"), Runtime(), None)))
-    with pytest.raises(ValueError, match=r"loss 'catalogue': the batch does not end with all items; make its loader"):
+    with pytest.raises(
+        ValueError,
+        match=r"loss 'catalogue': the batch does not end with all items; make its loader",
+    ):
         model(batch)
     for changed, message in (
-        ({"negatives": 4}, r"loader\.negatives=4 .* and a loss over the catalogue: all items are candidates already"),
+        (
+            {"negatives": 4},
+            r"loader\.negatives=4 .* and a loss over the catalogue: all items are candidates already",
+        ),
         (
             {"sampling": "mixed", "shared_negatives": 8},
             r"loader\.shared_negatives=8 with loader\.sampling='mixed' and a loss over the catalogue",
         ),
-        ({"device": "cpu"}, r"loader\.device='cpu' with a loss over the catalogue: its batches are made on the host"),
+        (
+            {"device": "cpu"},
+            r"loader\.device='cpu' with a loss over the catalogue: its batches are made on the host",
+        ),
     ):
         config = LoaderConfig(**{"negatives": 0, **changed})  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=message):
@@ -314,10 +434,15 @@ def test_a_loss_over_the_catalogue_needs_the_catalogue() -> None:
 def trained(runtime: Runtime) -> tuple[Any, list[float], list[str]]:
     model = retrieval(device=META, counts=COUNTS)
     parallel, optimizer = hybrid_parallel(
-        model, runtime, optimizer=OptimizerConfig(tables="sgd", dense="sgd", dense_lr=0.05), seed=4
+        model,
+        runtime,
+        optimizer=OptimizerConfig(tables="sgd", dense="sgd", dense_lr=0.05),
+        seed=4,
     )
     pipeline = make_pipeline(parallel, optimizer, runtime.device)
-    batches = iter([batch(runtime.rank, runtime.world_size, seed=seed) for seed in range(6)])
+    batches = iter(
+        [batch(runtime.rank, runtime.world_size, seed=seed) for seed in range(6)]
+    )
     losses = [float(pipeline.progress(batches).loss) for _ in range(6)]
     return gather_state(parallel), losses, unpipelined(pipeline, parallel)
 
@@ -325,14 +450,19 @@ def trained(runtime: Runtime) -> tuple[Any, list[float], list[str]]:
 def test_two_ranks_are_one_batch() -> None:
     (one,), two = run_ranks(trained, 1), run_ranks(trained, 2)
     assert one[2] == two[0][2] == []
-    assert [sum(pair) / 2 for pair in zip(two[0][1], two[1][1], strict=True)] == pytest.approx(one[1], abs=1e-5)
+    assert [
+        sum(pair) / 2 for pair in zip(two[0][1], two[1][1], strict=True)
+    ] == pytest.approx(one[1], abs=1e-5)
     for name, value in one[0].items():
-        torch.testing.assert_close(two[0][0][name], value, atol=1e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            two[0][0][name], value, atol=1e-5, rtol=1e-4, msg=name
+        )
 
 
 @pytest.mark.unit
 def test_a_network_on_top_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"a candidate tower and DotProduct or Cosine, got \['user', 'item'\] and TopMLP"
+        ValueError,
+        match=r"a candidate tower and DotProduct or Cosine, got \['user', 'item'\] and TopMLP",
     ):
         retrieval(TopMLP([8, 8]))

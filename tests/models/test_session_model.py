@@ -49,11 +49,18 @@ def small(device: torch.device | None = None) -> NextItemModel:
     return NextItemModel(table, encoder, device=device)
 
 
-def batches(negatives: int, rank: int = 0, world_size: int = 1, size: int = 10) -> Iterator[TowerBatch]:
+def batches(
+    negatives: int, rank: int = 0, world_size: int = 1, size: int = 10
+) -> Iterator[TowerBatch]:
     config = LoaderConfig(batch_size=size, negatives=negatives, prefetch=0)
     windows = training_windows(DATA.training(), 12)
     loader = SessionLoader(
-        windows, small(META).schema(), config=config, num_items=DATA.num_items, rank=rank, world_size=world_size
+        windows,
+        small(META).schema(),
+        config=config,
+        num_items=DATA.num_items,
+        rank=rank,
+        world_size=world_size,
     )
     return iter(loader)
 
@@ -61,7 +68,9 @@ def batches(negatives: int, rank: int = 0, world_size: int = 1, size: int = 10) 
 # Dense layers by SGD: attention does not change with the bias of its keys, and Adagrad would magnify the noise in that
 # gradient.
 OPTIMIZERS = {
-    "adagrad": OptimizerConfig(tables="adagrad", tables_lr=0.1, dense="sgd", dense_lr=0.2),
+    "adagrad": OptimizerConfig(
+        tables="adagrad", tables_lr=0.1, dense="sgd", dense_lr=0.2
+    ),
     "sgd": OptimizerConfig(tables="sgd", tables_lr=2.0, dense="sgd", dense_lr=0.2),
 }
 
@@ -72,8 +81,12 @@ def unsharded(kind: str, negatives: int, size: int = 10) -> dict[str, Any]:
     initialise_tables(model, seed=7)
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     config = OPTIMIZERS[kind]
-    tables = [p for name, p in model.named_parameters() if name.startswith("embeddings.")]
-    dense = [p for name, p in model.named_parameters() if not name.startswith("embeddings.")]
+    tables = [
+        p for name, p in model.named_parameters() if name.startswith("embeddings.")
+    ]
+    dense = [
+        p for name, p in model.named_parameters() if not name.startswith("embeddings.")
+    ]
     for_tables = torch.optim.SGD(tables, lr=config.tables_lr)
     if kind == "adagrad":
         for_tables = torch.optim.Adagrad(tables, lr=config.tables_lr, eps=config.eps)  # type: ignore[assignment]
@@ -91,14 +104,20 @@ def unsharded(kind: str, negatives: int, size: int = 10) -> dict[str, Any]:
     return {
         "losses": losses,
         "state": state,
-        "moved": {name: float((state[name] - first[name]).abs().max()) for name in state},
+        "moved": {
+            name: float((state[name] - first[name]).abs().max()) for name in state
+        },
     }
 
 
-def sharded(runtime: Runtime, sharding: str, kind: str, negatives: int, size: int = 10) -> dict[str, Any]:
+def sharded(
+    runtime: Runtime, sharding: str, kind: str, negatives: int, size: int = 10
+) -> dict[str, Any]:
     model = small(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
-    parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=OPTIMIZERS[kind], seed=7)
+    parallel, keyed = hybrid_parallel(
+        model, runtime, plan=plan, optimizer=OPTIMIZERS[kind], seed=7
+    )
     pipeline = make_pipeline(parallel, keyed, runtime.device)
     own = batches(negatives, runtime.rank, runtime.world_size, size)
     outputs = []
@@ -123,16 +142,27 @@ def sharded(runtime: Runtime, sharding: str, kind: str, negatives: int, size: in
         ("auto", "sgd", 0, 1),
     ],
 )
-def test_sharded_equals_unsharded(sharding: str, kind: str, negatives: int, world_size: int) -> None:
+def test_sharded_equals_unsharded(
+    sharding: str, kind: str, negatives: int, world_size: int
+) -> None:
     expected = unsharded(kind, negatives)
     ranks = run_ranks(sharded, world_size, sharding, kind, negatives)
-    mean = [sum(losses) / world_size for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    mean = [
+        sum(losses) / world_size
+        for losses in zip(*(rank["losses"] for rank in ranks), strict=True)
+    ]
     assert mean == pytest.approx(expected["losses"], abs=1e-4)
-    assert all(moved > 1e-3 for moved in expected["moved"].values()), "or there would be nothing to compare"
+    assert all(moved > 1e-3 for moved in expected["moved"].values()), (
+        "or there would be nothing to compare"
+    )
     assert ranks[0]["state"].keys() == expected["state"].keys()
     for name, value in expected["state"].items():
         torch.testing.assert_close(
-            ranks[0]["state"][name], value, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
+            ranks[0]["state"][name],
+            value,
+            rtol=0,
+            atol=2e-4,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
     assert all((rank["pipelined"], rank["unpipelined"]) == (1, []) for rank in ranks)
 
@@ -145,7 +175,11 @@ def test_a_rank_without_a_sequence_takes_its_steps() -> None:
     assert 0.0 in (rank["losses"][1] for rank in ranks), "one sequence for two ranks"
     for name, value in expected["state"].items():
         torch.testing.assert_close(
-            ranks[0]["state"][name], value, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
+            ranks[0]["state"][name],
+            value,
+            rtol=0,
+            atol=2e-4,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -154,7 +188,11 @@ def test_every_parameter_gets_a_gradient() -> None:
     model = small()
     loss, _ = model(next(batches(0)))
     loss.backward()
-    silent = [name for name, p in model.named_parameters() if p.grad is None or not bool(p.grad.any())]
+    silent = [
+        name
+        for name, p in model.named_parameters()
+        if p.grad is None or not bool(p.grad.any())
+    ]
     assert silent == []
 
 
@@ -165,19 +203,34 @@ def test_the_loss_is_the_cross_entropy_of_what_embed_scores() -> None:
     batch = next(batches(0))
     jagged = batch.sparse["session"]
     sequences = torch.split(jagged.values(), jagged.lengths().tolist())
-    items = model.embed("item", only("candidates", [torch.tensor([item]) for item in range(DATA.num_items + 1)]))
+    items = model.embed(
+        "item",
+        only(
+            "candidates", [torch.tensor([item]) for item in range(DATA.num_items + 1)]
+        ),
+    )
     losses = []
     for sequence in sequences:
         prefixes = [sequence[:stop] for stop in range(1, len(sequence))]
-        scores = model.interaction.score_all(model.embed("session", only("session", prefixes)), items)[:, 1:]
-        losses.append(torch.nn.functional.cross_entropy(scores, sequence[1:] - 1, reduction="none").detach())
-    assert float(model(batch)[0].detach()) == pytest.approx(float(torch.cat(losses).mean()), abs=1e-5)
+        scores = model.interaction.score_all(
+            model.embed("session", only("session", prefixes)), items
+        )[:, 1:]
+        losses.append(
+            torch.nn.functional.cross_entropy(
+                scores, sequence[1:] - 1, reduction="none"
+            ).detach()
+        )
+    assert float(model(batch)[0].detach()) == pytest.approx(
+        float(torch.cat(losses).mean()), abs=1e-5
+    )
 
 
 def only(feature: str, rows: list[Tensor]) -> TowerBatch:
     """Rows of one feature; the other one is empty."""
     size = len(rows)
-    empty = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(size, dtype=torch.int32))
+    empty = Jagged(
+        torch.zeros(0, dtype=torch.int64), torch.zeros(size, dtype=torch.int32)
+    )
     bags = Jagged(torch.cat(rows), torch.tensor([len(row) for row in rows]))
     columns = {"session": empty, "candidates": empty} | {feature: bags}
     return small(META).schema().assemble(columns, labels=torch.zeros(size))
@@ -195,7 +248,12 @@ def test_with_lengths_from_the_host_the_loss_is_the_same() -> None:
 @pytest.mark.unit
 def test_an_empty_session_is_a_vector_of_zeros() -> None:
     vectors = (
-        small().eval().embed("session", only("session", [torch.tensor([3, 4]), torch.zeros(0, dtype=torch.int64)]))
+        small()
+        .eval()
+        .embed(
+            "session",
+            only("session", [torch.tensor([3, 4]), torch.zeros(0, dtype=torch.int64)]),
+        )
     )
     assert bool(vectors[0].any())
     assert not bool(vectors[1].any())
@@ -204,25 +262,40 @@ def test_an_empty_session_is_a_vector_of_zeros() -> None:
 @pytest.mark.unit
 def test_what_does_not_fit_is_named() -> None:
     table = EmbeddingConfig(name="item_id", num_embeddings=9, embedding_dim=16)
-    with pytest.raises(ValueError, match="encoder: is not causal, so each step would see the item it must predict"):
+    with pytest.raises(
+        ValueError,
+        match="encoder: is not causal, so each step would see the item it must predict",
+    ):
         NextItemModel(table, SessionEncoder(16, 5))
-    with pytest.raises(ValueError, match="encoder: width D=8 over table 'item_id' of embedding_dim=16; must be equal"):
+    with pytest.raises(
+        ValueError,
+        match="encoder: width D=8 over table 'item_id' of embedding_dim=16; must be equal",
+    ):
         NextItemModel(table, SessionEncoder(8, 5, causal=True))
-    with pytest.raises(ValueError, match="tower 'user' is not one of 'session', 'item'"):
+    with pytest.raises(
+        ValueError, match="tower 'user' is not one of 'session', 'item'"
+    ):
         small().embed("user", next(batches(0)))
     with pytest.raises(
-        ValueError, match="a sequence of 13 steps in row 0 of the batch: must have at most max_length=12"
+        ValueError,
+        match="a sequence of 13 steps in row 0 of the batch: must have at most max_length=12",
     ):
         small()(only("session", [torch.ones(14, dtype=torch.int64)]))
 
 
 def planned(world_size: int, memory_gb: float) -> str:
     """What rank 0 of ``world_size`` would decide for 300 M items; the others only receive it."""
-    table = EmbeddingConfig(name="item_id", num_embeddings=300_000_000, embedding_dim=64)
+    table = EmbeddingConfig(
+        name="item_id", num_embeddings=300_000_000, embedding_dim=64
+    )
     model = NextItemModel(table, SessionEncoder(64, 50, causal=True), device=META)
     runtime = Runtime(world_size=world_size, local_world_size=8)
     with unittest.mock.patch("torch.distributed.broadcast_object_list"):
-        return explain(plan_sharding(model, runtime, PlanConfig(memory_gb=memory_gb)), model, world_size)
+        return explain(
+            plan_sharding(model, runtime, PlanConfig(memory_gb=memory_gb)),
+            model,
+            world_size,
+        )
 
 
 @pytest.mark.unit
@@ -230,5 +303,7 @@ def test_300_million_items_are_planned_for_64_devices_without_memory() -> None:
     text = planned(64, memory_gb=4)
     assert "300,000,000 x 64" in text
     assert "row_wise" in text
-    with pytest.raises(PlanError, match=r"the largest table, 'item_id', needs 143\.05 GiB"):
+    with pytest.raises(
+        PlanError, match=r"the largest table, 'item_id', needs 143\.05 GiB"
+    ):
         planned(8, memory_gb=4)

@@ -27,14 +27,23 @@ QUERIES, WIDTH = 6, 4
 
 def model(shared: tuple[str, ...], device: torch.device | None = None) -> TowerModel:
     towers = {
-        "user": Tower([table("user_id", USERS), table("history", ITEMS)], [16, 8], dense=["age"], device=device),
-        "item": Tower([table("item_id", ITEMS)], [16, 8], dense=["price"], device=device),
+        "user": Tower(
+            [table("user_id", USERS), table("history", ITEMS)],
+            [16, 8],
+            dense=["age"],
+            device=device,
+        ),
+        "item": Tower(
+            [table("item_id", ITEMS)], [16, 8], dense=["price"], device=device
+        ),
     }
     made = TowerModel(towers, TopMLP([8, 8]), shared=shared)
     return redrawn(made, 0, tables=3 if device is None else None)
 
 
-def batches(count: int, shared: bool, rank: int = 0, world_size: int = 1) -> Iterator[TowerBatch]:
+def batches(
+    count: int, shared: bool, rank: int = 0, world_size: int = 1
+) -> Iterator[TowerBatch]:
     schema = model(("user",) if shared else (), META).schema()
     generator = torch.Generator().manual_seed(5)
     times = 1 if shared else WIDTH
@@ -56,7 +65,10 @@ def batches(count: int, shared: bool, rank: int = 0, world_size: int = 1) -> Ite
                 ),
                 "item_id": Jagged(items[local].reshape(-1)),
             },
-            {"age": age[local].repeat_interleave(times), "price": price[local].reshape(-1)},
+            {
+                "age": age[local].repeat_interleave(times),
+                "price": price[local].reshape(-1),
+            },
             labels=labels[local].reshape(-1),
             total_weight=QUERIES * WIDTH / world_size,
             index=torch.arange(queries).repeat_interleave(WIDTH) if shared else None,
@@ -67,7 +79,9 @@ def batches(count: int, shared: bool, rank: int = 0, world_size: int = 1) -> Ite
 @pytest.mark.unit
 def test_shared_equals_plain() -> None:
     logits, grads = gradients(model(()), next(batches(1, shared=False)))
-    shared_logits, shared_grads = gradients(model(("user",)), next(batches(1, shared=True)))
+    shared_logits, shared_grads = gradients(
+        model(("user",)), next(batches(1, shared=True))
+    )
     torch.testing.assert_close(shared_logits, logits, rtol=0, atol=1e-6)
     assert shared_grads.keys() == grads.keys()
     for name, grad in grads.items():
@@ -100,7 +114,10 @@ def test_without_an_index_every_row_is_its_own() -> None:
 def test_an_index_outside_the_shared_rows_is_refused() -> None:
     schema = model(("user",)).schema()
     sparse = {name: Jagged(torch.tensor([1, 2])) for name in schema.keys}
-    with pytest.raises(DataError, match=r"index of shape \(2,\): must be \(B,\) = \(2,\), places from 0 to 1"):
+    with pytest.raises(
+        DataError,
+        match=r"index of shape \(2,\): must be \(B,\) = \(2,\), places from 0 to 1",
+    ):
         schema.assemble(
             sparse,
             {"age": torch.zeros(2), "price": torch.zeros(2)},
@@ -113,7 +130,12 @@ def test_an_index_outside_the_shared_rows_is_refused() -> None:
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("shared", "text"),
-    [(("users",), "shared names ['users'], which are not towers; the towers are ['user', 'item']")],
+    [
+        (
+            ("users",),
+            "shared names ['users'], which are not towers; the towers are ['user', 'item']",
+        )
+    ],
 )
 def test_a_wrong_name_is_refused(shared: tuple[str, ...], text: str) -> None:
     with pytest.raises(ValueError) as error:
@@ -124,10 +146,20 @@ def test_a_wrong_name_is_refused(shared: tuple[str, ...], text: str) -> None:
 @pytest.mark.unit
 def test_a_feature_of_a_shared_and_of_another_tower_is_refused() -> None:
     towers = {
-        name: Tower([EmbeddingBagConfig(name=name, feature_names=["city"], num_embeddings=5, embedding_dim=4)], [4])
+        name: Tower(
+            [
+                EmbeddingBagConfig(
+                    name=name, feature_names=["city"], num_embeddings=5, embedding_dim=4
+                )
+            ],
+            [4],
+        )
         for name in ("user", "item")
     }
-    with pytest.raises(ValueError, match=r"features \['city'\] are read by a shared tower and by another"):
+    with pytest.raises(
+        ValueError,
+        match=r"features \['city'\] are read by a shared tower and by another",
+    ):
         TowerModel(towers, TopMLP([4, 4]), shared=["user"])
 
 
@@ -138,7 +170,12 @@ def branching_loss(logits: Tensor, batch: TowerBatch) -> Tensor:
 
 
 def with_a_branch(runtime: Runtime) -> tuple[float, list[str]]:
-    made = TowerModel(dict(model(("user",), META).towers.items()), TopMLP([8, 8]), shared=["user"], loss=branching_loss)
+    made = TowerModel(
+        dict(model(("user",), META).towers.items()),
+        TopMLP([8, 8]),
+        shared=["user"],
+        loss=branching_loss,
+    )
     parallel, optimizer = hybrid_parallel(made, runtime)
     pipeline = make_pipeline(parallel, optimizer, runtime.device)
     output = pipeline.progress(batches(3, shared=True))
@@ -151,10 +188,14 @@ def test_a_loss_that_branches_on_values_keeps_the_towers_pipelined() -> None:
     assert missed == []
 
 
-def trained(runtime: Runtime, shared: bool, sharding: str) -> tuple[dict[str, Tensor] | None, list[str]]:
+def trained(
+    runtime: Runtime, shared: bool, sharding: str
+) -> tuple[dict[str, Tensor] | None, list[str]]:
     made = model(("user",) if shared else (), META)
     plan = plan_sharding(made, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
-    parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=OptimizerConfig(tables_lr=0.1), seed=3)
+    parallel, optimizer = hybrid_parallel(
+        made, runtime, plan=plan, optimizer=OptimizerConfig(tables_lr=0.1), seed=3
+    )
     pipeline = make_pipeline(parallel, optimizer, runtime.device)
     stream = batches(20, shared, runtime.rank, runtime.world_size)
     for _ in range(20):

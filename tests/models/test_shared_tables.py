@@ -23,30 +23,45 @@ from torchrec_ext.schema import Jagged
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 QUERIES, WIDTH, STEPS = 6, 4, 8
-LEARNING = OptimizerConfig(tables="adagrad", tables_lr=0.1, dense="adam", dense_lr=1e-3, eps=1e-8)
+LEARNING = OptimizerConfig(
+    tables="adagrad", tables_lr=0.1, dense="adam", dense_lr=1e-3, eps=1e-8
+)
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 
 
 def items(*features: str, name: str = "item", **options: Any) -> EmbeddingBagConfig:
-    options = {"num_embeddings": ITEMS, "embedding_dim": DIM, "pooling": PoolingType.MEAN} | options
+    options = {
+        "num_embeddings": ITEMS,
+        "embedding_dim": DIM,
+        "pooling": PoolingType.MEAN,
+    } | options
     return EmbeddingBagConfig(name=name, feature_names=list(features), **options)
 
 
-def model(shared: bool, device: torch.device | None = None, *, separate: bool = False) -> TowerModel:
+def model(
+    shared: bool, device: torch.device | None = None, *, separate: bool = False
+) -> TowerModel:
     """History and candidate over one item table, or over ``separate`` ones with the same first values."""
     names = ("history_items", "candidate_items") if separate else ("item", "item")
     towers = {
         "user": Tower(
-            [table("user_id", USERS), items("history", "wishes", name=names[0])], [16, 8], dense=["age"], device=device
+            [table("user_id", USERS), items("history", "wishes", name=names[0])],
+            [16, 8],
+            dense=["age"],
+            device=device,
         ),
-        "item": Tower([items("item_id", name=names[1])], [16, 8], dense=["price"], device=device),
+        "item": Tower(
+            [items("item_id", name=names[1])], [16, 8], dense=["price"], device=device
+        ),
     }
     torch.manual_seed(0)
     made = TowerModel(towers, TopMLP([8, 8]), shared=["user"] if shared else [])
     return redrawn(made, 0, tables=3 if device is None else None)
 
 
-def batches(count: int, shared: bool, rank: int = 0, world_size: int = 1) -> Iterator[TowerBatch]:
+def batches(
+    count: int, shared: bool, rank: int = 0, world_size: int = 1
+) -> Iterator[TowerBatch]:
     """Ids of few items, so that histories, wishes and candidates of a step meet in the same rows."""
     schema = model(shared, META).schema()
     generator = torch.Generator().manual_seed(5)
@@ -64,10 +79,15 @@ def batches(count: int, shared: bool, rank: int = 0, world_size: int = 1) -> Ite
             {
                 "user_id": Jagged(users[local].repeat_interleave(times)),
                 "history": Jagged(history.reshape(-1), torch.full((len(history),), 3)),
-                "wishes": Jagged(wishes[:, :2].reshape(-1), torch.full((len(wishes),), 2)),
+                "wishes": Jagged(
+                    wishes[:, :2].reshape(-1), torch.full((len(wishes),), 2)
+                ),
                 "item_id": Jagged(candidates[local].reshape(-1)),
             },
-            {"age": dense[0, local].repeat_interleave(times), "price": dense[1:, local].T.reshape(-1)},
+            {
+                "age": dense[0, local].repeat_interleave(times),
+                "price": dense[1:, local].T.reshape(-1),
+            },
             labels=labels[local].reshape(-1),
             total_weight=QUERIES * WIDTH / world_size,
             index=torch.arange(queries).repeat_interleave(WIDTH) if shared else None,
@@ -76,11 +96,17 @@ def batches(count: int, shared: bool, rank: int = 0, world_size: int = 1) -> Ite
 
 
 def tables_of(state: dict[str, Any]) -> dict[str, Any]:
-    return {name.split(".")[-2]: value for name, value in state.items() if "embedding_bags" in name}
+    return {
+        name.split(".")[-2]: value
+        for name, value in state.items()
+        if "embedding_bags" in name
+    }
 
 
 def dense_of(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if "embedding_bags" not in name}
+    return {
+        name: value for name, value in state.items() if "embedding_bags" not in name
+    }
 
 
 @pytest.mark.unit
@@ -96,10 +122,18 @@ def test_one_table_has_the_gradients_of_two_equal_ones_together(shared: bool) ->
     two_logits, two_grads = gradients(two, next(separate_batches()))
     torch.testing.assert_close(logits, two_logits, rtol=0, atol=1e-6)
     assert set(tables_of(grads)) == {"user_id", "item"}
-    both = tables_of(two_grads)["history_items"] + tables_of(two_grads)["candidate_items"]
+    both = (
+        tables_of(two_grads)["history_items"] + tables_of(two_grads)["candidate_items"]
+    )
     torch.testing.assert_close(tables_of(grads)["item"], both, rtol=0, atol=1e-6)
-    torch.testing.assert_close(tables_of(grads)["user_id"], tables_of(two_grads)["user_id"], rtol=0, atol=1e-6)
-    assert dense_of(grads).keys() == dense_of(two_grads).keys() == dense_of(dict(one.named_parameters())).keys()
+    torch.testing.assert_close(
+        tables_of(grads)["user_id"], tables_of(two_grads)["user_id"], rtol=0, atol=1e-6
+    )
+    assert (
+        dense_of(grads).keys()
+        == dense_of(two_grads).keys()
+        == dense_of(dict(one.named_parameters())).keys()
+    )
     for name, grad in dense_of(two_grads).items():
         assert grad.abs().sum() > 0
         torch.testing.assert_close(dense_of(grads)[name], grad, rtol=0, atol=1e-6)
@@ -124,10 +158,14 @@ def test_the_joint_keys_hold_the_bags_of_both_towers() -> None:
     assert plain.joint is None
     assert plain.sparse.keys() == ["user_id", "history", "wishes", "item_id"]
     for name in ("history", "wishes"):
-        assert torch.equal(batch.bags(name).to_dense()[2], plain.bags(name).to_dense()[2 * WIDTH])
+        assert torch.equal(
+            batch.bags(name).to_dense()[2], plain.bags(name).to_dense()[2 * WIDTH]
+        )
         assert batch.bags(name).lengths().numel() == QUERIES
     assert torch.equal(batch.bags("item_id").values(), plain.sparse["item_id"].values())
-    assert torch.equal(batch.bags("user_id").values(), batch.shared.sparse["user_id"].values())
+    assert torch.equal(
+        batch.bags("user_id").values(), batch.shared.sparse["user_id"].values()
+    )
     with pytest.raises(KeyError, match="no feature 'item' in the batch"):
         batch.bags("item")
 
@@ -139,10 +177,13 @@ def test_a_bad_id_of_a_joint_key_is_named_as_any() -> None:
     dense, labels = {"age": torch.zeros(2), "price": torch.zeros(2)}, torch.zeros(2)
     bad = {**sparse, "item_id": Jagged(torch.tensor([1, ITEMS]))}
     with pytest.raises(
-        ValueError, match=f"feature 'item_id': id {ITEMS} in row 1 of the batch is outside table 'item'"
+        ValueError,
+        match=f"feature 'item_id': id {ITEMS} in row 1 of the batch is outside table 'item'",
     ):
         made.schema().assemble(bad, dense, labels=labels)
-    mapped = made.schema(out_of_range="oov", oov_ids={"item_id": 7}).assemble(bad, dense, labels=labels)
+    mapped = made.schema(out_of_range="oov", oov_ids={"item_id": 7}).assemble(
+        bad, dense, labels=labels
+    )
     assert mapped.bags("item_id").values().tolist() == [1, 7]
     assert mapped.bags("history").values().tolist() == [1, 2]
 
@@ -151,18 +192,27 @@ def test_a_bad_id_of_a_joint_key_is_named_as_any() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_each_tower_is_embedded_alone(shared: bool) -> None:
     made, batch = model(shared), next(batches(1, shared))
-    assert made.embed("user", batch).shape == (QUERIES if shared else QUERIES * WIDTH, 8)
+    assert made.embed("user", batch).shape == (
+        QUERIES if shared else QUERIES * WIDTH,
+        8,
+    )
     outputs = made.outputs(batch)
     torch.testing.assert_close(made.embed("item", batch), outputs[1])
     user = made.embed("user", batch)
-    torch.testing.assert_close(user if batch.shared is None else user[batch.shared.index], outputs[0])
+    torch.testing.assert_close(
+        user if batch.shared is None else user[batch.shared.index], outputs[0]
+    )
 
 
 @pytest.mark.unit
 def test_three_towers_of_which_two_are_shared_read_one_table() -> None:
     towers = {
         name: Tower([items(*features)], [4])
-        for name, features in {"user": ["history"], "item": ["item_id"], "context": ["last"]}.items()
+        for name, features in {
+            "user": ["history"],
+            "item": ["item_id"],
+            "context": ["last"],
+        }.items()
     }
     made = TowerModel(towers, TopMLP([4] * 3), shared=["user", "context"])
     assert [joint.key for joint in made.schema().joint] == ["history|item_id", "last|"]
@@ -170,10 +220,17 @@ def test_three_towers_of_which_two_are_shared_read_one_table() -> None:
         "shared_tables.collections.joint.embedding_bags.item.weight"
     ]
     batch = made.schema().assemble(
-        {name: Jagged(torch.tensor([at, 5])) for at, name in enumerate(made.schema().keys)}, labels=torch.zeros(2)
+        {
+            name: Jagged(torch.tensor([at, 5]))
+            for at, name in enumerate(made.schema().keys)
+        },
+        labels=torch.zeros(2),
     )
     weight = made.shared_tables.collections["joint"].embedding_bags["item"].weight  # type: ignore[union-attr]
-    expected = [towers[name].mlp(weight[[at, 5]]) for at, name in enumerate(("user", "item", "context"))]
+    expected = [
+        towers[name].mlp(weight[[at, 5]])
+        for at, name in enumerate(("user", "item", "context"))
+    ]
     for actual, output in zip(made.outputs(batch), expected, strict=True):
         torch.testing.assert_close(actual, output)
 
@@ -200,7 +257,9 @@ def trained(runtime: Runtime, shared: bool) -> dict[str, Any]:
     for sharding in SHARDINGS:
         made = model(shared, META)
         plan = plan_sharding(made, runtime, PlanConfig(sharding=sharding))
-        parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=LEARNING, seed=3)
+        parallel, optimizer = hybrid_parallel(
+            made, runtime, plan=plan, optimizer=LEARNING, seed=3
+        )
         pipeline = make_pipeline(parallel, optimizer, runtime.device)
         stream = batches(STEPS, shared, runtime.rank, runtime.world_size)
         for _ in range(STEPS):
@@ -210,7 +269,9 @@ def trained(runtime: Runtime, shared: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_shared_table_trained_on_two_ranks_equals_one_trained_unsharded(shared: bool) -> None:
+def test_a_shared_table_trained_on_two_ranks_equals_one_trained_unsharded(
+    shared: bool,
+) -> None:
     """Under Adagrad, so that two updates of a row in a step would not equal one."""
     expected = unsharded(shared)
     for sharding, (state, missed) in run_ranks(trained, 2, shared)[0].items():
@@ -218,7 +279,11 @@ def test_a_shared_table_trained_on_two_ranks_equals_one_trained_unsharded(shared
         assert state.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(
-                state[name], value, rtol=0, atol=1e-4, msg=lambda text, at=(sharding, name): f"{at}: {text}"
+                state[name],
+                value,
+                rtol=0,
+                atol=1e-4,
+                msg=lambda text, at=(sharding, name): f"{at}: {text}",
             )
 
 
@@ -226,7 +291,10 @@ def test_a_shared_table_trained_on_two_ranks_equals_one_trained_unsharded(shared
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        ({"num_embeddings": 7, "embedding_dim": 4}, f"num_embeddings={ITEMS}, embedding_dim=16, init_fn="),
+        (
+            {"num_embeddings": 7, "embedding_dim": 4},
+            f"num_embeddings={ITEMS}, embedding_dim=16, init_fn=",
+        ),
         (
             {"pooling": PoolingType.SUM},
             "with pooling=PoolingType.MEAN and pooling=PoolingType.SUM: tables of one name share",
@@ -234,8 +302,13 @@ def test_a_shared_table_trained_on_two_ranks_equals_one_trained_unsharded(shared
         ({"init_fn": torch.nn.init.ones_}, "init_fn=<function ones_"),
     ],
 )
-def test_tables_of_one_name_that_differ_are_refused_with_both_shown(other: dict[str, Any], text: str) -> None:
-    towers = {"user": Tower([items("history")], [8]), "item": Tower([items("item_id", **other)], [8])}
+def test_tables_of_one_name_that_differ_are_refused_with_both_shown(
+    other: dict[str, Any], text: str
+) -> None:
+    towers = {
+        "user": Tower([items("history")], [8]),
+        "item": Tower([items("item_id", **other)], [8]),
+    }
     with pytest.raises(ValueError, match="two tables are called 'item'") as error:
         TowerModel(towers, TopMLP([8, 8]))
     assert text in str(error.value)

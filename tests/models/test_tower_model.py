@@ -14,7 +14,9 @@ from torchrec_ext.modules.tower import Tower
 pytestmark = pytest.mark.unit
 
 
-@pytest.mark.parametrize("interaction", ["top_nn", "dot", "cosine", "gmf", "dcn", "fm", "deepfm"])
+@pytest.mark.parametrize(
+    "interaction", ["top_nn", "dot", "cosine", "gmf", "dcn", "fm", "deepfm"]
+)
 def test_every_parameter_receives_a_gradient(interaction: str) -> None:
     model = small_model(interaction=interaction)  # type: ignore[arg-type]
     initialise_tables(model, seed=1)
@@ -30,7 +32,10 @@ def test_what_is_said_of_the_layers_holds_for_towers_and_top() -> None:
         normalization="layer",
         residual=True,
     )
-    kinds = {name: [type(part).__name__ for part in layers.modules()] for name, layers in model.named_children()}
+    kinds = {
+        name: [type(part).__name__ for part in layers.modules()]
+        for name, layers in model.named_children()
+    }
     assert kinds["towers"].count("Residual") == 4
     assert kinds["towers"].count("LayerNorm") == kinds["towers"].count("GELU") == 4
     assert kinds["interaction"].count("LayerNorm") == 1
@@ -48,7 +53,9 @@ def test_a_tower_does_not_see_the_features_of_the_other() -> None:
     before = model.embed("item", batch)
     batch.dense[:, 0] += 100  # age, of the user tower
     torch.testing.assert_close(model.embed("item", batch), before, rtol=0, atol=0)
-    assert not torch.equal(model.embed("user", batch), model.embed("user", next(batches(1))))
+    assert not torch.equal(
+        model.embed("user", batch), model.embed("user", next(batches(1)))
+    )
 
 
 def test_the_output_of_a_step_is_detached() -> None:
@@ -59,12 +66,20 @@ def test_the_output_of_a_step_is_detached() -> None:
 
 
 def test_meta_tables_take_no_memory() -> None:
-    model = two_tower([table("ad_id", 300_000_000)], [table("item_id", 50)], device=META)
-    assert {p.device.type for name, p in model.named_parameters() if "embedding_bags" in name} == {"meta"}
+    model = two_tower(
+        [table("ad_id", 300_000_000)], [table("item_id", 50)], device=META
+    )
+    assert {
+        p.device.type
+        for name, p in model.named_parameters()
+        if "embedding_bags" in name
+    } == {"meta"}
 
 
 def test_three_towers_are_declared_like_two() -> None:
-    towers = {name: Tower([table(name, 10)], [8]) for name in ("user", "item", "context")}
+    towers = {
+        name: Tower([table(name, 10)], [8]) for name in ("user", "item", "context")
+    }
     model = TowerModel(towers, torch.nn.Module())
     assert model.schema().keys == ["user", "item", "context"]
 
@@ -80,9 +95,18 @@ def test_three_towers_are_declared_like_two() -> None:
             lambda: two_tower([table("a", 5)], [table("b", 5)], interaction="angle"),  # type: ignore[arg-type]
             "interaction='angle': must be one of top_nn, dot, cosine",
         ),
-        (lambda: two_tower([table("a", 5)], []), "a Tower needs a table or a dense column"),
-        (lambda: TowerModel({}, DotProduct([1, 1])), "a TowerModel needs at least one tower"),
-        (lambda: small_model().embed("users", next(batches(1))), "tower 'users' is not one of ['user', 'item']"),
+        (
+            lambda: two_tower([table("a", 5)], []),
+            "a Tower needs a table or a dense column",
+        ),
+        (
+            lambda: TowerModel({}, DotProduct([1, 1])),
+            "a TowerModel needs at least one tower",
+        ),
+        (
+            lambda: small_model().embed("users", next(batches(1))),
+            "tower 'users' is not one of ['user', 'item']",
+        ),
     ],
 )
 def test_a_wrong_declaration_is_refused(make: object, text: str) -> None:
@@ -92,8 +116,12 @@ def test_a_wrong_declaration_is_refused(make: object, text: str) -> None:
 
 
 def test_a_dense_column_of_two_towers_is_refused() -> None:
-    towers = {name: Tower([table(name, 5)], [4], dense=["age"]) for name in ("user", "item")}
-    with pytest.raises(ValueError, match=r"dense columns \['age'\] are read by more than one tower"):
+    towers = {
+        name: Tower([table(name, 5)], [4], dense=["age"]) for name in ("user", "item")
+    }
+    with pytest.raises(
+        ValueError, match=r"dense columns \['age'\] are read by more than one tower"
+    ):
         TowerModel(towers, DotProduct([4, 4]))
 
 
@@ -101,15 +129,22 @@ def test_the_top_nn_does_not_put_a_linear_layer_on_a_linear_layer() -> None:
     """Else the towers would be a factorisation of its first layer."""
     model, batch = small_model(), next(batches(1))
     outputs = [model.embed("user", batch), model.embed("item", batch)]
-    top = TopMLP([8, 8], hidden=[])  # one linear layer: affine in the outputs unless there is an activation between
-    logits = {scale: top([output * scale for output in outputs]) for scale in (-1.0, 0.0, 1.0)}
+    top = TopMLP(
+        [8, 8], hidden=[]
+    )  # one linear layer: affine in the outputs unless there is an activation between
+    logits = {
+        scale: top([output * scale for output in outputs]) for scale in (-1.0, 0.0, 1.0)
+    }
     assert (logits[-1.0] + logits[1.0] - 2 * logits[0.0]).abs().max() > 1e-3
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("interaction", ["top_nn", "gmf", "dcn", "fm", "deepfm", "dot"])
 def test_an_untrained_model_begins_at_the_share_of_positives(interaction: str) -> None:
-    model, batch = small_model(interaction=interaction).eval(), next(batches(1, size=512))  # type: ignore[arg-type]
+    model, batch = (
+        small_model(interaction=interaction).eval(),
+        next(batches(1, size=512)),
+    )  # type: ignore[arg-type]
     before, odds = model.logits(batch).mean(), math.log(0.02 / 0.98)
     if interaction == "dot":
         assert model.begin_at([0.02]) == []
@@ -123,7 +158,8 @@ def test_an_untrained_model_begins_at_the_share_of_positives(interaction: str) -
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    ("shares", "text"), [([0.1, 0.2], "shares: 2, heads: 1"), ([1.0], "shares: 1.0: must be above 0")]
+    ("shares", "text"),
+    [([0.1, 0.2], "shares: 2, heads: 1"), ([1.0], "shares: 1.0: must be above 0")],
 )
 def test_wrong_shares_are_refused(shares: list[float], text: str) -> None:
     with pytest.raises(ValueError, match=text):

@@ -24,18 +24,26 @@ from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 QUERIES, WIDTH, STEPS = 6, 4, 8
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
-LEARNING = OptimizerConfig(tables="adagrad", tables_lr=0.1, dense="adam", dense_lr=1e-3, eps=1e-8)
-LISTED = ("recent=table_wise",)  # FBGEMM's dense kernel cannot hold what is read id by id
+LEARNING = OptimizerConfig(
+    tables="adagrad", tables_lr=0.1, dense="adam", dense_lr=1e-3, eps=1e-8
+)
+LISTED = (
+    "recent=table_wise",
+)  # FBGEMM's dense kernel cannot hold what is read id by id
 LISTS = {"history": 3, "genres": 2, "likes": 4, "recent": 2}
 
 
 def items(feature: str) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(name="item", feature_names=[feature], num_embeddings=ITEMS, embedding_dim=16)
+    return EmbeddingBagConfig(
+        name="item", feature_names=[feature], num_embeddings=ITEMS, embedding_dim=16
+    )
 
 
 def model(device: torch.device | None = None) -> TowerModel:
     """A weighted history in the item tower's table and weighted genres, beside pooling by sum, mean and attention."""
-    recent = EmbeddingConfig(name="recent", feature_names=["recent"], num_embeddings=ITEMS, embedding_dim=16)
+    recent = EmbeddingConfig(
+        name="recent", feature_names=["recent"], num_embeddings=ITEMS, embedding_dim=16
+    )
     tables = [
         table("user_id", 40),
         items("history"),
@@ -44,7 +52,12 @@ def model(device: torch.device | None = None) -> TowerModel:
         recent,
     ]
     towers = {
-        "user": Tower(tables, [16, 8], weights={"history": "ages", "genres": "shares"}, device=device),
+        "user": Tower(
+            tables,
+            [16, 8],
+            weights={"history": "ages", "genres": "shares"},
+            device=device,
+        ),
         "item": Tower([items("item_id")], [16, 8], device=device),
     }
     made = TowerModel(towers, TopMLP([8, 8]), shared=["user"])
@@ -58,9 +71,13 @@ def batches(count: int, rank: int = 0, world_size: int = 1) -> Iterator[TowerBat
     queries = local.stop - local.start
     for _ in range(count):
         users = torch.randint(40, (QUERIES,), generator=generator)
-        lists = {name: torch.randint(ITEMS // 5, (QUERIES, size), generator=generator) for name, size in LISTS.items()}
+        lists = {
+            name: torch.randint(ITEMS // 5, (QUERIES, size), generator=generator)
+            for name, size in LISTS.items()
+        }
         weights = {
-            name: torch.rand(QUERIES, LISTS[name], generator=generator) * 4 - 1 for name in ("history", "genres")
+            name: torch.rand(QUERIES, LISTS[name], generator=generator) * 4 - 1
+            for name in ("history", "genres")
         }
         candidates = torch.randint(ITEMS // 5, (QUERIES, WIDTH), generator=generator)
         labels = torch.randint(2, (QUERIES, WIDTH), generator=generator).float()
@@ -73,7 +90,11 @@ def batches(count: int, rank: int = 0, world_size: int = 1) -> Iterator[TowerBat
             for name, ids in lists.items()
         }
         yield schema.assemble(
-            {"user_id": Jagged(users[local]), "item_id": Jagged(candidates[local].reshape(-1)), **bags},
+            {
+                "user_id": Jagged(users[local]),
+                "item_id": Jagged(candidates[local].reshape(-1)),
+                **bags,
+            },
             labels=labels[local].reshape(-1),
             total_weight=QUERIES * WIDTH / world_size,
             index=torch.arange(queries).repeat_interleave(WIDTH),
@@ -84,16 +105,30 @@ def batches(count: int, rank: int = 0, world_size: int = 1) -> Iterator[TowerBat
 @pytest.mark.unit
 def test_a_bag_is_the_sum_of_weight_times_row() -> None:
     made = TowerModel(
-        {"user": Tower([table("genres", 9), table("user_id", 9)], (), weights={"genres": "shares"})}, torch.nn.Module()
+        {
+            "user": Tower(
+                [table("genres", 9), table("user_id", 9)],
+                (),
+                weights={"genres": "shares"},
+            )
+        },
+        torch.nn.Module(),
     )
     schema = made.schema()
     assert schema.feature("genres").weights == "shares"  # type: ignore[union-attr]
     ids, weights = torch.tensor([1, 2, 2, 5]), torch.tensor([0.5, -2.0, 3.0, 1.0])
-    columns = {"genres": Jagged(ids, torch.tensor([3, 0, 1]), weights), "user_id": Jagged(torch.tensor([7, 8, 0]))}
+    columns = {
+        "genres": Jagged(ids, torch.tensor([3, 0, 1]), weights),
+        "user_id": Jagged(torch.tensor([7, 8, 0])),
+    }
     batch = schema.assemble(columns, labels=torch.zeros(3))
     genres, users = (value for name, value in sorted(made.named_parameters()))
-    expected = torch.stack([0.5 * genres[1] + 1.0 * genres[2], torch.zeros(16), genres[5]])
-    torch.testing.assert_close(made.embed("user", batch), torch.cat([expected, users[[7, 8, 0]]], dim=1))
+    expected = torch.stack(
+        [0.5 * genres[1] + 1.0 * genres[2], torch.zeros(16), genres[5]]
+    )
+    torch.testing.assert_close(
+        made.embed("user", batch), torch.cat([expected, users[[7, 8, 0]]], dim=1)
+    )
 
 
 @pytest.mark.unit
@@ -119,12 +154,18 @@ def unsharded() -> dict[str, Tensor]:
     split = {True: [], False: []}  # type: ignore[var-annotated]
     for name, parameter in made.named_parameters():
         split["embedding_bags" in name or ".embeddings." in name].append(parameter)
-    optimizers = [torch.optim.Adagrad(split[True], lr=0.1, eps=1e-8), torch.optim.Adam(split[False], lr=1e-3, eps=1e-8)]
+    optimizers = [
+        torch.optim.Adagrad(split[True], lr=0.1, eps=1e-8),
+        torch.optim.Adam(split[False], lr=1e-3, eps=1e-8),
+    ]
     for batch in batches(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
         made(batch)[0].backward()
-        assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in made.parameters())
+        assert all(
+            parameter.grad is not None and parameter.grad.abs().sum() > 0
+            for parameter in made.parameters()
+        )
         for optimizer in optimizers:
             optimizer.step()
     return state_of(made)
@@ -134,8 +175,12 @@ def trained(runtime: Runtime) -> dict[str, Any]:
     results = {}
     for sharding in SHARDINGS:
         made = model(META)
-        plan = plan_sharding(made, runtime, PlanConfig(sharding=sharding, tables=LISTED))
-        parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=LEARNING, seed=3)
+        plan = plan_sharding(
+            made, runtime, PlanConfig(sharding=sharding, tables=LISTED)
+        )
+        parallel, optimizer = hybrid_parallel(
+            made, runtime, plan=plan, optimizer=LEARNING, seed=3
+        )
         pipeline = make_pipeline(parallel, optimizer, runtime.device)
         stream = batches(STEPS, runtime.rank, runtime.world_size)
         for _ in range(STEPS):
@@ -152,7 +197,11 @@ def test_weighted_bags_trained_on_two_ranks_equal_those_trained_unsharded() -> N
         assert state.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(
-                state[name], value, rtol=0, atol=1e-4, msg=lambda text, at=(sharding, name): f"{at}: {text}"
+                state[name],
+                value,
+                rtol=0,
+                atol=1e-4,
+                msg=lambda text, at=(sharding, name): f"{at}: {text}",
             )
 
 
@@ -160,20 +209,30 @@ def test_weighted_bags_trained_on_two_ranks_equal_those_trained_unsharded() -> N
 @pytest.mark.parametrize(
     ("tables", "weights", "text"),
     [
-        ([table("a", 5)], {"b": "w"}, "weights: b=w: the tower reads no feature 'b'; name one of its tables' features"),
+        (
+            [table("a", 5)],
+            {"b": "w"},
+            "weights: b=w: the tower reads no feature 'b'; name one of its tables' features",
+        ),
         (
             [table("a", 5, pooling=PoolingType.MEAN)],
             {"a": "w"},
             "table 'a' pools it by MEAN, must be SUM; for a mean give weights",
         ),
         (
-            [EmbeddingConfig(name="a", feature_names=["a"], num_embeddings=5, embedding_dim=4)],
+            [
+                EmbeddingConfig(
+                    name="a", feature_names=["a"], num_embeddings=5, embedding_dim=4
+                )
+            ],
             {"a": "w"},
             "weights: a=w: table 'a' pools it by attention, must be SUM",
         ),
     ],
 )
-def test_what_cannot_be_weighted_is_refused(tables: list[Any], weights: dict[str, str], text: str) -> None:
+def test_what_cannot_be_weighted_is_refused(
+    tables: list[Any], weights: dict[str, str], text: str
+) -> None:
     with pytest.raises(ValueError) as error:
         Tower(tables, [4], weights=weights)
     assert text in str(error.value)
@@ -195,7 +254,8 @@ def test_a_feature_with_weights_in_one_tower_only_is_refused() -> None:
         "two": Tower([table("a", 5)], [4]),
     }
     with pytest.raises(
-        ValueError, match="feature 'a' has weights w in tower 'one' and none in tower 'two'; give it the same"
+        ValueError,
+        match="feature 'a' has weights w in tower 'one' and none in tower 'two'; give it the same",
     ):
         TowerModel(towers, TopMLP([4, 4]))
 
@@ -204,15 +264,29 @@ def test_a_feature_with_weights_in_one_tower_only_is_refused() -> None:
 @pytest.mark.parametrize(
     ("weights", "text"),
     [
-        (None, "feature 'genres' has no weights, but the model reads them from a column; give a weight for each id"),
-        (torch.ones(3), "column 'shares': 3 weights, must be 4, one for each id of 'genres'"),
-        (torch.tensor([1.0, 1.0, float("nan"), 1.0]), "column 'shares': value nan in row 1 of the batch is not finite"),
+        (
+            None,
+            "feature 'genres' has no weights, but the model reads them from a column; give a weight for each id",
+        ),
+        (
+            torch.ones(3),
+            "column 'shares': 3 weights, must be 4, one for each id of 'genres'",
+        ),
+        (
+            torch.tensor([1.0, 1.0, float("nan"), 1.0]),
+            "column 'shares': value nan in row 1 of the batch is not finite",
+        ),
     ],
 )
 def test_wrong_weights_are_named(weights: Tensor | None, text: str) -> None:
     schema = BatchSchema.from_tables([table("genres", 9)], weights={"genres": "shares"})
     with pytest.raises(DataError) as error:
         schema.assemble(
-            {"genres": Jagged(torch.tensor([1, 2, 2, 5]), torch.tensor([2, 1, 1]), weights)}, labels=torch.zeros(3)
+            {
+                "genres": Jagged(
+                    torch.tensor([1, 2, 2, 5]), torch.tensor([2, 1, 1]), weights
+                )
+            },
+            labels=torch.zeros(3),
         )
     assert text in str(error.value)

@@ -29,7 +29,9 @@ def rows_of(seed: int = 0, count: int = ROWS) -> Tensor:
     return 3 + 2 * torch.randn(count, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def learned(layer: nn.Module, rows: Tensor, real: slice, *weights: Tensor) -> dict[str, Tensor]:
+def learned(
+    layer: nn.Module, rows: Tensor, real: slice, *weights: Tensor
+) -> dict[str, Tensor]:
     """What two training steps on ``rows`` leave, and the last output and gradient of those that are ``real``."""
     layer.double().train()
     for _ in range(2):
@@ -38,14 +40,21 @@ def learned(layer: nn.Module, rows: Tensor, real: slice, *weights: Tensor) -> di
         layer.zero_grad()
         output[real].square().mul(torch.arange(1, 1 + WIDTH)).sum().backward()
     result = {"output": output[real].detach(), "gradient": values.grad[real]}
-    return result | {name: p.grad.clone() for name, p in layer.named_parameters()} | dict(layer.named_buffers())
+    return (
+        result
+        | {name: p.grad.clone() for name, p in layer.named_parameters()}
+        | dict(layer.named_buffers())
+    )
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("padding", [0, 1, 30])
 def test_rows_of_weight_0_change_nothing(padding: int) -> None:
     rows = rows_of()
-    real, padded = slice(ROWS), torch.cat([rows, torch.full((padding, WIDTH), 77.0, dtype=torch.float64)])
+    real, padded = (
+        slice(ROWS),
+        torch.cat([rows, torch.full((padding, WIDTH), 77.0, dtype=torch.float64)]),
+    )
     weights = (torch.arange(len(padded)) < ROWS).float()
     expected = learned(nn.BatchNorm1d(WIDTH), rows, real)
     for name, value in learned(BatchNorm(WIDTH), padded, real, weights).items():
@@ -59,10 +68,14 @@ def test_a_weight_counts_a_row_so_often_and_its_unit_does_not_matter() -> None:
     mean, variance = often.mean(dim=0), often.var(dim=0, unbiased=False)
     for unit in (1.0, 1e-3):
         layer = BatchNorm(WIDTH).double().train()
-        torch.testing.assert_close(layer(rows, weights * unit), (rows - mean) / (variance + layer.eps).sqrt())
+        torch.testing.assert_close(
+            layer(rows, weights * unit), (rows - mean) / (variance + layer.eps).sqrt()
+        )
         torch.testing.assert_close(layer.running_mean, 0.1 * mean)
         independent = float(weights.sum() ** 2 / (weights**2).sum())
-        torch.testing.assert_close(layer.running_var, 0.9 + 0.1 * variance * independent / (independent - 1))
+        torch.testing.assert_close(
+            layer.running_var, 0.9 + 0.1 * variance * independent / (independent - 1)
+        )
 
 
 @pytest.mark.unit
@@ -86,21 +99,33 @@ def test_in_evaluation_and_under_autocast_it_is_torchs_layer() -> None:
     assert torch.equal(ours.eval()(rows, torch.zeros(ROWS)), ours(rows))
 
 
-def on_rank(runtime: Runtime, counts: list[int], padding: list[int]) -> dict[str, Tensor]:
+def on_rank(
+    runtime: Runtime, counts: list[int], padding: list[int]
+) -> dict[str, Tensor]:
     """This rank's share of the rows, with rows of weight 0 after them."""
     start, count = sum(counts[: runtime.rank]), counts[runtime.rank]
     rows = torch.cat(
-        [rows_of()[start : start + count], torch.full((padding[runtime.rank], WIDTH), 77.0, dtype=torch.float64)]
+        [
+            rows_of()[start : start + count],
+            torch.full((padding[runtime.rank], WIDTH), 77.0, dtype=torch.float64),
+        ]
     )
     weights = (torch.arange(len(rows)) < count).float()
     return learned(BatchNorm(WIDTH), rows, slice(count), weights)
 
 
 @pytest.mark.parametrize(("counts", "padding"), [([7, 5], [0, 2]), ([12, 0], [0, 12])])
-def test_two_ranks_are_one_batch_without_its_padding(counts: list[int], padding: list[int]) -> None:
-    expected, results = learned(nn.BatchNorm1d(WIDTH), rows_of(), slice(ROWS)), run_ranks(on_rank, 2, counts, padding)
+def test_two_ranks_are_one_batch_without_its_padding(
+    counts: list[int], padding: list[int]
+) -> None:
+    expected, results = (
+        learned(nn.BatchNorm1d(WIDTH), rows_of(), slice(ROWS)),
+        run_ranks(on_rank, 2, counts, padding),
+    )
     for name in ("output", "gradient"):
-        torch.testing.assert_close(torch.cat([result[name] for result in results]), expected[name], msg=name)
+        torch.testing.assert_close(
+            torch.cat([result[name] for result in results]), expected[name], msg=name
+        )
     for result in results:
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             torch.testing.assert_close(result[name], expected[name], msg=name)
@@ -109,7 +134,9 @@ def test_two_ranks_are_one_batch_without_its_padding(counts: list[int], padding:
 Make = Callable[[list[int]], nn.Module]
 TOPS: dict[str, Make] = {
     **{
-        name: lambda widths, name=name: interaction_layer(name, widths, (8, 4), normalization="batch")  # type: ignore[misc]
+        name: lambda widths, name=name: interaction_layer(
+            name, widths, (8, 4), normalization="batch"
+        )  # type: ignore[misc]
         for name in ("top_nn", "dcn", "deepfm")
     },
     "tasks": lambda widths: MultiTaskTop(widths, 2, (8, 4), normalization="batch"),
@@ -118,31 +145,56 @@ TOPS: dict[str, Make] = {
 
 def model_of(top: str, shared: tuple[str, ...]) -> TowerModel:
     towers = {
-        "user": Tower([table("user_id", USERS)], [8, 8, 4], dense=["age"], normalization="batch", residual=True),
+        "user": Tower(
+            [table("user_id", USERS)],
+            [8, 8, 4],
+            dense=["age"],
+            normalization="batch",
+            residual=True,
+        ),
         "item": Tower([table("item_id", ITEMS)], [8, 4], normalization="batch"),
     }
     interaction: Any = TOPS[top]([4, 4])
     if top == "tasks":
-        return redrawn(MultiTaskModel(towers, interaction, tasks={"click": 1.0, "buy": 0.5}, shared=shared), tables=0)
+        return redrawn(
+            MultiTaskModel(
+                towers, interaction, tasks={"click": 1.0, "buy": 0.5}, shared=shared
+            ),
+            tables=0,
+        )
     return redrawn(TowerModel(towers, interaction, shared=shared), tables=0)
 
 
 def batch_of(model: TowerModel, padded_rows: int | None) -> TowerBatch:
     """6 users beside 3 items each, and padding."""
     generator = torch.Generator().manual_seed(0)
-    users = {"user_id": torch.randint(1, USERS, (6,), generator=generator), "age": torch.rand(6, generator=generator)}
+    users = {
+        "user_id": torch.randint(1, USERS, (6,), generator=generator),
+        "age": torch.rand(6, generator=generator),
+    }
     items = torch.randint(1, ITEMS, (6, 3), generator=generator).numpy()
     labels = torch.randint(2, (6, 3), generator=generator).float().numpy()
-    builder = BatchBuilder(model.schema(), Chunk({"item_id": Column(torch.arange(ITEMS).numpy())}))
+    builder = BatchBuilder(
+        model.schema(), Chunk({"item_id": Column(torch.arange(ITEMS).numpy())})
+    )
     rows = Chunk({name: Column(values.numpy()) for name, values in users.items()})
     targets = labels[:, :, None] if model.schema().tasks else None
-    return builder.pairs(rows, items, labels=labels, targets=targets, total_weight=18.0, padded_rows=padded_rows)
+    return builder.pairs(
+        rows,
+        items,
+        labels=labels,
+        targets=targets,
+        total_weight=18.0,
+        padded_rows=padded_rows,
+    )
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("shared", [(), ("user",)])
 @pytest.mark.parametrize("top", TOPS)
-def test_a_network_learns_nothing_of_its_padding(top: str, shared: tuple[str, ...]) -> None:
+def test_a_network_learns_nothing_of_its_padding(
+    top: str, shared: tuple[str, ...]
+) -> None:
     model = model_of(top, shared)
     results = []
     for padded_rows in (None, 9):
@@ -150,7 +202,14 @@ def test_a_network_learns_nothing_of_its_padding(top: str, shared: tuple[str, ..
         loss, output = twin(batch_of(twin, padded_rows))
         loss.backward()
         grads = {name: parameter.grad for name, parameter in twin.named_parameters()}
-        results.append({"loss": loss.detach(), "logits": output.logits[:18], **grads, **dict(twin.named_buffers())})
+        results.append(
+            {
+                "loss": loss.detach(),
+                "logits": output.logits[:18],
+                **grads,
+                **dict(twin.named_buffers()),
+            }
+        )
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, msg=name)
 
@@ -162,13 +221,23 @@ def test_a_shared_row_counts_as_often_as_it_is_read() -> None:
     for shared in ((), ("user",)):
         model = model_of("top_nn", shared).train()
         weights = torch.rand(18, generator=torch.Generator().manual_seed(1))
-        loss, output = model(dataclasses.replace(batch_of(model, None), weights=weights))
+        loss, output = model(
+            dataclasses.replace(batch_of(model, None), weights=weights)
+        )
         loss.backward()
         grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-        buffers = {name: value for name, value in model.named_buffers() if "user" not in name or "mean" in name}
-        results.append({"loss": loss.detach(), "logits": output.logits, **grads, **buffers})
+        buffers = {
+            name: value
+            for name, value in model.named_buffers()
+            if "user" not in name or "mean" in name
+        }
+        results.append(
+            {"loss": loss.detach(), "logits": output.logits, **grads, **buffers}
+        )
     for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, msg=name, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            results[1][name], value, msg=name, atol=1e-5, rtol=1e-4
+        )
 
 
 @pytest.mark.unit

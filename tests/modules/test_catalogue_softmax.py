@@ -21,7 +21,11 @@ def made(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     states = torch.randn(5, WIDTH, dtype=torch.float64, generator=generator)
     table = torch.randn(ITEMS + 1, WIDTH, dtype=torch.float64, generator=generator)
-    return states.requires_grad_(), table.requires_grad_(), torch.tensor([3, 1, 7, 7, 2])
+    return (
+        states.requires_grad_(),
+        table.requires_grad_(),
+        torch.tensor([3, 1, 7, 7, 2]),
+    )
 
 
 @pytest.fixture(autouse=True, params=[2**20, 16, 1])
@@ -30,8 +34,12 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "SCORES_PER_BLOCK", request.param)
 
 
-def losses(states: Tensor, table: Tensor, targets: Tensor, candidates: Tensor) -> Tensor:
-    return catalogue_softmax(states, table[targets], targets, table[candidates], candidates, num_items=ITEMS)
+def losses(
+    states: Tensor, table: Tensor, targets: Tensor, candidates: Tensor
+) -> Tensor:
+    return catalogue_softmax(
+        states, table[targets], targets, table[candidates], candidates, num_items=ITEMS
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +50,9 @@ def losses(states: Tensor, table: Tensor, targets: Tensor, candidates: Tensor) -
         [*range(1, ITEMS + 1), *range(ITEMS, 0, -1)],  # all of them twice
     ],
 )
-def test_with_all_items_it_is_the_cross_entropy_and_so_are_its_gradients(candidates: list[int]) -> None:
+def test_with_all_items_it_is_the_cross_entropy_and_so_are_its_gradients(
+    candidates: list[int],
+) -> None:
     states, table, targets = made()
     result = losses(states, table, targets, torch.tensor(candidates))
     expected = cross_entropy(states @ table[1:].T, targets - 1, reduction="none")
@@ -62,9 +72,14 @@ def test_the_mean_over_all_samples_is_the_sum_over_the_catalogue() -> None:
     target_scores = scores.gather(1, targets[:, None] - 1)[:, 0]
     samples = itertools.product(range(1, ITEMS + 1), repeat=2)
     sums = torch.stack(
-        [(losses(states, table, targets, torch.tensor(sample)) + target_scores).exp() for sample in samples]
+        [
+            (losses(states, table, targets, torch.tensor(sample)) + target_scores).exp()
+            for sample in samples
+        ]
     )
-    torch.testing.assert_close(sums.mean(dim=0), scores.exp().sum(dim=1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        sums.mean(dim=0), scores.exp().sum(dim=1), rtol=1e-12, atol=0
+    )
 
 
 def test_a_sample_of_nothing_but_the_target_gives_no_loss_and_no_nan() -> None:
@@ -78,16 +93,25 @@ def test_a_sample_of_nothing_but_the_target_gives_no_loss_and_no_nan() -> None:
 
 def test_without_positions_there_is_no_loss_and_the_graph_is_whole() -> None:
     states, table, _ = made()
-    result = losses(states[:0], table, torch.zeros(0, dtype=torch.int64), torch.arange(1, ITEMS + 1))
+    result = losses(
+        states[:0], table, torch.zeros(0, dtype=torch.int64), torch.arange(1, ITEMS + 1)
+    )
     assert result.shape == (0,)
-    assert all(not bool(gradient.any()) for gradient in torch.autograd.grad(result.sum(), [states, table]))
+    assert all(
+        not bool(gradient.any())
+        for gradient in torch.autograd.grad(result.sum(), [states, table])
+    )
 
 
 def test_under_autocast_scores_and_their_sum_are_float32() -> None:
     states, table, targets = made()
     half = [values.detach().bfloat16() for values in (states, table)]
     results = []
-    for autocast, kind in ((False, torch.float32), (True, torch.float32), (True, torch.bfloat16)):
+    for autocast, kind in (
+        (False, torch.float32),
+        (True, torch.float32),
+        (True, torch.bfloat16),
+    ):
         leaves = [values.to(kind).requires_grad_() for values in half]
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             per_target = losses(*leaves, targets, torch.arange(1, ITEMS + 1))
@@ -99,4 +123,6 @@ def test_under_autocast_scores_and_their_sum_are_float32() -> None:
             close = (
                 1e-6 if mine.dtype == torch.float32 else 2e-2
             )  # the gradient of a row read twice is added up in bfloat16
-            torch.testing.assert_close(mine, right.to(mine.dtype), rtol=close, atol=close)
+            torch.testing.assert_close(
+                mine, right.to(mine.dtype), rtol=close, atol=close
+            )

@@ -24,7 +24,12 @@ KINDS: list[dict[str, Any]] = [
 
 def tables(*widths: int) -> list[EmbeddingBagConfig]:
     return [
-        EmbeddingBagConfig(name=f"f{i}", feature_names=[f"f{i}"], num_embeddings=20, embedding_dim=width)
+        EmbeddingBagConfig(
+            name=f"f{i}",
+            feature_names=[f"f{i}"],
+            num_embeddings=20,
+            embedding_dim=width,
+        )
         for i, width in enumerate(widths)
     ]
 
@@ -33,7 +38,9 @@ def rows(features: int, dense: int) -> tuple[KeyedJaggedTensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(20, (features * ROWS,), generator=generator)
     lengths = torch.ones(features * ROWS, dtype=torch.int32)
-    sparse = KeyedJaggedTensor(keys=[f"f{i}" for i in range(features)], values=ids, lengths=lengths)
+    sparse = KeyedJaggedTensor(
+        keys=[f"f{i}" for i in range(features)], values=ids, lengths=lengths
+    )
     return sparse, torch.randn(ROWS, dense, generator=generator)
 
 
@@ -45,11 +52,22 @@ def test_every_parameter_receives_a_gradient_and_the_width_is_that_of_the_formul
 ) -> None:
     torch.manual_seed(0)
     compress = Compression(**config)
-    tower = Tower(tables(N, N, N), mlp_widths, dense=[f"d{i}" for i in range(dense)], compress=compress)
+    tower = Tower(
+        tables(N, N, N),
+        mlp_widths,
+        dense=[f"d{i}" for i in range(dense)],
+        compress=compress,
+    )
     output = tower(*rows(3, dense))
-    expected = 4 * (compress.per_feature * 3 + compress.flat) + (dense if not compress.flat else 0)
+    expected = 4 * (compress.per_feature * 3 + compress.flat) + (
+        dense if not compress.flat else 0
+    )
     assert compress.out_features(3, dense) == expected
-    assert output.shape == (ROWS, mlp_widths[-1] if mlp_widths else expected) == (ROWS, tower.out_features)
+    assert (
+        output.shape
+        == (ROWS, mlp_widths[-1] if mlp_widths else expected)
+        == (ROWS, tower.out_features)
+    )
     output.square().sum().backward()
     for name, parameter in tower.named_parameters():
         assert parameter.grad is not None, name
@@ -65,7 +83,9 @@ def test_every_parameter_receives_a_gradient_and_the_width_is_that_of_the_formul
     ],
     ids=str,
 )
-def test_what_compresses_nothing_starts_as_the_tower_without_it(compress: Compression) -> None:
+def test_what_compresses_nothing_starts_as_the_tower_without_it(
+    compress: Compression,
+) -> None:
     plain = Tower(tables(N, N, N), [], dense=["a", "b"])
     tower = Tower(tables(N, N, N), [], dense=["a", "b"], compress=compress)
     tower.load_state_dict(plain.state_dict(), strict=False)
@@ -81,7 +101,10 @@ def test_a_narrower_start_keeps_products_that_lie_in_as_many_columns() -> None:
     inside = torch.randn(ROWS, 2, 4) @ weight
     narrow = layer(inside.flatten(1)).view(ROWS, 2, 4)
     torch.testing.assert_close(
-        (narrow[:, 0] * narrow[:, 1]).sum(1), (inside[:, 0] * inside[:, 1]).sum(1), rtol=1e-4, atol=1e-5
+        (narrow[:, 0] * narrow[:, 1]).sum(1),
+        (inside[:, 0] * inside[:, 1]).sum(1),
+        rtol=1e-4,
+        atol=1e-5,
     )
 
 
@@ -91,14 +114,23 @@ def test_one_layer_reads_every_bag_and_the_flat_one_all_of_it() -> None:
     x = torch.randn(ROWS, 2 * N + 2)
     each, whole = layer.each.weight, layer.all  # type: ignore[union-attr]
     expected = torch.cat(
-        [x[:, :N] @ each.T, x[:, N : 2 * N] @ each.T, nn.functional.linear(x, whole.weight, whole.bias)], dim=1
+        [
+            x[:, :N] @ each.T,
+            x[:, N : 2 * N] @ each.T,
+            nn.functional.linear(x, whole.weight, whole.bias),
+        ],
+        dim=1,
     )  # type: ignore[union-attr, operator, arg-type]
     torch.testing.assert_close(layer(x), expected)
 
 
 def test_bags_under_attention_are_compressed_with_the_others() -> None:
-    lists = EmbeddingConfig(name="f1", feature_names=["f1"], num_embeddings=20, embedding_dim=N)
-    tower = Tower([lists, *tables(N)], [], compress=Compression(dim=2, per_feature=1, flat=1))
+    lists = EmbeddingConfig(
+        name="f1", feature_names=["f1"], num_embeddings=20, embedding_dim=N
+    )
+    tower = Tower(
+        [lists, *tables(N)], [], compress=Compression(dim=2, per_feature=1, flat=1)
+    )
     assert tower(*rows(2, 0)).shape == (ROWS, 2 * (2 + 1)) == (ROWS, tower.out_features)
 
 
@@ -117,7 +149,9 @@ def test_a_wrong_compression_is_refused(arguments: dict[str, Any], why: str) -> 
 
 
 def test_bags_of_different_widths_have_flat_vectors_only() -> None:
-    with pytest.raises(ValueError, match=r"per_feature=1 with bags \[8, 4\] wide.*per_feature=0"):
+    with pytest.raises(
+        ValueError, match=r"per_feature=1 with bags \[8, 4\] wide.*per_feature=0"
+    ):
         Tower(tables(8, 4), [], compress=Compression(dim=4, per_feature=1))
     assert Tower(tables(8, 4), [], compress=Compression(dim=4)).out_features == 4
     with pytest.raises(ValueError, match="nothing to compress"):

@@ -23,21 +23,33 @@ from torchrec_ext.modules.interaction import (
 
 pytestmark = pytest.mark.unit
 
-MANY = [name for name, kind in INTERACTIONS.items() if kind.towers is None]  # those for any number of towers
+MANY = [
+    name for name, kind in INTERACTIONS.items() if kind.towers is None
+]  # those for any number of towers
 
 
 def outputs(*widths: int, rows: int = 6) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(rows, width, generator=generator, dtype=torch.float64) for width in widths]
+    return [
+        torch.randn(rows, width, generator=generator, dtype=torch.float64)
+        for width in widths
+    ]
 
 
 @pytest.mark.parametrize(
     ("make", "widths"),
     [
-        *((lambda widths, name=name: interaction_layer(name, widths), (8, 8)) for name in INTERACTIONS),
-        *((lambda widths, name=name: interaction_layer(name, widths), (4, 4, 4)) for name in MANY),
         *(
-            (lambda widths, name=name: interaction_layer(name, widths), (8,)) for name in ("top_nn", "dcn")
+            (lambda widths, name=name: interaction_layer(name, widths), (8, 8))
+            for name in INTERACTIONS
+        ),
+        *(
+            (lambda widths, name=name: interaction_layer(name, widths), (4, 4, 4))
+            for name in MANY
+        ),
+        *(
+            (lambda widths, name=name: interaction_layer(name, widths), (8,))
+            for name in ("top_nn", "dcn")
         ),  # one tower, no query
         (lambda widths: TopMLP(widths, [16, 4]), (8, 8)),
         (lambda widths: TopMLP(widths, []), (8, 8)),
@@ -46,8 +58,14 @@ def outputs(*widths: int, rows: int = 6) -> list[Tensor]:
         (lambda widths: TopMLP(widths, [16, 8], normalization="batch").eval(), (8, 12)),
         (lambda widths: DeepCross(widths, [], layers=3), (8, 12)),
         (lambda widths: DeepCross(widths, low_rank=2), (8, 12)),
-        (lambda widths: TopMLP(widths, [HIDDEN_FLOATS // 10]), (3, 4)),  # several blocks of candidates
-        (lambda widths: TopMLP(widths, [HIDDEN_FLOATS // 16]), (3, 4)),  # several blocks of queries
+        (
+            lambda widths: TopMLP(widths, [HIDDEN_FLOATS // 10]),
+            (3, 4),
+        ),  # several blocks of candidates
+        (
+            lambda widths: TopMLP(widths, [HIDDEN_FLOATS // 16]),
+            (3, 4),
+        ),  # several blocks of queries
     ],
 )
 def test_all_pairs_equal_the_pairs_one_by_one(
@@ -58,7 +76,12 @@ def test_all_pairs_equal_the_pairs_one_by_one(
     queries = [query[:5] for query in queries]
     query = torch.cat([torch.empty(5, 0, dtype=torch.float64), *queries], dim=1)
     scores = interaction.score_all(query, candidates)  # type: ignore[operator]
-    one_by_one = interaction([*(query.repeat_interleave(13, 0) for query in queries), candidates.repeat(5, 1)])
+    one_by_one = interaction(
+        [
+            *(query.repeat_interleave(13, 0) for query in queries),
+            candidates.repeat(5, 1),
+        ]
+    )
     torch.testing.assert_close(scores, one_by_one.view(5, 13), rtol=0, atol=1e-12)
 
 
@@ -67,21 +90,36 @@ def test_every_parameter_receives_a_gradient(name: Interaction) -> None:
     interaction = interaction_layer(name, [8, 8]).double()
     towers = [output.requires_grad_() for output in outputs(8, 8)]
     interaction(towers).square().sum().backward()
-    for what, gradient in [*((n, p.grad) for n, p in interaction.named_parameters()), ("query", towers[0].grad)]:
+    for what, gradient in [
+        *((n, p.grad) for n, p in interaction.named_parameters()),
+        ("query", towers[0].grad),
+    ]:
         assert gradient is not None, what
         assert gradient.abs().sum() > 0, what
 
 
 def test_an_input_that_is_not_activated_keeps_its_negative_half() -> None:
     towers = [-output.abs() for output in outputs(8, 8)]
-    blind, seeing = (interaction_layer("top_nn", [8, 8], activate_input=on).double() for on in (True, False))
-    assert torch.equal(blind(towers), blind([torch.zeros_like(output) for output in towers]))
-    assert not torch.equal(seeing(towers), seeing([torch.zeros_like(output) for output in towers]))
+    blind, seeing = (
+        interaction_layer("top_nn", [8, 8], activate_input=on).double()
+        for on in (True, False)
+    )
+    assert torch.equal(
+        blind(towers), blind([torch.zeros_like(output) for output in towers])
+    )
+    assert not torch.equal(
+        seeing(towers), seeing([torch.zeros_like(output) for output in towers])
+    )
 
 
 def test_cosine_is_the_angle_over_the_temperature() -> None:
-    query, candidate = torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([[6.0, 8.0], [0.0, 2.0]])
-    torch.testing.assert_close(Cosine([2, 2], temperature=0.5)([query, candidate]), torch.tensor([2.0, 0.0]))
+    query, candidate = (
+        torch.tensor([[3.0, 4.0], [1.0, 0.0]]),
+        torch.tensor([[6.0, 8.0], [0.0, 2.0]]),
+    )
+    torch.testing.assert_close(
+        Cosine([2, 2], temperature=0.5)([query, candidate]), torch.tensor([2.0, 0.0])
+    )
     assert Cosine([2, 2])([torch.zeros(1, 2), candidate[:1]]).item() == 0
 
 
@@ -91,15 +129,21 @@ def test_generalized_mf_with_weights_of_one_is_the_dot_product() -> None:
     expected = DotProduct([8, 8])([query, candidate]) + machine.linear.bias
     torch.testing.assert_close(machine([query, candidate]), expected)
     nn.init.normal_(machine.linear.weight)
-    weighted = (query * candidate * machine.linear.weight[0]).sum(1) + machine.linear.bias
+    weighted = (query * candidate * machine.linear.weight[0]).sum(
+        1
+    ) + machine.linear.bias
     torch.testing.assert_close(machine([query, candidate]), weighted)
 
 
 @pytest.mark.parametrize("towers", [2, 3, 5])
-def test_the_factorization_machine_adds_the_dot_products_of_all_pairs_of_towers(towers: int) -> None:
+def test_the_factorization_machine_adds_the_dot_products_of_all_pairs_of_towers(
+    towers: int,
+) -> None:
     machine, parts = FactorizationMachine([4] * towers).double(), outputs(*[4] * towers)
     dots = sum((a * b).sum(1) for a, b in combinations(parts, 2))
-    torch.testing.assert_close(machine(parts), dots + machine.first_order(torch.cat(parts, 1)).squeeze(1))
+    torch.testing.assert_close(
+        machine(parts), dots + machine.first_order(torch.cat(parts, 1)).squeeze(1)
+    )
 
 
 def test_deepfm_adds_its_two_halves() -> None:
@@ -113,9 +157,15 @@ def test_crossing_layers_are_those_of_the_paper(low_rank: int | None) -> None:
     first = x = torch.cat(outputs(5, 3), dim=1)
     for layer in range(2):
         if low_rank is None:
-            weight, bias = model.cross.kernels[layer], model.cross.bias[layer].squeeze(1)  # type: ignore[index]
+            weight, bias = (
+                model.cross.kernels[layer],
+                model.cross.bias[layer].squeeze(1),
+            )  # type: ignore[index]
         else:
-            weight, bias = model.cross.W_kernels[layer] @ model.cross.V_kernels[layer], model.cross.bias[layer]  # type: ignore[index]
+            weight, bias = (
+                model.cross.W_kernels[layer] @ model.cross.V_kernels[layer],
+                model.cross.bias[layer],
+            )  # type: ignore[index]
         x = first * (x @ weight.T + bias) + x
     torch.testing.assert_close(model(outputs(5, 3)), model.mlp(x).squeeze(1))
 
@@ -127,18 +177,39 @@ def test_crossing_layers_are_those_of_the_paper(low_rank: int | None) -> None:
             lambda: DotProduct([8, 16]),
             "DotProduct needs two towers of equal width, got (B, 8), (B, 16); give them one last width",
         ),
-        (lambda: Cosine([8, 8, 8]), "Cosine needs two towers of equal width, got (B, 8), (B, 8), (B, 8); "),
-        (lambda: GeneralizedMF([4, 8]), "GeneralizedMF needs two towers of equal width, got (B, 4), (B, 8); "),
-        (lambda: FactorizationMachine([4, 4, 8]), "needs towers of equal width, got (B, 4), (B, 4), (B, 8); "),
+        (
+            lambda: Cosine([8, 8, 8]),
+            "Cosine needs two towers of equal width, got (B, 8), (B, 8), (B, 8); ",
+        ),
+        (
+            lambda: GeneralizedMF([4, 8]),
+            "GeneralizedMF needs two towers of equal width, got (B, 4), (B, 8); ",
+        ),
+        (
+            lambda: FactorizationMachine([4, 4, 8]),
+            "needs towers of equal width, got (B, 4), (B, 4), (B, 8); ",
+        ),
         (
             lambda: DeepFM([4, 8]),
             "towers of equal width, got (B, 4), (B, 8); give them one last width, or use TopMLP or DeepCross",
         ),
-        (lambda: TopMLP([8, 0]), "TopMLP needs towers, each of width 1 or more, got (B, 8), (B, 0)"),
-        (lambda: DeepCross([]), "DeepCross needs towers, each of width 1 or more, got none"),
+        (
+            lambda: TopMLP([8, 0]),
+            "TopMLP needs towers, each of width 1 or more, got (B, 8), (B, 0)",
+        ),
+        (
+            lambda: DeepCross([]),
+            "DeepCross needs towers, each of width 1 or more, got none",
+        ),
         (lambda: DeepCross([4, 4], layers=0), "layers=0: must be 1 or more"),
-        (lambda: DeepCross([4, 4], low_rank=9), "low_rank=9: must be 1 to 8, the width of 2 outputs side by side"),
-        (lambda: Cosine([4, 4], temperature=0), "temperature=0: must be greater than 0"),
+        (
+            lambda: DeepCross([4, 4], low_rank=9),
+            "low_rank=9: must be 1 to 8, the width of 2 outputs side by side",
+        ),
+        (
+            lambda: Cosine([4, 4], temperature=0),
+            "temperature=0: must be greater than 0",
+        ),
         (
             lambda: interaction_layer("bilinear", [4, 4]),  # type: ignore[arg-type]
             f"interaction='bilinear': must be one of {', '.join(INTERACTIONS)}",

@@ -23,39 +23,55 @@ def plain(projected: Tensor, lengths: list[int], causal: bool) -> Tensor:
         query, key, value = (each.transpose(0, 1) for each in part.unbind(1))
         scores = query @ key.transpose(1, 2) / math.sqrt(WIDTH)
         if causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
+            scores = scores.masked_fill(
+                torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf
+            )
         outputs.append((scores.softmax(2) @ value).transpose(0, 1))
     return torch.cat(outputs)
 
 
-def outcome(lengths: list[int], how: Attention | None, causal: bool) -> tuple[Tensor, Tensor]:
+def outcome(
+    lengths: list[int], how: Attention | None, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Output and gradient of one and the same projection."""
     generator = torch.Generator().manual_seed(0)
-    projected = torch.randn(sum(lengths), 3, HEADS, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+    projected = torch.randn(
+        sum(lengths), 3, HEADS, WIDTH, dtype=torch.float64, generator=generator
+    ).requires_grad_()
     if how is None:
         output = plain(projected, lengths, causal)
     else:
         output = attend(projected, Packing(torch.tensor(lengths), how), causal=causal)
-    (output * torch.randn(output.shape, dtype=torch.float64, generator=generator)).sum().backward()
+    (
+        output * torch.randn(output.shape, dtype=torch.float64, generator=generator)
+    ).sum().backward()
     assert projected.grad is not None
     return output.detach(), projected.grad
 
 
 @settings(max_examples=40, deadline=None)
-@given(lengths=st.lists(st.integers(0, 20), min_size=1, max_size=12), causal=st.booleans())
+@given(
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=12), causal=st.booleans()
+)
 @example(lengths=[3, 0, 17, 1, 1, 8], causal=True)
 @example(lengths=[0, 0], causal=True)
 @example(lengths=[5], causal=False)
 @pytest.mark.parametrize("how", ["bucketed", "padded"])
-def test_each_step_attends_to_its_own_sequence_alone(how: Attention, lengths: list[int], causal: bool) -> None:
-    for result, expected in zip(outcome(lengths, how, causal), outcome(lengths, None, causal), strict=True):
+def test_each_step_attends_to_its_own_sequence_alone(
+    how: Attention, lengths: list[int], causal: bool
+) -> None:
+    for result, expected in zip(
+        outcome(lengths, how, causal), outcome(lengths, None, causal), strict=True
+    ):
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("lengths", [[3, 0, 17, 1, 1, 8], [4, 4], [1]])
 def test_the_nested_layout_of_torch_agrees(lengths: list[int]) -> None:
-    for result, expected in zip(outcome(lengths, "nested", False), outcome(lengths, None, False), strict=True):
+    for result, expected in zip(
+        outcome(lengths, "nested", False), outcome(lengths, None, False), strict=True
+    ):
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
@@ -75,11 +91,19 @@ def test_a_packing_by_hand() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(0, 70), min_size=1, max_size=30))
-def test_buckets_hold_each_sequence_once_with_little_padding(lengths: list[int]) -> None:
+def test_buckets_hold_each_sequence_once_with_little_padding(
+    lengths: list[int],
+) -> None:
     packing = Packing(torch.tensor(lengths))
-    rows = [row for bucket in packing.buckets for row in packing.rows[bucket.steps[:, 0]].tolist()]
+    rows = [
+        row
+        for bucket in packing.buckets
+        for row in packing.rows[bucket.steps[:, 0]].tolist()
+    ]
     assert sorted(rows) == [row for row, length in enumerate(lengths) if length]
     for bucket in packing.buckets:
         held = packing.lengths[packing.rows[bucket.steps[:, 0]]]
         assert bool((held <= bucket.steps.shape[1]).all())
-        assert bool((2 * bucket.steps.shape[1] < 3 * held + 2).all()), "at most half as long again"
+        assert bool((2 * bucket.steps.shape[1] < 3 * held + 2).all()), (
+            "at most half as long again"
+        )

@@ -22,7 +22,11 @@ def test_bce_equals_its_closed_form() -> None:
     made.labels = torch.tensor([1.0, 0.0, 1.0, 0.0])
     made = with_weights(made, [1.0, 2.0, 0.5, 0.0], 3.5)
     logits = torch.tensor([0.3, -1.2, 2.0, 9.0])
-    expected = (math.log1p(math.exp(-0.3)) + 2 * math.log1p(math.exp(-1.2)) + 0.5 * math.log1p(math.exp(-2.0))) / 3.5
+    expected = (
+        math.log1p(math.exp(-0.3))
+        + 2 * math.log1p(math.exp(-1.2))
+        + 0.5 * math.log1p(math.exp(-2.0))
+    ) / 3.5
     assert float(bce(logits, made)) == pytest.approx(expected, rel=1e-6)
 
 
@@ -42,7 +46,9 @@ def test_ranks_average_to_the_global_mean_however_padding_is_spread() -> None:
     torch.testing.assert_close(sum(ranks) / 2, expected)
 
 
-def doubled(logits: list[float], weights: list[float], width: int) -> tuple[torch.Tensor, TowerBatch]:
+def doubled(
+    logits: list[float], weights: list[float], width: int
+) -> tuple[torch.Tensor, TowerBatch]:
     """Groups of ``width`` rows in float64, each with its weight."""
     made = next(batches(1, size=len(logits)))
     made.labels = torch.zeros(len(logits), dtype=torch.float64)
@@ -56,7 +62,12 @@ GROUPS = [0.5, -0.2, 1.0, 30.0, 0.1, -300.0, 7.0, 7.0, 7.0]  # the last is paddi
 
 def test_bpr_equals_its_closed_form() -> None:
     logits, made = doubled(GROUPS, [1.0, 3.0, 0.0], 3)
-    pairs = [(0.5 - -0.2, 1.0), (0.5 - 1.0, 1.0), (30.0 - 0.1, 3.0), (30.0 + 300.0, 3.0)]
+    pairs = [
+        (0.5 - -0.2, 1.0),
+        (0.5 - 1.0, 1.0),
+        (30.0 - 0.1, 3.0),
+        (30.0 + 300.0, 3.0),
+    ]
     expected = sum(weight * math.log1p(math.exp(-gap)) / 2 for gap, weight in pairs) / 4
     loss = bpr(logits, made, negatives=2)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-14)
@@ -64,14 +75,26 @@ def test_bpr_equals_its_closed_form() -> None:
     assert logits.grad is not None
     sigmoid = [-weight / (1 + math.exp(gap)) / 2 / 4 for gap, weight in pairs]
     assert logits.grad.tolist() == pytest.approx(
-        [sigmoid[0] + sigmoid[1], -sigmoid[0], -sigmoid[1], sigmoid[2] + sigmoid[3], -sigmoid[2], -sigmoid[3], 0, 0, 0],
+        [
+            sigmoid[0] + sigmoid[1],
+            -sigmoid[0],
+            -sigmoid[1],
+            sigmoid[2] + sigmoid[3],
+            -sigmoid[2],
+            -sigmoid[3],
+            0,
+            0,
+            0,
+        ],
         rel=1e-12,
     )
 
 
 def test_bpr_orders_a_pair_whatever_the_level_of_its_logits() -> None:
     logits, made = doubled(GROUPS, [1.0, 3.0, 1.0], 3)
-    torch.testing.assert_close(bpr(logits, made, negatives=2), bpr(logits + 5, made, negatives=2))
+    torch.testing.assert_close(
+        bpr(logits, made, negatives=2), bpr(logits + 5, made, negatives=2)
+    )
     tied = bpr(logits[6:].detach(), doubled(GROUPS[6:], [2.0], 3)[1], negatives=2)
     assert float(tied) == pytest.approx(math.log(2), rel=1e-14)
 
@@ -80,7 +103,9 @@ def test_hinge_equals_its_closed_form() -> None:
     logits, made = doubled(GROUPS, [1.0, 3.0, 0.0], 3)
     short = [[0.5 - 0.5 - 0.2, 0.5 - 0.5 + 1.0], [0.5 - 30 + 0.1, 0.5 - 30 - 300]]
     expected = (max(0, short[0][0]) + max(0, short[0][1])) / 2 / 4 + 3 * 0 / 4
-    assert float(hinge(logits.detach(), made, negatives=2, margin=0.5)) == pytest.approx(expected, rel=1e-14)
+    assert float(
+        hinge(logits.detach(), made, negatives=2, margin=0.5)
+    ) == pytest.approx(expected, rel=1e-14)
     hardest = hinge(logits, made, negatives=2, margin=0.5, hardest=True)
     assert float(hardest.detach()) == pytest.approx(max(0, *short[0]) / 4, rel=1e-14)
     hardest.backward()
@@ -91,11 +116,18 @@ def test_hinge_equals_its_closed_form() -> None:
 
 
 def test_hinge_of_negative_distances_is_the_triplet_loss() -> None:
-    anchor, items = torch.randn(4, 1, 3, dtype=torch.float64), torch.randn(4, 2, 3, dtype=torch.float64)
+    anchor, items = (
+        torch.randn(4, 1, 3, dtype=torch.float64),
+        torch.randn(4, 2, 3, dtype=torch.float64),
+    )
     distances = (anchor - items).norm(dim=2)
-    expected = torch.nn.functional.triplet_margin_loss(anchor[:, 0], items[:, 0], items[:, 1], margin=0.7, eps=0)
+    expected = torch.nn.functional.triplet_margin_loss(
+        anchor[:, 0], items[:, 0], items[:, 1], margin=0.7, eps=0
+    )
     _, made = doubled([0.0] * 8, [1.0] * 4, 2)
-    torch.testing.assert_close(hinge(-distances.flatten(), made, negatives=1, margin=0.7), expected)
+    torch.testing.assert_close(
+        hinge(-distances.flatten(), made, negatives=1, margin=0.7), expected
+    )
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -105,7 +137,9 @@ def test_wrong_arguments_are_named() -> None:
         match=r"logits: shape \(9, 1\) for a batch of 9 rows; must be \(B,\) = \(9,\): squeeze the last axis",
     ):
         bce(logits[:, None], made)
-    with pytest.raises(ValueError, match=r"negatives=3 with 9 logits: must be those of the loader"):
+    with pytest.raises(
+        ValueError, match=r"negatives=3 with 9 logits: must be those of the loader"
+    ):
         bpr(logits, made, negatives=3)
     with pytest.raises(ValueError, match=r"logits: shape \(6,\) for a batch of 9 rows"):
         bpr(logits[:6], made, negatives=2)

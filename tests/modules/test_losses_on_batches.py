@@ -14,7 +14,14 @@ from tests.data.loader.test_loader import ITEMS, loader_of
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.modules.losses import bce, bpr, codistillation, hinge, in_batch_softmax, sampled_softmax
+from torchrec_ext.modules.losses import (
+    bce,
+    bpr,
+    codistillation,
+    hinge,
+    in_batch_softmax,
+    sampled_softmax,
+)
 from torchrec_ext.modules.softmax import in_batch_negatives
 
 SIZE = 21  # with 8 positives a step, the last one has 5
@@ -27,23 +34,34 @@ def ids(batch: TowerBatch, name: str) -> Tensor:
 
 def tables() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(rows, 4, generator=generator, dtype=torch.float64) for rows in (SIZE, ITEMS + 1))  # type: ignore[return-value]
+    return tuple(
+        torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+        for rows in (SIZE, ITEMS + 1)
+    )  # type: ignore[return-value]
 
 
 def of_groups(name: str, rank: int, world_size: int) -> list[float]:
     users, items = tables()
     functions: dict[str, Any] = {
-        "sampled_softmax": functools.partial(sampled_softmax, negatives=3, temperature=0.5),
+        "sampled_softmax": functools.partial(
+            sampled_softmax, negatives=3, temperature=0.5
+        ),
         "bpr": functools.partial(bpr, negatives=3),
         "hinge": functools.partial(hinge, negatives=3, margin=0.3),
         "hinge of the hardest": functools.partial(hinge, negatives=3, hardest=True),
         "bce": bce,
     }
     losses = []
-    for batch in loader_of(SIZE, rank, world_size, negatives=3, sampling="popularity", weight="weight"):
-        logits = (users[ids(batch, "user_id")] * items[ids(batch, "item_id")]).sum(dim=1)
+    for batch in loader_of(
+        SIZE, rank, world_size, negatives=3, sampling="popularity", weight="weight"
+    ):
+        logits = (users[ids(batch, "user_id")] * items[ids(batch, "item_id")]).sum(
+            dim=1
+        )
         if name == "codistillation":
-            made = codistillation(logits, batch, torch.stack([logits.sin(), logits.cos()]))
+            made = codistillation(
+                logits, batch, torch.stack([logits.sin(), logits.cos()])
+            )
         else:
             made = functions[name](logits if name != "bce" else logits.float(), batch)
         losses.append(float(made))
@@ -51,20 +69,36 @@ def of_groups(name: str, rank: int, world_size: int) -> list[float]:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("name", ["sampled_softmax", "bpr", "hinge", "hinge of the hardest", "bce", "codistillation"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sampled_softmax",
+        "bpr",
+        "hinge",
+        "hinge of the hardest",
+        "bce",
+        "codistillation",
+    ],
+)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_of_rows(name: str, world_size: int) -> None:
     ranks = [of_groups(name, rank, world_size) for rank in range(world_size)]
     whole = of_groups(name, 0, 1)
-    assert [sum(step) / world_size for step in zip(*ranks, strict=True)] == pytest.approx(whole, rel=1e-6)
+    assert [
+        sum(step) / world_size for step in zip(*ranks, strict=True)
+    ] == pytest.approx(whole, rel=1e-6)
     assert len(whole) == 3
     assert len(set(whole)) == 3
 
 
 def in_batch(runtime: Runtime) -> list[float]:
     users, items = tables()
-    loader = loader_of(SIZE, runtime.rank, runtime.world_size, negatives=0, weight="weight")
-    known = KnownPairs(ITEMS, torch.arange(SIZE).numpy() // 3, torch.arange(SIZE).numpy() % ITEMS + 1)
+    loader = loader_of(
+        SIZE, runtime.rank, runtime.world_size, negatives=0, weight="weight"
+    )
+    known = KnownPairs(
+        ITEMS, torch.arange(SIZE).numpy() // 3, torch.arange(SIZE).numpy() % ITEMS + 1
+    )
     losses = []
     for batch in loader:
         who, what = ids(batch, "user_id"), ids(batch, "item_id")
@@ -72,9 +106,15 @@ def in_batch(runtime: Runtime) -> list[float]:
         def is_known(drawn: Tensor, who: Tensor = who) -> Tensor:
             return torch.from_numpy(known.contains(who.numpy()[:, None], drawn.numpy()))
 
-        negatives = in_batch_negatives(items[what], what, log_q=-what.double(), is_known=is_known)
+        negatives = in_batch_negatives(
+            items[what], what, log_q=-what.double(), is_known=is_known
+        )
         loss = in_batch_softmax(
-            users[who], negatives, weights=batch.weights, total_weight=batch.total_weight, temperature=0.5
+            users[who],
+            negatives,
+            weights=batch.weights,
+            total_weight=batch.total_weight,
+            temperature=0.5,
         )
         losses.append(float(loss))
     return losses
@@ -84,4 +124,6 @@ def in_batch(runtime: Runtime) -> list[float]:
 def test_in_batch_softmax(world_size: int) -> None:
     expected = in_batch(Runtime(rank=0, local_rank=0, world_size=1, local_world_size=1))
     ranks = run_ranks(in_batch, world_size)
-    assert [sum(step) / world_size for step in zip(*ranks, strict=True)] == pytest.approx(expected, rel=1e-6)
+    assert [
+        sum(step) / world_size for step in zip(*ranks, strict=True)
+    ] == pytest.approx(expected, rel=1e-6)

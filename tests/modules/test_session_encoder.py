@@ -15,12 +15,21 @@ WIDTH, LENGTHS = 8, [4, 1, 6, 0, 3]
 
 
 def steps(seed: int = 0) -> Tensor:
-    return torch.randn(sum(LENGTHS), WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        sum(LENGTHS),
+        WIDTH,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(seed),
+    )
 
 
 def encoder(**options: Any) -> SessionEncoder:
     torch.manual_seed(0)
-    return SessionEncoder(WIDTH, 6, **{"layers": 2, "heads": 2, "hidden": 16} | options).double().eval()
+    return (
+        SessionEncoder(WIDTH, 6, **{"layers": 2, "heads": 2, "hidden": 16} | options)
+        .double()
+        .eval()
+    )
 
 
 def same_weights(ours: TransformerLayer, torchs: nn.TransformerEncoderLayer) -> None:
@@ -43,7 +52,9 @@ def same_weights(ours: TransformerLayer, torchs: nn.TransformerEncoderLayer) -> 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_layers_equal_torchs_own(causal: bool, norm_first: bool) -> None:
-    model = encoder(causal=causal, norm_first=norm_first, position="none", activation="gelu")
+    model = encoder(
+        causal=causal, norm_first=norm_first, position="none", activation="gelu"
+    )
     model.norm = nn.Identity()
     packed, lengths = steps(), torch.tensor(LENGTHS)
     for row, one in enumerate(torch.split(packed, LENGTHS)):
@@ -51,7 +62,14 @@ def test_layers_equal_torchs_own(causal: bool, norm_first: bool) -> None:
         for layer in model.layers:
             assert isinstance(layer, TransformerLayer)
             reference = nn.TransformerEncoderLayer(
-                WIDTH, 2, 16, 0.0, activation="gelu", batch_first=True, norm_first=norm_first, dtype=torch.float64
+                WIDTH,
+                2,
+                16,
+                0.0,
+                activation="gelu",
+                batch_first=True,
+                norm_first=norm_first,
+                dtype=torch.float64,
             ).eval()
             torch.manual_seed(row)
             same_weights(layer, reference)
@@ -59,7 +77,9 @@ def test_layers_equal_torchs_own(causal: bool, norm_first: bool) -> None:
             if len(one):
                 expected = reference(expected, src_mask=mask)
         result = model(packed, lengths)  # with the weights that were drawn for this row
-        torch.testing.assert_close(torch.split(result, LENGTHS)[row], expected[0], rtol=0, atol=1e-10)
+        torch.testing.assert_close(
+            torch.split(result, LENGTHS)[row], expected[0], rtol=0, atol=1e-10
+        )
 
 
 @pytest.mark.parametrize("position", ["start", "end", "none"])
@@ -89,7 +109,9 @@ def test_a_sequence_is_the_same_alone_and_among_others() -> None:
     packed = steps()
     together = torch.split(model(packed, torch.tensor(LENGTHS)), LENGTHS)
     for one, expected in zip(torch.split(packed, LENGTHS), together, strict=True):
-        torch.testing.assert_close(model(one, torch.tensor([len(one)])), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            model(one, torch.tensor([len(one)])), expected, rtol=0, atol=1e-12
+        )
 
 
 def test_positions_count_from_the_side_that_is_named() -> None:
@@ -112,13 +134,18 @@ def test_every_parameter_gets_a_gradient() -> None:
 
 def test_no_steps_at_all_leave_every_parameter_in_the_graph() -> None:
     model = encoder(causal=True)
-    model(torch.empty(0, WIDTH, dtype=torch.float64), torch.tensor([0, 0])).sum().backward()
-    assert all(p.grad is not None for p in model.parameters()), "DistributedDataParallel waits for all of them"
+    model(
+        torch.empty(0, WIDTH, dtype=torch.float64), torch.tensor([0, 0])
+    ).sum().backward()
+    assert all(p.grad is not None for p in model.parameters()), (
+        "DistributedDataParallel waits for all of them"
+    )
 
 
 def test_a_sequence_longer_than_the_limit_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="a sequence of 7 steps in row 1 of the batch: must have at most max_length=6; keep the most"
+        ValueError,
+        match="a sequence of 7 steps in row 1 of the batch: must have at most max_length=6; keep the most",
     ):
         encoder()(torch.zeros(9, WIDTH, dtype=torch.float64), torch.tensor([2, 7]))
 
@@ -129,7 +156,10 @@ def test_a_sequence_longer_than_the_limit_is_refused() -> None:
         ({"heads": 3}, "heads=3: must divide the width of a step, D=8; choose 2"),
         ({"layers": 0}, "layers=0: must be 1 or more"),
         ({"position": "middle"}, "position='middle': must be one of start, end, none"),
-        ({"attention": "flash"}, "attention='flash': must be one of bucketed, nested, padded"),
+        (
+            {"attention": "flash"},
+            "attention='flash': must be one of bucketed, nested, padded",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(options: dict[str, Any], text: str) -> None:

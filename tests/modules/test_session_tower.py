@@ -20,8 +20,15 @@ TARGETS = [5, 9, 7]
 
 def tables(width: int = 8) -> list[EmbeddingConfig]:
     return [
-        EmbeddingConfig(name="item", num_embeddings=ITEMS, embedding_dim=width, feature_names=["history", "item_id"]),
-        EmbeddingConfig(name="gaps", num_embeddings=GAPS, embedding_dim=width, feature_names=["gap"]),
+        EmbeddingConfig(
+            name="item",
+            num_embeddings=ITEMS,
+            embedding_dim=width,
+            feature_names=["history", "item_id"],
+        ),
+        EmbeddingConfig(
+            name="gaps", num_embeddings=GAPS, embedding_dim=width, feature_names=["gap"]
+        ),
     ]
 
 
@@ -38,7 +45,9 @@ def tower(**options: Any) -> SessionTower:
 
 
 def features(
-    sessions: list[list[int]], targets: list[list[int]], gaps: list[list[int]] | None = None
+    sessions: list[list[int]],
+    targets: list[list[int]],
+    gaps: list[list[int]] | None = None,
 ) -> KeyedJaggedTensor:
     gaps = gaps or [[item % GAPS for item in session] for session in sessions]
     rows = [*sessions, *targets, *gaps]
@@ -58,19 +67,29 @@ def outcome(model: SessionTower) -> dict[str, Tensor]:
     output = model.double()(batch(), torch.empty(3, 0, dtype=torch.float64))
     output.pow(2).sum().backward()
     return {"output": output.detach()} | {
-        name: value.grad for name, value in model.named_parameters() if value.grad is not None
+        name: value.grad
+        for name, value in model.named_parameters()
+        if value.grad is not None
     }
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("pooling", ["flatten", "last", "mean"])
 @pytest.mark.parametrize("attention", ["bucketed", "nested"])
-def test_without_padding_outputs_and_gradients_are_those_with_padding(attention: str, pooling: str) -> None:
-    result, expected = (outcome(tower(attention=how, pooling=pooling)) for how in (attention, "padded"))
+def test_without_padding_outputs_and_gradients_are_those_with_padding(
+    attention: str, pooling: str
+) -> None:
+    result, expected = (
+        outcome(tower(attention=how, pooling=pooling)) for how in (attention, "padded")
+    )
     assert result.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            result[name], value, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+            result[name],
+            value,
+            rtol=0,
+            atol=1e-10,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -78,7 +97,11 @@ def test_without_padding_outputs_and_gradients_are_those_with_padding(attention:
 def test_every_parameter_gets_a_gradient(pooling: str) -> None:
     model = tower(pooling=pooling)
     gradients = outcome(model)
-    silent = [name for name, _ in model.named_parameters() if name not in gradients or not bool(gradients[name].any())]
+    silent = [
+        name
+        for name, _ in model.named_parameters()
+        if name not in gradients or not bool(gradients[name].any())
+    ]
     assert silent == []
 
 
@@ -105,7 +128,9 @@ def test_the_target_is_among_the_steps_that_attend_to_each_other() -> None:
     for targets in (TARGETS, [6, *TARGETS[1:]]):
         model(features(SESSIONS, [[target] for target in targets]), torch.empty(3, 0))
     moved = (seen[0] - seen[1]).abs().amax(dim=1) > 1e-6
-    assert moved.tolist() == [True] * 5 + [False] * 4, "all steps of the first row, no other row"
+    assert moved.tolist() == [True] * 5 + [False] * 4, (
+        "all steps of the first row, no other row"
+    )
 
 
 def test_a_padding_row_has_neither_session_nor_target_and_gives_a_number() -> None:
@@ -117,10 +142,19 @@ def test_a_padding_row_has_neither_session_nor_target_and_gives_a_number() -> No
 def test_a_tower_of_the_session_alone() -> None:
     model = tower(
         target=[],
-        tables=[EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=8, feature_names=["history"])],
+        tables=[
+            EmbeddingConfig(
+                name="item",
+                num_embeddings=9,
+                embedding_dim=8,
+                feature_names=["history"],
+            )
+        ],
         session=["history"],
     )
-    kjt = KeyedJaggedTensor(keys=["history"], values=torch.tensor([1, 2, 3]), lengths=torch.tensor([3, 0]))
+    kjt = KeyedJaggedTensor(
+        keys=["history"], values=torch.tensor([1, 2, 3]), lengths=torch.tensor([3, 0])
+    )
     assert model(kjt, torch.empty(2, 0)).shape == (2, 5)
 
 
@@ -133,9 +167,18 @@ def test_dense_columns_reach_the_mlp() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (([[1, 2, 3, 4, 5]], [[6]]), "a sequence of 6 steps in row 0 of the batch: must have at most max_length=5"),
-        (([[1], [2]], [[6], [7, 8]]), "target feature 'item_id' has 2 values in row 1 of the batch: must be one item"),
-        (([[1], [2, 3]], [[6], [7]], [[1], [2]]), "feature 'gap' has 1 values in row 1 of the batch and 'history' 2"),
+        (
+            ([[1, 2, 3, 4, 5]], [[6]]),
+            "a sequence of 6 steps in row 0 of the batch: must have at most max_length=5",
+        ),
+        (
+            ([[1], [2]], [[6], [7, 8]]),
+            "target feature 'item_id' has 2 values in row 1 of the batch: must be one item",
+        ),
+        (
+            ([[1], [2, 3]], [[6], [7]], [[1], [2]]),
+            "feature 'gap' has 1 values in row 1 of the batch and 'history' 2",
+        ),
     ],
 )
 def test_rows_that_do_not_fit_are_named(arguments: tuple[Any, ...], text: str) -> None:
@@ -151,9 +194,18 @@ def test_rows_that_do_not_fit_are_named(arguments: tuple[Any, ...], text: str) -
             {"target": ["film_id"]},
             "target=['film_id']: must name features of the tables, one of the session at least; the tables read",
         ),
-        ({"session": []}, "session=[], target=['item_id']: must name features of the tables"),
-        ({"session": ["history"]}, "features ['gap'] are read by the tables, but are in neither session nor target"),
-        ({"tables": [tables()[0], tables(4)[1]]}, "tables have the widths {'item': 8, 'gaps': 4}"),
+        (
+            {"session": []},
+            "session=[], target=['item_id']: must name features of the tables",
+        ),
+        (
+            {"session": ["history"]},
+            "features ['gap'] are read by the tables, but are in neither session nor target",
+        ),
+        (
+            {"tables": [tables()[0], tables(4)[1]]},
+            "tables have the widths {'item': 8, 'gaps': 4}",
+        ),
         ({"pooling": "sum"}, "pooling='sum': must be one of flatten, last, mean"),
         ({"heads": 3}, "heads=3: must divide the width of a step, D=8"),
     ],

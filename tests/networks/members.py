@@ -29,21 +29,43 @@ class Form:
     weighted: bool = False
 
 
-PLAIN, SHARED, JOINT, WEIGHTED = Form(), Form(shared=True), Form(shared=True, joint=True), Form(weighted=True)
+PLAIN, SHARED, JOINT, WEIGHTED = (
+    Form(),
+    Form(shared=True),
+    Form(shared=True, joint=True),
+    Form(weighted=True),
+)
 
 
 def table(
-    name: str, rows: int, feature: str | None = None, pooling: PoolingType = PoolingType.SUM
+    name: str,
+    rows: int,
+    feature: str | None = None,
+    pooling: PoolingType = PoolingType.SUM,
 ) -> EmbeddingBagConfig:
     return EmbeddingBagConfig(
-        name=name, feature_names=[feature or name], num_embeddings=rows, embedding_dim=DIM, pooling=pooling
+        name=name,
+        feature_names=[feature or name],
+        num_embeddings=rows,
+        embedding_dim=DIM,
+        pooling=pooling,
     )
 
 
-def network(form: Form = PLAIN, *, seed: int = 0, dropout: float = 0.0, widths: Sequence[int] = (8, 4)) -> TowerModel:
+def network(
+    form: Form = PLAIN,
+    *,
+    seed: int = 0,
+    dropout: float = 0.0,
+    widths: Sequence[int] = (8, 4),
+) -> TowerModel:
     torch.manual_seed(seed)
-    history = table("item_id" if form.joint else "history", ITEMS, "history", PoolingType.MEAN)
-    item = table("item_id", ITEMS, pooling=PoolingType.MEAN if form.joint else PoolingType.SUM)
+    history = table(
+        "item_id" if form.joint else "history", ITEMS, "history", PoolingType.MEAN
+    )
+    item = table(
+        "item_id", ITEMS, pooling=PoolingType.MEAN if form.joint else PoolingType.SUM
+    )
     if form.weighted:
         user = Tower(
             [table("user_id", USERS), table("clicks", ITEMS)],
@@ -51,7 +73,10 @@ def network(form: Form = PLAIN, *, seed: int = 0, dropout: float = 0.0, widths: 
             weights={"clicks": "clicks_weight"},
             dense=["age"],
         )
-        return TowerModel({"user": user, "item": Tower([item], widths)}, TopMLP([widths[-1]] * 2, (8,)))
+        return TowerModel(
+            {"user": user, "item": Tower([item], widths)},
+            TopMLP([widths[-1]] * 2, (8,)),
+        )
     shared = ("user",) if form.shared else ()
     return two_tower(
         [table("user_id", USERS), history],
@@ -82,15 +107,28 @@ def batch(form: Form, seed: int) -> TowerBatch:
         "clicks": Jagged(ids, lengths, torch.rand(len(ids), generator=draw)),
         "item_id": Jagged(torch.randint(ITEMS, (rows,), generator=draw)),
     }
-    shared: dict[str, Any] = {"index": CANDIDATES, "shared_rows": torch.arange(QUERIES)} if form.shared else {}
+    shared: dict[str, Any] = (
+        {"index": CANDIDATES, "shared_rows": torch.arange(QUERIES)}
+        if form.shared
+        else {}
+    )
     labels = torch.randint(2, (rows,), generator=draw).float()
     weights = torch.rand(rows, generator=draw)
     return _schema(form).assemble(
-        columns, {"age": torch.rand(users, generator=draw)}, labels=labels, weights=weights, **shared
+        columns,
+        {"age": torch.rand(users, generator=draw)},
+        labels=labels,
+        weights=weights,
+        **shared,
     )
 
 
-def learn_alone(net: nn.Module, batches: Sequence[TowerBatch], config: OptimizerConfig, seed: int = 0) -> nn.Module:
+def learn_alone(
+    net: nn.Module,
+    batches: Sequence[TowerBatch],
+    config: OptimizerConfig,
+    seed: int = 0,
+) -> nn.Module:
     """A copy of ``net`` after a step on each of ``batches``, by autograd and torch's own optimizers."""
     net = copy.deepcopy(net)
     tables, dense = {}, {}
@@ -106,7 +144,9 @@ def learn_alone(net: nn.Module, batches: Sequence[TowerBatch], config: Optimizer
             optimizer.zero_grad()
         net(rows)[0].backward()
         if config.clip_norm:
-            torch.nn.utils.clip_grad_norm_([weight for weight, _ in moved], config.clip_norm)
+            torch.nn.utils.clip_grad_norm_(
+                [weight for weight, _ in moved], config.clip_norm
+            )
         for optimizer, (weight, choice) in zip(optimizers, moved, strict=True):
             _decay(weight, choice, any(weight is table for table in tables.values()))
             optimizer.step()
@@ -121,7 +161,11 @@ def _optimizer(weight: nn.Parameter, choice: Choice) -> torch.optim.Optimizer:
 @torch.no_grad()
 def _decay(weight: nn.Parameter, choice: Choice, is_table: bool) -> None:
     if choice.weight_decay and weight.grad is not None:
-        rows = weight.grad.ne(0).any(dim=1).nonzero().squeeze(1) if is_table else slice(None)
+        rows = (
+            weight.grad.ne(0).any(dim=1).nonzero().squeeze(1)
+            if is_table
+            else slice(None)
+        )
         weight[rows] = weight[rows] * (1 - choice.lr * choice.weight_decay)
 
 

@@ -67,7 +67,11 @@ def rows(seed: int, users: int = 4) -> TowerBatch:
         ncf(0)
         .schema()
         .assemble(
-            ids, {"c": torch.rand(users, generator=draw)}, labels=labels, index=2, shared_rows=torch.arange(users)
+            ids,
+            {"c": torch.rand(users, generator=draw)},
+            labels=labels,
+            index=2,
+            shared_rows=torch.arange(users),
         )
     )
 
@@ -84,10 +88,18 @@ def agreed(engine: StepExecutor, configs: dict[str, OptimizerConfig]) -> float:
             if step is None:
                 stack.backward(batches)
                 optimizer.step()
-                step = CompiledStep(stack, optimizer, engine=engine) if compiled else None
+                step = (
+                    CompiledStep(stack, optimizer, engine=engine) if compiled else None
+                )
             else:
                 step(batches)
-        states.append({f"{name}.{key}": value for name in "ab" for key, value in stack.state_of(name).items()})
+        states.append(
+            {
+                f"{name}.{key}": value
+                for name in "ab"
+                for key, value in stack.state_of(name).items()
+            }
+        )
     return greatest_difference(*states)
 
 
@@ -102,26 +114,42 @@ def agreed(engine: StepExecutor, configs: dict[str, OptimizerConfig]) -> float:
         pytest.param({"tables_l2": 0.1}, {"tables_l2": 0.2}, marks=pytest.mark.slow),
         ({"tables": "lazy_adam", "dense": "sgd"}, {}),
         ({"tables": "adagrad", "dense": "adagrad"}, {"dense_lr": 3e-3}),
-        pytest.param({"tables": "row_wise_adagrad", "clip_norm": 0.1}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            {"tables": "row_wise_adagrad", "clip_norm": 0.1}, {}, marks=pytest.mark.slow
+        ),
         pytest.param({"tables": "sgd", "dense": "sgd"}, {}, marks=pytest.mark.slow),
         pytest.param({"per_layer": ("*.bias=lr=0.1",)}, {}, marks=pytest.mark.slow),
-        ({"per_layer": ("*.bias=lr=0.1",), "clip_norm": 0.1}, {"per_layer": ("interaction.*=lr=0.1",)}),
+        (
+            {"per_layer": ("*.bias=lr=0.1",), "clip_norm": 0.1},
+            {"per_layer": ("interaction.*=lr=0.1",)},
+        ),
     ],
     ids=str,
 )
-def test_a_compiled_step_is_a_step(changes: dict[str, Any], of_b: dict[str, Any]) -> None:
+def test_a_compiled_step_is_a_step(
+    changes: dict[str, Any], of_b: dict[str, Any]
+) -> None:
     first = dataclasses.replace(ADAM, **changes)
-    assert agreed(as_it_is, {"a": first, "b": dataclasses.replace(first, **of_b)}) < 1e-6
+    assert (
+        agreed(as_it_is, {"a": first, "b": dataclasses.replace(first, **of_b)}) < 1e-6
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.1, "tables": "lazy_adam"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"clip_norm": 0.1, "tables": "lazy_adam"}], ids=str
+)
 def test_inductors_step_is_a_step(changes: dict[str, Any]) -> None:
     first = dataclasses.replace(ADAM, **changes)
-    assert agreed(inductor, {"a": first, "b": dataclasses.replace(first, dense_lr=3e-3)}) < 1e-6
+    assert (
+        agreed(inductor, {"a": first, "b": dataclasses.replace(first, dense_lr=3e-3)})
+        < 1e-6
+    )
 
 
-def test_a_step_with_a_loss_that_is_no_number_writes_nothing_and_counts_for_no_schedule() -> None:
+def test_a_step_with_a_loss_that_is_no_number_writes_nothing_and_counts_for_no_schedule() -> (
+    None
+):
     stack = Stack({"a": ncf(0), "b": ncf(1)})
     optimizer = StackedOptimizer(stack, {"a": ADAM, "b": ADAM})
     stack.backward([rows(0), rows(1)])
@@ -143,14 +171,23 @@ def test_a_step_with_a_loss_that_is_no_number_writes_nothing_and_counts_for_no_s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tables": "lamb"}, "is moved by lamb, which has no compiled form; those with one: "),
+        (
+            {"tables": "lamb"},
+            "is moved by lamb, which has no compiled form; those with one: ",
+        ),
         ({}, "the optimizer has no state yet: train one step before the compiled ones"),
     ],
 )
-def test_what_is_not_compiled_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_what_is_not_compiled_is_refused_by_name(
+    changes: dict[str, Any], message: str
+) -> None:
     stack = Stack({"a": ncf(0)})
     with pytest.raises(StackError, match=message):
-        CompiledStep(stack, StackedOptimizer(stack, {"a": dataclasses.replace(ADAM, **changes)}), engine=as_it_is)
+        CompiledStep(
+            stack,
+            StackedOptimizer(stack, {"a": dataclasses.replace(ADAM, **changes)}),
+            engine=as_it_is,
+        )
 
 
 def test_lists_are_trained_step_by_step() -> None:
@@ -158,7 +195,10 @@ def test_lists_are_trained_step_by_step() -> None:
     optimizer = StackedOptimizer(stack, {"a": ADAM})
     stack.backward([batch(PLAIN, 0)])
     optimizer.step()
-    with pytest.raises(StackError, match="one of the features user_id, history has several ids or weights in some row"):
+    with pytest.raises(
+        StackError,
+        match="one of the features user_id, history has several ids or weights in some row",
+    ):
         CompiledStep(stack, optimizer, engine=as_it_is)([batch(PLAIN, 1)])
 
 
@@ -168,30 +208,53 @@ def _padded(batch: TowerBatch) -> TowerBatch:
     def cut(bags: KeyedJaggedTensor) -> KeyedJaggedTensor:
         lengths = bags.lengths().clone()
         lengths[-1] = 0
-        return KeyedJaggedTensor(keys=bags.keys(), values=bags.values()[:-1], lengths=lengths)
+        return KeyedJaggedTensor(
+            keys=bags.keys(), values=bags.values()[:-1], lengths=lengths
+        )
 
     assert batch.shared is not None
     weights = torch.tensor([1.0] * 7 + [0.0])
     shared = dataclasses.replace(batch.shared, sparse=cut(batch.shared.sparse))
-    return dataclasses.replace(batch, sparse=cut(batch.sparse), shared=shared, weights=weights)
+    return dataclasses.replace(
+        batch, sparse=cut(batch.sparse), shared=shared, weights=weights
+    )
 
 
 class Run:
     """A stack of two that is trained by :class:`StackSteps` on batches of 4 or, at the steps ``short``, 2 users."""
 
-    def __init__(self, compile: Compile, total: int, config: OptimizerConfig = ADAM) -> None:  # noqa: A002
+    def __init__(
+        self,
+        compile: Compile,  # noqa: A002
+        total: int,
+        config: OptimizerConfig = ADAM,
+    ) -> None:
         self.stack = Stack({"a": ncf(0), "b": ncf(1)})
         self.optimizer = StackedOptimizer(self.stack, {"a": config, "b": config})
         self.lines: list[str] = []
-        self.step = StackSteps(self.stack, self.optimizer, compile=compile, total=total, say=self.lines.append)
+        self.step = StackSteps(
+            self.stack,
+            self.optimizer,
+            compile=compile,
+            total=total,
+            say=self.lines.append,
+        )
 
-    def train(self, steps: int, short: Collection[int] = (), padded: Collection[int] = ()) -> dict[str, Tensor]:
+    def train(
+        self, steps: int, short: Collection[int] = (), padded: Collection[int] = ()
+    ) -> dict[str, Tensor]:
         for number in range(steps):
             users = 2 if number in short else 4
             batches = [rows(2 * number, users), rows(2 * number + 1, users)]
-            self.step([_padded(batch) for batch in batches] if number in padded else batches)
+            self.step(
+                [_padded(batch) for batch in batches] if number in padded else batches
+            )
         self.step.finish()
-        return {f"{name}.{key}": value for name in "ab" for key, value in self.stack.state_of(name).items()}
+        return {
+            f"{name}.{key}": value
+            for name in "ab"
+            for key, value in self.stack.state_of(name).items()
+        }
 
     def compiled(self) -> int:
         return len(self.step._step.shapes) if self.step._step else 0
@@ -199,13 +262,17 @@ class Run:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_module, "engine_for", lambda device: (as_it_is, "compiling"))
+    monkeypatch.setattr(
+        compiled_module, "engine_for", lambda device: (as_it_is, "compiling")
+    )
 
 
 @pytest.mark.usefixtures("engine")
 def test_required_steps_are_compiled_after_the_first_and_equal_eager_ones() -> None:
     required, eager = Run("require", 30), Run("off", 30)
-    of_required, of_eager = (run.train(30, short={9, 19}, padded={20, 29}) for run in (required, eager))
+    of_required, of_eager = (
+        run.train(30, short={9, 19}, padded={20, 29}) for run in (required, eager)
+    )
     assert greatest_difference(of_required, of_eager) < 1e-6
     assert (required.compiled(), eager.compiled()) == (3, 0)
     assert required.lines[0] == "compiling ..."
@@ -215,15 +282,21 @@ def test_required_steps_are_compiled_after_the_first_and_equal_eager_ones() -> N
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("engine")
-def test_auto_compiles_where_the_rest_of_the_run_pays_for_it_and_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_compiles_where_the_rest_of_the_run_pays_for_it_and_it_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     short = Run("auto", 100)
     short.train(20)
     assert re.fullmatch(
-        r"stack: eager: compiling pays from [\d,]+ steps on, and 88 are left; [\d.]+ ms a step", short.lines[0]
+        r"stack: eager: compiling pays from [\d,]+ steps on, and 88 are left; [\d.]+ ms a step",
+        short.lines[0],
     )
     required = Run("require", 5)
     required.train(5)
-    assert required.lines == ["compiling ...", "stack: compiled since step 2; 4 steps are too few to time"]
+    assert required.lines == [
+        "compiling ...",
+        "stack: compiled since step 2; 4 steps are too few to time",
+    ]
     few = Run("auto", 5)
     few.train(5)
     assert few.lines == ["stack: eager: 5 steps are too few to look at"]
@@ -231,26 +304,37 @@ def test_auto_compiles_where_the_rest_of_the_run_pays_for_it_and_it_is_faster(mo
     monkeypatch.setattr(policy, "median_step", lambda seconds: float(len(seconds) < 13))
     faster = Run("auto", 60)
     faster.train(60, {20, 30})
-    assert faster.lines[1].startswith("stack: compiled since step 13: 0 ms a step, eager 1e+03 ms")
+    assert faster.lines[1].startswith(
+        "stack: compiled since step 13: 0 ms a step, eager 1e+03 ms"
+    )
     assert faster.compiled() == 1, "a shape that came twice goes kernel by kernel"
     monkeypatch.setattr(policy, "median_step", lambda seconds: float(len(seconds) > 12))
     slower = Run("auto", 60)
     slower.train(60)
-    assert slower.lines[1] == "stack: eager: a compiled step takes 1e+03 ms; 0 ms a step"
+    assert (
+        slower.lines[1] == "stack: eager: a compiled step takes 1e+03 ms; 0 ms a step"
+    )
     assert slower.compiled() == 0
 
 
 @pytest.mark.usefixtures("engine")
-def test_what_cannot_be_compiled_is_refused_before_the_first_step_or_trained_without() -> None:
+def test_what_cannot_be_compiled_is_refused_before_the_first_step_or_trained_without() -> (
+    None
+):
     lamb = dataclasses.replace(ADAM, tables="lamb")
     required = Run("require", 30, lamb)
     before = required.stack.flat.clone()
-    with pytest.raises(StackError, match=r"the step of the stack cannot be compiled: .* is moved by lamb"):
+    with pytest.raises(
+        StackError,
+        match=r"the step of the stack cannot be compiled: .* is moved by lamb",
+    ):
         required.train(1)
     assert torch.equal(before, required.stack.flat)
 
 
-def test_one_compiles_where_it_pays_and_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_compiles_where_it_pays_and_says_why_it_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def no_engine(device: torch.device) -> Any:
         raise CannotCaptureError("there is no C++ compiler")
 
@@ -265,12 +349,23 @@ def test_one_compiles_where_it_pays_and_says_why_it_cannot(monkeypatch: pytest.M
 def resident(seed: int, *, age: float = 1.0, device: str | None = "cpu") -> ChunkLoader:
     """50 rows in memory in steps of 8, the last of 2, with a negative each; ``age`` changes a column."""
     numbers = np.arange(50)
-    columns = {"user_id": numbers % 9, "item_id": numbers % 3 + 1, "c": (age * numbers / 50).astype(np.float32)}
+    columns = {
+        "user_id": numbers % 9,
+        "item_id": numbers % 3 + 1,
+        "c": (age * numbers / 50).astype(np.float32),
+    }
     positives = Chunk({name: Column(values) for name, values in columns.items()})
     items = Chunk({"item_id": Column(np.arange(7))})
     negatives = UniformNegatives(6, columns["user_id"], columns["item_id"], seed)
     config = LoaderConfig(batch_size=8, negatives=1, seed=seed)
-    return ChunkLoader(positives, ncf(0).schema(), config=config, items=items, negatives=negatives, device=device)
+    return ChunkLoader(
+        positives,
+        ncf(0).schema(),
+        config=config,
+        items=items,
+        negatives=negatives,
+        device=device,
+    )
 
 
 def trained(
@@ -294,12 +389,20 @@ def trained(
     history = train_stack(members, stop=stop)
     records = {
         name: [
-            {key: value for key, value in record.items() if key not in ("rows_per_s", "data_wait")}
+            {
+                key: value
+                for key, value in record.items()
+                if key not in ("rows_per_s", "data_wait")
+            }
             for record in of_member
         ]
         for name, of_member in history.items()
     }
-    weights = {f"{name}.{key}": v for name in "ab" for key, v in members[name].network.state_dict().items()}
+    weights = {
+        f"{name}.{key}": v
+        for name in "ab"
+        for key, v in members[name].network.state_dict().items()
+    }
     return weights, records
 
 
@@ -313,8 +416,14 @@ def test_batches_made_inside_the_step_are_those_that_loaders_build(
 ) -> None:
     joined: list[int] = []
     init = StackedSteps.__init__
-    monkeypatch.setattr(StackedSteps, "__init__", lambda *given: joined.append(len(given[1])) or init(*given))
-    drawn, built = ([resident(seed, device=device) for seed in range(2)] for device in ("cpu", None))
+    monkeypatch.setattr(
+        StackedSteps,
+        "__init__",
+        lambda *given: joined.append(len(given[1])) or init(*given),
+    )
+    drawn, built = (
+        [resident(seed, device=device) for seed in range(2)] for device in ("cpu", None)
+    )
     if one_loader:
         drawn, built = [drawn[0]] * 2, [built[0]] * 2
     weights, records = trained(drawn, compile)
@@ -326,23 +435,39 @@ def test_batches_made_inside_the_step_are_those_that_loaders_build(
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize(("age", "device"), [(2.0, "cpu"), (1.0, None)], ids=["rows", "kind"])
-def test_members_with_other_rows_read_their_own_batches(age: float, device: str | None) -> None:
-    weights, records = trained([resident(0), resident(1, age=age, device=device)], "off")
-    expected, expected_records = trained([resident(0, device=None), resident(1, age=age, device=None)], "off")
+@pytest.mark.parametrize(
+    ("age", "device"), [(2.0, "cpu"), (1.0, None)], ids=["rows", "kind"]
+)
+def test_members_with_other_rows_read_their_own_batches(
+    age: float, device: str | None
+) -> None:
+    weights, records = trained(
+        [resident(0), resident(1, age=age, device=device)], "off"
+    )
+    expected, expected_records = trained(
+        [resident(0, device=None), resident(1, age=age, device=None)], "off"
+    )
     assert records == expected_records
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("stopped", [3, pytest.param(9, marks=pytest.mark.slow)])
-def test_steps_drawn_ahead_go_on_where_they_were_stopped(stopped: int, tmp_path: Path) -> None:
+def test_steps_drawn_ahead_go_on_where_they_were_stopped(
+    stopped: int, tmp_path: Path
+) -> None:
     def loaders() -> list[ChunkLoader]:
         return [resident(0), resident(1)]
 
     def saving(step: int | None) -> dict[str, RunCheckpoints]:
-        checkpointers = {name: Checkpointer(str(tmp_path / name), Runtime()) for name in "ab"}
+        checkpointers = {
+            name: Checkpointer(str(tmp_path / name), Runtime()) for name in "ab"
+        }
         return {
-            name: RunCheckpoints(kept, CheckpointConfig(steps=2), resume=kept.folder.path(step) if step else None)
+            name: RunCheckpoints(
+                kept,
+                CheckpointConfig(steps=2),
+                resume=kept.folder.path(step) if step else None,
+            )
             for name, kept in checkpointers.items()
         }
 

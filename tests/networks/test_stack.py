@@ -53,33 +53,67 @@ def stacked(
     return stack
 
 
-def other_rates(config: OptimizerConfig, factor: float, **changes: Any) -> OptimizerConfig:
+def other_rates(
+    config: OptimizerConfig, factor: float, **changes: Any
+) -> OptimizerConfig:
     return OptimizerConfig(
-        **{**vars(config), "tables_lr": config.tables_lr * factor, "dense_lr": config.dense_lr * factor, **changes}
+        **{
+            **vars(config),
+            "tables_lr": config.tables_lr * factor,
+            "dense_lr": config.dense_lr * factor,
+            **changes,
+        }
     )
 
 
-@pytest.mark.parametrize("config", [pytest.param(ADAM, marks=pytest.mark.slow), SGD], ids=["adam", "sgd"])
-def test_each_member_equals_the_same_network_trained_alone_for_200_steps(config: OptimizerConfig) -> None:
-    nets = {"a": network(SHARED, seed=1), "b": network(SHARED, seed=2, dropout=0.4), "c": network(SHARED, seed=3)}
+@pytest.mark.parametrize(
+    "config", [pytest.param(ADAM, marks=pytest.mark.slow), SGD], ids=["adam", "sgd"]
+)
+def test_each_member_equals_the_same_network_trained_alone_for_200_steps(
+    config: OptimizerConfig,
+) -> None:
+    nets = {
+        "a": network(SHARED, seed=1),
+        "b": network(SHARED, seed=2, dropout=0.4),
+        "c": network(SHARED, seed=3),
+    }
     configs = {"a": config, "b": other_rates(config, 3.0), "c": config}
-    batches = [[batch(SHARED, 1000 * member + step) for step in range(200)] for member in range(3)]
+    batches = [
+        [batch(SHARED, 1000 * member + step) for step in range(200)]
+        for member in range(3)
+    ]
     stack = stacked(nets, batches, configs, b=7)
     for (name, net), own in zip(nets.items(), batches, strict=True):
         alone = learn_alone(net, own, configs[name], seed=7)
-        assert greatest_difference(stack.state_of(name), alone.state_dict()) < 1e-6, name
-        assert greatest_difference(net.state_dict(), alone.state_dict()) > 1e-2, "it has learned"
+        assert greatest_difference(stack.state_of(name), alone.state_dict()) < 1e-6, (
+            name
+        )
+        assert greatest_difference(net.state_dict(), alone.state_dict()) > 1e-2, (
+            "it has learned"
+        )
 
 
-@pytest.mark.parametrize("form", [PLAIN, SHARED, JOINT, WEIGHTED], ids=["plain", "shared", "joint", "weighted"])
+@pytest.mark.parametrize(
+    "form",
+    [PLAIN, SHARED, JOINT, WEIGHTED],
+    ids=["plain", "shared", "joint", "weighted"],
+)
 @pytest.mark.parametrize("same", [True, False], ids=["one batch", "own batches"])
 def test_every_kind_of_look_up_learns_as_alone(form: Form, same: bool) -> None:
     nets = {"a": network(form, seed=1), "b": network(form, seed=2)}
-    own = [[batch(form, step + (0 if same else 100 * member)) for step in range(5)] for member in range(2)]
+    own = [
+        [batch(form, step + (0 if same else 100 * member)) for step in range(5)]
+        for member in range(2)
+    ]
     batches = [own[0], own[0]] if same else own
     stack = stacked(nets, batches, {"a": SGD, "b": SGD})
     for (name, net), rows in zip(nets.items(), batches, strict=True):
-        assert greatest_difference(stack.state_of(name), learn_alone(net, rows, SGD).state_dict()) < 1e-6, name
+        assert (
+            greatest_difference(
+                stack.state_of(name), learn_alone(net, rows, SGD).state_dict()
+            )
+            < 1e-6
+        ), name
 
 
 @pytest.mark.parametrize(
@@ -87,29 +121,49 @@ def test_every_kind_of_look_up_learns_as_alone(form: Form, same: bool) -> None:
     [
         ({"clip_norm": 0.05}, {}),
         ({"dense_weight_decay": 0.3, "tables_weight_decay": 0.2}, {"tables_l2": 0.01}),
-        ({"per_table": ("history=lr=0.3",), "per_layer": ("towers.user=lr=0.003", "*.bias=weight_decay=0.5")}, {}),
+        (
+            {
+                "per_table": ("history=lr=0.3",),
+                "per_layer": ("towers.user=lr=0.003", "*.bias=weight_decay=0.5"),
+            },
+            {},
+        ),
         (
             {
                 "per_table": ("history=sgd lr=0.1", "item_id=row_wise_adagrad"),
                 "per_layer": ("interaction=adagrad lr=0.01",),
             },
-            {"per_table": ("history=sgd", "item_id=row_wise_adagrad"), "per_layer": ("interaction=adagrad",)},
+            {
+                "per_table": ("history=sgd", "item_id=row_wise_adagrad"),
+                "per_layer": ("interaction=adagrad",),
+            },
         ),
     ],
     ids=["clip", "decay", "rates", "kinds"],
 )
-def test_settings_of_the_optimizer_are_each_members_own(changes: dict[str, Any], of_the_other: dict[str, Any]) -> None:
+def test_settings_of_the_optimizer_are_each_members_own(
+    changes: dict[str, Any], of_the_other: dict[str, Any]
+) -> None:
     nets = {"a": network(PLAIN, seed=1), "b": network(PLAIN, seed=2)}
-    configs = {name: OptimizerConfig(**{**vars(ADAM), **own}) for name, own in (("a", changes), ("b", of_the_other))}
+    configs = {
+        name: OptimizerConfig(**{**vars(ADAM), **own})
+        for name, own in (("a", changes), ("b", of_the_other))
+    }
     batches = [[batch(PLAIN, step) for step in range(10)]] * 2
     stack = stacked(nets, batches, configs)
     for name, net in nets.items():
         alone = learn_alone(net, batches[0], configs[name])
-        assert greatest_difference(stack.state_of(name), alone.state_dict()) < 1e-6, name
+        assert greatest_difference(stack.state_of(name), alone.state_dict()) < 1e-6, (
+            name
+        )
 
 
 def test_the_others_go_on_where_they_are_when_a_member_leaves() -> None:
-    nets = {"a": network(PLAIN, seed=1), "b": network(PLAIN, seed=2, dropout=0.3), "c": network(PLAIN, seed=3)}
+    nets = {
+        "a": network(PLAIN, seed=1),
+        "b": network(PLAIN, seed=2, dropout=0.3),
+        "c": network(PLAIN, seed=3),
+    }
     configs = {"a": ADAM, "b": other_rates(ADAM, 2.0), "c": ADAM}
     batches = [batch(PLAIN, step) for step in range(12)]
     stack = Stack(copy.deepcopy(nets), seeds={"b": 5})
@@ -121,17 +175,26 @@ def test_the_others_go_on_where_they_are_when_a_member_leaves() -> None:
             optimizer = optimizer.kept(stack)
         stack.backward([rows] * len(stack.members))
         optimizer.step()
-    assert greatest_difference(left, learn_alone(nets["a"], batches[:6], ADAM).state_dict()) < 1e-6
+    assert (
+        greatest_difference(
+            left, learn_alone(nets["a"], batches[:6], ADAM).state_dict()
+        )
+        < 1e-6
+    )
     for name in ("b", "c"):
         alone = learn_alone(nets[name], batches, configs[name], seed=5)
-        assert greatest_difference(stack.state_of(name), alone.state_dict()) < 1e-6, name
+        assert greatest_difference(stack.state_of(name), alone.state_dict()) < 1e-6, (
+            name
+        )
 
 
 def test_schedules_are_each_members_own() -> None:
     nets = {"a": network(PLAIN, seed=1), "b": network(PLAIN, seed=1)}
     stack = Stack(nets)
     schedules = {"b": (Schedule(), Schedule(kind="linear", warmup=2))}
-    optimizer = StackedOptimizer(stack, {"a": SGD, "b": SGD}, schedules=schedules, steps={"b": 6})
+    optimizer = StackedOptimizer(
+        stack, {"a": SGD, "b": SGD}, schedules=schedules, steps={"b": 6}
+    )
     seen = []
     for step in range(6):
         stack.backward([batch(PLAIN, step)] * 2)
@@ -151,10 +214,19 @@ def test_a_member_is_an_ordinary_network_with_the_weights_of_now() -> None:
     optimizer.step()
     fresh = network(PLAIN, seed=9)
     fresh.load_state_dict(stack.state_of("b"))
-    assert torch.equal(fresh(rows)[1].logits, nets["b"](rows)[1].logits), "the network itself has the new weights"
-    assert float(fresh(rows)[0].detach()) != pytest.approx(float(losses.loss[1]), abs=1e-6)
-    assert greatest_difference(before, stack.state_of("a")) > 0, "a state dict is a copy"
-    assert all(value.untyped_storage().nbytes() == value.numel() * 4 for value in stack.state_of("a").values())
+    assert torch.equal(fresh(rows)[1].logits, nets["b"](rows)[1].logits), (
+        "the network itself has the new weights"
+    )
+    assert float(fresh(rows)[0].detach()) != pytest.approx(
+        float(losses.loss[1]), abs=1e-6
+    )
+    assert greatest_difference(before, stack.state_of("a")) > 0, (
+        "a state dict is a copy"
+    )
+    assert all(
+        value.untyped_storage().nbytes() == value.numel() * 4
+        for value in stack.state_of("a").values()
+    )
 
 
 def test_losses_and_logits_are_those_of_the_members() -> None:
@@ -162,8 +234,12 @@ def test_losses_and_logits_are_those_of_the_members() -> None:
     rows = [batch(SHARED, 0), batch(SHARED, 1)]
     expected = [net(own) for net, own in zip(nets.values(), rows, strict=True)]
     found = Stack(nets).backward(rows)
-    assert found.loss.tolist() == pytest.approx([float(loss.detach()) for loss, _ in expected], abs=1e-6)
-    torch.testing.assert_close(found.logits, torch.stack([output.logits for _, output in expected]))
+    assert found.loss.tolist() == pytest.approx(
+        [float(loss.detach()) for loss, _ in expected], abs=1e-6
+    )
+    torch.testing.assert_close(
+        found.logits, torch.stack([output.logits for _, output in expected])
+    )
 
 
 class Scaled(nn.Module):
@@ -177,8 +253,13 @@ class Scaled(nn.Module):
         return self.scale * (outputs[0] * outputs[1]).sum(dim=1)
 
 
-def with_interaction(interaction: nn.Module, dim: int = 4, rows: int = ITEMS) -> TowerModel:
-    towers = {"user": Tower([table("user_id", rows)], (dim,)), "item": Tower([table("item_id", ITEMS)], (dim,))}
+def with_interaction(
+    interaction: nn.Module, dim: int = 4, rows: int = ITEMS
+) -> TowerModel:
+    towers = {
+        "user": Tower([table("user_id", rows)], (dim,)),
+        "item": Tower([table("item_id", ITEMS)], (dim,)),
+    }
     return TowerModel(towers, interaction)
 
 
@@ -186,7 +267,11 @@ def with_interaction(interaction: nn.Module, dim: int = 4, rows: int = ITEMS) ->
 @pytest.mark.parametrize(
     ("one", "other", "told"),
     [
-        (network(), network(widths=(16, 4)), "towers.user.mlp.0: out_features is 8 in 'a' and 16 in 'b'"),
+        (
+            network(),
+            network(widths=(16, 4)),
+            "towers.user.mlp.0: out_features is 8 in 'a' and 16 in 'b'",
+        ),
         (
             network(),
             network(widths=(8, 8, 4)),
@@ -205,8 +290,13 @@ def with_interaction(interaction: nn.Module, dim: int = 4, rows: int = ITEMS) ->
         (network(PLAIN), network(SHARED), "shared"),
     ],
 )
-def test_networks_of_different_shapes_are_refused_with_the_field(one: nn.Module, other: nn.Module, told: str) -> None:
-    with pytest.raises(StackError, match=rf"(?s){told}.*give both the same, or train them beside each other"):
+def test_networks_of_different_shapes_are_refused_with_the_field(
+    one: nn.Module, other: nn.Module, told: str
+) -> None:
+    with pytest.raises(
+        StackError,
+        match=rf"(?s){told}.*give both the same, or train them beside each other",
+    ):
         Stack({"a": one, "b": other})
 
 
@@ -227,9 +317,14 @@ def test_a_stack_of_nothing_or_of_one_network_twice_is_refused() -> None:
 def test_batches_of_different_shapes_are_refused() -> None:
     stack = Stack({"a": network(seed=1), "b": network(seed=2)})
     whole = batch(PLAIN, 0)
-    part = whole._map(lambda column: column[:6] if isinstance(column, Tensor) and column.dim() else column)
+    part = whole._map(
+        lambda column: (
+            column[:6] if isinstance(column, Tensor) and column.dim() else column
+        )
+    )
     with pytest.raises(
-        StackError, match=r"batch.dense is \(18, 1\) for 'a' and \(6, 1\) for 'b'.*same batch_size and negatives"
+        StackError,
+        match=r"batch.dense is \(18, 1\) for 'a' and \(6, 1\) for 'b'.*same batch_size and negatives",
     ):
         stack.backward([whole, part])
     with pytest.raises(StackError, match="1 batches for 2 networks"):
@@ -237,29 +332,48 @@ def test_batches_of_different_shapes_are_refused() -> None:
 
 
 def with_attention() -> TowerModel:
-    lists = EmbeddingConfig(name="history", feature_names=["history"], num_embeddings=ITEMS, embedding_dim=4)
-    return TowerModel({"user": Tower([lists], (4,)), "item": Tower([table("item_id", ITEMS)], (4,))}, TopMLP([4, 4]))
+    lists = EmbeddingConfig(
+        name="history", feature_names=["history"], num_embeddings=ITEMS, embedding_dim=4
+    )
+    return TowerModel(
+        {"user": Tower([lists], (4,)), "item": Tower([table("item_id", ITEMS)], (4,))},
+        TopMLP([4, 4]),
+    )
 
 
 def reading_ids() -> TowerModel:
     def loss(logits: Tensor, rows: TowerBatch) -> Tensor:
         return logits.sum() * rows.sparse.values().sum()
 
-    towers = {"user": Tower([table("user_id", 31)], (4,)), "item": Tower([table("item_id", ITEMS)], (4,))}
+    towers = {
+        "user": Tower([table("user_id", 31)], (4,)),
+        "item": Tower([table("item_id", ITEMS)], (4,)),
+    }
     return TowerModel(towers, Scaled(1.0), loss=loss)
 
 
 def with_batch_norm() -> TowerModel:
-    towers = {"user": Tower([table("user_id", 31)], (4,)), "item": Tower([table("item_id", ITEMS)], (4,))}
-    return TowerModel(towers, nn.Sequential(TopMLP([4, 4], (8,), normalization="batch")))
+    towers = {
+        "user": Tower([table("user_id", 31)], (4,)),
+        "item": Tower([table("item_id", ITEMS)], (4,)),
+    }
+    return TowerModel(
+        towers, nn.Sequential(TopMLP([4, 4], (8,), normalization="batch"))
+    )
 
 
 @pytest.mark.parametrize(
     ("made", "told"),
     [
         (with_attention, "is a EmbeddingCollection: only EmbeddingBagCollections"),
-        (reading_ids, "reads batch.sparse.values, ids outside of an EmbeddingBagCollection"),
-        (with_batch_norm, "is a BatchNorm: only EmbeddingBagCollections and layers that keep no statistics"),
+        (
+            reading_ids,
+            "reads batch.sparse.values, ids outside of an EmbeddingBagCollection",
+        ),
+        (
+            with_batch_norm,
+            "is a BatchNorm: only EmbeddingBagCollections and layers that keep no statistics",
+        ),
     ],
 )
 def test_what_cannot_be_stacked_is_told_with_the_layer(made: Any, told: str) -> None:
@@ -280,7 +394,9 @@ class Counted(nn.Module):
 
 def test_a_network_whose_forward_hides_a_state_is_found_out_at_the_first_step() -> None:
     stack = Stack({"a": with_interaction(Counted(), rows=31)})
-    with pytest.raises(StackError, match=r"'a' has a loss of .* alone and of .* in the stack"):
+    with pytest.raises(
+        StackError, match=r"'a' has a loss of .* alone and of .* in the stack"
+    ):
         stack.backward([batch(PLAIN, 0)])
 
 
@@ -288,7 +404,8 @@ def test_a_network_whose_forward_hides_a_state_is_found_out_at_the_first_step() 
 def test_members_with_other_optimizers_or_none_are_refused() -> None:
     stack = Stack({"a": network(seed=1), "b": network(seed=2)})
     with pytest.raises(
-        StackError, match=r"is moved by adam in 'a' and by sgd in 'b'.*same optimizer.tables and optimizer.dense"
+        StackError,
+        match=r"is moved by adam in 'a' and by sgd in 'b'.*same optimizer.tables and optimizer.dense",
     ):
         StackedOptimizer(stack, {"a": ADAM, "b": SGD})
     with pytest.raises(StackError, match=r"no OptimizerConfig for \['b'\]"):
@@ -296,10 +413,14 @@ def test_members_with_other_optimizers_or_none_are_refused() -> None:
 
 
 @pytest.mark.unit
-def test_one_setting_for_all_is_one_entry_for_each_table_and_one_for_all_dense_weights() -> None:
+def test_one_setting_for_all_is_one_entry_for_each_table_and_one_for_all_dense_weights() -> (
+    None
+):
     stack = Stack({name: network(seed=at) for at, name in enumerate("abcd")})
     together = StackedOptimizer(stack, dict.fromkeys("abcd", ADAM))
-    apart = StackedOptimizer(stack, {name: other_rates(ADAM, at + 1) for at, name in enumerate("abcd")})
+    apart = StackedOptimizer(
+        stack, {name: other_rates(ADAM, at + 1) for at, name in enumerate("abcd")}
+    )
     assert (len(together._moved), len(apart._moved)) == (4, 16)
 
 

@@ -20,7 +20,9 @@ class _Asked(TorchDispatchMode):
         super().__init__()
         self.waits = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.waits |= waits_for_device(func, args, kwargs)
         return func(*args, **(kwargs or {}))
 
@@ -37,8 +39,14 @@ STEPS: dict[str, tuple[Callable[[Tensor, Tensor], object], bool]] = {
     "into a tensor of the host": (lambda x, host: host.copy_(x), True),
     "repeat_interleave": (lambda x, host: torch.repeat_interleave(x.long()), True),
     "to the host, ahead": (lambda x, host: x.to("cpu", non_blocking=True), False),
-    "into a tensor of the host, ahead": (lambda x, host: host.copy_(x, non_blocking=True), False),
-    "repeat_interleave of known size": (lambda x, host: torch.repeat_interleave(x.long(), output_size=8), False),
+    "into a tensor of the host, ahead": (
+        lambda x, host: host.copy_(x, non_blocking=True),
+        False,
+    ),
+    "repeat_interleave of known size": (
+        lambda x, host: torch.repeat_interleave(x.long(), output_size=8),
+        False,
+    ),
     "where": (lambda x, host: torch.where(x > 0, x, 0.0), False),
     "rows": (lambda x, host: index(x, [x.long()]), False),
     "dtype": (lambda x, host: x.half() + x, False),
@@ -51,6 +59,9 @@ def test_ops_that_wait_for_a_gpu(name: str) -> None:
     step, waits = STEPS[name]
     with FakeTensorMode():
         x, host = torch.ones(4, device="cuda"), torch.ones(4)
-        with _Asked() as asked, suppress(UnsupportedFakeTensorException, RuntimeError):  # a fake one has no values
+        with (
+            _Asked() as asked,
+            suppress(UnsupportedFakeTensorException, RuntimeError),
+        ):  # a fake one has no values
             step(x, host)
     assert asked.waits == waits

@@ -49,7 +49,11 @@ def everything(made: Training) -> list[object]:
     ]
 
 
-WAYS = {"applied": applied, "by step": by_step, "by parts": by_parts}  # an applied one takes longest: once
+WAYS = {
+    "applied": applied,
+    "by step": by_step,
+    "by parts": by_parts,
+}  # an applied one takes longest: once
 MOMENTS = {"before the first step": (0,), "in an epoch": (13,), "often": (0, 7, 20)}
 
 
@@ -57,7 +61,12 @@ MOMENTS = {"before the first step": (0,), "in an epoch": (13,), "often": (0, 7, 
     ("diagnose", "when"),
     [
         # Each way and each moment once in the default run.
-        pytest.param(diagnose, when, id=f"{moment}-{way}", marks=() if first == second else pytest.mark.slow)
+        pytest.param(
+            diagnose,
+            when,
+            id=f"{moment}-{way}",
+            marks=() if first == second else pytest.mark.slow,
+        )
         for first, (way, diagnose) in enumerate(WAYS.items())
         for second, (moment, when) in enumerate(MOMENTS.items())
     ],
@@ -73,24 +82,37 @@ def test_a_diagnosed_training_goes_on_bit_for_bit(
     assert everything(diagnosed) == expected
 
 
-def test_optimizer_state_and_gradients_that_were_not_there_are_not_there_afterwards() -> None:
+def test_optimizer_state_and_gradients_that_were_not_there_are_not_there_afterwards() -> (
+    None
+):
     made = training()
     by_parts(made)
     assert not made.optimizer.state
     assert all(parameter.grad is None for parameter in made.model.parameters())
-    assert "_opt_called" not in vars(made.optimizer) or not vars(made.optimizer)["_opt_called"]
+    assert (
+        "_opt_called" not in vars(made.optimizer)
+        or not vars(made.optimizer)["_opt_called"]
+    )
 
 
 def test_tensors_stay_the_same_objects() -> None:
     made = training()
     trained(made, lambda _: None, (), steps=3)
     before = [(id(p), p.data_ptr(), id(p.grad)) for p in made.model.parameters()]
-    states = [id(value) for state in made.optimizer.state.values() for value in state.values()]
+    states = [
+        id(value) for state in made.optimizer.state.values() for value in state.values()
+    ]
     groups = [id(p) for group in made.optimizer.param_groups for p in group["params"]]
     by_step(made)
-    assert [(id(p), p.data_ptr(), id(p.grad)) for p in made.model.parameters()] == before
-    assert [id(value) for state in made.optimizer.state.values() for value in state.values()] == states
-    assert [id(p) for group in made.optimizer.param_groups for p in group["params"]] == groups
+    assert [
+        (id(p), p.data_ptr(), id(p.grad)) for p in made.model.parameters()
+    ] == before
+    assert [
+        id(value) for state in made.optimizer.state.values() for value in state.values()
+    ] == states
+    assert [
+        id(p) for group in made.optimizer.param_groups for p in group["params"]
+    ] == groups
 
 
 def test_modes_hooks_and_threads_are_as_before() -> None:
@@ -106,7 +128,9 @@ def test_modes_hooks_and_threads_are_as_before() -> None:
     assert torch.autograd.backward.__module__ == "torch.autograd"
 
 
-def test_state_is_put_back_where_a_diagnosis_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_is_put_back_where_a_diagnosis_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from torchrec_ext.diagnose.experiments import measure
 
     def interrupt(*_: object) -> None:
@@ -138,7 +162,10 @@ def test_small_tables_stand_in_for_large_ones_and_leave_no_trace(steps: int) -> 
     for _ in range(steps):
         step()
     weights = [(id(p), p.tolist()) for p in model.parameters()]
-    states = [(id(key), [value.tolist() for value in state.values()]) for key, state in optimizer.state.items()]
+    states = [
+        (id(key), [value.tolist() for value in state.values()])
+        for key, state in optimizer.state.items()
+    ]
     last = [p.detach().clone() for p in model[2].parameters()]
     small = SmallTables(StateCopy(model, optimizer), [(first, 32), (second, 32)], 5)
     for _ in range(2):
@@ -146,7 +173,9 @@ def test_small_tables_stand_in_for_large_ones_and_leave_no_trace(steps: int) -> 
             assert first.weight is second.weight
             assert len(first.weight) == 160
             step()
-    for parameter, kept in zip(model[2].parameters(), last, strict=True):  # which the step moved, as it should
+    for parameter, kept in zip(
+        model[2].parameters(), last, strict=True
+    ):  # which the step moved, as it should
         assert not parameter.equal(kept)
         parameter.data.copy_(kept)
     assert [(id(p), p.tolist()) for p in model.parameters()] == weights
@@ -154,7 +183,9 @@ def test_small_tables_stand_in_for_large_ones_and_leave_no_trace(steps: int) -> 
         key for key, _ in states if key == id(first.weight)
     ]
     assert optimizer.param_groups[0]["params"][0] is first.weight
-    assert [id(p) for p in optimizer.state] == [id(p) for p in model.parameters() if p in optimizer.state]
+    assert [id(p) for p in optimizer.state] == [
+        id(p) for p in model.parameters() if p in optimizer.state
+    ]
 
 
 def test_what_a_step_reaches_is_reached() -> None:
@@ -189,16 +220,35 @@ def test_an_iterator_that_the_step_holds_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_was_adopted_for_a_proof_leaves_model_optimizer_and_hooks_as_they_were() -> None:
+def test_a_step_that_was_adopted_for_a_proof_leaves_model_optimizer_and_hooks_as_they_were() -> (
+    None
+):
     torch.set_num_threads(1)
-    model, loss_fn = nn.Sequential(nn.Embedding(200_000, 8), nn.Linear(8, 1)), nn.BCEWithLogitsLoss()
+    model, loss_fn = (
+        nn.Sequential(nn.Embedding(200_000, 8), nn.Linear(8, 1)),
+        nn.BCEWithLogitsLoss(),
+    )
     optimizer = torch.optim.Adam(model.parameters())
     batches = [(torch.randint(200_000, (256,)), torch.ones(256, 1)) for _ in range(8)]
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    diagnosis = why_slow(model, optimizer, lambda x, y: loss_fn(model(x), y), batches, budget_s=5, apply=True)
+    diagnosis = why_slow(
+        model,
+        optimizer,
+        lambda x, y: loss_fn(model(x), y),
+        batches,
+        budget_s=5,
+        apply=True,
+    )
     assert diagnosis.proof[-1].remedy.startswith("adopt: the step captured")
-    assert diagnosis.kept[-1][0].splitlines()[1].startswith("step = adopt(model, optimizer, loss)")
-    assert all(parameter.equal(kept) for parameter, kept in zip(model.parameters(), before, strict=True))
+    assert (
+        diagnosis.kept[-1][0]
+        .splitlines()[1]
+        .startswith("step = adopt(model, optimizer, loss)")
+    )
+    assert all(
+        parameter.equal(kept)
+        for parameter, kept in zip(model.parameters(), before, strict=True)
+    )
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
     assert not optimizer.state
     assert not optimizer._optimizer_state_dict_pre_hooks
@@ -214,7 +264,9 @@ def test_tables_that_no_tensor_holds_are_named() -> None:
     ]
 
 
-def test_modules_in_plain_lists_are_put_back_and_views_of_what_is_copied_are_copied_once() -> None:
+def test_modules_in_plain_lists_are_put_back_and_views_of_what_is_copied_are_copied_once() -> (
+    None
+):
     """As TorchRec's sharded collections keep their kernels, and show shards of them as parameters."""
     collection, kernel = nn.Module(), nn.BatchNorm1d(4)
     collection._lookups = [kernel]
@@ -225,7 +277,10 @@ def test_modules_in_plain_lists_are_put_back_and_views_of_what_is_copied_are_cop
         collection.table.add_(1)
     collection._lookups.append(kernel)
     before = collection.table
-    assert state.bytes == sum(each.numel() * each.element_size() for each in (*kernel.parameters(), *kernel.buffers()))
+    assert state.bytes == sum(
+        each.numel() * each.element_size()
+        for each in (*kernel.parameters(), *kernel.buffers())
+    )
     state.restore()
     assert collection.table is before
     assert collection.table.equal(torch.ones(3))
@@ -303,7 +358,11 @@ class Keeping:
             dict(self.settings.seen),
             bytes(self.bytes),
             (Counters.calls, list(Counters.names)),
-            {name: value for name, value in vars(MODULE).items() if not name.startswith("__")},
+            {
+                name: value
+                for name, value in vars(MODULE).items()
+                if not name.startswith("__")
+            },
             os.environ["STEPS_OF_A_TEST"],
             list(LONG),
             "LAST" in globals(),
@@ -323,7 +382,9 @@ def test_values_are_put_back_wherever_a_program_keeps_them(keeping: Keeping) -> 
     state = StateCopy(keeping)
     for _ in range(3):
         keeping(torch.ones(1))
-    assert all(value != kept for value, kept in zip(keeping.values(), before, strict=True))
+    assert all(
+        value != kept for value, kept in zip(keeping.values(), before, strict=True)
+    )
     state.restore_step()
     assert keeping.values() == before
     keeping(torch.ones(1))
@@ -339,7 +400,9 @@ def test_a_loader_in_the_middle_of_an_epoch_is_put_back_at_the_end_alone() -> No
         def __iter__(self) -> Iterator[Tensor]:
             np.random.shuffle(self.order)
             for self.place in range(10):
-                yield torch.from_numpy(self.order[self.place * 10 : self.place * 10 + 10].copy())
+                yield torch.from_numpy(
+                    self.order[self.place * 10 : self.place * 10 + 10].copy()
+                )
 
     loader = Shuffled()
     state = StateCopy(print, loader=loader)
@@ -352,9 +415,13 @@ def test_a_loader_in_the_middle_of_an_epoch_is_put_back_at_the_end_alone() -> No
     assert (loader.place, loader.order.tolist()) == (0, list(range(100)))
 
 
-def test_a_large_array_of_a_loader_is_watched_and_named_if_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_array_of_a_loader_is_watched_and_named_if_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("torchrec_ext.observe.state_copy._LARGE", 1_000)
-    loader = types.SimpleNamespace(rows=np.zeros(5_000), features=torch.zeros(5_000), small=np.zeros(3))
+    loader = types.SimpleNamespace(
+        rows=np.zeros(5_000), features=torch.zeros(5_000), small=np.zeros(3)
+    )
     state = StateCopy(print, loader=loader)
     assert state.changed_data() == []
     loader.rows += 1
@@ -368,7 +435,9 @@ def test_a_large_array_of_a_loader_is_watched_and_named_if_it_changes(monkeypatc
     ]
 
 
-def test_new_optimizer_state_stays_between_experiments_as_zeros_and_goes_at_the_end() -> None:
+def test_new_optimizer_state_stays_between_experiments_as_zeros_and_goes_at_the_end() -> (
+    None
+):
     model, optimizer, loss, batches = mlp()
     optimizer = torch.optim.Adam(model.parameters())
     state = StateCopy(model, optimizer)
@@ -376,7 +445,10 @@ def test_new_optimizer_state_stays_between_experiments_as_zeros_and_goes_at_the_
     loss(*batches[0]).backward()
     optimizer.step()
     state.restore_step()
-    assert all(parameter.equal(kept) for parameter, kept in zip(model.parameters(), weights, strict=True))
+    assert all(
+        parameter.equal(kept)
+        for parameter, kept in zip(model.parameters(), weights, strict=True)
+    )
     values = [value for entry in optimizer.state.values() for value in entry.values()]
     assert values
     assert not any(value.any() for value in values)
@@ -386,7 +458,10 @@ def test_new_optimizer_state_stays_between_experiments_as_zeros_and_goes_at_the_
 
 def test_files_that_a_step_writes_are_named_on_the_page(tmp_path: Path) -> None:
     model, optimizer, _, batches = mlp()
-    with (tmp_path / "log.csv").open("w", buffering=1) as log, (tmp_path / "lock").open("w") as lock:
+    with (
+        (tmp_path / "log.csv").open("w", buffering=1) as log,
+        (tmp_path / "lock").open("w") as lock,
+    ):
 
         def step(x: Tensor, y: Tensor) -> None:
             optimizer.zero_grad()
@@ -395,11 +470,22 @@ def test_files_that_a_step_writes_are_named_on_the_page(tmp_path: Path) -> None:
             log.write("1.0\n")
             os.utime(lock.fileno())  # as if another process had opened it
             (tmp_path / "last.json").write_text("{}")
-            torch.save({"weights": [parameter.detach() for parameter in model.parameters()]}, tmp_path / "best.pt")
+            torch.save(
+                {"weights": [parameter.detach() for parameter in model.parameters()]},
+                tmp_path / "best.pt",
+            )
 
         notes = why_slow.step(step, batches).facts.notes
-    (note,) = (each for each in notes if each.startswith("the step wrote to files for real"))
-    assert all(str(tmp_path / name) in note for name in ("best.pt", "last.json", "log.csv"))
+    (note,) = (
+        each for each in notes if each.startswith("the step wrote to files for real")
+    )
+    assert all(
+        str(tmp_path / name) in note for name in ("best.pt", "last.json", "log.csv")
+    )
     assert str(tmp_path / "lock") not in note
     # Of this test's folder: what pytest itself writes meanwhile, such as its output into a file, is no step's.
-    assert [each for each in why_slow(*mlp()).facts.notes if "wrote to files" in each and str(tmp_path) in each] == []
+    assert [
+        each
+        for each in why_slow(*mlp()).facts.notes
+        if "wrote to files" in each and str(tmp_path) in each
+    ] == []

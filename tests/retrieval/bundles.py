@@ -19,13 +19,24 @@ def contents(seed: int = 0, items: int = ITEMS - 1) -> dict[str, Any]:
     """Items and users with ids from 1, as the tables' rows are; row 0 is the unknown one."""
     rng = np.random.default_rng(seed)
     ids, users = np.arange(1, items + 1), np.arange(1, USERS)
-    history = pa.array([rng.integers(1, ITEMS, rng.integers(0, 5)).tolist() for _ in users], type=pa.list_(pa.int64()))
-    positions = pa.array([[int(user) % items] for user in users], type=pa.list_(pa.int64()))
-    features = {"user_id": users, "history": history, "age": rng.random(len(users)).astype(np.float32)}
+    history = pa.array(
+        [rng.integers(1, ITEMS, rng.integers(0, 5)).tolist() for _ in users],
+        type=pa.list_(pa.int64()),
+    )
+    positions = pa.array(
+        [[int(user) % items] for user in users], type=pa.list_(pa.int64())
+    )
+    features = {
+        "user_id": users,
+        "history": history,
+        "age": rng.random(len(users)).astype(np.float32),
+    }
     return {
         "catalogue": Catalogue(
             ids=ids,
-            features=pa.table({"item_id": ids, "price": rng.random(items).astype(np.float32)}),
+            features=pa.table(
+                {"item_id": ids, "price": rng.random(items).astype(np.float32)}
+            ),
             titles=[f"Film {item}" for item in ids],
             categories=[["drama"] if item % 2 else ["drama", "war"] for item in ids],
             trained=ids,
@@ -46,7 +57,9 @@ def model_of(interaction: Interaction = "top_nn", seed: int = 0) -> TowerModel:
     return redrawn(small_model(interaction=interaction), seed, tables=seed)
 
 
-def bundle_of(folder: Path, interaction: Interaction = "top_nn", seed: int = 0, **settings: Any) -> Bundle:
+def bundle_of(
+    folder: Path, interaction: Interaction = "top_nn", seed: int = 0, **settings: Any
+) -> Bundle:
     """Exported into ``folder``, and loaded."""
     export(model_of(interaction, seed), folder, **{**contents(), **settings})
     return Bundle.load(folder)

@@ -40,14 +40,18 @@ class RedisServer:
             str(self.folder),
         ]
         with (self.folder / "redis.log").open("ab") as log:
-            self.process = subprocess.Popen(["redis-server", *options], stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                ["redis-server", *options], stdout=log, stderr=log
+            )
         end = time.monotonic() + 30
         while time.monotonic() < end:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
                     return
             time.sleep(0.02)
-        raise RuntimeError(f"redis-server did not start: {(self.folder / 'redis.log').read_text()[-500:]}")
+        raise RuntimeError(
+            f"redis-server did not start: {(self.folder / 'redis.log').read_text()[-500:]}"
+        )
 
     def stop(self) -> None:
         if self.process is not None:

@@ -43,12 +43,24 @@ class SmallBundle:
     ) -> None:
         torch.manual_seed(seed)
         self.folder = folder
-        self.model = small_model(torch.device("cpu"), interaction, seed).eval().requires_grad_(False)
-        for table in (module for module in self.model.modules() if isinstance(module, torch.nn.EmbeddingBag)):
-            torch.nn.init.normal_(table.weight)  # far enough apart to be ranked alike by any sum
+        self.model = (
+            small_model(torch.device("cpu"), interaction, seed)
+            .eval()
+            .requires_grad_(False)
+        )
+        for table in (
+            module
+            for module in self.model.modules()
+            if isinstance(module, torch.nn.EmbeddingBag)
+        ):
+            torch.nn.init.normal_(
+                table.weight
+            )  # far enough apart to be ranked alike by any sum
         ids = np.arange(USERS)
         self.ages = (ids / USERS).astype(np.float32)
-        self.histories = [[] if user == 0 else [1 + user % 7, 1 + user % 11] for user in ids.tolist()]
+        self.histories = [
+            [] if user == 0 else [1 + user % 7, 1 + user % 11] for user in ids.tolist()
+        ]
         export(
             self.model,
             folder,
@@ -69,12 +81,19 @@ class SmallBundle:
             features=pa.table({"item_id": rows, "price": self._prices(rows)}),
             titles=[f"Item <b>{row - 1}</b>" for row in rows.tolist()],
             categories=[[GENRES[(row - 1) % 3]] for row in rows.tolist()],
-            attributes=pa.table({"year": 1990 + rows // 10, "studio": [f"s{row}" for row in rows.tolist()]}),
+            attributes=pa.table(
+                {
+                    "year": 1990 + rows // 10,
+                    "studio": [f"s{row}" for row in rows.tolist()],
+                }
+            ),
             trained=rows - 1 + FIRST_ITEM,
         )
 
     def _features(self, ids: NDArray[np.int64]) -> pa.Table:
-        histories = pa.array([self.histories[user] for user in ids.tolist()], type=pa.list_(pa.int64()))
+        histories = pa.array(
+            [self.histories[user] for user in ids.tolist()], type=pa.list_(pa.int64())
+        )
         return pa.table({"user_id": ids, "age": self.ages[ids], "history": histories})
 
     def _users(self) -> NamedUsers:
@@ -101,10 +120,16 @@ class SmallBundle:
         batch = self.model.schema().assemble(
             {
                 "user_id": Jagged(torch.from_numpy(users)),
-                "history": Jagged(torch.tensor([item for history in histories for item in history]), lengths),
+                "history": Jagged(
+                    torch.tensor([item for history in histories for item in history]),
+                    lengths,
+                ),
                 "item_id": Jagged(torch.from_numpy(rows)),
             },
-            {"age": torch.from_numpy(self.ages[users]), "price": torch.from_numpy(self._prices(rows))},
+            {
+                "age": torch.from_numpy(self.ages[users]),
+                "price": torch.from_numpy(self._prices(rows)),
+            },
             labels=torch.zeros(len(users)),
         )
         return self.model.logits(batch)

@@ -12,9 +12,21 @@ pytestmark = pytest.mark.unit
 
 def schema(**options: object) -> BatchSchema:
     tables = [
-        EmbeddingBagConfig(name="users", feature_names=["user_id"], num_embeddings=5, embedding_dim=4),
-        EmbeddingBagConfig(name="items", feature_names=["item_id", "history"], num_embeddings=8, embedding_dim=4),
-        EmbeddingBagConfig(name="items_small", feature_names=["item_id"], num_embeddings=6, embedding_dim=4),
+        EmbeddingBagConfig(
+            name="users", feature_names=["user_id"], num_embeddings=5, embedding_dim=4
+        ),
+        EmbeddingBagConfig(
+            name="items",
+            feature_names=["item_id", "history"],
+            num_embeddings=8,
+            embedding_dim=4,
+        ),
+        EmbeddingBagConfig(
+            name="items_small",
+            feature_names=["item_id"],
+            num_embeddings=6,
+            embedding_dim=4,
+        ),
     ]
     return BatchSchema.from_tables(tables, dense=["age"], **options)  # type: ignore[arg-type]
 
@@ -54,7 +66,11 @@ def test_columns_are_packed_in_order() -> None:
 
 
 def test_small_integers_become_the_one_id_type() -> None:
-    batch = schema().assemble(columns(user_id=Jagged(torch.tensor([0, 4], dtype=torch.int16))), AGE, labels=LABELS)
+    batch = schema().assemble(
+        columns(user_id=Jagged(torch.tensor([0, 4], dtype=torch.int16))),
+        AGE,
+        labels=LABELS,
+    )
     assert batch.sparse.values().dtype == torch.int64
 
 
@@ -69,21 +85,42 @@ def test_small_integers_become_the_one_id_type() -> None:
             {"item_id": Jagged(torch.tensor([-1, 5]))},
             "id -1 in row 0 of the batch is outside table 'items', 'items_small' (valid ids: 0 to 5",
         ),
-        ({"history": Jagged(torch.tensor([1, 8, 3]), torch.tensor([1, 2]))}, "feature 'history': id 8 in row 1"),
-        ({"user_id": Jagged(torch.tensor([0.0, 4.0]))}, "feature 'user_id': ids are float32, must be integers"),
-        ({"user_id": Jagged(torch.tensor([True, False]))}, "feature 'user_id': ids are bool, must be integers"),
-        ({"history": Jagged(torch.tensor([1, 2, 3]), torch.tensor([4, -1]))}, "feature 'history': length -1 in row 1"),
+        (
+            {"history": Jagged(torch.tensor([1, 8, 3]), torch.tensor([1, 2]))},
+            "feature 'history': id 8 in row 1",
+        ),
+        (
+            {"user_id": Jagged(torch.tensor([0.0, 4.0]))},
+            "feature 'user_id': ids are float32, must be integers",
+        ),
+        (
+            {"user_id": Jagged(torch.tensor([True, False]))},
+            "feature 'user_id': ids are bool, must be integers",
+        ),
+        (
+            {"history": Jagged(torch.tensor([1, 2, 3]), torch.tensor([4, -1]))},
+            "feature 'history': length -1 in row 1",
+        ),
         (
             {"history": Jagged(torch.tensor([1, 2]), torch.tensor([0, 3]))},
             "the lengths add up to 3, but there are 2 ids",
         ),
-        ({"user_id": Jagged(torch.tensor([0, 4, 1]))}, "feature 'user_id': 3 rows, must be (B,) = (2,)"),
+        (
+            {"user_id": Jagged(torch.tensor([0, 4, 1]))},
+            "feature 'user_id': 3 rows, must be (B,) = (2,)",
+        ),
         (
             {"history": Jagged(torch.tensor([1, 2, 3]), torch.tensor([1.5, 1.5]))},
             "feature 'history': lengths are float32, must be",
         ),
-        ({"user_id": torch.tensor([0, 4])}, "feature 'user_id': a Tensor, must be Jagged(values, lengths) of tensors"),
-        ({"user_id": [0, 4]}, "feature 'user_id': a list, must be Jagged(values, lengths) of tensors"),
+        (
+            {"user_id": torch.tensor([0, 4])},
+            "feature 'user_id': a Tensor, must be Jagged(values, lengths) of tensors",
+        ),
+        (
+            {"user_id": [0, 4]},
+            "feature 'user_id': a list, must be Jagged(values, lengths) of tensors",
+        ),
         (
             {"user_id": Jagged(torch.tensor([[0], [4]]))},
             "feature 'user_id': ids have shape (2, 1), must have one dimension",
@@ -99,7 +136,10 @@ def test_a_bad_column_is_named(changes: dict[str, Jagged], text: str) -> None:
 def test_a_row_is_named_by_its_number_where_it_has_one() -> None:
     with pytest.raises(DataError, match="id 9 in row 4711 "):
         schema().assemble(
-            columns(user_id=Jagged(torch.tensor([0, 9]))), AGE, labels=LABELS, rows=torch.tensor([4710, 4711])
+            columns(user_id=Jagged(torch.tensor([0, 9]))),
+            AGE,
+            labels=LABELS,
+            rows=torch.tensor([4710, 4711]),
         )
 
 
@@ -107,7 +147,10 @@ def test_a_row_is_named_by_its_number_where_it_has_one() -> None:
 def test_a_missing_column_is_named_with_what_is_there(name: str, part: str) -> None:
     sparse, dense = columns(), dict(AGE)
     del (sparse if part == "sparse" else dense)[name]
-    with pytest.raises(DataError, match=f"column '{name}' is missing; the batch has .*, the schema needs"):
+    with pytest.raises(
+        DataError,
+        match=f"column '{name}' is missing; the batch has .*, the schema needs",
+    ):
         schema().assemble(sparse, dense, labels=LABELS)
 
 
@@ -116,9 +159,15 @@ def test_a_missing_column_is_named_with_what_is_there(name: str, part: str) -> N
 def test_a_value_that_is_not_finite_is_named(column: str, value: float) -> None:
     bad = torch.tensor([0.5, value])
     age = {"age": bad} if column == "age" else AGE
-    with pytest.raises(DataError, match=f"column '{column}': value {value} in row 1 of the batch is not finite"):
+    with pytest.raises(
+        DataError,
+        match=f"column '{column}': value {value} in row 1 of the batch is not finite",
+    ):
         schema().assemble(
-            columns(), age, labels=bad if column == "label" else LABELS, weights=bad if column == "weight" else None
+            columns(),
+            age,
+            labels=bad if column == "label" else LABELS,
+            weights=bad if column == "weight" else None,
         )
 
 
@@ -128,13 +177,17 @@ def test_oov_maps_to_the_out_of_vocabulary_row() -> None:
         "user_id": Jagged(torch.tensor([-7, 5])),
         "history": Jagged(torch.tensor([7, 8, 99]), torch.tensor([0, 3])),
     }
-    assert made.assemble(columns(**changes), AGE, labels=LABELS).sparse.values().tolist() == [3, 3, 1, 5, 7, 0, 0]
+    assert made.assemble(
+        columns(**changes), AGE, labels=LABELS
+    ).sparse.values().tolist() == [3, 3, 1, 5, 7, 0, 0]
 
 
 def kjt(users: Tensor) -> KeyedJaggedTensor:
     values = torch.cat([users, torch.tensor([1, 5, 7, 2, 3, 42])])
     lengths = torch.tensor([1, 1, 1, 1, 0, 3, 1, 0], dtype=torch.int32)
-    return KeyedJaggedTensor(keys=["user_id", "item_id", "history", "other"], values=values, lengths=lengths)
+    return KeyedJaggedTensor(
+        keys=["user_id", "item_id", "history", "other"], values=values, lengths=lengths
+    )
 
 
 def test_a_keyed_jagged_tensor_of_ones_own_is_checked() -> None:
@@ -148,16 +201,27 @@ def test_a_keyed_jagged_tensor_of_ones_own_is_checked() -> None:
 
 
 def test_a_keyed_jagged_tensor_without_a_feature() -> None:
-    short = KeyedJaggedTensor(keys=["user_id"], values=torch.tensor([1]), lengths=torch.tensor([1]))
-    with pytest.raises(DataError, match=r"lacks \['item_id', 'history'\]; it has the keys \['user_id'\]"):
+    short = KeyedJaggedTensor(
+        keys=["user_id"], values=torch.tensor([1]), lengths=torch.tensor([1])
+    )
+    with pytest.raises(
+        DataError,
+        match=r"lacks \['item_id', 'history'\]; it has the keys \['user_id'\]",
+    ):
         schema().check(short)
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"out_of_range": "ignore"}, "out_of_range='ignore': must be one of error, oov"),
-        ({"oov_ids": {"user_id": 5}}, "feature 'user_id': oov_id=5 is not a row of table 'users'"),
+        (
+            {"out_of_range": "ignore"},
+            "out_of_range='ignore': must be one of error, oov",
+        ),
+        (
+            {"oov_ids": {"user_id": 5}},
+            "feature 'user_id': oov_id=5 is not a row of table 'users'",
+        ),
         ({"oov_ids": {"user": 0}}, "oov_ids names ['user'], which no table reads"),
     ],
 )
@@ -168,7 +232,9 @@ def test_a_wrong_schema_is_refused(options: dict[str, object], text: str) -> Non
 
 
 def test_a_column_cannot_be_sparse_and_dense() -> None:
-    table = EmbeddingBagConfig(name="t", feature_names=["age"], num_embeddings=5, embedding_dim=4)
+    table = EmbeddingBagConfig(
+        name="t", feature_names=["age"], num_embeddings=5, embedding_dim=4
+    )
     with pytest.raises(ValueError, match=r"columns \['age'\] appear twice"):
         BatchSchema.from_tables([table], dense=["age"])
 
@@ -180,38 +246,63 @@ def test_a_column_cannot_be_sparse_and_dense() -> None:
             {"labels": torch.tensor([5.0, 4.0])},
             "column 'label': value 5 in row 0 of the batch must be from 0 to 1; for other labels",
         ),
-        ({"weights": torch.tensor([-1.0, 1.0])}, "column 'weight': value -1 in row 0 of the batch must be 0 or more"),
+        (
+            {"weights": torch.tensor([-1.0, 1.0])},
+            "column 'weight': value -1 in row 0 of the batch must be 0 or more",
+        ),
         ({"weights": torch.zeros(2)}, "total_weight=0.0: must be greater than 0"),
         ({"log_q": torch.zeros(7)}, "column 'log_q': shape (7,), must be (B,) = (2,)"),
     ],
 )
-def test_labels_weights_and_log_q_are_checked(arguments: dict[str, Tensor], text: str) -> None:
+def test_labels_weights_and_log_q_are_checked(
+    arguments: dict[str, Tensor], text: str
+) -> None:
     with pytest.raises(DataError) as error:
         schema().assemble(columns(), AGE, **({"labels": LABELS} | arguments))  # type: ignore[arg-type]
     assert text in str(error.value)
 
 
 def test_any_label_where_the_schema_says_so() -> None:
-    batch = schema(label_range=None).assemble(columns(), AGE, labels=torch.tensor([5.0, -4.0]))
+    batch = schema(label_range=None).assemble(
+        columns(), AGE, labels=torch.tensor([5.0, -4.0])
+    )
     assert batch.labels.tolist() == [5.0, -4.0]
 
 
 def test_features_checked_together_are_named_and_mapped_one_by_one() -> None:
     """Ids of features with one id per row are checked in one pass, also between features with several."""
     names = ["a", "b", "history", "c"]
-    tables = [EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=3, embedding_dim=4) for name in names]
+    tables = [
+        EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=3, embedding_dim=4
+        )
+        for name in names
+    ]
     good = {name: Jagged(torch.tensor([0, 2])) for name in names} | {
         "history": Jagged(torch.tensor([1]), torch.tensor([1, 0]))
     }
     for name in names:
-        bad = {**good, name: Jagged(torch.tensor([2, 3]), torch.tensor([0, 2]) if name == "history" else None)}
-        with pytest.raises(DataError, match=f"feature '{name}': id 3 in row 1 of the batch is outside table '{name}'"):
+        bad = {
+            **good,
+            name: Jagged(
+                torch.tensor([2, 3]),
+                torch.tensor([0, 2]) if name == "history" else None,
+            ),
+        }
+        with pytest.raises(
+            DataError,
+            match=f"feature '{name}': id 3 in row 1 of the batch is outside table '{name}'",
+        ):
             BatchSchema.from_tables(tables).assemble(bad, labels=LABELS)
-        mapping = BatchSchema.from_tables(tables, out_of_range="oov", oov_ids={name: 1}).assemble(bad, labels=LABELS)
+        mapping = BatchSchema.from_tables(
+            tables, out_of_range="oov", oov_ids={name: 1}
+        ).assemble(bad, labels=LABELS)
         assert mapping.sparse[name].values().tolist() == [2, 1]
         assert bad[name].values.tolist() == [2, 3], "what was given stays as it was"
         assert all(
-            mapping.sparse[other].values().tolist() == good[other].values.tolist() for other in names if other != name
+            mapping.sparse[other].values().tolist() == good[other].values.tolist()
+            for other in names
+            if other != name
         )
 
 
@@ -219,12 +310,23 @@ def test_dense_columns_side_by_side_are_the_same_columns() -> None:
     made = schema()
     matrix = Dense(rows=torch.tensor([[0.5], [1.0]]), shared=torch.empty(2, 0))
     assert torch.equal(
-        made.assemble(columns(), matrix, labels=LABELS).dense, made.assemble(columns(), AGE, labels=LABELS).dense
+        made.assemble(columns(), matrix, labels=LABELS).dense,
+        made.assemble(columns(), AGE, labels=LABELS).dense,
     )
-    with pytest.raises(DataError, match=r"column 'age': value nan in row 1 of the batch is not finite"):
-        made.assemble(columns(), Dense(torch.tensor([[0.5], [float("nan")]]), torch.empty(2, 0)), labels=LABELS)
-    with pytest.raises(DataError, match=r"dense columns \['age'\]: shape \(2, 2\), must be \(2, 1\)"):
-        made.assemble(columns(), Dense(torch.zeros(2, 2), torch.empty(2, 0)), labels=LABELS)
+    with pytest.raises(
+        DataError, match=r"column 'age': value nan in row 1 of the batch is not finite"
+    ):
+        made.assemble(
+            columns(),
+            Dense(torch.tensor([[0.5], [float("nan")]]), torch.empty(2, 0)),
+            labels=LABELS,
+        )
+    with pytest.raises(
+        DataError, match=r"dense columns \['age'\]: shape \(2, 2\), must be \(2, 1\)"
+    ):
+        made.assemble(
+            columns(), Dense(torch.zeros(2, 2), torch.empty(2, 0)), labels=LABELS
+        )
 
 
 def test_a_row_is_named_by_its_shared_row_where_it_has_no_number() -> None:
@@ -243,16 +345,21 @@ def test_a_number_of_rows_for_each_shared_row_is_their_index() -> None:
     four = {
         "user_id": Jagged(torch.tensor([0, 4])),
         "item_id": Jagged(torch.tensor([1, 5, 0, 2])),
-        "history": Jagged(torch.empty(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)),
+        "history": Jagged(
+            torch.empty(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+        ),
     }
     numbers = torch.tensor([70, 71])
-    batch = made.assemble(four, AGE, labels=torch.zeros(4), index=2, shared_rows=numbers)
+    batch = made.assemble(
+        four, AGE, labels=torch.zeros(4), index=2, shared_rows=numbers
+    )
     assert batch.shared is not None
     assert batch.shared.index.tolist() == [0, 0, 1, 1]
     bad = four | {"item_id": Jagged(torch.tensor([1, 5, 6, 2]))}
     with pytest.raises(DataError, match="feature 'item_id': id 6 in row 71 is outside"):
         made.assemble(bad, AGE, labels=torch.zeros(4), index=2, shared_rows=numbers)
     with pytest.raises(
-        DataError, match=r"index=3 rows for each of 2 shared rows: must be \(B,\) = \(4,\) rows together"
+        DataError,
+        match=r"index=3 rows for each of 2 shared rows: must be \(B,\) = \(4,\) rows together",
     ):
         made.assemble(four, AGE, labels=torch.zeros(4), index=3, shared_rows=numbers)

@@ -24,7 +24,8 @@ def missing() -> str:
         return f"the simulated GPU is for torch {', '.join(KNOWN)}; this is {torch.__version__}"
     if shutil.which(compiler()) is None:
         return (
-            f"the simulated GPU needs a C++ compiler, and there is no '{compiler()}': install g++, or name one in CXX"
+            f"the simulated GPU needs a C++ compiler, and there is no '{compiler()}': "
+            "install g++, or name one in CXX"
         )
     return ""
 
@@ -38,7 +39,10 @@ def library() -> Path:
     """Returns the compiled device, from the user's cache if source and torch are the same."""
     source = SITE / "device.cpp"
     key = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torchrec_ext/simulated_gpu"
+    cache = (
+        Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        / "torchrec_ext/simulated_gpu"
+    )
     target = cache / f"torch-{torch.__version__}-{key}.so"
     cache.mkdir(parents=True, exist_ok=True)
     # One of several test workers compiles, the others wait for it.
@@ -51,11 +55,27 @@ def library() -> Path:
 
 def _compile(source: Path, target: Path) -> None:
     torch_folder = Path(torch.__file__).parent
-    headers = [torch_folder / "include", torch_folder / "include/torch/csrc/api/include"]
+    headers = [
+        torch_folder / "include",
+        torch_folder / "include/torch/csrc/api/include",
+    ]
     libraries = torch_folder / "lib"
     part = target.with_suffix(".part")
-    command = [compiler(), "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-DAT_PER_OPERATOR_HEADERS", str(source)]
-    command += [*(f"-I{folder}" for folder in headers), f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
+    command = [
+        compiler(),
+        "-std=c++20",
+        "-O1",
+        "-w",
+        "-fPIC",
+        "-shared",
+        "-DAT_PER_OPERATOR_HEADERS",
+        str(source),
+    ]
+    command += [
+        *(f"-I{folder}" for folder in headers),
+        f"-L{libraries}",
+        f"-Wl,-rpath,{libraries}",
+    ]
     command += ["-ltorch_cpu", "-lc10", "-o", str(part)]
     subprocess.run(command, check=True, timeout=600)
     part.rename(target)
@@ -63,7 +83,9 @@ def _compile(source: Path, target: Path) -> None:
 
 def environment(gpus: int) -> dict[str, str]:
     """Returns the environment of a process, and those that it starts, with simulated GPUs."""
-    path = os.pathsep.join([str(SITE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(SITE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     return {
         **os.environ,
         "PYTHONPATH": path,

@@ -16,7 +16,10 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-compiler")
     assert "there is no 'no-compiler'" in build.missing()
     monkeypatch.setattr(torch, "__version__", "1.13.1")
-    assert build.missing() == f"the simulated GPU is for torch {build.KNOWN[0]}; this is 1.13.1"
+    assert (
+        build.missing()
+        == f"the simulated GPU is for torch {build.KNOWN[0]}; this is 1.13.1"
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "a machine with a GPU" in build.missing()
 

@@ -13,7 +13,10 @@ import pytest
 
 from tests.simulated_gpu import build
 
-pytestmark = [pytest.mark.launch, pytest.mark.skipif(bool(build.missing()), reason=build.missing())]
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.skipif(bool(build.missing()), reason=build.missing()),
+]
 LAWS = Path(__file__).parent / "laws"
 
 # Tests marked gpu that a simulated GPU cannot pass.
@@ -27,9 +30,25 @@ NEEDS_A_REAL_GPU = {
 
 def check(*words: str) -> str:
     """Runs pytest in a process with two simulated GPUs, and returns its last line."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--tb=short",
+        *words,
+    ]
     done = subprocess.run(
-        command, cwd=build.ROOT, env=build.environment(gpus=2), capture_output=True, text=True, timeout=900
+        command,
+        cwd=build.ROOT,
+        env=build.environment(gpus=2),
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
     return done.stdout.splitlines()[-1]
@@ -37,7 +56,9 @@ def check(*words: str) -> str:
 
 def test_the_device_and_captured_steps_keep_cudas_rules() -> None:
     short = "graphs or memory or values or not_wait or two_devices or (ncf and require and loader)"
-    check(*(str(LAWS / f"{law}.py") for law in ("graphs", "order", "waits")), "-k", short)
+    check(
+        *(str(LAWS / f"{law}.py") for law in ("graphs", "order", "waits")), "-k", short
+    )
 
 
 @pytest.mark.slow(minutes=2)
@@ -56,7 +77,11 @@ def test_the_tests_marked_gpu_pass() -> None:
     files = [
         str(file.relative_to(build.ROOT))
         for file in sorted((build.ROOT / "tests").rglob("test_*.py"))
-        if re.search(r"mark\.gpu|def test_.*\bdevice\b|^    .*\bdevice: torch\.device", file.read_text(), re.MULTILINE)
+        if re.search(
+            r"mark\.gpu|def test_.*\bdevice\b|^    .*\bdevice: torch\.device",
+            file.read_text(),
+            re.MULTILINE,
+        )
     ]
     left_out = [f"--deselect={test}" for test in NEEDS_A_REAL_GPU]
     last = check(*files, "-m", "gpu or (gpu and slow)", *left_out)

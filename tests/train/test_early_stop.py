@@ -19,7 +19,9 @@ def seen(config: EarlyStop, figures: list[float]) -> tuple[list[bool], int | Non
     """Which figures were the best so far, the evaluation after which the run ends, and what is kept of the best."""
     watch, best = EarlyStopWatch(config, Runtime()), []
     for number, figure in enumerate(figures):
-        best.append(watch.see({"epoch": number + 1, "step": 10 * number, "auc": figure}))
+        best.append(
+            watch.see({"epoch": number + 1, "step": 10 * number, "auc": figure})
+        )
         if stop := watch.stops():
             return best, number, stop
     return best, None, watch.best
@@ -27,17 +29,32 @@ def seen(config: EarlyStop, figures: list[float]) -> tuple[list[bool], int | Non
 
 @pytest.mark.unit
 def test_a_run_ends_after_patience_evaluations_without_a_better_figure() -> None:
-    best, ended, stop = seen(EarlyStop(metric="auc", patience=2), [0.5, 0.6, 0.6, 0.7, 0.65, 0.7, 0.9])
+    best, ended, stop = seen(
+        EarlyStop(metric="auc", patience=2), [0.5, 0.6, 0.6, 0.7, 0.65, 0.7, 0.9]
+    )
     assert best == [True, True, False, True, False, False]
     assert ended == 5
     message = "stopped early: no auc better than 0.7000, of epoch 4, in 2 evaluation(s)"
-    assert stop == {"kind": "stop", "metric": "auc", "best": 0.7, "best_epoch": 4, "best_step": 30, "message": message}
+    assert stop == {
+        "kind": "stop",
+        "metric": "auc",
+        "best": 0.7,
+        "best_epoch": 4,
+        "best_step": 30,
+        "message": message,
+    }
 
 
 @pytest.mark.unit
-def test_a_gain_of_no_more_than_min_delta_does_not_count_and_a_loss_should_fall() -> None:
-    assert seen(EarlyStop(metric="auc", patience=2, min_delta=0.25), [0.5, 0.75, 0.75])[:2] == ([True, False, False], 2)
-    assert seen(EarlyStop(metric="auc", mode="min", patience=1), [0.5, 0.4, 0.41])[:2] == ([True, True, False], 2)
+def test_a_gain_of_no_more_than_min_delta_does_not_count_and_a_loss_should_fall() -> (
+    None
+):
+    assert seen(EarlyStop(metric="auc", patience=2, min_delta=0.25), [0.5, 0.75, 0.75])[
+        :2
+    ] == ([True, False, False], 2)
+    assert seen(EarlyStop(metric="auc", mode="min", patience=1), [0.5, 0.4, 0.41])[
+        :2
+    ] == ([True, True, False], 2)
 
 
 @pytest.mark.unit
@@ -48,16 +65,25 @@ def test_nothing_is_watched_without_a_metric() -> None:
 @pytest.mark.unit
 def test_a_figure_that_is_missing_or_nan_is_told() -> None:
     with pytest.raises(
-        ValueError, match=r"^train.early_stop.metric='hr': an evaluation has no such figure; it has auc$"
+        ValueError,
+        match=r"^train.early_stop.metric='hr': an evaluation has no such figure; it has auc$",
     ):
         seen(EarlyStop(metric="hr"), [0.5])
-    with pytest.raises(ValueError, match=r"^train.early_stop.metric='auc': the figure is nan at step 10, so nothing"):
+    with pytest.raises(
+        ValueError,
+        match=r"^train.early_stop.metric='auc': the figure is nan at step 10, so nothing",
+    ):
         seen(EarlyStop(metric="auc"), [0.5, math.nan])
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("changes", [{"mode": "up"}, {"patience": 0}, {"min_delta": -1.0}, {"min_delta": math.nan}])
-def test_a_setting_out_of_range_is_refused_with_its_value(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"mode": "up"}, {"patience": 0}, {"min_delta": -1.0}, {"min_delta": math.nan}],
+)
+def test_a_setting_out_of_range_is_refused_with_its_value(
+    changes: dict[str, Any],
+) -> None:
     ((name, value),) = changes.items()
     with pytest.raises(ValueError, match=f"^{name}={value!r}: must be "):
         EarlyStop(**changes)
@@ -66,10 +92,21 @@ def test_a_setting_out_of_range_is_refused_with_its_value(changes: dict[str, Any
 def stopped(runtime: Runtime) -> Any:
     """The ranks' figures differ, as no metric of ours should; the run must end all the same, and by rank 0's."""
     parallel, optimizer = hybrid_parallel(small_model(META), runtime)
-    figures = iter([0.5, 0.7, 0.6, 0.6, 0.6, 0.6] if runtime.rank == 0 else [0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+    figures = iter(
+        [0.5, 0.7, 0.6, 0.6, 0.6, 0.6]
+        if runtime.rank == 0
+        else [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+    )
     loader = Batches(runtime, 2)
     config = TrainConfig(epochs=6, early_stop=EarlyStop(metric="auc", patience=2))
-    history = train(parallel, optimizer, loader, runtime, config, evaluate=lambda: {"auc": next(figures)})
+    history = train(
+        parallel,
+        optimizer,
+        loader,
+        runtime,
+        config,
+        evaluate=lambda: {"auc": next(figures)},
+    )
     unequal = {"rows_per_s": 0, "data_wait": 0, "ranks_wait": 0, "waits": 0, "auc": 0}
     return [{**record, **unequal} for record in history], loader.epochs
 
@@ -78,7 +115,18 @@ def test_all_ranks_end_at_the_same_step_by_the_figures_of_rank_0() -> None:
     (first, epochs), (second, other_epochs) = run_ranks(stopped, 2)
     assert first == second
     assert epochs == other_epochs == [0, 1, 2, 3]
-    assert {key: first[-1][key] for key in ("kind", "epoch", "step", "metric", "best", "best_epoch", "best_step")} == {
+    assert {
+        key: first[-1][key]
+        for key in (
+            "kind",
+            "epoch",
+            "step",
+            "metric",
+            "best",
+            "best_epoch",
+            "best_step",
+        )
+    } == {
         "kind": "stop",
         "epoch": 4,
         "step": 8,
@@ -93,11 +141,19 @@ def test_all_ranks_end_at_the_same_step_by_the_figures_of_rank_0() -> None:
 def watching_nothing(runtime: Runtime) -> str:
     parallel, optimizer = hybrid_parallel(small_model(META), runtime)
     try:
-        train(parallel, optimizer, Batches(runtime, 1), runtime, TrainConfig(early_stop=EarlyStop(metric="auc")))
+        train(
+            parallel,
+            optimizer,
+            Batches(runtime, 1),
+            runtime,
+            TrainConfig(early_stop=EarlyStop(metric="auc")),
+        )
     except ValueError as error:
         return str(error)
     return "no error"
 
 
 def test_watching_a_figure_that_nothing_evaluates_is_refused_at_the_start() -> None:
-    assert run_ranks(watching_nothing, 1) == ["train.early_stop.metric='auc', but nothing is evaluated: pass evaluate"]
+    assert run_ranks(watching_nothing, 1) == [
+        "train.early_stop.metric='auc', but nothing is evaluated: pass evaluate"
+    ]

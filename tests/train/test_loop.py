@@ -32,7 +32,9 @@ class Batches:
 
     def __init__(self, runtime: Runtime, count: int) -> None:
         self.epochs: list[int] = []
-        self._own = list(batches(count, rank=runtime.rank, world_size=runtime.world_size))
+        self._own = list(
+            batches(count, rank=runtime.rank, world_size=runtime.world_size)
+        )
 
     def __iter__(self) -> Iterator[TowerBatch]:
         return iter(self._own)
@@ -50,7 +52,9 @@ def recorded(runtime: Runtime) -> dict[str, Any]:
     model = build_two_tower(TwoTowerConfig(embedding_dim=8), data)
     parallel, optimizer = hybrid_parallel(model, runtime)
     config = LoaderConfig(batch_size=16, negatives=2)
-    loader = training_loader(data, model.schema(), config, rank=runtime.rank, world_size=runtime.world_size)
+    loader = training_loader(
+        data, model.schema(), config, rank=runtime.rank, world_size=runtime.world_size
+    )
     logged: list[Any] = []
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -73,7 +77,9 @@ def recorded(runtime: Runtime) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_row_is_recorded_once_per_epoch_and_every_epoch_ends_with_a_record(world_size: int) -> None:
+def test_every_row_is_recorded_once_per_epoch_and_every_epoch_ends_with_a_record(
+    world_size: int,
+) -> None:
     ranks = run_ranks(recorded, world_size)
     first = ranks[0]
     trained = [record for record in first["history"] if record["kind"] == "train"]
@@ -83,21 +89,29 @@ def test_every_row_is_recorded_once_per_epoch_and_every_epoch_ends_with_a_record
         assert own[-1]["step"] == (epoch + 1) * first["steps"]
     steps = [record["step"] for record in trained]
     assert steps == sorted(set(steps))
-    assert {step for step in range(1, 3 * first["steps"] + 1) if step % 3 == 0} <= set(steps)
+    assert {step for step in range(1, 3 * first["steps"] + 1) if step % 3 == 0} <= set(
+        steps
+    )
     evaluated = [record for record in first["history"] if record["kind"] == "eval"]
     assert [(record["epoch"], record["step"]) for record in evaluated] == [
         (2, 2 * first["steps"]),
         (3, 3 * first["steps"]),
     ]
-    assert all(record["auc"] == 0.5 and record["training"] is False for record in evaluated)
+    assert all(
+        record["auc"] == 0.5 and record["training"] is False for record in evaluated
+    )
 
 
 def test_every_rank_returns_the_same_history_and_rank_0_alone_logs_it() -> None:
     ranks = run_ranks(recorded, 2)
     times = {"rows_per_s": 0, "data_wait": 0, "ranks_wait": 0, "waits": 0}
-    without_time = [[{**record, **times} for record in rank["history"]] for rank in ranks]
+    without_time = [
+        [{**record, **times} for record in rank["history"]] for rank in ranks
+    ]
     assert without_time[0] == without_time[1]
-    assert [record for record in ranks[0]["logged"] if record["kind"] != "steps"] == ranks[0]["history"]
+    assert [
+        record for record in ranks[0]["logged"] if record["kind"] != "steps"
+    ] == ranks[0]["history"]
     assert ranks[1]["logged"] == []
 
 
@@ -118,7 +132,11 @@ def waited(runtime: Runtime) -> list[float]:
     parallel.register_forward_pre_hook(forward)
     with mock.patch.object(time, "perf_counter", side_effect=lambda: clock[0]):
         history = train(
-            parallel, optimizer, Slow(runtime, 6), runtime, TrainConfig(epochs=2, log_every=6, compile="off")
+            parallel,
+            optimizer,
+            Slow(runtime, 6),
+            runtime,
+            TrainConfig(epochs=2, log_every=6, compile="off"),
         )
     return [record["data_wait"] for record in history if record["kind"] == "train"]
 
@@ -151,7 +169,11 @@ def slept(runtime: Runtime) -> list[dict[str, Any]]:
         mock.patch.object(_Sleep, "__call__", side_effect=lambda: asleep[0]),
     ):
         history = train(
-            parallel, optimizer, Slow(runtime, 6), runtime, TrainConfig(epochs=2, log_every=6, compile="off")
+            parallel,
+            optimizer,
+            Slow(runtime, 6),
+            runtime,
+            TrainConfig(epochs=2, log_every=6, compile="off"),
         )
     return [record for record in history if record["kind"] == "train"]
 
@@ -159,9 +181,15 @@ def slept(runtime: Runtime) -> list[dict[str, Any]]:
 def test_sleep_that_is_no_wait_for_a_batch_is_a_ranks_share_in_collectives() -> None:
     first, second = run_ranks(slept, 2)
     for records in (first, second):
-        assert [record["waits"] for record in records] == [[[0.25, 0.0], [0.25, 0.5]]] * 2
+        assert [record["waits"] for record in records] == [
+            [[0.25, 0.0], [0.25, 0.5]]
+        ] * 2
         assert [record["ranks_wait"] for record in records] == [pytest.approx(0.25)] * 2
-        assert time_shares(records) == {"data": 0.25, "ranks": 0.25, "compute": pytest.approx(0.5)}
+        assert time_shares(records) == {
+            "data": 0.25,
+            "ranks": 0.25,
+            "compute": pytest.approx(0.5),
+        }
     (alone,) = run_ranks(slept, 1)
     assert not any("waits" in record or "ranks_wait" in record for record in alone)
 
@@ -172,7 +200,9 @@ def test_every_sharded_module_of_the_recipe_is_pipelined() -> None:
 
 @torch.fx.wrap
 def made_anew(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(keys=sparse.keys(), values=sparse.values(), lengths=sparse.lengths())
+    return KeyedJaggedTensor(
+        keys=sparse.keys(), values=sparse.values(), lengths=sparse.lengths()
+    )
 
 
 class Detour(nn.Module):
@@ -180,14 +210,20 @@ class Detour(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        tables = [table("user_id", USERS), table("history", ITEMS), table("item_id", ITEMS)]
+        tables = [
+            table("user_id", USERS),
+            table("history", ITEMS),
+            table("item_id", ITEMS),
+        ]
         self.inner = EmbeddingBagCollection(tables=tables, device=META)
         self.top = nn.Linear(3 * DIM, 1)
 
     def forward(self, batch: TowerBatch) -> Any:
         logits = self.top(self.inner(made_anew(batch.sparse)).values()).squeeze(1)
         loss = logits.square().mean()
-        return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)
+        return loss, Prediction(
+            loss.detach(), logits.detach(), batch.labels, batch.weights
+        )
 
 
 def detoured(runtime: Runtime) -> str:
@@ -197,7 +233,9 @@ def detoured(runtime: Runtime) -> str:
         train(parallel, optimizer, Batches(runtime, 3), runtime, TrainConfig(epochs=1))
     foreign = Batches(runtime, 3)
     foreign._own = [torch.zeros(2)]  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"train\(\): the loader gives a Tensor, must be TowerBatches"):
+    with pytest.raises(
+        ValueError, match=r"train\(\): the loader gives a Tensor, must be TowerBatches"
+    ):
         train(parallel, optimizer, foreign, runtime, TrainConfig(epochs=1))
     return said.getvalue()
 
@@ -221,7 +259,9 @@ def diverged(runtime: Runtime) -> str:
     return "no error"
 
 
-def test_a_loss_that_is_no_number_stops_every_rank_and_names_the_one_it_came_from() -> None:
+def test_a_loss_that_is_no_number_stops_every_rank_and_names_the_one_it_came_from() -> (
+    None
+):
     told = run_ranks(diverged, 2)
     assert told[0] == told[1]
     assert told[0].startswith(
@@ -238,23 +278,43 @@ def learned(runtime: Runtime, evaluated: bool) -> dict[str, Any]:
     torch.manual_seed(4 + runtime.rank)
     schema = model.schema()
     loader = training_loader(
-        data, schema, LoaderConfig(batch_size=16), rank=runtime.rank, world_size=runtime.world_size
+        data,
+        schema,
+        LoaderConfig(batch_size=16),
+        rank=runtime.rank,
+        world_size=runtime.world_size,
     )
     evaluator = RankingEvaluator(data, schema, parallel, runtime)
     history = train(
-        parallel, optimizer, loader, runtime, TrainConfig(epochs=3), evaluate=evaluator.validate if evaluated else None
+        parallel,
+        optimizer,
+        loader,
+        runtime,
+        TrainConfig(epochs=3),
+        evaluate=evaluator.validate if evaluated else None,
     )
     losses = [record["loss"] for record in history if record["kind"] == "train"]
-    return {"state": gather_state(parallel), "losses": losses, "evaluations": len(history) - len(losses)}
+    return {
+        "state": gather_state(parallel),
+        "losses": losses,
+        "evaluations": len(history) - len(losses),
+    }
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_evaluation_between_epochs_changes_no_bit_of_what_is_learned(world_size: int) -> None:
-    with_it, without = (run_ranks(learned, world_size, evaluated)[0] for evaluated in (True, False))
+def test_an_evaluation_between_epochs_changes_no_bit_of_what_is_learned(
+    world_size: int,
+) -> None:
+    with_it, without = (
+        run_ranks(learned, world_size, evaluated)[0] for evaluated in (True, False)
+    )
     assert (with_it["evaluations"], without["evaluations"]) == (3, 0)
     assert with_it["losses"] == without["losses"]
     assert with_it["state"].keys() == without["state"].keys()
-    assert all(torch.equal(value, without["state"][name]) for name, value in with_it["state"].items())
+    assert all(
+        torch.equal(value, without["state"][name])
+        for name, value in with_it["state"].items()
+    )
 
 
 def epochs_chosen(runtime: Runtime) -> list[int]:

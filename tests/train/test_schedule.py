@@ -33,15 +33,26 @@ def factors(schedule: Schedule, steps: int) -> list[float]:
         (Schedule(warmup=4), [0.25, 0.5, 0.75, 1, 1]),
         (Schedule(kind="linear"), [1, 0.75, 0.5, 0.25, 0]),
         (Schedule(kind="linear", floor=0.2), [1, 0.8, 0.6, 0.4, 0.2]),
-        (Schedule(kind="cosine"), [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0]),
+        (
+            Schedule(kind="cosine"),
+            [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0],
+        ),
         (Schedule(kind="cosine", warmup=2, floor=0.5), [0.5, 1, 1, 0.75, 0.5]),
-        (Schedule(kind="inverse_sqrt", warmup=2), [0.5, 1, math.sqrt(2 / 3), math.sqrt(2 / 4), math.sqrt(2 / 5)]),
-        (Schedule(kind="inverse_sqrt"), [1, math.sqrt(1 / 2), math.sqrt(1 / 3), 0.5, math.sqrt(1 / 5)]),
+        (
+            Schedule(kind="inverse_sqrt", warmup=2),
+            [0.5, 1, math.sqrt(2 / 3), math.sqrt(2 / 4), math.sqrt(2 / 5)],
+        ),
+        (
+            Schedule(kind="inverse_sqrt"),
+            [1, math.sqrt(1 / 2), math.sqrt(1 / 3), 0.5, math.sqrt(1 / 5)],
+        ),
         (Schedule(kind="step", every=2, gamma=0.5), [1, 1, 0.5, 0.5, 0.25]),
         (Schedule(kind="step", every=1, gamma=0.5, warmup=1), [1, 1, 0.5, 0.25, 0.125]),
     ],
 )
-def test_each_kind_has_the_factors_of_its_closed_form(schedule: Schedule, expected: list[float]) -> None:
+def test_each_kind_has_the_factors_of_its_closed_form(
+    schedule: Schedule, expected: list[float]
+) -> None:
     assert factors(schedule, 5) == pytest.approx(expected, abs=1e-12)
 
 
@@ -49,14 +60,19 @@ def test_each_kind_has_the_factors_of_its_closed_form(schedule: Schedule, expect
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"kind": "cosin"}, "^kind='cosin': must be one of constant, linear, cosine, inverse_sqrt, step"),
+        (
+            {"kind": "cosin"},
+            "^kind='cosin': must be one of constant, linear, cosine, inverse_sqrt, step",
+        ),
         ({"warmup": -1}, "^warmup=-1: must be 0 steps or more"),
         ({"floor": 1.5}, "^floor=1.5: must be between 0 and 1"),
         ({"gamma": math.nan}, "^gamma=nan: must be between 0 and 1"),
         ({"kind": "step"}, "^every=0: the kind step needs the number of steps"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(changes: dict[str, Any], why: str) -> None:
+def test_a_schedule_that_cannot_be_is_refused(
+    changes: dict[str, Any], why: str
+) -> None:
     with pytest.raises(ValueError, match=why):
         Schedule(**changes)
 
@@ -74,34 +90,64 @@ def test_schedules_and_early_stops_can_be_given_on_the_command_line() -> None:
             "early_stop.min_delta=1e-3",
         ],
     )
-    assert (changed.tables_schedule.kind, changed.tables_schedule.every, changed.dense_schedule.warmup) == (
+    assert (
+        changed.tables_schedule.kind,
+        changed.tables_schedule.every,
+        changed.dense_schedule.warmup,
+    ) == (
         "step",
         100,
         50,
     )
-    assert (changed.early_stop.metric, changed.early_stop.patience, changed.early_stop.min_delta) == ("auc", 2, 1e-3)
+    assert (
+        changed.early_stop.metric,
+        changed.early_stop.patience,
+        changed.early_stop.min_delta,
+    ) == ("auc", 2, 1e-3)
     for item, why in [
-        ("early_stop=auc", r"'early_stop' is a group; set one of its keys: metric, mode, patience, min_delta"),
-        ("early_stop.metrik=auc", r"there is no key 'metrik'; did you mean early_stop\.metric\?"),
+        (
+            "early_stop=auc",
+            r"'early_stop' is a group; set one of its keys: metric, mode, patience, min_delta",
+        ),
+        (
+            "early_stop.metrik=auc",
+            r"there is no key 'metrik'; did you mean early_stop\.metric\?",
+        ),
         ("early_stop.mode=up", r"'up' is not one of max, min"),
-        ("dense_schedule.kind=cosin", r"'cosin' is not one of .*; did you mean 'cosine'\?"),
+        (
+            "dense_schedule.kind=cosin",
+            r"'cosin' is not one of .*; did you mean 'cosine'\?",
+        ),
         ("dense_schedule.floor=2", r"floor=2.0: must be between 0 and 1"),
     ]:
         with pytest.raises(ValueError, match=f"^--set {item}: {why}"):
             apply_overrides(TrainConfig(), [item])
 
 
-TABLES, DENSE = Schedule(kind="linear", warmup=3), Schedule(kind="step", every=4, gamma=0.5)
+TABLES, DENSE = (
+    Schedule(kind="linear", warmup=3),
+    Schedule(kind="step", every=4, gamma=0.5),
+)
 OPTIMIZER = OptimizerConfig(tables="sgd", tables_lr=2.0, dense="sgd", dense_lr=0.5)
 STEPS = 12
 
 
 def scheduled(runtime: Runtime, sharding: str, config: TrainConfig) -> Any:
     model = small_model(META)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=OPTIMIZER)  # type: ignore[arg-type]
-    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=OPTIMIZER, seed=7)
+    plan = plan_sharding(
+        model, runtime, PlanConfig(sharding=sharding), optimizer=OPTIMIZER
+    )  # type: ignore[arg-type]
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, plan=plan, optimizer=OPTIMIZER, seed=7
+    )
     try:
-        history = train(parallel, optimizer, Batches(runtime, STEPS // config.epochs), runtime, config)
+        history = train(
+            parallel,
+            optimizer,
+            Batches(runtime, STEPS // config.epochs),
+            runtime,
+            config,
+        )
     except ValueError as error:
         return str(error)
     rates = [(record["tables_lr"], record["dense_lr"]) for record in history]
@@ -111,30 +157,51 @@ def scheduled(runtime: Runtime, sharding: str, config: TrainConfig) -> Any:
 def by_hand(epochs: int) -> dict[str, Tensor]:
     model = small_model()
     initialise_tables(model, seed=7)
-    for step, batch in enumerate([batch for _ in range(epochs) for batch in batches(STEPS // epochs)]):
+    for step, batch in enumerate(
+        [batch for _ in range(epochs) for batch in batches(STEPS // epochs)]
+    ):
         model.zero_grad()
         model(batch)[0].backward()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 is_table = "embedding_bags" in name
-                factor = min((step + 1) / 3, 1 - max(step - 3, 0) / 8) if is_table else 0.5 ** (step // 4)
+                factor = (
+                    min((step + 1) / 3, 1 - max(step - 3, 0) / 8)
+                    if is_table
+                    else 0.5 ** (step // 4)
+                )
                 parameter -= (2.0 if is_table else 0.5) * factor * parameter.grad
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
-def test_tables_and_dense_layers_follow_their_schedules_as_an_unsharded_model_set_by_hand(sharding: str) -> None:
-    config = TrainConfig(epochs=2, log_every=1, tables_schedule=TABLES, dense_schedule=DENSE)
+def test_tables_and_dense_layers_follow_their_schedules_as_an_unsharded_model_set_by_hand(
+    sharding: str,
+) -> None:
+    config = TrainConfig(
+        epochs=2, log_every=1, tables_schedule=TABLES, dense_schedule=DENSE
+    )
     first = run_ranks(scheduled, 2, sharding, config)[0]
     for name, value in by_hand(2).items():
         torch.testing.assert_close(
-            first["state"][name], value, rtol=0, atol=1e-4, msg=lambda text, at=name: f"{at}: {text}"
+            first["state"][name],
+            value,
+            rtol=0,
+            atol=1e-4,
+            msg=lambda text, at=name: f"{at}: {text}",
         )
-    assert [rate for rate, _ in first["rates"]] == pytest.approx([2 * factor for factor in factors(TABLES, STEPS)])
-    assert [rate for _, rate in first["rates"]] == pytest.approx([0.5 * factor for factor in factors(DENSE, STEPS)])
+    assert [rate for rate, _ in first["rates"]] == pytest.approx(
+        [2 * factor for factor in factors(TABLES, STEPS)]
+    )
+    assert [rate for _, rate in first["rates"]] == pytest.approx(
+        [0.5 * factor for factor in factors(DENSE, STEPS)]
+    )
 
 
 def test_a_warm_up_longer_than_the_run_is_refused() -> None:
     config = TrainConfig(epochs=1, dense_schedule=Schedule(warmup=STEPS))
     told = run_ranks(scheduled, 1, "table_wise", config)[0]
-    assert told == "dense_schedule: warmup=12 steps, but the run has 12; a warm-up must end before the run"
+    assert (
+        told
+        == "dense_schedule: warmup=12 steps, but the run has 12; a warm-up must end before the run"
+    )

@@ -25,7 +25,9 @@ from torch.optim.swa_utils import (
 
 from torchrec_ext.adopt.errors import CannotAdopt
 
-_COPY = 1 - 2.0**-24  # the greatest float32 below 1: the logarithm of what is left of an average must be finite
+_COPY = (
+    1 - 2.0**-24
+)  # the greatest float32 below 1: the logarithm of what is left of an average must be finite
 
 
 class StepAverage:
@@ -60,11 +62,15 @@ class StepAverage:
         averaged = self._averaged
         self._count = 0
         self._version = -1  # of the tensor that counts
-        self._equal: dict[str, tuple[int, int]] = {}  # versions of frozen parameters that their averages equal
+        self._equal: dict[
+            str, tuple[int, int]
+        ] = {}  # versions of frozen parameters that their averages equal
         self._decay = _decay_of(averaged)
         self._functions = averaged.avg_fn, averaged.multi_avg_fn
         of_model = dict(self._model.named_parameters())
-        self._of_average: dict[str, nn.Parameter] = dict(averaged.module.named_parameters())
+        self._of_average: dict[str, nn.Parameter] = dict(
+            averaged.module.named_parameters()
+        )
         for name in of_model | self._of_average:
             form = _form(self._of_average.get(name))
             form_of_model = _form(of_model.get(name))
@@ -73,8 +79,13 @@ class StepAverage:
                     f"average has '{name}' as {form} and the model as {form_of_model}; make it of the model that you "
                     "adopt, and on its device: AveragedModel(model)"
                 )
-        self._pairs = {name: (self._of_average[name], parameter) for name, parameter in of_model.items()}
-        self._addresses = [(parameter, parameter.data_ptr()) for parameter in self._of_average.values()]
+        self._pairs = {
+            name: (self._of_average[name], parameter)
+            for name, parameter in of_model.items()
+        }
+        self._addresses = [
+            (parameter, parameter.data_ptr()) for parameter in self._of_average.values()
+        ]
         # All dicts that hold a module, a weight or n_averaged, each with what it holds now.
         places: list[dict[str, Any]] = [averaged._buffers]
         for module in averaged.modules():
@@ -88,8 +99,12 @@ class StepAverage:
             return "the rule of the average"
         is_replaced = False
         for values, before in self._places:
-            is_replaced |= not all(map(operator.is_, map(values.get, before), before.values()))
-        if is_replaced or any(parameter.data_ptr() != address for parameter, address in self._addresses):
+            is_replaced |= not all(
+                map(operator.is_, map(values.get, before), before.values())
+            )
+        if is_replaced or any(
+            parameter.data_ptr() != address for parameter, address in self._addresses
+        ):
             return "a weight of the average"
         return ""
 
@@ -160,7 +175,9 @@ class StepAverage:
             part.n_averaged = averaged.n_averaged
             part.use_buffers = True  # otherwise torch copies buffers besides
             part.module = SimpleNamespace(parameters=lambda: averages, buffers=tuple)
-            part_of_model: Any = SimpleNamespace(parameters=lambda: values, buffers=tuple)
+            part_of_model: Any = SimpleNamespace(
+                parameters=lambda: values, buffers=tuple
+            )
             AveragedModel.update_parameters(part, part_of_model)
         else:
             averaged.n_averaged += 1
@@ -207,7 +224,9 @@ def _decay_of(averaged: AveragedModel) -> float:
         )
     decay = inspect.getclosurevars(plain).nonlocals["decay"]
     if not (isinstance(decay, int | float) and 0 < decay < 1):
-        raise CannotAdopt(f"average has decay={decay!r}; must be a number between 0 and 1, such as .999")
+        raise CannotAdopt(
+            f"average has decay={decay!r}; must be a number between 0 and 1, such as .999"
+        )
     return float(decay)
 
 
@@ -217,4 +236,8 @@ def _codes(*makers: Callable[[], Any]) -> list[Any]:
 
 
 def _form(tensor: Tensor | None) -> str:
-    return "none" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+    return (
+        "none"
+        if tensor is None
+        else f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+    )

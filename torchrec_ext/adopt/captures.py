@@ -17,8 +17,21 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from torchrec_ext.adopt.checks import HOOK_ON_GRADIENT, STATES, Rules, StateTensor, check_model, update_rules
-from torchrec_ext.adopt.errors import CannotAdopt, EndOfCaptureError, EndOfStepError, HalfStepError, TensorChangedError
+from torchrec_ext.adopt.checks import (
+    HOOK_ON_GRADIENT,
+    STATES,
+    Rules,
+    StateTensor,
+    check_model,
+    update_rules,
+)
+from torchrec_ext.adopt.errors import (
+    CannotAdopt,
+    EndOfCaptureError,
+    EndOfStepError,
+    HalfStepError,
+    TensorChangedError,
+)
 from torchrec_ext.adopt.graph import (
     GRAPHS,
     ForwardGraph,
@@ -39,7 +52,9 @@ Trace = Callable[[AnyBatch], tuple[Tensor, Any]]  # makes the captured step of a
 Check = Callable[[Sequence[Tensor]], None]
 
 # How an L2 term of the loss is written so that a table is moved row by row, by the kind of optimizer.
-_WITHOUT_CLOSED_FORM = "which has no closed form for rows that are not read; the decay of AdamW has one"
+_WITHOUT_CLOSED_FORM = (
+    "which has no closed form for rows that are not read; the decay of AdamW has one"
+)
 _PENALTIES = {
     "sgd": "which weight_decay of SGD, twice the factor of the square, does row by row",
     "adam": _WITHOUT_CLOSED_FORM,
@@ -62,11 +77,15 @@ class Captures:
         seconds: seconds of all captures.
     """
 
-    def __init__(self, rank_step: RankStep, verification: Verification, patience: int) -> None:
+    def __init__(
+        self, rank_step: RankStep, verification: Verification, patience: int
+    ) -> None:
         self._rank_step = rank_step
         self._verification = verification
         self._patience = patience
-        self._updates: dict[Any, CapturedUpdate] = {}  # by the parameters that are updated, and those row by row
+        self._updates: dict[
+            Any, CapturedUpdate
+        ] = {}  # by the parameters that are updated, and those row by row
         self._graph_count = 0
         self.current: CapturedUpdate | None = None
         self.draws_random = False
@@ -74,7 +93,11 @@ class Captures:
         self.seconds = 0.0
 
     def graph(
-        self, module: GraphModule, examples: list[Tensor], batch: AnyBatch, with_gradient: Collection[int] = ()
+        self,
+        module: GraphModule,
+        examples: list[Tensor],
+        batch: AnyBatch,
+        with_gradient: Collection[int] = (),
     ) -> tuple[ForwardGraph, Check]:
         """Returns a graph of Dynamo's, and a check of the tensors of each call.
 
@@ -97,12 +120,18 @@ class Captures:
             self._rank_step.average.refuse_in(real_inputs(module, examples))
         check_model(model)
         rules = update_rules(model, self._rank_step.optimizers)
-        parameters = {name: parameter for name, (_, _, parameter, _) in rules.items() if parameter.requires_grad}
+        parameters = {
+            name: parameter
+            for name, (_, _, parameter, _) in rules.items()
+            if parameter.requires_grad
+        }
         leaves = pytree.tree_leaves(batch.example())
         graph = ForwardGraph(module, examples, model, leaves, parameters, with_gradient)
         return graph, self._check_of(graph, parameters)
 
-    def _check_of(self, graph: ForwardGraph, parameters: Mapping[str, nn.Parameter]) -> Check:
+    def _check_of(
+        self, graph: ForwardGraph, parameters: Mapping[str, nn.Parameter]
+    ) -> Check:
         """Returns a check for the parameters of the capture: Dynamo does not compare which ones a graph is given."""
         places = []
         for name, index in graph.parameters.items():
@@ -113,7 +142,9 @@ class Captures:
                 if tensors[index] is not parameter or parameter.data_ptr() != address:
                     raise TensorChangedError(f"'{name}'")
                 if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                    raise CannotAdopt(f"{module_line(self._rank_step.model, name)} {HOOK_ON_GRADIENT}")
+                    raise CannotAdopt(
+                        f"{module_line(self._rank_step.model, name)} {HOOK_ON_GRADIENT}"
+                    )
             average = self._rank_step.average
             change = "" if average is None else average.change()
             if change:
@@ -138,30 +169,46 @@ class Captures:
             reached |= graph.reached
             tables.update(graph.look_ups)
         if not reached:
-            raise CannotAdopt("the loss does not depend on a parameter that an optimizer moves")
+            raise CannotAdopt(
+                "the loss does not depend on a parameter that an optimizer moves"
+            )
         dense_tables = self._dense_tables(graphs, rules)
         parameters = []
         state = []
-        groups: dict[tuple[int, int], GroupSettings] = {}  # one for all parameters of a group, which share a rate
+        groups: dict[
+            tuple[int, int], GroupSettings
+        ] = {}  # one for all parameters of a group, which share a rate
         for name, (number, index, _, _) in rules.items():
             if name in reached:
-                group = groups.setdefault((number, index), GroupSettings(rank_step.optimizers[number], index))
+                group = groups.setdefault(
+                    (number, index), GroupSettings(rank_step.optimizers[number], index)
+                )
                 is_table = name in tables and name not in dense_tables
-                parameter, tensors = self._updated_parameter(name, rules, group, is_table=is_table)
+                parameter, tensors = self._updated_parameter(
+                    name, rules, group, is_table=is_table
+                )
                 parameters.append(parameter)
                 state += tensors
         # Two forwards that update the same parameters share their memory, and the rows that are behind.
         key = tuple((each.name, each.table) for each in parameters)
         if key not in self._updates:
             average_rate = rank_step.average.rate if rank_step.average else None
-            memory = StepMemory(parameters, {}, clips=rank_step.clips_tables, average_rate=average_rate)
+            memory = StepMemory(
+                parameters, {}, clips=rank_step.clips_tables, average_rate=average_rate
+            )
             source = rank_step.source(memory)
             engine = rank_step.engine(source)
-            step = CapturedStep(source, engine, autocast=rank_step.autocast, patience=self._patience)
-            self._updates[key] = CapturedUpdate(source, step, engine, state, dense_tables)
+            step = CapturedStep(
+                source, engine, autocast=rank_step.autocast, patience=self._patience
+            )
+            self._updates[key] = CapturedUpdate(
+                source, step, engine, state, dense_tables
+            )
         return self._updates[key]
 
-    def _dense_tables(self, graphs: Sequence[ForwardGraph], rules: Rules) -> dict[str, str]:
+    def _dense_tables(
+        self, graphs: Sequence[ForwardGraph], rules: Rules
+    ) -> dict[str, str]:
         """Returns why tables are updated as dense layers, by their names."""
         reasons = {}
         for graph in graphs:
@@ -169,7 +216,9 @@ class Captures:
                 reasons[name] = line
                 if name in graph.penalties:
                     kind = rules[name][3].kind
-                    reasons[name] = f"{line} is an L2 term over all rows, {_PENALTIES[kind]}"
+                    reasons[name] = (
+                        f"{line} is an L2 term over all rows, {_PENALTIES[kind]}"
+                    )
         return reasons | self._rank_step.dense_tables
 
     def _updated_parameter(
@@ -180,7 +229,9 @@ class Captures:
         values = self._rank_step.optimizers[number].state.get(parameter, {})
         keys = STATES[choice.kind]
         if not values.keys() >= set(keys):
-            raise CannotAdopt(f"{module_line(self._rank_step.model, name)} has not been moved by an eager step yet")
+            raise CannotAdopt(
+                f"{module_line(self._rank_step.model, name)} has not been moved by an eager step yet"
+            )
         state = [StateTensor(number, parameter, key, values[key]) for key in keys]
         tensors = [values[key].detach() for key in keys]
         steps = []
@@ -191,7 +242,9 @@ class Captures:
         if self._rank_step.average is not None:
             tensors.append(self._rank_step.average.of(name).detach())
             choice = dataclasses.replace(choice, averages=True)
-        return UpdatedParameter(name, is_table, False, parameter.detach(), tensors, steps, group, choice), state
+        return UpdatedParameter(
+            name, is_table, False, parameter.detach(), tensors, steps, group, choice
+        ), state
 
     def run(self, update: CapturedUpdate, call: Any) -> list[Any]:
         """Makes the step of a graph, and returns the graph's outputs.
@@ -209,7 +262,9 @@ class Captures:
         inputs = update.source.inputs(call)
         self._prepare(update, inputs)
         self.current = update
-        snapshot = self._verification.snapshot(update, inputs.key, call, after_eager=self.after_eager)
+        snapshot = self._verification.snapshot(
+            update, inputs.key, call, after_eager=self.after_eager
+        )
         if snapshot is not None:
             # Op by op, the step draws the same random numbers as the eager one.
             update.engine.plain = self.draws_random
@@ -226,7 +281,9 @@ class Captures:
             if snapshot is None:
                 raise HalfStepError from error
             snapshot.restore()
-            raise EndOfCaptureError(f"{type(error).__name__}: {first_line(error)}") from error
+            raise EndOfCaptureError(
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
         finally:
             update.engine.plain = False
         if snapshot is not None:
@@ -256,7 +313,11 @@ class Captures:
     def _lag(self, update: CapturedUpdate) -> Lag:
         """Returns the tables that a step updates row by row, with all that is updated as late as they."""
         rows = set(update.step.row_tables)
-        tables = {name: table for name, table in self._rank_step.model.named_parameters() if name in rows}
+        tables = {
+            name: table
+            for name, table in self._rank_step.model.named_parameters()
+            if name in rows
+        }
         table_ids = set(map(id, tables.values()))
         late = []
         for each in update.state:
@@ -272,7 +333,9 @@ class Captures:
         """Ends a captured step, and averages the rest of the weights and buffers."""
         self.after_eager = False
         if self._rank_step.average is not None and self.current is not None:
-            self._rank_step.average.end_step({each.name for each in self.current.source.memory.parameters})
+            self._rank_step.average.end_step(
+                {each.name for each in self.current.source.memory.parameters}
+            )
 
     def settle(self) -> None:
         """Updates rows that no step has read lately."""
@@ -281,7 +344,9 @@ class Captures:
 
     def settling_seconds(self) -> float:
         """Returns the seconds of updating all rows for readers, since the capture."""
-        return sum(update.lag.seconds for update in self._updates.values() if update.unverified)
+        return sum(
+            update.lag.seconds for update in self._updates.values() if update.unverified
+        )
 
     def call_traced(self, call: Callable[..., Any], *args: Any) -> Any:
         """Calls a function that Dynamo guards: meanwhile tables have the class that they had in its trace."""
@@ -294,7 +359,9 @@ class Captures:
         finally:
             current.lag.remark()
 
-    def rows_of(self, graph: ForwardGraph, batch: AnyBatch, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def rows_of(
+        self, graph: ForwardGraph, batch: AnyBatch, tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Returns the rows of dynamic ids of a call, and begins those of new ids anew."""
         ids = self._rank_step.ids
         if ids is None:
@@ -351,11 +418,15 @@ class ForwardTrace:
         selects: whether the forward selects by masks.
     """
 
-    def __init__(self, captures: Captures, rank_step: RankStep, *, selects: bool) -> None:
+    def __init__(
+        self, captures: Captures, rank_step: RankStep, *, selects: bool
+    ) -> None:
         self._captures = captures
         self._autocast = rank_step.autocast
         self._graphs: dict[int, tuple[ForwardGraph, Check, CapturedUpdate]] = {}
-        self._traced = traced_forward(rank_step.loss, weakly(self._take_graph), masks=selects)
+        self._traced = traced_forward(
+            rank_step.loss, weakly(self._take_graph), masks=selects
+        )
 
     def __call__(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Trains on one batch; returns loss and output."""
@@ -363,7 +434,9 @@ class ForwardTrace:
         with self._autocast():
             return self._captures.call_traced(self._traced, *batch.example())  # type: ignore[no-any-return]
 
-    def _take_graph(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Any]]:
+    def _take_graph(
+        self, module: GraphModule, examples: list[Tensor]
+    ) -> Callable[..., Sequence[Any]]:
         """Receives a graph of Dynamo's, and returns the function to call in its place."""
         graph, check = self._captures.graph(module, examples, self._batch)
         self._graphs[graph.number] = graph, check, self._captures.update_of([graph])
@@ -376,7 +449,9 @@ class ForwardTrace:
         return self._captures.run(update, GraphCall(graph, self._batch, tensors, rows))
 
 
-TraceFactory = Callable[[Captures, bool], Trace]  # takes the captured steps, and whether the forward selects by masks
+TraceFactory = Callable[
+    [Captures, bool], Trace
+]  # takes the captured steps, and whether the forward selects by masks
 
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:

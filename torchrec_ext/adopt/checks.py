@@ -33,12 +33,17 @@ _WRAPPERS = {
     "OptimizedModule": "adopt the module that you gave to torch.compile: the step is compiled as a whole",
     "RecursiveScriptModule": "adopt the module that you gave to torch.jit.script",
 }
-_HOOKS = {"_backward_hooks": "backward hook", "_backward_pre_hooks": "backward pre-hook"}
+_HOOKS = {
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+}
 # Hooks on all modules, which no graph of Dynamo's has and no guard sees.
 GLOBAL_HOOKS = [
     hooks
     for name, hooks in vars(torch.nn.modules.module).items()
-    if name.startswith("_global_") and name.endswith("hooks") and isinstance(hooks, dict)
+    if name.startswith("_global_")
+    and name.endswith("hooks")
+    and isinstance(hooks, dict)
 ]
 HOOK_ON_GRADIENT = (
     "has a hook on its gradient, whose Python a captured step would not run; remove it, and write what it does into "
@@ -58,14 +63,18 @@ def check_model(model: nn.Module) -> None:
         if fault:
             raise CannotAdopt(f"{module_line(model, path)} {fault}")
     if any(GLOBAL_HOOKS):
-        raise CannotAdopt("torch has a hook on all modules, whose Python a captured step would not run; remove it")
+        raise CannotAdopt(
+            "torch has a hook on all modules, whose Python a captured step would not run; remove it"
+        )
     for path, parameter in model.named_parameters():
         fault = _fault_of_parameter(parameter)
         if fault:
             raise CannotAdopt(f"{module_line(model, path)} {fault}")
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1:
-        raise CannotAdopt(f"the model is on {' and '.join(sorted(devices))}; put it on one device")
+        raise CannotAdopt(
+            f"the model is on {' and '.join(sorted(devices))}; put it on one device"
+        )
 
 
 def _fault_of_module(module: nn.Module) -> str:
@@ -102,12 +111,19 @@ def _fault_of_parameter(parameter: nn.Parameter) -> str:
             f"is {parameter.dtype}; weights are trained in torch.float32: call model.float(), and give "
             "autocast=lambda: torch.autocast('cpu', torch.bfloat16) to compute in 16 bits"
         )
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+    if parameter._backward_hooks or getattr(
+        parameter, "_post_accumulate_grad_hooks", None
+    ):
         return HOOK_ON_GRADIENT
     return ""
 
 
-_KINDS: dict[type[Optimizer], str] = {Adam: "adam", AdamW: "adam", Adagrad: "adagrad", SGD: "sgd"}
+_KINDS: dict[type[Optimizer], str] = {
+    Adam: "adam",
+    AdamW: "adam",
+    Adagrad: "adagrad",
+    SGD: "sgd",
+}
 STATES = {"adam": ("exp_avg", "exp_avg_sq"), "adagrad": ("sum",), "sgd": ()}
 _REFUSED = {
     "amsgrad": "set amsgrad=False",
@@ -147,7 +163,9 @@ def update_rules(model: nn.Module, optimizers: Sequence[Optimizer]) -> Rules:
                         "adopt(nn.ModuleList([model, other]), ...)"
                     )
                 if name in rules:
-                    raise CannotAdopt(f"{module_line(model, name)} is moved by two optimizers; give it to one")
+                    raise CannotAdopt(
+                        f"{module_line(model, name)} is moved by two optimizers; give it to one"
+                    )
                 rules[name] = number, index, parameter, _choice(kind, group)
     return rules
 
@@ -162,10 +180,16 @@ def _kind(optimizer: Optimizer) -> str:
         raise CannotAdopt(f"the optimizer {name} has no captured form; {instead}")
     hook = hook_of_optimizers([optimizer])
     if hook:
-        raise CannotAdopt(f"{hook}, whose Python a captured step would not run; remove it")
+        raise CannotAdopt(
+            f"{hook}, whose Python a captured step would not run; remove it"
+        )
     # A scheduler of torch's wraps it to count the steps, which it may do.
-    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        raise CannotAdopt(f"{name}.step was replaced by another function, which a captured step would not run")
+    if "step" in vars(optimizer) and not hasattr(
+        optimizer.step, "_wrapped_by_lr_sched"
+    ):
+        raise CannotAdopt(
+            f"{name}.step was replaced by another function, which a captured step would not run"
+        )
     return kind
 
 
@@ -177,7 +201,10 @@ def hook_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
     for optimizer in optimizers:
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             return f"{type(optimizer).__name__} has a step hook"
-    if vars(_OPTIMIZERS)["_global_optimizer_pre_hooks"] or vars(_OPTIMIZERS)["_global_optimizer_post_hooks"]:
+    if (
+        vars(_OPTIMIZERS)["_global_optimizer_pre_hooks"]
+        or vars(_OPTIMIZERS)["_global_optimizer_post_hooks"]
+    ):
         return "torch.optim has a hook on all optimizers"
     return ""
 
@@ -185,12 +212,25 @@ def hook_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
 def _check_settings(optimizer: str, group: Mapping[str, Any]) -> None:
     for setting, remedy in _REFUSED.items():
         if group.get(setting):
-            raise CannotAdopt(f"{optimizer} with {setting}={group[setting]} has no captured form; {remedy}")
+            raise CannotAdopt(
+                f"{optimizer} with {setting}={group[setting]} has no captured form; {remedy}"
+            )
     for setting in ("lr", "betas", "eps", "weight_decay"):
-        if any(isinstance(value, Tensor) for value in pytree.tree_leaves(group.get(setting))):
-            raise CannotAdopt(f"{optimizer} has a tensor for {setting}; give a float, which schedulers change as well")
-    if group["params"] and group["params"][0].is_cuda and (group.get("fused") or group.get("capturable")):
-        raise CannotAdopt(f"{optimizer} is fused or capturable; leave both out: the whole step is captured")
+        if any(
+            isinstance(value, Tensor)
+            for value in pytree.tree_leaves(group.get(setting))
+        ):
+            raise CannotAdopt(
+                f"{optimizer} has a tensor for {setting}; give a float, which schedulers change as well"
+            )
+    if (
+        group["params"]
+        and group["params"][0].is_cuda
+        and (group.get("fused") or group.get("capturable"))
+    ):
+        raise CannotAdopt(
+            f"{optimizer} is fused or capturable; leave both out: the whole step is captured"
+        )
 
 
 def _choice(kind: str, group: Mapping[str, Any]) -> Choice:
@@ -248,12 +288,19 @@ class Changes:
             is_behind: whether rows are behind, so that nobody can have read, copied or loaded the state.
         """
         # Compared in every step; the loop below runs only after somebody may have touched the state.
-        states = [values for optimizer in self._optimizers for values in optimizer.state.values()]
+        states = [
+            values
+            for optimizer in self._optimizers
+            for values in optimizer.state.values()
+        ]
         state_ids = [id(value) for values in states for value in values.values()]
         if is_behind and state_ids == self._state_ids:
             return ""
         for number, parameter, name, tensor in state:
-            if self._optimizers[number].state.get(parameter, {}).get(name) is not tensor:
+            if (
+                self._optimizers[number].state.get(parameter, {}).get(name)
+                is not tensor
+            ):
                 return f"the optimizer's state '{name}'"
         self._state_ids = state_ids
         return ""
@@ -283,7 +330,9 @@ class ForwardWatch(TorchFunctionMode):
         problem: what stands in the way of a captured step; empty if nothing was seen.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], written: Collection[Tensor] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], written: Collection[Tensor] = ()
+    ) -> None:
         super().__init__()
         self.args = args
         self.calls = 0
@@ -293,7 +342,11 @@ class ForwardWatch(TorchFunctionMode):
         self._parameters = list(model.parameters())
         may_change = set(map(id, written))
         # Each tensor counts the writes in place, in _version.
-        self._watched = [each for each in (*self._parameters, *tensor_leaves(args)) if id(each) not in may_change]
+        self._watched = [
+            each
+            for each in (*self._parameters, *tensor_leaves(args))
+            if id(each) not in may_change
+        ]
         self._device = self._parameters[0].device
 
     def __enter__(self) -> ForwardWatch:
@@ -315,7 +368,9 @@ class ForwardWatch(TorchFunctionMode):
                 "into a copy"
             )
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Counts one call."""
         self.calls += 1
         name = getattr(func, "__name__", "")
@@ -336,7 +391,11 @@ def check_arguments(clip_norm: float, compile_: Compile, **counts: int) -> None:
     Raises:
         CannotAdopt: naming the argument.
     """
-    if not (isinstance(clip_norm, int | float) and math.isfinite(clip_norm) and clip_norm >= 0):
+    if not (
+        isinstance(clip_norm, int | float)
+        and math.isfinite(clip_norm)
+        and clip_norm >= 0
+    ):
         raise CannotAdopt(f"clip_norm={clip_norm!r}: must be a number of 0 or more")
     if compile_ not in ("auto", "off", "require"):
         raise CannotAdopt(f"compile={compile_!r}: must be 'auto', 'off' or 'require'")
@@ -361,7 +420,9 @@ def loss_and_output(result: Any) -> tuple[Tensor, Any]:
             "tuple of it and whatever else, such as (loss, {'scores': scores})"
         )
     if loss.numel() != 1:
-        raise CannotAdopt(f"the loss has the shape {tuple(loss.shape)}; return one number, such as its .mean()")
+        raise CannotAdopt(
+            f"the loss has the shape {tuple(loss.shape)}; return one number, such as its .mean()"
+        )
     # backward takes any tensor of one number.
     return (loss.reshape(()) if loss.dim() else loss), output
 

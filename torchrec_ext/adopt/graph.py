@@ -43,7 +43,15 @@ GRAPHS = 16  # states of the user's Python that are traced before those without 
 _NO_LIMIT = 1 << 20  # of Dynamo's own, which logs a page whenever it is met
 _NUMBERS = itertools.count()
 _WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul}
-_ONE = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_ONE = (
+    "input",
+    "weight",
+    "padding_idx",
+    "max_norm",
+    "norm_type",
+    "scale_grad_by_freq",
+    "sparse",
+)
 _BAG = (
     "input",
     "weight",
@@ -86,10 +94,16 @@ def _entries(mask: Tensor) -> int:
 class ConstantMasks(TorchFunctionMode):
     """Has masked_select be traced as index_select, whose size does not depend on values if the mask is a constant."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Calls ``func``, but for masked_select."""
         kwargs = kwargs or {}
-        return _selected(*args, **kwargs) if is_masked_select(func) else func(*args, **kwargs)
+        return (
+            _selected(*args, **kwargs)
+            if is_masked_select(func)
+            else func(*args, **kwargs)
+        )
 
 
 def is_masked_select(func: Any) -> bool:
@@ -105,7 +119,9 @@ def _selected(input: Tensor, mask: Tensor) -> Tensor:  # noqa: A002
     return input.expand(shape).reshape(-1, len(once)).index_select(1, places).flatten()
 
 
-def traced_forward(loss: LossFunction, backend: Backend, *, masks: bool) -> Callable[..., tuple[Tensor, Any]]:
+def traced_forward(
+    loss: LossFunction, backend: Backend, *, masks: bool
+) -> Callable[..., tuple[Tensor, Any]]:
     """Returns the user's function of a batch, which Dynamo traces on its first call and guards on all others.
 
     Args:
@@ -140,8 +156,12 @@ class TracedCall:
     def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
         # Dynamo keeps what it has traced by code object: each caller has one of its own.
         code = function.__code__.replace(co_name=f"adopted_{next(_NUMBERS)}")
-        self._function = FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
-        self._compiled = torch.compile(self._function, backend=backend, fullgraph=True, dynamic=False)
+        self._function = FunctionType(
+            code, function.__globals__, code.co_name, None, function.__closure__
+        )
+        self._compiled = torch.compile(
+            self._function, backend=backend, fullgraph=True, dynamic=False
+        )
         cells = zip(code.co_freevars, self._function.__closure__ or (), strict=True)
         self._closure = {name: cell.cell_contents for name, cell in cells}
         self._calls: dict[CodeType, Callable[..., Any]] = {}
@@ -169,7 +189,11 @@ class TracedCall:
                 return self._call_of(entry.code)(*args)
         try:
             # Anomaly detection reads every gradient's values, which a trace does not have.
-            anomaly = torch.autograd.set_detect_anomaly(False) if torch.is_anomaly_enabled() else nullcontext()
+            anomaly = (
+                torch.autograd.set_detect_anomaly(False)
+                if torch.is_anomaly_enabled()
+                else nullcontext()
+            )
             with self._settings, anomaly, warnings.catch_warnings():
                 # A page about what it cannot trace, which an error says in a line.
                 warnings.filterwarnings("ignore", module=r"torch\._dynamo")
@@ -186,7 +210,9 @@ class TracedCall:
                 self._set(dont_skip_tracing=True)
                 return self(*args)
             if inner is not None:
-                raise CannotAdopt(f"{type(inner).__name__}: {first_line(inner)}") from error
+                raise CannotAdopt(
+                    f"{type(inner).__name__}: {first_line(inner)}"
+                ) from error
             raise untraceable(error) from None
 
     def _values(self, args: tuple[Any, ...]) -> dict[str, Any]:
@@ -200,7 +226,9 @@ class TracedCall:
     def _call_of(self, code: CodeType) -> Callable[..., Any]:
         if code not in self._calls:
             function = self._function
-            self._calls[code] = FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
+            self._calls[code] = FunctionType(
+                code, function.__globals__, code.co_name, None, function.__closure__
+            )
         return self._calls[code]
 
 
@@ -219,7 +247,10 @@ def changed_between_calls() -> str:
         line = _users_line(reasons[-1])
         guard = first_line(ValueError(reasons[-1])).partition(": ")[2]
         # The last name before a comparison: a key, an attribute or a string, of which one group is not empty.
-        names = re.findall(r"(?:\['(\w+)'\]|\.(\w+)|'(\w+)')\)? *(?:==|!=|is |in )", guard.partition("#")[0])
+        names = re.findall(
+            r"(?:\['(\w+)'\]|\.(\w+)|'(\w+)')\)? *(?:==|!=|is |in )",
+            guard.partition("#")[0],
+        )
         if names:
             what = f"'{''.join(names[-1])}'"
     return f"{line}: {what} changes from step to step; give it to the step as a tensor"
@@ -231,7 +262,9 @@ _SKIPPED = re.compile(r"the function `(\w+)` in file `([^`]+)`")
 def _is_of_a_package(file: str) -> bool:
     """Whether a file is neither torch's nor of Python's own library."""
     standard = sysconfig.get_paths()["stdlib"]
-    return is_users_file(file) and ("site-packages" in file or not file.startswith(standard))
+    return is_users_file(file) and (
+        "site-packages" in file or not file.startswith(standard)
+    )
 
 
 _VALUES = (
@@ -272,13 +305,17 @@ def untraceable(error: BaseException) -> CannotAdopt:
     skipped = _SKIPPED.search(text)
     if skipped:
         what = f"it leaves out {skipped[1]}()"
-    return CannotAdopt(f"{line} cannot be traced by torch.compile ({what[:80]}); move it out of the loss and forward")
+    return CannotAdopt(
+        f"{line} cannot be traced by torch.compile ({what[:80]}); move it out of the loss and forward"
+    )
 
 
 def values_needed(line: str) -> str:
     """Says that a line of the user's depends on values, with the remedy."""
     remedy = _REMEDY_OF_VALUES
-    if "torchrec/sparse/jagged_tensor.py" in line:  # which reads how many ids each feature has
+    if (
+        "torchrec/sparse/jagged_tensor.py" in line
+    ):  # which reads how many ids each feature has
         remedy = "make the KeyedJaggedTensor with length_per_key=[...], the numbers of ids of its features"
     return f"{line} depends on values that a step computes; {remedy}"
 
@@ -337,10 +374,16 @@ class ForwardGraph:
     ) -> None:
         self.number = next(_NUMBERS)
         self._module = module
-        self._placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        self._placeholders = [
+            node for node in module.graph.nodes if node.op == "placeholder"
+        ]
         real = real_inputs(module, examples)
         names = {id(parameter): name for name, parameter in trained.items()}
-        leaves = {id(leaf): index for index, leaf in enumerate(batch) if isinstance(leaf, Tensor)}
+        leaves = {
+            id(leaf): index
+            for index, leaf in enumerate(batch)
+            if isinstance(leaf, Tensor)
+        }
         self.parameters: dict[str, int] = {}
         self.of_batch: dict[int, int] = {}
         for index, tensor in enumerate(real):
@@ -356,12 +399,21 @@ class ForwardGraph:
         self.look_ups: dict[str, list[fx.Node]] = {}
         self.matrices: dict[str, str] = {}
         self.penalties: set[str] = set()
-        tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
+        tables = {
+            id(each.weight)
+            for each in model.modules()
+            if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+        }
         for name, index in self.parameters.items():
-            self._look_at_readers(name, self._placeholders[index], id(trained[name]) in tables)
+            self._look_at_readers(
+                name, self._placeholders[index], id(trained[name]) in tables
+            )
         self.masks: dict[int, tuple[str, Tensor]] = {}
         # The inputs that decide how many entries a mask has must stay as they are.
-        changing = {self._placeholders[index] for index in (*self.of_batch, *self.parameters.values())}
+        changing = {
+            self._placeholders[index]
+            for index in (*self.of_batch, *self.parameters.values())
+        }
         for mask in self._calls(the_mask):
             line = _line_of(mask)
             before = _ancestors(mask)
@@ -374,7 +426,11 @@ class ForwardGraph:
         self.raw_ids = self._ids_alone(real) if self.row_nodes else module
         self.reached = self._reached(real)
         # A parameter that the loss does not reach is not updated: it is read where it is, as a buffer is.
-        self.parameters = {name: index for name, index in self.parameters.items() if name in self.reached}
+        self.parameters = {
+            name: index
+            for name, index in self.parameters.items()
+            if name in self.reached
+        }
         results: Any = module.graph.output_node().args[0]
         not_outer = {*self.parameters.values(), *self.of_batch}
         self.outer = [index for index in range(len(real)) if index not in not_outer]
@@ -384,12 +440,18 @@ class ForwardGraph:
         """Returns the nodes of the graph that call a function."""
         return [node for node in self._module.graph.nodes if node.target is function]
 
-    def _check(self, index: int, tensor: Any, model: nn.Module, with_gradient: Collection[int]) -> None:
+    def _check(
+        self, index: int, tensor: Any, model: nn.Module, with_gradient: Collection[int]
+    ) -> None:
         """Refuses an input that is no trained parameter and that a captured step cannot take."""
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        device = next(
+            (parameter.device for parameter in model.parameters()), torch.device("cpu")
+        )
         leaf = self.of_batch.get(index)
         if not isinstance(tensor, Tensor):
-            raise CannotAdopt(f"forward reads a {type(tensor).__name__} that changes; give it as a tensor")
+            raise CannotAdopt(
+                f"forward reads a {type(tensor).__name__} that changes; give it as a tensor"
+            )
         if tensor.device != device or tensor.layout is not torch.strided:
             raise CannotAdopt(
                 f"the step reads a tensor on {tensor.device} of layout {tensor.layout}; give dense ones on {device}"
@@ -412,7 +474,9 @@ class ForwardGraph:
         # Its value would be that of the trace in each step.
         for node in self._module.graph.nodes:
             if node.op == "get_attr":
-                raise CannotAdopt(f"{_line_of(node)} reads a tensor as a constant; make it a buffer of the model")
+                raise CannotAdopt(
+                    f"{_line_of(node)} reads a tensor as a constant; make it a buffer of the model"
+                )
 
     def _look_at_readers(self, name: str, parameter: fx.Node, is_table: bool) -> None:
         """Notes the look-ups of a parameter, and of a table the line that reads it otherwise."""
@@ -437,7 +501,9 @@ class ForwardGraph:
         refused.update(self.row_nodes)
         for node in nodes:
             # Methods such as add_ write in place; names of placeholders may end like that too.
-            if node.op != "placeholder" and (node.target in _WRITES or str(node.target).endswith("_")):
+            if node.op != "placeholder" and (
+                node.target in _WRITES or str(node.target).endswith("_")
+            ):
                 refused.add(node)
         if nodes & refused or self._draws(nodes, real):
             raise CannotAdopt(
@@ -471,8 +537,13 @@ class ForwardGraph:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         # Outside of Dynamo's trace, whose own fake tensors would be mixed with these.
         with torch._guards.tracing(None), mode, torch.enable_grad():
-            copies = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in real]
-            leaves = {name: copies[index].requires_grad_() for name, index in self.parameters.items()}
+            copies = [
+                mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in real
+            ]
+            leaves = {
+                name: copies[index].requires_grad_()
+                for name, index in self.parameters.items()
+            }
             loss, outputs = self.run(copies, {})
             if self._loss is not None:
                 outputs = [loss]
@@ -480,11 +551,19 @@ class ForwardGraph:
             if not roots or not leaves:
                 return set()
             seeds = [torch.ones_like(root) for root in roots]
-            grads = torch.autograd.grad(roots, list(leaves.values()), seeds, allow_unused=True)
-        return {name for name, grad in zip(leaves, grads, strict=True) if grad is not None}
+            grads = torch.autograd.grad(
+                roots, list(leaves.values()), seeds, allow_unused=True
+            )
+        return {
+            name for name, grad in zip(leaves, grads, strict=True) if grad is not None
+        }
 
     def run(
-        self, tensors: Sequence[Any], reading: Mapping[str, Reader], repeated: Any = None, rows: Sequence[Tensor] = ()
+        self,
+        tensors: Sequence[Any],
+        reading: Mapping[str, Reader],
+        repeated: Any = None,
+        rows: Sequence[Tensor] = (),
     ) -> tuple[Tensor, list[Any]]:
         """Runs the graph.
 
@@ -518,7 +597,9 @@ def real_inputs(module: fx.GraphModule, examples: Sequence[Tensor]) -> list[Any]
     return inputs
 
 
-def _arguments(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(
+    node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     names = _ONE if node.target is F.embedding else _BAG
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -556,7 +637,12 @@ def _is_penalty(node: fx.Node, parameter: fx.Node) -> bool:
     rest = [*node.args[1:], *node.kwargs.values()]
     if name == "mul":
         return rest == [parameter]
-    return name.removeprefix("linalg_") in ("pow", "square", "norm", "vector_norm") and rest in ([], [2], ["fro"])
+    return name.removeprefix("linalg_") in (
+        "pow",
+        "square",
+        "norm",
+        "vector_norm",
+    ) and rest in ([], [2], ["fro"])
 
 
 class _Runner(fx.Interpreter):
@@ -583,7 +669,10 @@ class _Runner(fx.Interpreter):
         Raises:
             CannotAdopt: the call depends on values that a step computes.
         """
-        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+        from torch._subclasses.fake_tensor import (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+        )
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
         if n in self._rows:
@@ -593,17 +682,25 @@ class _Runner(fx.Interpreter):
                 args, kwargs = self.fetch_args_kwargs_from_env(n)
                 table = self._reading[self._tables[n]]
                 is_bag = n.target is F.embedding_bag
-                result = look_up(table, _arguments(n, args, kwargs), is_bag, self._repeated)
+                result = look_up(
+                    table, _arguments(n, args, kwargs), is_bag, self._repeated
+                )
             else:
                 result = super().run_node(n)
-        except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode):
+        except (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            GuardOnDataDependentSymNode,
+        ):
             raise CannotAdopt(values_needed(_line_of(n))) from None
         if n.op.startswith("call") and depends_on_values(result):
             raise CannotAdopt(values_needed(_line_of(n)))
         return result
 
 
-def look_up(table: Reader, arguments: Mapping[str, Any], is_bag: bool, repeated: Any) -> Tensor:
+def look_up(
+    table: Reader, arguments: Mapping[str, Any], is_bag: bool, repeated: Any
+) -> Tensor:
     """Computes F.embedding or F.embedding_bag on rows read from a step's table.
 
     Args:
@@ -636,11 +733,15 @@ def look_up(table: Reader, arguments: Mapping[str, Any], is_bag: bool, repeated:
             vectors = _pooled(vectors, once, mode, padding, weights)
         else:
             last = bool(arguments.get("include_last_offset", False))
-            vectors = _pooled_lists(vectors, once, offsets, mode, padding, weights, last)
+            vectors = _pooled_lists(
+                vectors, once, offsets, mode, padding, weights, last
+            )
     return vectors if repeats == 1 else repeated.repeat(vectors, repeats)
 
 
-def _pooled(vectors: Tensor, ids: Tensor, mode: str, padding: int | None, weights: Tensor | None) -> Tensor:
+def _pooled(
+    vectors: Tensor, ids: Tensor, mode: str, padding: int | None, weights: Tensor | None
+) -> Tensor:
     """Returns the bags (B, D) of the vectors (B, L, D) of the ids (B, L)."""
     if weights is not None:
         vectors = vectors * weights[..., None]
@@ -655,14 +756,25 @@ def _pooled(vectors: Tensor, ids: Tensor, mode: str, padding: int | None, weight
 
 
 def _pooled_lists(
-    vectors: Tensor, ids: Tensor, offsets: Tensor, mode: str, padding: int | None, weights: Tensor | None, last: bool
+    vectors: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    mode: str,
+    padding: int | None,
+    weights: Tensor | None,
+    last: bool,
 ) -> Tensor:
     """Returns the bags (B, D) of the vectors (N, D) of the ids (N,), where each bag begins at one of the offsets."""
 
     def bags(rows: Tensor, mode: str, of_each: Tensor | None = None) -> Tensor:
         places = torch.arange(len(rows), device=rows.device)
         return F.embedding_bag(
-            places, rows, offsets.long(), mode=mode, per_sample_weights=of_each, include_last_offset=last
+            places,
+            rows,
+            offsets.long(),
+            mode=mode,
+            per_sample_weights=of_each,
+            include_last_offset=last,
         )
 
     if padding is None:

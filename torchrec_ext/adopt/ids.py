@@ -59,7 +59,9 @@ class StepIds:
         self._place += 1
         return self._rows[self._place - 1]
 
-    def of_graph(self, graph: ForwardGraph, batch: AnyBatch, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def of_graph(
+        self, graph: ForwardGraph, batch: AnyBatch, tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Decides the rows of a captured step, in the order of the look-ups in its graph.
 
         Args:

@@ -41,7 +41,12 @@ class Lag:
         reader: the line of the user's that last caused it; empty before.
     """
 
-    def __init__(self, memory: StepMemory, tables: dict[str, nn.Parameter], others: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        memory: StepMemory,
+        tables: dict[str, nn.Parameter],
+        others: Sequence[Tensor],
+    ) -> None:
         self.active = False
         self.seconds = 0.0
         self.count = 0
@@ -52,7 +57,9 @@ class Lag:
         self._lock = threading.RLock()
         self._names = {id(parameter): name for name, parameter in tables.items()}
         self._tables = [weakref.ref(parameter) for parameter in tables.values()]
-        self._tensors: list[weakref.ref[Tensor]] = [weakref.ref(each) for each in (*tables.values(), *others)]
+        self._tensors: list[weakref.ref[Tensor]] = [
+            weakref.ref(each) for each in (*tables.values(), *others)
+        ]
         self._storages = [_storage(parameter) for parameter in tables.values()]
         _LIVE.add(self)
 
@@ -72,7 +79,11 @@ class Lag:
             tensor = reference()
             if tensor is not None:
                 tensor.__dict__["_lag"] = self
-                tensor.__class__ = _LaggingParameter if isinstance(tensor, nn.Parameter) else _LaggingTensor
+                tensor.__class__ = (
+                    _LaggingParameter
+                    if isinstance(tensor, nn.Parameter)
+                    else _LaggingTensor
+                )
         self.active = True
 
     def holder(self) -> str:
@@ -112,7 +123,9 @@ class Lag:
         for reference in self._tensors:
             tensor = reference()
             if tensor is not None:
-                tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+                tensor.__class__ = (
+                    nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+                )
                 tensor.__dict__.pop("_lag", None)
         self.active = False
 
@@ -194,7 +207,9 @@ class ReaderCost:
     is_often: bool
 
 
-def reader_cost(lag: Lag, steps: int, policy: CapturePolicy, *, has_row_tables: bool) -> ReaderCost | None:
+def reader_cost(
+    lag: Lag, steps: int, policy: CapturePolicy, *, has_row_tables: bool
+) -> ReaderCost | None:
     """Returns the cost of readers in the last ``steps`` steps, or None if captured steps are faster in spite of it.
 
     Updating all rows may be most of a step, and takes longer than to move the table as a dense layer.
@@ -214,7 +229,9 @@ def reader_cost(lag: Lag, steps: int, policy: CapturePolicy, *, has_row_tables: 
     cause = lag.reader
     name = lag.holder()
     if name:
-        cause = f"the memory of '{name}' is held by a kept .data, state_dict or numpy array"
+        cause = (
+            f"the memory of '{name}' is held by a kept .data, state_dict or numpy array"
+        )
     text = (
         f"{cause}: all rows are updated after each step for it, {1e3 * step_s:.3g} ms a step with them, eager "
         f"{1e3 * policy.eager_s:.3g} ms"
@@ -243,10 +260,14 @@ def _users_of(tensor: Tensor) -> int:
         return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
-def _caught_up_first(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _caught_up_first(
+    cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
     """Updates the rows that are behind, and then calls ``func``; the ``__torch_function__`` of marked tensors."""
     # A write of whole rows, as of dynamic ids that begin anew, updates these rows alone.
-    is_write = func is Tensor.__setitem__ and isinstance(args[0], _LaggingParameter | _LaggingTensor)
+    is_write = func is Tensor.__setitem__ and isinstance(
+        args[0], _LaggingParameter | _LaggingTensor
+    )
     if is_write and args[0].__dict__["_lag"].write_rows(*args):
         return None
     catch_up((args, kwargs))

@@ -74,10 +74,14 @@ class RowsOnDevice:
         self.tensors = [tensor.to(device) for tensor in rows.tensors.values()]
         self.examples: dict[Any, tuple[Any, ...]] = {}
 
-    def assemble(self, tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Any, ...]:
+    def assemble(
+        self, tensors: Sequence[Tensor], parts: Sequence[Tensor]
+    ) -> tuple[Any, ...]:
         """Makes a batch of the tensors, and of the indices and draws of a step."""
         draws = parts[1] if len(parts) > 1 else None
-        return self.rows.assemble(parts[0], draws, dict(zip(self.names, tensors, strict=True)))
+        return self.rows.assemble(
+            parts[0], draws, dict(zip(self.names, tensors, strict=True))
+        )
 
 
 class DrawnBatch(NamedTuple):
@@ -124,7 +128,9 @@ class GraphCall(NamedTuple):
         return [self.tensors[index].detach() for index in self.graph.outer]
 
 
-def graph_inputs(graph: ForwardGraph, batch: AnyBatch, tensors: Sequence[Tensor]) -> list[Tensor]:
+def graph_inputs(
+    graph: ForwardGraph, batch: AnyBatch, tensors: Sequence[Tensor]
+) -> list[Tensor]:
     """Returns the inputs of a graph; Dynamo found those of some batch if this one is made inside the step."""
     inputs = list(tensors)
     if isinstance(batch, DrawnBatch):
@@ -231,11 +237,17 @@ class AdoptedSource(StepSource):
         """Makes a captured step; returns the loss, (), and the outputs of the graph."""
         return step(inputs)
 
-    def run(self, tensors: dict[str, Tensor], values: _Values) -> tuple[Tensor, list[Any]]:
+    def run(
+        self, tensors: dict[str, Tensor], values: _Values
+    ) -> tuple[Tensor, list[Any]]:
         """Runs a graph on ``tensors`` in place of the model's; returns its loss and its outputs."""
         graph = values.graph
-        weights = {parameter.name: parameter.weight for parameter in self.memory.parameters} | tensors
-        inputs = values.tensors | {index: weights[name] for name, index in graph.parameters.items()}
+        weights = {
+            parameter.name: parameter.weight for parameter in self.memory.parameters
+        } | tensors
+        inputs = values.tensors | {
+            index: weights[name] for name, index in graph.parameters.items()
+        }
         in_order = [inputs[index] for index in range(len(inputs))]
         with values.repeated:
             return graph.run(in_order, self.reading, values.repeated, values.rows)
@@ -248,7 +260,9 @@ class AdoptedSource(StepSource):
         resident = list(map(mode.from_tensor, inputs.resident))
         tensors = list(map(mode.from_tensor, inputs.tensors))
         with torch._guards.tracing(None), mode:
-            return super().look_ups(dataclasses.replace(inputs, resident=resident, tensors=tensors))
+            return super().look_ups(
+                dataclasses.replace(inputs, resident=resident, tensors=tensors)
+            )
 
     def no_gradient(self, names: Sequence[str]) -> None:
         """Refuses a capture if a parameter that eager steps updated gets no gradient.
@@ -358,11 +372,15 @@ class RepeatedRows(TorchFunctionMode):
         if id(matrix) not in self._repeated_columns:
             return []
         known_matrix, version, columns = self._repeated_columns[id(matrix)]
-        if known_matrix._version != version or any(c.rows._version != c.version for c in columns):
+        if known_matrix._version != version or any(
+            c.rows._version != c.version for c in columns
+        ):
             return []
         return columns
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Calls ``func``, but for a layer on repeated rows."""
         kwargs = kwargs or {}
         if func is F.linear and len(args) > 1 and args[1].dim() == 2:
@@ -376,9 +394,13 @@ class RepeatedRows(TorchFunctionMode):
             self._note_concatenation(result, *args, **kwargs)
         return result
 
-    def _note_concatenation(self, result: Any, tensors: Sequence[Any], dim: int = 0, **_: Any) -> None:
+    def _note_concatenation(
+        self, result: Any, tensors: Sequence[Any], dim: int = 0, **_: Any
+    ) -> None:
         """Follows repeated columns into a matrix of several matrices beside each other."""
-        if dim not in (1, -1) or not all(isinstance(each, Tensor) and each.dim() == 2 for each in tensors):
+        if dim not in (1, -1) or not all(
+            isinstance(each, Tensor) and each.dim() == 2 for each in tensors
+        ):
             return
         columns: list[_Columns] = []
         for each in tensors:
@@ -386,7 +408,9 @@ class RepeatedRows(TorchFunctionMode):
         if any(column.repeats > 1 for column in columns):
             self._note(result, columns)
 
-    def _linear(self, columns: list[_Columns], weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _linear(
+        self, columns: list[_Columns], weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         """Returns the layer's output (B, m), each repeated row multiplied once; the bias is added once."""
         blocks = torch.split(weight, [column.rows.shape[1] for column in columns], 1)
         total = bias

@@ -26,7 +26,12 @@ from torch.optim.swa_utils import AveragedModel
 from torchrec_ext.adopt.average import StepAverage
 from torchrec_ext.adopt.captures import Captures, ForwardTrace, Trace, TraceFactory
 from torchrec_ext.adopt.checks import Changes, ForwardWatch, check_arguments
-from torchrec_ext.adopt.errors import CannotAdopt, EndOfCaptureError, HalfStepError, TensorChangedError
+from torchrec_ext.adopt.errors import (
+    CannotAdopt,
+    EndOfCaptureError,
+    HalfStepError,
+    TensorChangedError,
+)
 from torchrec_ext.adopt.graph import GRAPHS, LossFunction, OneGraphTooMany
 from torchrec_ext.adopt.ids import StepIds
 from torchrec_ext.adopt.lag import catch_up, reader_cost
@@ -98,18 +103,30 @@ def adopt(
         'eager so far (1 step)'
     """
     if not isinstance(model, nn.Module):
-        raise CannotAdopt(f"model is a {type(model).__name__}; give an nn.Module, several in an nn.ModuleList")
+        raise CannotAdopt(
+            f"model is a {type(model).__name__}; give an nn.Module, several in an nn.ModuleList"
+        )
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     for each in optimizers:
         if not isinstance(each, Optimizer):
-            raise CannotAdopt(f"optimizer is a {type(each).__name__}; give a torch.optim.Optimizer or several")
+            raise CannotAdopt(
+                f"optimizer is a {type(each).__name__}; give a torch.optim.Optimizer or several"
+            )
     if not optimizers:
-        raise CannotAdopt("there is no optimizer; give a torch.optim.Optimizer or several")
+        raise CannotAdopt(
+            "there is no optimizer; give a torch.optim.Optimizer or several"
+        )
     if not callable(loss):
-        raise CannotAdopt(f"loss is a {type(loss).__name__}; give a function from a batch to the loss")
+        raise CannotAdopt(
+            f"loss is a {type(loss).__name__}; give a function from a batch to the loss"
+        )
     check_arguments(clip_norm, compile, verify=verify, patience=patience)
     for name, module in model.named_modules():
-        if clip_norm and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        if (
+            clip_norm
+            and isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.sparse
+        ):
             path = f"{name}.weight".lstrip(".")
             raise CannotAdopt(
                 f"clip_norm={clip_norm:g}: the gradient of {module_line(model, path)} is sparse, and "
@@ -117,12 +134,16 @@ def adopt(
             )
     step_average = None if average is None else StepAverage(average, model)
     step_ids = None if ids is None else _step_ids(ids, model, optimizers, average)
-    user_step = UserStep(model, optimizers, loss, autocast, float(clip_norm), step_average, step_ids)
+    user_step = UserStep(
+        model, optimizers, loss, autocast, float(clip_norm), step_average, step_ids
+    )
 
     def trace(captures: Captures, selects: bool) -> ForwardTrace:
         return ForwardTrace(captures, user_step, selects=selects)
 
-    return AdoptedStep(user_step, trace, rows=rows, compile_=compile, verify=verify, patience=patience)
+    return AdoptedStep(
+        user_step, trace, rows=rows, compile_=compile, verify=verify, patience=patience
+    )
 
 
 def _step_ids(
@@ -140,7 +161,11 @@ def _step_ids(
             "ids= on several ranks: local SGD would average rows of ids that begin anew; train on one process, or with "
             "DynamicIdLoader and hybrid_parallel"
         )
-    embeddings = ids if isinstance(ids, DynamicEmbeddings) else DynamicEmbeddings(model, optimizers, ids)
+    embeddings = (
+        ids
+        if isinstance(ids, DynamicEmbeddings)
+        else DynamicEmbeddings(model, optimizers, ids)
+    )
     return StepIds(embeddings)
 
 
@@ -195,7 +220,9 @@ class AdoptedStep:
         """Begins to watch eager steps, before the first step and after a change of the model."""
         self._policy.restart()
         self._verification = Verification(self._rank_step, self._policy, self._verify)
-        self._captures = Captures(self._rank_step, self._verification, self._policy.patience)
+        self._captures = Captures(
+            self._rank_step, self._verification, self._policy.patience
+        )
         self._watch = EagerWatch(self._rank_step, self._policy)
         self._trace: Trace | None = None
         self._too_many = 0
@@ -227,7 +254,9 @@ class AdoptedStep:
         """
         rows = self._rows if rows is None else rows
         if rows is None:
-            raise CannotAdopt("epoch() has no rows; give adopt(..., rows=Rows.of(dataset, batch_size))")
+            raise CannotAdopt(
+                "epoch() has no rows; give adopt(..., rows=Rows.of(dataset, batch_size))"
+            )
         if self._resident is None or self._resident.rows is not rows:
             self._resident = RowsOnDevice(rows, self._rank_step.device)
         for step in rows.steps():
@@ -249,7 +278,9 @@ class AdoptedStep:
         if self._trace is not None:
             return self._captured(self._trace, batch)
         # The second eager step is observed, so it comes before a capture.
-        if len(self._policy.eager_seconds) >= 2 and self._rank_step.captures_now(is_due=self.capture_is_due):
+        if len(self._policy.eager_seconds) >= 2 and self._rank_step.captures_now(
+            is_due=self.capture_is_due
+        ):
             try:
                 trace = self._begin_capture()
             except CannotCaptureError as error:
@@ -281,9 +312,16 @@ class AdoptedStep:
             return f"eager: {self._policy.reason}"
         if current is None:
             steps = self._rank_step.number
-            return "eager so far (1 step)" if steps == 1 else f"eager so far ({steps} steps)"
+            return (
+                "eager so far (1 step)"
+                if steps == 1
+                else f"eager so far ({steps} steps)"
+            )
         ways = [f"captured since step {self._policy.since:,}", current.step.describe()]
-        ways += [f"as a dense layer: {name} ({why})" for name, why in current.dense_tables.items()]
+        ways += [
+            f"as a dense layer: {name} ({why})"
+            for name, why in current.dense_tables.items()
+        ]
         return "; ".join(filter(None, ways))
 
     def figures(self) -> dict[str, float]:
@@ -314,7 +352,9 @@ class AdoptedStep:
         policy = self._policy
         change = self._changes.ending()
         if change:
-            self._stay_eager(CannotAdopt(f"{change} has changed at step {self._rank_step.number:,}"))
+            self._stay_eager(
+                CannotAdopt(f"{change} has changed at step {self._rank_step.number:,}")
+            )
             return self._rank_step.eager(batch)
         current = self._captures.current
         if current is not None:
@@ -348,7 +388,9 @@ class AdoptedStep:
             self._check_pace()
         return loss, output
 
-    def _compared(self, captured: StepComparison, batch: AnyBatch) -> tuple[Tensor, Any]:
+    def _compared(
+        self, captured: StepComparison, batch: AnyBatch
+    ) -> tuple[Tensor, Any]:
         """Makes the eager step in place of a captured one, and gives the capture up if the two differ."""
         eager, difference = self._verification.compare(captured, batch)
         self._captures.after_eager = True
@@ -362,9 +404,13 @@ class AdoptedStep:
         self.settle()
         self._restarts += 1
         if self._restarts > RESTARTS:
-            self._stay_eager(CannotAdopt(f"{changed} has changed at step {self._rank_step.number:,}"))
+            self._stay_eager(
+                CannotAdopt(f"{changed} has changed at step {self._rank_step.number:,}")
+            )
             return self._rank_step.eager(batch)
-        self._rank_step.say(f"{changed} has changed: eager steps again, until a capture pays")
+        self._rank_step.say(
+            f"{changed} has changed: eager steps again, until a capture pays"
+        )
         self._begin()
         self._check()
         result = self._rank_step.eager(batch)
@@ -372,14 +418,19 @@ class AdoptedStep:
         self._policy.eager_seconds.append(0.0)
         return result
 
-    def _instead(self, error: CannotCaptureError, batch: AnyBatch) -> tuple[Tensor, Any]:
+    def _instead(
+        self, error: CannotCaptureError, batch: AnyBatch
+    ) -> tuple[Tensor, Any]:
         """Makes the eager step on a batch for which there is no captured one."""
         self.settle()
         is_rare = isinstance(error, RareShapeError)
         # Before the first capture an error is of the step, and later of one kind of batch.
         self._too_many += isinstance(error, OneGraphTooMany)
         has_ended = isinstance(error, EndOfCaptureError) or self._too_many > GRAPHS
-        if has_ended or (not is_rare and (self._captures.is_empty or self._policy.compile == "require")):
+        if has_ended or (
+            not is_rare
+            and (self._captures.is_empty or self._policy.compile == "require")
+        ):
             self._stay_eager(error)
         elif not is_rare:
             self._policy.note(f"batches of one kind stay eager: {error}")
@@ -421,13 +472,19 @@ class AdoptedStep:
         """Updates tables whole if readers make that faster, and goes back to eager steps if these are fastest."""
         current, policy = self._captures.current, self._policy
         assert current is not None
-        cost = reader_cost(current.lag, _PACE, policy, has_row_tables=bool(current.step.row_tables))
+        cost = reader_cost(
+            current.lag, _PACE, policy, has_row_tables=bool(current.step.row_tables)
+        )
         if cost is None:
             return
         if cost.is_often:
             reason = f"all of it is read after each step, {cost.cause}"
-            self._rank_step.dense_tables |= dict.fromkeys(current.step.row_tables, reason)
-            self._rank_step.say(f"{cost.text}; tables are moved whole from the next capture on")
+            self._rank_step.dense_tables |= dict.fromkeys(
+                current.step.row_tables, reason
+            )
+            self._rank_step.say(
+                f"{cost.text}; tables are moved whole from the next capture on"
+            )
             self.settle()
             self._begin()
         elif policy.compile == "auto":
@@ -485,8 +542,15 @@ class EagerWatch:
         result = rank_step.eager(batch)
         policy.eager_seconds.append(rank_step.now() - start)
         # A run may end before the capture, so it says when that will be.
-        if policy.compile == "auto" and len(policy.eager_seconds) == policy.steps_to_watch:
-            first = two_digits(rank_step.number - policy.steps_to_watch + self._capture_s / policy.eager_s)
+        if (
+            policy.compile == "auto"
+            and len(policy.eager_seconds) == policy.steps_to_watch
+        ):
+            first = two_digits(
+                rank_step.number
+                - policy.steps_to_watch
+                + self._capture_s / policy.eager_s
+            )
             rank_step.say(
                 f"eager steps take {1e3 * policy.eager_s:.3g} ms, optimizer included; graph capture (about "
                 f"{self._capture_s:.0f} s) starts near step {first:,}. compile='require' captures at step 3, "
@@ -497,7 +561,9 @@ class EagerWatch:
     def _observed(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         args = batch.args()
         ids = self._rank_step.ids
-        watch = ForwardWatch(self._rank_step.model, args, () if ids is None else ids.weights)
+        watch = ForwardWatch(
+            self._rank_step.model, args, () if ids is None else ids.weights
+        )
         result = self._rank_step.eager(GivenBatch(args), watch)
         seconds = self._policy.eager_seconds
         # The watch takes time, so this step is not timed.
@@ -509,7 +575,9 @@ class EagerWatch:
         return result
 
 
-def _figures(policy: CapturePolicy, captures: Captures, number: int) -> dict[str, float]:
+def _figures(
+    policy: CapturePolicy, captures: Captures, number: int
+) -> dict[str, float]:
     """Returns the seconds of :meth:`AdoptedStep.figures` at the step of a number."""
     figures = {}
     if captures.seconds:

@@ -17,8 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_configs import (
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.adopt.errors import CannotAdopt
@@ -28,7 +35,13 @@ from torchrec_ext.observe.user_lines import raising_line, user_line
 
 _LINE = "user_line"  # in the meta of a node
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
-_IN_PLACE = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv}
+_IN_PLACE = {
+    operator.setitem,
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+}
 _POOLING = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 
 
@@ -61,12 +74,16 @@ class HoistedTables(nn.Module):
         tables: weight and pooling by name of a table; the pooling of an nn.Embedding is "".
     """
 
-    def __init__(self, lookups: Sequence[_LookUp], tables: Mapping[str, tuple[nn.Parameter, str]]) -> None:
+    def __init__(
+        self, lookups: Sequence[_LookUp], tables: Mapping[str, tuple[nn.Parameter, str]]
+    ) -> None:
         super().__init__()
         self._lookups = list(lookups)
         features: dict[str, dict[str, list[str]]] = {}
         for each in lookups:
-            features.setdefault(each.collection, {}).setdefault(each.table, []).append(each.feature)
+            features.setdefault(each.collection, {}).setdefault(each.table, []).append(
+                each.feature
+            )
         for collection, features_of_tables in features.items():
             self.add_module(collection, _collection(features_of_tables, tables))
 
@@ -80,24 +97,38 @@ class HoistedTables(nn.Module):
         results: dict[str, Any] = {}
         # All collections are asked before the first is waited for: a sharded one answers when it is read.
         for name, collection in self.named_children():
-            members = [pair for pair in zip(self._lookups, ids, strict=True) if pair[0].collection == name]
+            members = [
+                pair
+                for pair in zip(self._lookups, ids, strict=True)
+                if pair[0].collection == name
+            ]
             results[name] = collection(_jagged(members))
         if "bags" in results:
             results["bags"] = results["bags"].to_dict()
         rows = []
         for each, shaped_ids in zip(self._lookups, ids, strict=True):
             result = results[each.collection][each.feature]
-            rows.append(result if each.collection == "bags" else result.values().view(*shaped_ids.shape, -1))
+            rows.append(
+                result
+                if each.collection == "bags"
+                else result.values().view(*shaped_ids.shape, -1)
+            )
         return tuple(rows)
 
 
-def _collection(features: Mapping[str, list[str]], tables: Mapping[str, tuple[nn.Parameter, str]]) -> nn.Module:
+def _collection(
+    features: Mapping[str, list[str]], tables: Mapping[str, tuple[nn.Parameter, str]]
+) -> nn.Module:
     """Returns a collection of tables whose memory is the user's."""
     configs: list[Any] = []
     for name, names in features.items():
         weight, pooling = tables[name]
         rows, columns = weight.shape
-        config: dict[str, Any] = {"num_embeddings": rows, "embedding_dim": columns, "name": name}
+        config: dict[str, Any] = {
+            "num_embeddings": rows,
+            "embedding_dim": columns,
+            "name": name,
+        }
         # A weight that has no memory is drawn as nn.Embedding draws it.
         config["init_fn"] = nn.init.normal_ if weight.is_meta else GivenRows(weight)
         if pooling:
@@ -140,9 +171,15 @@ def _jagged(members: Sequence[tuple[_LookUp, Tensor]]) -> KeyedJaggedTensor:
                 raise IndexError(
                     f"table '{each.table}': ids from {int(least)} to {int(most)}, must be 0 to {each.rows - 1}"
                 )
-        lengths.append(torch.full((size,), ids[:1].numel(), dtype=torch.int64, device=ids.device))
+        lengths.append(
+            torch.full((size,), ids[:1].numel(), dtype=torch.int64, device=ids.device)
+        )
         values.append(ids.reshape(-1))
-    return KeyedJaggedTensor([each.feature for each, _ in members], torch.cat(values), lengths=torch.cat(lengths))
+    return KeyedJaggedTensor(
+        [each.feature for each, _ in members],
+        torch.cat(values),
+        lengths=torch.cat(lengths),
+    )
 
 
 def adopt_tables(model: nn.Module) -> nn.Module:
@@ -168,7 +205,11 @@ def adopt_tables(model: nn.Module) -> nn.Module:
         >>> torch.equal(adopted(ids), model(ids)), [name for name, _ in adopted.tables.named_children()]
         (True, ['rows_4'])
     """
-    modules = {path: module for path, module in model.named_modules() if isinstance(module, _TABLES)}
+    modules = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, _TABLES)
+    }
     if not modules:
         raise CannotAdopt(
             f"{type(model).__name__} has no nn.Embedding and no nn.EmbeddingBag: there is no table to move"
@@ -176,7 +217,11 @@ def adopt_tables(model: nn.Module) -> nn.Module:
     for path, table in modules.items():
         _refuse_table(path, table)
     graph = _trace(model)
-    nodes = [node for node in graph.nodes if node.op == "call_module" and node.target in modules]
+    nodes = [
+        node
+        for node in graph.nodes
+        if node.op == "call_module" and node.target in modules
+    ]
     _refuse_unread(graph, modules, nodes)
     ids = [_ids_of(node, modules) for node in nodes]
     names = _names(modules)
@@ -194,10 +239,21 @@ def adopt_tables(model: nn.Module) -> nn.Module:
             )
         count = sum(each.table == name for each in lookups)
         collection = "bags" if pooling else f"rows_{weight.shape[1]}"
-        lookups.append(_LookUp(table=name, feature=f"{name}_{count}", rows=len(weight), collection=collection))
+        lookups.append(
+            _LookUp(
+                table=name,
+                feature=f"{name}_{count}",
+                rows=len(weight),
+                collection=collection,
+            )
+        )
     hoisted = _hoist(graph, nodes, ids)
-    paths = {node.target for node in hoisted.nodes if node.op in ("call_module", "get_attr")}
-    root: dict[str, Any] = {path: operator.attrgetter(path)(model) for path in sorted(paths - {"tables"})}
+    paths = {
+        node.target for node in hoisted.nodes if node.op in ("call_module", "get_attr")
+    }
+    root: dict[str, Any] = {
+        path: operator.attrgetter(path)(model) for path in sorted(paths - {"tables"})
+    }
     root["tables"] = HoistedTables(lookups, tables)
     adopted = fx.GraphModule(root, hoisted, type(model).__name__)
     adopted.training = model.training
@@ -205,20 +261,53 @@ def adopt_tables(model: nn.Module) -> nn.Module:
 
 
 def _refuse_table(path: str, table: nn.Embedding | nn.EmbeddingBag) -> None:
-    own_forward = type(table).forward not in (nn.Embedding.forward, nn.EmbeddingBag.forward)
+    own_forward = type(table).forward not in (
+        nn.Embedding.forward,
+        nn.EmbeddingBag.forward,
+    )
     refused = [
-        (table.padding_idx is not None, f"padding_idx={table.padding_idx}", "mask its rows in forward"),
-        (table.max_norm is not None, f"max_norm={table.max_norm}", "normalise the rows in forward"),
+        (
+            table.padding_idx is not None,
+            f"padding_idx={table.padding_idx}",
+            "mask its rows in forward",
+        ),
+        (
+            table.max_norm is not None,
+            f"max_norm={table.max_norm}",
+            "normalise the rows in forward",
+        ),
         (table.scale_grad_by_freq, "scale_grad_by_freq=True", "leave it out"),
-        (getattr(table, "mode", "") == "max", "mode='max'", "take nn.Embedding and amax in forward"),
-        (not table.weight.requires_grad, "a frozen weight", "make it a buffer of a module of your own"),
-        (table.weight.dtype != torch.float32, f"a {table.weight.dtype} weight", "call float() first"),
-        (own_forward, "a forward of its own", "put what it does beside the look-up into another module"),
-        (table._forward_hooks or table._forward_pre_hooks, "hooks", "put them on another module"),
+        (
+            getattr(table, "mode", "") == "max",
+            "mode='max'",
+            "take nn.Embedding and amax in forward",
+        ),
+        (
+            not table.weight.requires_grad,
+            "a frozen weight",
+            "make it a buffer of a module of your own",
+        ),
+        (
+            table.weight.dtype != torch.float32,
+            f"a {table.weight.dtype} weight",
+            "call float() first",
+        ),
+        (
+            own_forward,
+            "a forward of its own",
+            "put what it does beside the look-up into another module",
+        ),
+        (
+            table._forward_hooks or table._forward_pre_hooks,
+            "hooks",
+            "put them on another module",
+        ),
     ]
     for is_refused, what, remedy in refused:
         if is_refused:
-            raise CannotAdopt(f"table '{path}' has {what}, which TorchRec's collections do not have: {remedy}")
+            raise CannotAdopt(
+                f"table '{path}' has {what}, which TorchRec's collections do not have: {remedy}"
+            )
 
 
 class _Tracer(fx.Tracer):
@@ -264,7 +353,9 @@ def _trace(model: nn.Module) -> fx.Graph:
             module.training = training
     changed = changed_attribute(before, python_attributes(model))
     if changed is not None:
-        raise CannotAdopt(f"forward sets the attribute '{changed}', which torch.fx would fix: make it a buffer")
+        raise CannotAdopt(
+            f"forward sets the attribute '{changed}', which torch.fx would fix: make it a buffer"
+        )
     for first, second in zip(graphs[0].nodes, graphs[1].nodes, strict=False):
         if first.format_node() != second.format_node():
             raise CannotAdopt(
@@ -272,7 +363,9 @@ def _trace(model: nn.Module) -> fx.Graph:
                 "training=?); take modules, as nn.Dropout"
             )
     if len(graphs[0].nodes) != len(graphs[1].nodes):
-        raise CannotAdopt("forward has other operations in train and in eval mode, of which torch.fx would fix one")
+        raise CannotAdopt(
+            "forward has other operations in train and in eval mode, of which torch.fx would fix one"
+        )
     return graphs[0]
 
 
@@ -280,7 +373,9 @@ def _line(node: fx.Node) -> str:
     return str(node.meta[_LINE])
 
 
-def _refuse_unread(graph: fx.Graph, modules: Mapping[str, nn.Module], nodes: Sequence[fx.Node]) -> None:
+def _refuse_unread(
+    graph: fx.Graph, modules: Mapping[str, nn.Module], nodes: Sequence[fx.Node]
+) -> None:
     """Refuses weights that forward reads as a matrix, and tables without a look-up."""
     called = {id(modules[str(node.target)].weight) for node in nodes}
     weights = {f"{path}.weight": path for path in modules}
@@ -292,7 +387,9 @@ def _refuse_unread(graph: fx.Graph, modules: Mapping[str, nn.Module], nodes: Seq
             )
     for path, table in modules.items():
         if id(table.weight) not in called:
-            raise CannotAdopt(f"table '{path}' is not looked up by forward: remove it, or look it up")
+            raise CannotAdopt(
+                f"table '{path}' is not looked up by forward: remove it, or look it up"
+            )
 
 
 def _ids_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> fx.Node:
@@ -301,7 +398,11 @@ def _ids_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> fx.Node:
     arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     for name in names[1:]:
         if arguments.get(name) is not None:
-            more = ", and weigh the rows of an nn.Embedding in forward" if name == "per_sample_weights" else ""
+            more = (
+                ", and weigh the rows of an nn.Embedding in forward"
+                if name == "per_sample_weights"
+                else ""
+            )
             raise CannotAdopt(
                 f"{_line(node)}: table '{node.target}' is looked up with {name}: give ids as (B, L){more}"
             )
@@ -324,7 +425,9 @@ def _names(modules: Mapping[str, Any]) -> dict[int, str]:
     return names
 
 
-def _hoist(graph: fx.Graph, nodes: Sequence[fx.Node], ids: Sequence[fx.Node]) -> fx.Graph:
+def _hoist(
+    graph: fx.Graph, nodes: Sequence[fx.Node], ids: Sequence[fx.Node]
+) -> fx.Graph:
     """Returns the graph with one call in place of all look-ups, behind the last of their ids."""
     # All look-ups stand behind the last of their ids: whatever needs a row comes later.
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -334,8 +437,12 @@ def _hoist(graph: fx.Graph, nodes: Sequence[fx.Node], ids: Sequence[fx.Node]) ->
     for node in graph.nodes:
         if not later.isdisjoint(node.all_input_nodes):
             later.add(node)
-        in_place = node.op == "call_method" and re.fullmatch(r"[a-z]\w*[a-z0-9]_", str(node.target))
-        if order[node] <= end and (in_place or node.target in _IN_PLACE or "out" in node.kwargs):
+        in_place = node.op == "call_method" and re.fullmatch(
+            r"[a-z]\w*[a-z0-9]_", str(node.target)
+        )
+        if order[node] <= end and (
+            in_place or node.target in _IN_PLACE or "out" in node.kwargs
+        ):
             raise CannotAdopt(
                 f"{_line(node)}: forward changes a tensor in place before its last look-up, which is then another "
                 "order: write the result to a new name"

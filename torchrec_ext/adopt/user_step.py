@@ -19,7 +19,12 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from torchrec_ext.adopt.average import StepAverage
-from torchrec_ext.adopt.checks import ForwardWatch, check_model, loss_and_output, update_rules
+from torchrec_ext.adopt.checks import (
+    ForwardWatch,
+    check_model,
+    loss_and_output,
+    update_rules,
+)
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.graph import LossFunction
 from torchrec_ext.adopt.ids import StepIds
@@ -65,7 +70,9 @@ class RankStep(ABC):
         self.loss = loss
         self.autocast = autocast
         # check() refuses a model on several devices.
-        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.device = next(
+            (parameter.device for parameter in model.parameters()), torch.device("cpu")
+        )
         self.dense_tables: dict[str, str] = {}
 
     def begin_step(self) -> None:
@@ -81,7 +88,9 @@ class RankStep(ABC):
         engine_for(self.device)
 
     @abstractmethod
-    def eager(self, batch: AnyBatch, watch: ForwardWatch | None = None) -> tuple[Tensor, Any]:
+    def eager(
+        self, batch: AnyBatch, watch: ForwardWatch | None = None
+    ) -> tuple[Tensor, Any]:
         """Makes the step by the user's own code; ``watch`` surrounds its forward."""
 
     @abstractmethod
@@ -134,7 +143,11 @@ class RankStep(ABC):
         """Returns the dtype of the forward under autocast, or None without autocast."""
         kind = self.device.type
         with self.autocast():
-            return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            return (
+                torch.get_autocast_dtype(kind)
+                if torch.is_autocast_enabled(kind)
+                else None
+            )
 
 
 class UserStep(RankStep):
@@ -176,7 +189,9 @@ class UserStep(RankStep):
         if self.average is not None:
             self.average.check()
 
-    def eager(self, batch: AnyBatch, watch: ForwardWatch | None = None) -> tuple[Tensor, Any]:
+    def eager(
+        self, batch: AnyBatch, watch: ForwardWatch | None = None
+    ) -> tuple[Tensor, Any]:
         """Makes the user's own step; ``watch`` surrounds its forward."""
         if self.ids is not None:
             self.ids.repeat()
@@ -224,7 +239,11 @@ class UserStep(RankStep):
         number = float(value.read())
         if math.isfinite(number):
             return
-        state = "the update of this step was written" if has_updated else "nothing was written by this step"
+        state = (
+            "the update of this step was written"
+            if has_updated
+            else "nothing was written by this step"
+        )
         raise TrainingDivergedError(
             f"the loss is {number} at step {step:,}: {state}; look for values in the batch that are not finite, lower "
             "the learning rate, or set clip_norm",

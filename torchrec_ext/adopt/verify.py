@@ -41,7 +41,10 @@ class Verification:
         self._steps = steps
         self._began = self._last = time.perf_counter()
         self._is_after_pause = False
-        self._seconds = {False: 0.0, True: 0.0}  # of comparisons, by whether they followed a pause
+        self._seconds = {
+            False: 0.0,
+            True: 0.0,
+        }  # of comparisons, by whether they followed a pause
 
     def begin(self, update: CapturedUpdate, key: Any, *, is_first: bool) -> None:
         """Plans the comparisons that follow the capture of a graph."""
@@ -52,7 +55,9 @@ class Verification:
         """Notes when a step ended: a pause may follow."""
         self._last = time.perf_counter()
 
-    def snapshot(self, update: CapturedUpdate, key: Any, call: Any, *, after_eager: bool) -> Snapshot | None:
+    def snapshot(
+        self, update: CapturedUpdate, key: Any, call: Any, *, after_eager: bool
+    ) -> Snapshot | None:
         """Returns copies to take the next captured step back, or None if it is not compared.
 
         Args:
@@ -71,9 +76,13 @@ class Verification:
         # Rows were behind after the last captured step, so somebody has read them.
         is_read = not (update.lag.active or after_eager)
         self._is_after_pause = is_read or now - self._last > _PAUSE_S
-        return bool(self._steps) and self._seconds[self._is_after_pause] < _CHECKED * (now - self._began)
+        return bool(self._steps) and self._seconds[self._is_after_pause] < _CHECKED * (
+            now - self._began
+        )
 
-    def compare(self, captured: StepComparison, batch: AnyBatch) -> tuple[tuple[Tensor, Any], str]:
+    def compare(
+        self, captured: StepComparison, batch: AnyBatch
+    ) -> tuple[tuple[Tensor, Any], str]:
         """Takes a captured step back and makes the eager one, which stays.
 
         Returns:
@@ -104,9 +113,13 @@ class Verification:
         # A step of towers cannot be made again without the other ranks.
         if far and isinstance(captured.call, GraphCall):
             noise = self._response_to_rounding(captured, before, float(eager[0]))
-            far = step_difference(memory, outer, before, after, *results, factor, noise=noise)
+            far = step_difference(
+                memory, outer, before, after, *results, factor, noise=noise
+            )
         names = {each.name for each in memory.parameters}
-        for name, (_, _, parameter, _) in update_rules(rank_step.model, rank_step.optimizers).items():
+        for name, (_, _, parameter, _) in update_rules(
+            rank_step.model, rank_step.optimizers
+        ).items():
             if name not in names and parameter.grad is not None:
                 far = far or f"'{name}', which has a gradient now and had none before"
         far = far or difference
@@ -133,14 +146,18 @@ class Verification:
             update.engine.double = True
             try:
                 return float(step())
-            except Exception:  # some ops have no float64, or insist on the dtype of the trace
+            except (
+                Exception
+            ):  # some ops have no float64, or insist on the dtype of the trace
                 return math.nan
             finally:
                 update.engine.double = False
 
         update.engine.plain = True
         try:
-            return response_to_rounding(memory, captured.snapshot.outer, before, eager_loss, step, exact_loss)
+            return response_to_rounding(
+                memory, captured.snapshot.outer, before, eager_loss, step, exact_loss
+            )
         finally:
             update.engine.plain = False
             set_random_state(memory.device, random)
@@ -195,7 +212,11 @@ class Snapshot:
 def _written(memory: StepMemory, outer: Sequence[Tensor]) -> dict[str, Tensor]:
     """Returns all tensors that a step may write, by name."""
     # Steps read the rates, and do not write them.
-    result = {name: tensor for name, tensor in memory.tensors().items() if not name.startswith("rate ")}
+    result = {
+        name: tensor
+        for name, tensor in memory.tensors().items()
+        if not name.startswith("rate ")
+    }
     for index, tensor in enumerate(outer):
         result[f"outer {index}"] = tensor
     for parameter in memory.parameters:
@@ -215,13 +236,18 @@ def contents(memory: StepMemory, outer: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def write_back(memory: StepMemory, outer: Sequence[Tensor], before: Mapping[str, Tensor]) -> None:
+def write_back(
+    memory: StepMemory, outer: Sequence[Tensor], before: Mapping[str, Tensor]
+) -> None:
     """Writes what :func:`contents` returned before."""
     for name, tensor in _written(memory, outer).items():
         tensor.copy_(before[name])
 
 
-_NEAR, _FLOOR = 1e-4, 1e-5  # of a tensor's greatest gradient, and of the model's greatest: rounding is below
+_NEAR, _FLOOR = (
+    1e-4,
+    1e-5,
+)  # of a tensor's greatest gradient, and of the model's greatest: rounding is below
 _ROUNDING = 2.0**-22  # of a float32 weight that is moved
 # Where an input of a ReLU is nothing but rounding, its gradient is all or nothing, and one shift may miss that.
 _SHIFTS = 8
@@ -250,7 +276,10 @@ def step_difference(
     if abs(float(loss - eager_loss)) > most:
         return f"the loss, {float(loss):.7g}, not {float(eager_loss):.7g}"
     eager = _written(memory, outer)
-    pulls = {parameter.name: _pull(parameter, before, eager) for parameter in memory.parameters}
+    pulls = {
+        parameter.name: _pull(parameter, before, eager)
+        for parameter in memory.parameters
+    }
     greatest = max(map(_most, pulls.values()), default=0.0)
     for parameter in memory.parameters:
         pull = pulls[parameter.name]
@@ -274,12 +303,16 @@ def step_difference(
             key = f"{name}/{len(parameter.state) - 1}"
             average = eager[key]
             # Averages differ by as much as the weights may, in the share that these have in them.
-            most = 0.05 * _most(average - before[key]) + 2.5 * memory.average_rate() * step
+            most = (
+                0.05 * _most(average - before[key]) + 2.5 * memory.average_rate() * step
+            )
             if _most(average - captured[key]) > most + 2e-5 * _most(average):
                 return f"the average of '{name}'"
     for index, buffer in enumerate(outer):
         other = captured[f"outer {index}"].float()
-        if not torch.allclose(buffer.float(), other, rtol=10 * near, atol=near, equal_nan=True):
+        if not torch.allclose(
+            buffer.float(), other, rtol=10 * near, atol=near, equal_nan=True
+        ):
             return f"a buffer of shape {tuple(buffer.shape)}"
     outputs = [other for other in output if isinstance(other, Tensor)]
     for tensor in tensor_leaves(eager_output):
@@ -339,7 +372,13 @@ def response_to_rounding(
             if run:
                 for parameter in memory.parameters:
                     # By the last bit of a float32, up or down or not at all.
-                    shift = torch.randint(-1, 2, parameter.weight.shape, generator=draw, device=memory.device)
+                    shift = torch.randint(
+                        -1,
+                        2,
+                        parameter.weight.shape,
+                        generator=draw,
+                        device=memory.device,
+                    )
                     parameter.weight.mul_(1 + 2.0**-23 * shift)
                     begun[parameter.name] = parameter.weight.clone()
             losses.append(float(step()))
@@ -348,7 +387,9 @@ def response_to_rounding(
             for each in memory.parameters:
                 pull = _pull(each, begun, after)
                 if run:
-                    noise[each.name] = max(noise.get(each.name, 0.0), _most(pull - first[each.name]))
+                    noise[each.name] = max(
+                        noise.get(each.name, 0.0), _most(pull - first[each.name])
+                    )
                 else:
                     first[each.name] = pull.clone()
     finally:
@@ -356,12 +397,18 @@ def response_to_rounding(
         write_back(memory, outer, now)
     loss_noise = max(abs(loss - losses[0]) for loss in losses)
     # The op-by-op loss is the eager one, so that a wrong trace is not taken for rounding.
-    if math.isfinite(exact) and abs(losses[0] - eager_loss) <= _ROUNDING * abs(eager_loss):
+    if math.isfinite(exact) and abs(losses[0] - eager_loss) <= _ROUNDING * abs(
+        eager_loss
+    ):
         loss_noise = max(loss_noise, abs(exact - eager_loss))
     return {"loss": loss_noise, **noise}
 
 
-def _pull(parameter: UpdatedParameter, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor:
+def _pull(
+    parameter: UpdatedParameter,
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+) -> Tensor:
     """Estimates a gradient by the change of the first moment, or of the weight under SGD."""
     name = parameter.name
     if STATES[parameter.choice.kind]:

@@ -20,7 +20,12 @@ from torch.utils import _pytree as pytree
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.capture.executors import StepExecutor
-from torchrec_ext.capture.lowering import CannotCaptureError, Packer, lowered, static_bags
+from torchrec_ext.capture.lowering import (
+    CannotCaptureError,
+    Packer,
+    lowered,
+    static_bags,
+)
 from torchrec_ext.capture.memory import (
     RowRule,
     RowTable,
@@ -82,20 +87,33 @@ class StepSource(Protocol):
     def forward(self, tensors: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
         """Returns the loss, (), and the output; ``tensors`` replace the model's own of the same names."""
 
-    def gradients(self, loss: Tensor, leaves: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor | None]]:
+    def gradients(
+        self, loss: Tensor, leaves: Mapping[str, list[Tensor]]
+    ) -> dict[str, list[Tensor | None]]:
         """Returns the gradients of the loss by parameter name; None if the loss does not depend on a leaf."""
         # One call for all leaves: the graph is walked once.
-        grads = iter(torch.autograd.grad(loss, list(chain.from_iterable(leaves.values())), allow_unused=True))
-        return {name: list(islice(grads, len(of_one))) for name, of_one in leaves.items()}
+        grads = iter(
+            torch.autograd.grad(
+                loss, list(chain.from_iterable(leaves.values())), allow_unused=True
+            )
+        )
+        return {
+            name: list(islice(grads, len(of_one))) for name, of_one in leaves.items()
+        }
 
     def squared_norm(self, grads: Mapping[str, list[Tensor]]) -> Tensor:
         """Returns the sum of squares, (), of the gradients in ``grads``, for the limit on their norm."""
-        return torch.stack([grad.square().sum() for grad in chain.from_iterable(grads.values())]).sum()
+        return torch.stack(
+            [grad.square().sum() for grad in chain.from_iterable(grads.values())]
+        ).sum()
 
     @torch.no_grad()
     def look_ups(self, inputs: StepInputs) -> dict[str, int]:
         """Counts the rows of each table read by a step on a batch."""
-        counting = {name: _Counting(parameter.weight) for name, parameter in self.memory.tables.items()}
+        counting = {
+            name: _Counting(parameter.weight)
+            for name, parameter in self.memory.tables.items()
+        }
         device = self.memory.device
         # Random numbers and buffers, such as those of a batch norm, stay as they are: this is no step.
         devices = [device] if device.type == "cuda" else []
@@ -139,7 +157,9 @@ class ShardedSource(StepSource):
 
     def __init__(self, model: nn.Module, optimizer: HybridOptimizer) -> None:
         self.reading: Mapping[str, Reader] = {}
-        self._model = lowered(model, static_bags(lambda name, ids: self.reading[name].read(ids)))
+        self._model = lowered(
+            model, static_bags(lambda name, ids: self.reading[name].read(ids))
+        )
         fixed = dict(self._model.named_buffers())
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad:
@@ -152,12 +172,27 @@ class ShardedSource(StepSource):
         """Returns the tensors of a batch, or of a drawn step: the latter becomes a batch inside the captured step."""
         if isinstance(item, DrawnStep):
             key = tuple(tensor.shape for tensor in item.tensors)
-            return StepInputs(key, key, len(item.tensors[0]), item.tensors, item.source.assemble, item.source.tensors)
+            return StepInputs(
+                key,
+                key,
+                len(item.tensors[0]),
+                item.tensors,
+                item.source.assemble,
+                item.source.tensors,
+            )
         layout, tensors = self._packer.pack(item)
         rows = int(dict(layout.fields)["labels"][0][0])
-        return StepInputs(layout, layout.sizes, rows, tensors, lambda _, parts: layout.batch(list(parts)))
+        return StepInputs(
+            layout,
+            layout.sizes,
+            rows,
+            tensors,
+            lambda _, parts: layout.batch(list(parts)),
+        )
 
-    def forward(self, tensors: dict[str, Tensor], batch: TowerBatch) -> tuple[Tensor, Any]:
+    def forward(
+        self, tensors: dict[str, Tensor], batch: TowerBatch
+    ) -> tuple[Tensor, Any]:
         """Returns the model's loss, (), and its output."""
         loss, output = functional_call(self._model, tensors, (batch,))
         return loss, output
@@ -230,7 +265,9 @@ class CapturedStep:
                 self._memory.mark_rows_current(note.table, note.rows)
         step_inputs = self._source.inputs(item)
         inputs = self._on_device(step_inputs)
-        call = self._calls.get(step_inputs.key) or self._capture_once(step_inputs, inputs)
+        call = self._calls.get(step_inputs.key) or self._capture_once(
+            step_inputs, inputs
+        )
         self._memory.begin()
         loss, *output = call.run(inputs)
         return loss, pytree.tree_unflatten(output, call.spec)
@@ -243,13 +280,20 @@ class CapturedStep:
 
     def _on_device(self, step_inputs: StepInputs) -> list[Tensor]:
         """Copies the batch's tensors from the host, where the loader makes them, to the device of the memory."""
-        return [tensor.to(self._memory.device, non_blocking=True) for tensor in step_inputs.tensors]
+        return [
+            tensor.to(self._memory.device, non_blocking=True)
+            for tensor in step_inputs.tensors
+        ]
 
     def _capture_once(self, step_inputs: StepInputs, inputs: Sequence[Tensor]) -> _Call:
         """Captures the step for batches of this shape, unless that has failed before."""
         key = step_inputs.key
         # Capacities only grow, so a layout with shorter lists never returns.
-        outgrown = [captured_key for captured_key, call in self._calls.items() if call.size == step_inputs.size]
+        outgrown = [
+            captured_key
+            for captured_key, call in self._calls.items()
+            if call.size == step_inputs.size
+        ]
         if key in self._failed:
             raise CannotCaptureError(self._failed[key])
         if self._calls and not outgrown and self._refused[key] < self._patience:
@@ -264,7 +308,9 @@ class CapturedStep:
             raise
         except Exception as error:
             # Perhaps the user's own: the caller then runs the eager step on the same batch, which raises it there.
-            self._failed[key] = f"{type(error).__name__} at {with_text(raising_line(error))}: {first_line(error)}"
+            self._failed[key] = (
+                f"{type(error).__name__} at {with_text(raising_line(error))}: {first_line(error)}"
+            )
             raise CannotCaptureError(self._failed[key]) from error
         for captured_key in outgrown:
             del self._calls[captured_key]
@@ -282,7 +328,11 @@ class CapturedStep:
                 f"batches of more than {MOST_GRAPHS} sizes: {sizes} rows; give them one batch_size"
             )
         key = step_inputs.key
-        last = next(other for other in reversed(self._calls) if self._calls[other].rows == step_inputs.rows)
+        last = next(
+            other
+            for other in reversed(self._calls)
+            if self._calls[other].rows == step_inputs.rows
+        )
         difference = f"{last} and {key}"
         if isinstance(last, _Named):
             difference = last.difference(key)
@@ -304,7 +354,9 @@ class CapturedStep:
             # The memory comes first, then the resident tensors, then the batch's.
             loss, output = self._trained(
                 dict(zip(memory, tensors, strict=False)),
-                lambda: make(tensors[len(memory) : resident_end], tensors[resident_end:]),
+                lambda: make(
+                    tensors[len(memory) : resident_end], tensors[resident_end:]
+                ),
             )
             outputs, call.spec = pytree.tree_flatten(output)
             return [loss, *outputs]
@@ -327,14 +379,19 @@ class CapturedStep:
         """Describes in a line how each table is updated."""
         return self._memory.describe()
 
-    def _trained(self, tensors: dict[str, Tensor], make: Callable[[], Any]) -> tuple[Tensor, Any]:
+    def _trained(
+        self, tensors: dict[str, Tensor], make: Callable[[], Any]
+    ) -> tuple[Tensor, Any]:
         """Trains one step on ``tensors``; returns the loss and the model's output."""
         memory = self._memory
         with torch.no_grad():
             # Inside of the step, so that a replay counts too.
             tensors["step"].add_(1)
         # The function is traced once and replayed, so it may only use tensors that it is called with.
-        tables = {name: memory.table(parameter, tensors) for name, parameter in memory.tables.items()}
+        tables = {
+            name: memory.table(parameter, tensors)
+            for name, parameter in memory.tables.items()
+        }
         self._source.reading = tables
         model_tensors = {name: tensors[name] for name in memory.fixed}
         leaves: dict[str, list[Tensor]] = {}
@@ -350,7 +407,11 @@ class CapturedStep:
             for name, table in tables.items():
                 leaves[name] = table.leaves()
             grads = self._source.gradients(loss, leaves)
-        unreached = [name for name, of_one in grads.items() if all(grad is None for grad in of_one)]
+        unreached = [
+            name
+            for name, of_one in grads.items()
+            if all(grad is None for grad in of_one)
+        ]
         self._source.no_gradient(unreached)
         with torch.no_grad():
             self._limit_norm(grads, tables)
@@ -358,7 +419,10 @@ class CapturedStep:
         return loss.detach(), output
 
     def _update(
-        self, tensors: dict[str, Tensor], tables: Mapping[str, TableRows], grads: Mapping[str, list[Tensor | None]]
+        self,
+        tensors: dict[str, Tensor],
+        tables: Mapping[str, TableRows],
+        grads: Mapping[str, list[Tensor | None]],
     ) -> None:
         """Updates all parameters; on a GPU, where each kernel takes its time, those of a group at once if possible."""
         memory = self._memory
@@ -366,9 +430,13 @@ class CapturedStep:
         for parameter in memory.parameters:
             name = parameter.name
             is_whole = not parameter.table or isinstance(tables[name], WholeTable)
-            has_fused = has_fused_form(parameter.choice, parameter.weight, table=parameter.table)
+            has_fused = has_fused_form(
+                parameter.choice, parameter.weight, table=parameter.table
+            )
             if is_whole and has_fused and grads[name][0] is not None:
-                together.setdefault((id(parameter.group), parameter.choice), []).append(parameter)
+                together.setdefault((id(parameter.group), parameter.choice), []).append(
+                    parameter
+                )
             elif parameter.table:
                 tables[name].move(grads[name])
             elif grads[name][0] is not None:
@@ -377,17 +445,30 @@ class CapturedStep:
             weights = [tensors[parameter.name] for parameter in group]
             states = [memory.state(parameter, tensors) for parameter in group]
             clock = memory.clock(group[0], tensors)
-            group_grads = [grad for parameter in group for grad in grads[parameter.name] if grad is not None]
-            fused_adam(weights, group_grads, states, clock.step, clock.lr, group[0].choice)
+            group_grads = [
+                grad
+                for parameter in group
+                for grad in grads[parameter.name]
+                if grad is not None
+            ]
+            fused_adam(
+                weights, group_grads, states, clock.step, clock.lr, group[0].choice
+            )
             if group[0].choice.averages:
                 for weight, state in zip(weights, states, strict=True):
                     state[-1].lerp_(weight, clock.average_rate)
 
-    def _limit_norm(self, grads: dict[str, list[Tensor | None]], tables: Mapping[str, TableRows]) -> None:
+    def _limit_norm(
+        self, grads: dict[str, list[Tensor | None]], tables: Mapping[str, TableRows]
+    ) -> None:
         """Limits the norm of the gradients of dense layers and replicated tables, as :class:`HybridOptimizer` does."""
         if not self._clip_norm:
             return
-        limited = [parameter.name for parameter in self._memory.parameters if not parameter.sharded]
+        limited = [
+            parameter.name
+            for parameter in self._memory.parameters
+            if not parameter.sharded
+        ]
         counted_grads: dict[str, list[Tensor]] = {}
         for name in limited:
             table = tables.get(name)
@@ -400,13 +481,22 @@ class CapturedStep:
         # torch's clip_grad_norm_ adds the same 1e-6.
         factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
         for name in limited:
-            grads[name] = [None if grad is None else grad * factor for grad in grads[name]]
+            grads[name] = [
+                None if grad is None else grad * factor for grad in grads[name]
+            ]
 
-    def _update_dense(self, parameter: UpdatedParameter, tensors: dict[str, Tensor], grad: Tensor | None) -> None:
+    def _update_dense(
+        self,
+        parameter: UpdatedParameter,
+        tensors: dict[str, Tensor],
+        grad: Tensor | None,
+    ) -> None:
         assert grad is not None
         clock = self._memory.clock(parameter, tensors)
         state = self._memory.state(parameter, tensors)
-        new = clock.stepped(tensors[parameter.name], grad, state, parameter.choice, table=False)
+        new = clock.stepped(
+            tensors[parameter.name], grad, state, parameter.choice, table=False
+        )
         for target, value in zip([tensors[parameter.name], *state], new, strict=True):
             target.copy_(value)
 

@@ -72,7 +72,10 @@ def unaliased(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     Tables share one storage. Inductor would treat a write to one as a write to all, and copy them in every step.
     """
-    return [torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) for tensor in tensors]
+    return [
+        torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        for tensor in tensors
+    ]
 
 
 def compile_graph(graph: GraphModule, examples: Sequence[Tensor]) -> _Step:
@@ -96,10 +99,15 @@ def _compiled(graph: GraphModule, examples: Sequence[Tensor]) -> _Step:
     try:
         with torch.no_grad():
             return torch._inductor.standalone_compile(
-                graph, list[Any](examples), dynamic_shapes="from_example_inputs", options={"config_patches": _INDUCTOR}
+                graph,
+                list[Any](examples),
+                dynamic_shapes="from_example_inputs",
+                options={"config_patches": _INDUCTOR},
             )
     except Exception as error:  # inductor and the compiler below it raise many types
-        raise CannotCaptureError(f"inductor: {type(error).__name__}: {first_line(error)}") from error
+        raise CannotCaptureError(
+            f"inductor: {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes; glibc accepts at most 32 MB for the second.
@@ -127,14 +135,23 @@ def traced(step: _Step, tensors: list[Tensor]) -> GraphModule:
     Raises:
         CannotCaptureError: an op needs values, or other ranks; the message names it.
     """
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     try:
         graph = make_fx(step, tracing_mode="fake")(*tensors)
-    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
-        op = getattr(error, "func", "aten._local_scalar_dense")  # float(), if and .item() of a tensor
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        GuardOnDataDependentSymNode,
+    ) as error:
+        op = getattr(
+            error, "func", "aten._local_scalar_dense"
+        )  # float(), if and .item() of a tensor
         raise CannotCaptureError(
             f"{op} at {with_text(raising_line(error))} depends on values that a step computes"
         ) from None
@@ -162,7 +179,10 @@ def depends_on_values(result: Any) -> bool:
     leaves = pytree.tree_leaves(result)
     for tensor in tensors_in(leaves):
         leaves += tensor.shape
-    return any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves)
+    return any(
+        isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)
+        for leaf in leaves
+    )
 
 
 def cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
@@ -182,7 +202,9 @@ def cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
             static_inputs = [tensor.clone() for tensor in inputs]
             graph, outputs = _captured_graph(step, [*memory, *static_inputs])
         except torch.OutOfMemoryError as error:
-            raise CannotCaptureError(f"{device} has too little memory for a CUDA graph: {first_line(error)}") from None
+            raise CannotCaptureError(
+                f"{device} has too little memory for a CUDA graph: {first_line(error)}"
+            ) from None
         except _WaitError as error:
             line = with_text(raising_line(error))
             raise CannotCaptureError(f"{line} waits for the device: {error}") from None
@@ -190,9 +212,15 @@ def cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
             # Its own state still waits for the end of the capture, and the next dropout would fail.
             generator.graphsafe_set_state(spare)
             # The end of the capture raises an error of its own, after that of the step.
-            of_step = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+            of_step = (
+                error.__context__
+                if isinstance(error.__context__, RuntimeError)
+                else error
+            )
             cause = " waits for the device" if "captur" in str(of_step) else ""
-            raise CannotCaptureError(f"{with_text(raising_line(of_step))}{cause}: {first_line(of_step)}") from None
+            raise CannotCaptureError(
+                f"{with_text(raising_line(of_step))}{cause}: {first_line(of_step)}"
+            ) from None
         finally:
             for tensor, value in zip(memory, memory_before, strict=True):
                 tensor.copy_(value)
@@ -208,7 +236,9 @@ def cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     return run
 
 
-def _captured_graph(step: _Step, tensors: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+def _captured_graph(
+    step: _Step, tensors: list[Tensor]
+) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     """Runs the step as often as a capture requires, and captures it; returns the graph and its outputs."""
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -229,7 +259,9 @@ def _captured_graph(step: _Step, tensors: list[Tensor]) -> tuple[torch.cuda.CUDA
         # By default a call of any other thread, such as a loader's that pins memory, would end the capture.
         # Without a stream of this device torch captures on one that it made for the first capture of the process.
         try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, stream=stream, capture_error_mode="thread_local"
+            ):
                 return graph, step(*tensors)
         finally:
             torch._C._cuda_clearCublasWorkspaces()
@@ -246,7 +278,9 @@ class _RefusesWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _WaitError: the op needs values on the host, or the size of its result depends on values.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Runs an op unless it waits."""
         if waits_for_device(func, args, kwargs):
             raise _WaitError(func)
@@ -276,7 +310,9 @@ def engine_for(device: torch.device) -> tuple[StepExecutor, str]:
     except Exception:  # inductor and a missing program raise different errors
         compiler = ""
     if not shutil.which(compiler):
-        raise CannotCaptureError("there is no C++ compiler; install g++ or clang, or name one in CXX")
+        raise CannotCaptureError(
+            "there is no C++ compiler; install g++ or clang, or name one in CXX"
+        )
     return inductor, f"compiling the training step (kept in {folder} for later runs)"
 
 
@@ -327,14 +363,18 @@ class StepEngine:
                 # Copies, because a step writes into its memory.
                 copies = []
                 for tensor in (*memory, *later):
-                    dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
+                    dtype = (
+                        torch.float64 if tensor.is_floating_point() else tensor.dtype
+                    )
                     copies.append(tensor.to(dtype, copy=True))
                 return as_it_is(_InDouble(graph).run, copies, [])([])
             return as_it_is(graph if self.plain else compiled, memory, inputs)(later)
 
         return run
 
-    def trace(self, step: _Step, tensors: list[Tensor]) -> tuple[GraphModule, list[Tensor]]:
+    def trace(
+        self, step: _Step, tensors: list[Tensor]
+    ) -> tuple[GraphModule, list[Tensor]]:
         """Returns the ops of a step, and tensors without values of the shapes of those that it is called with."""
         examples = unaliased(tensors)
         enabled = torch._C._get_mkldnn_enabled()

@@ -28,14 +28,19 @@ from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    get_embedding_names_by_table,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_ext.batch import SharedRows, TowerBatch
 from torchrec_ext.distributed.tables import collections, table_configs
 
 Read = Callable[[str, Tensor], Tensor]  # (name of a table, (n,) rows) -> (n, D)
-Lower = Callable[[str, nn.Module], nn.Module]  # (path of a collection, the collection) -> its replacement
+Lower = Callable[
+    [str, nn.Module], nn.Module
+]  # (path of a collection, the collection) -> its replacement
 
 
 class CannotCaptureError(ValueError):
@@ -91,7 +96,9 @@ class LoweredBags(nn.Module):
         return Pooled(names, pooled)
 
 
-def _pooled(table: EmbeddingBagConfig, features: KeyedJaggedTensor, feature: str, read: Read) -> Tensor:
+def _pooled(
+    table: EmbeddingBagConfig, features: KeyedJaggedTensor, feature: str, read: Read
+) -> Tensor:
     stride = features.stride()
     parts = features.length_per_key()
     index = features.keys().index(feature)
@@ -107,7 +114,9 @@ def _pooled(table: EmbeddingBagConfig, features: KeyedJaggedTensor, feature: str
         return rows
     lengths = features.lengths()[index * stride : (index + 1) * stride].long()
     # The bag of each id. Ids after the last bag are padding: they go into an extra bag, which is cut off.
-    bag = torch.searchsorted(lengths.cumsum(0), torch.arange(count, device=ids.device), right=True)
+    bag = torch.searchsorted(
+        lengths.cumsum(0), torch.arange(count, device=ids.device), right=True
+    )
     pooled = rows.new_zeros(stride + 1, rows.shape[1]).index_add(0, bag, rows)[:stride]
     if table.pooling == PoolingType.MEAN:
         pooled = pooled / lengths.clamp(min=1)[:, None]
@@ -142,7 +151,9 @@ def check_pools(path: str, collection: nn.Module) -> None:
     Raises:
         CannotCaptureError: it returns a row for each id.
     """
-    if not isinstance(collection, (EmbeddingBagCollection, ShardedEmbeddingBagCollection)):
+    if not isinstance(
+        collection, (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
+    ):
         raise CannotCaptureError(
             f"the {type(collection).__name__} '{path}' returns a row for each id, so its shapes depend on the batch"
         )
@@ -156,13 +167,18 @@ def _replace_submodule(module: nn.Module, path: str, new: nn.Module) -> nn.Modul
     # Shallow: the sharded model keeps its own modules, and both share their parameters.
     module_copy: nn.Module = copy.copy(module)
     child = module.get_submodule(head)
-    module_copy._modules = {**module._modules, head: _replace_submodule(child, rest, new)}
+    module_copy._modules = {
+        **module._modules,
+        head: _replace_submodule(child, rest, new),
+    }
     return module_copy
 
 
 _HEADROOM = 1.25  # first capacity / ids of the first batch with lists
 _GROWTH = 2.0  # new capacity / ids of the batch that outgrew the old one: growing lists make few layouts
-_ROUND_TO = 64  # capacities are multiples, so that batches of almost equal lists share a layout
+_ROUND_TO = (
+    64  # capacities are multiples, so that batches of almost equal lists share a layout
+)
 
 
 @dataclass(frozen=True)
@@ -195,7 +211,9 @@ class BatchLayout:
     @property
     def sizes(self) -> BatchLayout:
         """The layout without the numbers of ids: equal for two batches if one only has longer lists."""
-        return BatchLayout(tuple((name, _without_counts(kind)) for name, kind in self.fields))
+        return BatchLayout(
+            tuple((name, _without_counts(kind)) for name, kind in self.fields)
+        )
 
     def difference(self, other: BatchLayout) -> str:
         """Names the first difference between two layouts; empty if they are equal."""
@@ -210,7 +228,9 @@ class BatchLayout:
     def batch(self, tensors: list[Tensor]) -> TowerBatch:
         """Builds the batch from the tensors of :meth:`Packer.pack` with this layout."""
         remaining = iter(tensors)
-        return TowerBatch(**{name: _unpack(kind, remaining) for name, kind in self.fields})
+        return TowerBatch(
+            **{name: _unpack(kind, remaining) for name, kind in self.fields}
+        )
 
 
 def _without_counts(kind: Any) -> Any:
@@ -231,7 +251,12 @@ def _unpack(kind: Any, remaining: Any) -> Any:
     if isinstance(kind, KeyedLayout):
         return kind.keyed([next(remaining) for _ in range(3 if kind.weighted else 2)])
     if isinstance(kind, BatchLayout):
-        return SharedRows(**{name: _unpack(kind_of_field, remaining) for name, kind_of_field in kind.fields})
+        return SharedRows(
+            **{
+                name: _unpack(kind_of_field, remaining)
+                for name, kind_of_field in kind.fields
+            }
+        )
     return next(remaining)
 
 
@@ -249,7 +274,13 @@ class Packer:
         tensors: list[Tensor] = []
         return self._pack_fields("batch", batch, tensors, batch.lists), tensors
 
-    def _pack_fields(self, where: str, rows: Any, tensors: list[Tensor], lists: tuple[str, ...] | None) -> BatchLayout:
+    def _pack_fields(
+        self,
+        where: str,
+        rows: Any,
+        tensors: list[Tensor],
+        lists: tuple[str, ...] | None,
+    ) -> BatchLayout:
         kinds = []
         for field in dataclasses.fields(rows):
             value = getattr(rows, field.name)
@@ -267,7 +298,11 @@ class Packer:
         return BatchLayout(tuple(kinds))
 
     def _pack_bags(
-        self, where: str, bags: KeyedJaggedTensor, tensors: list[Tensor], lists: tuple[str, ...] | None
+        self,
+        where: str,
+        bags: KeyedJaggedTensor,
+        tensors: list[Tensor],
+        lists: tuple[str, ...] | None,
     ) -> KeyedLayout:
         stride = bags.stride()
         counts = dict(zip(bags.keys(), bags.length_per_key(), strict=True))
@@ -279,7 +314,10 @@ class Packer:
         if any(are_lists):
             padded = {key: counts[key] for key in compress(counts, are_lists)}
             self._make_room(where, stride, padded)
-            parts = [self._capacities[where, key, stride] if key in padded else counts[key] for key in counts]
+            parts = [
+                self._capacities[where, key, stride] if key in padded else counts[key]
+                for key in counts
+            ]
             values = _padded(values, counts.values(), parts)
             if weights is not None:
                 weights = _padded(weights, counts.values(), parts)
@@ -288,11 +326,16 @@ class Packer:
             tensors.append(weights)
         return KeyedLayout(tuple(counts), stride, tuple(parts), weights is not None)
 
-    def _are_lists(self, where: str, bags: KeyedJaggedTensor, lists: tuple[str, ...] | None) -> list[bool]:
+    def _are_lists(
+        self, where: str, bags: KeyedJaggedTensor, lists: tuple[str, ...] | None
+    ) -> list[bool]:
         """Returns for each key whether its bags may hold any number of ids; a key that had lists once has them."""
         stride = bags.stride()
         keys = bags.keys()
-        are_lists = [(where, key, stride) in self._capacities or key in (lists or ()) for key in keys]
+        are_lists = [
+            (where, key, stride) in self._capacities or key in (lists or ())
+            for key in keys
+        ]
         if lists is not None or not stride or not keys:
             return are_lists
         lengths = bags.lengths()
@@ -301,12 +344,18 @@ class Packer:
         if not any(are_lists) and has_single_counts and bool(lengths.eq(1).all()):
             return are_lists
         are_single = lengths.view(len(keys), stride).eq(1).all(dim=1).tolist()
-        return [is_list or not is_single for is_list, is_single in zip(are_lists, are_single, strict=True)]
+        return [
+            is_list or not is_single
+            for is_list, is_single in zip(are_lists, are_single, strict=True)
+        ]
 
     def _make_room(self, where: str, stride: int, counts: Mapping[str, int]) -> None:
         """Sets capacities for ``counts`` ids; if one is outgrown all grow, because lists often grow together."""
         capacities = self._capacities
-        outgrown = any(count > capacities.get((where, key, stride), count) for key, count in counts.items())
+        outgrown = any(
+            count > capacities.get((where, key, stride), count)
+            for key, count in counts.items()
+        )
         for key, count in counts.items():
             current = capacities.get((where, key, stride), 0)
             if outgrown or not current:

@@ -44,7 +44,12 @@ from torchrec_ext.capture.update_rules import (
 )
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
-from torchrec_ext.distributed.tables import Shard, collections, kernels_by_table, local_shards
+from torchrec_ext.distributed.tables import (
+    Shard,
+    collections,
+    kernels_by_table,
+    local_shards,
+)
 
 
 @dataclass
@@ -56,11 +61,24 @@ class Clock:
     average_rate: Tensor
 
     def stepped(
-        self, values: Tensor, grad: Tensor, state: list[Tensor], choice: Choice, *, table: bool
+        self,
+        values: Tensor,
+        grad: Tensor,
+        state: list[Tensor],
+        choice: Choice,
+        *,
+        table: bool,
     ) -> list[Tensor]:
         """Returns values and state after this step, see :func:`~torchrec_ext.capture.update_rules.stepped`."""
         updated, state = stepped(
-            values, grad, state, self.step, self.lr, choice, table=table, average_rate=self.average_rate
+            values,
+            grad,
+            state,
+            self.step,
+            self.lr,
+            choice,
+            table=table,
+            average_rate=self.average_rate,
         )
         return [updated, *state]
 
@@ -97,7 +115,9 @@ class WholeTable:
         """Writes the step; ``grads`` are those of :meth:`leaves`."""
         if grads[0] is None:
             return
-        new = self.clock.stepped(self.weight, grads[0], self.state, self.choice, table=True)
+        new = self.clock.stepped(
+            self.weight, grads[0], self.state, self.choice, table=True
+        )
         _write([self.weight, *self.state], new)
 
 
@@ -150,7 +170,15 @@ class RowTable:
         average = (self.rows.average_slides, rate) if self.choice.averages else None
         # The sums go on only now, when all rows of the step have been read as of the step before.
         if self.choice.kind == "adam":
-            slide_on(self.rows.slides, self.rows.powers, step, lr, self.choice.betas, decay, average)
+            slide_on(
+                self.rows.slides,
+                self.rows.powers,
+                step,
+                lr,
+                self.choice.betas,
+                decay,
+                average,
+            )
         if decay:
             decay_on(self.rows.decays, step, lr, decay)
         if average:
@@ -180,7 +208,9 @@ class RowTable:
         """
         ids = torch.cat([ids for ids, _, _ in self._reads])
         pairs = zip(grads, self.leaves(), strict=True)
-        flat_grads = torch.cat([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs])
+        flat_grads = torch.cat(
+            [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs]
+        )
         places = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
         self.rows.leader.index_put_((ids,), places)
         leader = self.rows.leader.index_select(0, ids)
@@ -195,7 +225,13 @@ RowRule = Callable[[int, int, int, str], bool]
 
 
 # State tensors of each rule besides the step count: moments, or sums of squares.
-_STATE_COUNTS = {"adam": 2, "lazy_adam": 2, "adagrad": 1, "row_wise_adagrad": 1, "sgd": 0}
+_STATE_COUNTS = {
+    "adam": 2,
+    "lazy_adam": 2,
+    "adagrad": 1,
+    "row_wise_adagrad": 1,
+    "sgd": 0,
+}
 
 
 @dataclass
@@ -223,7 +259,9 @@ class UpdatedParameter:
     choice: Choice
 
 
-def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[UpdatedParameter]:
+def moved_parameters(
+    model: nn.Module, optimizer: HybridOptimizer
+) -> list[UpdatedParameter]:
     """Returns all parameters of ``optimizer`` on this one rank, after its first step, which creates its state.
 
     Raises:
@@ -248,7 +286,14 @@ def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[Updat
                 f"'{name}' is moved by {choice.kind}, which has no captured form; those with one: {list(UPDATES)}"
             )
         parameters = by_name.get(fqn, [])
-        group = next((groups[id(parameter)] for parameter in parameters if id(parameter) in groups), None)
+        group = next(
+            (
+                groups[id(parameter)]
+                for parameter in parameters
+                if id(parameter) in groups
+            ),
+            None,
+        )
         if group is None:
             raise CannotCaptureError(f"no optimizer moves '{fqn}'")
         values = [optimizer.state.get(parameter, {}) for parameter in parameters]
@@ -259,7 +304,18 @@ def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[Updat
                 f"'{fqn}' has {len(state)} tensors of {choice.kind} state, not {_STATE_COUNTS[choice.kind]}: run a step"
             )
         sharded = config is not None and isinstance(parameters[0], ShardedTensor)
-        result.append(UpdatedParameter(name, config is not None, sharded, weight.detach(), state, steps, group, choice))
+        result.append(
+            UpdatedParameter(
+                name,
+                config is not None,
+                sharded,
+                weight.detach(),
+                state,
+                steps,
+                group,
+                choice,
+            )
+        )
     return result
 
 
@@ -305,14 +361,18 @@ def state_tensors(state: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]
             value = value.local_shards()[0].tensor
         # TorchRec's kernels put the table's name before that of a state.
         if name.split(".")[-1] == "step":
-            steps.append(value if isinstance(value, Tensor) else torch.tensor(float(value)))
+            steps.append(
+                value if isinstance(value, Tensor) else torch.tensor(float(value))
+            )
         elif isinstance(value, Tensor):
             tensors.append(value)
     return tensors, steps
 
 
 _MOST_LOST_DIGITS = 1.0  # of the 7 of float32, in shares of rows in their averages
-_BLOCK_ROWS = 1 << 14  # rows of a table to update at once: this takes six temporaries of as many rows
+_BLOCK_ROWS = (
+    1 << 14
+)  # rows of a table to update at once: this takes six temporaries of as many rows
 
 
 class StepMemory:
@@ -344,13 +404,19 @@ class StepMemory:
         self.fixed = dict(fixed)
         self._clips = clips
         # By identity: each group has a rate of its own, and two groups may be equal.
-        self._groups = list({id(parameter.group): parameter.group for parameter in self.parameters}.values())
+        self._groups = list(
+            {
+                id(parameter.group): parameter.group for parameter in self.parameters
+            }.values()
+        )
         self.device = self.parameters[0].weight.device
         self._step = torch.zeros((), device=self.device)
         self._has_averages = average_rate is not None
         self.average_rate = average_rate or (lambda: 0.0)
         # Of the groups, then of the averages.
-        self._rates = [torch.zeros((), device=self.device) for _ in (*self._groups, average_rate)]
+        self._rates = [
+            torch.zeros((), device=self.device) for _ in (*self._groups, average_rate)
+        ]
         self._last_rates = [float("nan")] * len(self._rates)
         self._rows: dict[str, RowClock] = {}
         self.unsettled = 0
@@ -362,7 +428,11 @@ class StepMemory:
     @property
     def tables(self) -> dict[str, UpdatedParameter]:
         """The tables by name."""
-        return {parameter.name: parameter for parameter in self.parameters if parameter.table}
+        return {
+            parameter.name: parameter
+            for parameter in self.parameters
+            if parameter.table
+        }
 
     @property
     def row_tables(self) -> list[str]:
@@ -375,9 +445,16 @@ class StepMemory:
         Raises:
             CannotCaptureError: the parameters have made different numbers of steps.
         """
-        counts = set(map(float, chain.from_iterable(parameter.steps for parameter in self.parameters)))
+        counts = set(
+            map(
+                float,
+                chain.from_iterable(parameter.steps for parameter in self.parameters),
+            )
+        )
         if len(counts) > 1:
-            raise CannotCaptureError(f"some parameters have made {min(counts):.0f} steps and others {max(counts):.0f}")
+            raise CannotCaptureError(
+                f"some parameters have made {min(counts):.0f} steps and others {max(counts):.0f}"
+            )
         self._step.fill_(max(counts, default=0.0))
         for name in self._rows:
             self._mark_current(name)
@@ -416,8 +493,17 @@ class StepMemory:
         now = self._step.int()
         if lags(parameter.choice):
             state = [tensor[rows] for tensor in parameter.state]
-            new = caught_up(parameter.weight[rows], state, clock.since[rows], now, clock, parameter.choice)
-            for target, values in zip((parameter.weight, *parameter.state), new, strict=True):
+            new = caught_up(
+                parameter.weight[rows],
+                state,
+                clock.since[rows],
+                now,
+                clock,
+                parameter.choice,
+            )
+            for target, values in zip(
+                (parameter.weight, *parameter.state), new, strict=True
+            ):
                 target[rows] = values
         clock.since[rows] = now
 
@@ -434,7 +520,10 @@ class StepMemory:
         """Begins a step: sets its learning rates, and first updates all rows if one may lag too far behind."""
         rates = [group["lr"] for group in self._groups]
         rates.append(self.average_rate())
-        if self.unsettled >= self._max_unsettled or self._lost_digits > _MOST_LOST_DIGITS:
+        if (
+            self.unsettled >= self._max_unsettled
+            or self._lost_digits > _MOST_LOST_DIGITS
+        ):
             self.settle()
         if self._has_averages:
             self._lost_digits += self._digits_lost_at(rates[-1])
@@ -450,7 +539,9 @@ class StepMemory:
         most_decay = 0.0
         for parameter in self.parameters:
             if parameter.name in self._rows:
-                most_decay = max(most_decay, parameter.group["lr"] * decay_of(parameter.choice))
+                most_decay = max(
+                    most_decay, parameter.group["lr"] * decay_of(parameter.choice)
+                )
         share_of_rows = 1 - most_decay
         if not 0 < share_of_rows < 1:
             return 0.0
@@ -475,7 +566,9 @@ class StepMemory:
                 continue
             rows, width = parameter.weight.shape
             if rule(rows, lookups[name], width, self.device.type):
-                self._rows[name] = row_clock(rows, int(self._step), parameter.choice, self.device)
+                self._rows[name] = row_clock(
+                    rows, int(self._step), parameter.choice, self.device
+                )
                 if lags(parameter.choice):
                     self._max_unsettled = min(self._max_unsettled, SLIDES - 1)
 
@@ -506,21 +599,40 @@ class StepMemory:
                     memory[f"{parameter.name}/{name}"] = tensor
         return memory
 
-    def table(self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]) -> TableRows:
+    def table(
+        self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]
+    ) -> TableRows:
         """Returns a table for one step on ``tensors``, the stand-ins of :meth:`tensors`."""
         state = self.state(parameter, tensors)
         clock = self.clock(parameter, tensors)
         if parameter.name not in self._rows:
             return WholeTable(tensors[parameter.name], state, parameter.choice, clock)
-        rows = RowClock(*(tensors[f"{parameter.name}/{name}"] for name in RowClock._fields))
+        rows = RowClock(
+            *(tensors[f"{parameter.name}/{name}"] for name in RowClock._fields)
+        )
         return RowTable(tensors[parameter.name], state, rows, parameter.choice, clock)
 
-    def state(self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    def state(
+        self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]
+    ) -> list[Tensor]:
         """Returns the optimizer's state of a parameter."""
-        return [tensors[f"{parameter.name}/{index}"] for index in range(len(parameter.state))]
+        return [
+            tensors[f"{parameter.name}/{index}"]
+            for index in range(len(parameter.state))
+        ]
 
-    def clock(self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]) -> Clock:
+    def clock(
+        self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]
+    ) -> Clock:
         """Returns the step count and learning rate of a parameter."""
         # By identity, because two groups may be equal.
-        index = next(index for index, group in enumerate(self._groups) if group is parameter.group)
-        return Clock(tensors["step"], tensors[f"rate {index}"], tensors[f"rate {len(self._groups)}"])
+        index = next(
+            index
+            for index, group in enumerate(self._groups)
+            if group is parameter.group
+        )
+        return Clock(
+            tensors["step"],
+            tensors[f"rate {index}"],
+            tensors[f"rate {len(self._groups)}"],
+        )

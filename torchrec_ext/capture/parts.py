@@ -33,7 +33,9 @@ class StepPart:
     outputs: list[int]
 
 
-def split_at(graph: GraphModule, cuts: Sequence[int]) -> tuple[list[StepPart], list[int | None]]:
+def split_at(
+    graph: GraphModule, cuts: Sequence[int]
+) -> tuple[list[StepPart], list[int | None]]:
     """Splits a traced step after the ops of some of its results.
 
     Values that a later part needs are handed on, except for views of the step's own inputs. These are taken anew,
@@ -62,7 +64,9 @@ def split_at(graph: GraphModule, cuts: Sequence[int]) -> tuple[list[StepPart], l
         # Two cuts may end with one op: the part between them is empty.
         number += ends.count(node)
     # A result that an op in place returns is the input that it has written.
-    results = [None if result is None else origins.written(result) for result in results]
+    results = [
+        None if result is None else origins.written(result) for result in results
+    ]
     for result in filter(None, results):
         if result.op != "placeholder":
             # The last part returns views of inputs: only then are the inputs fully written.
@@ -94,7 +98,9 @@ class _Origins:
         for node in nodes[:-1]:
             source, writes = _source(node)
             is_derived = source is not None and (
-                source.op == "placeholder" or source in self.views or source in self._writes
+                source.op == "placeholder"
+                or source in self.views
+                or source in self._writes
             )
             if source is not None and is_derived and writes:
                 self._writes[node] = source
@@ -118,12 +124,17 @@ def _source(node: Node) -> tuple[Node, bool] | tuple[None, bool]:
         return (source, False) if isinstance(source, Node) else (None, False)
     schema: Any = getattr(node.target, "_schema", None)
     returned = schema.returns[0].alias_info if schema and schema.returns else None
-    for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):
+    for argument, value in zip(
+        schema.arguments if schema else (), node.args, strict=False
+    ):
         if argument.alias_info is None or not isinstance(value, Node):
             continue
         if not argument.alias_info.is_write:
             return value, False
-        if returned is not None and returned.before_set & argument.alias_info.before_set:
+        if (
+            returned is not None
+            and returned.before_set & argument.alias_info.before_set
+        ):
             return value, True
     return None, False
 
@@ -158,8 +169,19 @@ class _Body:
             else:
                 self.inputs.append(node)
                 # torch.fx needs all placeholders before the first op.
-                first_op = next((copied for copied in self.graph.nodes if copied.op != "placeholder"), None)
-                with nullcontext() if first_op is None else self.graph.inserting_before(first_op):
+                first_op = next(
+                    (
+                        copied
+                        for copied in self.graph.nodes
+                        if copied.op != "placeholder"
+                    ),
+                    None,
+                )
+                with (
+                    nullcontext()
+                    if first_op is None
+                    else self.graph.inserting_before(first_op)
+                ):
                     self._copies[node] = self.graph.placeholder(node.name)
                 self._copies[node].meta = dict(node.meta)
         return self._copies[node]

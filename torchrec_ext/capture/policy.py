@@ -8,8 +8,13 @@ from typing import Literal
 
 Compile = Literal["auto", "off", "require"]
 WATCHED = 12  # eager steps to time before "auto" decides
-PAYS_S = {"cpu": 60.0, "cuda": 10.0}  # a capture pays off if the rest of a run takes at least these seconds
-_SLOW = 5.0  # times the measured time of captured steps, from which later ones are noted
+PAYS_S = {
+    "cpu": 60.0,
+    "cuda": 10.0,
+}  # a capture pays off if the rest of a run takes at least these seconds
+_SLOW = (
+    5.0  # times the measured time of captured steps, from which later ones are noted
+)
 _SLOW_STEPS = 3  # in a row: one alone may have waited for another process
 PATIENCE = 20  # eager steps of a rare shape, such as the last batch of an epoch, before it is captured too
 

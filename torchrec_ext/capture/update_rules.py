@@ -48,11 +48,18 @@ from torchrec_ext.distributed.optim.config import Choice
 
 # (values, gradient, state, steps made with this one, learning rate, choice) -> (values, state), all (n, ...) of the
 # same rows.
-Update = Callable[[Tensor, Tensor, list[Tensor], Tensor, Tensor, Choice], tuple[Tensor, list[Tensor]]]
+Update = Callable[
+    [Tensor, Tensor, list[Tensor], Tensor, Tensor, Choice], tuple[Tensor, list[Tensor]]
+]
 
 
 def _adam(
-    values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice
+    values: Tensor,
+    grad: Tensor,
+    state: list[Tensor],
+    step: Tensor,
+    lr: Tensor,
+    choice: Choice,
 ) -> tuple[Tensor, list[Tensor]]:
     (beta1, beta2) = choice.betas
     (first, second) = state
@@ -77,16 +84,29 @@ def debiased(beta: float, step: Tensor) -> Tensor:
 
 
 def _lazy_adam(
-    values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice
+    values: Tensor,
+    grad: Tensor,
+    state: list[Tensor],
+    step: Tensor,
+    lr: Tensor,
+    choice: Choice,
 ) -> tuple[Tensor, list[Tensor]]:
     updated, moments = _adam(values, grad, state, step, lr, choice)
     has_gradient = gradient_row_mask(grad)
-    kept_moments = [torch.where(has_gradient, new, old) for new, old in zip(moments, state, strict=True)]
+    kept_moments = [
+        torch.where(has_gradient, new, old)
+        for new, old in zip(moments, state, strict=True)
+    ]
     return torch.where(has_gradient, updated, values), kept_moments
 
 
 def _adagrad(
-    values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice
+    values: Tensor,
+    grad: Tensor,
+    state: list[Tensor],
+    step: Tensor,
+    lr: Tensor,
+    choice: Choice,
 ) -> tuple[Tensor, list[Tensor]]:
     (total,) = state
     total = total + grad * grad
@@ -94,7 +114,12 @@ def _adagrad(
 
 
 def _row_wise_adagrad(
-    values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice
+    values: Tensor,
+    grad: Tensor,
+    state: list[Tensor],
+    step: Tensor,
+    lr: Tensor,
+    choice: Choice,
 ) -> tuple[Tensor, list[Tensor]]:
     (total,) = state
     total = total + (grad * grad).mean(dim=1).view(total.shape)
@@ -102,7 +127,12 @@ def _row_wise_adagrad(
 
 
 def _sgd(
-    values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice
+    values: Tensor,
+    grad: Tensor,
+    state: list[Tensor],
+    step: Tensor,
+    lr: Tensor,
+    choice: Choice,
 ) -> tuple[Tensor, list[Tensor]]:
     return values - lr * grad, []
 
@@ -181,7 +211,11 @@ def fused_adam(
     alike = []
     for weight, grad in zip(weights, grads, strict=True):
         # The kernel reads numbers in the order of memory, so a gradient must have the strides of its weight.
-        alike.append(grad if grad.stride() == weight.stride() else torch.empty_like(weight).copy_(grad))
+        alike.append(
+            grad
+            if grad.stride() == weight.stride()
+            else torch.empty_like(weight).copy_(grad)
+        )
     kernel = torch._fused_adamw_ if choice.weight_decay else torch._fused_adam_
     kernel(
         weights,
@@ -200,7 +234,9 @@ def fused_adam(
     )
 
 
-SLIDES = 1 << 18  # steps to store: before any further step, every row must be brought up to date
+SLIDES = (
+    1 << 18
+)  # steps to store: before any further step, every row must be brought up to date
 _ROUNDING = 2.0**-25  # of float32: a smaller share of 1 is lost
 
 
@@ -236,7 +272,9 @@ def reach(betas: tuple[float, float]) -> Tensor:
     count = 1
     if ratio:
         count = max(math.ceil(math.log(_ROUNDING) / math.log(ratio)), 1)
-    return torch.tensor([ratio**power for power in range(1, count + 1)], dtype=torch.float32)
+    return torch.tensor(
+        [ratio**power for power in range(1, count + 1)], dtype=torch.float32
+    )
 
 
 def decay_of(choice: Choice) -> float:
@@ -254,7 +292,9 @@ def decay_on(decays: Tensor, step: Tensor, lr: Tensor | float, decay: float) -> 
     decays.index_put_((now.remainder(len(decays)).view(1),), sum_before + factor.log())
 
 
-def average_on(clock: RowClock, step: Tensor, lr: Tensor | float, rate: Tensor, decay: float) -> None:
+def average_on(
+    clock: RowClock, step: Tensor, lr: Tensor | float, rate: Tensor, decay: float
+) -> None:
     """Stores in the clock the part of an average that stays, and the share of rows in it, up to ``step``.
 
     Args:
@@ -270,7 +310,10 @@ def average_on(clock: RowClock, step: Tensor, lr: Tensor | float, rate: Tensor, 
     now = step.long()
     share = clock.shares.index_select(0, (now - 1).remainder(len(clock.shares)).view(1))
     factor = 1 - torch.as_tensor(lr, dtype=torch.float64, device=share.device) * decay
-    clock.shares.index_put_((now.remainder(len(clock.shares)).view(1),), share * (1 - rate.double()) / factor + rate)
+    clock.shares.index_put_(
+        (now.remainder(len(clock.shares)).view(1),),
+        share * (1 - rate.double()) / factor + rate,
+    )
 
 
 def slide_on(
@@ -297,7 +340,9 @@ def slide_on(
     now = step.long()
     this_step = now.remainder(len(slides)).view(1)
     # The step before now has waited for r^1, the one before it for r^2.
-    earlier_steps = (now - 1 - torch.arange(len(powers), device=slides.device)).remainder(len(slides))
+    earlier_steps = (
+        now - 1 - torch.arange(len(powers), device=slides.device)
+    ).remainder(len(slides))
     earlier = slides.index_select(0, earlier_steps)
     if decay:
         earlier = earlier * (1 - lr * decay)
@@ -372,7 +417,12 @@ def lags(choice: Choice) -> bool:
 
 
 def caught_up(
-    rows: Tensor, state: Sequence[Tensor], since: Tensor, step: Tensor, clock: RowClock, choice: Choice
+    rows: Tensor,
+    state: Sequence[Tensor],
+    since: Tensor,
+    step: Tensor,
+    clock: RowClock,
+    choice: Choice,
 ) -> list[Tensor]:
     """Returns rows and state of a dense optimizer after ``step``, without a gradient since ``since``.
 
@@ -401,21 +451,37 @@ def caught_up(
     (first_moment, second_moment) = state[:2]
     skipped = (step - since).to(rows.dtype)[:, None]
     # 0^0 is 1, of which there is no logarithm.
-    decay1 = torch.exp(skipped * math.log(beta1)) if beta1 > 0 else (skipped == 0).to(rows.dtype)
+    decay1 = (
+        torch.exp(skipped * math.log(beta1))
+        if beta1 > 0
+        else (skipped == 0).to(rows.dtype)
+    )
     decay2 = torch.exp(skipped * math.log(beta2))
-    slide = slide_at_reach = clock.slides.index_select(0, since.remainder(len(clock.slides)))[:, None]
+    slide = slide_at_reach = clock.slides.index_select(
+        0, since.remainder(len(clock.slides))
+    )[:, None]
     reached = torch.minimum(since + len(clock.powers), step)
     if decays:
         slide = slide * _log_of_steps(clock.decays, reached, step).exp()
     power2 = torch.exp((since + 1).to(rows.dtype) * math.log(beta2))
     scaled_eps = choice.eps * torch.sqrt(1 - power2)[:, None]
     # A row that never had a gradient has moments of 0. If eps is 0 too, that would be 0 / 0.
-    direction = torch.where(first_moment == 0, 0.0, first_moment / (second_moment.sqrt() + scaled_eps))
-    updated[:3] = [updated[0] - slide * direction, first_moment * decay1, second_moment * decay2]
+    direction = torch.where(
+        first_moment == 0, 0.0, first_moment / (second_moment.sqrt() + scaled_eps)
+    )
+    updated[:3] = [
+        updated[0] - slide * direction,
+        first_moment * decay1,
+        second_moment * decay2,
+    ]
     if choice.averages:
         removed, added = _average_shares(clock, reached, step, decays=decays)
-        average_slide = clock.average_slides.index_select(0, since.remainder(len(clock.slides)))[:, None]
-        average_slide = average_slide + (added * slide_at_reach - removed * average_slide)
+        average_slide = clock.average_slides.index_select(
+            0, since.remainder(len(clock.slides))
+        )[:, None]
+        average_slide = average_slide + (
+            added * slide_at_reach - removed * average_slide
+        )
         updated[-1] = updated[-1] - average_slide * direction
     return updated
 
@@ -424,17 +490,28 @@ def _log_of_steps(sums: Tensor, since: Tensor, step: Tensor) -> Tensor:
     """Returns the sums of the logarithms of steps after ``since`` (n,) up to ``step``, (n, 1) float32."""
     sum_at_step = sums.index_select(0, step.long().remainder(len(sums)).view(1))
     # float32 from here: inductor computes what follows again for each number of a row, which takes long in float64.
-    return (sum_at_step - sums.index_select(0, since.remainder(len(sums)))).float()[:, None]
+    return (sum_at_step - sums.index_select(0, since.remainder(len(sums)))).float()[
+        :, None
+    ]
 
 
-def _average_shares(clock: RowClock, since: Tensor, step: Tensor, *, decays: bool) -> tuple[Tensor, Tensor]:
+def _average_shares(
+    clock: RowClock, since: Tensor, step: Tensor, *, decays: bool
+) -> tuple[Tensor, Tensor]:
     """Returns 1 - K and A of the steps after ``since``, (n, 1) each; small ones keep their digits."""
     removed = -torch.expm1(_log_of_steps(clock.kept, since, step))
     if not decays:
         return removed, removed
-    share_at_step = clock.shares.index_select(0, step.long().remainder(len(clock.shares)).view(1))
-    share_at_since = clock.shares.index_select(0, since.remainder(len(clock.shares)))[:, None]
+    share_at_step = clock.shares.index_select(
+        0, step.long().remainder(len(clock.shares)).view(1)
+    )
+    share_at_since = clock.shares.index_select(0, since.remainder(len(clock.shares)))[
+        :, None
+    ]
     decay = torch.expm1(_log_of_steps(clock.decays, since, step))
     # Subtracted in float64, because the two may be nearly equal.
     difference = (share_at_step - share_at_since).float()
-    return removed, difference + decay * share_at_step.float() + removed * share_at_since.float()
+    return (
+        removed,
+        difference + decay * share_at_step.float() + removed * share_at_since.float(),
+    )

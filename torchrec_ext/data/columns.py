@@ -61,8 +61,14 @@ class Column:
                 raise ValueError(
                     f"offsets are {offsets.dtype} of shape {offsets.shape}, must be int64 of shape (B + 1,)"
                 )
-            if offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
-                raise ValueError(f"offsets must rise from 0 to the {len(values)} values, got {offsets}")
+            if (
+                offsets[0] != 0
+                or offsets[-1] != len(values)
+                or (np.diff(offsets) < 0).any()
+            ):
+                raise ValueError(
+                    f"offsets must rise from 0 to the {len(values)} values, got {offsets}"
+                )
         self._pool = values
         self._values: Array | None = values
         self._windows = None if offsets is None else Windows(offsets[:-1], offsets[1:])
@@ -176,7 +182,9 @@ class Column:
 
     def restricted(self, allowed: Array, other: int) -> Column:
         """Returns the column with ``other`` in the place of each value that is not among ``allowed``."""
-        return Column(np.where(np.isin(self.values, allowed), self.values, other), self.offsets)
+        return Column(
+            np.where(np.isin(self.values, allowed), self.values, other), self.offsets
+        )
 
     def slice(self, start: int, stop: int) -> Column:
         """Returns rows ``start`` to ``stop``, as views."""
@@ -211,7 +219,9 @@ def concatenate(columns: Sequence[Column]) -> Column:
     values = np.concatenate([column.values for column in columns])
     if not columns[0].ragged:
         return Column(values)
-    return Column.from_lengths(values, np.concatenate([column.lengths for column in columns]))
+    return Column.from_lengths(
+        values, np.concatenate([column.lengths for column in columns])
+    )
 
 
 class Chunk(Mapping[str, Column]):
@@ -226,7 +236,9 @@ class Chunk(Mapping[str, Column]):
     def __init__(self, columns: Mapping[str, Column]) -> None:
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"the columns of a chunk must have equally many rows, got {lengths}")
+            raise ValueError(
+                f"the columns of a chunk must have equally many rows, got {lengths}"
+            )
         self._columns = dict(columns)
         self.num_rows = next(iter(lengths.values()), 0)
 
@@ -257,7 +269,9 @@ class Chunk(Mapping[str, Column]):
     def take(self, indices: Int64) -> Chunk:
         """Returns the rows ``indices`` (B',) of every column."""
         # Each batch comes this way, so the lengths are not compared.
-        return Chunk._of_equal({name: column.take(indices) for name, column in self.items()}, len(indices))
+        return Chunk._of_equal(
+            {name: column.take(indices) for name, column in self.items()}, len(indices)
+        )
 
     def slice(self, start: int, stop: int) -> Chunk:
         """Returns rows ``start`` to ``stop`` of every column, as views."""
@@ -270,7 +284,11 @@ class Chunk(Mapping[str, Column]):
             >>> Chunk({"user": Column(np.arange(9))}).sample(3)["user"].values
             array([0, 4, 8])
         """
-        return self.take(np.linspace(0, self.num_rows - 1, min(count, self.num_rows)).astype(np.int64))
+        return self.take(
+            np.linspace(0, self.num_rows - 1, min(count, self.num_rows)).astype(
+                np.int64
+            )
+        )
 
     def with_columns(self, columns: Mapping[str, Column]) -> Chunk:
         """Returns this chunk with ``columns`` added; they replace columns of the same name."""
@@ -287,7 +305,9 @@ class Chunk(Mapping[str, Column]):
         return None
 
 
-def concatenate_rows(chunks: Sequence[Mapping[str, Column]], names: Iterable[str]) -> Chunk:
+def concatenate_rows(
+    chunks: Sequence[Mapping[str, Column]], names: Iterable[str]
+) -> Chunk:
     """Returns the columns ``names`` of all chunks, the rows of one chunk after those of the other."""
     columns = {}
     for name in names:
@@ -358,7 +378,9 @@ class _Layout(NamedTuple):
 class _GatheredRows(Chunk):
     """Rows of :class:`PackedRows`; a column is made when it is first read, since a batch reads few by themselves."""
 
-    def __init__(self, layout: _Layout, matrices: Sequence[Array], num_rows: int) -> None:
+    def __init__(
+        self, layout: _Layout, matrices: Sequence[Array], num_rows: int
+    ) -> None:
         self._layout = layout
         self._matrices = matrices
         self.num_rows = num_rows
@@ -380,7 +402,10 @@ class _GatheredRows(Chunk):
             if pool is None:
                 column = Column(self._vector(name, "values"))
             else:
-                column = Column.from_windows(pool, Windows(self._vector(name, "starts"), self._vector(name, "stops")))
+                column = Column.from_windows(
+                    pool,
+                    Windows(self._vector(name, "starts"), self._vector(name, "stops")),
+                )
             self._columns[name] = column
         return column
 
@@ -405,7 +430,9 @@ class _GatheredRows(Chunk):
         return np.ascontiguousarray(self._matrices[number][:, index])
 
 
-def with_elements(chunk: Chunk, names: Iterable[str], where: str = "", first: int = 0) -> Chunk:
+def with_elements(
+    chunk: Chunk, names: Iterable[str], where: str = "", first: int = 0
+) -> Chunk:
     """Splits each array column with elements among ``names`` into one column per element.
 
     Args:
@@ -417,7 +444,11 @@ def with_elements(chunk: Chunk, names: Iterable[str], where: str = "", first: in
     Raises:
         DataError: a row of an array column has too few or too many numbers.
     """
-    widths = {column: width for column, width in widths_of(names, chunk).items() if column in chunk}
+    widths = {
+        column: width
+        for column, width in widths_of(names, chunk).items()
+        if column in chunk
+    }
     if not widths:
         # As it is: packed rows make a column only when it is read.
         return chunk

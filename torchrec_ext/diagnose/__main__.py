@@ -35,22 +35,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 if there is a page or the second report is within the limit, 1 if it is slower, 2 if a flag or file is wrong.
     """
-    parser = argparse.ArgumentParser("python -m torchrec_ext.diagnose", description=__doc__.splitlines()[0])
-    parser.add_argument("--budget", type=float, default=25.0, metavar="SECONDS", help="of the rounds of experiments")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report, which --compare reads")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page with pictures")
-    parser.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="compare two reports")
+    parser = argparse.ArgumentParser(
+        "python -m torchrec_ext.diagnose", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=25.0,
+        metavar="SECONDS",
+        help="of the rounds of experiments",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the report, which --compare reads",
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the page with pictures"
+    )
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("BEFORE", "AFTER"),
+        help="compare two reports",
+    )
     parser.add_argument("--limit", default="5%", help="how much slower AFTER may be")
     parser.add_argument("script", nargs="?", help="a Python script that trains")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     options = parser.parse_args(argv)
     try:
         if options.compare:
-            comparison = compare_reports(options.compare[0], options.compare[1], options.limit)
+            comparison = compare_reports(
+                options.compare[0], options.compare[1], options.limit
+            )
             print(comparison)
             return int(comparison.is_slower)
         if not options.script:
-            raise ValueError("name a Python script that trains, or --compare BEFORE AFTER")
+            raise ValueError(
+                "name a Python script that trains, or --compare BEFORE AFTER"
+            )
         run_script(options.script, options.args, lambda loop: _diagnose(loop, options))
     except ValueError as error:
         print(f"torchrec_ext.diagnose: {error}", file=sys.stderr)
@@ -59,7 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _diagnose(loop: Loop, options: argparse.Namespace) -> None:
-    print(f"the loop at {loop.line} is diagnosed; the script ends afterwards", file=sys.stderr)
+    print(
+        f"the loop at {loop.line} is diagnosed; the script ends afterwards",
+        file=sys.stderr,
+    )
     diagnosis = why_slow.step(loop.step, loop.batches, budget_s=options.budget)
     print(diagnosis)
     if options.json:
@@ -97,7 +125,9 @@ class Comparison:
         for _ in range(_RESAMPLES):
             # Not in pairs: the rounds of two reports have nothing to do with each other.
             after = statistics.median(generator.choices(self.after, k=len(self.after)))
-            before = statistics.median(generator.choices(self.before, k=len(self.before)))
+            before = statistics.median(
+                generator.choices(self.before, k=len(self.before))
+            )
             ratios.append(after / before)
         ratios.sort()
         return ratios[_RESAMPLES // 10], ratios[-_RESAMPLES // 10]
@@ -139,13 +169,24 @@ def compare_reports(before: Path, after: Path, limit: str) -> Comparison:
     except ValueError:
         share = -1.0
     if not share >= 0:
-        raise ValueError(f"--limit {limit!r}: must be a percentage of 0 or more, such as 5%")
+        raise ValueError(
+            f"--limit {limit!r}: must be a percentage of 0 or more, such as 5%"
+        )
     old = _report(before)
     new = _report(after)
     # An offer is no fault, so a build need not hear of a new one.
     old_causes = {finding["cause"] for finding in old["findings"]}
-    causes = [each["cause"] for each in new["findings"] if each["size"] != "offer" and each["cause"] not in old_causes]
-    return Comparison(before=_seconds(before, old), after=_seconds(after, new), limit=share, causes=causes)
+    causes = [
+        each["cause"]
+        for each in new["findings"]
+        if each["size"] != "offer" and each["cause"] not in old_causes
+    ]
+    return Comparison(
+        before=_seconds(before, old),
+        after=_seconds(after, new),
+        limit=share,
+        causes=causes,
+    )
 
 
 def _report(path: Path) -> Mapping[str, Any]:
@@ -153,7 +194,9 @@ def _report(path: Path) -> Mapping[str, Any]:
         report: Any = json.loads(path.read_text())
         report["facts"]["rounds"], report["findings"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"{path}: holds no report of a diagnosis; write one with --json {path}") from None
+        raise ValueError(
+            f"{path}: holds no report of a diagnosis; write one with --json {path}"
+        ) from None
     return dict(report)
 
 
@@ -166,7 +209,9 @@ def _seconds(path: Path, report: Mapping[str, Any]) -> list[float]:
         if "data" in each and "step" in each:
             seconds.append(each["data"] + each["step"] + between)
     if not seconds:
-        raise ValueError(f"{path}: its step could not be timed ({report['verdict']}); diagnose again")
+        raise ValueError(
+            f"{path}: its step could not be timed ({report['verdict']}); diagnose again"
+        )
     return seconds
 
 

@@ -201,7 +201,11 @@ class RankFacts:
 
     def median(self, name: str) -> float:
         """Returns the median seconds of a part of its steps; 0 if none was traced."""
-        return statistics.median([each[name] for each in self.steps]) if self.steps else 0.0
+        return (
+            statistics.median([each[name] for each in self.steps])
+            if self.steps
+            else 0.0
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,11 +320,17 @@ class Facts:
 
     def has(self, *names: str) -> bool:
         """Whether every round measured all of these."""
-        return bool(self.rounds) and all(set(names) <= each.keys() for each in self.rounds)
+        return bool(self.rounds) and all(
+            set(names) <= each.keys() for each in self.rounds
+        )
 
     def median(self, name: str) -> float:
         """Returns the median seconds of an experiment; 0 if it is missing."""
-        return statistics.median([each[name] for each in self.rounds]) if self.has(name) else 0.0
+        return (
+            statistics.median([each[name] for each in self.rounds])
+            if self.has(name)
+            else 0.0
+        )
 
     def mean_between(self) -> float:
         """Returns the amortised seconds per step of evaluations and checkpoints."""
@@ -336,7 +346,11 @@ class Facts:
         # Where a step failed, the loader alone was timed.
         return each.get("data", 0.0) + each.get("step", 0.0) + self.mean_between()
 
-    def gain(self, slow: Callable[[Round], float], fast: Callable[[Round], float] | None = None) -> Gain:
+    def gain(
+        self,
+        slow: Callable[[Round], float],
+        fast: Callable[[Round], float] | None = None,
+    ) -> Gain:
         """Returns the speed-up for other seconds of an iteration.
 
         Args:
@@ -349,7 +363,10 @@ class Facts:
         between = self.mean_between()
 
         def ratios(seconds: Callable[[Round], float]) -> list[float]:
-            return [self.iteration(each) / max(seconds(each) + between, 1e-9) for each in self.rounds]
+            return [
+                self.iteration(each) / max(seconds(each) + between, 1e-9)
+                for each in self.rounds
+            ]
 
         return paired_gain(ratios(slow), ratios(fast or slow))
 

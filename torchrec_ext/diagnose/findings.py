@@ -27,7 +27,9 @@ class Change(str, Enum):
     EXACT = "bit-equal"
     ROUNDING = "the same but for rounding"
     DRAWS = "the same law, other random draws"
-    ROUNDING_AND_DRAWS = "the same but for rounding, and the same law, other random draws"
+    ROUNDING_AND_DRAWS = (
+        "the same but for rounding, and the same law, other random draws"
+    )
     DRAWS_OF_WORKERS = "the same law, other random draws where the Dataset draws: each worker has a seed of its own"
     LESS_OFTEN = "nothing but how often it runs"
     AVERAGED = "the same but for rounding; weights are averaged in place of gradients: quality must be measured"
@@ -162,7 +164,11 @@ def share_of(facts: Facts, seconds: Callable[[Round], float]) -> float:
     return statistics.median_high(shares) if shares else 0.0
 
 
-def expected(facts: Facts, slow: Callable[[Round], float], fast: Callable[[Round], float] | None = None) -> Gain | None:
+def expected(
+    facts: Facts,
+    slow: Callable[[Round], float],
+    fast: Callable[[Round], float] | None = None,
+) -> Gain | None:
     """Returns the speed-up of a remedy; None if an experiment is missing."""
     try:
         return facts.gain(slow, fast)
@@ -211,4 +217,6 @@ def finding_of(
 ) -> Finding:
     """Makes a finding; cost = median over rounds of seconds / iteration."""
     least = min(shares_of(facts, seconds), default=0.0)
-    return finding_of_cost(cause, title, evidence, remedies, share_of(facts, seconds), least=least)
+    return finding_of_cost(
+        cause, title, evidence, remedies, share_of(facts, seconds), least=least
+    )

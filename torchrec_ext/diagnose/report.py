@@ -19,12 +19,33 @@ from torchrec_ext.diagnose.rules import costs
 from torchrec_ext.diagnose.rules.answers import answers
 from torchrec_ext.diagnose.rules.causes import findings, too_noisy
 from torchrec_ext.diagnose.rules.exchange import rank_table
-from torchrec_ext.drawing.page import Bar, Curve, Lane, card, chart, gains, lanes, page, paragraph, stacked, text_table
+from torchrec_ext.drawing.page import (
+    Bar,
+    Curve,
+    Lane,
+    card,
+    chart,
+    gains,
+    lanes,
+    page,
+    paragraph,
+    stacked,
+    text_table,
+)
 
 _WIDTH = 110
 _EXPLAINED = 0.8  # share of an iteration that must be explained before nothing is wrong
-_HELPS = {"yes": "yes", "no": "no, under 5 %", "perhaps": "perhaps", "not known": "not known"}
-_HELD = {True: "in the interval", False: "outside of the interval", None: "nothing was predicted"}
+_HELPS = {
+    "yes": "yes",
+    "no": "no, under 5 %",
+    "perhaps": "perhaps",
+    "not known": "not known",
+}
+_HELD = {
+    True: "in the interval",
+    False: "outside of the interval",
+    None: "nothing was predicted",
+}
 
 
 Compare = Callable[..., list[tuple[float, float]]]
@@ -59,7 +80,9 @@ class Realised:
         return f"{self.remedy}: predicted {predicted}, realised {self.ratio:.3g}x ({self.gain}): {_HELD[self.held]}"
 
 
-def realised_by(turns: Sequence[tuple[float, float]], remedy: Remedy | None) -> Realised:
+def realised_by(
+    turns: Sequence[tuple[float, float]], remedy: Remedy | None
+) -> Realised:
     """Returns the gain of a remedy from seconds as it was and with the remedy, by turn."""
     ratios = [old / new for old, new in turns]
     return Realised(
@@ -88,7 +111,9 @@ class Diagnosis:
         kept: lines of each remedy that made the step faster, with its ratio.
     """
 
-    def __init__(self, facts: Facts, compare: Compare | None = None, rank: int = 0) -> None:
+    def __init__(
+        self, facts: Facts, compare: Compare | None = None, rank: int = 0
+    ) -> None:
         self.facts = facts
         self._compare = compare
         self._rank = rank
@@ -111,7 +136,11 @@ class Diagnosis:
                 return f"{name} failed"
         if self.noisy or not self.facts.has("step"):
             return "noisy"
-        faults = [finding.cause for finding in self.findings if finding.size in ("large", "medium")]
+        faults = [
+            finding.cause
+            for finding in self.findings
+            if finding.size in ("large", "medium")
+        ]
         if faults:
             return faults[0]
         # The least, because products are the best of many too.
@@ -155,7 +184,11 @@ class Diagnosis:
         rows = {f"rank {each.rank}": each.spans for each in facts.ranks}
         if not any(rows.values()):
             # One process has no spans on a common clock, so its rounds stand one after the other.
-            names = [name for name in ("data", "forward", "backward", "optimizer") if facts.has(name)]
+            names = [
+                name
+                for name in ("data", "forward", "backward", "optimizer")
+                if facts.has(name)
+            ]
             spans: list[tuple[str, float, float]] = []
             start = 0.0
             for round_ in facts.rounds:
@@ -165,10 +198,25 @@ class Diagnosis:
             rows = {"this process": spans}
         events: list[dict[str, Any]] = []
         for number, (row, spans_of_row) in enumerate(rows.items()):
-            events.append({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": row}})
+            events.append(
+                {
+                    "ph": "M",
+                    "name": "process_name",
+                    "pid": number,
+                    "tid": 0,
+                    "args": {"name": row},
+                }
+            )
             for name, start, end in spans_of_row:
                 # A Chrome trace counts in microseconds.
-                span = {"ph": "X", "name": name, "pid": number, "tid": 0, "ts": start * 1e6, "dur": (end - start) * 1e6}
+                span = {
+                    "ph": "X",
+                    "name": name,
+                    "pid": number,
+                    "tid": 0,
+                    "ts": start * 1e6,
+                    "dur": (end - start) * 1e6,
+                }
                 events.append(span)
         _write(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
@@ -195,13 +243,19 @@ class Diagnosis:
             ValueError: this diagnosis holds no program, or no remedy of that name.
         """
         if self._compare is None:
-            raise ValueError("realised: this diagnosis holds no program, only facts; diagnose again in this process")
+            raise ValueError(
+                "realised: this diagnosis holds no program, only facts; diagnose again in this process"
+            )
         remedies = _remedies(self.findings)
         if remedy is not None and not isinstance(remedy, Remedy):
             matches = [each for each in remedies if each.name.startswith(str(remedy))]
             if not matches:
                 names = "; ".join(each.name for each in remedies) or "none"
-                raise ValueError(f"realised: remedy={remedy!r}: must be how a remedy's name begins: {names}"[:200])
+                raise ValueError(
+                    f"realised: remedy={remedy!r}: must be how a remedy's name begins: {names}"[
+                        :200
+                    ]
+                )
             remedy = matches[0]
         turns = self._compare(step, batches, seconds)
         if remedy is None and remedies:
@@ -295,7 +349,10 @@ def _page(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.noisy:
         lines += ["", *_wrapped(diagnosis.noisy)]
     for number, finding in enumerate(diagnosis.findings, 1):
-        lines += ["", f"{number}. {finding.title} ({_size_text(finding, ' of an iteration')})"]
+        lines += [
+            "",
+            f"{number}. {finding.title} ({_size_text(finding, ' of an iteration')})",
+        ]
         for sentence in finding.evidence:
             lines += _wrapped(sentence, "   ")
         for remedy in finding.remedies:
@@ -305,7 +362,11 @@ def _page(diagnosis: Diagnosis) -> list[str]:
             lines += [f"{'':19}  | {line}" for line in remedy.lines]
     lines += ["", "what people try, and what it gains here"]
     for answer in diagnosis.answers:
-        lines += _wrapped(f"{answer.name:22} {_gain(answer.gain):>14}  {_HELPS[answer.helps]}: {answer.why}", "   ", 42)
+        lines += _wrapped(
+            f"{answer.name:22} {_gain(answer.gain):>14}  {_HELPS[answer.helps]}: {answer.why}",
+            "   ",
+            42,
+        )
     if diagnosis.proof:
         lines += ["", "what was applied, and what it gained"]
         for realised in diagnosis.proof:
@@ -331,7 +392,11 @@ def _not_measured(facts: Facts) -> list[list[str]]:
 
 
 def _size_text(finding: Finding, unit: str = "") -> str:
-    return "offer" if finding.size == "offer" else f"{finding.size}, {finding.cost:.0%}{unit}"
+    return (
+        "offer"
+        if finding.size == "offer"
+        else f"{finding.size}, {finding.cost:.0%}{unit}"
+    )
 
 
 def _headline(diagnosis: Diagnosis) -> str:
@@ -344,7 +409,11 @@ def _headline(diagnosis: Diagnosis) -> str:
         return "no verdict"
     if diagnosis.verdict not in ("healthy", "products"):
         return diagnosis.findings[0].title
-    text = "its matrix products are the step" if diagnosis.verdict == "products" else "no cause of its own stands out"
+    text = (
+        "its matrix products are the step"
+        if diagnosis.verdict == "products"
+        else "no cause of its own stands out"
+    )
     share = costs.explained(facts)
     nothing = "nothing is wrong"
     if share < _EXPLAINED:
@@ -385,7 +454,9 @@ def _gain(gain: Gain | None) -> str:
 def _wrapped(text: str, indent: str = "", further: int = 0) -> list[str]:
     if indent and not further:
         further = 2
-    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + " " * further)
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=indent, subsequent_indent=indent + " " * further
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- as a web page
@@ -395,7 +466,9 @@ def _write(path: str | Path, text: str) -> None:
     try:
         Path(path).write_text(text)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be written: {error.strerror or error}; choose another file") from None
+        raise ValueError(
+            f"{path}: cannot be written: {error.strerror or error}; choose another file"
+        ) from None
 
 
 def _html(diagnosis: Diagnosis) -> str:
@@ -404,7 +477,10 @@ def _html(diagnosis: Diagnosis) -> str:
     summary += paragraph(" ".join(_times(facts)), "muted")
     if diagnosis.noisy:
         summary += paragraph(diagnosis.noisy, "warning")
-    cards = [_finding_card(number, finding) for number, finding in enumerate(diagnosis.findings, 1)]
+    cards = [
+        _finding_card(number, finding)
+        for number, finding in enumerate(diagnosis.findings, 1)
+    ]
     if facts.has("step"):
         cards.append(card("One iteration", _waterfall(facts)))
     if any(each.spans for each in facts.ranks):
@@ -416,7 +492,9 @@ def _html(diagnosis: Diagnosis) -> str:
     bars = gains([(each.name, each.gain) for each in diagnosis.answers])
     rows = [[each.name, _HELPS[each.helps], each.why] for each in diagnosis.answers]
     table = text_table(["", "helps", "why"], rows)
-    cards.append(card("What people try, and what it gains here", bars, table, wide=True))
+    cards.append(
+        card("What people try, and what it gains here", bars, table, wide=True)
+    )
     notes = "".join(map(paragraph, facts.notes))
     if missing := _not_measured(facts):
         notes = text_table(["", ""], missing) + notes
@@ -460,8 +538,13 @@ def _waterfall(facts: Facts) -> str:
     lengths = _parts(facts)
     rows = []
     for bar in stacked("", lengths).spans:
-        rows.append(Lane(name=bar.name, spans=[bar], value=f"{lengths[bar.name]:.3g} ms"))
-    return lanes(rows, f"medians of {len(facts.rounds)} rounds; an iteration takes {sum(lengths.values()):.3g} ms")
+        rows.append(
+            Lane(name=bar.name, spans=[bar], value=f"{lengths[bar.name]:.3g} ms")
+        )
+    return lanes(
+        rows,
+        f"medians of {len(facts.rounds)} rounds; an iteration takes {sum(lengths.values()):.3g} ms",
+    )
 
 
 def _rank_lanes(ranks: Iterable[RankFacts]) -> str:
@@ -473,7 +556,10 @@ def _rank_lanes(ranks: Iterable[RankFacts]) -> str:
         bars = [Bar(*span) for span in each.spans]
         end = max((bar.end for bar in bars), default=0.0)
         rows.append(Lane(name=name, spans=bars, value=f"{1e3 * end:.3g} ms"))
-    return lanes(rows, "one step of all ranks on one clock; waits and exchanges lie inside of what calls them")
+    return lanes(
+        rows,
+        "one step of all ranks on one clock; waits and exchanges lie inside of what calls them",
+    )
 
 
 def _roofline(facts: Facts) -> str:
@@ -485,14 +571,22 @@ def _roofline(facts: Facts) -> str:
     speed = facts.product_flops / whole
     ridge = facts.flops_per_s / facts.bytes_per_s
     ends = min(intensity, ridge) / 8, max(intensity, ridge) * 8
-    roof = [(ends[0], ends[0] * facts.bytes_per_s), (ridge, facts.flops_per_s), (ends[1], facts.flops_per_s)]
+    roof = [
+        (ends[0], ends[0] * facts.bytes_per_s),
+        (ridge, facts.flops_per_s),
+        (ends[1], facts.flops_per_s),
+    ]
     limit = min(intensity * facts.bytes_per_s, facts.flops_per_s)
     text = f"operations a second; an iteration makes {speed / 1e9:.3g} of the {limit / 1e9:.3g} GFLOP/s possible to it"
     return chart(
         [
             Curve("this machine: a large copy, a large product", roof),
             Curve("an iteration", [(intensity, speed)], marked=True),
-            Curve("its products alone", [(intensity, facts.product_flops / max(facts.product_s, 1e-9))], marked=True),
+            Curve(
+                "its products alone",
+                [(intensity, facts.product_flops / max(facts.product_s, 1e-9))],
+                marked=True,
+            ),
         ],
         x="operations for each byte that must move",
         log=True,
@@ -508,7 +602,9 @@ def _before_and_after(diagnosis: Diagnosis) -> str:
     measured: dict[str, Lane] = {}
     for realised in diagnosis.proof:
         length = whole / realised.ratio
-        measured[realised.remedy] = stacked(f"{realised.remedy}, measured", {"measured": length}, f"{length:.3g} ms")
+        measured[realised.remedy] = stacked(
+            f"{realised.remedy}, measured", {"measured": length}, f"{length:.3g} ms"
+        )
     gains_by_name = {}
     for finding in diagnosis.findings:
         # By name, because two findings may have one first remedy: its lane stands once.
@@ -519,8 +615,13 @@ def _before_and_after(diagnosis: Diagnosis) -> str:
             least = whole / gain.high
             most = whole / gain.low
             expected = [Bar("expected", 0, least), Bar("expected", least, most, True)]
-            rows.append(Lane(name=name, spans=expected, value=f"{least:.3g} to {most:.3g} ms"))
+            rows.append(
+                Lane(name=name, spans=expected, value=f"{least:.3g} to {most:.3g} ms")
+            )
         if name in measured:
             rows.append(measured.pop(name))
     rows += measured.values()
-    return lanes(rows, "milliseconds of an iteration by what each remedy gains alone; pale where it is uncertain")
+    return lanes(
+        rows,
+        "milliseconds of an iteration by what each remedy gains alone; pale where it is uncertain",
+    )

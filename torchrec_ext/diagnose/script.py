@@ -29,7 +29,11 @@ from torchrec_ext.observe.user_lines import owner_of
 # Steps of an optimizer after which the loop is taken: what a script makes in its first step is there then.
 _STEPS = 4
 # Names in the loop's function that no script has.
-_BATCH, _LOOP, _NUMBERS = "_batch_of_why_slow", "_loop_of_why_slow", "_numbers_of_why_slow"
+_BATCH, _LOOP, _NUMBERS = (
+    "_batch_of_why_slow",
+    "_loop_of_why_slow",
+    "_numbers_of_why_slow",
+)
 _LEAVING = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
 
 
@@ -55,7 +59,9 @@ class _DoneError(BaseException):
     """Ends the script after its loop was diagnosed; no ``except Exception`` of the script stops it."""
 
 
-def run_script(path: str, args: Sequence[str], diagnose: Callable[[Loop], None]) -> None:
+def run_script(
+    path: str, args: Sequence[str], diagnose: Callable[[Loop], None]
+) -> None:
     """Runs a script until its optimizer has made some steps, and diagnoses the loop around them; then ends the script.
 
     Args:
@@ -92,7 +98,9 @@ def run_script(path: str, args: Sequence[str], diagnose: Callable[[Loop], None])
         handle.remove()
         sys.argv = argv
         sys.path.remove(folder)
-    raise ValueError(f"{path}: it ended after {steps} optimizer steps, and {_STEPS} are needed to see its loop")
+    raise ValueError(
+        f"{path}: it ended after {steps} optimizer steps, and {_STEPS} are needed to see its loop"
+    )
 
 
 def find_loop(frame: FrameType | None) -> Loop:
@@ -126,7 +134,9 @@ def _loops_around(frame: FrameType) -> list[ast.For]:
     loops = []
     for node in ast.walk(ast.parse(source)):
         # A loop that begins before the function calls it, and is found in another frame.
-        if isinstance(node, ast.For) and first <= node.lineno <= line <= (node.end_lineno or node.lineno):
+        if isinstance(node, ast.For) and first <= node.lineno <= line <= (
+            node.end_lineno or node.lineno
+        ):
             loops.append(node)
     return sorted(loops, key=lambda node: -node.lineno)
 
@@ -150,7 +160,9 @@ def _taken(node: ast.For, frame: FrameType) -> Loop:
 
     batches = make()
     is_name = isinstance(source, ast.Name | ast.Attribute)
-    if not isinstance(batches, DataLoader | list | tuple | range) and not (is_name and isinstance(batches, Iterator)):
+    if not isinstance(batches, DataLoader | list | tuple | range) and not (
+        is_name and isinstance(batches, Iterator)
+    ):
         # A call such as `make_batches()` is made anew for each epoch, as the script does; a named iterator goes on.
         batches = _Again(make)
     # The loop's own `enumerate` has counted so far.
@@ -158,7 +170,9 @@ def _taken(node: ast.For, frame: FrameType) -> Loop:
     exec(compile(_function(node, numbered), file, "exec"), variables)
     step = variables.pop(_LOOP)
     step.__code__ = step.__code__.replace(co_name="loop")
-    step.__signature__ = inspect.Signature()  # it takes a batch whole, also one of a single entry
+    step.__signature__ = (
+        inspect.Signature()
+    )  # it takes a batch whole, also one of a single entry
     return Loop(step, batches, line)
 
 
@@ -173,8 +187,14 @@ def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
 def _unwrapped(iterable: ast.expr, variables: dict[str, Any]) -> tuple[ast.expr, bool]:
     """Returns the iterable inside of ``enumerate`` and tqdm, and whether batches come with a number."""
     numbered = False
-    while isinstance(iterable, ast.Call) and iterable.args and isinstance(iterable.func, ast.Name | ast.Attribute):
-        function = eval(compile(ast.Expression(iterable.func), "<loop>", "eval"), variables)
+    while (
+        isinstance(iterable, ast.Call)
+        and iterable.args
+        and isinstance(iterable.func, ast.Name | ast.Attribute)
+    ):
+        function = eval(
+            compile(ast.Expression(iterable.func), "<loop>", "eval"), variables
+        )
         if function is builtins.enumerate and not numbered:
             numbered = True
         elif not str(getattr(function, "__module__", "")).startswith("tqdm"):
@@ -192,7 +212,10 @@ def _function(node: ast.For, numbered: bool) -> ast.Module:
     for each in ast.walk(node):
         if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load):
             stored.add(each.id)
-        elif isinstance(each, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler) and each.name:
+        elif (
+            isinstance(each, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler)
+            and each.name
+        ):
             stored.add(each.name)
     entry = f"(next({_NUMBERS}), {_BATCH})" if numbered else _BATCH
     # A loop over one batch, because the body may have `break` and `continue`.

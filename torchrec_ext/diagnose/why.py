@@ -20,9 +20,18 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from torchrec_ext.adopt import AdoptedStep, adopt
-from torchrec_ext.diagnose.experiments.batches import BatchSource, called_with, loader_with, row_count
+from torchrec_ext.diagnose.experiments.batches import (
+    BatchSource,
+    called_with,
+    loader_with,
+    row_count,
+)
 from torchrec_ext.diagnose.experiments.collectives import Ranks, agreed
-from torchrec_ext.diagnose.experiments.loop import StepFunction, TrainingLoop, steps_of_turn
+from torchrec_ext.diagnose.experiments.loop import (
+    StepFunction,
+    TrainingLoop,
+    steps_of_turn,
+)
 from torchrec_ext.diagnose.experiments.measure import Experiments
 from torchrec_ext.diagnose.findings import Action, Remedy
 from torchrec_ext.diagnose.report import Diagnosis, apply_in_turn
@@ -97,7 +106,11 @@ class _WhySlow:
             for each in optimizers:
                 each.step()
 
-        request = _Request(roots=(loss, model, *optimizers), budget_s=budget_s, between=dict(between or {}))
+        request = _Request(
+            roots=(loss, model, *optimizers),
+            budget_s=budget_s,
+            between=dict(between or {}),
+        )
         adopted = partial(adopt, model, optimizers, loss, compile="require")
         return request.run(step, batches, apply, adopted)
 
@@ -134,7 +147,9 @@ class _WhySlow:
         if model is not None:
             roots.append(model)
         roots += _listed(optimizer)
-        request = _Request(roots=tuple(roots), budget_s=budget_s, between=dict(between or {}))
+        request = _Request(
+            roots=tuple(roots), budget_s=budget_s, between=dict(between or {})
+        )
         return request.run(fn, batches, apply)
 
 
@@ -157,7 +172,11 @@ class _Request:
     between: Mapping[str, tuple[Callable[[], object], int]]
 
     def run(
-        self, fn: StepFunction, batches: Iterable[Any], apply: bool, adopted: Callable[[], AdoptedStep] | None = None
+        self,
+        fn: StepFunction,
+        batches: Iterable[Any],
+        apply: bool,
+        adopted: Callable[[], AdoptedStep] | None = None,
     ) -> Diagnosis:
         """Diagnoses a step, and applies remedies on request; ``adopted`` makes the captured step."""
         if apply and dist.is_initialized() and dist.get_world_size() > 1:
@@ -167,18 +186,26 @@ class _Request:
             )
         diagnosis = self.diagnose(fn, batches)
         # An iterator's batches are used up by the diagnosis, and a step that fails has nothing to gain.
-        if apply and diagnosis.verdict not in ("step failed", "loop failed") and not isinstance(batches, Iterator):
+        if (
+            apply
+            and diagnosis.verdict not in ("step failed", "loop failed")
+            and not isinstance(batches, Iterator)
+        ):
             # Gains are predicted of iterations with what runs between steps, so the proof has it too.
             between_s = diagnosis.facts.mean_between()
             state = StateCopy(*self.roots, batches)
             # An adopted step adds hooks to the optimizers' state_dict, which StateCopy does not know.
-            hooks = list(map(copy_mapping, chain.from_iterable(map(_hooks, state.optimizers))))
+            hooks = list(
+                map(copy_mapping, chain.from_iterable(map(_hooks, state.optimizers)))
+            )
             try:
                 apply_in_turn(
                     diagnosis,
                     (fn, batches),
                     partial(_with_remedy, adopted=adopted),
-                    lambda before, after: _compare(*before, self.roots, *after, _PROOF_S, between_s),
+                    lambda before, after: _compare(
+                        *before, self.roots, *after, _PROOF_S, between_s
+                    ),
                     lambda training: self.diagnose(*training),
                 )
             finally:
@@ -214,7 +241,13 @@ class _Request:
                 notes.append(note)
             facts = dataclasses.replace(facts, notes=[*notes, *state.changed_data()])
             if ranks is None:
-                compare = partial(_compare, fn, loop.source.again(), (*roots, loader), between_s=facts.mean_between())
+                compare = partial(
+                    _compare,
+                    fn,
+                    loop.source.again(),
+                    (*roots, loader),
+                    between_s=facts.mean_between(),
+                )
                 diagnosis = Diagnosis(facts, compare)
             else:
                 diagnosis = Diagnosis(facts, _not_on_ranks, ranks.rank)
@@ -228,11 +261,17 @@ class _Request:
 
 def _hooks(optimizer: Optimizer) -> list[dict[Any, Any]]:
     """Returns the hooks of an optimizer."""
-    return [value for name, value in vars(optimizer).items() if name.endswith("_hooks") and isinstance(value, dict)]
+    return [
+        value
+        for name, value in vars(optimizer).items()
+        if name.endswith("_hooks") and isinstance(value, dict)
+    ]
 
 
 def _with_remedy(
-    training: tuple[StepFunction, Iterable[Any]], remedy: Remedy, adopted: Callable[[], AdoptedStep] | None
+    training: tuple[StepFunction, Iterable[Any]],
+    remedy: Remedy,
+    adopted: Callable[[], AdoptedStep] | None,
 ) -> tuple[tuple[StepFunction, Iterable[Any]], str] | None:
     """Returns a step and its batches with a remedy, and its lines; None if a person must write it."""
     fn, batches = training
@@ -240,7 +279,10 @@ def _with_remedy(
     if remedy.action is Action.THREADS:
         return (_on_threads(fn, remedy.count), batches), remedy.lines[0]
     if remedy.action is Action.WORKERS and isinstance(batches, DataLoader):
-        return (fn, loader_with(batches, num_workers=remedy.count, prefetch_factor=2)), lines
+        return (
+            fn,
+            loader_with(batches, num_workers=remedy.count, prefetch_factor=2),
+        ), lines
     if remedy.action is Action.CAPTURE and adopted is not None:
         return (adopted(), batches), lines
     return None
@@ -275,12 +317,16 @@ def _check_eager(fn: StepFunction) -> None:
         )
 
 
-def _check(budget_s: float, between: Mapping[str, tuple[Callable[[], object], int]]) -> None:
+def _check(
+    budget_s: float, between: Mapping[str, tuple[Callable[[], object], int]]
+) -> None:
     if not budget_s > 0:
         raise ValueError(f"budget_s={budget_s}: must be a number of seconds above 0")
     for name, (_, steps) in between.items():
         if steps < 1:
-            raise ValueError(f"between[{name!r}]: steps={steps} from a call to the next; must be at least 1")
+            raise ValueError(
+                f"between[{name!r}]: steps={steps} from a call to the next; must be at least 1"
+            )
 
 
 def _not_on_ranks(*_: Any) -> list[tuple[float, float]]:
@@ -305,7 +351,9 @@ def _compare(
     wall clock alone, so if there are some it times both. ``between_s`` is what runs between steps, seconds of one:
     both have it for as many rows.
     """
-    has_workers = getattr(batches, "num_workers", 0) or getattr(with_batches, "num_workers", 0)
+    has_workers = getattr(batches, "num_workers", 0) or getattr(
+        with_batches, "num_workers", 0
+    )
     if with_batches is None:
         with_batches = batches
     turns: list[tuple[float, float]] = []
@@ -337,7 +385,12 @@ def _compare(
             new, new_rows = iterations.run(new_count, timer)
             if old_rows and new_rows:
                 # A remedy may change the batch size: then only seconds of a row can be compared.
-                turns.append(((old + between_s) / old_rows, new / new_rows + between_s / old_rows))
+                turns.append(
+                    (
+                        (old + between_s) / old_rows,
+                        new / new_rows + between_s / old_rows,
+                    )
+                )
             else:
                 turns.append((old + between_s, new + between_s))
         iterations.settle()
@@ -352,11 +405,15 @@ class _Iterations:
         batches: batches of the step function.
     """
 
-    def __init__(self, step: StepFunction | Iterator[Any], batches: Iterable[Any]) -> None:
+    def __init__(
+        self, step: StepFunction | Iterator[Any], batches: Iterable[Any]
+    ) -> None:
         # An adopted step has late updates to complete, other steps have none.
         self.settle: Callable[[], object] = getattr(step, "settle", lambda: None)
         self._iterator: Iterator[Any] | None = None
-        self._ahead = (getattr(batches, "num_workers", 0) or 0) * (getattr(batches, "prefetch_factor", 0) or 0)
+        self._ahead = (getattr(batches, "num_workers", 0) or 0) * (
+            getattr(batches, "prefetch_factor", 0) or 0
+        )
         if isinstance(step, Iterator):
             self._iterator = step
         else:

@@ -21,7 +21,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    BaseManagedCollisionEmbeddingCollection,
+)
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_ext.batch import skip_fx_notice
@@ -33,8 +35,16 @@ from torchrec_ext.distributed.optim.declared import (
     shardings,
     undeclared,
 )
-from torchrec_ext.distributed.optim.hybrid import HybridOptimizer, first_few, keyed_optimizers
-from torchrec_ext.distributed.optim.sharded import decay_sharded_rows, read_past_caches, sharded_adams
+from torchrec_ext.distributed.optim.hybrid import (
+    HybridOptimizer,
+    first_few,
+    keyed_optimizers,
+)
+from torchrec_ext.distributed.optim.sharded import (
+    decay_sharded_rows,
+    read_past_caches,
+    sharded_adams,
+)
 from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
 from torchrec_ext.distributed.plan.tower_plan import table_shardings
 from torchrec_ext.distributed.runtime import Runtime, calm_gloo
@@ -55,8 +65,15 @@ def settle_buckets(model: nn.Module) -> None:
     buckets (over 1 MiB) either: there the layout by arrival lets the sums overlap with the backward.
     """
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel) and module.process_group.size() > 2:
-            size = sum(parameter.nbytes for parameter in module._module_parameters if parameter.requires_grad)
+        if (
+            isinstance(module, DistributedDataParallel)
+            and module.process_group.size() > 2
+        ):
+            size = sum(
+                parameter.nbytes
+                for parameter in module._module_parameters
+                if parameter.requires_grad
+            )
             if size <= dist._DEFAULT_FIRST_BUCKET_BYTES:
                 module.reducer._push_all_rebuilt_params()
 
@@ -107,9 +124,13 @@ def hybrid_parallel(
     if requested_optimizer is None and runtime.is_main:
         _log_defaults(model, optimizer)
     if plan is None:
-        plan = plan_sharding(model, runtime, optimizer=requested_optimizer, table_copies=table_copies)
+        plan = plan_sharding(
+            model, runtime, optimizer=requested_optimizer, table_copies=table_copies
+        )
     plan = on_own_device(_of_collections(plan, model), runtime)
-    emulated = _without_kernel(model, plan, optimizer.for_tables(model), runtime.device.type)
+    emulated = _without_kernel(
+        model, plan, optimizer.for_tables(model), runtime.device.type
+    )
     choices = declare_table_optimizer(model, optimizer, emulated)
     # Taken while all layers are there: a plan may leave this rank without some towers.
     layers = optimizer.for_layers(dense_layers(model))
@@ -129,26 +150,38 @@ def hybrid_parallel(
                 "sync.table_copies at 1"
             )
         with _ddp_notice_ignored(), sharing_as_all_ranks_do():
-            sharded = copies_of_tables(model, runtime, plan, table_copies, sharders(codecs))
+            sharded = copies_of_tables(
+                model, runtime, plan, table_copies, sharders(codecs)
+            )
     else:
         all_sharders = [tower_sharder, *sharders(codecs)]
         with _ddp_notice_ignored(), sharing_as_all_ranks_do():
-            sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=all_sharders)
+            sharded = DistributedModelParallel(
+                model, device=runtime.device, plan=plan, sharders=all_sharders
+            )
     # torch logs it at the first KeyedJaggedTensor of a process, and means TorchRec.
     skip_fx_notice()
     # TorchRec calls deprecated collectives and ShardedTensor in every step, and its caller cannot choose others. Of
     # torch's and TorchRec's own modules alone, and at the end of the list: filters of the user's own come first.
-    deprecated = r"`torch\.distributed\.\w+_tensor` is deprecated|Please use DTensor instead"
-    warnings.filterwarnings("ignore", deprecated, FutureWarning, module=r"torch(rec)?\.", append=True)
+    deprecated = (
+        r"`torch\.distributed\.\w+_tensor` is deprecated|Please use DTensor instead"
+    )
+    warnings.filterwarnings(
+        "ignore", deprecated, FutureWarning, module=r"torch(rec)?\.", append=True
+    )
     initialise_tables(sharded, seed)
     read_past_caches(sharded)
     settle_buckets(sharded)
     # Gloo's threads exist once all groups of a step do.
     calm_gloo()
     # ShardedAdam decays the rows of its own tables.
-    kernel_choices = {name: choice for name, choice in choices.items() if name not in emulated}
+    kernel_choices = {
+        name: choice for name, choice in choices.items() if name not in emulated
+    }
     decay_sharded_rows(sharded, kernel_choices)
-    hybrid_optimizer = _optimizer(sharded, optimizer.clip_norm, choices, layers, emulated)
+    hybrid_optimizer = _optimizer(
+        sharded, optimizer.clip_norm, choices, layers, emulated
+    )
     if dynamic:
         # It stands on the checkpoint's view of tables and optimizer state, which stands on this package.
         from torchrec_ext.train.step.fresh_rows import FreshRows
@@ -160,7 +193,9 @@ def hybrid_parallel(
     return sharded, hybrid_optimizer
 
 
-def _dynamic_tables(model: nn.Module, table_copies: int) -> list[DynamicManagedCollision]:
+def _dynamic_tables(
+    model: nn.Module, table_copies: int
+) -> list[DynamicManagedCollision]:
     """Gives the tables with managed collision dynamic ids."""
     dynamic = with_dynamic_ids(model)
     if dynamic and table_copies > 1:
@@ -191,7 +226,11 @@ def _of_collections(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
 def _ddp_notice_ignored() -> Iterator[None]:
     """Ignores DDP's FutureWarning on `broadcast_buffers`: TorchRec passes that argument, and its caller cannot."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+        warnings.filterwarnings(
+            "ignore",
+            message="`broadcast_buffers` is deprecated",
+            category=FutureWarning,
+        )
         yield
 
 
@@ -199,7 +238,9 @@ def _log_defaults(model: nn.Module, optimizer: OptimizerConfig) -> None:
     tables = undeclared(model)
     defaults = []
     if tables:
-        defaults.append(f"table(s) {first_few(tables)}: {optimizer.tables} at {optimizer.tables_lr:g}")
+        defaults.append(
+            f"table(s) {first_few(tables)}: {optimizer.tables} at {optimizer.tables_lr:g}"
+        )
     if dense_layers(model):
         defaults.append(f"dense layers: {optimizer.dense} at {optimizer.dense_lr:g}")
     if defaults:
@@ -214,7 +255,9 @@ def dense_layers(model: nn.Module) -> list[str]:
     """Returns the names of all parameters of an unsharded ``model`` outside embedding collections."""
     tables: set[str] = set()
     for path, collection in collections(model):
-        tables |= {f"{path}.{name}".lstrip(".") for name, _ in collection.named_parameters()}
+        tables |= {
+            f"{path}.{name}".lstrip(".") for name, _ in collection.named_parameters()
+        }
     return [name for name, _ in model.named_parameters() if name not in tables]
 
 
@@ -253,7 +296,14 @@ def _optimizer(
             tables[name] = value
         else:
             dense[name] = value
-    towers = next((module for module in model.module.modules() if isinstance(module, ShardedTowers)), None)
+    towers = next(
+        (
+            module
+            for module in model.module.modules()
+            if isinstance(module, ShardedTowers)
+        ),
+        None,
+    )
     holders = None
     if towers is not None:
         holders = towers.holders(model.module, parameters)

@@ -43,7 +43,9 @@ class TowerPlacement:
     def __post_init__(self) -> None:
         for tower, ranks in self.ranks.items():
             if not ranks:
-                raise PlacementError(f"tower '{tower}' has no rank; give it at least one of 0 to {self.world_size - 1}")
+                raise PlacementError(
+                    f"tower '{tower}' has no rank; give it at least one of 0 to {self.world_size - 1}"
+                )
             strange = [rank for rank in ranks if not 0 <= rank < self.world_size]
             if strange:
                 raise PlacementError(
@@ -67,13 +69,17 @@ class TowerPlacement:
         ranks = parse_ranks(text)
         unknown = [tower for tower in ranks if tower not in towers]
         if unknown:
-            raise PlacementError(f"{text!r} names the tower '{unknown[0]}'; the towers are {', '.join(towers)}")
+            raise PlacementError(
+                f"{text!r} names the tower '{unknown[0]}'; the towers are {', '.join(towers)}"
+            )
         missing = [tower for tower in towers if tower not in ranks]
         if missing:
             raise PlacementError(
                 f"{text!r} leaves the tower '{missing[0]}' without a rank; place every one of {', '.join(towers)}"
             )
-        return cls(ranks={tower: ranks[tower] for tower in towers}, world_size=world_size)
+        return cls(
+            ranks={tower: ranks[tower] for tower in towers}, world_size=world_size
+        )
 
     @classmethod
     def apart(cls, loads: Mapping[str, float], world_size: int) -> TowerPlacement:
@@ -107,7 +113,10 @@ class TowerPlacement:
             for tower, count in counts.items():
                 ranks[tower] = list(range(first, first + count))
                 first += count
-        return cls(ranks={tower: tuple(members) for tower, members in ranks.items()}, world_size=world_size)
+        return cls(
+            ranks={tower: tuple(members) for tower, members in ranks.items()},
+            world_size=world_size,
+        )
 
     def targets(self, tower: str, rank: int) -> list[int]:
         """Returns the receivers of ``rank``'s rows for ``tower``: only itself if it runs the tower."""
@@ -128,20 +137,27 @@ class TowerPlacement:
         # The rows of all ranks without the tower form one sequence, which is cut into equal shares for its ranks.
         first = others.index(rank) * rows
         total = len(others) * rows
-        ends = [min(max(total * index // len(members) - first, 0), rows) for index in range(len(members) + 1)]
+        ends = [
+            min(max(total * index // len(members) - first, 0), rows)
+            for index in range(len(members) + 1)
+        ]
         return list(pairwise(ends))
 
     def busiest(self, tower: str, rows: Sequence[int]) -> int:
         """Returns the row count of the busiest rank of ``tower`` if each rank r brings ``rows[r]`` rows."""
         sums = dict.fromkeys(self.ranks[tower], 0)
         for rank, count in enumerate(rows):
-            for target, (start, stop) in zip(self.targets(tower, rank), self.cuts(tower, rank, count), strict=True):
+            for target, (start, stop) in zip(
+                self.targets(tower, rank), self.cuts(tower, rank, count), strict=True
+            ):
                 sums[target] += stop - start
         return max(sums.values())
 
     def __str__(self) -> str:
         # A text that parse() takes, since plans and trials are named by it.
-        return ",".join(f"{tower}:{_text(ranks)}" for tower, ranks in self.ranks.items())
+        return ",".join(
+            f"{tower}:{_text(ranks)}" for tower, ranks in self.ranks.items()
+        )
 
 
 def parse_ranks(text: str) -> dict[str, tuple[int, ...]]:
@@ -182,7 +198,9 @@ def _ranks(ranges: str, text: str) -> list[int]:
         if not dash:
             last = first
         if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
-            raise PlacementError(f"{text!r}: {entry!r} is neither a rank, such as 0, nor a range of ranks, such as 0-1")
+            raise PlacementError(
+                f"{text!r}: {entry!r} is neither a rank, such as 0, nor a range of ranks, such as 0-1"
+            )
         ranks += range(int(first), int(last) + 1)
     return ranks
 

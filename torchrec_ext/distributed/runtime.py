@@ -110,18 +110,28 @@ class Runtime:
         if runtime.device.type == "cuda":
             torch.cuda.set_device(runtime.device)
         if "RANK" in os.environ:
-            dist.init_process_group(runtime.backend, timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group(
+                runtime.backend, timeout=timedelta(seconds=timeout_s)
+            )
         else:
             # A store in memory: one process needs no port.
             dist.init_process_group(
-                runtime.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s)
+                runtime.backend,
+                store=dist.HashStore(),
+                rank=0,
+                world_size=1,
+                timeout=timedelta(seconds=timeout_s),
             )
         try:
             yield _sharing(runtime, collectives)
             dist.barrier()
         except BaseException:
             # NCCL's teardown would wait for peers, which wait for this rank, and hide the error until the timeout.
-            if runtime.backend == "nccl" and runtime.world_size > 1 and dist.group.WORLD is not None:
+            if (
+                runtime.backend == "nccl"
+                and runtime.world_size > 1
+                and dist.group.WORLD is not None
+            ):
                 dist.group.WORLD.abort()
             _leave()
             raise
@@ -132,8 +142,14 @@ def _sharing(runtime: Runtime, collectives: Collectives) -> Runtime:
     """Shares the memory of all ranks if asked for, and returns the runtime that says so. Collective."""
     required = collectives == "shared_memory"
     if runtime.device.type == "cuda" and required:
-        raise ValueError("collectives=shared_memory: it is for ranks on the CPU, and these are on GPUs; set it to auto")
-    if collectives == "gloo" or runtime.device.type == "cuda" or runtime.world_size == 1:
+        raise ValueError(
+            "collectives=shared_memory: it is for ranks on the CPU, and these are on GPUs; set it to auto"
+        )
+    if (
+        collectives == "gloo"
+        or runtime.device.type == "cuda"
+        or runtime.world_size == 1
+    ):
         return runtime
     assert dist.group.WORLD is not None
     obstacle = obstacle_to_sharing(dist.group.WORLD)
@@ -160,10 +176,14 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
     gpus = 0
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
-    own_device = choose_device(device, local_rank, local_world_size, gpus, os.environ.get(GPUS, ""))
+    own_device = choose_device(
+        device, local_rank, local_world_size, gpus, os.environ.get(GPUS, "")
+    )
     backend = "nccl" if own_device.type == "cuda" else "gloo"
     if threads is None:
-        threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores // local_world_size)
+        threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(
+            1, cores // local_world_size
+        )
     return Runtime(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=local_rank,
@@ -194,7 +214,9 @@ def max_over_ranks(value: float, runtime: Runtime) -> float:
     return float(greatest)
 
 
-def choose_device(name: str | None, local_rank: int, local_world_size: int, gpus: int, given: str = "") -> torch.device:
+def choose_device(
+    name: str | None, local_rank: int, local_world_size: int, gpus: int, given: str = ""
+) -> torch.device:
     """Returns the device of a process.
 
     Args:
@@ -232,7 +254,8 @@ def choose_device(name: str | None, local_rank: int, local_world_size: int, gpus
 def available_memory() -> int:
     """Returns the bytes of memory still available to this host, or to this process's container."""
     limits = [
-        _line("/proc/meminfo", "MemAvailable:") * 1024 or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        _line("/proc/meminfo", "MemAvailable:") * 1024
+        or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     ]
     limit = _number("/sys/fs/cgroup/memory.max")
     used = _number("/sys/fs/cgroup/memory.current")
@@ -248,7 +271,10 @@ def peak_resident() -> int:
 
     Where the kernel does not report it, this is ``ru_maxrss``, which starts from the peak of the process that forked.
     """
-    return (_line("/proc/self/status", "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+    return (
+        _line("/proc/self/status", "VmHWM:")
+        or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ) * 1024
 
 
 def _line(path: str, name: str) -> int:
@@ -284,4 +310,6 @@ def calm_gloo() -> None:
         # The thread may have ended meanwhile.
         with suppress(OSError):
             if (thread / "comm").read_text().strip() in GLOO_THREADS:
-                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
+                os.sched_setscheduler(
+                    int(thread.name), os.SCHED_BATCH, os.sched_param(0)
+                )

@@ -33,7 +33,11 @@ from torchrec.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
     _apply_mean_pooling,
 )
-from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs,
+)
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
@@ -47,15 +51,25 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingType,
 )
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    DataType,
+    EmbeddingConfig,
+    PoolingType,
+)
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    get_embedding_names_by_table,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_ext.distributed.plan.config import PlanConfig, TableChoice
 
 TRAINED_ON_CPU = (DataType.FP32, DataType.FP16)
-SHARDED = [kind.value for kind in ShardingType if kind is not ShardingType.DATA_PARALLEL]
+SHARDED = [
+    kind.value for kind in ShardingType if kind is not ShardingType.DATA_PARALLEL
+]
 BY_HOST = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 # These types reduce-scatter: the exchange adds up the messages of the ranks.
 SUMMED = (ShardingType.ROW_WISE.value, *BY_HOST)
@@ -71,7 +85,9 @@ _INT8_GROUP = 32  # numbers that share a scale
 Codecs = dict[str, QuantizedCommCodecs]
 
 
-def refused_because(table: BaseEmbeddingConfig, sharding: str, device: str) -> str | None:
+def refused_because(
+    table: BaseEmbeddingConfig, sharding: str, device: str
+) -> str | None:
     """Explains why a table cannot be trained on a device under a sharding type.
 
     Args:
@@ -88,7 +104,10 @@ def refused_because(table: BaseEmbeddingConfig, sharding: str, device: str) -> s
     if device == "cpu" and table.data_type not in TRAINED_ON_CPU:
         names = " and ".join(kind.value for kind in TRAINED_ON_CPU)
         return f"data_type={table.data_type.value}: FBGEMM's kernels train {names} tables on a cpu; choose one of them"
-    if isinstance(table, EmbeddingConfig) and sharding in (*BY_HOST, ShardingType.TABLE_COLUMN_WISE.value):
+    if isinstance(table, EmbeddingConfig) and sharding in (
+        *BY_HOST,
+        ShardingType.TABLE_COLUMN_WISE.value,
+    ):
         return (
             f"{sharding}: it is read id by id, which TorchRec shards table_wise, row_wise or column_wise alone; choose "
             "one of these"
@@ -172,7 +191,9 @@ def codecs_of(config: PlanConfig) -> Codecs | None:
     return {op.name: get_qcomm_codecs(precisions) for op in CODED_OPS}
 
 
-def precision_refused_because(table: BaseEmbeddingConfig, sharding: str, width: int) -> str | None:
+def precision_refused_because(
+    table: BaseEmbeddingConfig, sharding: str, width: int
+) -> str | None:
     """Explains why a sharded table cannot be exchanged in int8; None if it can.
 
     Args:
@@ -215,21 +236,30 @@ class ShardedBags(ShardedEmbeddingBagCollection):
         group = self._env.process_group
         if group is not None and dist.get_backend(group) == "gloo":
             for output_dist in self._output_dists:
-                if isinstance(output_dist, RwPooledEmbeddingDist | TwRwPooledEmbeddingDist | GridPooledEmbeddingDist):
+                if isinstance(
+                    output_dist,
+                    RwPooledEmbeddingDist
+                    | TwRwPooledEmbeddingDist
+                    | GridPooledEmbeddingDist,
+                ):
                     output_dist.register_forward_pre_hook(_take_unequal_batches)
 
     def _row_wise_means(self) -> set[str]:
         """Returns the names of the outputs that arrive as sums and must become means."""
         configs = self._embedding_bag_configs
         means: set[str] = set()
-        for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True):
+        for config, names in zip(
+            configs, get_embedding_names_by_table(configs), strict=True
+        ):
             sharding = self.module_sharding_plan[config.name]
             if config.pooling == PoolingType.MEAN and sharding.sharding_type in SUMMED:
                 means |= set(names)
         return means
 
     def input_dist(
-        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor | TensorDict
+        self,
+        ctx: EmbeddingBagCollectionContext,
+        features: KeyedJaggedTensor | TensorDict,
     ) -> Awaitable[Awaitable[KJTList]]:
         """Starts TorchRec's input dist, and keeps the divisors of this batch in ``ctx``."""
         if any(self._means):
@@ -243,11 +273,17 @@ class ShardedBags(ShardedEmbeddingBagCollection):
         lengths = features.lengths()
         weights = features.weights_or_none()
         if weights is not None:
-            lengths = torch.ops.fbgemm.segment_sum_csr(1, features.offsets().int(), weights)
-        by_key = dict(zip(features.keys(), lengths.split(features.stride_per_key()), strict=True))
+            lengths = torch.ops.fbgemm.segment_sum_csr(
+                1, features.offsets().int(), weights
+            )
+        by_key = dict(
+            zip(features.keys(), lengths.split(features.stride_per_key()), strict=True)
+        )
         if features.variable_stride_per_key():
             names, rows = features.inverse_indices()
-            by_key = {name: by_key[name][row] for name, row in zip(names, rows, strict=True)}
+            by_key = {
+                name: by_key[name][row] for name, row in zip(names, rows, strict=True)
+            }
         ones = torch.ones_like(next(iter(by_key.values())), dtype=torch.float32)
         columns = []
         for name, mean in zip(self._embedding_names, self._means, strict=True):
@@ -262,11 +298,17 @@ class ShardedBags(ShardedEmbeddingBagCollection):
             self._dim_per_key, dim=1, output_size=sum(self._embedding_dims)
         )
 
-    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
+    def output_dist(
+        self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]
+    ) -> LazyAwaitable[KeyedTensor]:
         """Runs TorchRec's output dist, and divides the columns of row-wise MEAN tables."""
         return self._divided(super().output_dist(ctx, output), ctx)
 
-    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:  # noqa: A002
+    def compute_and_output_dist(
+        self,
+        ctx: EmbeddingBagCollectionContext,
+        input: KJTList,  # noqa: A002
+    ) -> LazyAwaitable[KeyedTensor]:
         """Runs TorchRec's look-up and output dist, and divides the columns of row-wise MEAN tables."""
         return self._divided(super().compute_and_output_dist(ctx, input), ctx)
 
@@ -274,14 +316,18 @@ class ShardedBags(ShardedEmbeddingBagCollection):
         self, sums: LazyAwaitable[KeyedTensor], ctx: EmbeddingBagCollectionContext
     ) -> LazyAwaitable[KeyedTensor]:
         if ctx.divisor is not None:
-            sums.callbacks.append(functools.partial(_apply_mean_pooling, divisor=ctx.divisor))
+            sums.callbacks.append(
+                functools.partial(_apply_mean_pooling, divisor=ctx.divisor)
+            )
         return sums
 
 
 class EqualReduceScatter(PooledEmbeddingsReduceScatter):
     """TorchRec's reduce-scatter of pooled bags, with equal pieces in its backward even for unequal batches."""
 
-    def forward(self, local_embs: Tensor, input_splits: list[int] | None = None) -> PooledEmbeddingsAwaitable:
+    def forward(
+        self, local_embs: Tensor, input_splits: list[int] | None = None
+    ) -> PooledEmbeddingsAwaitable:
         """Sums pooled embeddings over the ranks: (B, D) on each.
 
         Args:
@@ -297,7 +343,10 @@ class EqualVariableReduceScatter(VariableBatchPooledEmbeddingsReduceScatter):
     """Variant of :class:`EqualReduceScatter` for a batch size per feature."""
 
     def forward(
-        self, local_embs: Tensor, batch_size_per_rank_per_feature: list[list[int]], embedding_dims: list[int]
+        self,
+        local_embs: Tensor,
+        batch_size_per_rank_per_feature: list[list[int]],
+        embedding_dims: list[int],
     ) -> PooledEmbeddingsAwaitable:
         """Sums pooled embeddings over the ranks: (sum over features of B x D,) on each.
 
@@ -308,20 +357,34 @@ class EqualVariableReduceScatter(VariableBatchPooledEmbeddingsReduceScatter):
         """
         splits = []
         for sizes in batch_size_per_rank_per_feature:
-            splits.append(sum(rows * width for rows, width in zip(sizes, embedding_dims, strict=True)))
+            splits.append(
+                sum(
+                    rows * width
+                    for rows, width in zip(sizes, embedding_dims, strict=True)
+                )
+            )
         if len(set(splits)) < 2:
-            return super().forward(local_embs, batch_size_per_rank_per_feature, embedding_dims)
+            return super().forward(
+                local_embs, batch_size_per_rank_per_feature, embedding_dims
+            )
         return _padded(local_embs, splits, self._pg, self._codecs)
 
 
-def _padded(local: Tensor, splits: list[int], group: dist.ProcessGroup, codecs: Any) -> PooledEmbeddingsAwaitable:
+def _padded(
+    local: Tensor, splits: list[int], group: dist.ProcessGroup, codecs: Any
+) -> PooledEmbeddingsAwaitable:
     """Reduce-scatters pieces padded to the largest, and removes the padding from the result."""
     largest = max(splits)
     size = splits[dist.get_rank(group)]
     other_axes = [0, 0] * (local.dim() - 1)
-    pieces = [pad(piece, (*other_axes, 0, largest - len(piece))) for piece in torch.split(local, splits)]
+    pieces = [
+        pad(piece, (*other_axes, 0, largest - len(piece)))
+        for piece in torch.split(local, splits)
+    ]
     awaitable = PooledEmbeddingsAwaitable(
-        reduce_scatter_v_pooled(torch.cat(pieces), [largest] * len(splits), group, codecs)
+        reduce_scatter_v_pooled(
+            torch.cat(pieces), [largest] * len(splits), group, codecs
+        )
     )
     awaitable.callbacks.append(lambda summed: summed[:size])
     return awaitable
@@ -340,7 +403,9 @@ def _take_unequal_batches(output_dist: nn.Module, inputs: tuple[Any, ...]) -> No
         if type(child) is PooledEmbeddingsReduceScatter:
             setattr(output_dist, name, EqualReduceScatter(child._pg, child._codecs))
         elif type(child) is VariableBatchPooledEmbeddingsReduceScatter:
-            setattr(output_dist, name, EqualVariableReduceScatter(child._pg, child._codecs))
+            setattr(
+                output_dist, name, EqualVariableReduceScatter(child._pg, child._codecs)
+            )
 
 
 class RowWiseOnCpu(BaseEmbeddingSharder):
@@ -402,7 +467,9 @@ class SequenceSharder(RowWiseOnCpu, EmbeddingCollectionSharder):
     """TorchRec's sharder of EmbeddingCollection, with row_wise on the CPU too."""
 
 
-def sharders(codecs: Codecs | None = None, *, by_host: bool = False) -> list[ModuleSharder[nn.Module]]:
+def sharders(
+    codecs: Codecs | None = None, *, by_host: bool = False
+) -> list[ModuleSharder[nn.Module]]:
     """Returns a sharder for every kind of collection in a tower.
 
     Args:

@@ -92,9 +92,18 @@ def on_streams(model: nn.Module, device: torch.device) -> TowerStreams | str:
     Returns:
         The streams, or, where there can be none, a line that says why: the towers then run one after the other.
     """
-    towers = next((module for module in get_unwrapped_module(model).modules() if isinstance(module, Towers)), None)
+    towers = next(
+        (
+            module
+            for module in get_unwrapped_module(model).modules()
+            if isinstance(module, Towers)
+        ),
+        None,
+    )
     if device.type != "cuda":
-        return f"streams: the towers run one after the other: {device.type} has no streams"
+        return (
+            f"streams: the towers run one after the other: {device.type} has no streams"
+        )
     if towers is None or len(towers) < 2:
         return "streams: nothing to run beside one another: this rank has no two towers that every rank runs"
     return TowerStreams(towers)

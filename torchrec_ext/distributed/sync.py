@@ -19,7 +19,11 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCol
 from torchrec.optim.keyed import KeyedOptimizer
 from typing_extensions import Self
 
-from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, HybridOptimizer, first_few
+from torchrec_ext.distributed.optim.hybrid import (
+    GradientNotFiniteError,
+    HybridOptimizer,
+    first_few,
+)
 from torchrec_ext.distributed.plan.tower_plan import TowerPlan, table_shardings
 from torchrec_ext.distributed.runtime import gather_objects
 from torchrec_ext.distributed.sync_config import MODES as MODES
@@ -87,7 +91,10 @@ class Averager:
         """Returns for each large table the rows changed by any rank, the same on every rank."""
         if not self._large:
             return []
-        local = [(table != marked).any(dim=1) for table, marked in zip(self._large, self._marked, strict=True)]
+        local = [
+            (table != marked).any(dim=1)
+            for table, marked in zip(self._large, self._marked, strict=True)
+        ]
         changed = torch.cat(local).to(torch.uint8)
         dist.all_reduce(changed, dist.ReduceOp.MAX)
         masks = torch.split(changed, [len(table) for table in self._large])
@@ -103,7 +110,9 @@ def _means(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return (piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True))
+    return (
+        piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)
+    )
 
 
 class AnyStep(Protocol):
@@ -143,9 +152,13 @@ class LocalOptimizers:
 
     def __init__(self, model: nn.Module, optimizer: Stepping) -> None:
         if isinstance(model, DistributedDataParallel):
-            raise ValueError("model: DistributedDataParallel averages gradients in every step; give its .module")
+            raise ValueError(
+                "model: DistributedDataParallel averages gradients in every step; give its .module"
+            )
         if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError("there is no process group; start the script by torchrun, inside Runtime.start()")
+            raise ValueError(
+                "there is no process group; start the script by torchrun, inside Runtime.start()"
+            )
         self.apart = False
         self.fault = None
         self._model = model
@@ -170,7 +183,11 @@ class LocalOptimizers:
         trainable: dict[int, Any] = {}
         for each in self._optimizers:
             for group in each.param_groups:
-                trainable |= {id(weight): weight for weight in group["params"] if weight.requires_grad}
+                trainable |= {
+                    id(weight): weight
+                    for weight in group["params"]
+                    if weight.requires_grad
+                }
         for key, weight in trainable.items():
             if key in tables:
                 self.replicated_tables.append(weight)
@@ -253,7 +270,9 @@ class EveryStep:
             self._copies = model
 
     @classmethod
-    def from_config(cls, model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig) -> EveryStep:
+    def from_config(
+        cls, model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
+    ) -> EveryStep:
         """Builds the mode for a model and its optimizer.
 
         Args:
@@ -288,7 +307,10 @@ class EveryStep:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         # After an error the other ranks may be elsewhere, so a collective here could hang.
         if kind is None:
@@ -364,7 +386,9 @@ class LocalSGD(EveryStep):
         if every < 1:
             raise ValueError(f"every={every}: must be 1 step or more")
         if warmup > 1 and not isinstance(optimizer, HybridOptimizer):
-            raise ValueError(f"warmup={warmup}: a module that is not sharded takes no steps together; leave it out")
+            raise ValueError(
+                f"warmup={warmup}: a module that is not sharded takes no steps together; leave it out"
+            )
         self._model = model
         self._optimizer: HybridOptimizer | LocalOptimizers
         if isinstance(optimizer, HybridOptimizer):
@@ -377,24 +401,33 @@ class LocalSGD(EveryStep):
         self._shards_tables = False
         if isinstance(model, DistributedModelParallel):
             shardings = table_shardings(model.plan).values()
-            self._shards_tables = any(sharding.sharding_type != "data_parallel" for sharding in shardings)
+            self._shards_tables = any(
+                sharding.sharding_type != "data_parallel" for sharding in shardings
+            )
         self._averager: Averager | None = None
         self._steps = self._since = self._fault_step = 0
         self._leave = ExitStack()
 
     @classmethod
-    def from_config(cls, model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig) -> Self:
+    def from_config(
+        cls, model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
+    ) -> Self:
         """Builds the mode with the fields of ``config`` named by ``settings`` as keyword arguments.
 
         Raises:
             ValueError: the model or the optimizer is not of :func:`hybrid_parallel`'s types.
         """
-        if not (isinstance(model, DistributedModelParallel) and isinstance(optimizer, HybridOptimizer)):
+        if not (
+            isinstance(model, DistributedModelParallel)
+            and isinstance(optimizer, HybridOptimizer)
+        ):
             types = f"{type(model).__name__} with {type(optimizer).__name__}"
             raise ValueError(
                 f"sync.mode={config.mode} needs the model and the optimizer that hybrid_parallel() returns, not {types}"
             )
-        values: dict[str, Any] = {name: getattr(config, name) for name in cls.settings} | {"warmup": config.together}
+        values: dict[str, Any] = {
+            name: getattr(config, name) for name in cls.settings
+        } | {"warmup": config.together}
         return cls(model, optimizer, **values)
 
     @property
@@ -416,7 +449,10 @@ class LocalSGD(EveryStep):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with self._leave:
             super().__exit__(kind, error, trace)
@@ -455,17 +491,24 @@ class LocalSGD(EveryStep):
         self._leave.callback(setattr, self._optimizer, "fault", None)
         statistics = self._normalise_apart()
         # Made now, because its copies of large tables count as equal on all ranks, and the next step is local.
-        self._averager = Averager(self._optimizer.replicated_tables, [*self._optimizer.dense_parameters, *statistics])
+        self._averager = Averager(
+            self._optimizer.replicated_tables,
+            [*self._optimizer.dense_parameters, *statistics],
+        )
 
     def _normalise_apart(self) -> list[Tensor]:
         """Lets batch normalisation see this rank's rows alone; returns its running statistics, (D,) each."""
-        layers = [module for module in self._model.modules() if isinstance(module, _BatchNorm)]
+        layers = [
+            module for module in self._model.modules() if isinstance(module, _BatchNorm)
+        ]
         over_ranks = [layer for layer in layers if hasattr(layer, "process_group")]
         if over_ranks:
             # Their group becomes one of this rank alone, or each forward would wait for the other ranks' steps.
             alone = dist.new_subgroups(1)[0]  # type: ignore[no-untyped-call]
             for layer in over_ranks:
-                self._leave.callback(setattr, layer, "process_group", layer.process_group)
+                self._leave.callback(
+                    setattr, layer, "process_group", layer.process_group
+                )
                 layer.process_group = alone
         statistics: list[Any] = []
         for layer in layers:
@@ -506,9 +549,14 @@ class LocalSGD(EveryStep):
             GradientNotFiniteError: a gradient of some rank was NaN or infinite; on every rank.
             UnevenStepsError: ranks have taken unequal numbers of steps; on every rank.
         """
-        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        device = next(
+            (parameter.device for parameter in self._model.parameters()),
+            torch.device("cpu"),
+        )
         # The maximum of the negated steps is minus the least number of steps, so one all-reduce finds both ends.
-        worst = torch.tensor([int(self.fault), self._steps, -self._steps], device=device)
+        worst = torch.tensor(
+            [int(self.fault), self._steps, -self._steps], device=device
+        )
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         fault, most, least = worst.tolist()
         if fault or most != -least:
@@ -549,15 +597,27 @@ class DiLoCo(LocalSGD):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
     ) -> None:
-        super().__init__(model, optimizer, every=every, warmup=warmup, optimizer_state=optimizer_state)
-        self._rule = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": outer_momentum > 0}
+        super().__init__(
+            model,
+            optimizer,
+            every=every,
+            warmup=warmup,
+            optimizer_state=optimizer_state,
+        )
+        self._rule = {
+            "lr": outer_lr,
+            "momentum": outer_momentum,
+            "nesterov": outer_momentum > 0,
+        }
         self._outer: torch.optim.SGD | None = None
         self._anchors: list[Tensor] = []
 
     def start_local_steps(self) -> None:
         """Starts local steps, and keeps the parameters as the anchors of the outer optimizer."""
         super().start_local_steps()
-        self._anchors = [parameter.detach().clone() for parameter in _parameters(self._optimizer)]
+        self._anchors = [
+            parameter.detach().clone() for parameter in _parameters(self._optimizer)
+        ]
         # torch's optimizers refuse an empty list.
         if self._anchors:
             self._outer = torch.optim.SGD(self._anchors, **self._rule)  # type: ignore[arg-type]
@@ -568,17 +628,23 @@ class DiLoCo(LocalSGD):
         super().combine(averager)
         if self._outer is None:
             return
-        for anchor, parameter in zip(self._anchors, _parameters(self._optimizer), strict=True):
+        for anchor, parameter in zip(
+            self._anchors, _parameters(self._optimizer), strict=True
+        ):
             anchor.grad = anchor - parameter
         self._outer.step()
-        for anchor, parameter in zip(self._anchors, _parameters(self._optimizer), strict=True):
+        for anchor, parameter in zip(
+            self._anchors, _parameters(self._optimizer), strict=True
+        ):
             parameter.copy_(anchor)
             anchor.grad = None
         # The outer step moved the weights away from the average, which the averager has marked.
         averager.mark()
 
 
-def synchronised(model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig) -> EveryStep:
+def synchronised(
+    model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
+) -> EveryStep:
     """Returns the context manager of ``config.mode`` for a model and its optimizer.
 
     Args:
@@ -618,7 +684,9 @@ def placement_of(model: nn.Module) -> Any:
     return None
 
 
-def data_parallel_modules(model: DistributedModelParallel) -> Iterator[DistributedDataParallel]:
+def data_parallel_modules(
+    model: DistributedModelParallel,
+) -> Iterator[DistributedDataParallel]:
     """Yields every DDP of ``model``: the one around it, and those of data_parallel tables, which modules() hides."""
     if isinstance(model._dmp_wrapped_module, DistributedDataParallel):
         yield model._dmp_wrapped_module
@@ -646,7 +714,9 @@ def _error(reports: list[_Report]) -> ValueError:
     if faults:
         # Ranks that are apart go bad at different steps, and the first one counts.
         return GradientNotFiniteError(first_few(faults, "; "), min(fault_steps))
-    steps = ", ".join(f"rank {rank}: {report.steps}" for rank, report in enumerate(reports))
+    steps = ", ".join(
+        f"rank {rank}: {report.steps}" for rank, report in enumerate(reports)
+    )
     return UnevenStepsError(
         f"ranks have taken unequal numbers of steps, {steps}: every rank's loader must give as many batches"
     )

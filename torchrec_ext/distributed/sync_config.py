@@ -20,7 +20,10 @@ MODES = Registry(
     {
         "every_step": entry("torchrec_ext.distributed.sync:EveryStep"),
         "local_sgd": entry(
-            "torchrec_ext.distributed.sync:LocalSGD", agrees_every_step=False, least_warmup=1, settings=_LOCAL
+            "torchrec_ext.distributed.sync:LocalSGD",
+            agrees_every_step=False,
+            least_warmup=1,
+            settings=_LOCAL,
         ),
         "diloco": entry(
             "torchrec_ext.distributed.sync:DiLoCo",
@@ -95,7 +98,9 @@ class SyncConfig:
         check_least("table_copies", self.table_copies)
         check_least("tables_every", self.tables_every)
         if self.tables_every > 1 and self.table_copies == 1:
-            raise ValueError(f"tables_every={self.tables_every}: only for table_copies of 2 or more")
+            raise ValueError(
+                f"tables_every={self.tables_every}: only for table_copies of 2 or more"
+            )
         if self.warmup is not None and self.warmup < 0:
             raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
         if MODES.facts(self.mode).least_warmup:
@@ -103,7 +108,9 @@ class SyncConfig:
         if not (math.isfinite(self.outer_lr) and self.outer_lr > 0):
             raise ValueError(f"outer_lr={self.outer_lr}: must be a positive number")
         if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum={self.outer_momentum}: must be at least 0 and below 1")
+            raise ValueError(
+                f"outer_momentum={self.outer_momentum}: must be at least 0 and below 1"
+            )
         self._refuse_unread_settings()
 
     def _refuse_unread_settings(self) -> None:
@@ -118,8 +125,12 @@ class SyncConfig:
                 continue
             default = type(self).__dataclass_fields__[name].default
             if name not in MODES.facts(self.mode).settings and value != default:
-                readers = " or ".join(key for key in MODES if name in MODES.facts(key).settings)
-                raise ValueError(f"{name}={value!r}: only for mode={readers}, but mode={self.mode}")
+                readers = " or ".join(
+                    key for key in MODES if name in MODES.facts(key).settings
+                )
+                raise ValueError(
+                    f"{name}={value!r}: only for mode={readers}, but mode={self.mode}"
+                )
 
     @property
     def together(self) -> int:
@@ -154,7 +165,9 @@ class SyncConfig:
             4
         """
         if world_size % self.table_copies:
-            raise ValueError(f"sync.table_copies={self.table_copies}: must divide the number of ranks, {world_size}")
+            raise ValueError(
+                f"sync.table_copies={self.table_copies}: must divide the number of ranks, {world_size}"
+            )
         return world_size // self.table_copies
 
 

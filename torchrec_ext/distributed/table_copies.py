@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
-from torchrec.distributed.types import DMPCollectionContext, ModuleSharder, ShardingEnv2D, ShardingPlan
+from torchrec.distributed.types import (
+    DMPCollectionContext,
+    ModuleSharder,
+    ShardingEnv2D,
+    ShardingPlan,
+)
 
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.distributed.runtime import Runtime
@@ -49,15 +54,26 @@ class CollectionOnCpu(DMPCollection):
         self._device = device
         self._pg = global_pg
         self._global_rank = dist.get_rank(global_pg)
-        context = DMPCollectionContext(module=None, plan=plan, sharding_group_size=sharding_group_size)
+        context = DMPCollectionContext(
+            module=None, plan=plan, sharding_group_size=sharding_group_size
+        )
         self._default_ctx = context
         self._ctxs = [context]
         self._submodule_ctxs: list[DMPCollectionContext] = []
         self._sharder_map = {sharder.module_type: sharder for sharder in sharders}
-        groups = self._create_process_groups(self._global_rank, world_size, sharding_group_size)
+        groups = self._create_process_groups(
+            self._global_rank, world_size, sharding_group_size
+        )
         context.device_mesh, context.sharding_pg, context.replica_pg = groups
-        self._remap_sharding_plan(plan, self._global_rank, world_size // sharding_group_size, sharding_group_size)
-        env = ShardingEnv2D(context.sharding_pg, context.replica_pg, global_pg, context.device_mesh)
+        self._remap_sharding_plan(
+            plan,
+            self._global_rank,
+            world_size // sharding_group_size,
+            sharding_group_size,
+        )
+        env = ShardingEnv2D(
+            context.sharding_pg, context.replica_pg, global_pg, context.device_mesh
+        )
         DistributedModelParallel.__init__(self, module, env, device, plan, sharders)
         self._group_sharded_modules(self._ctxs)
         self._cache_sync_tensors(self._ctxs)
@@ -67,7 +83,9 @@ class CollectionOnCpu(DMPCollection):
         # TorchRec 1.9 reads this attribute before it sets it.
         self._all_reduce_hook = None
 
-    def _remap_sharding_plan(self, plan: ShardingPlan, *args: Any, **kwargs: Any) -> None:
+    def _remap_sharding_plan(
+        self, plan: ShardingPlan, *args: Any, **kwargs: Any
+    ) -> None:
         """Remaps the plan as TorchRec does, but without a device index for a CPU."""
         super()._remap_sharding_plan(plan, *args, **kwargs)
         for tables in plan.plan.values():
@@ -75,7 +93,9 @@ class CollectionOnCpu(DMPCollection):
                 if isinstance(sharding.sharding_spec, EnumerableShardingSpec):
                     for shard in sharding.sharding_spec.shards:
                         assert shard.placement is not None
-                        shard.placement = _remote_device(f"rank:{shard.placement.rank()}/{self._device}")
+                        shard.placement = _remote_device(
+                            f"rank:{shard.placement.rank()}/{self._device}"
+                        )
 
     def _mean(self, tensors: list[Tensor]) -> None:
         group = self._default_ctx.replica_pg
@@ -87,7 +107,11 @@ class CollectionOnCpu(DMPCollection):
 
 
 def copies_of_tables(
-    model: nn.Module, runtime: Runtime, plan: ShardingPlan, copies: int, sharders: list[ModuleSharder[nn.Module]]
+    model: nn.Module,
+    runtime: Runtime,
+    plan: ShardingPlan,
+    copies: int,
+    sharders: list[ModuleSharder[nn.Module]],
 ) -> DMPCollection:
     """Shards ``model`` with several copies of its tables; TorchRec's pipelines average them at their interval.
 
@@ -114,7 +138,9 @@ def copies_of_tables(
     )
 
 
-def refuse_unaveraged(model: nn.Module, plan: ShardingPlan, choices: Mapping[str, Choice]) -> None:
+def refuse_unaveraged(
+    model: nn.Module, plan: ShardingPlan, choices: Mapping[str, Choice]
+) -> None:
     """Refuses optimizers with a state that TorchRec's DMPCollection does not average.
 
     Raises:
@@ -122,7 +148,10 @@ def refuse_unaveraged(model: nn.Module, plan: ShardingPlan, choices: Mapping[str
     """
     for path, _ in collections(model):
         for name, sharding in (plan.get_plan_for_module(path) or {}).items():
-            if sharding.sharding_type != "data_parallel" and choices[name].kind not in AVERAGED:
+            if (
+                sharding.sharding_type != "data_parallel"
+                and choices[name].kind not in AVERAGED
+            ):
                 raise ValueError(
                     f"sync.table_copies: the state of table '{name}' ({choices[name].kind}) is not averaged; set "
                     f"optimizer.per_table={name}=adagrad (or {', '.join(AVERAGED[1:])}), or "

@@ -17,9 +17,17 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+)
 
-COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+COLLECTIONS = (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
+)
 # Each block of rows draws from a generator of its own, so another number here means other initial tables.
 _BLOCK_ROWS = 4096
 
@@ -84,14 +92,18 @@ def local_shards(module: nn.Module) -> Iterator[Shard]:
                 # This is TorchRec's LocalShardsWrapper.
                 local: Any = value.to_local()
                 # A rank without a shard has one offset all the same.
-                for tensor, (row, column) in zip(local.local_shards(), local.local_offsets(), strict=False):
+                for tensor, (row, column) in zip(
+                    local.local_shards(), local.local_offsets(), strict=False
+                ):
                     yield Shard(fqn, config, tensor, row, column)
             else:
                 yield Shard(fqn, config, value, 0, 0)
 
 
 @torch.no_grad()
-def fill_tables(module: nn.Module, rows: Callable[[str, BaseEmbeddingConfig, int, int], Tensor]) -> None:
+def fill_tables(
+    module: nn.Module, rows: Callable[[str, BaseEmbeddingConfig, int, int], Tensor]
+) -> None:
     """Writes every table from ``rows(fqn, config, start, stop)``, a (stop - start, D) matrix, block by block.
 
     Each rank asks only for the rows of its own shards, and one block of them at a time is in memory.
@@ -136,7 +148,10 @@ def initialise_tables(module: nn.Module, seed: int) -> None:
     def rows(fqn: str, config: BaseEmbeddingConfig, start: int, stop: int) -> Tensor:
         # A shard may begin inside a block; the whole block is drawn and cut, so that the shards' rows are the table's.
         first = start - start % _BLOCK_ROWS
-        blocks = [_initial_block(config, block, seed) for block in range(first, stop, _BLOCK_ROWS)]
+        blocks = [
+            _initial_block(config, block, seed)
+            for block in range(first, stop, _BLOCK_ROWS)
+        ]
         return torch.cat(blocks)[start - first : stop - first]
 
     fill_tables(module, rows)
@@ -145,9 +160,13 @@ def initialise_tables(module: nn.Module, seed: int) -> None:
 def _initial_block(config: BaseEmbeddingConfig, start: int, seed: int) -> Tensor:
     if isinstance(config.init_fn, GivenRows):
         return config.init_fn.weight[start : start + _BLOCK_ROWS]
-    block = torch.empty(min(_BLOCK_ROWS, config.num_embeddings - start), config.embedding_dim)
+    block = torch.empty(
+        min(_BLOCK_ROWS, config.num_embeddings - start), config.embedding_dim
+    )
     # Python's hash() of a text differs from process to process, and ranks must draw the same rows.
-    digest = hashlib.blake2b(f"{seed}/{config.name}/{start}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        f"{seed}/{config.name}/{start}".encode(), digest_size=8
+    ).digest()
     with torch.random.fork_rng(devices=[]):
         # Only the CPU's generator: torch.manual_seed would also seed every GPU's, which are not forked here.
         torch.default_generator.manual_seed(int.from_bytes(digest, "little"))

@@ -45,4 +45,6 @@ def require_matplotlib(remedy: str) -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise ValueError(f"pictures need matplotlib: pip install 'torchrec-ext[report]', or {remedy}") from None
+        raise ValueError(
+            f"pictures need matplotlib: pip install 'torchrec-ext[report]', or {remedy}"
+        ) from None

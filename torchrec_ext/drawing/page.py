@@ -72,7 +72,12 @@ ul, ol { margin: .2rem 0 .6rem; padding-left: 1.3rem; }
 _COLOURS = 8  # --c0 to --c7 of the style
 _MOST_POINTS = 400  # more than a chart has pixels to tell apart
 _HUGE = 1e30  # larger values would overflow the scale, and flatten everything else
-_CHART_WIDTH, _CHART_HEIGHT, _LEFT, _BOTTOM = 360, 180, 46, 34  # of a chart, with the room of its axes
+_CHART_WIDTH, _CHART_HEIGHT, _LEFT, _BOTTOM = (
+    360,
+    180,
+    46,
+    34,
+)  # of a chart, with the room of its axes
 
 
 def page(title: str, summary: str, cards: Iterable[str]) -> str:
@@ -171,10 +176,14 @@ def lanes(rows: Sequence[Lane], caption: str = "") -> str:
     """
     spans = list(itertools.chain.from_iterable(row.spans for row in rows))
     # A scale of some length, so that lanes without a span can be drawn too.
-    end = max((span.end for span in spans if math.isfinite(span.end)), default=0.0) or 1.0
+    end = (
+        max((span.end for span in spans if math.isfinite(span.end)), default=0.0) or 1.0
+    )
     # One colour for a name in all lanes.
     names = dict.fromkeys(span.name for span in spans)
-    colours = {name: f"var(--c{number % _COLOURS})" for number, name in enumerate(names)}
+    colours = {
+        name: f"var(--c{number % _COLOURS})" for number, name in enumerate(names)
+    }
     elements = ""
     for row in rows:
         label = ", ".join(dict.fromkeys(span.name for span in row.spans[:8]))
@@ -191,10 +200,19 @@ def _bars(spans: Sequence[Bar], end: float, colours: Mapping[str, str]) -> str:
             continue
         kind = "pale"
         if not span.pale:
-            is_nested = any(outer.start <= span.start and span.end <= outer.end for outer in outer_bars)
+            is_nested = any(
+                outer.start <= span.start and span.end <= outer.end
+                for outer in outer_bars
+            )
             kind = "inner" if is_nested else "outer"
             outer_bars.append(span)
-        elements += _bar(kind, 100 * span.start / end, 100 * span.end / end, colours[span.name], span.name)
+        elements += _bar(
+            kind,
+            100 * span.start / end,
+            100 * span.end / end,
+            colours[span.name],
+            span.name,
+        )
     return elements
 
 
@@ -222,7 +240,10 @@ def gains(rows: Sequence[tuple[str, tuple[float, float] | None]]) -> str:
         bars = _bar("mark", percent(1), percent(1), colours["as fast as now"])
         text = "not known"
         if gain is not None:
-            bars = _bar("outer", percent(gain[0]), percent(gain[1]), colours["expected"]) + bars
+            bars = (
+                _bar("outer", percent(gain[0]), percent(gain[1]), colours["expected"])
+                + bars
+            )
             text = f"{_short_number(gain[0])} to {_short_number(gain[1])}x"
         elements += _row(name, bars, text, text)
     return _figure(elements, colours, "")
@@ -264,7 +285,9 @@ class Curve(NamedTuple):
     marked: bool = False
 
 
-def chart(curves: Sequence[Curve], *, x: str, log: bool = False, caption: str = "") -> str:
+def chart(
+    curves: Sequence[Curve], *, x: str, log: bool = False, caption: str = ""
+) -> str:
     """Draws a chart of curves; points that are not finite are left out.
 
     Args:
@@ -276,7 +299,9 @@ def chart(curves: Sequence[Curve], *, x: str, log: bool = False, caption: str = 
     drawable_curves = []
     points: list[tuple[float, float]] = []
     for curve in curves:
-        drawable_points = _thin_out([point for point in curve.points if _drawable(point, log)])
+        drawable_points = _thin_out(
+            [point for point in curve.points if _drawable(point, log)]
+        )
         drawable_curves.append(curve._replace(points=drawable_points))
         points += drawable_points
     if not points:
@@ -324,7 +349,9 @@ def _curve(curve: Curve, points: Sequence[tuple[float, float]], colour: str) -> 
             elements += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>'
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     dashes = "5 4" if curve.dashed else "none"
-    style = f'fill="none" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dashes}"'
+    style = (
+        f'fill="none" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dashes}"'
+    )
     return f'{elements}<polyline points="{path}" {style}/>'
 
 
@@ -396,10 +423,15 @@ def _with_labels(ticks: Sequence[float]) -> list[tuple[float, str]]:
         >>> _with_labels([0.9985, 0.999, 0.9995]), _with_labels([10_000, 20_000])
         ([(0.9985, '0.9985'), (0.999, '0.9990'), (0.9995, '0.9995')], [(10000, '10k'), (20000, '20k')])
     """
-    step = min((later - earlier for earlier, later in itertools.pairwise(ticks)), default=1.0)
+    step = min(
+        (later - earlier for earlier, later in itertools.pairwise(ticks)), default=1.0
+    )
     digits = math.ceil(-math.log10(step) - 1e-6)
     fixed_point = 0 < digits < 9 and max(map(abs, ticks)) < 10_000
-    labels = [f"{value:.{digits}f}" if fixed_point else _short_number(value) for value in ticks]
+    labels = [
+        f"{value:.{digits}f}" if fixed_point else _short_number(value)
+        for value in ticks
+    ]
     return list(zip(ticks, labels, strict=True))
 
 

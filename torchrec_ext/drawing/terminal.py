@@ -16,7 +16,9 @@ from typing import Any
 
 TERMINAL = "TORCHREC_EXT_TERMINAL"
 ERASE = "\r\x1b[K"  # removes the line that the cursor is on
-_MOVING = re.compile(r"epoch \d+, step \d+(?: of \d+)?: loss |\w+: [\w ]+, [\d,]+ of [\d,]+ (?:bytes|items)$")
+_MOVING = re.compile(
+    r"epoch \d+, step \d+(?: of \d+)?: loss |\w+: [\w ]+, [\d,]+ of [\d,]+ (?:bytes|items)$"
+)
 
 
 class _Terminal(io.TextIOBase):
@@ -42,7 +44,9 @@ def terminal() -> Any:
         return sys.stderr
     try:
         # It must not become the terminal that this process gets signals from, nor make it wait.
-        descriptor = os.open(os.environ.get(TERMINAL, ""), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+        descriptor = os.open(
+            os.environ.get(TERMINAL, ""), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK
+        )
     except OSError:
         return None
     return _Terminal(descriptor)

@@ -28,9 +28,15 @@ from torchrec_ext.ids.rows import RowPool, Sightings
 
 def host_group() -> dist.ProcessGroup | None:
     """Makes a group of all ranks for tensors in the host's memory; returns None if the job's takes them. Collective."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    several = (
+        dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    )
     # NCCL moves no tensors of the host.
-    return dist.new_group(backend="gloo") if several and dist.get_backend() == "nccl" else None
+    return (
+        dist.new_group(backend="gloo")
+        if several and dist.get_backend() == "nccl"
+        else None
+    )
 
 
 class DynamicIds:
@@ -68,23 +74,33 @@ class DynamicIds:
         device: torch.device | None = None,
     ) -> None:
         if not tables:
-            raise ValueError("tables={}: name at least one table, as in {'item': Dynamic(capacity=1_000_000)}")
+            raise ValueError(
+                "tables={}: name at least one table, as in {'item': Dynamic(capacity=1_000_000)}"
+            )
         if every < 1:
             raise ValueError(f"every={every}: must be 1 step or more")
         self._device = device or torch.device("cpu")
         self._every = every
         if group is None and self._device.type == "cpu":
             group = host_group()
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+        several = (
+            dist.is_available()
+            and dist.is_initialized()
+            and dist.get_world_size(group) > 1
+        )
         self._group = group
         self._world_size = dist.get_world_size(group) if several else 1
         starts = [0]
         for policy in tables.values():
             starts.append(starts[-1] + policy.capacity)
         self._starts = torch.tensor(starts[:-1], device=self._device)
-        self._admit_after = torch.tensor([policy.admit_after for policy in tables.values()], device=self._device)
+        self._admit_after = torch.tensor(
+            [policy.admit_after for policy in tables.values()], device=self._device
+        )
         self.now = 0
-        self.counts = dict.fromkeys(("lookups", "unknown", "admitted", "evicted", "refused", "forgotten"), 0)
+        self.counts = dict.fromkeys(
+            ("lookups", "unknown", "admitted", "evicted", "refused", "forgotten"), 0
+        )
         # Look-ups of this rank that found no row since the last admission: table, id, number; (n, 3) each.
         self._waiting: list[Tensor] = []
         # One memory for all tables, because each step writes into those of all.
@@ -92,12 +108,22 @@ class DynamicIds:
         self._tables: list[RowPool] = []
         for start, (name, policy) in zip(starts, tables.items(), strict=False):
             rows = slice(start, start + policy.capacity)
-            self._tables.append(RowPool(name, policy, self._sightings.number[rows], self._sightings.step[rows]))
+            self._tables.append(
+                RowPool(
+                    name,
+                    policy,
+                    self._sightings.number[rows],
+                    self._sightings.step[rows],
+                )
+            )
         self._look_ups = LookUps()
         self._index = self._new_index()
 
     def _new_index(self) -> IdIndex:
-        sizes = [table.policy.capacity + table.policy.most_candidates for table in self._tables]
+        sizes = [
+            table.policy.capacity + table.policy.most_candidates
+            for table in self._tables
+        ]
         return IdIndex(sizes, self._device)
 
     @property
@@ -135,12 +161,16 @@ class DynamicIds:
         for table in self._tables:
             if table.name == name:
                 return table
-        raise ValueError(f"table '{name}' has no dynamic ids; the tables are {', '.join(self.names)}")
+        raise ValueError(
+            f"table '{name}' has no dynamic ids; the tables are {', '.join(self.names)}"
+        )
 
     def rows(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the rows of ids, (n,) int64 by table; 0 for an id without a row. Changes nothing; not collective."""
         flat, layout = self._flat(ids)
-        return self._by_table(self._look_ups.find(self._index, flat, layout).clamp(min=0), ids)
+        return self._by_table(
+            self._look_ups.find(self._index, flat, layout).clamp(min=0), ids
+        )
 
     def _flat(self, ids: Mapping[str, Tensor]) -> tuple[Tensor, Layout]:
         """Returns the ids of all tables one after the other, and their layout."""
@@ -149,7 +179,9 @@ class DynamicIds:
             self._table(unknown[0])
         _check_ids(ids)
         pieces = [ids[name].reshape(-1) for name in self.names if name in ids]
-        layout = self._index.layout([ids[name].numel() if name in ids else 0 for name in self.names])
+        layout = self._index.layout(
+            [ids[name].numel() if name in ids else 0 for name in self.names]
+        )
         if not pieces:
             return torch.empty(0, dtype=torch.int64, device=self._device), layout
         return torch.cat(pieces), layout
@@ -157,7 +189,10 @@ class DynamicIds:
     def _by_table(self, rows: Tensor, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         present = [name for name in self.names if name in ids]
         pieces = torch.split(rows, [ids[name].numel() for name in present])
-        return {name: piece.view(ids[name].shape) for name, piece in zip(present, pieces, strict=True)}
+        return {
+            name: piece.view(ids[name].shape)
+            for name, piece in zip(present, pieces, strict=True)
+        }
 
     def summed(self, numbers: Tensor) -> Tensor:
         """Returns the sum of these numbers over all ranks; collective."""
@@ -166,7 +201,9 @@ class DynamicIds:
         return numbers
 
     @torch.no_grad()
-    def step(self, ids: Mapping[str, Tensor], *, again: bool = False) -> tuple[dict[str, Tensor], tuple[Fresh, ...]]:
+    def step(
+        self, ids: Mapping[str, Tensor], *, again: bool = False
+    ) -> tuple[dict[str, Tensor], tuple[Fresh, ...]]:
         """Counts a training batch of this rank, admits and evicts; collective.
 
         Args:
@@ -183,7 +220,11 @@ class DynamicIds:
         missing = (rows == 0).nonzero().squeeze(1)
         self.counts["lookups"] += len(flat)
         self.counts["unknown"] += len(missing)
-        self._waiting.append(torch.stack([layout.table[missing], flat[missing], torch.ones_like(missing)], dim=1))
+        self._waiting.append(
+            torch.stack(
+                [layout.table[missing], flat[missing], torch.ones_like(missing)], dim=1
+            )
+        )
         changes = _Changes(self.names)
         if self.now % self._every == 0:
             waiting = torch.cat(self._waiting)
@@ -207,7 +248,11 @@ class DynamicIds:
 
     def _gathered(self, new: Tensor) -> Tensor:
         """Returns the (n, 3) rows of all ranks, one rank after the other."""
-        return new if self._world_size == 1 else _gathered_rows(new, self._world_size, self._group)
+        return (
+            new
+            if self._world_size == 1
+            else _gathered_rows(new, self._world_size, self._group)
+        )
 
     def _admit(self, new: Tensor, changes: _Changes) -> Tensor:
         """Returns the rows of (n, 3) tables, ids and numbers in canonical order; 0 for an id that is not admitted."""
@@ -221,13 +266,19 @@ class DynamicIds:
             slots, counted = self._index.slots(ids, self._index.of(number))
             # A look-up of EMPTY finds an empty place.
             counted &= can_have_row
-            total = sightings + torch.where(counted, _sightings_of(self._index.values(slots)), 0)
+            total = sightings + torch.where(
+                counted, _sightings_of(self._index.values(slots)), 0
+            )
         else:
             # What waits has no row, so that nothing of it is in the index.
             slots = torch.zeros_like(ids)
             counted = torch.zeros_like(can_have_row)
         ready = can_have_row & (total >= self._admit_after[number])
-        for table, chosen in zip(self._tables, _places_by_table(ready, number, len(self._tables)), strict=True):
+        for table, chosen in zip(
+            self._tables,
+            _places_by_table(ready, number, len(self._tables)),
+            strict=True,
+        ):
             free = self._take(table, len(chosen), changes)
             refused = len(chosen) - len(free)
             self.counts["refused"] += refused
@@ -246,7 +297,11 @@ class DynamicIds:
         self._index.insert(ids[absent], number[absent], values[absent])
         joined = (rows == 0) & ~counted & can_have_row
         left = (rows > 0) & counted
-        more = torch.zeros_like(self._starts).index_add_(0, number, joined.long() - left.long()).tolist()
+        more = (
+            torch.zeros_like(self._starts)
+            .index_add_(0, number, joined.long() - left.long())
+            .tolist()
+        )
         for index, table in enumerate(self._tables):
             table.candidates += more[index]
             if table.candidates > table.policy.most_candidates:
@@ -259,7 +314,9 @@ class DynamicIds:
         if missing > 0:
             self._sightings.count()
             table.score_sightings(self._group, several=self._world_size > 1)
-            count_to_free = max(missing, int(table.policy.share * table.policy.capacity))
+            count_to_free = max(
+                missing, int(table.policy.share * table.policy.capacity)
+            )
             self._remove(table, table.lowest(count_to_free, self.now), changes)
         return table.take(count)
 
@@ -292,7 +349,14 @@ class DynamicIds:
     def state_dict(self) -> dict[str, Any]:
         """Returns all that later steps depend on, alike on every rank; changes nothing of it. Collective."""
         self._sightings.count()
-        waiting, _ = _summed(torch.cat([torch.empty(0, 3, dtype=torch.int64, device=self._device), *self._waiting]))
+        waiting, _ = _summed(
+            torch.cat(
+                [
+                    torch.empty(0, 3, dtype=torch.int64, device=self._device),
+                    *self._waiting,
+                ]
+            )
+        )
         items = self._index.items()
         tables = {}
         for number, table in enumerate(self._tables):
@@ -304,7 +368,12 @@ class DynamicIds:
                 "candidates": items.ids[of_table][order],
                 "candidate_values": items.values[of_table][order],
             }
-        return {"now": self.now, "counts": dict(self.counts), "waiting": self._gathered(waiting), "tables": tables}
+        return {
+            "now": self.now,
+            "counts": dict(self.counts),
+            "waiting": self._gathered(waiting),
+            "tables": tables,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state of :meth:`state_dict`, on any number of ranks; a table may have more rows than before.
@@ -321,7 +390,9 @@ class DynamicIds:
         # What waits is a sum over ranks, so one rank has it all.
         # Tables are numbered as they were given, which may be another order than before.
         waiting = state["waiting"].to(self._device, copy=True)
-        numbers = torch.tensor([self.names.index(name) for name in saved], device=self._device)
+        numbers = torch.tensor(
+            [self.names.index(name) for name in saved], device=self._device
+        )
         waiting[:, 0] = numbers[waiting[:, 0]]
         self._waiting = [waiting] if is_first else []
         self._index = self._new_index()
@@ -331,7 +402,9 @@ class DynamicIds:
             table.candidates = len(candidates)
             live = table.live_rows()
             ids = torch.cat([table.id_of[live], candidates])
-            values = torch.cat([live, saved[table.name]["candidate_values"].to(self._device)])
+            values = torch.cat(
+                [live, saved[table.name]["candidate_values"].to(self._device)]
+            )
             self._index.insert(ids, torch.full_like(ids, number), values)
 
 
@@ -354,33 +427,45 @@ class _Changes:
         notes = []
         # Most steps change nothing.
         for name in self._names if self._admitted or self._evicted else ():
-            rows, ids = self._admitted.get(name, (torch.empty(0, dtype=torch.int64),) * 2)
+            rows, ids = self._admitted.get(
+                name, (torch.empty(0, dtype=torch.int64),) * 2
+            )
             evicted = torch.cat([rows.new_empty(0), *self._evicted.get(name, [])])
             if len(rows) or len(evicted):
                 notes.append(Fresh(name, rows, ids, evicted))
         return tuple(notes)
 
 
-def _gathered_rows(new: Tensor, world_size: int, group: dist.ProcessGroup | None) -> Tensor:
-    sizes = [torch.zeros(1, dtype=torch.int64, device=new.device) for _ in range(world_size)]
+def _gathered_rows(
+    new: Tensor, world_size: int, group: dist.ProcessGroup | None
+) -> Tensor:
+    sizes = [
+        torch.zeros(1, dtype=torch.int64, device=new.device) for _ in range(world_size)
+    ]
     dist.all_gather(sizes, torch.tensor([len(new)], device=new.device), group=group)
     counts = [int(size) for size in sizes]
     padded = new.new_zeros(max(counts), 3)
     padded[: len(new)] = new
     pieces = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(pieces, padded, group=group)
-    return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])
+    return torch.cat(
+        [piece[:count] for piece, count in zip(pieces, counts, strict=True)]
+    )
 
 
 def _places_by_table(chosen: Tensor, number: Tensor, tables: int) -> tuple[Tensor, ...]:
     """Returns the places of the chosen ones of each table, (n,) each, given the tables' numbers, ascending."""
     places = chosen.nonzero().squeeze(1)
-    return torch.split(places, torch.bincount(number[places], minlength=tables).tolist())
+    return torch.split(
+        places, torch.bincount(number[places], minlength=tables).tolist()
+    )
 
 
 def _check_ids(ids: Mapping[str, Tensor]) -> None:
     for name, values in ids.items():
-        kind = values.dtype if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        kind = (
+            values.dtype if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        )
         if kind != torch.int64:
             raise ValueError(
                 f"table '{name}': ids are {kind}, must be an int64 tensor; convert them where they are read, strings "
@@ -400,10 +485,14 @@ def _warn_of_refused(table: RowPool, step: int, count: int) -> None:
     )
 
 
-def _check_saved_tables(saved: Mapping[str, Any], tables: Sequence[RowPool], now: int) -> None:
+def _check_saved_tables(
+    saved: Mapping[str, Any], tables: Sequence[RowPool], now: int
+) -> None:
     names = [table.name for table in tables]
     if set(saved) != set(names):
-        raise ValueError(f"the saved ids are of tables {', '.join(saved)}, not of {', '.join(names)}")
+        raise ValueError(
+            f"the saved ids are of tables {', '.join(saved)}, not of {', '.join(names)}"
+        )
     for table in tables:
         capacity = len(saved[table.name]["ids"])
         if capacity > table.policy.capacity:
@@ -453,5 +542,7 @@ def _summed(triples: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tens
     places = torch.empty_like(order)
     places[order] = begins.cumsum(0) - 1
     sums = in_order[begins]
-    sums[:, 2] = torch.zeros_like(sums[:, 2]).index_add_(0, places[: len(triples)], triples[:, 2])
+    sums[:, 2] = torch.zeros_like(sums[:, 2]).index_add_(
+        0, places[: len(triples)], triples[:, 2]
+    )
     return sums, places if wanted is None else places[len(triples) :]

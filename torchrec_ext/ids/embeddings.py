@@ -77,7 +77,9 @@ class DynamicEmbeddings:
         self._reader: Reader | None = None
         self._hooks: list[Any] = []
         for path, module in self._modules.items():
-            self._hooks.append(module.register_forward_pre_hook(partial(self._read, path)))
+            self._hooks.append(
+                module.register_forward_pre_hook(partial(self._read, path))
+            )
         # Several optimizers step one after the other, and the last one ends the step.
         self._step_hook = self._optimizers[-1].register_step_post_hook(self._end_step)
 
@@ -104,12 +106,16 @@ class DynamicEmbeddings:
     def _end_step(self, *_: object) -> None:
         self._is_new_step = True
 
-    def _read(self, path: str, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _read(
+        self, path: str, module: nn.Module, inputs: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
         ids, *rest = inputs
         if self._reader is not None:
             return self._reader(path, ids, module.training), *rest
         if torch.compiler.is_compiling():
-            raise RuntimeError(f"'{path}' has dynamic ids, which a compiled model cannot count; compile the rest of it")
+            raise RuntimeError(
+                f"'{path}' has dynamic ids, which a compiled model cannot count; compile the rest of it"
+            )
         return self.rows(path, ids, is_training=module.training), *rest
 
     def rows(self, path: str, ids: Tensor, *, is_training: bool) -> Tensor:
@@ -125,9 +131,13 @@ class DynamicEmbeddings:
         """
         if not isinstance(ids, Tensor):
             kind = type(ids).__name__
-            raise ValueError(f"'{path}': ids are a {kind}, must be a tensor; make ids of strings by string_ids()")
+            raise ValueError(
+                f"'{path}': ids are a {kind}, must be a tensor; make ids of strings by string_ids()"
+            )
         if ids.is_floating_point():
-            raise ValueError(f"'{path}': ids are {ids.dtype}, must be whole numbers; convert them where they are read")
+            raise ValueError(
+                f"'{path}': ids are {ids.dtype}, must be whole numbers; convert them where they are read"
+            )
         # The index is in the host's memory, and rows go back to where the ids are.
         raw = ids.long().cpu()
         if self._modules[path].padding_idx is not None:
@@ -154,7 +164,11 @@ class DynamicEmbeddings:
             for optimizer in self._optimizers:
                 for value in optimizer.state.get(weight, {}).values():
                     # A number of steps belongs to the whole table.
-                    if isinstance(value, Tensor) and value.dim() and len(value) == len(weight):
+                    if (
+                        isinstance(value, Tensor)
+                        and value.dim()
+                        and len(value) == len(weight)
+                    ):
                         states.append(value)
         weight[rows] = values
         for state in states:
@@ -164,7 +178,9 @@ class DynamicEmbeddings:
         mean, deviation = self._moments[path]
         # A generator of its own, so that dropout does not depend on which ids are new.
         generator = torch.Generator().manual_seed(int(mixed(ids).sum()) & (2**63 - 1))
-        values = torch.randn(len(ids), self._modules[path].embedding_dim, generator=generator)
+        values = torch.randn(
+            len(ids), self._modules[path].embedding_dim, generator=generator
+        )
         return values * deviation.cpu() + mean.cpu()
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,7 +195,10 @@ class DynamicEmbeddings:
         self._is_new_step = True
 
     def load(
-        self, model: Mapping[str, Any], optimizer: Mapping[str, Any] | list[Mapping[str, Any]], ids: Mapping[str, Any]
+        self,
+        model: Mapping[str, Any],
+        optimizer: Mapping[str, Any] | list[Mapping[str, Any]],
+        ids: Mapping[str, Any],
     ) -> None:
         """Continues from the saved states of the model, the optimizer and the ids, see :func:`resized`.
 
@@ -189,20 +208,36 @@ class DynamicEmbeddings:
             ids: state of the ids.
         """
         state, sources = resized(ids, self._policies)
-        weights = {f"{path}.weight": moved_rows(model[f"{path}.weight"], source) for path, source in sources.items()}
+        weights = {
+            f"{path}.weight": moved_rows(model[f"{path}.weight"], source)
+            for path, source in sources.items()
+        }
         self._model.load_state_dict({**model, **weights})
         saved_optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-        source_of = {id(self._modules[path].weight): source for path, source in sources.items()}
-        rows_of = {id(self._modules[path].weight): len(model[f"{path}.weight"]) for path in sources}
+        source_of = {
+            id(self._modules[path].weight): source for path, source in sources.items()
+        }
+        rows_of = {
+            id(self._modules[path].weight): len(model[f"{path}.weight"])
+            for path in sources
+        }
         for target, saved in zip(self._optimizers, saved_optimizers, strict=True):
             states = dict(saved["state"])
-            parameters = [parameter for group in target.param_groups for parameter in group["params"]]
+            parameters = [
+                parameter
+                for group in target.param_groups
+                for parameter in group["params"]
+            ]
             for number, parameter in enumerate(parameters):
                 if id(parameter) not in source_of or number not in states:
                     continue
                 moved = dict(states[number])
                 for key, value in moved.items():
-                    if isinstance(value, Tensor) and value.dim() and len(value) == rows_of[id(parameter)]:
+                    if (
+                        isinstance(value, Tensor)
+                        and value.dim()
+                        and len(value) == rows_of[id(parameter)]
+                    ):
                         moved[key] = moved_rows(value, source_of[id(parameter)])
                 states[number] = moved
             target.load_state_dict({**saved, "state": states})
@@ -210,12 +245,21 @@ class DynamicEmbeddings:
 
 
 def _embedding(
-    model: nn.Module, path: str, policy: Dynamic, optimizers: list[torch.optim.Optimizer]
+    model: nn.Module,
+    path: str,
+    policy: Dynamic,
+    optimizers: list[torch.optim.Optimizer],
 ) -> nn.Embedding | nn.EmbeddingBag:
-    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, _KINDS)}
+    embeddings = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _KINDS)
+    }
     if path not in embeddings:
         paths = ", ".join(list(embeddings)[:5]) or "none"
-        raise ValueError(f"'{path}' is no nn.Embedding of the model; its embeddings are {paths}")
+        raise ValueError(
+            f"'{path}' is no nn.Embedding of the model; its embeddings are {paths}"
+        )
     module = embeddings[path]
     if module.num_embeddings != policy.capacity:
         raise ValueError(
@@ -232,9 +276,16 @@ def _embedding(
                 f"'{path}' shares its weight with '{other_path}', whose ids would need the same rows; look both up by "
                 "one nn.Embedding"
             )
-    held = {id(weight) for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]}
+    held = {
+        id(weight)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for weight in group["params"]
+    }
     if id(module.weight) not in held:
-        raise ValueError(f"'{path}': the optimizer does not hold its weight; pass the optimizer that updates it")
+        raise ValueError(
+            f"'{path}': the optimizer does not hold its weight; pass the optimizer that updates it"
+        )
     return module
 
 

@@ -60,7 +60,9 @@ class IdIndex:
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self._device = device
-        self._buckets = [max(2, math.ceil(size / (_WAYS * _MOST_FULL))) for size in sizes]
+        self._buckets = [
+            max(2, math.ceil(size / (_WAYS * _MOST_FULL))) for size in sizes
+        ]
         self.rebuilt = 0
         self._allocate()
 
@@ -68,7 +70,9 @@ class IdIndex:
         starts = [sum(self._buckets[:table]) for table in range(len(self._buckets))]
         self._first = torch.tensor(starts, device=self._device)
         self._size = torch.tensor(self._buckets, device=self._device)
-        self.lines = torch.zeros((sum(self._buckets), _WORDS), dtype=torch.int64, device=self._device)
+        self.lines = torch.zeros(
+            (sum(self._buckets), _WORDS), dtype=torch.int64, device=self._device
+        )
         self.lines[:, :_WAYS] = EMPTY
         # The same memory as single words: ids by 64 bits, values by 32.
         self._words = self.lines.view(-1)
@@ -84,7 +88,9 @@ class IdIndex:
                 self._layouts = {}
             repeats = torch.tensor(key, device=self._device)
             numbers = torch.arange(len(key), device=self._device)
-            self._layouts[key] = self.of(torch.repeat_interleave(numbers, repeats, output_size=sum(key)))
+            self._layouts[key] = self.of(
+                torch.repeat_interleave(numbers, repeats, output_size=sum(key))
+            )
         return self._layouts[key]
 
     def of(self, table: Tensor) -> Layout:
@@ -151,8 +157,14 @@ class IdIndex:
             leads &= room[order] > 0
             chosen = order[leads]
             rest = order[~leads]
-            empty = torch.where(first_is_emptier[chosen, None], empty_one[chosen], empty_two[chosen])
-            self._put(bucket[chosen] * _WAYS + empty.int().argmax(1), ids[chosen], values[chosen])
+            empty = torch.where(
+                first_is_emptier[chosen, None], empty_one[chosen], empty_two[chosen]
+            )
+            self._put(
+                bucket[chosen] * _WAYS + empty.int().argmax(1),
+                ids[chosen],
+                values[chosen],
+            )
             stuck = rest[room[rest] == 0]
             if len(stuck) and not self._make_room(torch.cat([one[stuck], two[stuck]])):
                 self._rebuild(int(table[stuck[0]]))
@@ -175,13 +187,19 @@ class IdIndex:
         # All ids of a full bucket are there, so none is EMPTY.
         room = (self._ids_in(other) == EMPTY).sum(1)
         most_room, way = room.view(-1, _WAYS).max(1)
-        movable = (torch.arange(len(full), device=full.device) * _WAYS + way)[most_room > 0]
+        movable = (torch.arange(len(full), device=full.device) * _WAYS + way)[
+            most_room > 0
+        ]
         order, leads = _one_each(other[movable])
         moved = movable[order[leads]]
         target = other[moved]
         source = bucket[moved] * _WAYS + moved % _WAYS
         values = self.values(source)
-        self._put(target * _WAYS + (self._ids_in(target) == EMPTY).int().argmax(1), ids[moved], values)
+        self._put(
+            target * _WAYS + (self._ids_in(target) == EMPTY).int().argmax(1),
+            ids[moved],
+            values,
+        )
         self.remove(source)
         return bool(len(moved))
 

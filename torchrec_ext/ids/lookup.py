@@ -28,7 +28,9 @@ class LookUps:
         # Look-ups are compiled when eager ones have taken so many times as long as a compiler.
         self._patience = 1.0
         self._eager_s: dict[tuple[int, int], float] = {}
-        self._compiled: dict[tuple[int, int], Callable[[Tensor, Tensor, Layout], Tensor]] = {}
+        self._compiled: dict[
+            tuple[int, int], Callable[[Tensor, Tensor, Layout], Tensor]
+        ] = {}
 
     def compile_now(self) -> None:
         """Compiles each number of ids when it comes for the second time."""
@@ -44,28 +46,39 @@ class LookUps:
         seconds = self._eager_s.get(key)
         # By number of ids, because compiled code is for one number.
         self._eager_s[key] = (seconds or 0.0) + time.perf_counter() - start
-        is_due = seconds is not None and self._eager_s[key] > self._patience * compile_s()
+        is_due = (
+            seconds is not None and self._eager_s[key] > self._patience * compile_s()
+        )
         if is_due and len(ids) and len(self._compiled) < _MOST_COMPILED:
             self._compile(key, index.lines, ids, layout)
         elif len(self._eager_s) > _MOST_TIMED:
             self._eager_s = {}
         return values
 
-    def _compile(self, key: tuple[int, int], lines: Tensor, ids: Tensor, layout: Layout) -> None:
+    def _compile(
+        self, key: tuple[int, int], lines: Tensor, ids: Tensor, layout: Layout
+    ) -> None:
         from torchrec_ext.capture.executors import engine_for, inductor
         from torchrec_ext.capture.lowering import CannotCaptureError
 
         # An index that has grown has another size for good.
-        self._compiled = {other: find for other, find in self._compiled.items() if other[1] == key[1]}
+        self._compiled = {
+            other: find for other, find in self._compiled.items() if other[1] == key[1]
+        }
         if lines.device.type != "cpu":
             self._patience = float("inf")
             return
         start = time.perf_counter()
         try:
             _, progress = engine_for(lines.device)
-            _say(progress.replace("the training step", f"look-ups of {len(ids):,} ids") + " ...")
+            _say(
+                progress.replace("the training step", f"look-ups of {len(ids):,} ids")
+                + " ..."
+            )
             hashing = inductor(_HASHED, [], [ids, layout.first, layout.size])
-            probing = inductor(_PROBED, [], [lines, ids, *hashing([ids, layout.first, layout.size])])
+            probing = inductor(
+                _PROBED, [], [lines, ids, *hashing([ids, layout.first, layout.size])]
+            )
         except CannotCaptureError as error:
             self._patience = float("inf")
             _say(f"look-ups stay eager: {error}")

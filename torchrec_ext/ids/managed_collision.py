@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.modules.hash_mc_evictions import HashZchEvictionPolicyName
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
-from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    BaseManagedCollisionEmbeddingCollection,
+)
 from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
     LFU_EvictionPolicy,
@@ -93,7 +95,9 @@ class DynamicManagedCollision(ManagedCollisionModule):
     @cached_property
     def ids(self) -> DynamicIds:
         """The ids; not made before the first step, because a model may be made before its process group."""
-        return DynamicIds({self.table: self.policy}, every=self._every, group=self.group)
+        return DynamicIds(
+            {self.table: self.policy}, every=self._every, group=self.group
+        )
 
     def forward(self, features: Features, mutate_miss_lengths: bool = True) -> Features:
         """Returns the features with rows in place of ids; see :meth:`remap`."""
@@ -103,7 +107,10 @@ class DynamicManagedCollision(ManagedCollisionModule):
         """Returns the features with their ids hashed by ``input_hash_func``."""
         if self._input_hash_func is None:
             return features
-        return {name: _with(feature, self._hashed(feature.values())) for name, feature in features.items()}
+        return {
+            name: _with(feature, self._hashed(feature.values()))
+            for name, feature in features.items()
+        }
 
     def _hashed(self, ids: Tensor) -> Tensor:
         assert self._input_hash_func is not None
@@ -115,7 +122,10 @@ class DynamicManagedCollision(ManagedCollisionModule):
 
     @torch.no_grad()
     def remap(
-        self, features: Features, mutate_miss_lengths: bool = True, write_weights: Tensor | None = None
+        self,
+        features: Features,
+        mutate_miss_lengths: bool = True,
+        write_weights: Tensor | None = None,
     ) -> Features:
         """Returns the features with rows in place of ids; in training mode a step, collective.
 
@@ -123,12 +133,23 @@ class DynamicManagedCollision(ManagedCollisionModule):
             ValueError: ids that are no whole numbers, or ``write_weights``, which are no part of dynamic ids.
         """
         if write_weights is not None:
-            raise ValueError(f"table '{self.table}': write_weights: dynamic ids hold no further values; leave it out")
+            raise ValueError(
+                f"table '{self.table}': write_weights: dynamic ids hold no further values; leave it out"
+            )
         values = [feature.values() for feature in features.values()]
         wrong = [ids.dtype for ids in values if ids.is_floating_point()]
         if wrong:
-            raise ValueError(f"table '{self.table}': ids are {wrong[0]}, must be whole numbers")
-        raw = {self.table: torch.cat([torch.empty(0, dtype=torch.int64), *(ids.long().cpu() for ids in values)])}
+            raise ValueError(
+                f"table '{self.table}': ids are {wrong[0]}, must be whole numbers"
+            )
+        raw = {
+            self.table: torch.cat(
+                [
+                    torch.empty(0, dtype=torch.int64),
+                    *(ids.long().cpu() for ids in values),
+                ]
+            )
+        }
         if self.training:
             rows, notes = self.ids.step(raw)
             new_rows = [note.rows for note in notes if len(note.rows)]
@@ -140,7 +161,10 @@ class DynamicManagedCollision(ManagedCollisionModule):
             rows = self.ids.rows(raw)
         pieces = torch.split(rows[self.table], [len(ids) for ids in values])
         remapped = zip(features.items(), pieces, strict=True)
-        return {name: _with(feature, piece.to(feature.values().device)) for (name, feature), piece in remapped}
+        return {
+            name: _with(feature, piece.to(feature.values().device))
+            for (name, feature), piece in remapped
+        }
 
     def evict(self) -> Tensor | None:
         """Returns the rows that the last step began anew, ascending, once; None if there are none."""
@@ -168,7 +192,10 @@ class DynamicManagedCollision(ManagedCollisionModule):
         """Does nothing, because a state is checked as it is loaded."""
 
     def rebuild_with_output_id_range(
-        self, output_id_range: tuple[int, int], output_segments: list[int], device: torch.device | None = None
+        self,
+        output_id_range: tuple[int, int],
+        output_segments: list[int],
+        device: torch.device | None = None,
     ) -> ManagedCollisionModule:
         """Refuses to become the module of one shard, whose rows would depend on the number of ranks.
 
@@ -184,8 +211,15 @@ class DynamicManagedCollision(ManagedCollisionModule):
         """Returns the state of the ids as tensors, alike on every rank. Collective."""
         state = self.ids.state_dict()
         counts = torch.tensor(list(state["counts"].values()))
-        tensors = {"now": torch.tensor(state["now"]), "counts": counts, "waiting": state["waiting"]}
-        return tensors | {name: torch.as_tensor(value) for name, value in state["tables"][self.table].items()}
+        tensors = {
+            "now": torch.tensor(state["now"]),
+            "counts": counts,
+            "waiting": state["waiting"],
+        }
+        return tensors | {
+            name: torch.as_tensor(value)
+            for name, value in state["tables"][self.table].items()
+        }
 
     def set_extra_state(self, state: Mapping[str, Tensor]) -> None:
         """Continues from a state of :meth:`get_extra_state`, on any number of ranks.
@@ -193,11 +227,20 @@ class DynamicManagedCollision(ManagedCollisionModule):
         Raises:
             ValueError: see :meth:`DynamicIds.load_state_dict`.
         """
-        table: dict[str, Any] = {name: state[name] for name in state if name not in ("now", "counts", "waiting")}
+        table: dict[str, Any] = {
+            name: state[name]
+            for name in state
+            if name not in ("now", "counts", "waiting")
+        }
         counts = dict(zip(self.ids.counts, state["counts"].tolist(), strict=True))
         tables = {self.table: {**table, "used": int(table["used"])}}
         self.ids.load_state_dict(
-            {"now": int(state["now"]), "counts": counts, "waiting": state["waiting"], "tables": tables}
+            {
+                "now": int(state["now"]),
+                "counts": counts,
+                "waiting": state["waiting"],
+                "tables": tables,
+            }
         )
 
 
@@ -208,7 +251,12 @@ def _remapped(module: DynamicManagedCollision, features: Features) -> Features:
 
 
 def _with(feature: JaggedTensor, values: Tensor) -> JaggedTensor:
-    return JaggedTensor(values, lengths=feature.lengths(), offsets=feature.offsets(), weights=feature.weights_or_none())
+    return JaggedTensor(
+        values,
+        lengths=feature.lengths(),
+        offsets=feature.offsets(),
+        weights=feature.weights_or_none(),
+    )
 
 
 def with_dynamic_ids(model: nn.Module) -> list[DynamicManagedCollision]:
@@ -223,12 +271,18 @@ def with_dynamic_ids(model: nn.Module) -> list[DynamicManagedCollision]:
     Raises:
         ValueError: a setting that dynamic ids cannot take over.
     """
-    owned = [module for module in model.modules() if isinstance(module, BaseManagedCollisionEmbeddingCollection)]
+    owned = [
+        module
+        for module in model.modules()
+        if isinstance(module, BaseManagedCollisionEmbeddingCollection)
+    ]
     collections = [module._managed_collision_collection for module in owned]
     everything: list[DynamicManagedCollision] = []
     table_of: dict[int, str] = {}
     for path, module in model.named_modules():
-        if isinstance(module, ManagedCollisionCollection) and not any(module is other for other in collections):
+        if isinstance(module, ManagedCollisionCollection) and not any(
+            module is other for other in collections
+        ):
             raise ValueError(
                 f"'{path}' maps ids outside of a ManagedCollisionEmbeddingBagCollection, so that nobody knows whose "
                 "rows they are; make one of it and its tables"
@@ -269,7 +323,9 @@ def _dynamic(table: str, module: Any) -> DynamicManagedCollision:
         )
     elif type(module) is HashZchManagedCollisionModule:
         policy = _of_hashed(table, module)
-        dynamic = DynamicManagedCollision(table, policy, input_hash_size=module.input_size())
+        dynamic = DynamicManagedCollision(
+            table, policy, input_hash_size=module.input_size()
+        )
     else:
         raise _refusal(table, type(module).__name__, "is a kind of its own")
     dynamic.train(module.training)
@@ -279,9 +335,18 @@ def _dynamic(table: str, module: Any) -> DynamicManagedCollision:
 def _of_sorted(table: str, module: MCHManagedCollisionModule) -> Dynamic:
     eviction = module._eviction_policy
     if eviction._threshold_filtering_func is not None:
-        raise _refusal(table, "threshold_filtering_func", "ids are admitted by their number of sightings alone")
-    if module.device.type != "meta" and int(module.open_slots()) < module.output_size() - 1:
-        raise _refusal(table, "open_slots()", "it holds ids already, whose rows are others here")
+        raise _refusal(
+            table,
+            "threshold_filtering_func",
+            "ids are admitted by their number of sightings alone",
+        )
+    if (
+        module.device.type != "meta"
+        and int(module.open_slots()) < module.output_size() - 1
+    ):
+        raise _refusal(
+            table, "open_slots()", "it holds ids already, whose rows are others here"
+        )
     capacity = module.output_size()
     if type(eviction) is LRU_EvictionPolicy:
         return Dynamic(capacity=capacity, evict="lru")
@@ -289,7 +354,11 @@ def _of_sorted(table: str, module: MCHManagedCollisionModule) -> Dynamic:
         return Dynamic(capacity=capacity, half_life=math.inf)
     if type(eviction) is DistanceLFU_EvictionPolicy:
         if eviction._decay_exponent != 1.0:
-            raise _refusal(table, f"decay_exponent={eviction._decay_exponent}", "counts fade by Dynamic's half_life")
+            raise _refusal(
+                table,
+                f"decay_exponent={eviction._decay_exponent}",
+                "counts fade by Dynamic's half_life",
+            )
         return Dynamic(capacity=capacity)
     raise _refusal(table, type(eviction).__name__, "is a policy of its own")
 
@@ -298,7 +367,11 @@ def _of_hashed(table: str, module: HashZchManagedCollisionModule) -> Dynamic:
     eviction = module._eviction_policy_name
     if eviction is not HashZchEvictionPolicyName.LRU_EVICTION:
         name = eviction.value if eviction else None
-        raise _refusal(table, f"eviction_policy_name={name}", "must be LRU_EVICTION, because ids age by steps here")
+        raise _refusal(
+            table,
+            f"eviction_policy_name={name}",
+            "must be LRU_EVICTION, because ids age by steps here",
+        )
     for setting, is_set in (
         ("disable_fallback", module.disable_fallback),
         ("opt_in_prob", module._opt_in_prob > 0),
@@ -309,7 +382,11 @@ def _of_hashed(table: str, module: HashZchManagedCollisionModule) -> Dynamic:
         if is_set:
             raise _refusal(table, setting, "has no counterpart here")
     if module.device.type != "meta" and bool((module._hash_zch_identities != -1).any()):
-        raise _refusal(table, "_hash_zch_identities", "it holds ids already, whose rows are others here")
+        raise _refusal(
+            table,
+            "_hash_zch_identities",
+            "it holds ids already, whose rows are others here",
+        )
     return Dynamic(capacity=module.output_size(), evict="lru")
 
 

@@ -49,13 +49,21 @@ class Dynamic:
                 "ids"
             )
         if not 1 <= self.admit_after <= MOST_SIGHTINGS:
-            raise ValueError(f"admit_after={self.admit_after:,}: must be from 1 to {MOST_SIGHTINGS:,} sightings")
+            raise ValueError(
+                f"admit_after={self.admit_after:,}: must be from 1 to {MOST_SIGHTINGS:,} sightings"
+            )
         if self.evict not in get_args(Evict):
-            raise ValueError(f"evict={self.evict!r}: must be one of {', '.join(get_args(Evict))}")
+            raise ValueError(
+                f"evict={self.evict!r}: must be one of {', '.join(get_args(Evict))}"
+            )
         if not self.half_life > 0:
-            raise ValueError(f"half_life={self.half_life}: must be above 0 look-ups for each row; inf forgets nothing")
+            raise ValueError(
+                f"half_life={self.half_life}: must be above 0 look-ups for each row; inf forgets nothing"
+            )
         if self.ttl < 0:
-            raise ValueError(f"ttl={self.ttl}: must be 0 or more steps; 0 evicts no id for its age")
+            raise ValueError(
+                f"ttl={self.ttl}: must be 0 or more steps; 0 evicts no id for its age"
+            )
         if not 0 < self.share <= 1:
             raise ValueError(f"share={self.share}: must be above 0 and at most 1")
         if self.candidates is not None and self.candidates < 0:

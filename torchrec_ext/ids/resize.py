@@ -15,7 +15,9 @@ from torchrec_ext.ids.rows import expected_sightings, sightings_decay, spread_ro
 _EMPTY_ROW = {"ids": EMPTY, "score": 0.0, "age": 0.0, "seen": 0, "sightings": 0}
 
 
-def resized(state: Mapping[str, Any], tables: Mapping[str, Dynamic]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def resized(
+    state: Mapping[str, Any], tables: Mapping[str, Dynamic]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Fits a saved state of :class:`DynamicIds` to tables of other capacities.
 
     A larger table keeps its rows. A smaller one evicts the ids that would go first, and the rows of all others move.
@@ -40,7 +42,9 @@ def resized(state: Mapping[str, Any], tables: Mapping[str, Dynamic]) -> tuple[di
     """
     missing = [name for name in state["tables"] if name not in tables]
     if missing:
-        raise ValueError(f"table '{missing[0]}' was saved and has no settings; those with some are {', '.join(tables)}")
+        raise ValueError(
+            f"table '{missing[0]}' was saved and has no settings; those with some are {', '.join(tables)}"
+        )
     fitted_tables = {}
     sources = {}
     lost = 0
@@ -51,7 +55,9 @@ def resized(state: Mapping[str, Any], tables: Mapping[str, Dynamic]) -> tuple[di
         rows = len(saved["ids"])
         if policy.capacity >= rows:
             fitted_tables[name] = saved
-            sources[name] = torch.cat([torch.arange(rows), torch.full((policy.capacity - rows,), -1)])
+            sources[name] = torch.cat(
+                [torch.arange(rows), torch.full((policy.capacity - rows,), -1)]
+            )
             continue
         staying = _staying(saved, policy, state["now"])
         lost += int((saved["ids"] != EMPTY).sum()) - len(staying)
@@ -59,10 +65,14 @@ def resized(state: Mapping[str, Any], tables: Mapping[str, Dynamic]) -> tuple[di
         source = torch.full((policy.capacity,), -1)
         source[0] = 0
         # As if they had been admitted one after the other: RowPool knows by their number which rows are free.
-        source[spread_rows(torch.arange(1, len(staying) + 1), policy.capacity)] = staying
+        source[spread_rows(torch.arange(1, len(staying) + 1), policy.capacity)] = (
+            staying
+        )
         fitted = {**saved, "used": len(staying) + 1}
         for key, value in _EMPTY_ROW.items():
-            fitted[key] = torch.where(source >= 0, saved[key].cpu()[source.clamp(min=0)], value)
+            fitted[key] = torch.where(
+                source >= 0, saved[key].cpu()[source.clamp(min=0)], value
+            )
         fitted_tables[name] = fitted
         sources[name] = source
     counts = {**state["counts"], "evicted": state["counts"]["evicted"] + lost}
@@ -85,7 +95,9 @@ def _staying(saved: Mapping[str, Any], policy: Dynamic, now: int) -> Tensor:
         rank = saved["seen"].cpu()
     # Of equal ones the lowest rows go first, as in any eviction.
     order = torch.argsort(rank[live], stable=True)
-    staying: Tensor = live[order[max(0, len(live) - policy.capacity + 1) :]].sort().values
+    staying: Tensor = (
+        live[order[max(0, len(live) - policy.capacity + 1) :]].sort().values
+    )
     return staying
 
 

@@ -61,7 +61,9 @@ class Sightings:
         # Expanded, not repeated: a tensor of ones would be read from memory.
         one = torch.ones((), dtype=torch.int32, device=self._device)
         self.number.scatter_add_(0, places, one.expand(len(places)))
-        step_of_each = torch.repeat_interleave(numbers, lengths, output_size=len(places))
+        step_of_each = torch.repeat_interleave(
+            numbers, lengths, output_size=len(places)
+        )
         # The greatest, because places repeat and a plain scatter may write any of them last.
         self.step.scatter_reduce_(0, places, step_of_each, "amax")
 
@@ -84,7 +86,9 @@ class RowPool:
         has_warned: whether it was said that the table is too small.
     """
 
-    def __init__(self, name: str, policy: Dynamic, sightings: Tensor, seen: Tensor) -> None:
+    def __init__(
+        self, name: str, policy: Dynamic, sightings: Tensor, seen: Tensor
+    ) -> None:
         self.name = name
         self.policy = policy
         self.candidates = 0
@@ -158,7 +162,9 @@ class RowPool:
             return torch.empty(0, dtype=torch.int64, device=self._device)
         if self.policy.evict == "lfu":
             silence = (now - self._seen).double() * (self._lookups / now)
-            rank = expected_sightings(self._score, self._age, silence, self.policy.half_life)
+            rank = expected_sightings(
+                self._score, self._age, silence, self.policy.half_life
+            )
         else:
             rank = self._seen.double()
         rank = torch.where(can_go, rank, math.inf)
@@ -171,9 +177,15 @@ class RowPool:
 
     def expired(self, now: int) -> Tensor:
         """Returns the rows that no rank has seen for longer than ``ttl`` steps, (n,) int64."""
-        return ((self._seen < now - self.policy.ttl) & (self.id_of != EMPTY)).nonzero().squeeze(1)
+        return (
+            ((self._seen < now - self.policy.ttl) & (self.id_of != EMPTY))
+            .nonzero()
+            .squeeze(1)
+        )
 
-    def score_sightings(self, group: dist.ProcessGroup | None, *, several: bool) -> None:
+    def score_sightings(
+        self, group: dist.ProcessGroup | None, *, several: bool
+    ) -> None:
         """Adds the sightings of all ranks to the scores: integers, so that ranks do not matter. Collective."""
         if several:
             dist.all_reduce(self._sightings, dist.ReduceOp.SUM, group=group)
@@ -186,7 +198,9 @@ class RowPool:
         self._age.mul_(decay).add_(1 - decay)
         self._sightings.zero_()
 
-    def state_dict(self, group: dist.ProcessGroup | None, *, several: bool) -> dict[str, Any]:
+    def state_dict(
+        self, group: dist.ProcessGroup | None, *, several: bool
+    ) -> dict[str, Any]:
         """Returns the state, alike on every rank; changes nothing, the scores neither. Collective."""
         state = {
             "ids": self.id_of.clone(),
@@ -205,7 +219,11 @@ class RowPool:
     def load_state_dict(self, state: Mapping[str, Any], *, is_first: bool) -> None:
         """Continues from a state of as many rows or fewer; only the first rank takes the sightings, sums over ranks."""
         rows = len(state["ids"])
-        for target, name in ((self.id_of, "ids"), (self._score, "score"), (self._seen, "seen")):
+        for target, name in (
+            (self.id_of, "ids"),
+            (self._score, "score"),
+            (self._seen, "seen"),
+        ):
             target[:rows] = state[name]
         # States before 0.1.0 have none of the two.
         self._age[:rows] = state.get("age", 1.0)
@@ -223,7 +241,9 @@ class RowPool:
             self._freed = every_row[self.id_of[every_row] == EMPTY]
 
 
-def expected_sightings(score: Tensor, age: Tensor, silence: Tensor, half_life: float) -> Tensor:
+def expected_sightings(
+    score: Tensor, age: Tensor, silence: Tensor, half_life: float
+) -> Tensor:
     """Returns how often each id may still come, as float64: its sightings, times the chance that it has not gone.
 
     An id that came often and is silent has probably gone: the odds grow with the exponential of the sightings that

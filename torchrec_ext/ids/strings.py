@@ -16,7 +16,10 @@ from torchrec_ext.ids.index import EMPTY
 _KEY = b"torchrec_ext ids"
 
 
-def string_ids(strings: pa.Array | pa.ChunkedArray | NDArray[Any] | Sequence[str | None], key: bytes = _KEY) -> Tensor:
+def string_ids(
+    strings: pa.Array | pa.ChunkedArray | NDArray[Any] | Sequence[str | None],
+    key: bytes = _KEY,
+) -> Tensor:
     """Hashes strings to ids for :class:`DynamicIds`, with the same result on every machine; (N,) int64.
 
     Two of n strings have one id with a probability of about n**2 / 2**65: 2.7e-6 for ten million, 2.7 % for a billion.
@@ -39,13 +42,27 @@ def string_ids(strings: pa.Array | pa.ChunkedArray | NDArray[Any] | Sequence[str
 
     if len(key) != len(_KEY):
         raise ValueError(f"key: has {len(key)} bytes, must have {len(_KEY)}")
-    column = strings if isinstance(strings, pa.ChunkedArray) else pa.chunked_array([_array(strings)])
-    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or pa.types.is_null(column.type)):
-        raise ValueError(f"string ids: the values are {column.type}, must be str; whole numbers are ids as they are")
+    column = (
+        strings
+        if isinstance(strings, pa.ChunkedArray)
+        else pa.chunked_array([_array(strings)])
+    )
+    if not (
+        pa.types.is_string(column.type)
+        or pa.types.is_large_string(column.type)
+        or pa.types.is_null(column.type)
+    ):
+        raise ValueError(
+            f"string ids: the values are {column.type}, must be str; whole numbers are ids as they are"
+        )
     texts = column.cast(pa.large_string())
-    array = pa.concat_arrays([pa.array([], pa.large_string()), *texts.fill_null("").chunks])
+    array = pa.concat_arrays(
+        [pa.array([], pa.large_string()), *texts.fill_null("").chunks]
+    )
     _, offsets, content = array.buffers()
-    begins = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+    begins = np.frombuffer(offsets, np.int64)[
+        array.offset : array.offset + len(array) + 1
+    ]
     # An array of empty strings alone has no buffer.
     hashes = hashed(begins, np.frombuffer(content or b"", np.uint8), key)
     ids = torch.from_numpy(hashes.view(np.int64))
@@ -58,4 +75,6 @@ def _array(strings: Any) -> pa.Array:
     try:
         return pa.array(strings)
     except pa.ArrowException as error:
-        raise ValueError(f"string ids: {str(error)[:100]}; all values must be str") from None
+        raise ValueError(
+            f"string ids: {str(error)[:100]}; all values must be str"
+        ) from None

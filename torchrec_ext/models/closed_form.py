@@ -51,7 +51,9 @@ def ease(users: Tensor, items: Tensor, num_items: int, *, l2: float = 500.0) -> 
     return weights.fill_diagonal_(0.0)
 
 
-def ease_vectors(users: Tensor, items: Tensor, num_items: int, *, dim: int, l2: float = 500.0) -> Factors:
+def ease_vectors(
+    users: Tensor, items: Tensor, num_items: int, *, dim: int, l2: float = 500.0
+) -> Factors:
     """Returns EASE as two tables of items: what an item adds to the query of its user, and its vector as a candidate.
 
     The product of the first, ``users`` (I, D), with the second, ``items`` (I, D), is B but for the diagonal, which no
@@ -90,7 +92,9 @@ def co_occurrences(users: Tensor, items: Tensor, num_items: int) -> Tensor:
     # A block of users at a time, because X as a matrix would take U x I numbers.
     rows = max(1, _BLOCK // num_items)
     for start in range(0, count, rows):
-        first, last = torch.searchsorted(users, torch.tensor([start, start + rows])).tolist()
+        first, last = torch.searchsorted(
+            users, torch.tensor([start, start + rows])
+        ).tolist()
         block = torch.zeros(min(rows, count - start), num_items)
         block[users[first:last] - start, items[first:last]] = 1.0
         product.addmm_(block.T, block)
@@ -99,7 +103,9 @@ def co_occurrences(users: Tensor, items: Tensor, num_items: int) -> Tensor:
 
 def _check_penalty(l2: float) -> None:
     if not l2 > 0:
-        raise ValueError(f"l2={l2}: must be above 0, or items with the same users have no unique weights")
+        raise ValueError(
+            f"l2={l2}: must be above 0, or items with the same users have no unique weights"
+        )
 
 
 def als(
@@ -134,18 +140,29 @@ def als(
     """
     generator = torch.Generator().manual_seed(seed)
     factors = Factors(
-        torch.zeros(num_users, dim), torch.randn(num_items, dim, generator=generator) * 0.1 / math.sqrt(dim)
+        torch.zeros(num_users, dim),
+        torch.randn(num_items, dim, generator=generator) * 0.1 / math.sqrt(dim),
     )
     for _ in range(epochs):
         # Users first, so that only the items' vectors have to begin somewhere.
-        by_user = als_half_step(users, items, num_users, factors.items, l2=l2, unobserved=unobserved)
-        by_item = als_half_step(items, users, num_items, by_user, l2=l2, unobserved=unobserved)
+        by_user = als_half_step(
+            users, items, num_users, factors.items, l2=l2, unobserved=unobserved
+        )
+        by_item = als_half_step(
+            items, users, num_items, by_user, l2=l2, unobserved=unobserved
+        )
         factors = Factors(by_user, by_item)
     return factors
 
 
 def als_half_step(
-    rows: Tensor, columns: Tensor, num_rows: int, vectors: Tensor, *, l2: float = 0.007, unobserved: float = 0.5
+    rows: Tensor,
+    columns: Tensor,
+    num_rows: int,
+    vectors: Tensor,
+    *,
+    l2: float = 0.007,
+    unobserved: float = 0.5,
 ) -> Tensor:
     """Returns the best vectors of rows (R, D) for the ``vectors`` (C, D) of columns: of users for those of items, say.
 
@@ -158,7 +175,9 @@ def als_half_step(
         unobserved: see :func:`als`.
     """
     if not l2 > 0:
-        raise ValueError(f"l2={l2}: must be above 0, or a user without items has no unique vector")
+        raise ValueError(
+            f"l2={l2}: must be above 0, or a user without items has no unique vector"
+        )
     dim = vectors.shape[1]
     counts = torch.bincount(rows, minlength=num_rows)
     # The part of all columns is the same for each row, so it is computed once (Hu et al. 2008).
@@ -172,7 +191,9 @@ def als_half_step(
         matrix = shared + member_vectors.transpose(1, 2) @ member_vectors
         matrix.diagonal(dim1=1, dim2=2).add_(penalty[block, None])
         target = member_vectors.sum(1)[:, :, None]
-        solution[block] = torch.cholesky_solve(target, torch.linalg.cholesky(matrix))[:, :, 0]
+        solution[block] = torch.cholesky_solve(target, torch.linalg.cholesky(matrix))[
+            :, :, 0
+        ]
     return solution
 
 

@@ -81,7 +81,9 @@ class MultiTaskModel(TowerModel):
         super().__init__(towers, top, shared=shared)
         self.tasks = dict(tasks)
         self.rows = rows
-        self.of_tasks = _TaskLosses({name: losses.get(name, bce) for name in tasks}, rows)
+        self.of_tasks = _TaskLosses(
+            {name: losses.get(name, bce) for name in tasks}, rows
+        )
 
     def head_losses(self) -> list[Loss]:
         """Returns the loss of each task."""
@@ -95,7 +97,12 @@ class MultiTaskModel(TowerModel):
             shares = [first, *(min(share / first, 0.999) for share in others)]
         return super().begin_at(shares)
 
-    def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
+    def schema(
+        self,
+        *,
+        out_of_range: OutOfRange = "error",
+        oov_ids: Mapping[str, int] | None = None,
+    ) -> BatchSchema:
         """See :meth:`TowerModel.schema`; labels may have any value if one of the losses is not binary cross entropy."""
         binary = all(loss is bce for loss in self.of_tasks.losses.values())
         return dataclasses.replace(
@@ -106,18 +113,34 @@ class MultiTaskModel(TowerModel):
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, TaskPredictions]:  # type: ignore[override]
         """Returns the weighted sum of the losses, (), to call backward on, and the :class:`TaskPredictions`."""
-        learned = self.of_tasks(self.interaction.of_tasks(self.outputs(batch), batch.weights), batch)  # type: ignore[operator]
+        learned = self.of_tasks(
+            self.interaction.of_tasks(self.outputs(batch), batch.weights),  # type: ignore[operator]
+            batch,
+        )
         # By index, because TorchRec's pipeline traces this method with stand-ins that cannot be iterated.
         losses = learned[0]
         logits = learned[1]
         weights = learned[2]
-        loss = sum(weight * losses[task] for task, weight in enumerate(self.tasks.values()))
+        loss = sum(
+            weight * losses[task] for task, weight in enumerate(self.tasks.values())
+        )
         predictions = {}
         for task, name in enumerate(self.tasks):
             # The first task's labels are the batch's own.
             labels = batch.targets[:, task - 1] if task else batch.labels  # type: ignore[index]
-            predictions[name] = Prediction(losses[task].detach(), logits[:, task].detach(), labels, weights[:, task])
-        return loss, TaskPredictions(loss.detach(), logits[:, 0].detach(), batch.labels, batch.weights, predictions)
+            predictions[name] = Prediction(
+                losses[task].detach(),
+                logits[:, task].detach(),
+                labels,
+                weights[:, task],
+            )
+        return loss, TaskPredictions(
+            loss.detach(),
+            logits[:, 0].detach(),
+            batch.labels,
+            batch.weights,
+            predictions,
+        )
 
 
 class _TaskLosses(nn.Module):
@@ -128,29 +151,42 @@ class _TaskLosses(nn.Module):
         self.losses = dict(losses)
         self.rows = rows
 
-    def forward(self, logits: Tensor, batch: TowerBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, logits: Tensor, batch: TowerBatch
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (T,) losses of the heads' logits (B, T), the (B, T) logits of the labels, and the rows' weights."""
         labels = torch.cat([batch.labels[:, None], batch.targets], dim=1)  # type: ignore[list-item]
         weights = batch.weights[:, None].expand(labels.shape)
         if self.rows == "positive":
             # Further tasks count rows whose first label is 1.
-            weights = torch.cat([weights[:, :1], weights[:, 1:] * batch.labels[:, None]], dim=1)
+            weights = torch.cat(
+                [weights[:, :1], weights[:, 1:] * batch.labels[:, None]], dim=1
+            )
         if self.rows == "product":
             first, *others = logits.unbind(1)
-            products = [logit_of_product(torch.stack([first, further], dim=1)) for further in others]
+            products = [
+                logit_of_product(torch.stack([first, further], dim=1))
+                for further in others
+            ]
             logits = torch.stack([first, *products], dim=1)
         losses = []
         for task, loss in enumerate(self.losses.values()):
             # A loss knows one task, so it sees the task's labels as the batch's.
-            rows = dataclasses.replace(batch, labels=labels[:, task], weights=weights[:, task], targets=None)
+            rows = dataclasses.replace(
+                batch, labels=labels[:, task], weights=weights[:, task], targets=None
+            )
             losses.append(loss(logits[:, task], rows))
         return torch.stack(losses), logits, weights
 
 
-def _check(top: MultiTaskTop, tasks: Mapping[str, float], losses: Mapping[str, Loss]) -> None:
+def _check(
+    top: MultiTaskTop, tasks: Mapping[str, float], losses: Mapping[str, Loss]
+) -> None:
     heads = 1 + len(top.further)
     if len(tasks) != heads:
-        raise ValueError(f"tasks={list(tasks)} with a MultiTaskTop of {heads} heads: give it tasks={len(tasks)}")
+        raise ValueError(
+            f"tasks={list(tasks)} with a MultiTaskTop of {heads} heads: give it tasks={len(tasks)}"
+        )
     for name, weight in tasks.items():
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(
@@ -158,4 +194,6 @@ def _check(top: MultiTaskTop, tasks: Mapping[str, float], losses: Mapping[str, L
             )
     unknown = sorted(set(losses) - set(tasks))
     if unknown:
-        raise ValueError(f"losses names {unknown}, which are no tasks; the tasks are {list(tasks)}")
+        raise ValueError(
+            f"losses names {unknown}, which are no tasks; the tasks are {list(tasks)}"
+        )

@@ -83,7 +83,9 @@ class ContextualNCF(TowerModel):
     ) -> None:
         for name, value in (("gmf_dim", gmf_dim), ("mlp_dim", mlp_dim)):
             if value < 1:
-                raise ValueError(f"{name}={value}: must be 1 or more, and a multiple of 4 to be sharded")
+                raise ValueError(
+                    f"{name}={value}: must be 1 or more, and a multiple of 4 to be sharded"
+                )
         if not mlp_widths or min(mlp_widths) < 1:
             raise ValueError(
                 f"mlp_widths={list(mlp_widths)}: the MLP half needs at least one layer and every width 1 or more"
@@ -92,18 +94,31 @@ class ContextualNCF(TowerModel):
             raise ValueError(
                 f"embedding_std={embedding_std}: must be greater than 0, or users times items starts and stays at 0"
             )
-        ids = partial(_id_tables, widths={"gmf": gmf_dim, "mlp": mlp_dim}, std=embedding_std)
+        ids = partial(
+            _id_tables, widths={"gmf": gmf_dim, "mlp": mlp_dim}, std=embedding_std
+        )
         first = mlp_widths[0]
         user = NCFTower(
-            [*ids(user_feature, users), *context_tables], gmf_dim, first, dense=context_dense, device=device
+            [*ids(user_feature, users), *context_tables],
+            gmf_dim,
+            first,
+            dense=context_dense,
+            device=device,
         )
         # The two halves are one layer, so one of them adds its bias.
         item = NCFTower(
-            [*ids(item_feature, items), *item_tables], gmf_dim, first, bias=False, dense=item_dense, device=device
+            [*ids(item_feature, items), *item_tables],
+            gmf_dim,
+            first,
+            bias=False,
+            dense=item_dense,
+            device=device,
         )
         # The two halves are one layer over both inputs, so both are drawn with the bounds of that layer.
         for tower in (user, item):
-            bound = math.sqrt(6 / (user.mlp.linear.in_features + item.mlp.linear.in_features + first))
+            bound = math.sqrt(
+                6 / (user.mlp.linear.in_features + item.mlp.linear.in_features + first)
+            )
             nn.init.uniform_(tower.mlp.linear.weight, -bound, bound)
         head = NCFHead(gmf_dim, mlp_widths, activation=activation, dropout=dropout)
         super().__init__({"user": user, "item": item}, head, loss=loss, shared=shared)
@@ -134,10 +149,14 @@ class NCFTower(Tower):
         device: torch.device | None = None,
     ) -> None:
         super().__init__(tables, (), dense=dense, device=device)
-        self.mlp = _Half(gmf_dim, nn.Linear(self.out_features - gmf_dim, hidden, bias=bias))
+        self.mlp = _Half(
+            gmf_dim, nn.Linear(self.out_features - gmf_dim, hidden, bias=bias)
+        )
         self.out_features = gmf_dim + hidden
 
-    def combine(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
+    def combine(
+        self, blocks: Sequence[Tensor], weights: Tensor | None = None
+    ) -> Tensor:
         """Returns (B, G + H) of the blocks of columns, of which the first is the GMF half's embedding."""
         # Not concatenated and split again, which took a tenth of an eager step.
         gmf, *others = blocks
@@ -155,7 +174,9 @@ class _Half(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, columns: Tensor) -> Tensor:
-        gmf, others = torch.split(columns, [self.gmf_dim, self.linear.in_features], dim=1)
+        gmf, others = torch.split(
+            columns, [self.gmf_dim, self.linear.in_features], dim=1
+        )
         return self.join(gmf, others)
 
     def join(self, gmf: Tensor, others: Tensor) -> Tensor:
@@ -177,7 +198,12 @@ class NCFHead(InteractionLayer):
     projectable = True
 
     def __init__(
-        self, gmf_dim: int, mlp_widths: Sequence[int], *, activation: Activation = "relu", dropout: float = 0.0
+        self,
+        gmf_dim: int,
+        mlp_widths: Sequence[int],
+        *,
+        activation: Activation = "relu",
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.gmf_dim = gmf_dim
@@ -203,7 +229,9 @@ class NCFHead(InteractionLayer):
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the two towers' outputs, each (B, G + H)."""
         (user, first_user), (item, first_item) = map(self._halves, outputs)
-        return self.predict(torch.cat([user * item, self.rest(first_user + first_item)], dim=1)).squeeze(1)  # type: ignore[no-any-return]
+        return self.predict(  # type: ignore[no-any-return]
+            torch.cat([user * item, self.rest(first_user + first_item)], dim=1)
+        ).squeeze(1)
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (B, N) logits of every query (B, G + H) with every candidate (N, G + H)."""
@@ -220,10 +248,14 @@ class NCFHead(InteractionLayer):
 
     def _halves(self, output: Tensor) -> tuple[Tensor, ...]:
         # The backward of a split is one kernel, that of two slices is two.
-        return torch.split(output, [self.gmf_dim, output.shape[-1] - self.gmf_dim], dim=-1)
+        return torch.split(
+            output, [self.gmf_dim, output.shape[-1] - self.gmf_dim], dim=-1
+        )
 
 
-def _id_tables(feature: str, rows: int, *, widths: dict[str, int], std: float) -> list[EmbeddingBagConfig]:
+def _id_tables(
+    feature: str, rows: int, *, widths: dict[str, int], std: float
+) -> list[EmbeddingBagConfig]:
     tables = []
     for half, width in widths.items():
         table = EmbeddingBagConfig(

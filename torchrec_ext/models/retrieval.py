@@ -76,12 +76,19 @@ class RetrievalModel(TowerModel):
                 "others"
             )
         super().__init__(towers, interaction, shared=shared)
-        self.in_batch = _InBatchLoss(loss, interaction, counts, known, item_feature, temperature)
+        self.in_batch = _InBatchLoss(
+            loss, interaction, counts, known, item_feature, temperature
+        )
         # Only known items are looked up by users.
         self._query = None if known is None else user_feature
         self._candidate = item_feature
 
-    def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
+    def schema(
+        self,
+        *,
+        out_of_range: OutOfRange = "error",
+        oov_ids: Mapping[str, int] | None = None,
+    ) -> BatchSchema:
         """See :meth:`TowerModel.schema`; labels may have any value if all rows are positives, as none is read."""
         schema = super().schema(out_of_range=out_of_range, oov_ids=oov_ids)
         return dataclasses.replace(
@@ -94,7 +101,9 @@ class RetrievalModel(TowerModel):
 
     def expect_rows(self, *, negatives: int, label: str | None = None) -> None:
         """See :meth:`TowerModel.expect_rows`; drawn negatives would count as positives."""
-        check_fed(self.in_batch.name, negatives=negatives, label=label, metric=self._metric())
+        check_fed(
+            self.in_batch.name, negatives=negatives, label=label, metric=self._metric()
+        )
         self.in_batch.labelled = label is not None
 
     def leave_out_counts(self) -> None:
@@ -118,7 +127,9 @@ class RetrievalModel(TowerModel):
         outputs = [widened(output) for output in self.outputs(batch)]
         loss = self.in_batch(outputs, batch)
         logits = self.interaction(outputs)
-        return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)
+        return loss, Prediction(
+            loss.detach(), logits.detach(), batch.labels, batch.weights
+        )
 
 
 class _InBatchLoss(nn.Module):
@@ -184,26 +195,40 @@ class _InBatchLoss(nn.Module):
         )
         return loss
 
-    def _known_items(self, batch: TowerBatch, rows: slice | Tensor) -> Callable[[Tensor], Tensor] | None:
+    def _known_items(
+        self, batch: TowerBatch, rows: slice | Tensor
+    ) -> Callable[[Tensor], Tensor] | None:
         """Returns the function that says which items the users of some rows are known to have taken."""
         return None if self.known is None else partial(self.known, _users(batch)[rows])
 
-    def _over_clicks(self, queries: Tensor, candidates: Tensor, ids: Tensor, batch: TowerBatch) -> Tensor:
+    def _over_clicks(
+        self, queries: Tensor, candidates: Tensor, ids: Tensor, batch: TowerBatch
+    ) -> Tensor:
         """Returns the loss over the rows with a label above 0; their number differs between ranks."""
         weights = batch.weights * batch.labels
         clicked = weights.nonzero()[:, 0]
-        queries, candidates, ids, weights = (rows[clicked] for rows in (queries, candidates, ids, weights))
+        queries, candidates, ids, weights = (
+            rows[clicked] for rows in (queries, candidates, ids, weights)
+        )
         log_q = None if self.log_q is None else self.log_q[ids]
         # A clicked row is no padding, whatever its item.
         present = torch.ones_like(ids, dtype=torch.bool)
         is_known = self._known_items(batch, clicked)
-        negatives = in_batch_negatives(candidates, ids, log_q=log_q, present=present, is_known=is_known)
+        negatives = in_batch_negatives(
+            candidates, ids, log_q=log_q, present=present, is_known=is_known
+        )
         loss: Tensor = self._function(
-            queries, negatives, weights=weights, total_weight=_mean_over_ranks(weights), temperature=self._temperature
+            queries,
+            negatives,
+            weights=weights,
+            total_weight=_mean_over_ranks(weights),
+            temperature=self._temperature,
         )
         return loss
 
-    def _over_catalogue(self, queries: Tensor, candidates: Tensor, ids: Tensor, batch: TowerBatch) -> Tensor:
+    def _over_catalogue(
+        self, queries: Tensor, candidates: Tensor, ids: Tensor, batch: TowerBatch
+    ) -> Tensor:
         """Returns the loss of ``queries`` (B, D) with their items first in ``candidates`` (B + M, D)."""
         if batch.queries is None or len(ids) == len(queries):
             raise ValueError(
@@ -233,7 +258,11 @@ class _InBatchLoss(nn.Module):
 
 def _mean_over_ranks(weights: Tensor) -> Tensor:
     """Returns the sum of the weights of all ranks divided by R, (), as in :class:`TowerBatch`; never quite 0."""
-    return gather_rows(weights.detach().sum()[None]).mean().clamp(min=torch.finfo(torch.float32).tiny)
+    return (
+        gather_rows(weights.detach().sum()[None])
+        .mean()
+        .clamp(min=torch.finfo(torch.float32).tiny)
+    )
 
 
 def _users(batch: TowerBatch) -> Tensor:

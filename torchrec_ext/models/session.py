@@ -22,7 +22,12 @@ from torchrec_ext.modules.config import Combine
 from torchrec_ext.modules.interaction import DotProduct
 from torchrec_ext.modules.layers import Made, Recorded
 from torchrec_ext.modules.session_encoder import Packing, SessionEncoder
-from torchrec_ext.modules.session_tower import SessionSteps, SessionTop, check_features, target_slots
+from torchrec_ext.modules.session_tower import (
+    SessionSteps,
+    SessionTop,
+    check_features,
+    target_slots,
+)
 from torchrec_ext.modules.softmax import catalogue_softmax, gather_rows
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
@@ -89,7 +94,9 @@ class NextItemModel(nn.Module):
                 "must be equal"
             )
         self.table = dataclasses.replace(table, feature_names=[SESSION, CANDIDATES])
-        self.embeddings = EmbeddingCollection(tables=[self.table], device=device or torch.device("cpu"))
+        self.embeddings = EmbeddingCollection(
+            tables=[self.table], device=device or torch.device("cpu")
+        )
         self.network = _NextItemNetwork(encoder, table.num_embeddings - 1)
         self.interaction = DotProduct([encoder.width, encoder.width])
 
@@ -99,7 +106,9 @@ class NextItemModel(nn.Module):
         Args:
             out_of_range: effect of an id outside its table: ``error``, or ``oov`` for row 0.
         """
-        schema = BatchSchema.from_tables([self.table], label_range=None, out_of_range=out_of_range)
+        schema = BatchSchema.from_tables(
+            [self.table], label_range=None, out_of_range=out_of_range
+        )
         return dataclasses.replace(schema, catalogue=self.whole)
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, NextItems]:
@@ -138,7 +147,9 @@ class _NextItemNetwork(nn.Module):
         self.encoder = encoder
         self.num_items = num_items
 
-    def forward(self, embedded: Mapping[str, JaggedTensor], batch: TowerBatch) -> Tensor:
+    def forward(
+        self, embedded: Mapping[str, JaggedTensor], batch: TowerBatch
+    ) -> Tensor:
         items = embedded[SESSION].values()
         lengths = embedded[SESSION].lengths()
         if batch.host_lengths is not None:
@@ -166,7 +177,9 @@ class _NextItemNetwork(nn.Module):
         packing = Packing(embedded[SESSION].lengths(), self.encoder.attention)
         states = self.encoder.encode(items, packing)
         rows, last = packing.last_steps
-        return states.new_zeros(len(packing.lengths), states.shape[1]).index_copy(0, rows, states[last])
+        return states.new_zeros(len(packing.lengths), states.shape[1]).index_copy(
+            0, rows, states[last]
+        )
 
 
 class NextItemTower(Recorded, nn.Module):
@@ -181,12 +194,18 @@ class NextItemTower(Recorded, nn.Module):
     dense: tuple[str, ...] = ()
 
     def __init__(
-        self, tables: Sequence[EmbeddingConfig], encoder: SessionEncoder, *, device: torch.device | None = None
+        self,
+        tables: Sequence[EmbeddingConfig],
+        encoder: SessionEncoder,
+        *,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.tables = list(tables)
         self.out_features = encoder.width
-        self.embeddings = EmbeddingCollection(tables=self.tables, device=device or torch.device("cpu"))
+        self.embeddings = EmbeddingCollection(
+            tables=self.tables, device=device or torch.device("cpu")
+        )
         self.network = _NextItemNetwork(encoder, self.tables[0].num_embeddings - 1)
 
     def forward(self, sparse: KeyedJaggedTensor, dense: Tensor) -> Tensor:
@@ -208,7 +227,9 @@ def as_towers(model: NextItemModel) -> dict[str, Made]:
         data_type=model.table.data_type,
     )
     return {
-        SESSION: Made(NextItemTower, {"tables": [session], "encoder": model.network.encoder}),
+        SESSION: Made(
+            NextItemTower, {"tables": [session], "encoder": model.network.encoder}
+        ),
         "item": Made(Tower, {"tables": [items], "mlp_widths": []}),
     }
 
@@ -263,7 +284,9 @@ def bst(
     rest = dict(others or {})
     for name in ("session", "target"):
         if name in rest:
-            raise ValueError(f"others names a tower '{name}', which is the name of the {name}'s tower; choose another")
+            raise ValueError(
+                f"others names a tower '{name}', which is the name of the {name}'s tower; choose another"
+            )
     steps = []
     shared: dict[str, EmbeddingConfig] = {}
     for table in tables:
@@ -275,7 +298,12 @@ def bst(
     bags = [_pooled(shared[name], name) for name in target]
     towers: dict[str, Any] = {
         "session": SessionSteps(
-            steps, session=session, max_length=max_length, dense=dense, combine=combine, device=device
+            steps,
+            session=session,
+            max_length=max_length,
+            dense=dense,
+            combine=combine,
+            device=device,
         ),
         **rest,
         "target": Tower([*bags, *target_tables], [], dense=target_dense, device=device),
@@ -296,5 +324,7 @@ def bst(
 
 def _pooled(table: EmbeddingConfig, feature: str) -> EmbeddingBagConfig:
     """Returns the same table as a bag of one feature."""
-    fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
+    fields = {
+        field.name: getattr(table, field.name) for field in dataclasses.fields(table)
+    }
     return EmbeddingBagConfig(**fields | {"feature_names": [feature]})

@@ -74,7 +74,12 @@ class TowerModel(nn.Module):
     """
 
     def __init__(
-        self, towers: Mapping[str, Tower], interaction: nn.Module, *, loss: Loss = bce, shared: Sequence[str] = ()
+        self,
+        towers: Mapping[str, Tower],
+        interaction: nn.Module,
+        *,
+        loss: Loss = bce,
+        shared: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if not towers:
@@ -97,7 +102,9 @@ class TowerModel(nn.Module):
         self.shared_tables = shared_tables(towers, self._shared_columns, self._weights)
         # Kept here, because a plan may take the shared tables away.
         self._joint = self.shared_tables is not None and bool(self.shared_tables.joint)
-        self._weighed = {shared: self.towers.weigh_rows(shared=shared) for shared in (False, True)}
+        self._weighed = {
+            shared: self.towers.weigh_rows(shared=shared) for shared in (False, True)
+        }
         self._weighed_top = weighs_rows(interaction)
         self._reads_lengths = any(reads.lengths for reads in self.towers.reads.values())
         self._top_reads_lengths = reads_lengths(interaction)
@@ -118,8 +125,12 @@ class TowerModel(nn.Module):
         values = {name: weight for name, _, weight in values_by_table(self)}
         sharded = [table.name for table in self._tables if table.name not in values]
         if sharded:
-            raise ValueError(f"table '{sharded[0]}' is sharded already; merge the look-ups before it is planned")
-        self.shared_tables = shared_tables(dict(self.towers.items()), self._shared_columns, self._weights, every=True)
+            raise ValueError(
+                f"table '{sharded[0]}' is sharded already; merge the look-ups before it is planned"
+            )
+        self.shared_tables = shared_tables(
+            dict(self.towers.items()), self._shared_columns, self._weights, every=True
+        )
         # The new collections have drawn weights of their own: the tables keep theirs.
         for name, holder, _ in values_by_table(self):
             holder.weight = values[name]
@@ -145,9 +156,13 @@ class TowerModel(nn.Module):
         log_odds = []
         losses = self.head_losses()
         if len(shares) != len(losses):
-            raise ValueError(f"shares: {len(shares)}, heads: {len(losses)}; give one share of positives for each head")
+            raise ValueError(
+                f"shares: {len(shares)}, heads: {len(losses)}; give one share of positives for each head"
+            )
         # Not strict: an interaction without a bias has none to set.
-        for share, loss, bias in zip(shares, losses, getattr(self.interaction, "last_biases", []), strict=False):
+        for share, loss, bias in zip(
+            shares, losses, getattr(self.interaction, "last_biases", []), strict=False
+        ):
             if not 0 < share < 1:
                 raise ValueError(
                     f"shares: {share}: must be above 0 and below 1, since the log-odds of others are not finite"
@@ -168,7 +183,9 @@ class TowerModel(nn.Module):
             ValueError: the loss cannot learn from such rows.
         """
         if isinstance(self.loss.function, PairwiseLoss):
-            self.loss.function.expect_rows(negatives=negatives, label=label, metric=self._metric())
+            self.loss.function.expect_rows(
+                negatives=negatives, label=label, metric=self._metric()
+            )
 
     @property
     def calibrated(self) -> bool:
@@ -176,13 +193,22 @@ class TowerModel(nn.Module):
         return not isinstance(self.loss.function, PairwiseLoss)
 
     def _metric(self) -> str | None:
-        return self.interaction.metric if isinstance(self.interaction, InteractionLayer) else None
+        return (
+            self.interaction.metric
+            if isinstance(self.interaction, InteractionLayer)
+            else None
+        )
 
     def head_losses(self) -> list[Loss]:
         """Returns the loss of each head."""
         return [self.loss.function]
 
-    def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
+    def schema(
+        self,
+        *,
+        out_of_range: OutOfRange = "error",
+        oov_ids: Mapping[str, int] | None = None,
+    ) -> BatchSchema:
         """Returns the schema of the model's batches.
 
         Args:
@@ -209,7 +235,9 @@ class TowerModel(nn.Module):
             raise ValueError(f"tower {tower!r} is not one of {list(self._names)}")
         return self._run(batch, [tower])[tower]
 
-    def _run(self, batch: TowerBatch, names: list[str] | None = None) -> dict[str, Tensor]:
+    def _run(
+        self, batch: TowerBatch, names: list[str] | None = None
+    ) -> dict[str, Tensor]:
         """Returns the outputs of all towers, or of ``names``.
 
         Arguments that a call does not need are left out, so that a pipeline can follow it.
@@ -218,7 +246,9 @@ class TowerModel(nn.Module):
         if self._shared and batch.shared is not None:
             rows += (batch.shared.sparse, batch.shared.dense)  # type: ignore[assignment]
         options: dict[str, Any] = {} if names is None else {"names": names}
-        if self.shared_tables is not None and not self.shared_tables.readers.isdisjoint(names or self._names):
+        if self.shared_tables is not None and not self.shared_tables.readers.isdisjoint(
+            names or self._names
+        ):
             options["looked_up"] = self.shared_tables(batch, names or self._names)
         # A plan has moved the look-ups to the ranks of their towers.
         if self.shared_tables is None and self._joint:
@@ -256,7 +286,9 @@ class TowerModel(nn.Module):
         logits = self.logits(batch)
         loss = self.loss(logits, batch)
         # Detached, so that whoever keeps predictions of many steps keeps no graphs.
-        return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)
+        return loss, Prediction(
+            loss.detach(), logits.detach(), batch.labels, batch.weights
+        )
 
 
 def _weights(towers: Towers) -> dict[str, str]:
@@ -272,11 +304,18 @@ def _weights(towers: Towers) -> dict[str, str]:
                 columns_by_feature.setdefault(feature, {})[weights.get(feature)] = name
     for feature, columns in columns_by_feature.items():
         if len(columns) > 1:
-            differing = " and ".join(f"{column or 'none'} in tower '{tower}'" for column, tower in columns.items())
+            differing = " and ".join(
+                f"{column or 'none'} in tower '{tower}'"
+                for column, tower in columns.items()
+            )
             raise ValueError(
                 f"feature '{feature}' has weights {differing}; give it the same weights in every tower that reads it"
             )
-    return {feature: column for feature, (column, *_) in columns_by_feature.items() if column}
+    return {
+        feature: column
+        for feature, (column, *_) in columns_by_feature.items()
+        if column
+    }
 
 
 def two_tower(
@@ -328,10 +367,24 @@ def two_tower(
         >>> two_tower([], [], user_dense={"profile": 60}, item_dense={"content": 40}).schema().dense[59:61]
         ('profile[59]', 'content[0]')
     """
-    layers: dict[str, Any] = {"activation": activation, "normalization": normalization, "dropout": dropout}
+    layers: dict[str, Any] = {
+        "activation": activation,
+        "normalization": normalization,
+        "dropout": dropout,
+    }
     towers = {}
-    for name, tables, dense in (("user", user_tables, user_dense), ("item", item_tables, item_dense)):
-        towers[name] = Tower(tables, tower_widths, dense=dense, residual=residual, device=device, **layers)
+    for name, tables, dense in (
+        ("user", user_tables, user_dense),
+        ("item", item_tables, item_dense),
+    ):
+        towers[name] = Tower(
+            tables,
+            tower_widths,
+            dense=dense,
+            residual=residual,
+            device=device,
+            **layers,
+        )
     widths = [tower.out_features for tower in towers.values()]
     top = interaction_layer(interaction, widths, top_widths, **layers)
     return TowerModel(towers, top, loss=loss, shared=shared)

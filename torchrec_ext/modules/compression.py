@@ -48,7 +48,9 @@ class CompressingLayer(nn.Module):
         self.each: nn.Linear | None = None
         self.all: nn.Linear | None = None
         if config.per_feature:
-            self.each = nn.Linear(widths[0], config.per_feature * config.dim, bias=False)
+            self.each = nn.Linear(
+                widths[0], config.per_feature * config.dim, bias=False
+            )
         if config.flat:
             self.all = nn.Linear(whole, config.flat * config.dim)
         # After both are made: another order would draw other numbers.
@@ -66,7 +68,9 @@ class CompressingLayer(nn.Module):
         rows = bags.shape[0]
         blocks = []
         if self.each is not None:
-            blocks.append(self.each(bags.reshape(rows * self.features, -1)).view(rows, -1))
+            blocks.append(
+                self.each(bags.reshape(rows * self.features, -1)).view(rows, -1)
+            )
         # Without flat vectors the dense columns leave the tower as they are.
         blocks.append(dense if self.all is None else self.all(side_by_side))
         return torch.cat(blocks, dim=1)

@@ -49,7 +49,9 @@ class Compression:
         for name, least in (("dim", 1), ("per_feature", 0), ("flat", 0), ("layers", 1)):
             check_least(name, getattr(self, name), least)
         if not self.per_feature + self.flat:
-            raise ValueError("per_feature=0 and flat=0: nothing would leave the tower; give one of them 1 or more")
+            raise ValueError(
+                "per_feature=0 and flat=0: nothing would leave the tower; give one of them 1 or more"
+            )
 
     def out_features(self, features: int, dense: int) -> int:
         """Returns the width of the layer's output, D (c F + p) for F bags; without flat vectors also the dense columns.
@@ -128,18 +130,26 @@ class LossKind:
 # What model.loss of a recipe may be, in the order in which a message lists them.
 LOSSES: Mapping[str, LossKind] = {
     "bce": LossKind(path="torchrec_ext.modules.losses:bce"),
-    "in_batch": LossKind(path="torchrec_ext.modules.losses:in_batch_softmax", in_batch=True),
+    "in_batch": LossKind(
+        path="torchrec_ext.modules.losses:in_batch_softmax", in_batch=True
+    ),
     "bpr": LossKind(path="torchrec_ext.modules.losses:bpr", pairwise=True),
     "hinge": LossKind(path="torchrec_ext.modules.losses:hinge", pairwise=True),
-    "sampled_softmax": LossKind(path="torchrec_ext.modules.losses:sampled_softmax", pairwise=True),
-    "catalogue": LossKind(path="torchrec_ext.modules.softmax:catalogue_softmax", catalogue=True),
+    "sampled_softmax": LossKind(
+        path="torchrec_ext.modules.losses:sampled_softmax", pairwise=True
+    ),
+    "catalogue": LossKind(
+        path="torchrec_ext.modules.softmax:catalogue_softmax", catalogue=True
+    ),
 }
 if TYPE_CHECKING:
     LossName: TypeAlias = str
     RowLossName: TypeAlias = str
 else:  # what --set checks and --dry-run shows
     LossName = Literal[tuple(LOSSES)]
-    RowLossName = Literal[tuple(name for name, kind in LOSSES.items() if not kind.shared)]
+    RowLossName = Literal[
+        tuple(name for name, kind in LOSSES.items() if not kind.shared)
+    ]
 
 
 def check_loss(loss: str, interaction: str, temperature: float) -> None:
@@ -154,9 +164,13 @@ def check_loss(loss: str, interaction: str, temperature: float) -> None:
         ValueError: such a setting, by its name.
     """
     check_choice("model.loss", loss, LOSSES)
-    metric = INTERACTIONS.facts(interaction).metric if interaction in INTERACTIONS else None
+    metric = (
+        INTERACTIONS.facts(interaction).metric if interaction in INTERACTIONS else None
+    )
     if LOSSES[loss].shared and metric is None:
-        which = "every item" if LOSSES[loss].catalogue else "every candidate of the batch"
+        which = (
+            "every item" if LOSSES[loss].catalogue else "every candidate of the batch"
+        )
         raise ValueError(
             f"model.loss={loss} with model.interaction={interaction}: each query meets {which}, for which a product is "
             "cheap enough; set model.interaction=dot or cosine"

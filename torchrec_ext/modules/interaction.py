@@ -38,7 +38,12 @@ HIDDEN_FLOATS = 2**17
 HIDDEN_FLOATS_GPU = 2**27
 
 
-def over_pairs(queries: Tensor, candidates: Tensor, score: Callable[[Tensor, Tensor], Tensor], width: int) -> Tensor:
+def over_pairs(
+    queries: Tensor,
+    candidates: Tensor,
+    score: Callable[[Tensor, Tensor], Tensor],
+    width: int,
+) -> Tensor:
     """Returns (B, N) scores of every query with every candidate, a block of pairs at a time.
 
     Blocks stay in the cache, which is several times as fast as all pairs at once.
@@ -68,11 +73,15 @@ def query_and_candidate(interaction: str, widths: Sequence[int]) -> tuple[int, i
         ValueError: no tower, or one whose width is 0.
     """
     if not widths or min(widths) < 1:
-        raise ValueError(f"{interaction} needs towers, each of width 1 or more, got {shapes(widths) or 'none'}")
+        raise ValueError(
+            f"{interaction} needs towers, each of width 1 or more, got {shapes(widths) or 'none'}"
+        )
     return sum(widths[:-1]), widths[-1]
 
 
-def equal_width(interaction: str, widths: Sequence[int], *, towers: int | None = None, remedy: str) -> int:
+def equal_width(
+    interaction: str, widths: Sequence[int], *, towers: int | None = None, remedy: str
+) -> int:
     """Returns D, the common width of all towers.
 
     Args:
@@ -153,7 +162,9 @@ class DotProduct(InteractionLayer):
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        equal_width("DotProduct", widths, towers=self.towers, remedy="TopMLP, which takes any")
+        equal_width(
+            "DotProduct", widths, towers=self.towers, remedy="TopMLP, which takes any"
+        )
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the towers' outputs [(B, D), (B, D)]."""
@@ -179,14 +190,20 @@ class Cosine(InteractionLayer):
 
     def __init__(self, widths: Sequence[int], *, temperature: float = 0.1) -> None:
         super().__init__()
-        equal_width("Cosine", widths, towers=self.towers, remedy="TopMLP, which takes any")
+        equal_width(
+            "Cosine", widths, towers=self.towers, remedy="TopMLP, which takes any"
+        )
         if not temperature > 0:
-            raise ValueError(f"temperature={temperature}: must be greater than 0; 0.05 to 0.2 is usual")
+            raise ValueError(
+                f"temperature={temperature}: must be greater than 0; 0.05 to 0.2 is usual"
+            )
         self.temperature = temperature
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the towers' outputs [(B, D), (B, D)]; a zero vector has the logit 0 with all."""
-        return (normalize(outputs[0]) * normalize(outputs[1])).sum(dim=1) / self.temperature
+        return (normalize(outputs[0]) * normalize(outputs[1])).sum(
+            dim=1
+        ) / self.temperature
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (B, N) logits of every query (B, D) with every candidate (N, D)."""
@@ -205,7 +222,12 @@ class GeneralizedMF(InteractionLayer):
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        width = equal_width("GeneralizedMF", widths, towers=self.towers, remedy="TopMLP, which takes any")
+        width = equal_width(
+            "GeneralizedMF",
+            widths,
+            towers=self.towers,
+            remedy="TopMLP, which takes any",
+        )
         self.linear = nn.Linear(width, 1)
 
     @property
@@ -250,8 +272,16 @@ class TopMLP(InteractionLayer):
     ) -> None:
         super().__init__()
         self.widths = list(query_and_candidate("TopMLP", widths))
-        self.mlp = mlp(sum(widths), [*hidden, 1], activation=activation, normalization=normalization, dropout=dropout)
-        self.activation = activation_layer(activation) if activate_input else nn.Identity()
+        self.mlp = mlp(
+            sum(widths),
+            [*hidden, 1],
+            activation=activation,
+            normalization=normalization,
+            dropout=dropout,
+        )
+        self.activation = (
+            activation_layer(activation) if activate_input else nn.Identity()
+        )
 
     @property
     def last_biases(self) -> list[Tensor]:
@@ -305,7 +335,9 @@ class Reordered(InteractionLayer):
         True
     """
 
-    def __init__(self, interaction: nn.Module, order: Sequence[int], widths: Sequence[int]) -> None:
+    def __init__(
+        self, interaction: nn.Module, order: Sequence[int], widths: Sequence[int]
+    ) -> None:
         super().__init__()
         if sorted(order) != list(range(len(widths))):
             raise ValueError(
@@ -357,14 +389,26 @@ class DeepCross(InteractionLayer):
         super().__init__()
         width = sum(query_and_candidate("DeepCross", widths))
         if layers < 1:
-            raise ValueError(f"layers={layers}: must be 1 or more; without crossing layers it is TopMLP")
+            raise ValueError(
+                f"layers={layers}: must be 1 or more; without crossing layers it is TopMLP"
+            )
         if low_rank is not None and not 1 <= low_rank <= width:
             raise ValueError(
                 f"low_rank={low_rank}: must be 1 to {width}, the width of {len(widths)} outputs side by side"
             )
         self.widths = list(widths)
-        self.cross = CrossNet(width, layers) if low_rank is None else LowRankCrossNet(width, layers, low_rank)
-        self.mlp = mlp(width, [*hidden, 1], activation=activation, normalization=normalization, dropout=dropout)
+        self.cross = (
+            CrossNet(width, layers)
+            if low_rank is None
+            else LowRankCrossNet(width, layers, low_rank)
+        )
+        self.mlp = mlp(
+            width,
+            [*hidden, 1],
+            activation=activation,
+            normalization=normalization,
+            dropout=dropout,
+        )
 
     @property
     def last_biases(self) -> list[Tensor]:
@@ -395,7 +439,9 @@ class FactorizationMachine(InteractionLayer):
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        self.width = equal_width("FactorizationMachine", widths, remedy="TopMLP or DeepCross, which take any")
+        self.width = equal_width(
+            "FactorizationMachine", widths, remedy="TopMLP or DeepCross, which take any"
+        )
         self.first_order = nn.Linear(sum(widths), 1)
         self.second_order = deepfm.FactorizationMachine()
 
@@ -406,15 +452,23 @@ class FactorizationMachine(InteractionLayer):
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the towers' outputs, each (B, D)."""
-        return self.first_order(torch.cat(outputs, dim=1)).squeeze(1) + self._products(outputs)  # type: ignore[no-any-return]
+        return self.first_order(torch.cat(outputs, dim=1)).squeeze(1) + self._products(  # type: ignore[no-any-return]
+            outputs
+        )
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (B, N) logits of every query (B, (T - 1) x D) with every candidate (N, D)."""
-        query_weight, candidate_weight = torch.split(self.first_order.weight[0], [query.shape[1], candidates.shape[1]])
+        query_weight, candidate_weight = torch.split(
+            self.first_order.weight[0], [query.shape[1], candidates.shape[1]]
+        )
         outputs = list(torch.split(query, self.width, dim=1))
         # Products among the query's towers do not depend on the candidate; those with it are one with their sum.
         alone = query @ query_weight + self._products(outputs) + self.first_order.bias
-        return alone[:, None] + candidates @ candidate_weight + torch.stack(outputs).sum(0) @ candidates.T
+        return (
+            alone[:, None]
+            + candidates @ candidate_weight
+            + torch.stack(outputs).sum(0) @ candidates.T
+        )
 
     def _products(self, outputs: list[Tensor]) -> Tensor:
         columns = torch.stack(outputs, dim=2)  # (B, D, T)
@@ -468,7 +522,9 @@ class DeepFM(InteractionLayer):
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (B, N) logits of every query (B, (T - 1) x D) with every candidate (N, D)."""
-        return self.machine.score_all(query, candidates) + self.deep.score_all(query, candidates)
+        return self.machine.score_all(query, candidates) + self.deep.score_all(
+            query, candidates
+        )
 
 
 class MultiTaskTop(TopMLP):
@@ -501,13 +557,29 @@ class MultiTaskTop(TopMLP):
         serve: Sequence[int] = (0,),
     ) -> None:
         if tasks < 2:
-            raise ValueError(f"tasks={tasks}: must be 2 or more; TopMLP is the network for one")
-        if not serve or len(set(serve)) < len(serve) or not set(serve) <= set(range(tasks)):
-            raise ValueError(f"serve={list(serve)}: must be numbers of tasks, 0 to {tasks - 1}, each once")
-        super().__init__(widths, hidden, activation=activation, normalization=normalization, dropout=dropout)
+            raise ValueError(
+                f"tasks={tasks}: must be 2 or more; TopMLP is the network for one"
+            )
+        if (
+            not serve
+            or len(set(serve)) < len(serve)
+            or not set(serve) <= set(range(tasks))
+        ):
+            raise ValueError(
+                f"serve={list(serve)}: must be numbers of tasks, 0 to {tasks - 1}, each once"
+            )
+        super().__init__(
+            widths,
+            hidden,
+            activation=activation,
+            normalization=normalization,
+            dropout=dropout,
+        )
         first: nn.Linear = self.mlp[-1]  # type: ignore[assignment]
         # The first head is TopMLP's, whose weights keep their names.
-        self.further = nn.ModuleList(nn.Linear(first.in_features, 1) for _ in range(tasks - 1))
+        self.further = nn.ModuleList(
+            nn.Linear(first.in_features, 1) for _ in range(tasks - 1)
+        )
         self.serve = list(serve)
 
     def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
@@ -534,7 +606,11 @@ class MultiTaskTop(TopMLP):
         hidden = self.activation(torch.cat(outputs, dim=1))
         # Layer by layer, because TorchRec's pipelines trace modules of the model, and a slice of a Sequential is none.
         for layer in layers:
-            hidden = layer(hidden, weights) if isinstance(layer, BatchNorm) else layer(hidden)
+            hidden = (
+                layer(hidden, weights)
+                if isinstance(layer, BatchNorm)
+                else layer(hidden)
+            )
         logits = [head(hidden) for head in (first, *self.further)]
         return torch.cat(logits, dim=1)
 
@@ -548,7 +624,9 @@ def logit_of_product(logits: Tensor) -> Tensor:
     """
     logarithm = logsigmoid(logits).sum(dim=1)
     # log(1 - p) would be -inf where p rounds to 1, so p is held just below it.
-    return logarithm - torch.log(-torch.expm1(logarithm.clamp(max=-torch.finfo(logarithm.dtype).eps)))
+    return logarithm - torch.log(
+        -torch.expm1(logarithm.clamp(max=-torch.finfo(logarithm.dtype).eps))
+    )
 
 
 def interaction_layer(
@@ -592,4 +670,6 @@ def interaction_layer(
         settings["temperature"] = temperature
     # A recipe has one set of settings for all interactions, and a dot product has no hidden layers.
     parameters = inspect.signature(kind.__init__).parameters
-    return kind(widths, **{key: value for key, value in settings.items() if key in parameters})
+    return kind(
+        widths, **{key: value for key, value in settings.items() if key in parameters}
+    )

@@ -40,14 +40,20 @@ class BatchNorm(nn.BatchNorm1d):
 
     def forward(self, input: Tensor, weights: Tensor | None = None) -> Tensor:  # noqa: A002 -- nn.BatchNorm1d's own name
         """Returns (B, D) from (B, D); training weights the rows by ``weights`` (B,), by default all 1."""
-        alone = not dist.is_initialized() or dist.get_world_size(self.process_group) == 1
+        alone = (
+            not dist.is_initialized() or dist.get_world_size(self.process_group) == 1
+        )
         if not self.training or (weights is None and alone):
             return super().forward(input)
         with torch.autocast(input.device.type, enabled=False):
-            return self._weighted(input.to(torch.promote_types(input.dtype, torch.float32)), weights).to(input.dtype)
+            return self._weighted(
+                input.to(torch.promote_types(input.dtype, torch.float32)), weights
+            ).to(input.dtype)
 
     def _weighted(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        shares = rows.new_ones(len(rows)) if weights is None else weights.detach().to(rows)
+        shares = (
+            rows.new_ones(len(rows)) if weights is None else weights.detach().to(rows)
+        )
         weight_sums = torch.stack([shares.sum(), shares.square().sum()])
         # A sum as a product with a vector saves a pass over the rows, forward and backward, beside product and sum.
         # Sums and counts go over the ranks together, in one exchange.
@@ -60,9 +66,19 @@ class BatchNorm(nn.BatchNorm1d):
         centred = rows - mean
         variance = self._over_ranks(shares @ centred.square()) / total
         independent = total.square() / torch.where(counts, squares, 1.0)
-        unbiased = variance.detach() * independent / (independent - 1).clamp(min=torch.finfo(rows.dtype).eps)
-        self._remember(mean.detach(), torch.where(independent > 1, unbiased, variance.detach()), counts)
-        return torch.addcmul(self.bias, centred, torch.rsqrt(variance + self.eps) * self.weight)
+        unbiased = (
+            variance.detach()
+            * independent
+            / (independent - 1).clamp(min=torch.finfo(rows.dtype).eps)
+        )
+        self._remember(
+            mean.detach(),
+            torch.where(independent > 1, unbiased, variance.detach()),
+            counts,
+        )
+        return torch.addcmul(
+            self.bias, centred, torch.rsqrt(variance + self.eps) * self.weight
+        )
 
     def _over_ranks(self, values: Tensor) -> Tensor:
         """Returns the sum over ranks of ``values`` (D,), (D,), with a gradient to each rank's."""
@@ -102,7 +118,11 @@ class Layers(nn.Sequential):
     def forward(self, input: Tensor, weights: Tensor | None = None) -> Tensor:  # noqa: A002 -- nn.Sequential's own name
         """Returns (B, D') from (B, D); for ``weights`` (B,) see :class:`BatchNorm`."""
         for layer in self:
-            input = layer(input, weights) if isinstance(layer, BatchNorm | Layers) else layer(input)  # noqa: A001
+            input = (  # noqa: A001
+                layer(input, weights)
+                if isinstance(layer, BatchNorm | Layers)
+                else layer(input)
+            )
         return input
 
 
@@ -154,7 +174,9 @@ def mlp(
         ['Residual', 'Linear', 'LayerNorm', 'ReLU', 'Linear']
     """
     if not widths or min(widths) < 1:
-        raise ValueError(f"widths={list(widths)}: an MLP needs at least one layer and every width 1 or more")
+        raise ValueError(
+            f"widths={list(widths)}: an MLP needs at least one layer and every width 1 or more"
+        )
     check_choice("normalization", normalization, get_args(Normalization))
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout}: must be at least 0 and below 1")
@@ -167,7 +189,9 @@ def mlp(
     layers: list[nn.Module] = []
     for before, width in pairwise(hidden):
         # Batch normalisation subtracts the mean, and a bias with it.
-        block: list[nn.Module] = [nn.Linear(before, width, bias=normalization != "batch")]
+        block: list[nn.Module] = [
+            nn.Linear(before, width, bias=normalization != "batch")
+        ]
         if normalization == "layer":
             block.append(nn.LayerNorm(width))
         elif normalization == "batch":
@@ -210,7 +234,11 @@ class Recorded:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Records the arguments; a copy is made without any, and receives the original's with its other attributes."""
         instance = super().__new__(cls)
-        bound = inspect.signature(cls.__init__).bind_partial(instance, *args, **kwargs).arguments
+        bound = (
+            inspect.signature(cls.__init__)
+            .bind_partial(instance, *args, **kwargs)
+            .arguments
+        )
         # Into the dict itself, because nn.Module's __setattr__ does not work before its __init__; without ``self``.
         instance.__dict__["arguments"] = dict(list(bound.items())[1:])
         return instance
@@ -218,4 +246,6 @@ class Recorded:
 
 def how_made(module: nn.Module) -> Made:
     """Returns the module's class, and its arguments if it is :class:`Recorded`."""
-    return Made(type(module), module.arguments if isinstance(module, Recorded) else None)
+    return Made(
+        type(module), module.arguments if isinstance(module, Recorded) else None
+    )

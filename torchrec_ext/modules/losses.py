@@ -15,7 +15,12 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid, mse_loss
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    logsigmoid,
+    mse_loss,
+)
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.config import LOSSES, RowLossName
@@ -33,7 +38,9 @@ def bce(logits: Tensor, batch: TowerBatch) -> Tensor:
     """
     check_rows(logits, batch)
     # Divided here, because the total weight is that of all ranks.
-    loss = binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="sum")
+    loss = binary_cross_entropy_with_logits(
+        logits, batch.labels, weight=batch.weights, reduction="sum"
+    )
     return loss / batch.total_weight
 
 
@@ -54,7 +61,14 @@ def bpr(logits: Tensor, batch: TowerBatch, *, negatives: int) -> Tensor:
     return _mean(-logsigmoid(groups[:, :1] - groups[:, 1:]).mean(dim=1), batch)
 
 
-def hinge(logits: Tensor, batch: TowerBatch, *, negatives: int, margin: float = 1.0, hardest: bool = False) -> Tensor:
+def hinge(
+    logits: Tensor,
+    batch: TowerBatch,
+    *,
+    negatives: int,
+    margin: float = 1.0,
+    hardest: bool = False,
+) -> Tensor:
     """Returns the mean of max(0, margin - positive + negative), (): 0 for a negative ``margin`` below its positive.
 
     The mean is taken over the negatives of a positive, or its ``hardest`` one alone, then over the positives of all
@@ -82,7 +96,12 @@ def hinge(logits: Tensor, batch: TowerBatch, *, negatives: int, margin: float = 
 
 
 def sampled_softmax(
-    logits: Tensor, batch: TowerBatch, *, negatives: int, temperature: float = 1.0, correct: bool = True
+    logits: Tensor,
+    batch: TowerBatch,
+    *,
+    negatives: int,
+    temperature: float = 1.0,
+    correct: bool = True,
 ) -> Tensor:
     """Returns the softmax cross entropy, (), of each positive against its own N sampled negatives.
 
@@ -111,11 +130,18 @@ def sampled_softmax(
         log_q = batch.log_q.view(groups.shape)
     # The positive is the first of its group.
     targets = groups.new_zeros(len(groups), dtype=torch.int64)
-    return _mean(softmax_losses(groups, targets, log_q=log_q, temperature=temperature), batch)
+    return _mean(
+        softmax_losses(groups, targets, log_q=log_q, temperature=temperature), batch
+    )
 
 
 def in_batch_softmax(
-    queries: Tensor, negatives: InBatch, *, weights: Tensor, total_weight: Tensor, temperature: float = 1.0
+    queries: Tensor,
+    negatives: InBatch,
+    *,
+    weights: Tensor,
+    total_weight: Tensor,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Returns the softmax cross entropy, (), of each query's own candidate against the other candidates of all ranks.
 
@@ -150,7 +176,9 @@ def in_batch_softmax(
             logits = scaled @ candidates
         else:
             logits = torch.addmm(-negatives.log_q.to(scaled), scaled, candidates)
-    return (softmax_losses(logits, negatives.targets, excluded=negatives.excluded) * weights).sum() / total_weight
+    return (
+        softmax_losses(logits, negatives.targets, excluded=negatives.excluded) * weights
+    ).sum() / total_weight
 
 
 def softmax_losses(
@@ -220,19 +248,27 @@ def _mean(losses: Tensor, batch: TowerBatch) -> Tensor:
     """Returns the weighted mean, (), of the losses of each positive, (B,)."""
     width = len(batch.weights) // max(1, len(losses))
     # The total weight counts all rows of a group, each with the weight of its positive.
-    return (losses * batch.weights.view(len(losses), width)[:, 0]).sum() / (batch.total_weight / width)
+    return (losses * batch.weights.view(len(losses), width)[:, 0]).sum() / (
+        batch.total_weight / width
+    )
 
 
 def _check_temperature(temperature: float) -> None:
     if not temperature > 0:
-        raise ValueError(f"temperature={temperature}: must be greater than 0; 0.05 to 0.2 suits embeddings of length 1")
+        raise ValueError(
+            f"temperature={temperature}: must be greater than 0; 0.05 to 0.2 suits embeddings of length 1"
+        )
 
 
 DistillationMeasure = Literal["cross_entropy", "mse"]
 
 
 def codistillation(
-    logits: Tensor, batch: TowerBatch, peers: Tensor, *, measure: DistillationMeasure = "cross_entropy"
+    logits: Tensor,
+    batch: TowerBatch,
+    peers: Tensor,
+    *,
+    measure: DistillationMeasure = "cross_entropy",
 ) -> Tensor:
     """Returns how far the predictions are from the mean of the peers', () (Anil et al. 2018, algorithm 1).
 
@@ -268,11 +304,15 @@ def codistillation(
     if measure == "mse":
         losses = mse_loss(logits, peers.mean(dim=0), reduction="none")
     else:
-        losses = binary_cross_entropy_with_logits(logits, peers.sigmoid().mean(dim=0), reduction="none")
+        losses = binary_cross_entropy_with_logits(
+            logits, peers.sigmoid().mean(dim=0), reduction="none"
+        )
     return (losses * batch.weights).sum() / batch.total_weight
 
 
-def check_fed(loss: str, *, negatives: int, label: str | None, metric: str | None) -> None:
+def check_fed(
+    loss: str, *, negatives: int, label: str | None, metric: str | None
+) -> None:
     """Refuses rows unsuitable for a pairwise loss, or for one over the batch.
 
     Args:
@@ -310,7 +350,11 @@ def check_fed(loss: str, *, negatives: int, label: str | None, metric: str | Non
             why = "all items are negatives of each positive already"
         remedies = ["set loader.negatives=0"]
     # Only what these rows and this interaction can feed, so that the remedy works.
-    others = [name for name, kind in LOSSES.items() if kind.fits(negatives=negatives, label=label, metric=metric)]
+    others = [
+        name
+        for name, kind in LOSSES.items()
+        if kind.fits(negatives=negatives, label=label, metric=metric)
+    ]
     if others:
         remedies.append(f"take model.loss={' or '.join(others)}")
     raise ValueError(f"model.loss={loss} with {rows}: {why}; {', or '.join(remedies)}")
@@ -330,16 +374,22 @@ class PairwiseLoss(nn.Module):
         negatives: N, which :meth:`expect_rows` sets; 0 before.
     """
 
-    def __init__(self, name: str, *, temperature: float = 1.0, correct: bool = True) -> None:
+    def __init__(
+        self, name: str, *, temperature: float = 1.0, correct: bool = True
+    ) -> None:
         super().__init__()
         settings = {"temperature": temperature, "correct": correct}
         self.name = name
         self.negatives = 0
         self.function = LOSSES[name].function
         parameters = inspect.signature(self.function).parameters
-        self.settings = {key: value for key, value in settings.items() if key in parameters}
+        self.settings = {
+            key: value for key, value in settings.items() if key in parameters
+        }
 
-    def expect_rows(self, *, negatives: int, label: str | None, metric: str | None) -> None:
+    def expect_rows(
+        self, *, negatives: int, label: str | None, metric: str | None
+    ) -> None:
         """Sets N, before the first step.
 
         Raises:
@@ -353,11 +403,15 @@ class PairwiseLoss(nn.Module):
         # Rows of an evaluation have labels of their own and no groups.
         if not self.training:
             return bce(logits, batch)
-        loss: Tensor = self.function(logits, batch, negatives=self.negatives, **self.settings)
+        loss: Tensor = self.function(
+            logits, batch, negatives=self.negatives, **self.settings
+        )
         return loss
 
 
-def row_loss(name: str, *, temperature: float = 1.0, correct: bool = True) -> Callable[[Tensor, TowerBatch], Tensor]:
+def row_loss(
+    name: str, *, temperature: float = 1.0, correct: bool = True
+) -> Callable[[Tensor, TowerBatch], Tensor]:
     """Makes a loss by name for a TowerModel; ``expect_rows`` then sets N of a :class:`PairwiseLoss`.
 
     Args:

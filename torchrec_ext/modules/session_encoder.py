@@ -55,12 +55,18 @@ class Packing:
     """
 
     def __init__(
-        self, lengths: Tensor, attention: Attention = "bucketed", *, device: torch.device | None = None
+        self,
+        lengths: Tensor,
+        attention: Attention = "bucketed",
+        *,
+        device: torch.device | None = None,
     ) -> None:
         self.attention = attention
         self._device = device or lengths.device
         self.host = _Positions.of(lengths.long().cpu())
-        self.lengths, self.offsets, self.rows, self.index, self.to_end = map(self.moved, self.host)
+        self.lengths, self.offsets, self.rows, self.index, self.to_end = map(
+            self.moved, self.host
+        )
 
     def moved(self, tensor: Tensor) -> Tensor:
         """Returns a tensor of the host on the device, which need not wait for it."""
@@ -72,7 +78,9 @@ class Packing:
     def without_last_steps(self, attention: Attention) -> tuple[Tensor, Packing]:
         """Returns (P',) the steps that others of their sequence follow, and the packing of the sequences of these."""
         lengths = (self.host.lengths - 1).clamp(min=0)
-        return self.moved((self.host.to_end > 0).nonzero()[:, 0]), Packing(lengths, attention, device=self._device)
+        return self.moved((self.host.to_end > 0).nonzero()[:, 0]), Packing(
+            lengths, attention, device=self._device
+        )
 
     @cached_property
     def last_steps(self) -> tuple[Tensor, Tensor]:
@@ -102,7 +110,9 @@ class Packing:
             widths = _widths(self.longest)
         lengths = self.host.lengths
         # An empty sequence is in no bucket.
-        bucket_of = torch.bucketize(lengths, torch.tensor(widths)).masked_fill(lengths == 0, -1)
+        bucket_of = torch.bucketize(lengths, torch.tensor(widths)).masked_fill(
+            lengths == 0, -1
+        )
         buckets = []
         for index, width in enumerate(widths):
             rows = (bucket_of == index).nonzero()[:, 0]
@@ -110,7 +120,9 @@ class Packing:
                 steps = torch.arange(width)
                 lengths_of_rows = lengths[rows][:, None]
                 # Padding repeats the last step, so that it is an index too.
-                packed = self.host.offsets[rows][:, None] + torch.minimum(steps, lengths_of_rows - 1)
+                packed = self.host.offsets[rows][:, None] + torch.minimum(
+                    steps, lengths_of_rows - 1
+                )
                 buckets.append((packed, steps < lengths_of_rows))
         return buckets
 
@@ -118,7 +130,9 @@ class Packing:
     def back(self) -> Tensor:
         """(P,) int64, each packed step's index among the steps of all buckets, flattened one after the other."""
         # Padding has no packed step to go back to.
-        flat = torch.cat([valid.flatten() for _, valid in self._host_buckets]).nonzero()[:, 0]
+        flat = torch.cat(
+            [valid.flatten() for _, valid in self._host_buckets]
+        ).nonzero()[:, 0]
         packed = torch.cat([steps.flatten() for steps, _ in self._host_buckets])[flat]
         return self.moved(torch.empty_like(flat).scatter_(0, packed, flat))
 
@@ -138,7 +152,9 @@ class _Positions(NamedTuple):
         offsets = pad(lengths.cumsum(0), (1, 0))
         rows = torch.repeat_interleave(lengths)
         steps = torch.arange(len(rows))
-        return cls(lengths, offsets, rows, steps - offsets[rows], offsets[rows + 1] - 1 - steps)
+        return cls(
+            lengths, offsets, rows, steps - offsets[rows], offsets[rows + 1] - 1 - steps
+        )
 
 
 def _widths(longest: int) -> Sequence[int]:
@@ -183,10 +199,16 @@ def attend(projected: Tensor, packing: Packing, *, causal: bool) -> Tensor:
         longest = packing.longest
         jagged = []
         for each in projected.unbind(1):
-            nested = torch.nested.nested_tensor_from_jagged(each.contiguous(), offsets, None, 1, shortest, longest)
+            nested = torch.nested.nested_tensor_from_jagged(
+                each.contiguous(), offsets, None, 1, shortest, longest
+            )
             jagged.append(nested.transpose(1, 2))
         query, key, value = jagged
-        output: Tensor = scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).values()
+        output: Tensor = (
+            scaled_dot_product_attention(query, key, value, is_causal=causal)
+            .transpose(1, 2)
+            .values()
+        )
         return output
     outputs = [_padded(projected, bucket, causal) for bucket in packing.buckets]
     return torch.cat(outputs).index_select(0, packing.back)
@@ -195,11 +217,15 @@ def attend(projected: Tensor, packing: Packing, *, causal: bool) -> Tensor:
 def _padded(projected: Tensor, bucket: Bucket, causal: bool) -> Tensor:
     """Returns (b x W, H, d); rows of padding hold arbitrary numbers."""
     size, width = bucket.steps.shape
-    padded = projected.index_select(0, bucket.steps.flatten()).view(size, width, *projected.shape[1:])
+    padded = projected.index_select(0, bucket.steps.flatten()).view(
+        size, width, *projected.shape[1:]
+    )
     query, key, value = padded.permute(2, 0, 3, 1, 4)
     # Padding is at the end and no earlier step attends to it, so causal attention needs no mask.
     mask = None if causal or bucket.valid is None else bucket.valid[:, None, None, :]
-    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+    output = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal
+    )
     return output.transpose(1, 2).flatten(0, 1)
 
 
@@ -250,11 +276,17 @@ class TransformerLayer(nn.Module):
         return self.network_norm(steps + self._network(steps))  # type: ignore[no-any-return]
 
     def _attention(self, steps: Tensor, packing: Packing, causal: bool) -> Tensor:
-        projected = self.projection(steps).view(len(steps), 3, self.heads, steps.shape[1] // self.heads)
-        return self.dropout(self.output(attend(projected, packing, causal=causal).flatten(1)))  # type: ignore[no-any-return]
+        projected = self.projection(steps).view(
+            len(steps), 3, self.heads, steps.shape[1] // self.heads
+        )
+        return self.dropout(  # type: ignore[no-any-return]
+            self.output(attend(projected, packing, causal=causal).flatten(1))
+        )
 
     def _network(self, steps: Tensor) -> Tensor:
-        return self.dropout(self.second(self.dropout(self.activation(self.first(steps)))))  # type: ignore[no-any-return]
+        return self.dropout(  # type: ignore[no-any-return]
+            self.second(self.dropout(self.activation(self.first(steps))))
+        )
 
 
 class SessionEncoder(Recorded, nn.Module):
@@ -316,7 +348,12 @@ class SessionEncoder(Recorded, nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
             TransformerLayer(
-                width, heads, hidden or 4 * width, activation=activation, dropout=dropout, norm_first=norm_first
+                width,
+                heads,
+                hidden or 4 * width,
+                activation=activation,
+                dropout=dropout,
+                norm_first=norm_first,
             )
             for _ in range(layers)
         )

@@ -18,8 +18,20 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_ext.modules.config import Combine
 from torchrec_ext.modules.interaction import InteractionLayer
 from torchrec_ext.modules.layers import Recorded
-from torchrec_ext.modules.session_encoder import Attention, Packing, Position, SessionEncoder
-from torchrec_ext.modules.tower import Activation, LookedUp, activation_layer, by_table, check_tables, mlp
+from torchrec_ext.modules.session_encoder import (
+    Attention,
+    Packing,
+    Position,
+    SessionEncoder,
+)
+from torchrec_ext.modules.tower import (
+    Activation,
+    LookedUp,
+    activation_layer,
+    by_table,
+    check_tables,
+    mlp,
+)
 from torchrec_ext.schema.features import dense_names
 from torchrec_ext.schema.validation import check_choice
 
@@ -31,7 +43,10 @@ class _SequenceTables(Recorded, nn.Module):
     """Base of towers with look-ups id by id and tables that may be released."""
 
     def __init__(
-        self, tables: Sequence[EmbeddingConfig], dense: Sequence[str] | Mapping[str, int], device: torch.device | None
+        self,
+        tables: Sequence[EmbeddingConfig],
+        dense: Sequence[str] | Mapping[str, int],
+        device: torch.device | None,
     ) -> None:
         super().__init__()
         self.tables = list(tables)
@@ -39,13 +54,19 @@ class _SequenceTables(Recorded, nn.Module):
         self.device = device or torch.device("cpu")
         self._names: dict[str, str] = {}
         for table in self.tables:
-            self._names |= {name: f"{name}@{table.name}" for name in table.feature_names}
+            self._names |= {
+                name: f"{name}@{table.name}" for name in table.feature_names
+            }
         self.release_tables(())
 
     def release_tables(self, names: Collection[str]) -> None:
         """See :meth:`Tower.release_tables`."""
         self._own_tables = [table for table in self.tables if table.name not in names]
-        self.embeddings = EmbeddingCollection(tables=self._own_tables, device=self.device) if self._own_tables else None
+        self.embeddings = (
+            EmbeddingCollection(tables=self._own_tables, device=self.device)
+            if self._own_tables
+            else None
+        )
 
     @property
     def released_tables(self) -> list[str]:
@@ -70,10 +91,17 @@ class _SequenceTables(Recorded, nn.Module):
         embedded = dict(looked_up or {})
         if self.embeddings is not None:
             embedded |= by_table(self._own_tables, self.embeddings(sparse))
-        return self.of_steps({feature: embedded[key] for feature, key in self._names.items()}, dense, host_lengths)
+        return self.of_steps(
+            {feature: embedded[key] for feature, key in self._names.items()},
+            dense,
+            host_lengths,
+        )
 
     def of_steps(
-        self, embedded: Mapping[str, JaggedTensor], dense: Tensor, host_lengths: Mapping[str, Tensor] | None
+        self,
+        embedded: Mapping[str, JaggedTensor],
+        dense: Tensor,
+        host_lengths: Mapping[str, Tensor] | None,
     ) -> Tensor:
         """Returns the tower's output of its features' embeddings by name and its dense columns."""
         raise NotImplementedError
@@ -168,12 +196,17 @@ class SessionTower(_SequenceTables):
             position=position,
             attention=attention,
         )
-        self.network = _SessionNetwork(encoder, tuple(session), tuple(target), pooling, combine, slots)
+        self.network = _SessionNetwork(
+            encoder, tuple(session), tuple(target), pooling, combine, slots
+        )
         inputs = self.network.out_features + len(self.dense)
         self.mlp = mlp(inputs, mlp_widths, activation=activation, dropout=dropout)
 
     def of_steps(
-        self, embedded: Mapping[str, JaggedTensor], dense: Tensor, host_lengths: Mapping[str, Tensor] | None
+        self,
+        embedded: Mapping[str, JaggedTensor],
+        dense: Tensor,
+        host_lengths: Mapping[str, Tensor] | None,
     ) -> Tensor:
         """Returns (B, D'), the MLP of the pooled steps and the dense columns."""
         return self.mlp(torch.cat([self.network(embedded, host_lengths), dense], dim=1))  # type: ignore[no-any-return]
@@ -203,11 +236,17 @@ class _SessionNetwork(nn.Module):
         self.combine = combine
         self.slots = list(slots)
 
-    def forward(self, embedded: Mapping[str, JaggedTensor], host_lengths: Mapping[str, Tensor] | None) -> Tensor:
+    def forward(
+        self,
+        embedded: Mapping[str, JaggedTensor],
+        host_lengths: Mapping[str, Tensor] | None,
+    ) -> Tensor:
         lengths = _lengths(embedded, self.session, host_lengths)
         steps = _combined(embedded, self.session, self.combine)
         if not self.target:
-            return self.pooled(steps, Packing(lengths, self.encoder.attention, device=steps.device))
+            return self.pooled(
+                steps, Packing(lengths, self.encoder.attention, device=steps.device)
+            )
         ones = _lengths(embedded, self.target, host_lengths)
         wrong = (ones > 1).nonzero()
         if len(wrong):
@@ -218,10 +257,23 @@ class _SessionNetwork(nn.Module):
             )
         targets = _combined(embedded, self.target, self.combine)
         if self.combine == "concat":
-            targets = _in_slots(targets.reshape(len(targets), len(self.target), -1), self.slots, len(self.session))
-        return self.with_targets(steps, lengths.cumsum(0) - lengths, lengths, targets, ones)
+            targets = _in_slots(
+                targets.reshape(len(targets), len(self.target), -1),
+                self.slots,
+                len(self.session),
+            )
+        return self.with_targets(
+            steps, lengths.cumsum(0) - lengths, lengths, targets, ones
+        )
 
-    def with_targets(self, steps: Tensor, starts: Tensor, lengths: Tensor, targets: Tensor, ones: Tensor) -> Tensor:
+    def with_targets(
+        self,
+        steps: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        targets: Tensor,
+        ones: Tensor,
+    ) -> Tensor:
         """Returns (B, pooled width) of B sequences, each followed by its target.
 
         Args:
@@ -235,8 +287,12 @@ class _SessionNetwork(nn.Module):
         rows, index = packing.host.rows, packing.host.before
         of_targets = len(steps) + ones.cumsum(0) - ones
         # By one index, because a mask or a sort would wait for a GPU.
-        places = torch.where(index < lengths[rows], starts[rows] + index, of_targets[rows])
-        return self.pooled(torch.cat([steps, targets]).index_select(0, packing.moved(places)), packing)
+        places = torch.where(
+            index < lengths[rows], starts[rows] + index, of_targets[rows]
+        )
+        return self.pooled(
+            torch.cat([steps, targets]).index_select(0, packing.moved(places)), packing
+        )
 
     @property
     def out_features(self) -> int:
@@ -251,12 +307,16 @@ class _SessionNetwork(nn.Module):
         width = steps.shape[1]
         if self.pooling == "flatten":
             padded = steps.new_zeros(size * self.encoder.max_length, width)
-            return padded.index_copy(0, packing.rows * self.encoder.max_length + packing.to_end, steps).view(size, -1)
+            return padded.index_copy(
+                0, packing.rows * self.encoder.max_length + packing.to_end, steps
+            ).view(size, -1)
         rows = steps.new_zeros(size, width)
         if self.pooling == "last":
             with_steps, last = packing.last_steps
             return rows.index_copy(0, with_steps, steps[last])
-        return rows.index_add(0, packing.rows, steps / packing.lengths[packing.rows, None])
+        return rows.index_add(
+            0, packing.rows, steps / packing.lengths[packing.rows, None]
+        )
 
 
 class SessionSteps(_SequenceTables):
@@ -291,26 +351,38 @@ class SessionSteps(_SequenceTables):
         check_features(tables, session, ())
         super().__init__(tables, dense, device)
         self.network = _StepsNetwork(tuple(session), max_length, combine)
-        self.out_features = max_length * (step_width(tables, session, combine) + 1) + len(self.dense)
+        self.out_features = max_length * (
+            step_width(tables, session, combine) + 1
+        ) + len(self.dense)
 
     def of_steps(
-        self, embedded: Mapping[str, JaggedTensor], dense: Tensor, host_lengths: Mapping[str, Tensor] | None
+        self,
+        embedded: Mapping[str, JaggedTensor],
+        dense: Tensor,
+        host_lengths: Mapping[str, Tensor] | None,
     ) -> Tensor:
         """Returns (B, S x (W + 1) + Fd)."""
-        return torch.cat([self.network(embedded, dense.dtype, host_lengths), dense], dim=1)
+        return torch.cat(
+            [self.network(embedded, dense.dtype, host_lengths), dense], dim=1
+        )
 
 
 class _StepsNetwork(nn.Module):
     """Pads looked-up steps; has no tables, so TorchRec's pipelines do not trace into it."""
 
-    def __init__(self, session: tuple[str, ...], max_length: int, combine: Combine) -> None:
+    def __init__(
+        self, session: tuple[str, ...], max_length: int, combine: Combine
+    ) -> None:
         super().__init__()
         self.session = session
         self.max_length = max_length
         self.combine = combine
 
     def forward(
-        self, embedded: Mapping[str, JaggedTensor], dtype: torch.dtype, host_lengths: Mapping[str, Tensor] | None
+        self,
+        embedded: Mapping[str, JaggedTensor],
+        dtype: torch.dtype,
+        host_lengths: Mapping[str, Tensor] | None,
     ) -> Tensor:
         lengths = _lengths(embedded, self.session, host_lengths)
         steps = _combined(embedded, self.session, self.combine)
@@ -318,7 +390,12 @@ class _StepsNetwork(nn.Module):
         recent = packing.moved((packing.host.to_end < self.max_length).nonzero()[:, 0])
         rows = packing.rows[recent]
         to_end = packing.to_end[recent]
-        indices = rows * self.max_length + packing.lengths.clamp(max=self.max_length)[rows] - 1 - to_end
+        indices = (
+            rows * self.max_length
+            + packing.lengths.clamp(max=self.max_length)[rows]
+            - 1
+            - to_end
+        )
         # A last number of 1 tells a step from one that is not there.
         flagged = torch.nn.functional.pad(steps[recent].to(dtype), (0, 1), value=1.0)
         padded = flagged.new_zeros(len(lengths) * self.max_length, flagged.shape[1])
@@ -399,25 +476,36 @@ class SessionTop(InteractionLayer):
         )
         self.network = _SessionNetwork(encoder, (), (), pooling)
         # Without positions nothing else would tell the target from the steps; as small as positions begin.
-        self.target = nn.Parameter(torch.randn(step) * 0.02) if position == "none" else None
+        self.target = (
+            nn.Parameter(torch.randn(step) * 0.02) if position == "none" else None
+        )
         # A feature of the steps, to find their lengths in the batch; bst() sets it.
         self.session = ""
         session_width = self.network.out_features + widths[0] - self._first
         self.session_mlp: nn.Module | None = None
         if mlp_widths:
-            self.session_mlp = mlp(session_width, mlp_widths, activation=activation, dropout=dropout)
+            self.session_mlp = mlp(
+                session_width, mlp_widths, activation=activation, dropout=dropout
+            )
             session_width = mlp_widths[-1]
         # That MLP ends in a linear layer, as towers do.
         self.activation = activation_layer(activation) if mlp_widths else nn.Identity()
         others = sum(widths[1:]) - targets * width
-        self.mlp = mlp(session_width + others, [*top_widths, 1], activation=activation, dropout=dropout)
+        self.mlp = mlp(
+            session_width + others,
+            [*top_widths, 1],
+            activation=activation,
+            dropout=dropout,
+        )
 
     @property
     def last_biases(self) -> list[Tensor]:
         """The bias of the logit, (1,)."""
         return [self.mlp[-1].bias]  # type: ignore[list-item]
 
-    def forward(self, outputs: list[Tensor], host_lengths: Mapping[str, Tensor] | None = None) -> Tensor:
+    def forward(
+        self, outputs: list[Tensor], host_lengths: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """Returns (B,) logits of the towers' outputs, each (B, D) of any D.
 
         Args:
@@ -434,12 +522,18 @@ class SessionTop(InteractionLayer):
             # Compared with 0.5, because a stored vector may have been rounded.
             lengths = (padded[..., -1] > 0.5).sum(1).cpu()
         targets, width = self._target
-        last = _in_slots(target[:, : targets * width].reshape(-1, targets, width), self.slots, self.features)
+        last = _in_slots(
+            target[:, : targets * width].reshape(-1, targets, width),
+            self.slots,
+            self.features,
+        )
         if self.target is not None:
             last = last + self.target
         starts = torch.arange(len(padded)) * max_length
         flat = padded[..., :-1].flatten(0, 1)
-        pooled = self.network.with_targets(flat, starts, lengths, last, torch.ones_like(lengths))
+        pooled = self.network.with_targets(
+            flat, starts, lengths, last, torch.ones_like(lengths)
+        )
         session = torch.cat([pooled, dense], dim=1)
         if self.session_mlp is not None:
             session = self.session_mlp(session)
@@ -447,14 +541,19 @@ class SessionTop(InteractionLayer):
         return self.mlp(self.activation(joined)).squeeze(1)  # type: ignore[no-any-return]
 
 
-def step_width(tables: Sequence[EmbeddingConfig], session: Sequence[str], combine: Combine) -> int:
+def step_width(
+    tables: Sequence[EmbeddingConfig], session: Sequence[str], combine: Combine
+) -> int:
     """Returns the width of a step of features of ``tables``: D, or D for each feature."""
     width: int = tables[0].embedding_dim
     return len(session) * width if combine == "concat" else width
 
 
 def target_slots(
-    tables: Sequence[EmbeddingConfig], session: Sequence[str], target: Sequence[str], combine: Combine
+    tables: Sequence[EmbeddingConfig],
+    session: Sequence[str],
+    target: Sequence[str],
+    combine: Combine,
 ) -> list[int]:
     """Returns for each target feature the index of the session's feature with the same table.
 
@@ -469,7 +568,11 @@ def target_slots(
         names |= dict.fromkeys(table.feature_names, table.name)
     slots: list[int] = []
     for feature in target:
-        free = [i for i, name in enumerate(session) if names[name] == names[feature] and i not in slots]
+        free = [
+            i
+            for i, name in enumerate(session)
+            if names[name] == names[feature] and i not in slots
+        ]
         if not free:
             raise ValueError(
                 f"combine=concat: target feature '{feature}' is read from table '{names[feature]}', which "
@@ -490,7 +593,9 @@ def _in_slots(targets: Tensor, slots: Sequence[int], features: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _combined(embedded: Mapping[str, JaggedTensor], features: Sequence[str], combine: Combine) -> Tensor:
+def _combined(
+    embedded: Mapping[str, JaggedTensor], features: Sequence[str], combine: Combine
+) -> Tensor:
     """Returns steps (P, W), sums or concatenations of these features' embeddings."""
     values = [embedded[name].values() for name in features]
     if combine == "concat":
@@ -499,7 +604,9 @@ def _combined(embedded: Mapping[str, JaggedTensor], features: Sequence[str], com
 
 
 def _lengths(
-    embedded: Mapping[str, JaggedTensor], features: Sequence[str], host_lengths: Mapping[str, Tensor] | None
+    embedded: Mapping[str, JaggedTensor],
+    features: Sequence[str],
+    host_lengths: Mapping[str, Tensor] | None,
 ) -> Tensor:
     """Returns the lengths (B,) that all of ``features`` have, on the host.
 
@@ -510,7 +617,9 @@ def _lengths(
         lengths = torch.stack([host_lengths[name] for name in features]).long()
     else:
         # All at once, so that a GPU is waited for once.
-        lengths = torch.stack([embedded[name].lengths() for name in features]).long().cpu()
+        lengths = (
+            torch.stack([embedded[name].lengths() for name in features]).long().cpu()
+        )
     different = (lengths != lengths[0]).nonzero()
     if len(different):
         feature, row = different[0].tolist()
@@ -521,7 +630,9 @@ def _lengths(
     return lengths[0]
 
 
-def check_features(tables: Sequence[EmbeddingConfig], session: Sequence[str], target: Sequence[str]) -> None:
+def check_features(
+    tables: Sequence[EmbeddingConfig], session: Sequence[str], target: Sequence[str]
+) -> None:
     """Refuses features of a session and its target if they do not fit the tables.
 
     Raises:
@@ -529,7 +640,9 @@ def check_features(tables: Sequence[EmbeddingConfig], session: Sequence[str], ta
     """
     widths = {table.name: table.embedding_dim for table in tables}
     if len(set(widths.values())) != 1:
-        raise ValueError(f"tables have the widths {widths}: the features of a step must all have one embedding_dim")
+        raise ValueError(
+            f"tables have the widths {widths}: the features of a step must all have one embedding_dim"
+        )
     table_features: list[str] = []
     for table in tables:
         table_features += table.feature_names

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+)
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
@@ -63,7 +66,9 @@ class SharedTables(nn.Module):
         for table in tables:
             rows = self._rows_of(table, pairs.weighted)
             if table.name in self._pairs:
-                table = dataclasses.replace(table, feature_names=[pair.key for pair in self._pairs[table.name]])
+                table = dataclasses.replace(
+                    table, feature_names=[pair.key for pair in self._pairs[table.name]]
+                )
             name = rows
             # A collection of sequences has one width.
             if isinstance(table, EmbeddingConfig):
@@ -72,7 +77,10 @@ class SharedTables(nn.Module):
             self._readers.setdefault(name, set()).update(readers[table.name])
             self._tables.setdefault(name, []).append(table)
         self.collections = nn.ModuleDict(
-            {name: _collection(members, name, device) for name, members in self._tables.items()}
+            {
+                name: _collection(members, name, device)
+                for name, members in self._tables.items()
+            }
         )
         self.halves = _Halves()
         self.original_path = ""
@@ -94,11 +102,20 @@ class SharedTables(nn.Module):
         # The features of any other table are of one kind, so the first tells it.
         return "shared" if table.feature_names[0] in self._shared else "rows"
 
-    def forward(self, batch: TowerBatch, towers: Collection[str]) -> dict[str, Tensor | JaggedTensor]:
+    def forward(
+        self, batch: TowerBatch, towers: Collection[str]
+    ) -> dict[str, Tensor | JaggedTensor]:
         """Returns the embeddings of each feature of ``towers`` by ``feature@table``: Q bags of a shared tower, or B."""
-        names = [name for name, readers in self._readers.items() if not readers.isdisjoint(towers)]
+        names = [
+            name
+            for name, readers in self._readers.items()
+            if not readers.isdisjoint(towers)
+        ]
         # All look-ups are under way before the first is waited for.
-        embedded = {name: self.collections[name](_bags_of(batch, self._rows[name])) for name in names}
+        embedded = {
+            name: self.collections[name](_bags_of(batch, self._rows[name]))
+            for name in names
+        }
         looked_up: dict[str, Tensor | JaggedTensor] = {}
         for name in names:
             tables = self._tables[name]
@@ -111,14 +128,23 @@ class SharedTables(nn.Module):
             looked_up |= outputs
         return looked_up
 
-    def _split(self, batch: TowerBatch, tables: Sequence[BaseEmbeddingConfig], outputs: LookedUp) -> LookedUp:
+    def _split(
+        self,
+        batch: TowerBatch,
+        tables: Sequence[BaseEmbeddingConfig],
+        outputs: LookedUp,
+    ) -> LookedUp:
         queries = batch.shared.dense.shape[0] if self._shared else 0  # type: ignore[union-attr]
         looked_up: dict[str, Tensor | JaggedTensor] = {}
         for table in tables:
             for pair in self._pairs[table.name]:
                 halves = self.halves(outputs[f"{pair.key}@{table.name}"], queries)
                 # By index, because TorchRec's pipeline traces this method with stand-ins that cannot be iterated.
-                looked_up |= {f"{feature}@{table.name}": halves[i] for i, feature in enumerate(pair) if feature}
+                looked_up |= {
+                    f"{feature}@{table.name}": halves[i]
+                    for i, feature in enumerate(pair)
+                    if feature
+                }
         return looked_up
 
 
@@ -128,7 +154,9 @@ class _Halves(nn.Module):
     It has no tables, so that TorchRec's pipelines do not trace into it and it may read lengths.
     """
 
-    def forward(self, both: Tensor | JaggedTensor, queries: int) -> tuple[Tensor | JaggedTensor, Tensor | JaggedTensor]:
+    def forward(
+        self, both: Tensor | JaggedTensor, queries: int
+    ) -> tuple[Tensor | JaggedTensor, Tensor | JaggedTensor]:
         if isinstance(both, Tensor):
             return both[:queries], both[queries:]
         lengths = both.lengths()
@@ -139,10 +167,14 @@ class _Halves(nn.Module):
         )
 
 
-def _collection(tables: list[Any], name: str, device: torch.device) -> EmbeddingBagCollection | EmbeddingCollection:
+def _collection(
+    tables: list[Any], name: str, device: torch.device
+) -> EmbeddingBagCollection | EmbeddingCollection:
     if isinstance(tables[0], EmbeddingConfig):
         return EmbeddingCollection(tables=tables, device=device)
-    return EmbeddingBagCollection(tables=tables, is_weighted=name == "weighted", device=device)
+    return EmbeddingBagCollection(
+        tables=tables, is_weighted=name == "weighted", device=device
+    )
 
 
 def _bags_of(batch: TowerBatch, rows: str) -> KeyedJaggedTensor:
@@ -157,7 +189,11 @@ def _bags_of(batch: TowerBatch, rows: str) -> KeyedJaggedTensor:
 
 
 def shared_tables(
-    towers: Mapping[str, Any], shared: Collection[str], weights: Collection[str] = (), *, every: bool = False
+    towers: Mapping[str, Any],
+    shared: Collection[str],
+    weights: Collection[str] = (),
+    *,
+    every: bool = False,
 ) -> SharedTables | None:
     """Moves tables out of the towers if several name them, or if they pool by weights.
 
@@ -185,11 +221,15 @@ def shared_tables(
         return None
     read_by = {table.name: read_by[table.name] for table in tables}
     for table in tables:
-        _check_releases(table, {name: towers[name] for name in read_by[table.name]}, weights)
+        _check_releases(
+            table, {name: towers[name] for name in read_by[table.name]}, weights
+        )
     involved = list(dict.fromkeys(chain.from_iterable(read_by.values())))
     device = towers[involved[0]].device
     for name in involved:
-        towers[name].release_tables([table.name for table in towers[name].tables if table.name in read_by])
+        towers[name].release_tables(
+            [table.name for table in towers[name].tables if table.name in read_by]
+        )
     return SharedTables(tables, shared, read_by, weights, device)
 
 
@@ -212,11 +252,22 @@ def look_ups(towers: Towers, names: Sequence[str]) -> SharedTables:
     tables = [table for table in tables if table.name in released]
     read_by = readers(members)
     read_by = {table.name: read_by[table.name] for table in tables}
-    return SharedTables(tables, towers.columns(shared=True), read_by, (), torch.device("meta"))
+    return SharedTables(
+        tables, towers.columns(shared=True), read_by, (), torch.device("meta")
+    )
 
 
-def _check_releases(table: BaseEmbeddingConfig, readers: Mapping[str, Any], weights: Collection[str]) -> None:
-    other = next((name for name, tower in readers.items() if not hasattr(tower, "release_tables")), None)
+def _check_releases(
+    table: BaseEmbeddingConfig, readers: Mapping[str, Any], weights: Collection[str]
+) -> None:
+    other = next(
+        (
+            name
+            for name, tower in readers.items()
+            if not hasattr(tower, "release_tables")
+        ),
+        None,
+    )
     if other is not None:
         raise ValueError(
             f"table '{table.name}' is named by the towers {list(readers)}, and '{other}' is a "

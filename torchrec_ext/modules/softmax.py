@@ -19,7 +19,9 @@ from torch.nn.functional import softplus
 _PADDING = -1
 # torch 2.13 renamed both and warns about the old names.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_REDUCE_SCATTER = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 class InBatch(NamedTuple):
@@ -106,7 +108,9 @@ def in_batch_negatives(
     if log_q is not None:
         # 0 x inf would reach the loss.
         log_q = log_q.masked_fill(padding & log_q.isinf(), 0.0)
-    return InBatch(gather_rows(_padded(embeddings, rows), group), targets, excluded, log_q, items)
+    return InBatch(
+        gather_rows(_padded(embeddings, rows), group), targets, excluded, log_q, items
+    )
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -132,7 +136,9 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
         # The losses of all ranks depend on a rank's rows: their gradients are summed where the rows came from.
-        local = gradient.new_empty(len(gradient) // _ranks(ctx.group), *gradient.shape[1:])
+        local = gradient.new_empty(
+            len(gradient) // _ranks(ctx.group), *gradient.shape[1:]
+        )
         _REDUCE_SCATTER(local, gradient.contiguous(), group=ctx.group)
         return local, None
 
@@ -143,7 +149,9 @@ def _gathered(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return all_rows
 
 
-def _gather_facts(ids: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | None]:
+def _gather_facts(
+    ids: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor | None]:
     """Exchanges ids and log_q of all ranks at once; float64 travels as the int64 of the same bits."""
     if _ranks(group) == 1:
         return ids, log_q
@@ -157,17 +165,26 @@ def _gather_facts(ids: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | 
     return ids, both[:, 1].contiguous().view(torch.float64).to(log_q.dtype)
 
 
-def _greatest(embeddings: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | None) -> int:
+def _greatest(
+    embeddings: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | None
+) -> int:
     """Returns P; its check raises on every rank if it does on one."""
     if _ranks(group) == 1:
         return len(embeddings)
-    local = torch.tensor([[*embeddings.shape, log_q is not None]], device=embeddings.device)
+    local = torch.tensor(
+        [[*embeddings.shape, log_q is not None]], device=embeddings.device
+    )
     sizes = _gathered(local, group).tolist()
     # On all ranks, because an error on one alone would leave the others waiting.
-    facts = {"D of the embeddings": [size[1] for size in sizes], "log_q given": [bool(size[2]) for size in sizes]}
+    facts = {
+        "D of the embeddings": [size[1] for size in sizes],
+        "log_q given": [bool(size[2]) for size in sizes],
+    }
     for name, by_rank in facts.items():
         if len(set(by_rank)) > 1:
-            raise ValueError(f"{name}: {by_rank} on ranks 0 to {len(sizes) - 1}; must be the same on every rank")
+            raise ValueError(
+                f"{name}: {by_rank} on ranks 0 to {len(sizes) - 1}; must be the same on every rank"
+            )
     return int(max(size[0] for size in sizes))
 
 
@@ -186,7 +203,12 @@ def _rank(group: dist.ProcessGroup | None) -> int:
 
 
 def _check(
-    embeddings: Tensor, ids: Tensor, log_q: Tensor | None, queries: int, rows: int | None, present: Tensor | None
+    embeddings: Tensor,
+    ids: Tensor,
+    log_q: Tensor | None,
+    queries: int,
+    rows: int | None,
+    present: Tensor | None,
 ) -> None:
     size = len(ids)
     if embeddings.dim() != 2 or len(embeddings) != size:
@@ -222,7 +244,13 @@ SCORES_PER_BLOCK = 2**20
 
 
 def catalogue_softmax(
-    states: Tensor, positives: Tensor, targets: Tensor, candidates: Tensor, candidate_ids: Tensor, *, num_items: int
+    states: Tensor,
+    positives: Tensor,
+    targets: Tensor,
+    candidates: Tensor,
+    candidate_ids: Tensor,
+    *,
+    num_items: int,
 ) -> Tensor:
     """Returns (P,) cross entropies of each target among all items, scored by the dot product with the state.
 
@@ -244,7 +272,11 @@ def catalogue_softmax(
     candidates = widened(candidates)
     padding = candidate_ids == 0
     target_scores = (states * positives).sum(dim=1)
-    leave_out = _hidden_hits(targets, candidate_ids) if states.is_cuda else _indexed_hits(targets, candidate_ids)
+    leave_out = (
+        _hidden_hits(targets, candidate_ids)
+        if states.is_cuda
+        else _indexed_hits(targets, candidate_ids)
+    )
     others: Tensor = _LogSumExp.apply(states, candidates, padding, leave_out)  # type: ignore[no-untyped-call]
     scale = (num_items / (~padding).sum().to(states)).log()
     return softplus(others + scale - target_scores)
@@ -258,14 +290,22 @@ class _LogSumExp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, candidates: Tensor, padding: Tensor, leave_out: _LeaveOut) -> Tensor:
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        candidates: Tensor,
+        padding: Tensor,
+        leave_out: _LeaveOut,
+    ) -> Tensor:
         sums = states.new_empty(len(states))
         # Scores of bfloat16 would be up to .06 off.
         with torch.autocast(states.device.type, enabled=False):
             for block, scores in _scores(states, candidates, padding, leave_out):
                 # Subtracted before exp, which overflows beyond 88.
                 greatest = scores.amax(dim=1, keepdim=True)
-                sums[block] = scores.sub_(greatest).exp_().sum(dim=1).log_().add_(greatest[:, 0])
+                sums[block] = (
+                    scores.sub_(greatest).exp_().sum(dim=1).log_().add_(greatest[:, 0])
+                )
         ctx.save_for_backward(states, candidates, padding, sums)
         ctx.leave_out = leave_out
         return sums
@@ -278,7 +318,9 @@ class _LogSumExp(torch.autograd.Function):
         candidate_gradient = torch.zeros_like(candidates)
         with torch.autocast(states.device.type, enabled=False):
             for block, scores in _scores(states, candidates, padding, ctx.leave_out):
-                shares = scores.sub_(sums[block, None]).exp_().mul_(gradient[block, None])
+                shares = (
+                    scores.sub_(sums[block, None]).exp_().mul_(gradient[block, None])
+                )
                 state_gradient[block] = shares @ candidates
                 candidate_gradient.addmm_(shares.T, states[block])
         return state_gradient, candidate_gradient, None, None

@@ -11,8 +11,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.modules.compression import CompressingLayer, Compression
@@ -38,7 +47,9 @@ class AttentionPooling(nn.Module):
     def __init__(self, width: int, hidden: int | None = None) -> None:
         super().__init__()
         self.score = nn.Sequential(
-            nn.Linear(width, hidden or width), nn.Tanh(), nn.Linear(hidden or width, 1, bias=False)
+            nn.Linear(width, hidden or width),
+            nn.Tanh(),
+            nn.Linear(hidden or width, 1, bias=False),
         )
 
     def forward(self, bags: JaggedTensor) -> Tensor:
@@ -48,11 +59,15 @@ class AttentionPooling(nn.Module):
         size = len(bags.lengths())
         scores = self.score(values).squeeze(1)
         # A softmax does not depend on the number that is subtracted, so the peaks need no gradient.
-        peaks = scores.new_full((size,), -torch.inf).scatter_reduce(0, rows, scores.detach(), "amax")
+        peaks = scores.new_full((size,), -torch.inf).scatter_reduce(
+            0, rows, scores.detach(), "amax"
+        )
         weights = torch.exp(scores - peaks[rows])
         # Totals are 1 or more but for empty bags.
         totals = scores.new_zeros(size).index_add(0, rows, weights).clamp(min=1)
-        pooled = values.new_zeros(size, values.shape[1]).index_add(0, rows, values * weights[:, None])
+        pooled = values.new_zeros(size, values.shape[1]).index_add(
+            0, rows, values * weights[:, None]
+        )
         return pooled / totals[:, None]  # type: ignore[no-any-return]
 
 
@@ -73,7 +88,13 @@ class BagAttention(nn.Module):
 
     def forward(self, sequences: Mapping[str, JaggedTensor]) -> Tensor:
         """Returns (B, features x D) from the embeddings of each feature's bags."""
-        return torch.cat([pool(sequences[name]) for name, pool in zip(self._names, self.pools, strict=True)], dim=1)
+        return torch.cat(
+            [
+                pool(sequences[name])
+                for name, pool in zip(self._names, self.pools, strict=True)
+            ],
+            dim=1,
+        )
 
 
 class RowPooling(nn.Module):
@@ -91,7 +112,9 @@ class RowPooling(nn.Module):
             return bags
         values = bags.values()
         lengths = bags.lengths().long()
-        pooled = values.new_zeros(len(lengths), values.shape[1]).index_add(0, _rows(bags), values)
+        pooled = values.new_zeros(len(lengths), values.shape[1]).index_add(
+            0, _rows(bags), values
+        )
         if pooling == PoolingType.MEAN:
             pooled = pooled / lengths.clamp(min=1)[:, None]
         return pooled  # type: ignore[no-any-return]
@@ -102,7 +125,9 @@ def _rows(bags: JaggedTensor) -> Tensor:
     lengths = bags.lengths().long()
     # With output_size torch need not wait for the device to learn how many values there are.
     size = len(bags.values())
-    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths, output_size=size)
+    return torch.repeat_interleave(
+        torch.arange(len(lengths), device=lengths.device), lengths, output_size=size
+    )
 
 
 Embedded = TypeVar("Embedded")
@@ -160,16 +185,25 @@ class Tower(Recorded, nn.Module):
         super().__init__()
         self.dense = dense_names(dense)
         if not tables and not self.dense:
-            raise ValueError("tables=[] and dense=(): a Tower needs a table or a dense column")
+            raise ValueError(
+                "tables=[] and dense=(): a Tower needs a table or a dense column"
+            )
         check_tables(tables)
         self.tables = list(tables)
-        self.bags = bags = [table for table in tables if isinstance(table, EmbeddingBagConfig)]
-        self.lists = lists = [table for table in tables if isinstance(table, EmbeddingConfig)]
+        self.bags = bags = [
+            table for table in tables if isinstance(table, EmbeddingBagConfig)
+        ]
+        self.lists = lists = [
+            table for table in tables if isinstance(table, EmbeddingConfig)
+        ]
         device = device or torch.device("cpu")
         self.weights = dict(weights or {})
         _check_weighted(tables, self.weights)
         self.device = device
-        other = next((table for table in lists if table.embedding_dim != lists[0].embedding_dim), None)
+        other = next(
+            (table for table in lists if table.embedding_dim != lists[0].embedding_dim),
+            None,
+        )
         if other is not None:
             raise ValueError(
                 f"tables '{lists[0].name}' (D = {lists[0].embedding_dim}) and '{other.name}' (D = "
@@ -180,7 +214,9 @@ class Tower(Recorded, nn.Module):
         self._poolings: list[tuple[str, PoolingType]] = []
         for table in bags:
             self._poolings += [(key, table.pooling) for key in _keys([table])]
-        self.attention = BagAttention(_keys(lists), lists[0].embedding_dim) if lists else None
+        self.attention = (
+            BagAttention(_keys(lists), lists[0].embedding_dim) if lists else None
+        )
         self.pooling = RowPooling()
         widths: list[int] = []
         for table in (*bags, *lists):
@@ -211,11 +247,19 @@ class Tower(Recorded, nn.Module):
     @property
     def released_tables(self) -> list[str]:
         """Names of the tables with embeddings for :meth:`forward` to be given."""
-        return [table.name for table in self.tables if table not in [*self._own_bags, *self._own_lists]]
+        return [
+            table.name
+            for table in self.tables
+            if table not in [*self._own_bags, *self._own_lists]
+        ]
 
-    def _declare(self, bags: list[EmbeddingBagConfig], lists: list[EmbeddingConfig]) -> None:
+    def _declare(
+        self, bags: list[EmbeddingBagConfig], lists: list[EmbeddingConfig]
+    ) -> None:
         # A table that pools by weights is the model's to look up, see SharedTables.
-        self._own_bags = [table for table in bags if set(self.weights).isdisjoint(table.feature_names)]
+        self._own_bags = [
+            table for table in bags if set(self.weights).isdisjoint(table.feature_names)
+        ]
         self._own_lists = lists
         # Computed once: at a small network's step, the Python work of each look-up is measurable.
         self._own_names = _names(self._own_bags)
@@ -223,7 +267,9 @@ class Tower(Recorded, nn.Module):
         self.sequences: EmbeddingCollection | None = None
         try:
             if self._own_bags:
-                self.embeddings = EmbeddingBagCollection(tables=self._own_bags, device=self.device)
+                self.embeddings = EmbeddingBagCollection(
+                    tables=self._own_bags, device=self.device
+                )
             if lists:
                 self.sequences = EmbeddingCollection(tables=lists, device=self.device)
         except RuntimeError as error:
@@ -231,7 +277,11 @@ class Tower(Recorded, nn.Module):
             raise _too_large(self.tables, error) from error
 
     def forward(
-        self, sparse: KeyedJaggedTensor, dense: Tensor, looked_up: LookedUp | None = None, weights: Tensor | None = None
+        self,
+        sparse: KeyedJaggedTensor,
+        dense: Tensor,
+        looked_up: LookedUp | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Returns (B, D).
 
@@ -242,7 +292,10 @@ class Tower(Recorded, nn.Module):
             weights: (B,) weight of each row for batch normalisation; by default all 1.
         """
         # A table may be stored in 16 bits.
-        blocks = [embedded.to(dense.dtype) for embedded in self._pooled(sparse, looked_up or {})]
+        blocks = [
+            embedded.to(dense.dtype)
+            for embedded in self._pooled(sparse, looked_up or {})
+        ]
         if self.attention is not None:
             listed = dict(looked_up or {})
             if self.sequences is not None:
@@ -252,7 +305,9 @@ class Tower(Recorded, nn.Module):
             blocks.append(dense)
         return self.combine(blocks, weights)
 
-    def combine(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
+    def combine(
+        self, blocks: Sequence[Tensor], weights: Tensor | None = None
+    ) -> Tensor:
         """Returns (B, D) of the blocks of columns: pooled bags, bags under attention, dense columns; (B, width) each.
 
         Args:
@@ -277,7 +332,9 @@ class Tower(Recorded, nn.Module):
         for key, pooling in self._poolings:
             block = embedded[key]
             # A call that does nothing is left out, because this runs in every step.
-            blocks.append(block if isinstance(block, Tensor) else self.pooling(block, pooling))
+            blocks.append(
+                block if isinstance(block, Tensor) else self.pooling(block, pooling)
+            )
         return blocks
 
 
@@ -288,7 +345,10 @@ def beside(blocks: Sequence[Tensor]) -> Tensor:
 
 def _too_large(tables: Sequence[BaseEmbeddingConfig], error: RuntimeError) -> Exception:
     """Returns an error about the largest table, or ``error`` itself if memory is not its cause."""
-    if not any(words in str(error) for words in ("allocate memory", "out of memory", "overflowed")):
+    if not any(
+        words in str(error)
+        for words in ("allocate memory", "out of memory", "overflowed")
+    ):
         return error
     table = max(tables, key=lambda table: table.num_embeddings * table.embedding_dim)
     size = 4 * table.num_embeddings * table.embedding_dim
@@ -305,7 +365,9 @@ def _keys(tables: Sequence[BaseEmbeddingConfig]) -> list[str]:
     return keys
 
 
-def by_table(tables: Sequence[BaseEmbeddingConfig], embedded: Mapping[str, Embedded]) -> dict[str, Embedded]:
+def by_table(
+    tables: Sequence[BaseEmbeddingConfig], embedded: Mapping[str, Embedded]
+) -> dict[str, Embedded]:
     """Returns the output of a collection of ``tables`` by ``feature@table``.
 
     TorchRec appends the table's name only to features of several tables. A sharded collection groups its output by
@@ -320,7 +382,9 @@ def _names(tables: Sequence[BaseEmbeddingConfig]) -> dict[str, str]:
     return dict(zip(_keys(tables), names, strict=True))
 
 
-def _check_weighted(tables: Sequence[BaseEmbeddingConfig], weights: Mapping[str, str]) -> None:
+def _check_weighted(
+    tables: Sequence[BaseEmbeddingConfig], weights: Mapping[str, str]
+) -> None:
     for feature, column in weights.items():
         readers = [table for table in tables if feature in table.feature_names]
         if not readers:
@@ -346,7 +410,9 @@ def check_tables(tables: Sequence[BaseEmbeddingConfig]) -> None:
     """
     for table in tables:
         if table.embedding_dim < 1:
-            raise ValueError(f"table '{table.name}': embedding_dim={table.embedding_dim}, must be 1 or more")
+            raise ValueError(
+                f"table '{table.name}': embedding_dim={table.embedding_dim}, must be 1 or more"
+            )
     clashes = [table.name for table in tables if hasattr(nn.ModuleDict, table.name)]
     if clashes:
         raise ValueError(
@@ -382,11 +448,15 @@ class Towers(nn.ModuleDict):
             tower.
     """
 
-    def __init__(self, towers: Mapping[str, Tower], *, shared: Collection[str] = ()) -> None:
+    def __init__(
+        self, towers: Mapping[str, Tower], *, shared: Collection[str] = ()
+    ) -> None:
         super().__init__(towers)
         unknown = sorted(set(shared) - set(towers))
         if unknown:
-            raise ValueError(f"shared names {unknown}, which are not towers; the towers are {list(towers)}")
+            raise ValueError(
+                f"shared names {unknown}, which are not towers; the towers are {list(towers)}"
+            )
         self.reads: dict[str, Reads] = {}
         # Dense columns of shared towers and of the others are two matrices of a batch.
         ends = {False: 0, True: 0}
@@ -396,17 +466,26 @@ class Towers(nn.ModuleDict):
             stop = start + len(tower.dense)
             ends[is_shared] = stop
             self.reads[name] = Reads(
-                is_shared, slice(start, stop), weighs_rows(tower), reads_lengths(tower) and not is_shared
+                is_shared,
+                slice(start, stop),
+                weighs_rows(tower),
+                reads_lengths(tower) and not is_shared,
             )
         _check_columns(self)
 
     def weigh_rows(self, *, shared: bool) -> bool:
         """Returns whether one of the shared towers, or one of the others, takes the weights of its rows."""
-        return any(reads.weights and reads.shared == shared for reads in self.reads.values())
+        return any(
+            reads.weights and reads.shared == shared for reads in self.reads.values()
+        )
 
     def columns(self, *, shared: bool) -> list[str]:
         """Returns the features and dense columns of the shared towers, or of the others."""
-        towers: list[Tower] = [self[name] for name, reads in self.reads.items() if reads.shared == shared]  # type: ignore[misc]
+        towers: list[Tower] = [
+            self[name]  # type: ignore[misc]
+            for name, reads in self.reads.items()
+            if reads.shared == shared
+        ]
         names: list[str] = []
         for tower in towers:
             for table in tower.tables:

@@ -83,7 +83,13 @@ class CompiledStep:
         losses = step(next_batches)
     """
 
-    def __init__(self, stack: Stack, optimizer: StackedOptimizer, *, engine: StepExecutor | None = None) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        optimizer: StackedOptimizer,
+        *,
+        engine: StepExecutor | None = None,
+    ) -> None:
         self._stack = stack
         self._optimizer = optimizer
         tables = table_weights(stack)
@@ -96,7 +102,9 @@ class CompiledStep:
         self._engine = engine or engine_for(stack.flat.device)[0]
         self._functions: dict[tuple[object, ...], Run] = {}
 
-    def __call__(self, batches: StepBatches, *, peers: Tensor | None = None, weight: float = 1.0) -> Losses:
+    def __call__(
+        self, batches: StepBatches, *, peers: Tensor | None = None, weight: float = 1.0
+    ) -> Losses:
         """Moves all members by one step on their batches.
 
         Args:
@@ -110,7 +118,9 @@ class CompiledStep:
         """
         return self.run(self.read(batches, peers), batches, peers, weight)
 
-    def read(self, batches: StepBatches, peers: Tensor | None = None) -> tuple[object, ...]:
+    def read(
+        self, batches: StepBatches, peers: Tensor | None = None
+    ) -> tuple[object, ...]:
         """Finds the rows of a step; returns its shape, the key of a compiled function. See :meth:`__call__`."""
         peers_shape = None
         if peers is not None:
@@ -125,7 +135,11 @@ class CompiledStep:
         return (are_one(batches), *fields, *padded, peers_shape)
 
     def run(
-        self, shape: tuple[object, ...], batches: StepBatches, peers: Tensor | None = None, weight: float = 1.0
+        self,
+        shape: tuple[object, ...],
+        batches: StepBatches,
+        peers: Tensor | None = None,
+        weight: float = 1.0,
     ) -> Losses:
         """Moves all members by one step on batches of ``shape``, as returned by :meth:`read`."""
         self.compile(shape, batches, peers, weight)
@@ -140,14 +154,20 @@ class CompiledStep:
         return losses
 
     def compile(
-        self, shape: tuple[object, ...], batches: StepBatches, peers: Tensor | None = None, weight: float = 1.0
+        self,
+        shape: tuple[object, ...],
+        batches: StepBatches,
+        peers: Tensor | None = None,
+        weight: float = 1.0,
     ) -> None:
         """Compiles the function for a shape unless there is one; arguments and errors as of :meth:`run`."""
         if shape in self._functions:
             return
         # Each shape costs a compilation: loaders that vary their batches would compile without end.
         if len(self._functions) == MOST_GRAPHS:
-            raise CannotCaptureError(f"batches of more than {MOST_GRAPHS} shapes; give them one loader.batch_size")
+            raise CannotCaptureError(
+                f"batches of more than {MOST_GRAPHS} shapes; give them one loader.batch_size"
+            )
         # The example draws noise; the generators go back, as the step itself draws it again.
         generators = self._stack.generators.values()
         before = [generator.get_state() for generator in generators]
@@ -164,13 +184,18 @@ class CompiledStep:
             steps = None
             if isinstance(batches, StackedSteps):
                 steps = batches
-                memory += [*steps.source.tensors, *self._stack.constants(steps).values()]
+                memory += [
+                    *steps.source.tensors,
+                    *self._stack.constants(steps).values(),
+                ]
             step = self._function(inputs._replace(pooled=self._pooled(row_ids)), steps)
             self._functions[shape] = self._engine(step, memory, example_inputs)
         except CannotCaptureError:
             raise
         except Exception as error:
-            raise CannotCaptureError(f"{type(error).__name__}: {first_line(error)}") from error
+            raise CannotCaptureError(
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
 
     @property
     def shapes(self) -> set[tuple[object, ...]]:
@@ -183,7 +208,9 @@ class CompiledStep:
             rows += stacked.one_each()
         return rows
 
-    def _inputs(self, batches: StepBatches, peers: Tensor | None, weight: float) -> list[Tensor]:
+    def _inputs(
+        self, batches: StepBatches, peers: Tensor | None, weight: float
+    ) -> list[Tensor]:
         if isinstance(batches, StackedSteps):
             noise, stale = self._stack.drawn(batches, peers, weight)
             return [*batches.tensors, *noise, *stale]
@@ -203,18 +230,26 @@ class CompiledStep:
             for table in stacked.tables:
                 for _ in table.feature_names:
                     rows = len(next(rest)) // members
-                    bags.append(torch.empty(members, rows, table.embedding_dim, device=ids[0].device))
+                    bags.append(
+                        torch.empty(
+                            members, rows, table.embedding_dim, device=ids[0].device
+                        )
+                    )
             pooled.append(bags)
         return pooled
 
-    def _entry(self, group: dict[str, Any], entry: StackedWeights, state: dict[str, Tensor]) -> _Entry:
+    def _entry(
+        self, group: dict[str, Any], entry: StackedWeights, state: dict[str, Tensor]
+    ) -> _Entry:
         choice: Choice = group["choice"]
         if choice.kind not in UPDATES:
             raise StackError(
                 f"'{entry.name}' is moved by {choice.kind}, which has no compiled form; those with one: {list(UPDATES)}"
             )
         if not state and choice.kind != "sgd":
-            raise StackError("the optimizer has no state yet: train one step before the compiled ones")
+            raise StackError(
+                "the optimizer has no state yet: train one step before the compiled ones"
+            )
         members = len(entry.members)
         all_members = self._stack.members
         # The dense weights, one matrix, come after the tables.
@@ -225,15 +260,30 @@ class CompiledStep:
         first = rows * all_members.index(entry.members[0])
         # An entry of one dense weight has its columns alone, one of all dense weights the whole rows.
         columns = slice(None)
-        if not entry.is_table and entry.parameter.numel() < members * self._stack.flat.shape[1]:
+        if (
+            not entry.is_table
+            and entry.parameter.numel() < members * self._stack.flat.shape[1]
+        ):
             columns = self._stack.columns[entry.name]
         row_range = slice(first, first + rows * members)
-        return _Entry(index, row_range, columns, members, entry.is_table, *state_tensors(state), group)
+        return _Entry(
+            index,
+            row_range,
+            columns,
+            members,
+            entry.is_table,
+            *state_tensors(state),
+            group,
+        )
 
-    def _function(self, inputs: Inputs, stacked_steps: StackedSteps | None) -> Callable[..., list[Tensor]]:
+    def _function(
+        self, inputs: Inputs, stacked_steps: StackedSteps | None
+    ) -> Callable[..., list[Tensor]]:
         stack = self._stack
         graph = trace(stack.skeleton, inputs)  # type: ignore[arg-type]
-        tables = chain.from_iterable(stacked.tables for stacked in stack.tables.values())
+        tables = chain.from_iterable(
+            stacked.tables for stacked in stack.tables.values()
+        )
         lookups: list[tuple[int, int]] = []
         for index, table in enumerate(tables):
             lookups += [(index, table.embedding_dim)] * len(table.feature_names)
@@ -263,7 +313,9 @@ class CompiledStep:
                 resident = take(stacked_steps.source.tensors)
                 names = stack.constants(stacked_steps)
                 constants = dict(zip(names, take(names), strict=True))
-                looked_up, fields = stack.made(stacked_steps, resident, take(stacked_steps.tensors))
+                looked_up, fields = stack.made(
+                    stacked_steps, resident, take(stacked_steps.tensors)
+                )
                 fields |= constants
                 ids = list(chain.from_iterable(looked_up))
             else:
@@ -273,7 +325,10 @@ class CompiledStep:
                         live[number] = next(rest)
                 fields = dict(zip(inputs.fields, take(inputs.fields), strict=True))
             columns = torch.split(weights[-1], sizes, dim=1)
-            dense = [values.view(shape) for values, shape in zip(columns, shapes, strict=True)]
+            dense = [
+                values.view(shape)
+                for values, shape in zip(columns, shapes, strict=True)
+            ]
             pooled = []
             for (index, width), rows, filled in zip(lookups, ids, live, strict=True):
                 looked_up_rows = _live(weights[index].index_select(0, rows), filled)
@@ -281,9 +336,18 @@ class CompiledStep:
             loss, logits, *gradients = graph(*dense, *pooled, *fields.values(), *rest)
             grads = [torch.zeros_like(weight) for weight in weights[:-1]]
             # Several ids, and several features, may share a row of a table: their gradients add up.
-            for (index, width), rows, filled, grad in zip(lookups, ids, live, gradients[len(dense) :], strict=True):
-                grads[index] = grads[index].index_add(0, rows, _live(grad.reshape(-1, width), filled))
-            grads.append(torch.cat([grad.reshape(members, -1) for grad in gradients[: len(dense)]], dim=1))
+            for (index, width), rows, filled, grad in zip(
+                lookups, ids, live, gradients[len(dense) :], strict=True
+            ):
+                grads[index] = grads[index].index_add(
+                    0, rows, _live(grad.reshape(-1, width), filled)
+                )
+            grads.append(
+                torch.cat(
+                    [grad.reshape(members, -1) for grad in gradients[: len(dense)]],
+                    dim=1,
+                )
+            )
             if limited is not None:
                 grads = _limited(grads, [*limited, True], limits)
             finite = torch.isfinite(loss).all()
@@ -295,9 +359,19 @@ class CompiledStep:
                 if steps:
                     step_number = steps[0] + 1
                 grad = entry.of(grads[entry.index])
-                values, new = stepped(weight, grad, flat_state, step_number, rate, entry.choice, table=entry.is_table)
+                values, new = stepped(
+                    weight,
+                    grad,
+                    flat_state,
+                    step_number,
+                    rate,
+                    entry.choice,
+                    table=entry.is_table,
+                )
                 # A loss that is not finite leaves all members, states and counts of steps as they are.
-                for target, value in zip([weight, *flat_state], [values, *new], strict=True):
+                for target, value in zip(
+                    [weight, *flat_state], [values, *new], strict=True
+                ):
                     target.copy_(torch.where(finite, value, target))
                 for count in steps:
                     count.add_(finite)
@@ -313,7 +387,9 @@ def _live(rows: Tensor, filled: Tensor | None) -> Tensor:
     return rows * filled
 
 
-def _limited(grads: Sequence[Tensor], inside: Sequence[bool], limits: Tensor) -> list[Tensor]:
+def _limited(
+    grads: Sequence[Tensor], inside: Sequence[bool], limits: Tensor
+) -> list[Tensor]:
     """Returns the gradients, those ``inside`` scaled to at most each member's limit of their norm, (K,)."""
     counted = compress(grads, inside)
     norm = sum(grad.view(len(limits), -1).square().sum(dim=1) for grad in counted)
@@ -364,7 +440,9 @@ class StackSteps:
         self._step: CompiledStep | None = None
         self._shape_counts: Counter[object] = Counter()
 
-    def __call__(self, batches: StepBatches, *, peers: Tensor | None = None, weight: float = 1.0) -> Losses:
+    def __call__(
+        self, batches: StepBatches, *, peers: Tensor | None = None, weight: float = 1.0
+    ) -> Losses:
         """Makes one step; writes nothing if one of the losses is not finite.
 
         Args:
@@ -376,7 +454,11 @@ class StackSteps:
             StackError: ``compile=require``, and the step cannot be compiled; nothing was written.
         """
         policy = self._policy
-        if not policy.is_decided and policy.compile == "auto" and len(policy.eager_seconds) == WATCHED:
+        if (
+            not policy.is_decided
+            and policy.compile == "auto"
+            and len(policy.eager_seconds) == WATCHED
+        ):
             self._decide()
         start = time.perf_counter()
         losses = self._compiled(batches, peers, weight)
@@ -407,14 +489,20 @@ class StackSteps:
         policy.is_decided = policy.is_reported = True
         if self._step is not None:
             count = len(policy.captured_seconds)
-            self._say(f"stack: compiled since step {policy.since:,}; {count:,} steps are too few to time")
+            self._say(
+                f"stack: compiled since step {policy.since:,}; {count:,} steps are too few to time"
+            )
         elif policy.eager_seconds:
-            self._say(f"stack: eager: {len(policy.eager_seconds):,} steps are too few to look at")
+            self._say(
+                f"stack: eager: {len(policy.eager_seconds):,} steps are too few to look at"
+            )
 
     def _decide(self) -> None:
         self._policy.is_decided = True
         remaining_steps = self._total - self._step_count
-        if too_few := self._policy.too_few_left(remaining_steps, self._stack.flat.device.type):
+        if too_few := self._policy.too_few_left(
+            remaining_steps, self._stack.flat.device.type
+        ):
             self._stay_eager(f"compiling {too_few}")
             return
         try:
@@ -430,10 +518,14 @@ class StackSteps:
             if not self._optimizer.begun:
                 self._optimizer.begin()
             self._step = self._new_step()
-            self._policy.since = self._step_count + 2  # the present step goes kernel by kernel, and is not counted yet
+            self._policy.since = (
+                self._step_count + 2
+            )  # the present step goes kernel by kernel, and is not counted yet
             self._step.compile(self._step.read(batches, peers), batches, peers, weight)
         except (StackError, CannotCaptureError) as error:
-            raise StackError(f"train.compile=require: the step of the stack cannot be compiled: {error}") from None
+            raise StackError(
+                f"train.compile=require: the step of the stack cannot be compiled: {error}"
+            ) from None
 
     def _new_step(self) -> CompiledStep:
         engine, doing = engine_for(self._stack.flat.device)
@@ -441,7 +533,9 @@ class StackSteps:
         self._say(f"{doing} ...")
         return step
 
-    def _compiled(self, batches: StepBatches, peers: Tensor | None, weight: float) -> Losses | None:
+    def _compiled(
+        self, batches: StepBatches, peers: Tensor | None, weight: float
+    ) -> Losses | None:
         """Runs a compiled step; returns None, without draws and writes, if this step goes kernel by kernel."""
         if self._step is None:
             return None
@@ -452,19 +546,25 @@ class StackSteps:
             return self._step.run(shape, batches, peers, weight)
         except (StackError, CannotCaptureError) as error:
             if self._policy.compile == "require":
-                raise StackError(f"train.compile=require: the step of the stack cannot be compiled: {error}") from None
+                raise StackError(
+                    f"train.compile=require: the step of the stack cannot be compiled: {error}"
+                ) from None
             self._step = None
             self._stay_eager(str(error))
             return None
 
-    def _waits(self, shape: tuple[object, ...], compiled_shapes: Collection[object]) -> bool:
+    def _waits(
+        self, shape: tuple[object, ...], compiled_shapes: Collection[object]
+    ) -> bool:
         """Whether a shape is too rare for a compilation of its own."""
         patience = self._policy.patience
         # The first shape is compiled at once: it is that of most steps.
         if not patience or not compiled_shapes or shape in compiled_shapes:
             return False
         self._shape_counts[shape] += 1
-        return self._shape_counts[shape] <= patience or len(compiled_shapes) >= MOST_GRAPHS
+        return (
+            self._shape_counts[shape] <= patience or len(compiled_shapes) >= MOST_GRAPHS
+        )
 
     def _compare(self) -> None:
         """After enough compiled steps reports their time, and returns to eager ones if these are faster."""

@@ -23,7 +23,9 @@ class Codistillation:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight >= 0):
-            raise ValueError(f"weight={self.weight}: must be a number of 0 or more; 1 is usual")
+            raise ValueError(
+                f"weight={self.weight}: must be a number of 0 or more; 1 is usual"
+            )
         if self.burn_in < 0:
             raise ValueError(f"burn_in={self.burn_in}: must be 0 steps or more")
         if self.every < 1:

@@ -16,7 +16,9 @@ def mps_is_running(environ: Mapping[str, str]) -> bool:
     return (Path(environ.get("CUDA_MPS_PIPE_DIRECTORY") or _PIPES) / "control").exists()
 
 
-def gpu_sharing(device: torch.device, processes: int, environ: Mapping[str, str]) -> str | None:
+def gpu_sharing(
+    device: torch.device, processes: int, environ: Mapping[str, str]
+) -> str | None:
     """Returns a note for the user if several processes share a GPU; None on the CPU, and if each has its own.
 
     Without MPS the kernels of two processes never run at the same time: the GPU goes from one to the other. With it
@@ -50,4 +52,6 @@ def gpu_sharing(device: torch.device, processes: int, environ: Mapping[str, str]
             f"note: {where} through MPS, each with all multiprocessors; --env CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="
             f"{100 // processes} would give each its part"
         )
-    return f"note: {where} through MPS, each with at most {share} % of the multiprocessors"
+    return (
+        f"note: {where} through MPS, each with at most {share} % of the multiprocessors"
+    )

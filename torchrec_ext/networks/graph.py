@@ -83,7 +83,12 @@ def _insert(before: Node, target: Any, *args: Any) -> Node:
 
 def _remove_no_ops(node: Any) -> None:
     """Removes views of the same shape, aliases, and factors of 1."""
-    views = (_aten.view.default, _aten.expand.default, _aten._unsafe_view.default, _aten.slice.Tensor)
+    views = (
+        _aten.view.default,
+        _aten.expand.default,
+        _aten._unsafe_view.default,
+        _aten.slice.Tensor,
+    )
     is_alias = node.target in (_aten.alias.default, _aten.detach.default)
     is_full_view = node.target in views and _shape(node) == _shape(node.args[0])
     is_factor_of_one = node.target is _aten.mul.Scalar and node.args[1] == 1
@@ -92,13 +97,20 @@ def _remove_no_ops(node: Any) -> None:
     elif node.target is _aten.transpose.int:
         # Two transpositions of the same axes.
         inner: Any = node.args[0]
-        if inner.op == "call_function" and inner.target is _aten.transpose.int and inner.args[1:] == node.args[1:]:
+        if (
+            inner.op == "call_function"
+            and inner.target is _aten.transpose.int
+            and inner.args[1:] == node.args[1:]
+        ):
             node.replace_all_uses_with(inner.args[0])
 
 
 def _slice_split(node: Any) -> None:
     """Replaces a piece of a split by a slice."""
-    if node.target is not operator.getitem or node.args[0].target is not _aten.split_with_sizes.default:
+    if (
+        node.target is not operator.getitem
+        or node.args[0].target is not _aten.split_with_sizes.default
+    ):
         return
     source, sizes = node.args[0].args[:2]
     dim = _axis(node.args[0], 2)
@@ -112,7 +124,9 @@ def _concatenate_gradients(node: Any) -> None:
     if node.target is not _aten.add.Tensor:
         return
     leaves: list[Any] = list(_leaves(node))
-    if len(leaves) < 2 or any(leaf.target is not _aten.slice_backward.default for leaf in leaves):
+    if len(leaves) < 2 or any(
+        leaf.target is not _aten.slice_backward.default for leaf in leaves
+    ):
         return
     # slice_backward(gradient, sizes, dim, start, end, step): zeros of `sizes` but for the piece.
     sizes, dim = leaves[0].args[1:3]
@@ -127,7 +141,11 @@ def _concatenate_gradients(node: Any) -> None:
 
 
 def _leaves(node: Any) -> Iterable[Node]:
-    if node.op == "call_function" and node.target is _aten.add.Tensor and not node.kwargs:
+    if (
+        node.op == "call_function"
+        and node.target is _aten.add.Tensor
+        and not node.kwargs
+    ):
         for term in node.args[:2]:
             if isinstance(term, Node):
                 yield from _leaves(term)
@@ -161,7 +179,9 @@ def _slice_concatenation(node: Any) -> None:
         width = _shape(piece)[dim]
         # The slice lies inside one piece: it is a slice of this piece.
         if width and start >= offset and stop <= offset + width:
-            _replace(node, _aten.slice.Tensor, piece, dim, start - offset, stop - offset)
+            _replace(
+                node, _aten.slice.Tensor, piece, dim, start - offset, stop - offset
+            )
             return
         if width and start <= offset and offset + width <= stop:
             pieces.append(piece)
@@ -180,7 +200,11 @@ def _index_per_member(indices: Any) -> Any:
     # One index for all members, as of a batch that they share.
     if first is None and axes == 1:
         return index
-    if first is None or first.op != "call_function" or first.target is not _aten.unsqueeze.default:
+    if (
+        first is None
+        or first.op != "call_function"
+        or first.target is not _aten.unsqueeze.default
+    ):
         return None
     counts_members = first.args[0].target is _aten.arange.default
     if counts_members and axes == 2:
@@ -193,7 +217,12 @@ def _index_in_flat_rows(before: Node, indices: Any, rows: int) -> Node:
     members, index = indices
     by_rows: dict[int, Node] = index.meta.setdefault("moved", {})
     if rows not in by_rows:
-        sums = _insert(before, _aten.add.Tensor, _insert(before, _aten.mul.Tensor, members, rows), index)
+        sums = _insert(
+            before,
+            _aten.add.Tensor,
+            _insert(before, _aten.mul.Tensor, members, rows),
+            index,
+        )
         by_rows[rows] = _insert(before, _aten.view.default, sums, [-1])
     return by_rows[rows]
 
@@ -210,7 +239,13 @@ def _select_rows(node: Any) -> None:
         return
     members, rows, *rest = _shape(source)
     flat = _insert(node, _aten.reshape.default, source, [members * rows, *rest])
-    picked = _insert(node, _aten.index_select.default, flat, 0, _index_in_flat_rows(node, node.args[1], rows))
+    picked = _insert(
+        node,
+        _aten.index_select.default,
+        flat,
+        0,
+        _index_in_flat_rows(node, node.args[1], rows),
+    )
     _replace(node, _aten.view.default, picked, _shape(node))
 
 
@@ -231,7 +266,14 @@ def _add_rows(node: Any) -> None:
     members, rows, *rest = _shape(node)
     flat = _insert(node, _aten.view.default, zeros, [members * rows, *rest])
     gradients = _insert(node, _aten.reshape.default, values, [-1, *rest])
-    added = _insert(node, _aten.index_add_.default, flat, 0, _index_in_flat_rows(node, node.args[1], rows), gradients)
+    added = _insert(
+        node,
+        _aten.index_add_.default,
+        flat,
+        0,
+        _index_in_flat_rows(node, node.args[1], rows),
+        gradients,
+    )
     _replace(node, _aten.view.default, added, _shape(node))
 
 
@@ -243,7 +285,12 @@ def _fuse_bias(node: Any) -> None:
         return
     # A product that others read as well would be computed twice.
     is_own_product = product.target is _aten.bmm.default and len(product.users) == 1
-    if is_own_product and bias.target is _aten.view.default and len(_shape(bias)) == 3 and _shape(bias)[1] == 1:
+    if (
+        is_own_product
+        and bias.target is _aten.view.default
+        and len(_shape(bias)) == 3
+        and _shape(bias)[1] == 1
+    ):
         _replace(node, _aten.baddbmm.default, bias, *product.args)
 
 
@@ -289,7 +336,12 @@ class Inputs(NamedTuple):
     def shapes(self) -> tuple[object, ...]:
         """Returns the shapes a graph is traced for."""
         fields = [(name, value.shape) for name, value in self.fields.items()]
-        return (self.shared, *fields, bool(self.noise), *(tensor.shape for tensor in self.peers))
+        return (
+            self.shared,
+            *fields,
+            bool(self.noise),
+            *(tensor.shape for tensor in self.peers),
+        )
 
 
 def weighted_rows(fields: Mapping[str, Tensor], members: int) -> Tensor:
@@ -330,14 +382,21 @@ def leave_out_constants(graph: GraphModule, names: Sequence[str]) -> set[str]:
         if node.op == "placeholder" or not reading.isdisjoint(node.all_input_nodes):
             reading.add(node)
     # Nodes are in order, so those before it have been looked at.
-    variable_outputs = {name: value for name, value in zip(names, values, strict=True) if value in reading}
+    variable_outputs = {
+        name: value
+        for name, value in zip(names, values, strict=True)
+        if value in reading
+    }
     output.args = ([first, *variable_outputs.values()],)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return set(variable_outputs)
 
 
-_Loss = Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
+_Loss = Callable[
+    [list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]],
+    tuple[Tensor, Tensor],
+]
 
 
 def _loss(skeleton: Skeleton, inputs: Inputs) -> _Loss:
@@ -345,7 +404,11 @@ def _loss(skeleton: Skeleton, inputs: Inputs) -> _Loss:
     counts = [len(bags) for bags in inputs.pooled]
 
     def loss(
-        weights: list[Tensor], pooled: list[Tensor], fields: list[Tensor], noise: list[Tensor], peers: list[Tensor]
+        weights: list[Tensor],
+        pooled: list[Tensor],
+        fields: list[Tensor],
+        noise: list[Tensor],
+        peers: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
         rest = iter(pooled)
         by_path = {}
@@ -371,13 +434,22 @@ def _over_members(inputs: Inputs) -> tuple[int | None, ...]:
 def _parts(inputs: Inputs, tensors: tuple[Tensor, ...]) -> list[list[Tensor]]:
     pooled_count = sum(map(len, inputs.pooled))
     # In the order of Inputs.flat().
-    counts = [len(inputs.dense), pooled_count, len(inputs.fields), len(inputs.noise), len(inputs.peers)]
+    counts = [
+        len(inputs.dense),
+        pooled_count,
+        len(inputs.fields),
+        len(inputs.noise),
+        len(inputs.peers),
+    ]
     rest = iter(tensors)
     return [list(islice(rest, count)) for count in counts]
 
 
 def _step(skeleton: Skeleton, inputs: Inputs) -> Callable[..., list[Tensor]]:
-    each = vmap(grad_and_value(_loss(skeleton, inputs), argnums=(0, 1), has_aux=True), in_dims=_over_members(inputs))
+    each = vmap(
+        grad_and_value(_loss(skeleton, inputs), argnums=(0, 1), has_aux=True),
+        in_dims=_over_members(inputs),
+    )
 
     def step(*tensors: Tensor) -> list[Tensor]:
         (of_weights, of_pooled), (loss, logits) = each(*_parts(inputs, tensors))

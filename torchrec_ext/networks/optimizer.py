@@ -72,7 +72,9 @@ class StackedOptimizer:
         steps: Mapping[str, int] | None = None,
     ) -> None:
         if missing := [name for name in stack.members if name not in configs]:
-            raise StackError(f"no OptimizerConfig for {missing}: give one for each of {stack.members}")
+            raise StackError(
+                f"no OptimizerConfig for {missing}: give one for each of {stack.members}"
+            )
         self._stack = stack
         # The settings are kept for the optimizer of a smaller stack, see kept().
         self._configs = dict(configs)
@@ -84,10 +86,14 @@ class StackedOptimizer:
         self._moved: list[tuple[dict[str, Any], StackedWeights]] = []
         self._owners: dict[nn.Parameter, torch.optim.Optimizer] = {}
         # One optimizer of torch for each kind; members agree on the kind of a weight, as _optimizer() ensures.
-        kinds = dict.fromkeys(choice.kind for choice in choices[stack.members[0]].values())
+        kinds = dict.fromkeys(
+            choice.kind for choice in choices[stack.members[0]].values()
+        )
         self._optimizers = [self._optimizer(kind, choices) for kind in kinds]
 
-    def _optimizer(self, kind: str, choices: Mapping[str, Mapping[str, Choice]]) -> torch.optim.Optimizer:
+    def _optimizer(
+        self, kind: str, choices: Mapping[str, Mapping[str, Choice]]
+    ) -> torch.optim.Optimizer:
         groups: dict[Any, dict[str, Any]] = {}
         first = choices[self._stack.members[0]]
         for weights in _weights(self._stack, choices):
@@ -112,7 +118,9 @@ class StackedOptimizer:
                 group = groups.setdefault((rule, entry.is_table), settings)
                 group["params"].append(entry.parameter)
                 self._moved.append((group, entry))
-        optimizer_type = next(choice for choice in first.values() if choice.kind == kind).unfused()[0]
+        optimizer_type = next(
+            choice for choice in first.values() if choice.kind == kind
+        ).unfused()[0]
         fused_types: list[Any] = [torch.optim.Adam, torch.optim.SGD]
         if self._stack.flat.device.type == "cpu":
             # torch has a fused Adagrad for a CPU alone.
@@ -135,7 +143,9 @@ class StackedOptimizer:
             steps = self._steps.get(member, 0)
         return _Rule(choice, schedule, steps)
 
-    def _weights_in_norm(self, choices: Mapping[str, Mapping[str, Choice]]) -> list[_Weights]:
+    def _weights_in_norm(
+        self, choices: Mapping[str, Mapping[str, Choice]]
+    ) -> list[_Weights]:
         """Returns the weights to clip; as in a single run, without the tables updated inside the backward."""
         # All members have the same kinds of optimizer, see _optimizer().
         first = choices[self._stack.members[0]]
@@ -164,7 +174,9 @@ class StackedOptimizer:
         """Sets the learning rates of the next step by the schedules."""
         for group, _ in self._moved:
             if group["schedule"].changes:
-                group["lr"] = group["choice"].lr * group["schedule"].factor(self._step, group["steps"])
+                group["lr"] = group["choice"].lr * group["schedule"].factor(
+                    self._step, group["steps"]
+                )
 
     def end_step(self) -> None:
         """Counts a step for the schedules."""
@@ -183,7 +195,9 @@ class StackedOptimizer:
         """Returns each group of settings with its weights and their state."""
         entries = []
         for group, entry in self._moved:
-            entries.append((group, entry, self._owners[entry.parameter].state[entry.parameter]))
+            entries.append(
+                (group, entry, self._owners[entry.parameter].state[entry.parameter])
+            )
         return entries
 
     @property
@@ -194,7 +208,10 @@ class StackedOptimizer:
     @property
     def limits(self) -> list[float]:
         """The greatest gradient norm of each member; infinite for no limit."""
-        return [self._configs[member].clip_norm or math.inf for member in self._stack.members]
+        return [
+            self._configs[member].clip_norm or math.inf
+            for member in self._stack.members
+        ]
 
     @property
     def clips(self) -> bool:
@@ -207,8 +224,12 @@ class StackedOptimizer:
         return [weights.name for weights in self._clipped_weights if weights.is_table]
 
     def _clip(self, limits: Sequence[float]) -> None:
-        grads = [weights.grad.view(len(limits), -1) for weights in self._clipped_weights]
-        norms = torch.stack([grad.square().sum(dim=1) for grad in grads]).sum(dim=0).sqrt()
+        grads = [
+            weights.grad.view(len(limits), -1) for weights in self._clipped_weights
+        ]
+        norms = (
+            torch.stack([grad.square().sum(dim=1) for grad in grads]).sum(dim=0).sqrt()
+        )
         most = norms.new_tensor(limits)
         # torch's clip_grad_norm_ adds 1e-6 to the norm too, and a member must learn as it would alone.
         factors = (most / (norms + 1e-6)).clamp(max=1)[:, None]
@@ -227,7 +248,9 @@ class StackedOptimizer:
     def kept(self, stack: Stack) -> StackedOptimizer:
         """Returns an optimizer for a stack of some of the members, with their state and position."""
         configs = {member: self._configs[member] for member in stack.members}
-        optimizer = StackedOptimizer(stack, configs, schedules=self._schedules, steps=self._steps)
+        optimizer = StackedOptimizer(
+            stack, configs, schedules=self._schedules, steps=self._steps
+        )
         optimizer._step = self._step
         states: dict[tuple[str, str], dict[str, Tensor]] = {}
         for _, entry in self._moved:
@@ -273,14 +296,18 @@ def _all_weights(stack: Stack) -> list[_Weights]:
     return weights
 
 
-def _weights(stack: Stack, choices: Mapping[str, Mapping[str, Choice]]) -> list[_Weights]:
+def _weights(
+    stack: Stack, choices: Mapping[str, Mapping[str, Choice]]
+) -> list[_Weights]:
     """Returns the tables, and the dense weights: as one if each member has one setting for them, else one by one."""
     *tables, dense = _all_weights(stack)
     if not stack.dense:
         return tables
     most_settings = 1
     for member in stack.members:
-        most_settings = max(most_settings, len({choices[member][name] for name in stack.dense}))
+        most_settings = max(
+            most_settings, len({choices[member][name] for name in stack.dense})
+        )
     if most_settings == 1:
         return [*tables, dense._replace(name=next(iter(stack.dense)))]
     grads = stack.dense_grads()
@@ -289,19 +316,30 @@ def _weights(stack: Stack, choices: Mapping[str, Mapping[str, Choice]]) -> list[
     return tables
 
 
-def _runs(weights: _Weights, rules: Mapping[str, _Rule]) -> list[tuple[StackedWeights, _Rule]]:
+def _runs(
+    weights: _Weights, rules: Mapping[str, _Rule]
+) -> list[tuple[StackedWeights, _Rule]]:
     """Returns one entry for all members if they agree and are adjacent in memory, else one for each."""
     members = tuple(rules)
     if len(set(rules.values())) == 1 and weights.value.is_contiguous():
-        return [(_entry(weights, members, weights.value, weights.grad), rules[members[0]])]
-    parts = zip(members, weights.value.chunk(len(members)), weights.grad.chunk(len(members)), strict=True)
+        return [
+            (_entry(weights, members, weights.value, weights.grad), rules[members[0]])
+        ]
+    parts = zip(
+        members,
+        weights.value.chunk(len(members)),
+        weights.grad.chunk(len(members)),
+        strict=True,
+    )
     runs = []
     for member, value, grad in parts:
         runs.append((_entry(weights, (member,), value, grad), rules[member]))
     return runs
 
 
-def _entry(weights: _Weights, members: tuple[str, ...], value: Tensor, grad: Tensor) -> StackedWeights:
+def _entry(
+    weights: _Weights, members: tuple[str, ...], value: Tensor, grad: Tensor
+) -> StackedWeights:
     # It shares the memory of the stack's weights and of their gradients.
     parameter = nn.Parameter(value)
     parameter.grad = grad

@@ -15,7 +15,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_ext.batch import DrawnStep, Resident, SharedRows, TowerBatch
@@ -68,7 +72,10 @@ def tensors_apart(batch: TowerBatch, members: int) -> dict[str, Tensor]:
         tensors[name] = value
     # Shared rows are counted over all members.
     if batch.shared is not None:
-        first = torch.arange(members, device=batch.labels.device)[:, None] * tensors["shared.dense"].shape[1]
+        first = (
+            torch.arange(members, device=batch.labels.device)[:, None]
+            * tensors["shared.dense"].shape[1]
+        )
         tensors["shared.index"] = tensors["shared.index"] - first
     return tensors
 
@@ -94,7 +101,10 @@ class StackedSteps:
             self.members = len(items)
             # Rows one member after another; scalars, such as the weight of a batch, one for each member.
             tensors = zip(*(item.tensors for item in items), strict=True)
-            self.tensors = [torch.cat(parts) if parts[0].dim() else torch.stack(parts) for parts in tensors]
+            self.tensors = [
+                torch.cat(parts) if parts[0].dim() else torch.stack(parts)
+                for parts in tensors
+            ]
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -137,7 +147,9 @@ def joined_source(items: Sequence[DrawnStep]) -> Resident | None:
     if batch.joint is not None or batch.weighted is not None:
         return None
     # One id in each bag: only then are the members' ids one tensor without offsets.
-    if any(keyed.values().numel() != len(keyed.keys()) * keyed.stride() for keyed in bags):
+    if any(
+        keyed.values().numel() != len(keyed.keys()) * keyed.stride() for keyed in bags
+    ):
         return None
     shapes = [tensor.shape for tensor in first.tensors]
     if any([tensor.shape for tensor in item.tensors] != shapes for item in items):
@@ -158,7 +170,10 @@ def batch_from_tensors(tensors: Mapping[str, Tensor]) -> TowerBatch:
     """Builds a batch of ``tensors``, with a :class:`JaggedStandIn` for each of its KeyedJaggedTensors."""
     shared: Any = None
     if "shared.index" in tensors:
-        shared = _MembersRows(JaggedStandIn("shared.sparse"), *(tensors[f"shared.{name}"] for name in _SHARED))
+        shared = _MembersRows(
+            JaggedStandIn("shared.sparse"),
+            *(tensors[f"shared.{name}"] for name in _SHARED),
+        )
     fields: dict[str, Any] = {name: tensors.get(name) for name in _FIELDS}
     return TowerBatch(
         sparse=JaggedStandIn("sparse"),
@@ -194,7 +209,10 @@ class _Tables(nn.Module):
             )
         self.reads = features.name
         rows = self.strides[features.name]
-        return Pooled(self.names, [torch.zeros(rows, width, device=self.device) for width in self.widths])
+        return Pooled(
+            self.names,
+            [torch.zeros(rows, width, device=self.device) for width in self.widths],
+        )
 
 
 class _Dropout(nn.Module):
@@ -220,14 +238,19 @@ class Learner(nn.Module):
         self.network = network
 
     def forward(
-        self, batch: TowerBatch, peers: Tensor | None = None, weight: Tensor | None = None
+        self,
+        batch: TowerBatch,
+        peers: Tensor | None = None,
+        weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns loss () and detached logits (B,), with ``weight`` times the codistillation of ``peers`` (P, B)."""
         if peers is None or weight is None:
             loss, output = self.network(batch)
             return loss, output.logits.detach()
         logits = self.network.logits(batch)  # type: ignore[operator]
-        loss = self.network.loss(logits, batch) + weight * codistillation(logits, batch, peers)  # type: ignore[operator]
+        loss = self.network.loss(logits, batch) + weight * codistillation(  # type: ignore[operator]
+            logits, batch, peers
+        )
         return loss, logits.detach()
 
 
@@ -247,7 +270,9 @@ class Skeleton:
         self.dropouts: list[_Dropout] = []
         replaced: dict[int, Any] = {}
         for path, module in network.named_modules():
-            if isinstance(module, EmbeddingCollection | nn.modules.batchnorm._BatchNorm):
+            if isinstance(
+                module, EmbeddingCollection | nn.modules.batchnorm._BatchNorm
+            ):
                 raise StackError(
                     f"layer '{path}' is a {type(module).__name__}: only EmbeddingBagCollections and layers that keep "
                     "no statistics are stacked; train the network alone"
@@ -269,7 +294,9 @@ class Skeleton:
         """Returns the shape of each dropout layer's input for one member's batch, such as an epoch's shorter last."""
         shapes = tuple(value.shape for value in tensors_of(batch).values())
         if shapes not in self._noise_shapes:
-            self._noise_shapes[shapes] = [layer.shape for layer in self._probe(batch) if layer.shape is not None]
+            self._noise_shapes[shapes] = [
+                layer.shape for layer in self._probe(batch) if layer.shape is not None
+            ]
         return self._noise_shapes[shapes]
 
     def _probe(self, batch: TowerBatch) -> list[_Dropout]:
@@ -289,7 +316,10 @@ class Skeleton:
             table.device = batch.dense.device
             table.reads = ""
         order: list[_Dropout] = []
-        hooks = [layer.register_forward_hook(lambda layer, *_: order.append(layer)) for layer in self.dropouts]
+        hooks = [
+            layer.register_forward_hook(lambda layer, *_: order.append(layer))
+            for layer in self.dropouts
+        ]
         # On a stand-in of the batch, which raises where the network reads ids itself.
         with torch.no_grad():
             self.learner(batch_from_tensors(tensors))
@@ -302,7 +332,9 @@ class Skeleton:
         return order
 
     @contextmanager
-    def holding(self, pooled: Mapping[str, Sequence[Tensor]], noise: Sequence[Tensor]) -> Iterator[Learner]:
+    def holding(
+        self, pooled: Mapping[str, Sequence[Tensor]], noise: Sequence[Tensor]
+    ) -> Iterator[Learner]:
         """Yields the learner with ``pooled`` as its look-ups, by path, and ``noise`` in its dropout layers."""
         for path, table in self.tables.items():
             table.pooled = pooled[path]
@@ -320,7 +352,14 @@ class Skeleton:
 
 # The arguments of a module (Recorded) show in its attributes, but for dropout, whose rate may differ between members.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "arguments", "made_of"})
-_OF_A_TABLE = ("name", "num_embeddings", "embedding_dim", "feature_names", "pooling", "data_type")
+_OF_A_TABLE = (
+    "name",
+    "num_embeddings",
+    "embedding_dim",
+    "feature_names",
+    "pooling",
+    "data_type",
+)
 
 
 class Layer(NamedTuple):
@@ -338,11 +377,27 @@ def layers(network: nn.Module) -> Iterator[Layer]:
             continue
         if isinstance(module, EmbeddingBagCollection):
             inside += (f"{path}.",)
-            tables = {table.name: _fact(table) for table in module.embedding_bag_configs()}
-            yield Layer(path, {"tables": tuple(tables), **tables, "is_weighted": module.is_weighted()})
+            tables = {
+                table.name: _fact(table) for table in module.embedding_bag_configs()
+            }
+            yield Layer(
+                path,
+                {
+                    "tables": tuple(tables),
+                    **tables,
+                    "is_weighted": module.is_weighted(),
+                },
+            )
             continue
-        shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters(recurse=False)}
-        facts = {name: _fact(value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+        shapes = {
+            name: tuple(weight.shape)
+            for name, weight in module.named_parameters(recurse=False)
+        }
+        facts = {
+            name: _fact(value)
+            for name, value in vars(module).items()
+            if name not in _OF_EVERY_MODULE
+        }
         yield Layer(path, {"layer": type(module).__qualname__, **facts, **shapes})
 
 
@@ -354,7 +409,9 @@ def first_difference(networks: Mapping[str, nn.Module]) -> str | None:
         "out_features is 2 in 'a' and 3 in 'b'"
         >>> first_difference({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)})
     """
-    (first, reference), *others = ((name, list(layers(network))) for name, network in networks.items())
+    (first, reference), *others = (
+        (name, list(layers(network))) for name, network in networks.items()
+    )
     for name, other_layers in others:
         for layer, other in zip(reference, other_layers, strict=False):
             # The fields of both: one of them may lack a field.
@@ -375,12 +432,19 @@ def first_difference(networks: Mapping[str, nn.Module]) -> str | None:
 def _fact(value: Any) -> Any:
     """Returns a form of ``value`` to compare by content; None for other objects, such as modules and tensors."""
     if isinstance(value, BaseEmbeddingConfig):
-        return tuple(f"{name}={_shown(getattr(value, name))}" for name in _OF_A_TABLE if hasattr(value, name))
+        return tuple(
+            f"{name}={_shown(getattr(value, name))}"
+            for name in _OF_A_TABLE
+            if hasattr(value, name)
+        )
     if isinstance(value, functools.partial):
         return (_fact(value.func), _fact(value.args), _fact(value.keywords))
     if callable(value) and hasattr(value, "__qualname__"):
         # Two functions of one name may have closed over different values.
-        closed = tuple(_fact(cell.cell_contents) for cell in getattr(value, "__closure__", None) or ())
+        closed = tuple(
+            _fact(cell.cell_contents)
+            for cell in getattr(value, "__closure__", None) or ()
+        )
         return (value.__module__, value.__qualname__, *closed)
     if isinstance(value, Mapping):
         return tuple((key, _fact(entry)) for key, entry in value.items())

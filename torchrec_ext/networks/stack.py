@@ -18,7 +18,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import embedding_bag
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    get_embedding_names_by_table,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import DrawnStep, Resident, TowerBatch
@@ -56,7 +59,12 @@ class _Bags(NamedTuple):
         if pooling == PoolingType.MEAN:
             mode = "mean"
         return embedding_bag(
-            self.ids, table, ends, mode=mode, per_sample_weights=self.weights, include_last_offset=True
+            self.ids,
+            table,
+            ends,
+            mode=mode,
+            per_sample_weights=self.weights,
+            include_last_offset=True,
         )
 
     def one_each(self) -> tuple[Tensor, Tensor | None] | None:
@@ -96,23 +104,35 @@ class StackedTables(nn.Module):
     def __init__(self, collections: Sequence[EmbeddingBagCollection]) -> None:
         super().__init__()
         self.members = len(collections)
-        self.tables: list[EmbeddingBagConfig] = list(collections[0].embedding_bag_configs())
-        self.names = list(chain.from_iterable(get_embedding_names_by_table(self.tables)))
+        self.tables: list[EmbeddingBagConfig] = list(
+            collections[0].embedding_bag_configs()
+        )
+        self.names = list(
+            chain.from_iterable(get_embedding_names_by_table(self.tables))
+        )
         stacked = []
         for table in self.tables:
             rows = self.members * table.num_embeddings
-            stacked.append(dataclasses.replace(table, num_embeddings=rows, init_fn=None))
+            stacked.append(
+                dataclasses.replace(table, num_embeddings=rows, init_fn=None)
+            )
         weighted = collections[0].is_weighted()
         # Without memory of its own: each weight becomes the members' weights, one below the other.
-        self.collection = EmbeddingBagCollection(tables=stacked, is_weighted=weighted, device=torch.device("meta"))
+        self.collection = EmbeddingBagCollection(
+            tables=stacked, is_weighted=weighted, device=torch.device("meta")
+        )
         for table in self.tables:
             bags = [collection.embedding_bags[table.name] for collection in collections]
             if bags[0].weight.dtype != torch.float32:
-                raise ValueError(f"table '{table.name}' is {bags[0].weight.dtype}: only tables of fp32 are stacked")
+                raise ValueError(
+                    f"table '{table.name}' is {bags[0].weight.dtype}: only tables of fp32 are stacked"
+                )
             weight = nn.Parameter(torch.cat([bag.weight.detach() for bag in bags]))
             weight.grad = torch.zeros_like(weight)
             self.collection.embedding_bags[table.name].weight = weight
-            member_weights = weight.detach().view(self.members, *bags[0].weight.shape).unbind()
+            member_weights = (
+                weight.detach().view(self.members, *bags[0].weight.shape).unbind()
+            )
             for bag, member_weight in zip(bags, member_weights, strict=True):
                 bag.weight.data = member_weight
         self._lookups: list[_Bags] = []
@@ -138,9 +158,13 @@ class StackedTables(nn.Module):
 
     def forward(self) -> list[Tensor]:
         """Returns the pooled bags (K, S, D) of each of ``names``, for the rows read last."""
-        return self._pooled(self._lookups, [self.weight(table) for table in self.tables])
+        return self._pooled(
+            self._lookups, [self.weight(table) for table in self.tables]
+        )
 
-    def look_up(self, parts: Sequence[KeyedJaggedTensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    def look_up(
+        self, parts: Sequence[KeyedJaggedTensor], weights: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Returns the pooled bags as if the tables had other ``weights``; no gradient is accumulated for them."""
         return self._pooled(self._read(parts), weights)
 
@@ -148,10 +172,16 @@ class StackedTables(nn.Module):
         return self._of_each(_read_one_each(parts, self.members) or _Jagged(parts))
 
     def _of_each(self, reader: _OneEach | _Jagged) -> list[_Bags]:
-        return [reader(feature, table.num_embeddings) for table in self.tables for feature in table.feature_names]
+        return [
+            reader(feature, table.num_embeddings)
+            for table in self.tables
+            for feature in table.feature_names
+        ]
 
     @torch.no_grad()
-    def _pooled(self, lookups: Sequence[_Bags], weights: Sequence[Tensor]) -> list[Tensor]:
+    def _pooled(
+        self, lookups: Sequence[_Bags], weights: Sequence[Tensor]
+    ) -> list[Tensor]:
         bags = iter(lookups)
         pooled = []
         for table, weight in zip(self.tables, weights, strict=True):
@@ -170,7 +200,9 @@ class StackedTables(nn.Module):
         for bags in self._lookups:
             rows = bags.one_each()
             if rows is None:
-                features = chain.from_iterable(table.feature_names for table in self.tables)
+                features = chain.from_iterable(
+                    table.feature_names for table in self.tables
+                )
                 raise StackError(
                     f"one of the features {', '.join(dict.fromkeys(features))} has several ids or weights in some row; "
                     "a compiled step needs one id in each, such as with data.history_length=0"
@@ -187,7 +219,13 @@ class StackedTables(nn.Module):
             gradient.zero_()  # type: ignore[union-attr]
             for _ in table.feature_names:
                 bags, pooled = next(lookups)
-                gradient.index_add_(0, bags.ids, bags.gradient(pooled.reshape(-1, table.embedding_dim), table.pooling))  # type: ignore[union-attr]
+                gradient.index_add_(  # type: ignore[union-attr]
+                    0,
+                    bags.ids,
+                    bags.gradient(
+                        pooled.reshape(-1, table.embedding_dim), table.pooling
+                    ),
+                )
 
 
 class _OneEach:
@@ -216,7 +254,10 @@ def _read_one_each(parts: Sequence[KeyedJaggedTensor], members: int) -> _OneEach
         different = parts[:1]
     for batch in different:
         lengths = batch.lengths()
-        if batch.values().numel() != lengths.numel() or batch.weights_or_none() is not None:
+        if (
+            batch.values().numel() != lengths.numel()
+            or batch.weights_or_none() is not None
+        ):
             return None
         # As many ids as bags, and no bag with two: each has one.
         if lengths.numel() and int(lengths.max()) != 1:
@@ -237,7 +278,9 @@ class _Jagged:
         by_member = [bags[feature] for bags in self._bags]
         weights = [bags.weights_or_none() for bags in by_member]
         # Member k's rows begin at row k x rows of the stacked table.
-        ids = torch.cat([bags.values() + rows * member for member, bags in enumerate(by_member)])
+        ids = torch.cat(
+            [bags.values() + rows * member for member, bags in enumerate(by_member)]
+        )
         lengths = torch.cat([bags.lengths() for bags in by_member]).long()
         if weights[0] is None:
             return _Bags(ids, lengths)
@@ -269,7 +312,9 @@ class _BatchMaker(NamedTuple):
         rest = iter(variable)
         fields = {}
         for name in self.names:
-            fields[name] = self.constants[name] if name in self.constants else next(rest)
+            fields[name] = (
+                self.constants[name] if name in self.constants else next(rest)
+            )
         return fields
 
 
@@ -316,12 +361,19 @@ class Stack(nn.Module):
         torch.save(stack.state_of("a"), "a.pt")
     """
 
-    def __init__(self, networks: Mapping[str, nn.Module], *, seeds: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        networks: Mapping[str, nn.Module],
+        *,
+        seeds: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__()
         if not networks:
             raise StackError("a stack needs at least one network")
         if len({id(network) for network in networks.values()}) < len(networks):
-            raise StackError(f"two of {list(networks)} are one network; give each member weights of its own")
+            raise StackError(
+                f"two of {list(networks)} are one network; give each member weights of its own"
+            )
         if (differs := first_difference(networks)) is not None:
             raise StackError(
                 f"{differs}: a stack holds networks of one shape; give both the same, or train them beside each other "
@@ -332,12 +384,16 @@ class Stack(nn.Module):
         # They are no submodules, because their weights are views of the stack's.
         self.networks = dict(networks)
         seeds = seeds or {}
-        self.generators = {name: torch.Generator().manual_seed(seeds.get(name, 0)) for name in networks}
+        self.generators = {
+            name: torch.Generator().manual_seed(seeds.get(name, 0)) for name in networks
+        }
         # Concatenate the members' tables, by the path of their collection.
         self.tables: dict[str, StackedTables] = {}
         for path, module in next(iter(networks.values())).named_modules():
             if isinstance(module, EmbeddingBagCollection):
-                self.tables[path] = StackedTables([network.get_submodule(path) for network in networks.values()])
+                self.tables[path] = StackedTables(
+                    [network.get_submodule(path) for network in networks.values()]
+                )
         self.skeleton: Skeleton | None = None
         self._graphs: dict[tuple[object, ...], GraphModule] = {}
         self._makers: dict[tuple[object, ...], _BatchMaker] = {}
@@ -352,11 +408,18 @@ class Stack(nn.Module):
 
     def state_of(self, member: str) -> dict[str, Tensor]:
         """Copies the state dict of one member, under the names of the network alone."""
-        return {name: value.clone() for name, value in self.networks[member].state_dict().items()}
+        return {
+            name: value.clone()
+            for name, value in self.networks[member].state_dict().items()
+        }
 
     def without(self, members: Collection[str]) -> Stack:
         """Returns a stack of the other members, with their weights and generators; leaving members keep copies."""
-        others = {name: network for name, network in self.networks.items() if name not in members}
+        others = {
+            name: network
+            for name, network in self.networks.items()
+            if name not in members
+        }
         for name in members:
             for weight in self.networks[name].parameters():
                 weight.data = weight.data.clone()
@@ -378,7 +441,9 @@ class Stack(nn.Module):
         sizes = [weight.numel() for _, weight in by_member[0]]
         rows = []
         for parameters in by_member:
-            rows.append(torch.cat([weight.detach().reshape(-1) for _, weight in parameters]))
+            rows.append(
+                torch.cat([weight.detach().reshape(-1) for _, weight in parameters])
+            )
         self.flat = torch.stack(rows)
         self.flat_grad = torch.zeros_like(self.flat)
         # Columns of ``flat`` with each dense weight, by its name.
@@ -392,15 +457,22 @@ class Stack(nn.Module):
             self.dense[name] = nn.Parameter(self.flat[:, columns].view(shape))
             self._dense_grads.append(self.flat_grad[:, columns].view(shape))
             # The members' own parameters become views, so each network is at any time as trained so far.
-            for parameters, values in zip(by_member, self.dense[name].detach().unbind(), strict=True):
+            for parameters, values in zip(
+                by_member, self.dense[name].detach().unbind(), strict=True
+            ):
                 parameters[index][1].data = values
 
     def _prepare(self, batch: TowerBatch) -> Skeleton:
         # The network with the most dropout layers: a network with a rate of 0 may have no such layer.
-        self.skeleton = Skeleton(max(self.networks.values(), key=lambda network: len(_dropouts(network))), batch)
+        self.skeleton = Skeleton(
+            max(self.networks.values(), key=lambda network: len(_dropouts(network))),
+            batch,
+        )
         self._rates = []
         for name, network in self.networks.items():
-            rates = [layer.p for layer in _dropouts(network)] or [0.0] * len(self.skeleton.dropouts)
+            rates = [layer.p for layer in _dropouts(network)] or [0.0] * len(
+                self.skeleton.dropouts
+            )
             if len(rates) != len(self.skeleton.dropouts):
                 raise StackError(
                     f"'{name}' has {len(rates)} dropout layers, another network {len(self.skeleton.dropouts)}"
@@ -408,7 +480,9 @@ class Stack(nn.Module):
             self._rates.append(rates)
         return self.skeleton
 
-    def joined(self, items: Sequence[DrawnStep | TowerBatch]) -> Sequence[TowerBatch] | StackedSteps:
+    def joined(
+        self, items: Sequence[DrawnStep | TowerBatch]
+    ) -> Sequence[TowerBatch] | StackedSteps:
         """Joins the members' steps into one with a common batch; returns their batches if that is impossible."""
         device = self.flat.device
         steps = [item for item in items if isinstance(item, DrawnStep)]
@@ -431,7 +505,9 @@ class Stack(nn.Module):
                 batches[id(item)] = batch
         return [batches[id(item)] for item in items]
 
-    def backward(self, batches: StepBatches, *, peers: Tensor | None = None, weight: float = 1.0) -> Losses:
+    def backward(
+        self, batches: StepBatches, *, peers: Tensor | None = None, weight: float = 1.0
+    ) -> Losses:
         """Computes each member's loss on its batch, and its gradient into ``grad`` of the stacked weights.
 
         Args:
@@ -460,12 +536,16 @@ class Stack(nn.Module):
         return Losses(loss, logits, inputs.rows())
 
     @torch.no_grad()
-    def _check_losses(self, graph: GraphModule, inputs: Inputs, batches: StepBatches) -> None:
+    def _check_losses(
+        self, graph: GraphModule, inputs: Inputs, batches: StepBatches
+    ) -> None:
         """Checks the losses of the first step against the members' own forwards."""
         if isinstance(batches, StackedSteps):
             batches = batches.batches()
         losses = graph(*inputs.flat())[0].tolist()
-        for (name, network), batch, loss in zip(self.networks.items(), batches, losses, strict=True):
+        for (name, network), batch, loss in zip(
+            self.networks.items(), batches, losses, strict=True
+        ):
             alone = float(network(batch)[0])
             if abs(alone - loss) > _TOLERANCE * max(1.0, abs(alone)):
                 raise StackError(
@@ -474,7 +554,12 @@ class Stack(nn.Module):
                 )
 
     def inputs(
-        self, batches: StepBatches, peers: Tensor | None = None, weight: float = 1.0, *, look_up: bool = True
+        self,
+        batches: StepBatches,
+        peers: Tensor | None = None,
+        weight: float = 1.0,
+        *,
+        look_up: bool = True,
     ) -> Inputs:
         """Returns the input tensors of a step on ``batches``; the tables keep the rows for their gradient.
 
@@ -496,11 +581,25 @@ class Stack(nn.Module):
         if look_up:
             pooled = [tables() for tables in self.tables.values()]
         noise, stale = self.drawn(batches, peers, weight)
-        return Inputs(list(self.dense.values()), list(self.tables), pooled, fields, noise, stale, shared)
+        return Inputs(
+            list(self.dense.values()),
+            list(self.tables),
+            pooled,
+            fields,
+            noise,
+            stale,
+            shared,
+        )
 
-    def drawn(self, batches: StepBatches, peers: Tensor | None, weight: float) -> tuple[list[Tensor], list[Tensor]]:
+    def drawn(
+        self, batches: StepBatches, peers: Tensor | None, weight: float
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Draws the noise of a step's dropout; returns it and the peers' inputs, see :meth:`inputs`."""
-        example = self._maker(batches).example if isinstance(batches, StackedSteps) else batches[0]
+        example = (
+            self._maker(batches).example
+            if isinstance(batches, StackedSteps)
+            else batches[0]
+        )
         noise = self._draw(self.skeleton or self._prepare(example), example)
         if peers is None:
             return noise, []
@@ -510,7 +609,9 @@ class Stack(nn.Module):
         """Finds the look-ups' rows of ``batches``, for :class:`StackedTables` or a compiled step."""
         skeleton = self.skeleton or self._prepare(batches[0])
         for path, tables in self.tables.items():
-            tables.read([jagged_of(batch, skeleton.tables[path].reads) for batch in batches])
+            tables.read(
+                [jagged_of(batch, skeleton.tables[path].reads) for batch in batches]
+            )
 
     def made(
         self, steps: StackedSteps, resident: Sequence[Tensor], drawn: Sequence[Tensor]
@@ -548,18 +649,26 @@ class Stack(nn.Module):
                 self._prepare(example)
 
             def make(*tensors: Tensor) -> list[Any]:
-                rows, fields = self.made(steps, tensors[: len(resident)], tensors[len(resident) :])
+                rows, fields = self.made(
+                    steps, tensors[: len(resident)], tensors[len(resident) :]
+                )
                 names[:] = fields
                 return [rows, *fields.values()]
 
             inputs = [*resident, *steps.tensors]
-            graph = make_fx(functionalize(make, remove="mutations"), tracing_mode="fake")(*inputs)
+            graph = make_fx(
+                functionalize(make, remove="mutations"), tracing_mode="fake"
+            )(*inputs)
             with torch.no_grad():
                 _, *fields = graph(*inputs)
             field_values = dict(zip(names, fields, strict=True))
             # Fields that depend on no input are computed here, once, and not in each step.
             variable = leave_out_constants(graph, names)
-            constants = {name: value.clone() for name, value in field_values.items() if name not in variable}
+            constants = {
+                name: value.clone()
+                for name, value in field_values.items()
+                if name not in variable
+            }
             self._makers[steps.layout] = _BatchMaker(graph, names, constants, example)
         return self._makers[steps.layout]
 
@@ -580,17 +689,25 @@ class Stack(nn.Module):
         # On the CPU, from each member's own generator: the draws of the member alone.
         for index, shape in enumerate(skeleton.noise_shapes(batch)):
             noise = torch.ones(len(self.networks), *shape)
-            for member_noise, rates, generator in zip(noise, self._rates, self.generators.values(), strict=True):
+            for member_noise, rates, generator in zip(
+                noise, self._rates, self.generators.values(), strict=True
+            ):
                 if rates[index]:
-                    member_noise.bernoulli_(1 - rates[index], generator=generator).div_(1 - rates[index])
+                    member_noise.bernoulli_(1 - rates[index], generator=generator).div_(
+                        1 - rates[index]
+                    )
             layer_noises.append(noise.to(self.flat.device))
         return layer_noises
 
 
-def _stacked_fields(members: Sequence[str], batches: Sequence[TowerBatch]) -> dict[str, Tensor]:
+def _stacked_fields(
+    members: Sequence[str], batches: Sequence[TowerBatch]
+) -> dict[str, Tensor]:
     """Stacks the tensors of the batches, (K, ...); those of one batch for all stay as they are."""
     if len(batches) != len(members):
-        raise StackError(f"{len(batches)} batches for {len(members)} networks: give one for each, {list(members)}")
+        raise StackError(
+            f"{len(batches)} batches for {len(members)} networks: give one for each, {list(members)}"
+        )
     # One object for all members is read once, without a copy for each of them.
     shared = are_one(batches)
     different = batches
@@ -624,8 +741,16 @@ def table_weights(stack: Stack) -> dict[str, nn.Parameter]:
 
 
 def _dense_parameters(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    inside = tuple(f"{path}." for path, module in network.named_modules() if isinstance(module, EmbeddingBagCollection))
-    return [(name, weight) for name, weight in network.named_parameters() if not name.startswith(inside)]
+    inside = tuple(
+        f"{path}."
+        for path, module in network.named_modules()
+        if isinstance(module, EmbeddingBagCollection)
+    )
+    return [
+        (name, weight)
+        for name, weight in network.named_parameters()
+        if not name.startswith(inside)
+    ]
 
 
 def _dropouts(network: nn.Module) -> list[nn.Dropout]:

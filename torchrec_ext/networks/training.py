@@ -28,7 +28,14 @@ from torchrec_ext.networks.compiled import StackSteps
 from torchrec_ext.networks.config import Codistillation as Codistillation
 from torchrec_ext.networks.graph import Inputs, trace_logits
 from torchrec_ext.networks.optimizer import StackedOptimizer, StackedWeights
-from torchrec_ext.networks.skeleton import StackedSteps, StackError, are_one, jagged_of, tensors_of, unlike_members
+from torchrec_ext.networks.skeleton import (
+    StackedSteps,
+    StackError,
+    are_one,
+    jagged_of,
+    tensors_of,
+    unlike_members,
+)
 from torchrec_ext.networks.stack import Losses, Stack
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
 from torchrec_ext.train.config import Record
@@ -72,7 +79,9 @@ class MemberRun:
 
 def is_over(at: Position, epochs: int) -> bool:
     """Whether a member at this position has left the stack, after the last of its epochs or an early stop."""
-    return at.ended and (at.epoch + 1 >= epochs or any(record["kind"] == "stop" for record in at.history))
+    return at.ended and (
+        at.epoch + 1 >= epochs or any(record["kind"] == "stop" for record in at.history)
+    )
 
 
 @contextmanager
@@ -85,7 +94,9 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
         generator.set_state(torch.get_rng_state())
 
 
-def optimizer_of(stack: Stack, optimizer: StackedOptimizer, member: str) -> KeyedOptimizer:
+def optimizer_of(
+    stack: Stack, optimizer: StackedOptimizer, member: str
+) -> KeyedOptimizer:
     """Returns one member's part of a stack's optimizer under its own names; state is shared, not copied.
 
     Args:
@@ -100,15 +111,21 @@ def optimizer_of(stack: Stack, optimizer: StackedOptimizer, member: str) -> Keye
     for _, entry, _ in optimizer.entries():
         if member not in entry.members:
             continue
-        for name, parts in _parts(stack, entry, optimizer.states(entry)[member]).items():
+        for name, parts in _parts(
+            stack, entry, optimizer.states(entry)[member]
+        ).items():
             # A table is called PATH.TABLE in the stack.
-            key = own_names.get(name) or "{}.embedding_bags.{}.weight".format(*name.rsplit(".", 1))
+            key = own_names.get(name) or "{}.embedding_bags.{}.weight".format(
+                *name.rsplit(".", 1)
+            )
             params[key] = network.get_parameter(key)
             state[params[key]] = parts
     return KeyedOptimizer(params, state, [])
 
 
-def _parts(stack: Stack, entry: StackedWeights, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def _parts(
+    stack: Stack, entry: StackedWeights, state: dict[str, Tensor]
+) -> dict[str, dict[str, Tensor]]:
     """Splits one member's state of an entry by weight, by name."""
     if entry.is_table:
         return {entry.name: state}
@@ -123,7 +140,9 @@ def _parts(stack: Stack, entry: StackedWeights, state: dict[str, Tensor]) -> dic
         # A scalar, such as a count of steps, belongs to each weight.
         pieces: Sequence[Tensor] = [value] * len(names)
         if value.dim():
-            pieces = list(map(Tensor.view, torch.split(value.reshape(-1), sizes), shapes))
+            pieces = list(
+                map(Tensor.view, torch.split(value.reshape(-1), sizes), shapes)
+            )
         for name, piece in zip(names, pieces, strict=True):
             parts[name][slot] = piece
     return parts
@@ -163,7 +182,9 @@ class StalePeers:
         self._dense = [value.detach().clone() for value in self._stack.dense.values()]
         self._tables = {}
         for path, stacked in self._stack.tables.items():
-            self._tables[path] = [stacked.weight(table).detach().clone() for table in stacked.tables]
+            self._tables[path] = [
+                stacked.weight(table).detach().clone() for table in stacked.tables
+            ]
 
     def logits(self, batches: Sequence[TowerBatch], step: int) -> Tensor | None:
         """Returns the logits of each member's peers for its rows, (K, K - 1, B); None before the burn-in is over.
@@ -194,8 +215,20 @@ class StalePeers:
         pooled = []
         for path, tables in self._stack.tables.items():
             reads = skeleton.tables[path].reads
-            pooled.append(tables.look_up([jagged_of(batch, reads) for batch in batches], self._tables[path]))
-        inputs = Inputs(self._dense, list(self._stack.tables), pooled, tensors_of(batches[0]), [], [], True)
+            pooled.append(
+                tables.look_up(
+                    [jagged_of(batch, reads) for batch in batches], self._tables[path]
+                )
+            )
+        inputs = Inputs(
+            self._dense,
+            list(self._stack.tables),
+            pooled,
+            tensors_of(batches[0]),
+            [],
+            [],
+            True,
+        )
         key = inputs.shapes()
         if key not in self._graphs:
             self._graphs[key] = trace_logits(skeleton, inputs)
@@ -256,8 +289,12 @@ def train_stack(
         RunStoppedError: ``stop`` returned True.
     """
     try:
-        run = _Run(members, evaluate, log, codistillation or Codistillation(), stop, say)
-        while run.active and run.at.epoch < max(member.train.epochs for member in members.values()):
+        run = _Run(
+            members, evaluate, log, codistillation or Codistillation(), stop, say
+        )
+        while run.active and run.at.epoch < max(
+            member.train.epochs for member in members.values()
+        ):
             run.epoch()
         run.restore_best()
     finally:
@@ -313,7 +350,9 @@ class _Run:
             schedules[name] = member.train.tables_schedule, member.train.dense_schedule
             total_steps[name] = member.train.epochs * self._steps
         self._stack = Stack(networks, seeds=seeds)
-        self._optimizer = StackedOptimizer(self._stack, optimizers, schedules=schedules, steps=total_steps)
+        self._optimizer = StackedOptimizer(
+            self._stack, optimizers, schedules=schedules, steps=total_steps
+        )
         self._peers = self._new_peers()
         # Made last: it counts the steps from the position of a resumed run.
         self._step: StackSteps | None = None
@@ -338,9 +377,16 @@ class _Run:
     def _new_step(self) -> StackSteps | None:
         if not self.active:
             return None
-        total = self._steps * max(self._members[name].train.epochs for name in self.active)
+        total = self._steps * max(
+            self._members[name].train.epochs for name in self.active
+        )
         return StackSteps(
-            self._stack, self._optimizer, compile=self._compile, done=self.at.step, total=total, say=self._say
+            self._stack,
+            self._optimizer,
+            compile=self._compile,
+            done=self.at.step,
+            total=total,
+            say=self._say,
         )
 
     def epoch(self) -> None:
@@ -366,8 +412,13 @@ class _Run:
             else:
                 streams.append(loader)
         for items in zip(*streams, strict=True):
-            item_of_loader = {id(loader): item for loader, item in zip(loaders, items, strict=True)}
-            item_of_member = {name: item_of_loader[id(self._members[name].loader)] for name in self.active}
+            item_of_loader = {
+                id(loader): item for loader, item in zip(loaders, items, strict=True)
+            }
+            item_of_member = {
+                name: item_of_loader[id(self._members[name].loader)]
+                for name in self.active
+            }
             if not self._train(self.at.epoch + 1, item_of_member, self._window):
                 return
         self._end_of_epoch(self.at.epoch + 1)
@@ -376,11 +427,17 @@ class _Run:
     def restore_best(self) -> None:
         """Restores the weights of each member's best evaluation, if its early stop watched for it."""
         for name, member in self._members.items():
-            steps = [record["step"] for record in self.history[name] if record["kind"] != "error"]
+            steps = [
+                record["step"]
+                for record in self.history[name]
+                if record["kind"] != "error"
+            ]
             # A member that diverged keeps the weights at which it ended.
             if name not in self._best or len(steps) < len(self.history[name]):
                 continue
-            record = self._best[name].restore(self._watches[name], max(steps, default=0), member.checkpoints)
+            record = self._best[name].restore(
+                self._watches[name], max(steps, default=0), member.checkpoints
+            )
             if record is not None:
                 self._log(name, record)
 
@@ -408,9 +465,14 @@ class _Run:
         positions = set()
         for name, position in position_of.items():
             if name not in finished:
-                positions.add((position.epoch, position.done, position.step, position.ended))
+                positions.add(
+                    (position.epoch, position.done, position.step, position.ended)
+                )
         if len(positions) > 1:
-            steps = ", ".join(f"'{name}' at step {position.step}" for name, position in position_of.items())
+            steps = ", ".join(
+                f"'{name}' at step {position.step}"
+                for name, position in position_of.items()
+            )
             raise StackError(
                 f"the members' checkpoints stand apart: {steps}; give those of one step, as members step together"
             )
@@ -455,7 +517,9 @@ class _Run:
             with drawing_from(self._stack.generators[name]):
                 how(checkpoints, self._as_run(name))
 
-    def _train(self, epoch: int, items: Mapping[str, DrawnStep | TowerBatch], window: _Window) -> bool:
+    def _train(
+        self, epoch: int, items: Mapping[str, DrawnStep | TowerBatch], window: _Window
+    ) -> bool:
         """Makes one step of all members; False when no member is left."""
         losses = self._move(items)
         # A step with a diverged member has written nothing: the others take it again without that member.
@@ -470,11 +534,19 @@ class _Run:
         for name in self.active:
             config = self._members[name].train
             if self.at.step % config.log_every == 0 or self.at.done == self._steps:
-                record = {"kind": "train", "epoch": epoch, "step": self.at.step, **window.take(name)}
+                record = {
+                    "kind": "train",
+                    "epoch": epoch,
+                    "step": self.at.step,
+                    **window.take(name),
+                }
                 if config.tables_schedule.changes or config.dense_schedule.changes:
                     record |= self._optimizer.rates(name)
                 self._keep(name, record)
-        due = [checkpoints.due_after(self.at.step) for _, checkpoints in self._active_checkpoints()]
+        due = [
+            checkpoints.due_after(self.at.step)
+            for _, checkpoints in self._active_checkpoints()
+        ]
         # Collecting a member's state takes as long as some steps: only when a checkpoint is due.
         if self.at.done < self._steps and any(due):
             self._save(RunCheckpoints.after_step)
@@ -489,7 +561,9 @@ class _Run:
                 f"stopped by a signal after {where}; nothing was saved, since the run has no checkpoints"
             )
         self._save(RunCheckpoints.save)
-        raise RunStoppedError(f"stopped by a signal after {where}, which is saved; go on with --resume auto")
+        raise RunStoppedError(
+            f"stopped by a signal after {where}, which is saved; go on with --resume auto"
+        )
 
     def _move(self, items: Mapping[str, DrawnStep | TowerBatch]) -> Losses:
         assert self._step is not None, "members are left"
@@ -510,7 +584,15 @@ class _Run:
                 "this step, and the member ends; lower its optimizer.tables_lr or optimizer.dense_lr, or set "
                 "optimizer.clip_norm"
             )
-            self._keep(name, {"kind": "error", "epoch": epoch, "step": self.at.step + 1, "message": message})
+            self._keep(
+                name,
+                {
+                    "kind": "error",
+                    "epoch": epoch,
+                    "step": self.at.step + 1,
+                    "message": message,
+                },
+            )
         self._leave(diverged)
 
     def _end_of_epoch(self, epoch: int) -> None:
@@ -524,7 +606,12 @@ class _Run:
             if self._evaluate is None or not (last or epoch % config.eval_every == 0):
                 continue
             self._members[name].network.eval()
-            record = {"kind": "eval", "epoch": epoch, "step": self.at.step, **self._evaluate(name)}
+            record = {
+                "kind": "eval",
+                "epoch": epoch,
+                "step": self.at.step,
+                **self._evaluate(name),
+            }
             watch = self._watches[name]
             # Members that evaluate best so far keep their weights, for the end of their run.
             if watch.see(record):
@@ -539,7 +626,11 @@ class _Run:
                 ended.append(name)
         for name, checkpoints in self._active_checkpoints():
             with drawing_from(self._stack.generators[name]):
-                checkpoints.after_epoch(self._as_run(name, ended=True), last=name in ended, best=name in best)
+                checkpoints.after_epoch(
+                    self._as_run(name, ended=True),
+                    last=name in ended,
+                    best=name in best,
+                )
         self._leave(ended)
 
     def _leave(self, names: Iterable[str]) -> None:
@@ -578,7 +669,9 @@ class _Window:
         self._sums[name] = total, int(steps), int(rows)
 
     def add(self, names: Sequence[str], losses: Losses) -> None:
-        for name, loss, rows in zip(names, losses.loss.tolist(), losses.rows.tolist(), strict=True):
+        for name, loss, rows in zip(
+            names, losses.loss.tolist(), losses.rows.tolist(), strict=True
+        ):
             total, steps, counted = self._sums[name]
             self._sums[name] = total + loss, steps + 1, counted + rows
 

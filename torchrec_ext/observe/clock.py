@@ -17,7 +17,9 @@ from types import TracebackType
 from typing import NamedTuple
 
 _READS = 5
-_SCHEDSTAT = "/proc/thread-self/schedstat"  # seconds on a core, seconds in its queue, turns
+_SCHEDSTAT = (
+    "/proc/thread-self/schedstat"  # seconds on a core, seconds in its queue, turns
+)
 
 
 class ThreadClock:
@@ -44,7 +46,9 @@ class ThreadClock:
     def __call__(self) -> float:
         """Returns seconds since some moment."""
         # The file is that of the thread that opened it.
-        assert threading.get_ident() == self._thread, "a ThreadClock belongs to the thread that made it"
+        assert threading.get_ident() == self._thread, (
+            "a ThreadClock belongs to the thread that made it"
+        )
         if self._file < 0:
             return time.perf_counter()
         for _ in range(_READS):
@@ -68,7 +72,10 @@ class ThreadClock:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -96,7 +103,11 @@ def busy_elsewhere(path: str = "/proc/stat") -> Callable[[], float | None]:
 def _busy(path: str) -> _Busy | None:
     try:
         with open(path) as stream:
-            lines = [line.split() for line in stream if line.startswith("cpu") and line[3].isdigit()]
+            lines = [
+                line.split()
+                for line in stream
+                if line.startswith("cpu") and line[3].isdigit()
+            ]
     except OSError:
         return None
     # Only the cores that this process may use: what happens on others does not slow it.
@@ -106,7 +117,9 @@ def _busy(path: str) -> _Busy | None:
         if name in ours:
             # user, nice, system, idle, iowait, irq, softirq, steal: all but the two that wait
             ticks += sum(map(int, (*values[:3], *values[5:8])))
-    return _Busy(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), process_seconds())
+    return _Busy(
+        time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), process_seconds()
+    )
 
 
 def process_seconds() -> float:

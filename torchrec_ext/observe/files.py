@@ -44,7 +44,11 @@ class FilesWritten:
 
     def note(self) -> str:
         """Returns a sentence about these files; empty if there are none."""
-        paths = sorted(path for path in self.paths if not path.startswith(_NO_FILES) and not path.endswith(".pyc"))
+        paths = sorted(
+            path
+            for path in self.paths
+            if not path.startswith(_NO_FILES) and not path.endswith(".pyc")
+        )
         if not paths:
             return ""
         more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
@@ -57,10 +61,17 @@ def _open_for_writing() -> Iterator[tuple[str, os.stat_result]]:
         try:
             about = os.fstat(int(entry.name))
             path = os.readlink(entry)
-            flags = Path(f"/proc/self/fdinfo/{entry.name}").read_text().split("flags:")[1].split()[0]
+            flags = (
+                Path(f"/proc/self/fdinfo/{entry.name}")
+                .read_text()
+                .split("flags:")[1]
+                .split()[0]
+            )
         except OSError:  # closed meanwhile, as the descriptor of this listing
             continue
-        writable = int(flags, 8) & (os.O_WRONLY | os.O_RDWR) and int(entry.name) >= _STANDARD
+        writable = (
+            int(flags, 8) & (os.O_WRONLY | os.O_RDWR) and int(entry.name) >= _STANDARD
+        )
         # A file without a link has no name any more: it is gone when it is closed.
         if writable and stat.S_ISREG(about.st_mode) and about.st_nlink:
             yield path, about

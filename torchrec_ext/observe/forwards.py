@@ -37,9 +37,15 @@ class Forwards:
     def watching(self) -> Iterator[None]:
         """Watches one step."""
         with ExitStack() as stack:
-            for module in dict.fromkeys(module for _, module in named_modules(self._roots)):
+            for module in dict.fromkeys(
+                module for _, module in named_modules(self._roots)
+            ):
                 if next(module.parameters(), None) is not None:
-                    stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+                    stack.callback(
+                        module.register_forward_pre_hook(
+                            self._enter, with_kwargs=True
+                        ).remove
+                    )
                     stack.callback(module.register_forward_hook(self._leave).remove)
             yield
 
@@ -56,22 +62,37 @@ class Forwards:
         level = [(type(root).__name__, root) for root in self._roots]
         if len(level) > 1:
             # Several modules that no other one holds may be of one class.
-            level = [(f"{path}[{number}]", root) for number, (path, root) in enumerate(level)]
+            level = [
+                (f"{path}[{number}]", root) for number, (path, root) in enumerate(level)
+            ]
         while True:
-            level = list(chain.from_iterable(self._called(path, module) for path, module in level))
+            level = list(
+                chain.from_iterable(
+                    self._called(path, module) for path, module in level
+                )
+            )
             spent = {module: self._seconds[module][0] for _, module in level}
-            heavy = [(path, module) for path, module in level if spent[module] >= _HEAVY * sum(spent.values())]
+            heavy = [
+                (path, module)
+                for path, module in level
+                if spent[module] >= _HEAVY * sum(spent.values())
+            ]
             if len(heavy) != 1:
                 break
             # One takes nearly all: what is independent of each other is inside of it.
             ((path, module),) = heavy
-            level = [(f"{path}.{name}", child) for name, child in module.named_children()]
+            level = [
+                (f"{path}.{name}", child) for name, child in module.named_children()
+            ]
             if not level:
                 return {}
         independent: dict[str, nn.Module] = {}
         for path, module in sorted(heavy, key=lambda each: -spent[each[1]]):
             others = independent.values()
-            is_dependent = any(self._reads(module, other) or self._reads(other, module) for other in others)
+            is_dependent = any(
+                self._reads(module, other) or self._reads(other, module)
+                for other in others
+            )
             # A module without outputs in autograd's graph may be read by anything.
             if self._outputs[module] and not is_dependent:
                 independent[path] = module
@@ -96,7 +117,9 @@ class Forwards:
             function = waiting.pop()
             if function in outputs:
                 return True
-            new = {each for each, _ in function.next_functions if each is not None} - visited
+            new = {
+                each for each, _ in function.next_functions if each is not None
+            } - visited
             visited |= new
             waiting += new
         return False
@@ -109,4 +132,6 @@ def functions_of(value: Any) -> Iterator[Any]:
             if leaf.grad_fn is not None:
                 yield leaf.grad_fn
         elif dataclasses.is_dataclass(leaf):
-            yield from functions_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            yield from functions_of(
+                [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+            )

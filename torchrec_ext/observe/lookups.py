@@ -17,7 +17,9 @@ from torchrec_ext.observe.reached import every_module, named_modules
 
 
 @contextmanager
-def count_lookups(roots: Sequence[nn.Module]) -> Iterator[dict[Any, tuple[TableFacts, nn.Module]]]:
+def count_lookups(
+    roots: Sequence[nn.Module],
+) -> Iterator[dict[Any, tuple[TableFacts, nn.Module]]]:
     """Counts the ids that each table of this process reads meanwhile.
 
     Yields:
@@ -39,7 +41,11 @@ def count_lookups(roots: Sequence[nn.Module]) -> Iterator[dict[Any, tuple[TableF
         if args and isinstance(args[0], Tensor):
             name = paths.get(id(module)) or type(module).__name__
             rows, dim = module.weight.shape
-            add(id(module), module, TableFacts(name=name, rows=rows, dim=dim, read=args[0].numel()))
+            add(
+                id(module),
+                module,
+                TableFacts(name=name, rows=rows, dim=dim, read=args[0].numel()),
+            )
 
     def sharded(module: Any, args: Any) -> None:
         counts = iter(args[0].length_per_key())

@@ -26,19 +26,37 @@ from torchrec_ext.observe.lookups import count_lookups
 from torchrec_ext.observe.reached import named_modules
 from torchrec_ext.observe.user_lines import SampledLine, lines_of, owner_of, stack_of
 
-_TO_PYTHON = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal")
+_TO_PYTHON = (
+    "_local_scalar_dense",
+    "nonzero",
+    "_unique2",
+    "unique_dim",
+    "masked_select",
+    "equal",
+)
 _LOOK_UPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
-_LOOK_UP_BACKWARDS = ("embedding_dense_backward", "_embedding_bag_dense_backward", "_index_put_impl_", "new_zeros")
+_LOOK_UP_BACKWARDS = (
+    "embedding_dense_backward",
+    "_embedding_bag_dense_backward",
+    "_index_put_impl_",
+    "new_zeros",
+)
 _SOFTMAX = ("_log_softmax", "_softmax", "logsumexp")
 _PRODUCTS = set(flop_registry)
-_LARGE_SIZE = 2_048  # entries from which on a dimension may be a table's or a catalogue's
+_LARGE_SIZE = (
+    2_048  # entries from which on a dimension may be a table's or a catalogue's
+)
 _FEW = 1_024  # numbers on which an op does no work worth mention
 _WHOLE = 5  # a step reads few rows of a table that has so many times as many
 _COUNTING_S = 1.0  # seconds of counted steps after which none is counted again
-_LARGE = 1e7  # floating-point operations from which on a product's rate is the machine's
+_LARGE = (
+    1e7  # floating-point operations from which on a product's rate is the machine's
+)
 
 
-def waits_for_device(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> bool:
+def waits_for_device(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> bool:
     """Returns whether the host waits for a GPU at an op: it reads values, or the size of the result depends on them."""
     kwargs = kwargs or {}
     if torch.Tag.data_dependent_output in func.tags:
@@ -48,12 +66,21 @@ def waits_for_device(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] |
         # Of these, only an index by a mask depends on values.
         return any(index is not None and index.dtype == torch.bool for index in args[1])
     devices = [each.device.type for each in tensors_in(args)]
-    non_blocking = kwargs.get("non_blocking") or args[-1] is True  # copy_ takes it by position
-    if name in ("aten::_to_copy", "aten::copy_") and devices[-1] == "cuda" and not non_blocking:
+    non_blocking = (
+        kwargs.get("non_blocking") or args[-1] is True
+    )  # copy_ takes it by position
+    if (
+        name in ("aten::_to_copy", "aten::copy_")
+        and devices[-1] == "cuda"
+        and not non_blocking
+    ):
         # The copy's target comes first, or is not among the arguments.
         target = kwargs.get("device") if len(devices) == 1 else devices[0]
         return target is not None and torch.device(target).type == "cpu"
-    return torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None
+    return (
+        torch.Tag.dynamic_output_shape in func.tags
+        and kwargs.get("output_size") is None
+    )
 
 
 @dataclasses.dataclass
@@ -95,7 +122,14 @@ class Sizes:
         self.few: list[float] = []
         self.many: list[float] = []
 
-    def add(self, packet: Any, args: Any, tensors: Sequence[Tensor], seconds: float, line: str) -> None:
+    def add(
+        self,
+        packet: Any,
+        args: Any,
+        tensors: Sequence[Tensor],
+        seconds: float,
+        line: str,
+    ) -> None:
         """Adds an op of a line; ``tensors`` are those of its arguments and results."""
         name = packet.__name__
         most = max((each.numel() for each in tensors), default=0)
@@ -109,13 +143,21 @@ class Sizes:
         else:
             rows = set()
             for each in tensors:
-                if each.dim() > 1 and each.is_floating_point() and len(each) >= _LARGE_SIZE:
+                if (
+                    each.dim() > 1
+                    and each.is_floating_point()
+                    and len(each) >= _LARGE_SIZE
+                ):
                     rows.add(len(each))
             if any(each.layout != torch.strided for each in tensors):
                 # A sparse gradient mixes nothing, only a sparse product does.
                 if "mm" in name:
                     self.mixed |= rows
-            elif packet not in _PRODUCTS and name not in _LOOK_UP_BACKWARDS and line != "optimizer":
+            elif (
+                packet not in _PRODUCTS
+                and name not in _LOOK_UP_BACKWARDS
+                and line != "optimizer"
+            ):
                 for count in rows:
                     self.by_rows[count, line] += seconds
         if name in _SOFTMAX and tensors[0].dim():
@@ -146,10 +188,18 @@ class Sizes:
         """
         for (rows, line), seconds in self.by_rows.items():
             count = self.looked_up[rows]
-            few = rows in tables and rows not in self.mixed and 0 < _WHOLE * count < rows
+            few = (
+                rows in tables and rows not in self.mixed and 0 < _WHOLE * count < rows
+            )
             if few and line not in ("backward", "optimizer"):
                 backward = self.by_rows.get((rows, "backward"), 0.0)
-                yield WholeTableOp(line=line, rows=rows, read=count, seconds=seconds, backward_s=backward)
+                yield WholeTableOp(
+                    line=line,
+                    rows=rows,
+                    read=count,
+                    seconds=seconds,
+                    backward_s=backward,
+                )
 
     def all_items(self) -> Iterator[AllItems]:
         """Yields the softmaxes over many items."""
@@ -199,7 +249,9 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._module = ""
         self._thread = threading.get_ident()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         start = time.perf_counter()
         result = func(*args, **(kwargs or {}))
         seconds = time.perf_counter() - start
@@ -224,7 +276,10 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             waits = waits_for_device(func, args, kwargs)
         else:
             # Backward and optimizer belong to torch: what Python reads there is not for the user to change.
-            waits = packet.__name__ in _TO_PYTHON and line not in ("backward", "optimizer")
+            waits = packet.__name__ in _TO_PYTHON and line not in (
+                "backward",
+                "optimizer",
+            )
         if waits:
             self.syncs[users_line.name] += 1
             # A value that is read after the backward pass is none that the loss needs.
@@ -232,12 +287,24 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.syncs_of_loss[users_line.name] += 1
             self._sync_ops.append(number)
         tensors = [each for each in args if isinstance(each, Tensor)]
-        is_recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        is_recorded = torch.is_grad_enabled() and any(
+            each.requires_grad for each in tensors
+        )
         self.bare += not is_recorded and line != "backward"
-        if packet in _PRODUCTS and all(each.is_floating_point() and each.layout == torch.strided for each in tensors):
+        if packet in _PRODUCTS and all(
+            each.is_floating_point() and each.layout == torch.strided
+            for each in tensors
+        ):
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-            shapes = tuple((tuple(each.shape), each.dtype, each.stride()) for each in tensors)
-            product = Product(packet.__name__, shapes, flops, "" if line == "backward" else self._module)
+            shapes = tuple(
+                (tuple(each.shape), each.dtype, each.stride()) for each in tensors
+            )
+            product = Product(
+                packet.__name__,
+                shapes,
+                flops,
+                "" if line == "backward" else self._module,
+            )
             self.products.setdefault(product, []).append(seconds)
         if torch.is_anomaly_enabled():
             self.modes.add("anomaly mode")
@@ -257,8 +324,12 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(calls_of_autograd(self._flow.using))
             self.tables = stack.enter_context(count_lookups(modules))
             for path, module in named_modules(modules):
-                if not isinstance(module, nn.Embedding | nn.EmbeddingBag) and not list(module.children()):
-                    stack.callback(module.register_forward_pre_hook(self._entering(path)).remove)
+                if not isinstance(module, nn.Embedding | nn.EmbeddingBag) and not list(
+                    module.children()
+                ):
+                    stack.callback(
+                        module.register_forward_pre_hook(self._entering(path)).remove
+                    )
             yield
 
     def _entering(self, path: str) -> Callable[[Any, Any], None]:
@@ -275,7 +346,12 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         factor = min(1.0, step / self.seconds) if self.seconds else 1.0
         self.seconds *= factor
         self.work *= factor
-        sums: list[dict[Any, float]] = [self.kinds, self.sizes.by_rows, self.sizes.by_size, self.sizes.double]
+        sums: list[dict[Any, float]] = [
+            self.kinds,
+            self.sizes.by_rows,
+            self.sizes.by_size,
+            self.sizes.double,
+        ]
         for seconds_by_key in sums:
             for key in seconds_by_key:
                 seconds_by_key[key] *= factor
@@ -337,7 +413,9 @@ class Flow:
     def __init__(self) -> None:
         self._readers: list[set[int]] = []  # by op
         self._used: set[int] = set()  # ops whose results are read by more than ops
-        self._results: dict[int, tuple[int, int]] = {}  # storage and op by id of a tensor
+        self._results: dict[
+            int, tuple[int, int]
+        ] = {}  # storage and op by id of a tensor
         self._writers: dict[int, list[int]] = {}  # ops by storage
 
     def add(self, func: Any, arguments: Any, result: Any) -> int:
@@ -403,12 +481,16 @@ def tensors_in(value: Any) -> list[Tensor]:
 def _storage_of(tensor: Tensor) -> int:
     try:
         return int(tensor.untyped_storage()._cdata)
-    except NotImplementedError:  # it has none, as a sparse one and that of a function transform
+    except (
+        NotImplementedError
+    ):  # it has none, as a sparse one and that of a function transform
         return id(tensor)
 
 
 @contextmanager
-def calls_of_autograd(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def calls_of_autograd(
+    wrapper: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Iterator[None]:
     """Wraps torch.autograd.backward and grad meanwhile."""
     with ExitStack() as stack:
         for name in ("backward", "grad"):

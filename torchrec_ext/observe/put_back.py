@@ -41,7 +41,11 @@ def copy_container(container: Any) -> PutBack:
     """Copies the entries of a dict, list, set, deque, array or bytearray."""
     if isinstance(container, dict):
         return copy_mapping(container)
-    values = container[:] if isinstance(container, array.array | bytearray) else list(container)
+    values = (
+        container[:]
+        if isinstance(container, array.array | bytearray)
+        else list(container)
+    )
 
     def put_back() -> None:
         if isinstance(container, set):
@@ -68,18 +72,28 @@ def copy_attributes(attributes: dict[str, Any], leave: tuple[str, ...] = ()) -> 
 def copy_slots(each: Any) -> PutBack:
     """Copies the slots of an object."""
     # Past the class's own __setattr__, which a frozen one refuses with.
-    return _copy_names(partial(slots_of, each), partial(object.__setattr__, each), partial(object.__delattr__, each))
+    return _copy_names(
+        partial(slots_of, each),
+        partial(object.__setattr__, each),
+        partial(object.__delattr__, each),
+    )
 
 
 def copy_variables(owner: type | types.ModuleType) -> PutBack:
     """Copies the data of a class or a Python module."""
-    return _copy_names(partial(data_of, owner), partial(setattr, owner), partial(delattr, owner))
+    return _copy_names(
+        partial(data_of, owner), partial(setattr, owner), partial(delattr, owner)
+    )
 
 
 def copy_function(function: types.FunctionType) -> list[PutBack]:
     """Copies the closure of a function and the named globals."""
     variables = function.__globals__
-    copies = [_copy_names(partial(globals_of, function), variables.__setitem__, variables.__delitem__)]
+    copies = [
+        _copy_names(
+            partial(globals_of, function), variables.__setitem__, variables.__delitem__
+        )
+    ]
     for cell in function.__closure__ or ():
         value = content_of(cell)
         if value is not None:
@@ -88,7 +102,9 @@ def copy_function(function: types.FunctionType) -> list[PutBack]:
 
 
 def _copy_names(
-    present: Callable[[], dict[str, Any]], store: Callable[[str, Any], object], delete: Callable[[str], object]
+    present: Callable[[], dict[str, Any]],
+    store: Callable[[str, Any], object],
+    delete: Callable[[str], object],
 ) -> PutBack:
     """Copies the values of ``present()`` by name; new names are deleted when they are put back."""
     values = present()
@@ -137,7 +153,9 @@ def copy_global_generators() -> PutBack:
         partial(random.setstate, random.getstate()),
     ]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        copies.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+        copies.append(
+            partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+        )
 
     def put_back_all() -> None:
         for put_back in copies:

@@ -25,17 +25,58 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-MOST_FOLLOWED = 1_000  # entries above which a container is data, and its entries are not followed
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+MOST_FOLLOWED = (
+    1_000  # entries above which a container is data, and its entries are not followed
+)
+GENERATORS = (
+    torch.Generator,
+    np.random.Generator,
+    np.random.RandomState,
+    random.Random,
+)
 _DEPTH = 6  # attributes, closures and containers that are followed from a root
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bool,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 _CONTAINERS = (dict, list, tuple, set, deque)
-_TRAINING = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, Dataset, DataLoader, Sampler)
-_RECORDS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # the standard library's plain objects
-_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, property, classmethod, staticmethod)
+_TRAINING = (
+    nn.Module,
+    Optimizer,
+    LRScheduler,
+    torch.amp.GradScaler,
+    Dataset,
+    DataLoader,
+    Sampler,
+)
+_RECORDS = (
+    types.SimpleNamespace,
+    argparse.Namespace,
+    UserDict,
+    UserList,
+)  # the standard library's plain objects
+_CODE = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    type,
+    property,
+    classmethod,
+    staticmethod,
+)
 
 
-def reachable_from(*roots: Any, values: Callable[[Any], Iterator[Any]] | None = None) -> Iterator[Any]:
+def reachable_from(
+    *roots: Any, values: Callable[[Any], Iterator[Any]] | None = None
+) -> Iterator[Any]:
     """Yields each object behind the roots once; no containers and plain values.
 
     Args:
@@ -96,7 +137,10 @@ def is_followed(each: Any) -> bool:
     if isinstance(each, (*_CODE, Tensor, *GENERATORS)) or hasattr(each, "__next__"):
         return False
     has_attributes = hasattr(each, "__dict__") or hasattr(type(each), "__slots__")
-    return has_attributes and (not is_library(type(each).__module__) or isinstance(each, (*_TRAINING, *_RECORDS)))
+    return has_attributes and (
+        not is_library(type(each).__module__)
+        or isinstance(each, (*_TRAINING, *_RECORDS))
+    )
 
 
 def every_module(root: nn.Module) -> Iterator[nn.Module]:
@@ -111,7 +155,9 @@ def every_module(root: nn.Module) -> Iterator[nn.Module]:
             yield module
             for value in vars(module).values():
                 if isinstance(value, list) and len(value) <= MOST_FOLLOWED:
-                    waiting += [child for child in value if isinstance(child, nn.Module)]
+                    waiting += [
+                        child for child in value if isinstance(child, nn.Module)
+                    ]
 
 
 def named_modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -137,12 +183,18 @@ def slots_of(each: Any) -> dict[str, Any]:
 
 def data_of(owner: type | types.ModuleType) -> dict[str, Any]:
     """Returns the data of a class or a Python module by name; empty for those of a library."""
-    if not _is_users(owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__):
+    if not _is_users(
+        owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
+    ):
         return {}
     data = {}
     for name, value in vars(owner).items():
         # What has __get__ is a descriptor: code that looks like data.
-        if not name.startswith("__") and not isinstance(value, _CODE) and not hasattr(type(value), "__get__"):
+        if (
+            not name.startswith("__")
+            and not isinstance(value, _CODE)
+            and not hasattr(type(value), "__get__")
+        ):
             data[name] = value
     return data
 
@@ -153,7 +205,9 @@ def globals_of(function: types.FunctionType) -> dict[str, Any]:
     # By the globals' module, because functools.wraps gives a wrapper the module of the user's function.
     if is_library(variables.get("__name__", "")):
         return {}
-    return {name: variables[name] for name in _names(function.__code__) if name in variables}
+    return {
+        name: variables[name] for name in _names(function.__code__) if name in variables
+    }
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -22,7 +22,9 @@ _BATCHES = str(Path(__file__).parents[1] / "diagnose" / "experiments" / "batches
 
 
 def _part_and_line(stack: Stack) -> tuple[str, SampledLine]:
-    of_data = any(code.co_filename == _BATCHES and code.co_name == "take" for code, _ in stack)
+    of_data = any(
+        code.co_filename == _BATCHES and code.co_name == "take" for code, _ in stack
+    )
     return "data" if of_data else "step", lines_of(stack)[1]
 
 
@@ -75,7 +77,9 @@ class Samples:
         if phase == "start":
             self._began = time.perf_counter()
         else:
-            self._collected[tuple(stack_of(sys._getframe(1)))] += time.perf_counter() - self._began
+            self._collected[tuple(stack_of(sys._getframe(1)))] += (
+                time.perf_counter() - self._began
+            )
 
     def _sample(self) -> None:
         # Random distances, or a step of a regular length would always be met at the same line.
@@ -93,5 +97,7 @@ class Samples:
             # The path that torch.save writes is an argument of its frame.
             while frame is not None and frame.f_code is not torch.save.__code__:
                 frame = frame.f_back
-            if frame is not None and isinstance(frame.f_locals.get("f"), str | os.PathLike):
+            if frame is not None and isinstance(
+                frame.f_locals.get("f"), str | os.PathLike
+            ):
                 self.saved.add(os.fspath(frame.f_locals["f"]))

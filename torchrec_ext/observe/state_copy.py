@@ -66,7 +66,9 @@ from torchrec_ext.observe.reached import (
     slots_of,
 )
 
-_LARGE = 2**26  # bytes of a loader's array or tensor above which it is watched and not copied
+_LARGE = (
+    2**26
+)  # bytes of a loader's array or tensor above which it is watched and not copied
 _WATCHED = 4_096  # entries of such an array that are compared
 _OF_DDP = ("training", "require_forward_param_sync", "require_backward_grad_sync")
 _CONTAINERS = (dict, list, set, deque, array.array, bytearray)
@@ -97,8 +99,12 @@ class StateCopy:
         self._put_backs = self._of_step  # the list of the two that copies are added to
         self._keeps_states = False
         self._watched: list[tuple[str, Callable[[], bool]]] = []
-        self._copied: dict[int, Any] = {}  # objects by id, which are held here so that no id is used twice
-        self._whole: set[int] = set()  # addresses of storages that are copied from end to end
+        self._copied: dict[
+            int, Any
+        ] = {}  # objects by id, which are held here so that no id is used twice
+        self._whole: set[int] = (
+            set()
+        )  # addresses of storages that are copied from end to end
         reached = list(reachable_from(*roots, loader))
         of_loader = set(map(id, reachable_from(loader, values=own_values)))
         modules = [each for each in reached if isinstance(each, nn.Module)]
@@ -112,7 +118,9 @@ class StateCopy:
         self._check_memory()
         # Modules first: they have whole storages, of which other objects hold views.
         for each in sorted(reached, key=lambda each: not isinstance(each, nn.Module)):
-            self._put_backs = self._of_loader if id(each) in of_loader else self._of_step
+            self._put_backs = (
+                self._of_loader if id(each) in of_loader else self._of_step
+            )
             self._copy(each)
         threads = partial(torch.set_num_threads, torch.get_num_threads())
         self._of_step += [copy_global_generators(), threads, copy_environment()]
@@ -121,7 +129,9 @@ class StateCopy:
         tensors: list[Any] = []
         for module in chain.from_iterable(map(every_module, self.modules)):
             tensors += _tensors_of(module)
-        for state in chain.from_iterable(optimizer.state.values() for optimizer in self.optimizers):
+        for state in chain.from_iterable(
+            optimizer.state.values() for optimizer in self.optimizers
+        ):
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
         # By address, because tables are views of one storage, which is copied once.
         sizes = {}
@@ -196,10 +206,14 @@ class StateCopy:
                 self._put_backs.append(copy_slots(each))
                 self._values(slots_of(each).values())
             elif isinstance(each, io.IOBase):
-                self.notes.append(f"a file ({getattr(each, 'name', type(each).__name__)}) is read or written for real")
+                self.notes.append(
+                    f"a file ({getattr(each, 'name', type(each).__name__)}) is read or written for real"
+                )
             elif hasattr(each, "__next__"):
                 name = type(each).__name__
-                self.notes.append(f"an iterator ({name}) that the step or the loader holds is not rewound")
+                self.notes.append(
+                    f"an iterator ({name}) that the step or the loader holds is not rewound"
+                )
 
     def _module(self, module: nn.Module) -> None:
         for mapping in (module._parameters, module._buffers, module._modules):
@@ -207,12 +221,21 @@ class StateCopy:
         for tensor in _tensors_of(module):
             self._tensor(tensor)
         if type(module).__name__.startswith("SSDTableBatchedEmbedding"):
-            self.notes.append("rows of tables on an SSD (key_value) are not put back: no tensor holds them")
+            self.notes.append(
+                "rows of tables on an SSD (key_value) are not put back: no tensor holds them"
+            )
         if isinstance(module, DistributedDataParallel):
             # All else that it notes is about its reducer, which stays: undone, the next step may end in an assert.
-            self._put_backs.append(partial(vars(module).update, {name: getattr(module, name) for name in _OF_DDP}))
+            self._put_backs.append(
+                partial(
+                    vars(module).update,
+                    {name: getattr(module, name) for name in _OF_DDP},
+                )
+            )
         else:
-            self._attributes(vars(module), leave=("_parameters", "_buffers", "_modules"))
+            self._attributes(
+                vars(module), leave=("_parameters", "_buffers", "_modules")
+            )
 
     def _optimizer(self, optimizer: Optimizer) -> None:
         states = dict(optimizer.state)
@@ -232,13 +255,17 @@ class StateCopy:
         refilled = dict(states)
         if self._keeps_states:
             for parameter, state in optimizer.state.items():
-                if parameter not in states and all(isinstance(value, Tensor) for value in state.values()):
+                if parameter not in states and all(
+                    isinstance(value, Tensor) for value in state.values()
+                ):
                     refilled[parameter] = state
                     for value in state.values():
                         value.zero_()
         refill(optimizer.state, refilled)
 
-    def _attributes(self, attributes: dict[str, Any], leave: tuple[str, ...] = ()) -> None:
+    def _attributes(
+        self, attributes: dict[str, Any], leave: tuple[str, ...] = ()
+    ) -> None:
         self._put_backs.append(copy_attributes(attributes, leave))
         self._values(value for name, value in attributes.items() if name not in leave)
 
@@ -256,7 +283,9 @@ class StateCopy:
     def _value(self, value: Any) -> None:
         """Copies the entries of a value, if it is data."""
         if isinstance(value, Tensor):
-            if value.requires_grad or self._fits(value.size().numel() * value.dtype.itemsize):
+            if value.requires_grad or self._fits(
+                value.size().numel() * value.dtype.itemsize
+            ):
                 self._tensor(value)
             elif self._is_new(value):
                 self._watch(f"a tensor {tuple(value.shape)}", lambda: value._version)
@@ -267,11 +296,16 @@ class StateCopy:
                     self._put_backs.append(partial(np.copyto, value, value.copy()))
                 else:
                     step = max(1, value.size // _WATCHED)
-                    self._watch(f"an array {value.shape}", lambda: value.flat[::step].tobytes())
+                    self._watch(
+                        f"an array {value.shape}", lambda: value.flat[::step].tobytes()
+                    )
         elif isinstance(value, _CONTAINERS):
             if self._is_new(value):
                 self._put_backs.append(copy_container(value))
-                if not isinstance(value, set | array.array | bytearray) and len(value) <= MOST_FOLLOWED:
+                if (
+                    not isinstance(value, set | array.array | bytearray)
+                    and len(value) <= MOST_FOLLOWED
+                ):
                     self._values(value.values() if isinstance(value, dict) else value)
         elif isinstance(value, tuple) and len(value) <= MOST_FOLLOWED:
             self._values(value)
@@ -290,7 +324,10 @@ class StateCopy:
                 values = tensor.detach().clone()
                 self.bytes += tensor.nbytes
                 # A storage that is copied from end to end covers all views of it.
-                if tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes():
+                if (
+                    tensor.is_contiguous()
+                    and tensor.nbytes == tensor.untyped_storage().nbytes()
+                ):
                     self._whole.add(_address(tensor))
             self._put_backs.append(copy_tensor(tensor, values))
             if tensor.is_leaf and tensor.grad is not None:
@@ -299,7 +336,9 @@ class StateCopy:
     def _fits(self, size: int) -> bool:
         """Returns whether data of so many bytes is copied: a loader's large data seldom changes."""
         of_loader = self._put_backs is self._of_loader
-        return self.bytes + size <= 0.5 * self._free and not (of_loader and size > _LARGE)
+        return self.bytes + size <= 0.5 * self._free and not (
+            of_loader and size > _LARGE
+        )
 
     def _watch(self, name: str, look: Callable[[], Any]) -> None:
         before = look()
@@ -307,7 +346,11 @@ class StateCopy:
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
-    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+    return [
+        each
+        for each in (*module._parameters.values(), *module._buffers.values())
+        if each is not None
+    ]
 
 
 def _address(tensor: Tensor) -> int:
@@ -321,7 +364,11 @@ def _address(tensor: Tensor) -> int:
 def _shards(tensor: Any) -> list[Tensor]:
     """Returns this rank's tensors of a ShardedTensor or DTensor; any other tensor itself."""
     if hasattr(tensor, "local_shards"):
-        shards: Any = tensor.local_shards() if callable(tensor.local_shards) else tensor.local_shards
+        shards: Any = (
+            tensor.local_shards()
+            if callable(tensor.local_shards)
+            else tensor.local_shards
+        )
         return [getattr(each, "tensor", each) for each in shards]
     if hasattr(tensor, "to_local"):
         # A DTensor, whose local tensor may hold several shards.
@@ -333,12 +380,19 @@ def _unwritable(tensor: Tensor) -> bool:
     """Returns whether torch writes nothing into a tensor in place: one of inference mode, or one that is expanded."""
     if tensor.is_inference():
         return True
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return any(
+        stride == 0 and size > 1
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def random_state(device: torch.device) -> Tensor:
     """Returns the state of torch's random numbers on a device."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return (
+        torch.cuda.get_rng_state(device)
+        if device.type == "cuda"
+        else torch.get_rng_state()
+    )
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:

@@ -30,7 +30,10 @@ _AUTOGRAD = f"{_TORCH}autograd"
 # A job's own code may be measured too: only what measures is no user of a step.
 _MEASURING = (f"{_PACKAGE}diagnose/", f"{_PACKAGE}observe/")
 # A step's stack ends below these, which call it: else a program that calls why_slow would be the step's own line.
-_CALLERS = (f"{_PACKAGE}diagnose/experiments/loop.py", f"{_PACKAGE}diagnose/experiments/measure.py")
+_CALLERS = (
+    f"{_PACKAGE}diagnose/experiments/loop.py",
+    f"{_PACKAGE}diagnose/experiments/measure.py",
+)
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 UNKNOWN = "a line that torch does not name"
 
@@ -87,7 +90,9 @@ def module_line(model: nn.Module, path: str) -> str:
         return f"'{path}'"
     pattern = re.compile(rf"self\.{re.escape(name)}\b")
     # The line of the class itself, if it sets the attribute by another name.
-    offset = next((index for index, line in enumerate(lines) if pattern.search(line)), 0)
+    offset = next(
+        (index for index, line in enumerate(lines) if pattern.search(line)), 0
+    )
     return f"'{path}' ({file}:{first + offset})"
 
 
@@ -120,7 +125,9 @@ def stack_of(frame: FrameType | None) -> Stack:
     """Returns the calls of a step down to a frame."""
     stack = []
     while frame is not None and frame.f_code.co_filename not in _CALLERS:
-        stack.append((frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno))  # None where a call begins or ends
+        stack.append(
+            (frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno)
+        )  # None where a call begins or ends
         frame = frame.f_back
     return stack
 
@@ -138,7 +145,9 @@ def lines_of(stack: Stack) -> tuple[str, SampledLine]:
         if owner in ("library", "user") and not line:
             line = name
         if owner == "user":
-            return line, SampledLine(name, linecache.getline(code.co_filename, number).strip()[:100])
+            return line, SampledLine(
+                name, linecache.getline(code.co_filename, number).strip()[:100]
+            )
     return line or "step", SampledLine(line or "step")
 
 

@@ -16,7 +16,15 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typing_extensions import Self
 
-from torchrec_ext.batch import Jagged, KeyedIds, KeyLayout, Keys, TowerBatch, concatenated, pack
+from torchrec_ext.batch import (
+    Jagged,
+    KeyedIds,
+    KeyLayout,
+    Keys,
+    TowerBatch,
+    concatenated,
+    pack,
+)
 from torchrec_ext.schema.checks import (
     ExpectedRows,
     array_of,
@@ -82,7 +90,9 @@ class BatchColumns:
         names = [*self.keys, *self.dense, *self.weight_columns]
         unknown = sorted(self.shared - set(names))
         if unknown:
-            raise ValueError(f"shared names {unknown}, which are not columns; the columns are {names}")
+            raise ValueError(
+                f"shared names {unknown}, which are not columns; the columns are {names}"
+            )
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
             raise ValueError(
@@ -200,12 +210,19 @@ class BatchColumns:
         for name in names:
             feature = self.feature(name)
             if feature is None:
-                raise ValueError(f"'{name}' is no sparse feature; the features are {listed(self.keys)}")
+                raise ValueError(
+                    f"'{name}' is no sparse feature; the features are {listed(self.keys)}"
+                )
             tables.update(feature.tables)
         features = []
         for feature in self.sparse:
             # A table has one map of ids for all of its features.
-            features.append(replace(feature, dynamic=feature.dynamic or not tables.isdisjoint(feature.tables)))
+            features.append(
+                replace(
+                    feature,
+                    dynamic=feature.dynamic or not tables.isdisjoint(feature.tables),
+                )
+            )
         return replace(self, sparse=tuple(features))
 
     def missing(self, name: str, columns: Iterable[str]) -> DataError:
@@ -278,13 +295,19 @@ class BatchSchema(BatchColumns):
         columns = {}
         for feature in self.sparse:
             expected = queries if feature.name in self.shared else row_names
-            columns[feature.name] = bags_of(feature, self._column(sparse, feature.name), expected)
+            columns[feature.name] = bags_of(
+                feature, self._column(sparse, feature.name), expected
+            )
         bags = {name: column.bags for name, column in columns.items()}
 
         def fill(keys: Keys, sizes: Sequence[int]) -> KeyedIds:
             ids = concatenated(keys, sizes, bags)
             # After concatenation, so that one pass checks the ids of many features.
-            check_ids(ids.values, [columns[name] for name in keys.features if name], replace=self.out_of_range == "oov")
+            check_ids(
+                ids.values,
+                [columns[name] for name in keys.features if name],
+                replace=self.out_of_range == "oov",
+            )
             return ids
 
         row_dense = finite_matrix(self.row_dense, dense.rows, row_names)
@@ -302,7 +325,9 @@ class BatchSchema(BatchColumns):
             total_weight=total_of(weights, total_weight, row_names.size),
             log_q=None if log_q is None else finite("log_q", log_q, row_names),
             targets=self._targets(targets, row_names),
-            shared_dense=finite_matrix(self.shared_dense, dense.shared, queries) if self.shared else None,
+            shared_dense=finite_matrix(self.shared_dense, dense.shared, queries)
+            if self.shared
+            else None,
             index=index if isinstance(index, Tensor) else None,
         )
 
@@ -322,7 +347,9 @@ class BatchSchema(BatchColumns):
             between(name, column, rows, self.label_range)
         return targets.float()
 
-    def _matrix(self, dense: Mapping[str, Tensor], names: Sequence[str], rows: ExpectedRows) -> Tensor:
+    def _matrix(
+        self, dense: Mapping[str, Tensor], names: Sequence[str], rows: ExpectedRows
+    ) -> Tensor:
         columns = dict(dense)
         for name, width in widths_of(names, dense).items():
             if name in dense:
@@ -330,7 +357,9 @@ class BatchSchema(BatchColumns):
                 for index, column in enumerate(array.unbind(dim=1)):
                     # A column of that very name is the user's own, see BatchColumns.
                     columns.setdefault(f"{name}[{index}]", column)
-        return side_by_side(names, [self._column(columns, name) for name in names], rows)
+        return side_by_side(
+            names, [self._column(columns, name) for name in names], rows
+        )
 
     def check(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Checks a KeyedJaggedTensor built elsewhere, as in ``batch.sparse = schema.check(batch.sparse)``.
@@ -342,14 +371,20 @@ class BatchSchema(BatchColumns):
             row.
         """
         columns = features.to_dict()
-        shared_keys = set() if self.layout.shared is None else set(self.layout.shared.keys)
+        shared_keys = (
+            set() if self.layout.shared is None else set(self.layout.shared.keys)
+        )
         row_keys = set(self.layout.rows.keys)
         all_keys = shared_keys | row_keys
         missing_keys = all_keys - set(columns)
         # A tensor may lack one kind as a whole, since shared and other features are two tensors of a batch.
-        if missing_keys and (missing_keys == all_keys or missing_keys not in (shared_keys, row_keys)):
+        if missing_keys and (
+            missing_keys == all_keys or missing_keys not in (shared_keys, row_keys)
+        ):
             missing_names = [name for name in self.keys if name in missing_keys]
-            raise DataError(f"the KeyedJaggedTensor lacks {missing_names}; it has the keys {features.keys()}")
+            raise DataError(
+                f"the KeyedJaggedTensor lacks {missing_names}; it has the keys {features.keys()}"
+            )
         rows = ExpectedRows(features.stride(), "B")
         replace = self.out_of_range == "oov"
         values = []
@@ -362,7 +397,9 @@ class BatchSchema(BatchColumns):
             values.append(ids)
             if feature:
                 weights = columns[name].weights_or_none() if feature.weights else None
-                bags = bags_of(feature, Jagged(ids, columns[name].lengths(), weights), rows)
+                bags = bags_of(
+                    feature, Jagged(ids, columns[name].lengths(), weights), rows
+                )
                 check_ids(ids, [bags], replace=replace)
         if not replace:
             return features
@@ -380,14 +417,19 @@ class BatchSchema(BatchColumns):
 
 
 def _expected_rows(
-    size: int, rows: Tensor | None, index: Tensor | int | None, shared_rows: Tensor | None
+    size: int,
+    rows: Tensor | None,
+    index: Tensor | int | None,
+    shared_rows: Tensor | None,
 ) -> tuple[ExpectedRows, ExpectedRows]:
     """Returns the B rows and Q shared rows to expect of columns; refuses an invalid index."""
     expected = ExpectedRows(size, "B", rows)
     if index is None:
         return expected, expected
     if shared_rows is None:
-        raise ValueError("index without shared_rows: give the number of each of the Q shared rows too")
+        raise ValueError(
+            "index without shared_rows: give the number of each of the Q shared rows too"
+        )
     queries = ExpectedRows(shared_rows.numel(), "Q", shared_rows)
     if isinstance(index, int):
         check_repeats(index, expected, queries)

@@ -33,7 +33,11 @@ class ExpectedRows(NamedTuple):
         """Names a row for a message."""
         if self.numbers is None:
             return f"row {row} of the batch"
-        place = row // self.places if isinstance(self.places, int) else int(self.places[row])
+        place = (
+            row // self.places
+            if isinstance(self.places, int)
+            else int(self.places[row])
+        )
         return f"row {int(self.numbers[place])}"
 
     @property
@@ -42,11 +46,19 @@ class ExpectedRows(NamedTuple):
         return f"({self.axis},) = ({self.size},)"
 
 
-def side_by_side(names: Sequence[str], columns: Sequence[Tensor], rows: ExpectedRows) -> Tensor:
+def side_by_side(
+    names: Sequence[str], columns: Sequence[Tensor], rows: ExpectedRows
+) -> Tensor:
     """Stacks columns of one number per row to (B, columns) float32."""
     if not columns:
         return torch.empty(rows.size, 0)
-    return torch.stack([_of_shape(name, column, rows) for name, column in zip(names, columns, strict=True)], dim=1)
+    return torch.stack(
+        [
+            _of_shape(name, column, rows)
+            for name, column in zip(names, columns, strict=True)
+        ],
+        dim=1,
+    )
 
 
 def array_of(name: str, array: Tensor, width: int, rows: ExpectedRows) -> Tensor:
@@ -61,7 +73,9 @@ def array_of(name: str, array: Tensor, width: int, rows: ExpectedRows) -> Tensor
 def finite_matrix(names: Sequence[str], matrix: Tensor, rows: ExpectedRows) -> Tensor:
     """Returns the matrix if all values are finite: one NaN poisons all weights of all ranks in one step."""
     if matrix.shape != (rows.size, len(names)):
-        raise DataError(f"dense columns {list(names)}: shape {tuple(matrix.shape)}, must be {(rows.size, len(names))}")
+        raise DataError(
+            f"dense columns {list(names)}: shape {tuple(matrix.shape)}, must be {(rows.size, len(names))}"
+        )
     if matrix.numel() and not finite_range(matrix):
         for name, column in zip(names, matrix.unbind(dim=1), strict=True):
             finite(name, column, rows)
@@ -73,7 +87,9 @@ def finite(name: str, column: Tensor, rows: ExpectedRows) -> Tensor:
     return between(name, column, rows, None)
 
 
-def between(name: str, column: Tensor, rows: ExpectedRows, bounds: tuple[float, float] | None) -> Tensor:
+def between(
+    name: str, column: Tensor, rows: ExpectedRows, bounds: tuple[float, float] | None
+) -> Tensor:
     """Returns the column as float32; raises a DataError if a value is not finite or outside ``bounds``."""
     column = _of_shape(name, column, rows)
     # torch.aminmax refuses an empty tensor.
@@ -91,14 +107,22 @@ def between(name: str, column: Tensor, rows: ExpectedRows, bounds: tuple[float, 
         limits = f"from {bounds[0]:g} to {bounds[1]:g}"
         if math.isinf(bounds[1]):
             limits = f"{bounds[0]:g} or more"
-        remedy = "; for other labels make the schema with label_range=None" if name == "label" else ""
-        raise DataError(f"column '{name}': value {float(column[row]):g} in {rows.name(row)} must be {limits}{remedy}")
+        remedy = (
+            "; for other labels make the schema with label_range=None"
+            if name == "label"
+            else ""
+        )
+        raise DataError(
+            f"column '{name}': value {float(column[row]):g} in {rows.name(row)} must be {limits}{remedy}"
+        )
     return column
 
 
 def _of_shape(name: str, column: Tensor, rows: ExpectedRows) -> Tensor:
     if column.dim() != 1 or column.numel() != rows.size:
-        raise DataError(f"column '{name}': shape {tuple(column.shape)}, must be {rows.shape}")
+        raise DataError(
+            f"column '{name}': shape {tuple(column.shape)}, must be {rows.shape}"
+        )
     return column.float()
 
 
@@ -166,15 +190,23 @@ def bags_of(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Check
         _check_lengths(feature.name, values, lengths, rows)
     elif values.numel() != rows.size:
         raise _wrong_size(feature.name, values.numel(), rows)
-    return CheckedBags(feature, Jagged(values.long(), lengths, _weights(feature, column, rows)), rows)
+    return CheckedBags(
+        feature, Jagged(values.long(), lengths, _weights(feature, column, rows)), rows
+    )
 
 
-def _weights(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Tensor | None:
+def _weights(
+    feature: SparseFeature, column: Jagged, rows: ExpectedRows
+) -> Tensor | None:
     """Returns the weights of the ids as finite float32; None if the feature has none."""
     if feature.weights is None and column.weights is None:
         return None
     if feature.weights is None or column.weights is None:
-        what = "no weights, but the model reads them from" if feature.weights else "weights, but no tower names"
+        what = (
+            "no weights, but the model reads them from"
+            if feature.weights
+            else "weights, but no tower names"
+        )
         raise DataError(
             f"feature '{feature.name}' has {what} a column; give a weight for each id, and name it in Tower(weights=)"
         )
@@ -188,7 +220,9 @@ def _weights(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Tens
         index = (~torch.isfinite(weights)).nonzero()[0]
         lengths = torch.ones(rows.size) if column.lengths is None else column.lengths
         row = int(torch.searchsorted(lengths.long().cumsum(0), index, right=True))
-        raise DataError(f"column '{feature.weights}': value {float(weights[index])} in {rows.name(row)} is not finite")
+        raise DataError(
+            f"column '{feature.weights}': value {float(weights[index])} in {rows.name(row)} is not finite"
+        )
     return weights
 
 
@@ -231,7 +265,9 @@ def _check_run(ids: Tensor, columns: list[CheckedBags], replace: bool) -> None:
     if len(columns) == 1:
         low, high = ([bound.item()] for bound in torch.aminmax(ids))
     else:
-        low, high = (bound.tolist() for bound in torch.aminmax(ids.view(len(columns), -1), dim=1))
+        low, high = (
+            bound.tolist() for bound in torch.aminmax(ids.view(len(columns), -1), dim=1)
+        )
     for number, column in enumerate(columns):
         feature = column.feature
         # Any 64-bit number is an id of such a feature: rows come later.
@@ -262,13 +298,21 @@ def _out_of_range(column: CheckedBags, ids: Tensor, bad: Tensor) -> DataError:
 
 def _check_types(name: str, column: Jagged) -> None:
     if not isinstance(column, Jagged):
-        raise DataError(f"feature '{name}': a {type(column).__name__}, must be Jagged(values, lengths) of tensors")
+        raise DataError(
+            f"feature '{name}': a {type(column).__name__}, must be Jagged(values, lengths) of tensors"
+        )
     for what, tensor in (("ids", column.values), ("lengths", column.lengths)):
         if tensor is None and what == "lengths":
             continue
         if not isinstance(tensor, Tensor):
-            raise DataError(f"feature '{name}': {what} are a {type(tensor).__name__}, must be a tensor")
-        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+            raise DataError(
+                f"feature '{name}': {what} are a {type(tensor).__name__}, must be a tensor"
+            )
+        if (
+            tensor.is_floating_point()
+            or tensor.is_complex()
+            or tensor.dtype == torch.bool
+        ):
             raise DataError(
                 f"feature '{name}': {what} are {str(tensor.dtype).removeprefix('torch.')}, must be integers; convert "
                 "them where they are read (a float id would silently become row 0)"
@@ -279,12 +323,16 @@ def _check_types(name: str, column: Jagged) -> None:
             )
 
 
-def _check_lengths(name: str, values: Tensor, lengths: Tensor, rows: ExpectedRows) -> None:
+def _check_lengths(
+    name: str, values: Tensor, lengths: Tensor, rows: ExpectedRows
+) -> None:
     if lengths.numel() != rows.size:
         raise _wrong_size(name, lengths.numel(), rows)
     if lengths.numel() and int(lengths.min()) < 0:
         row = int((lengths < 0).nonzero()[0])
-        raise DataError(f"feature '{name}': length {int(lengths[row])} in {rows.name(row)}; lengths must be 0 or more")
+        raise DataError(
+            f"feature '{name}': length {int(lengths[row])} in {rows.name(row)}; lengths must be 0 or more"
+        )
     total = int(lengths.sum())
     if total != values.numel():
         raise DataError(
@@ -293,4 +341,6 @@ def _check_lengths(name: str, values: Tensor, lengths: Tensor, rows: ExpectedRow
 
 
 def _wrong_size(name: str, size: int, rows: ExpectedRows) -> DataError:
-    return DataError(f"feature '{name}': {size} rows, must be {rows.shape}; give one entry for each row")
+    return DataError(
+        f"feature '{name}': {size} rows, must be {rows.shape}; give one entry for each row"
+    )

@@ -13,7 +13,11 @@ from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingConfig, data_type_to_dtype
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingConfig,
+    data_type_to_dtype,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +125,9 @@ def _check_same(first: BaseEmbeddingConfig, second: BaseEmbeddingConfig) -> None
 
 def _facts(table: BaseEmbeddingConfig) -> dict[str, Any]:
     """Returns the facts to compare between tables of one name."""
-    facts = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
+    facts = {
+        field.name: getattr(table, field.name) for field in dataclasses.fields(table)
+    }
     init = facts.pop("init_fn")
     del facts["feature_names"]
     # TorchRec fills in a partial of its own for each config.
@@ -137,7 +143,11 @@ class Joints(NamedTuple):
     weighted: dict[str, list[Joint]]
 
 
-def joints(tables: Iterable[BaseEmbeddingConfig], shared: Collection[str], weights: Collection[str]) -> Joints:
+def joints(
+    tables: Iterable[BaseEmbeddingConfig],
+    shared: Collection[str],
+    weights: Collection[str],
+) -> Joints:
     """Finds the tables with features of both kinds, ``shared`` and others, or with ``weights``."""
     result = Joints({}, {})
     for table in tables:
@@ -172,11 +182,16 @@ def features_of(
     for what, names in (("oov_ids", oov_ids), ("weights", weights)):
         unknown = sorted(set(names) - set(readers))
         if unknown:
-            raise ValueError(f"{what} names {unknown}, which no table reads; the features are {sorted(readers)}")
+            raise ValueError(
+                f"{what} names {unknown}, which no table reads; the features are {sorted(readers)}"
+            )
     features = []
     for name, feature_tables in readers.items():
         names_of_tables = [table.name for table in feature_tables]
-        row_sizes = [table.embedding_dim * data_type_to_dtype(table.data_type).itemsize for table in feature_tables]
+        row_sizes = [
+            table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
+            for table in feature_tables
+        ]
         feature = SparseFeature(
             name=name,
             tables=tuple(names_of_tables),
@@ -223,7 +238,9 @@ def dense_names(dense: Sequence[str] | Mapping[str, int]) -> tuple[str, ...]:
     names: list[str] = []
     for name, width in dense.items():
         if width < 1:
-            raise ValueError(f"dense: {name}={width}: the column must have 1 number in each row or more")
+            raise ValueError(
+                f"dense: {name}={width}: the column must have 1 number in each row or more"
+            )
         # A column of one number keeps its name.
         if width == 1:
             names.append(name)
@@ -254,7 +271,9 @@ def widths_of(names: Iterable[str], columns: Collection[str] = ()) -> dict[str, 
     for name in names:
         element = element_of(name)
         if element is not None and name not in columns:
-            widths[element.column] = max(widths.get(element.column, 0), element.position + 1)
+            widths[element.column] = max(
+                widths.get(element.column, 0), element.position + 1
+            )
     return widths
 
 

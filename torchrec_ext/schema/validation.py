@@ -29,7 +29,9 @@ def listed(names: Iterable[str]) -> str:
     return textwrap.shorten(", ".join(names), 100, placeholder=" ...")
 
 
-def did_you_mean(name: str, names: Iterable[str], otherwise: str, *, cutoff: float = 0.6) -> str:
+def did_you_mean(
+    name: str, names: Iterable[str], otherwise: str, *, cutoff: float = 0.6
+) -> str:
     """Returns a question with the nearest of ``names`` for a message, or the words ``otherwise`` if none is near.
 
     Example:

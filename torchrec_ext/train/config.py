@@ -53,7 +53,9 @@ class Schedule:
             raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
         for name in ("floor", "gamma"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be between 0 and 1")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: must be between 0 and 1"
+                )
         if self.kind == "step" and self.every < 1:
             raise ValueError(
                 f"every={self.every}: the kind step needs the number of steps between two drops, 1 or more"
@@ -118,7 +120,9 @@ class EarlyStop:
         if self.patience < 1:
             raise ValueError(f"patience={self.patience}: must be 1 evaluation or more")
         if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
-            raise ValueError(f"min_delta={self.min_delta}: must be a number of 0 or more")
+            raise ValueError(
+                f"min_delta={self.min_delta}: must be a number of 0 or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +149,9 @@ class EvaluationConfig:
         assert len(self.figures) == len(self.metrics)
         unknown = [name for name in self.baselines if name not in get_args(Baseline)]
         if unknown:
-            raise ValueError(f"baselines: {', '.join(unknown)}: must be of {', '.join(get_args(Baseline))}")
+            raise ValueError(
+                f"baselines: {', '.join(unknown)}: must be of {', '.join(get_args(Baseline))}"
+            )
 
     @property
     def figures(self) -> list[tuple[Figure, int]]:
@@ -198,9 +204,13 @@ class ClosedFormConfig:
     def __post_init__(self) -> None:
         for name in ("ease_l2", "als_l2"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name}={getattr(self, name)}: must be a number above 0")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: must be a number above 0"
+                )
         if not (math.isfinite(self.als_unobserved) and self.als_unobserved >= 0):
-            raise ValueError(f"als_unobserved={self.als_unobserved}: must be a number of 0 or more")
+            raise ValueError(
+                f"als_unobserved={self.als_unobserved}: must be a number of 0 or more"
+            )
         check_least("als_dim", self.als_dim)
         check_least("als_epochs", self.als_epochs)
 

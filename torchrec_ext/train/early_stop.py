@@ -37,7 +37,9 @@ class EarlyStopWatch:
         if not name:
             return False
         if not isinstance(record.get(name), float):
-            figures = ", ".join(key for key, value in record.items() if isinstance(value, float))
+            figures = ", ".join(
+                key for key, value in record.items() if isinstance(value, float)
+            )
             raise ValueError(
                 f"train.early_stop.metric={name!r}: an evaluation has no such figure; it has {figures or 'none'}"
             )
@@ -56,7 +58,11 @@ class EarlyStopWatch:
             better = gain > self._config.min_delta
         if better:
             self._without_gain = 0
-            self.best = {"best": value, "best_epoch": record["epoch"], "best_step": record["step"]}
+            self.best = {
+                "best": value,
+                "best_epoch": record["epoch"],
+                "best_step": record["step"],
+            }
         else:
             self._without_gain += 1
         return better
@@ -79,7 +85,8 @@ class EarlyStopWatch:
         best = self.best["best"]
         epoch = self.best["best_epoch"]
         message = (
-            f"stopped early: no {name} better than {best:.4f}, of epoch {epoch}, in {self._without_gain} evaluation(s)"
+            f"stopped early: no {name} better than {best:.4f}, of epoch {epoch}, in "
+            f"{self._without_gain} evaluation(s)"
         )
         return {"kind": "stop", "metric": name, **self.best, "message": message}
 
@@ -98,6 +105,8 @@ class EarlyStopWatch:
     def _broadcast(self, value: float) -> float:
         if self._runtime.world_size == 1:
             return value
-        value_of_main = torch.tensor(value, dtype=torch.float64, device=self._runtime.device)
+        value_of_main = torch.tensor(
+            value, dtype=torch.float64, device=self._runtime.device
+        )
         dist.broadcast(value_of_main, src=0)
         return float(value_of_main)

@@ -22,7 +22,10 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import DrawnStep, Fresh, TowerBatch
 from torchrec_ext.capture.policy import TrainingDivergedError as TrainingDivergedError
-from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, HybridOptimizer
+from torchrec_ext.distributed.optim.hybrid import (
+    GradientNotFiniteError,
+    HybridOptimizer,
+)
 from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
@@ -36,7 +39,11 @@ from torchrec_ext.train.guards.amp import Forward, LossScaling, forward_context
 from torchrec_ext.train.guards.finite import FiniteLoss, RunStoppedError
 from torchrec_ext.train.guards.gradient_gate import GradientGate, gate_for
 from torchrec_ext.train.guards.watchdog import Watchdog
-from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watching
+from torchrec_ext.train.metrics.evaluation_watch import (
+    EvaluationStoppedError,
+    EvaluationWatch,
+    watching,
+)
 from torchrec_ext.train.report.progress import Progress, Window
 from torchrec_ext.train.report.trace import StepTrace, Timeline, check_fits
 from torchrec_ext.train.step.choose import Steps, StepsConfig, plain_step
@@ -46,11 +53,17 @@ from torchrec_ext.train.step.plain import PlainStep
 from torchrec_ext.train.step.schedule import rates, scheduler
 
 
-def leave_out(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer) -> Callable[[], None] | None:
+def leave_out(
+    config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer
+) -> Callable[[], None] | None:
     """Returns a function that makes the optimizer skip its next update under ``train.on_nan=skip``, else None."""
     if config.on_nan == "stop":
         return None
-    if not isinstance(optimizer, HybridOptimizer) or not sync.agrees_every_step or config.compile == "require":
+    if (
+        not isinstance(optimizer, HybridOptimizer)
+        or not sync.agrees_every_step
+        or config.compile == "require"
+    ):
         raise ValueError(
             f"train.on_nan=skip with sync.mode={sync.mode} and train.compile={config.compile}: ranks must agree in "
             "every step; set sync.mode=every_step and train.compile=auto, or train.on_nan=stop"
@@ -58,11 +71,17 @@ def leave_out(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer) 
     return partial(setattr, optimizer, "leave_out", True)
 
 
-def scaling(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, runtime: Runtime) -> LossScaling | None:
+def scaling(
+    config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, runtime: Runtime
+) -> LossScaling | None:
     """Returns the loss scaling for float16, else None."""
     if config.amp != "fp16":
         return None
-    if not sync.agrees_every_step or config.on_nan == "skip" or not isinstance(optimizer, HybridOptimizer):
+    if (
+        not sync.agrees_every_step
+        or config.on_nan == "skip"
+        or not isinstance(optimizer, HybridOptimizer)
+    ):
         raise ValueError(
             f"train.amp=fp16 with sync.mode={sync.mode} and train.on_nan={config.on_nan}: ranks must "
             "agree to leave out a step; set sync.mode=every_step, or train.amp=bf16"
@@ -70,7 +89,9 @@ def scaling(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, ru
     return LossScaling(optimizer, runtime.device)
 
 
-def gate(config: TrainConfig, model: nn.Module, optimizer: KeyedOptimizer, runtime: Runtime) -> GradientGate | None:
+def gate(
+    config: TrainConfig, model: nn.Module, optimizer: KeyedOptimizer, runtime: Runtime
+) -> GradientGate | None:
     """Returns the gate for the tables' gradients if ``check_gradients`` requests one; all ranks call it."""
     skips = config.on_nan == "skip"
     if not isinstance(optimizer, HybridOptimizer) or config.check_gradients == "off":
@@ -81,7 +102,11 @@ def gate(config: TrainConfig, model: nn.Module, optimizer: KeyedOptimizer, runti
 
 
 def checked_steps(
-    model: DistributedModelParallel, optimizer: HybridOptimizer, runtime: Runtime, *, config: TrainConfig | None = None
+    model: DistributedModelParallel,
+    optimizer: HybridOptimizer,
+    runtime: Runtime,
+    *,
+    config: TrainConfig | None = None,
 ) -> TrainPipelineSparseDist[TowerBatch, Any] | PlainStep:
     """Returns what runs the eager steps of :func:`train` on several ranks, with its checks, for trials.
 
@@ -105,9 +130,20 @@ def checked_steps(
         leave_out=partial(setattr, optimizer, "leave_out", True),
         gate=gate(config, model, optimizer, runtime),
     )
-    plain = plain_step(model, optimizer, runtime, forward, together=runtime.world_size > 1, context=context)
+    plain = plain_step(
+        model,
+        optimizer,
+        runtime,
+        forward,
+        together=runtime.world_size > 1,
+        context=context,
+    )
     return plain or make_pipeline(
-        model, optimizer, runtime.device, forward=forward, before_tables=forward.before_tables
+        model,
+        optimizer,
+        runtime.device,
+        forward=forward,
+        before_tables=forward.before_tables,
     )
 
 
@@ -144,7 +180,9 @@ def check_even(loader: Sized, runtime: Runtime) -> None:
     """
     lengths = gather_objects(len(loader), runtime.world_size)
     if len(set(lengths)) > 1:
-        by_rank = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+        by_rank = ", ".join(
+            f"rank {rank}: {length}" for rank, length in enumerate(lengths)
+        )
         raise UnevenStepsError(
             f"loader: ranks have unequal numbers of batches in an epoch, {by_rank}; pad the last "
             "batches with rows of weight 0, or drop them"
@@ -208,7 +246,9 @@ class BestWeights:
             elif isinstance(value, Tensor) and isinstance(copy, Tensor):
                 value.copy_(copy)
 
-    def restore(self, watch: EarlyStopWatch, step: int, checkpoints: RunCheckpoints | None) -> Record | None:
+    def restore(
+        self, watch: EarlyStopWatch, step: int, checkpoints: RunCheckpoints | None
+    ) -> Record | None:
         """Puts the weights of the best evaluation back, if a run that ends at ``step`` should; returns its record."""
         best = watch.better_than(step)
         if best is None:
@@ -222,7 +262,12 @@ class BestWeights:
         text = f"restored {name_of_best}"
         if not restored:
             text = f"{name_of_best} was the best, but its checkpoint is gone: the weights are those of the last step"
-        return {"kind": "restore", "epoch": best["best_epoch"], "step": best["best_step"], "message": text}
+        return {
+            "kind": "restore",
+            "epoch": best["best_epoch"],
+            "step": best["best_step"],
+            "message": text,
+        }
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -337,7 +382,20 @@ def train(
     if config.trace_steps:
         trace = StepTrace(model, runtime, config.trace_steps, timeline)
     with synchronised(model, optimizer, sync) as ranks:
-        run = _Run(model, optimizer, loader, runtime, config, ranks, sync, trace, checkpoints, log, stop, watchdog)
+        run = _Run(
+            model,
+            optimizer,
+            loader,
+            runtime,
+            config,
+            ranks,
+            sync,
+            trace,
+            checkpoints,
+            log,
+            stop,
+            watchdog,
+        )
         run.fresh_rows = fresh_rows
         run.observer = observer
         looking = EvaluationWatch(runtime, stop=stop, say=run.progress.say)
@@ -386,7 +444,9 @@ class _Run:
         steps = config.epochs * len(loader)
         self.schedule = None
         if config.tables_schedule.changes or config.dense_schedule.changes:
-            self.schedule = scheduler(optimizer, config.tables_schedule, config.dense_schedule, steps)
+            self.schedule = scheduler(
+                optimizer, config.tables_schedule, config.dense_schedule, steps
+            )
         self.watch = EarlyStopWatch(config.early_stop, runtime)
         self.window = Window(runtime)
         self.best = BestWeights(model)
@@ -395,7 +455,9 @@ class _Run:
         # Before the forward, the pipeline and Steps are made: they begin at the restored position.
         if checkpoints is not None:
             self.at = checkpoints.restore(self)
-        self.progress = Progress(total=steps, visible=runtime.is_main, done=self.at.step)
+        self.progress = Progress(
+            total=steps, visible=runtime.is_main, done=self.at.step
+        )
         context = forward_context(config.amp, runtime.device)
         self.forward = FiniteLoss(
             model,
@@ -435,7 +497,9 @@ class _Run:
             take_time=self._pause_watchdog,
             tell=self._log_steps,
         )
-        self.steps = Steps(model, optimizer, runtime, pipeline, self.forward, ranks, steps_config)
+        self.steps = Steps(
+            model, optimizer, runtime, pipeline, self.forward, ranks, steps_config
+        )
         self._resume()
 
     def _resume(self) -> None:
@@ -551,7 +615,9 @@ class _Run:
             record |= rates(self.optimizer)
         self._record(record)
 
-    def end_epoch(self, evaluate: Callable[[], Record] | None, looking: EvaluationWatch) -> None:
+    def end_epoch(
+        self, evaluate: Callable[[], Record] | None, looking: EvaluationWatch
+    ) -> None:
         """Saves, evaluates if the epoch is due for it, and decides whether the run is over."""
         epoch = self.at.epoch + 1
         best = False
@@ -578,7 +644,9 @@ class _Run:
             self.best.keep()
         self.at.begin(self.at.epoch + 1)
 
-    def _evaluate(self, evaluate: Callable[[], Record], looking: EvaluationWatch) -> Record:
+    def _evaluate(
+        self, evaluate: Callable[[], Record], looking: EvaluationWatch
+    ) -> Record:
         self.model.eval()
         try:
             with watching(looking):
@@ -627,10 +695,14 @@ class _Run:
         """Saves, unless this step is saved already, and ends the run on all ranks after the same step or block."""
         where = where or f"after {self.forward.where(self.at.step)}"
         if self.checkpoints is None:
-            raise RunStoppedError(f"stopped by a signal {where}; nothing was saved, since the run has no checkpoints")
+            raise RunStoppedError(
+                f"stopped by a signal {where}; nothing was saved, since the run has no checkpoints"
+            )
         self.checkpoints.save(self)
         self.close()
-        raise RunStoppedError(f"stopped by a signal {where}, which is saved; go on with --resume auto")
+        raise RunStoppedError(
+            f"stopped by a signal {where}, which is saved; go on with --resume auto"
+        )
 
     def close(self) -> None:
         """Waits until everything is written."""
@@ -640,7 +712,12 @@ class _Run:
 
     def _stamped(self, kind: str, **figures: Any) -> Record:
         """Returns a record of this moment."""
-        return {"kind": kind, "epoch": self.at.epoch + 1, "step": self.at.step, **figures}
+        return {
+            "kind": kind,
+            "epoch": self.at.epoch + 1,
+            "step": self.at.step,
+            **figures,
+        }
 
     def _record(self, record: Record) -> None:
         self.at.history.append(record)

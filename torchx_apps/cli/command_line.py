@@ -20,13 +20,45 @@ from torchx_apps.cli.overrides import field_hint, is_group, read_settings, type_
 _PIPE_COLUMNS = 80
 # The first five that a recipe has are in the component's help.
 _MOST_USED = (
-    *("data.name", "data.folder", "config.folder", "loader.batch_size", "train.epochs", "optimizer.dense_lr"),
-    *("model.embedding_dim", "model.tower_widths", "loader.negatives", "optimizer.tables", "optimizer.tables_lr"),
-    *("train.eval_every", "train.early_stop.metric", "train.seed", "plan.towers", "checkpoint.steps", "export"),
+    *(
+        "data.name",
+        "data.folder",
+        "config.folder",
+        "loader.batch_size",
+        "train.epochs",
+        "optimizer.dense_lr",
+    ),
+    *(
+        "model.embedding_dim",
+        "model.tower_widths",
+        "loader.negatives",
+        "optimizer.tables",
+        "optimizer.tables_lr",
+    ),
+    *(
+        "train.eval_every",
+        "train.early_stop.metric",
+        "train.seed",
+        "plan.towers",
+        "checkpoint.steps",
+        "export",
+    ),
     *("device", "out", "engine"),
 )
 _SECTIONS = (
-    *("data", "model", "loader", "optimizer", "train", "evaluation", "sync", "plan", "checkpoint", "start", "config"),
+    *(
+        "data",
+        "model",
+        "loader",
+        "optimizer",
+        "train",
+        "evaluation",
+        "sync",
+        "plan",
+        "checkpoint",
+        "start",
+        "config",
+    ),
 )
 # Section of the keys that belong to no group.
 _JOB = "job"
@@ -61,7 +93,11 @@ def setting_keys(config: Any) -> list[SettingKey]:
     """
     keys = list(_keys(config, ""))
     # Known sections first, then a user's own, and the keys of no group at the end.
-    names = list(dict.fromkeys([*_SECTIONS, *(key.section for key in keys if key.section != _JOB), _JOB]))
+    names = list(
+        dict.fromkeys(
+            [*_SECTIONS, *(key.section for key in keys if key.section != _JOB), _JOB]
+        )
+    )
     return sorted(keys, key=lambda key: names.index(key.section))
 
 
@@ -118,12 +154,22 @@ def _described(key: SettingKey, column: int) -> str:
 
 def fill(text: str, indent: int) -> str:
     """Breaks a text into lines of the terminal's width; the lines after the first are indented."""
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_COLUMNS
+    columns = (
+        shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_COLUMNS
+    )
     width = max(columns, 2 * indent, 40)
-    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text,
+        width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
-def build_parser(prog: str, description: str | None, *, trains: bool = True) -> FlagParser:
+def build_parser(
+    prog: str, description: str | None, *, trains: bool = True
+) -> FlagParser:
     """Returns a parser with the flags common to all apps with a recipe.
 
     A wrong flag raises ValueError, so that the message is printed once and not by every rank.
@@ -143,14 +189,30 @@ def build_parser(prog: str, description: str | None, *, trains: bool = True) -> 
         ValueError: unrecognized arguments: --recipee ncf; `python -m train --help` lists the flags
     """
     summary = (description or "").partition("\n\n")[0]
-    parser = _RecipeParser(prog=f"python -m {prog}", description=summary, allow_abbrev=False)
-    parser.add_argument("--recipe", default="two_tower", help="a built-in name, my_recipe.py:job or my.module:job")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key of the recipe; repeat at will"
+    parser = _RecipeParser(
+        prog=f"python -m {prog}", description=summary, allow_abbrev=False
     )
-    parser.add_argument("--settings", metavar="FILE.toml", help="a file of such changes; those of --set come after it")
+    parser.add_argument(
+        "--recipe",
+        default="two_tower",
+        help="a built-in name, my_recipe.py:job or my.module:job",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one key of the recipe; repeat at will",
+    )
+    parser.add_argument(
+        "--settings",
+        metavar="FILE.toml",
+        help="a file of such changes; those of --set come after it",
+    )
     if trains:
-        parser.add_argument("--run-dir", type=_folder, help="folder for checkpoints, metrics and plan")
+        parser.add_argument(
+            "--run-dir", type=_folder, help="folder for checkpoints, metrics and plan"
+        )
         parser.add_argument(
             "--resume",
             default="never",
@@ -158,8 +220,16 @@ def build_parser(prog: str, description: str | None, *, trains: bool = True) -> 
             help="go on from the last good checkpoint of --run-dir (or of the recipe's newest run), or from that of "
             "another run",
         )
-    parser.add_argument("--dry-run", action="store_true", help="list all settings with their values, and exit")
-    parser.add_argument("--list-recipes", action="store_true", help="print the built-in recipes, and exit")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="list all settings with their values, and exit",
+    )
+    parser.add_argument(
+        "--list-recipes",
+        action="store_true",
+        help="print the built-in recipes, and exit",
+    )
     return parser
 
 
@@ -168,7 +238,9 @@ def _folder(text: str) -> Path:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(f"{text!a} is not UTF-8; choose another name") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!a} is not UTF-8; choose another name"
+        ) from None
     return Path(text)
 
 
@@ -198,10 +270,14 @@ class FlagParser(argparse.ArgumentParser):
         Namespace(run_dir='a_b')
     """
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
         """Parses the flags; see argparse."""
         words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_with_dashes(word) for word in words], namespace)
+        return super().parse_known_args(
+            [_with_dashes(word) for word in words], namespace
+        )
 
     def add_numbers(self, flags: Mapping[str, tuple[float, str]]) -> None:
         """Adds flags that take a number of the type of their default, by name: the default and the help."""
@@ -215,7 +291,9 @@ def _with_dashes(word: str) -> str:
 
 
 class _RecipeParser(FlagParser):
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
         options, others = super().parse_known_args(args, namespace)
         if options.settings:
             options.set = [*read_settings(options.settings), *options.set]
@@ -256,11 +334,15 @@ def _type_of(config: Any, field: dataclasses.Field[Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    return str(getattr(value, "__qualname__", value)) if callable(value) else repr(value)
+    return (
+        str(getattr(value, "__qualname__", value)) if callable(value) else repr(value)
+    )
 
 
 def _meanings(config: Any) -> dict[str, str]:
-    from docstring_parser import parse  # comes with TorchX, which reads component docstrings with it
+    from docstring_parser import (
+        parse,
+    )  # comes with TorchX, which reads component docstrings with it
 
     meanings: dict[str, str] = {}
     # A config that extends another one documents only what it adds.
@@ -275,5 +357,7 @@ def _meanings(config: Any) -> dict[str, str]:
 
 def _plain(text: str) -> str:
     """Removes Sphinx's markup, meaningless in a terminal."""
-    without_roles = re.sub(r":[a-z]+:`[~!]?(?:[\w.]*\.)?(\w+)`", r"\1", " ".join(text.split()))
+    without_roles = re.sub(
+        r":[a-z]+:`[~!]?(?:[\w.]*\.)?(\w+)`", r"\1", " ".join(text.split())
+    )
     return without_roles.replace("``", "")

@@ -11,7 +11,12 @@ import traceback
 
 _OURS = {"torchrec_ext", "torchx_apps"}
 _STDLIB = sysconfig.get_path("stdlib")
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+)
 _PATIENCE_S = 3.0
 # A full disk, a file that cannot be read, a folder that a dying process still holds, a store that does not answer.
 _FAULTS = {"CheckpointError", "RunFolderError", "StoreError", "StoreUnreachable"}
@@ -60,7 +65,9 @@ def describe_error(error: BaseException) -> str:
     if is_users_mistake(error) and os.environ.get("LOGLEVEL", "").upper() != "DEBUG":
         # An error without a message would print as an empty line.
         return f"{who}{str(error) or type(error).__name__}"
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+    trace = "".join(
+        traceback.format_exception(type(error), error, error.__traceback__)
+    ).rstrip()
     head, _, last = trace.rpartition("\n")
     return f"{head}\n{who}{last}" if head else f"{who}{last}"
 
@@ -77,7 +84,9 @@ def is_users_mistake(error: BaseException) -> bool:
         return True
     module = str(frames[-1].f_globals.get("__name__", ""))
     file = frames[-1].f_code.co_filename
-    library = "site-packages" in file or "dist-packages" in file or file.startswith(_STDLIB)
+    library = (
+        "site-packages" in file or "dist-packages" in file or file.startswith(_STDLIB)
+    )
     return module.split(".")[0] in _OURS or not library
 
 
@@ -88,7 +97,9 @@ def would_come_again(error: BaseException) -> bool:
         >>> would_come_again(ValueError("there is no key 'epoch'")), would_come_again(FileNotFoundError("a.parquet"))
         (True, False)
     """
-    faults = isinstance(error, OSError) or any(base.__name__ in _FAULTS for base in type(error).__mro__)
+    faults = isinstance(error, OSError) or any(
+        base.__name__ in _FAULTS for base in type(error).__mro__
+    )
     return is_users_mistake(error) and not faults
 
 
@@ -105,4 +116,6 @@ def lost_a_peer(error: BaseException) -> bool:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(error, distributed.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER)
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in _LOST_PEER
+    )

@@ -10,47 +10,87 @@ from torchx_apps.cli.command_line import FlagParser
 
 def build_export_parser(description: str | None = None) -> argparse.ArgumentParser:
     """Returns the parser of the flags of torchx_apps.export."""
-    parser = FlagParser(prog="python -m torchx_apps.export", description=description, allow_abbrev=False)
+    parser = FlagParser(
+        prog="python -m torchx_apps.export", description=description, allow_abbrev=False
+    )
     parser.add_argument("run", type=Path, help="a run folder")
-    parser.add_argument("--out", type=Path, help="the bundle's folder; RUN/bundle where not given")
+    parser.add_argument(
+        "--out", type=Path, help="the bundle's folder; RUN/bundle where not given"
+    )
     parser.add_argument(
         "--checkpoint",
         metavar="best|last|STEP|PATH",
         help="the best by train.early_stop.metric, the last, that of a step, or another one by path or address; the "
         "best where the run has marked one, else the last",
     )
-    parser.add_argument("--recipe", help="my_recipe.py:job or my.module:job, where the run's recipe is not built in")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key; repeat at will"
+        "--recipe",
+        help="my_recipe.py:job or my.module:job, where the run's recipe is not built in",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one key; repeat at will",
     )
     add_bundle_flags(parser)
     parser.add_argument(
-        "--compiled", type=Path, metavar="FOLDER", help="also write the scoring as machine code, with a C++ program"
+        "--compiled",
+        type=Path,
+        metavar="FOLDER",
+        help="also write the scoring as machine code, with a C++ program",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier bundle")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier bundle"
+    )
     return parser
 
 
 def add_bundle_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags for a bundle's content and its types."""
-    parser.add_argument("--store", default="fp32", choices=["fp32", "fp16", "int8"], help="type of the stored vectors")
     parser.add_argument(
-        "--tables", default="trained", choices=["trained", "int8"], help="type of the towers' tables; int8 is measured"
+        "--store",
+        default="fp32",
+        choices=["fp32", "fp16", "int8"],
+        help="type of the stored vectors",
     )
     parser.add_argument(
-        "--overlap", type=float, default=0.9, help="share of a query's 10 best that int8 tables must leave among them"
+        "--tables",
+        default="trained",
+        choices=["trained", "int8"],
+        help="type of the towers' tables; int8 is measured",
     )
     parser.add_argument(
-        "--index", default="exact", choices=["exact", "flat", "ivf", "hnsw", "pq"], help="others need FAISS"
+        "--overlap",
+        type=float,
+        default=0.9,
+        help="share of a query's 10 best that int8 tables must leave among them",
     )
     parser.add_argument(
-        "--recall", type=float, default=0.95, help="recall that an approximate index must reach, measured"
+        "--index",
+        default="exact",
+        choices=["exact", "flat", "ivf", "hnsw", "pq"],
+        help="others need FAISS",
     )
     parser.add_argument(
-        "--onnx", type=Path, metavar="FOLDER", help="also write the towers and the top NN as ONNX files, checked equal"
+        "--recall",
+        type=float,
+        default=0.95,
+        help="recall that an approximate index must reach, measured",
     )
     parser.add_argument(
-        "--onnx-skip", action="append", default=[], metavar="TOWER", help="leave one out (or top); repeat at will"
+        "--onnx",
+        type=Path,
+        metavar="FOLDER",
+        help="also write the towers and the top NN as ONNX files, checked equal",
+    )
+    parser.add_argument(
+        "--onnx-skip",
+        action="append",
+        default=[],
+        metavar="TOWER",
+        help="leave one out (or top); repeat at will",
     )
 
 
@@ -81,11 +121,15 @@ def check_export(options: argparse.Namespace, out: Path) -> None:
             continue
         if options.tables == "int8":
             kind = "ONNX files have their" if flag == "onnx" else "compiled code reads"
-            raise ValueError(f"--{flag} {path} with --tables int8: {kind} tables in fp32; leave one of them out")
+            raise ValueError(
+                f"--{flag} {path} with --tables int8: {kind} tables in fp32; leave one of them out"
+            )
         folder = path.resolve()
         bundle = out.resolve()
         if folder.is_relative_to(bundle) or bundle.is_relative_to(folder):
-            raise ValueError(f"--{flag} {path}: is the bundle's folder {out}, in it, or around it; give one beside it")
+            raise ValueError(
+                f"--{flag} {path}: is the bundle's folder {out}, in it, or around it; give one beside it"
+            )
         _check_free(options, f"--{flag}", path)
     if options.onnx:
         from torchrec_ext.retrieval.onnx.layers import require_onnx
@@ -96,4 +140,6 @@ def check_export(options: argparse.Namespace, out: Path) -> None:
 def _check_free(options: argparse.Namespace, flag: str, folder: Path) -> None:
     is_used = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
     if is_used and not options.overwrite:
-        raise ValueError(f"{flag} {folder}: there is something already; give another folder, or --overwrite")
+        raise ValueError(
+            f"{flag} {folder}: there is something already; give another folder, or --overwrite"
+        )

@@ -32,7 +32,12 @@ class LinkWatch:
         after_s: seconds without reaching the others after which the node is lost.
     """
 
-    def __init__(self, ranks: Callable[[], int], reaches: Callable[[], bool], after_s: float = AFTER_S) -> None:
+    def __init__(
+        self,
+        ranks: Callable[[], int],
+        reaches: Callable[[], bool],
+        after_s: float = AFTER_S,
+    ) -> None:
         self._ranks = ranks
         self._reaches = reaches
         self._after_s = after_s
@@ -58,7 +63,9 @@ def end_when_lost(endpoint: str, end: Callable[[str], None]) -> None:
         end: ends the process.
     """
     host, _, port = endpoint.rpartition(":")
-    watch = LinkWatch(lambda: children_of(os.getpid()), lambda: _connects(host, int(port)))
+    watch = LinkWatch(
+        lambda: children_of(os.getpid()), lambda: _connects(host, int(port))
+    )
 
     def run() -> None:
         while not watch.lost(time.monotonic()):

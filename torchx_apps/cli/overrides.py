@@ -19,7 +19,16 @@ from typing import Any, Literal, TypeVar, Union
 
 from torchrec_ext.schema.validation import listed
 
-_BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_BOOLS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 _EXAMPLES = {int: "4096, 4_096 or 4e3", float: "0.01 or 1e-2"}
 
 
@@ -41,18 +50,25 @@ def convert(text: str, hint: Any) -> object:
     if origin in (Union, types.UnionType):
         return _one_of_types(text, typing.get_args(hint))
     if origin is Literal:
-        return _one_of_values(text, {str(value): value for value in typing.get_args(hint)})
+        return _one_of_values(
+            text, {str(value): value for value in typing.get_args(hint)}
+        )
     if origin in (tuple, list, Sequence) or hint in (tuple, list):
         return _several(text, origin or hint, typing.get_args(hint))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return _one_of_values(text, {str(member.value): member for member in hint} | dict(hint.__members__))
+        return _one_of_values(
+            text,
+            {str(member.value): member for member in hint} | dict(hint.__members__),
+        )
     if hint is bool:
         return _one_of_values(text.lower(), _BOOLS)
     if hint in (int, float):
         return _number(text, hint)
     if hint in (str, Path):
         return hint(text)
-    raise ValueError(f"a value of type {type_name(hint)} cannot be given as text; write a recipe file that sets it")
+    raise ValueError(
+        f"a value of type {type_name(hint)} cannot be given as text; write a recipe file that sets it"
+    )
 
 
 def choices(hint: Any) -> list[str]:
@@ -169,7 +185,9 @@ def _one_of_types(text: str, hints: tuple[Any, ...]) -> object:
 def _one_of_values(text: str, values: dict[str, Any]) -> object:
     if text in values:
         return values[text]
-    raise ValueError(f"{text!r} is not one of {', '.join(values)}{nearest(text, values)}")
+    raise ValueError(
+        f"{text!r} is not one of {', '.join(values)}{nearest(text, values)}"
+    )
 
 
 def _several(text: str, kind: Any, hints: tuple[Any, ...]) -> object:
@@ -180,8 +198,12 @@ def _several(text: str, kind: Any, hints: tuple[Any, ...]) -> object:
         items = [item.strip().strip("'\"") for item in inside.split(",")]
     if kind is tuple and hints and hints[-1] is not Ellipsis:
         if len(items) != len(hints):
-            raise ValueError(f"{text!r} has {len(items)} values; expected {len(hints)}, separated by commas")
-        return tuple(convert(item, hint) for item, hint in zip(items, hints, strict=True))
+            raise ValueError(
+                f"{text!r} has {len(items)} values; expected {len(hints)}, separated by commas"
+            )
+        return tuple(
+            convert(item, hint) for item, hint in zip(items, hints, strict=True)
+        )
     hint = hints[0] if hints else str
     values = [convert(item, hint) for item in items]
     return values if kind is list else tuple(values)
@@ -195,7 +217,9 @@ def _number(text: str, kind: type) -> object:
         return kind(text)
     except (ValueError, OverflowError):
         article = "an" if kind is int else "a"
-        raise ValueError(f"{text!r} is not {article} {kind.__name__}; write for example {_EXAMPLES[kind]}") from None
+        raise ValueError(
+            f"{text!r} is not {article} {kind.__name__}; write for example {_EXAMPLES[kind]}"
+        ) from None
 
 
 def numbers_by_name(key: str, texts: Iterable[str], rule: str) -> dict[str, float]:
@@ -239,12 +263,16 @@ def read_settings(file: str) -> list[str]:
     try:
         tomllib: Any = importlib.import_module("tomllib")
     except ModuleNotFoundError:
-        raise ValueError(f"--settings {file}: Python 3.10 reads no TOML; use Python 3.11, or --set KEY=VALUE") from None
+        raise ValueError(
+            f"--settings {file}: Python 3.10 reads no TOML; use Python 3.11, or --set KEY=VALUE"
+        ) from None
     try:
         with open(file, "rb") as stream:
             items = list(_flat(tomllib.load(stream), ""))
     except OSError as error:
-        raise ValueError(f"--settings {file}: cannot be read: {error.strerror}; check the path") from None
+        raise ValueError(
+            f"--settings {file}: cannot be read: {error.strerror}; check the path"
+        ) from None
     except ValueError as error:
         raise ValueError(f"--settings {file}: {error}") from None
     for item in items:
@@ -311,17 +339,25 @@ def apply_overrides(config: ConfigT, overrides: Iterable[str]) -> ConfigT:
     """
     tree: _Tree = {}
     for item in overrides:
-        label = f"--settings {item.file}: {item}" if isinstance(item, FileSetting) else f"--set {item}"
+        label = (
+            f"--settings {item.file}: {item}"
+            if isinstance(item, FileSetting)
+            else f"--set {item}"
+        )
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
-            raise ValueError(f"{label}: write key=value, such as --set loader.batch_size=4096")
+            raise ValueError(
+                f"{label}: write key=value, such as --set loader.batch_size=4096"
+            )
         path = key.strip().split(".")
         try:
             _plant(tree, config, path, text.strip(), label)
         except KeyError as missing:
             paths = list(key_paths(config))
             question = similar_keys(key.strip(), paths) or f"; keys are {listed(paths)}"
-            raise ValueError(f"{label}: there is no key {missing.args[0]!r}{question}") from None
+            raise ValueError(
+                f"{label}: there is no key {missing.args[0]!r}{question}"
+            ) from None
     return typing.cast(ConfigT, _rebuild(config, tree))
 
 
@@ -346,16 +382,22 @@ def _plant(tree: _Tree, config: object, keys: list[str], text: str, label: str) 
     fields = {field.name: field for field in dataclasses.fields(config) if field.init}  # type: ignore[arg-type]
     if key not in fields:
         # ids.item_id=dynamic,... is such a key: the columns are the user's.
-        open_field = next((name for name, field in fields.items() if field.metadata.get("open")), None)
+        open_field = next(
+            (name for name, field in fields.items() if field.metadata.get("open")), None
+        )
         if below or open_field is None:
             raise KeyError(key)
-        _plant_named(tree, open_field, getattr(config, open_field), f"{key}={text}", label)
+        _plant_named(
+            tree, open_field, getattr(config, open_field), f"{key}={text}", label
+        )
         return
     value = getattr(config, key)
     if below and is_group(value):
         _plant(typing.cast(_Tree, tree.setdefault(key, {})), value, below, text, label)
     elif below:
-        raise ValueError(f"{label}: {key!r} is {value!r} and has no keys of its own; write --set ...{key}=value")
+        raise ValueError(
+            f"{label}: {key!r} is {value!r} and has no keys of its own; write --set ...{key}=value"
+        )
     elif is_group(value):
         inner = ", ".join(field.name for field in dataclasses.fields(value))
         raise ValueError(f"{label}: {key!r} is a group; set one of its keys: {inner}")
@@ -363,7 +405,9 @@ def _plant(tree: _Tree, config: object, keys: list[str], text: str, label: str) 
         tree[key] = _Change(label, _convert_for(label, text, config, key))
 
 
-def _plant_named(tree: _Tree, name: str, texts: Sequence[str], text: str, label: str) -> None:
+def _plant_named(
+    tree: _Tree, name: str, texts: Sequence[str], text: str, label: str
+) -> None:
     """Adds ``key=text`` to an open field, a tuple of such texts, in place of an earlier text of that key."""
     earlier = tree.get(name)
     if isinstance(earlier, _Change):
@@ -378,7 +422,9 @@ def _convert_for(label: str, text: str, config: object, key: str) -> object:
     try:
         return convert(text, field_hint(config, key))
     except NameError:
-        raise ValueError(f"{label}: {key!r} cannot be given as text; write a recipe file that sets it") from None
+        raise ValueError(
+            f"{label}: {key!r} cannot be given as text; write a recipe file that sets it"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{label}: {error}") from None
 

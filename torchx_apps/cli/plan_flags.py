@@ -42,7 +42,9 @@ def check_flags(options: argparse.Namespace, plan: PlanConfig | None) -> None:
         parse_tables(options.tables)
         batch_size_of(options.batch_size or 1024)
     elif plan.towers not in ("data_parallel", "auto"):
-        raise ValueError(f"plan.towers={plan.towers}: plans for other devices have towers on every rank; leave it out")
+        raise ValueError(
+            f"plan.towers={plan.towers}: plans for other devices have towers on every rank; leave it out"
+        )
     with_flags(plan or PlanConfig(), options)
     if options.optimizer:
         OptimizerConfig(tables=options.optimizer)
@@ -72,12 +74,18 @@ def parse_tables(text: str) -> list[TableSize]:
             )
         rows = round(float(match[1]) * _UNITS[match[2].lower()])
         if rows < 1 or int(match[3]) < 1:
-            raise ValueError(f"--tables: {item!r}: a table has at least one row and one column")
+            raise ValueError(
+                f"--tables: {item!r}: a table has at least one row and one column"
+            )
         if name in tables:
-            raise ValueError(f"--tables names '{name}' twice; give each table a name of its own")
+            raise ValueError(
+                f"--tables names '{name}' twice; give each table a name of its own"
+            )
         tables[name] = TableSize(name, rows, int(match[3]), float(match[4] or 1))
     if not tables:
-        raise ValueError(f"--tables {text!r} names no table; write NAME=ROWSxDIM, such as ad=300Mx64")
+        raise ValueError(
+            f"--tables {text!r} names no table; write NAME=ROWSxDIM, such as ad=300Mx64"
+        )
     return list(tables.values())
 
 
@@ -89,7 +97,9 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     """
     return Cluster(
         world_size=options.world_size,
-        local_world_size=min(8, options.world_size) if options.local_world_size is None else options.local_world_size,
+        local_world_size=min(8, options.world_size)
+        if options.local_world_size is None
+        else options.local_world_size,
         device=options.device,
         hbm_gb=options.hbm,
         ddr_gb=options.ddr,
@@ -130,7 +140,9 @@ def sharding_of(name: str) -> Sharding:
 
 def _check_one_of(flag: str, name: str, names: Sequence[str]) -> None:
     if name not in names:
-        raise ValueError(f"{flag} {name}: must be one of {', '.join(names)}{nearest(name, names)}")
+        raise ValueError(
+            f"{flag} {name}: must be one of {', '.join(names)}{nearest(name, names)}"
+        )
 
 
 def batch_size_of(rows: int) -> int:
@@ -140,5 +152,7 @@ def batch_size_of(rows: int) -> int:
         ValueError: there is none.
     """
     if rows < 1:
-        raise ValueError(f"--batch-size {rows}: a device needs at least one row in a step")
+        raise ValueError(
+            f"--batch-size {rows}: a device needs at least one row in a step"
+        )
     return rows

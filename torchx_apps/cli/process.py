@@ -20,7 +20,9 @@ _PR_SET_PDEATHSIG = 1
 _RANK_BYTES = 256 << 20
 
 
-def exit_code(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
+def exit_code(
+    app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None
+) -> int:
     """Runs an app, as a rank of torchrun or by itself, and turns whatever happens into an exit code and one message.
 
     Args:
@@ -33,19 +35,32 @@ def exit_code(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | 
     """
     try:
         with ending_the_block():
-            return _as_a_rank(app, argv) if "TORCHELASTIC_RUN_ID" in os.environ else app(argv)
+            return (
+                _as_a_rank(app, argv)
+                if "TORCHELASTIC_RUN_ID" in os.environ
+                else app(argv)
+            )
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
     except Exception as error:
         # The agent prints a rank's error; printed here too, it would appear once per rank. An app that TorchX starts
         # by itself has no agent, and writes its reply itself.
-        if not ("TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        if not (
+            "TORCHELASTIC_RUN_ID" in os.environ
+            and os.environ.get("TORCHELASTIC_ERROR_FILE")
+        ):
             hand_over(describe_error(error))
-        return MISTAKE if "TORCHELASTIC_RUN_ID" in os.environ and would_come_again(error) else 1
+        return (
+            MISTAKE
+            if "TORCHELASTIC_RUN_ID" in os.environ and would_come_again(error)
+            else 1
+        )
 
 
-def _as_a_rank(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
+def _as_a_rank(
+    app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None
+) -> int:
     # Before torch is imported, which takes seconds. A rank that is started by hand may outlive its shell.
     die_with_parent()
     from torch.distributed.elastic.multiprocessing.errors import record

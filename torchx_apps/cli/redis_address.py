@@ -15,10 +15,14 @@ PASSWORD = "REDIS_PASSWORD"
 def add_password_file(parser: argparse.ArgumentParser) -> None:
     """Adds the flag ``--redis-password-file``."""
     help_text = f"file with the password of --redis, as one line; where not given the variable {PASSWORD}, if set"
-    parser.add_argument("--redis-password-file", type=Path, metavar="FILE", help=help_text)
+    parser.add_argument(
+        "--redis-password-file", type=Path, metavar="FILE", help=help_text
+    )
 
 
-def with_password(url: str | None, file: Path | None, environ: Mapping[str, str] = os.environ) -> str | None:
+def with_password(
+    url: str | None, file: Path | None, environ: Mapping[str, str] = os.environ
+) -> str | None:
     """Returns the address with its password.
 
     Args:
@@ -42,7 +46,9 @@ def with_password(url: str | None, file: Path | None, environ: Mapping[str, str]
     """
     if url is None:
         if file is not None:
-            raise ValueError(f"--redis-password-file {file}: is for --redis; name the address too")
+            raise ValueError(
+                f"--redis-password-file {file}: is for --redis; name the address too"
+            )
         return None
     scheme, mark, rest = url.partition("://")
     user, at_sign, host = rest.partition("@")
@@ -64,7 +70,11 @@ def _read(file: Path) -> str:
     try:
         password = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--redis-password-file {file}: it cannot be read ({error})") from None
+        raise ValueError(
+            f"--redis-password-file {file}: it cannot be read ({error})"
+        ) from None
     if not password:
-        raise ValueError(f"--redis-password-file {file}: it is empty; write the password into it, as one line")
+        raise ValueError(
+            f"--redis-password-file {file}: it is empty; write the password into it, as one line"
+        )
     return password

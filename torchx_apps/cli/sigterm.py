@@ -22,7 +22,9 @@ SAME_S = 5.0
 ENDED = 128 + signal.SIGTERM
 
 
-def once(first: Callable[[], None], later: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
+def once(
+    first: Callable[[], None], later: Callable[[], None]
+) -> Callable[[int, FrameType | None], None]:
     """Returns a signal handler that treats all signals within five seconds as one.
 
     Args:
@@ -57,7 +59,9 @@ def ending_the_block() -> Iterator[None]:
     signal before that returns. Python handles signals in the first thread alone; in another one the block changes
     nothing.
     """
-    if threading.current_thread() is not threading.main_thread() or ("RANK" in os.environ and os.getpid() != 1):
+    if threading.current_thread() is not threading.main_thread() or (
+        "RANK" in os.environ and os.getpid() != 1
+    ):
         yield
         return
 
@@ -74,7 +78,9 @@ def ending_the_block() -> Iterator[None]:
 def at_hangup_too() -> None:
     """Makes SIGHUP, sent when a terminal closes, act like SIGTERM here; under nohup it stays ignored."""
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
+        signal.signal(
+            signal.SIGHUP, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM)
+        )
 
 
 def end_where_no_child_runs() -> None:
@@ -89,9 +95,16 @@ def end_where_no_child_runs() -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def watch() -> None:
-        while os.read(reader, 1)[0] not in (signal.SIGTERM, signal.SIGHUP) or children_of(os.getpid()):
+        while os.read(reader, 1)[0] not in (
+            signal.SIGTERM,
+            signal.SIGHUP,
+        ) or children_of(os.getpid()):
             pass
-        print("stopped by SIGTERM before any rank was started", file=sys.stderr, flush=True)
+        print(
+            "stopped by SIGTERM before any rank was started",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(ENDED)
 
     # On other systems children cannot be counted.

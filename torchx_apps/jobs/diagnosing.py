@@ -24,7 +24,11 @@ from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.capture.policy import Compile
 from torchrec_ext.data.loader.epochs import BuiltAhead
 from torchrec_ext.diagnose import Diagnosis, StateCopy, ThreadClock
-from torchrec_ext.diagnose.experiments.collectives import Collectives, Ranks, RanksFailedError
+from torchrec_ext.diagnose.experiments.collectives import (
+    Collectives,
+    Ranks,
+    RanksFailedError,
+)
 from torchrec_ext.diagnose.experiments.loop import TrainingLoop
 from torchrec_ext.diagnose.experiments.measure import Experiments
 from torchrec_ext.diagnose.facts import LoaderFacts
@@ -40,7 +44,14 @@ from torchrec_ext.train.step.pipeline import make_pipeline
 from torchrec_ext.train.step.plain import PlainStep
 from torchx_apps.cli.command_line import write_out
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.jobs.setup import JobParts, evaluator_of, load_task, quieten_libraries, set_up, shard_job
+from torchx_apps.jobs.setup import (
+    JobParts,
+    evaluator_of,
+    load_task,
+    quieten_libraries,
+    set_up,
+    shard_job,
+)
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.task import Task
 
@@ -81,14 +92,22 @@ def run_diagnosis(
         ValueError: a file cannot be written.
     """
     quieten_libraries()
-    with Runtime.start(job.device, threads=job.threads, collectives=job.collectives) as runtime:
+    with Runtime.start(
+        job.device, threads=job.threads, collectives=job.collectives
+    ) as runtime:
         diagnosis = diagnose_job(job, runtime, budget_s)
         if apply:
             apply_remedies(job, diagnosis, runtime, budget_s)
         if runtime.is_main:
             print(diagnosis.to_json() if as_json else diagnosis)
             if out is not None:
-                write_out(out, {"diagnosis.txt": str(diagnosis), "diagnosis.json": diagnosis.to_json()})
+                write_out(
+                    out,
+                    {
+                        "diagnosis.txt": str(diagnosis),
+                        "diagnosis.json": diagnosis.to_json(),
+                    },
+                )
                 diagnosis.html(out / "diagnosis.html")
                 print(f"written to {out}", file=sys.stderr)
             for file, write in ((html, diagnosis.html), (trace, diagnosis.trace)):
@@ -98,9 +117,13 @@ def run_diagnosis(
     return 0
 
 
-def _build(job: Job, runtime: Runtime) -> tuple[Task, JobParts, DistributedModelParallel, HybridOptimizer]:
+def _build(
+    job: Job, runtime: Runtime
+) -> tuple[Task, JobParts, DistributedModelParallel, HybridOptimizer]:
     """Returns a job's task and parts, and its sharded model and optimizer."""
-    job = dataclasses.replace(job, loader=dataclasses.replace(job.loader, prefetch=_ahead(job)))
+    job = dataclasses.replace(
+        job, loader=dataclasses.replace(job.loader, prefetch=_ahead(job))
+    )
     task = load_task(job, runtime)
     parts = set_up(job, task, runtime, tries_placements=False)
     parallel, optimizer = shard_job(parts, runtime)
@@ -130,11 +153,16 @@ def diagnose_job(job: Job, runtime: Runtime, budget_s: float) -> Diagnosis:
     loader.set_epoch(0)
     between: dict[str, tuple[Callable[[], object], int]] = {}
     if task.validates:
-        between["the evaluation"] = evaluator.validate, max(1, len(loader) * job.train.eval_every)
+        between["the evaluation"] = (
+            evaluator.validate,
+            max(1, len(loader) * job.train.eval_every),
+        )
     step = eager_step(job, parallel, optimizer, runtime, len(loader))
     with _ranks_of(runtime) as ranks:
         with ThreadClock() as clock:
-            loop = TrainingLoop(step, loader, StateCopy(), clock, recipe=True, modules=[parallel])
+            loop = TrainingLoop(
+                step, loader, StateCopy(), clock, recipe=True, modules=[parallel]
+            )
             facts = Experiments(loop, budget_s, ranks).facts(between)
             loop.source.close()
         notes = [*facts.notes]
@@ -147,7 +175,10 @@ def diagnose_job(job: Job, runtime: Runtime, budget_s: float) -> Diagnosis:
             facts,
             rows=job.loader.batch_size * (1 + job.loader.negatives),
             parameters=sum(parameter.numel() for parameter in parallel.parameters()),
-            optimizers=(f"{job.optimizer.tables} of the tables", f"{job.optimizer.dense} of the layers"),
+            optimizers=(
+                f"{job.optimizer.tables} of the tables",
+                f"{job.optimizer.dense} of the layers",
+            ),
             loader=LoaderFacts(kind="loader", dataset=type(loader).__name__),
             towers_apart=job.plan.towers != "data_parallel",
             notes=notes,
@@ -182,7 +213,9 @@ def eager_step(
     return step
 
 
-def apply_remedies(job: Job, diagnosis: Diagnosis, runtime: Runtime, budget_s: float) -> None:
+def apply_remedies(
+    job: Job, diagnosis: Diagnosis, runtime: Runtime, budget_s: float
+) -> None:
     """Applies remedies that are settings of the job, see :func:`apply_in_turn`.
 
     Args:
@@ -198,7 +231,9 @@ def apply_remedies(job: Job, diagnosis: Diagnosis, runtime: Runtime, budget_s: f
         settings = job_settings(remedy)
         if not settings:
             return None
-        return apply_overrides(current, settings), " ".join(f"--set {setting}" for setting in settings)
+        return apply_overrides(current, settings), " ".join(
+            f"--set {setting}" for setting in settings
+        )
 
     def diagnose_again(changed: Job) -> Diagnosis:
         return diagnose_job(changed, runtime, budget_s)
@@ -230,14 +265,20 @@ def job_settings(remedy: Remedy) -> list[str]:
         command, _, _ = line.partition("  #")
         words += command.split()
     flags = {"--set": "", "--threads": "threads="}
-    settings = [flags[flag] + value for flag, value in itertools.pairwise(words) if flag in flags]
+    settings = [
+        flags[flag] + value
+        for flag, value in itertools.pairwise(words)
+        if flag in flags
+    ]
     # A remedy writes "..." where the user must find a value.
     if any(setting.endswith("...") for setting in settings):
         return []
     return settings
 
 
-def _turns(before: Job, after: Job, runtime: Runtime, ranks: Ranks | None) -> list[tuple[float, float]]:
+def _turns(
+    before: Job, after: Job, runtime: Runtime, ranks: Ranks | None
+) -> list[tuple[float, float]]:
     """Times iterations of two jobs by turns, with equal results on all ranks; sends their output to stderr.
 
     All ranks make as many iterations. An iteration takes what it takes on the rank that counts least: one that stood in
@@ -256,7 +297,9 @@ def _turns(before: Job, after: Job, runtime: Runtime, ranks: Ranks | None) -> li
         turns: list[tuple[float, float]] = []
         end = time.perf_counter() + _PROOF_S
         # Rank 0's clock decides for all, because a turn is collective.
-        while len(turns) < _TURNS[0] or (len(turns) < _TURNS[1] and _first(ranks, time.perf_counter() < end)):
+        while len(turns) < _TURNS[0] or (
+            len(turns) < _TURNS[1] and _first(ranks, time.perf_counter() < end)
+        ):
             # The first of a pair changes, so that a machine that slows down or speeds up favours neither.
             if len(turns) % 2 == 0:
                 turns.append((old.turn(clock), new.turn(clock)))
@@ -277,7 +320,9 @@ def _first(ranks: Ranks | None, value: Any) -> Any:
 class _Iterated:
     """Iterations of a job's training loop, epoch after epoch."""
 
-    def __init__(self, job: Job, runtime: Runtime, stack: ExitStack, ranks: Ranks | None) -> None:
+    def __init__(
+        self, job: Job, runtime: Runtime, stack: ExitStack, ranks: Ranks | None
+    ) -> None:
         self._ranks = ranks
         self._threads = job.threads or runtime.threads
         # Iterations to use up the batches prepared during the other variant's turn, before its own turn is timed.
@@ -285,14 +330,21 @@ class _Iterated:
         self._iterations = self._endless(job, runtime, stack)
         stack.callback(self._iterations.close)
 
-    def _endless(self, job: Job, runtime: Runtime, stack: ExitStack) -> Generator[Any, None, None]:
+    def _endless(
+        self, job: Job, runtime: Runtime, stack: ExitStack
+    ) -> Generator[Any, None, None]:
         _, parts, model, optimizer = _build(job, runtime)
         loader = parts.loader
         context = forward_context(job.train.amp, runtime.device)
         ranks = stack.enter_context(synchronised(model, optimizer, job.sync))
         forward = FiniteLoss(model, runtime, len(loader), ranks=ranks, context=context)
         pipeline = make_pipeline(
-            model, optimizer, runtime.device, forward=forward, before_tables=forward.before_tables, sync=job.sync
+            model,
+            optimizer,
+            runtime.device,
+            forward=forward,
+            before_tables=forward.before_tables,
+            sync=job.sync,
         )
         # Not "auto", which would compare captured steps with eager ones in the middle of a turn.
         captures: Compile = "require" if job.train.compile == "require" else "off"

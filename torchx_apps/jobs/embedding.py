@@ -29,7 +29,11 @@ from torchrec_ext.data.preprocess.columns import missing_column
 from torchrec_ext.data.preprocess.folders import hidden_folder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.bundle.encoder import open_encoder, open_preprocessor, tower_digest
+from torchrec_ext.retrieval.bundle.encoder import (
+    open_encoder,
+    open_preprocessor,
+    tower_digest,
+)
 from torchrec_ext.retrieval.bundle.tables import UserTable
 from torchrec_ext.retrieval.store.ids import IdMap, KnownIds
 from torchrec_ext.retrieval.store.redis import RedisStore
@@ -76,7 +80,11 @@ class Derived:
 
 # By the name of the data set that a bundle was trained on; files of all other sets have the columns that requests name.
 PUBLISHED = {
-    "ml-100k": Derived(makes=("release_year", "genres"), reads=movielens.ITEM_COLUMNS, make=movielens.features_of_items)
+    "ml-100k": Derived(
+        makes=("release_year", "genres"),
+        reads=movielens.ITEM_COLUMNS,
+        make=movielens.features_of_items,
+    )
 }
 
 
@@ -120,8 +128,12 @@ class CatalogueFiles:
         self._derived = derived
         self._names = list(dict.fromkeys([key, *columns]))
         self._files = find_files(paths, (".parquet",))
-        blocks = list(chain.from_iterable(map(self._blocks_of, range(len(self._files)))))
-        self._local_blocks = blocks[Share(rank=rank, world_size=world_size).part(len(blocks))]
+        blocks = list(
+            chain.from_iterable(map(self._blocks_of, range(len(self._files))))
+        )
+        self._local_blocks = blocks[
+            Share(rank=rank, world_size=world_size).part(len(blocks))
+        ]
         self.rows = sum(block.rows for block in self._local_blocks)
 
     def _blocks_of(self, index: int) -> Iterator[_FileBlock]:
@@ -132,7 +144,9 @@ class CatalogueFiles:
             for group in range(parquet.num_row_groups):
                 rows = parquet.metadata.row_group(group).num_rows
                 for number, start in enumerate(range(0, rows, BLOCK_ROWS)):
-                    yield _FileBlock(index, group, number, min(BLOCK_ROWS, rows - start))
+                    yield _FileBlock(
+                        index, group, number, min(BLOCK_ROWS, rows - start)
+                    )
 
     def _names_in(self, file: DataFile, names: Sequence[str]) -> list[str]:
         """Returns the columns to read from a file with the columns ``names``."""
@@ -153,7 +167,9 @@ class CatalogueFiles:
         """
         blocks_by_group: dict[tuple[int, int], set[int]] = {}
         for block in self._local_blocks:
-            blocks_by_group.setdefault((block.file, block.row_group), set()).add(block.number)
+            blocks_by_group.setdefault((block.file, block.row_group), set()).add(
+                block.number
+            )
         for (index, group), numbers in blocks_by_group.items():
             file = self._files[index]
             # The blocks were counted in the constructor, perhaps long ago.
@@ -161,14 +177,21 @@ class CatalogueFiles:
             with self._opened(file) as parquet:
                 for number, rows in enumerate(self._read(file, parquet, group)):
                     if number in numbers:
-                        yield self._block(f"{file.name}: row group {group}, rows from {number * BLOCK_ROWS} on", rows)
+                        yield self._block(
+                            f"{file.name}: row group {group}, rows from {number * BLOCK_ROWS} on",
+                            rows,
+                        )
                     if number == max(numbers):
                         break
 
-    def _read(self, file: DataFile, parquet: pq.ParquetFile, group: int) -> Iterator[pa.RecordBatch]:
+    def _read(
+        self, file: DataFile, parquet: pq.ParquetFile, group: int
+    ) -> Iterator[pa.RecordBatch]:
         names = self._names_in(file, parquet.schema_arrow.names)
         try:
-            yield from parquet.iter_batches(batch_size=BLOCK_ROWS, row_groups=[group], columns=names)
+            yield from parquet.iter_batches(
+                batch_size=BLOCK_ROWS, row_groups=[group], columns=names
+            )
         except (pa.ArrowException, OSError) as error:
             raise DataError(
                 f"{file.name}: row group {group} cannot be read ({error}); copy or write the file again"
@@ -178,12 +201,16 @@ class CatalogueFiles:
         ids = rows.column(self._key)
         if ids.null_count:
             row = ids.is_null().index(True).as_py()
-            raise DataError(f"{where}: column '{self._key}' is null {row} rows later; give every row an id")
+            raise DataError(
+                f"{where}: column '{self._key}' is null {row} rows later; give every row an id"
+            )
         columns = dict(zip(rows.schema.names, rows.columns, strict=True))
         if self._derived is not None and _lacks(self._derived, list(columns)):
             columns |= self._derived.make(columns)
         columns = {name: columns[name] for name in self._columns}
-        return RowBlock(where=where, ids=_plain_ids(where, self._key, ids), columns=columns)
+        return RowBlock(
+            where=where, ids=_plain_ids(where, self._key, ids), columns=columns
+        )
 
     def _opened(self, file: DataFile) -> pq.ParquetFile:
         source: Any = file.path if file.remote is None else file.open()
@@ -225,7 +252,11 @@ class KnownUsers:
             rows = self._users.block(start, stop)
             columns = {name: rows.column(name) for name in rows.schema.names}
             ids = pa.array(self._users.ids.ids(range(start, stop)))
-            yield RowBlock(where=f"the bundle's users from place {start} on", ids=ids, columns=columns)
+            yield RowBlock(
+                where=f"the bundle's users from place {start} on",
+                ids=ids,
+                columns=columns,
+            )
 
 
 def _plain_ids(where: str, name: str, ids: pa.Array) -> pa.Array:
@@ -277,8 +308,15 @@ class TowerGroup:
         self.runtime = runtime
         self.catalogue = catalogue
         self.key = key
-        self.digest = tower_digest(bundle.architecture, self.names, bundle.manifest.content["files"])
-        self.encoder = open_encoder(bundle.folder, bundle.architecture, self.names, open_preprocessor(bundle.folder))
+        self.digest = tower_digest(
+            bundle.architecture, self.names, bundle.manifest.content["files"]
+        )
+        self.encoder = open_encoder(
+            bundle.folder,
+            bundle.architecture,
+            self.names,
+            open_preprocessor(bundle.folder),
+        )
         self._files: CatalogueFiles | KnownUsers | None = None
         rank = runtime.rank
         world_size = runtime.world_size
@@ -286,7 +324,11 @@ class TowerGroup:
             self._users = _known_users(bundle, self.names)
             # One row says the columns of all.
             user_columns = self._users.block(0, 1).schema.names
-            absent = ", ".join(f"'{name}'" for name in self.encoder.request_columns if name not in user_columns)
+            absent = ", ".join(
+                f"'{name}'"
+                for name in self.encoder.request_columns
+                if name not in user_columns
+            )
             if absent:
                 raise ValueError(
                     f"--catalogue: name the parquet files with the rows; the bundle knows its users, and not {absent}, "
@@ -296,7 +338,14 @@ class TowerGroup:
         elif catalogue is not None:
             columns = list(self.encoder.request_columns)
             derived = PUBLISHED.get(bundle.manifest.certificate.get("data", ""))
-            self._files = CatalogueFiles(catalogue, columns, key, derived=derived, rank=rank, world_size=world_size)
+            self._files = CatalogueFiles(
+                catalogue,
+                columns,
+                key,
+                derived=derived,
+                rank=rank,
+                world_size=world_size,
+            )
         self.rows = self._files.rows if self._files else 0
         self._unknown: Counter[str] = Counter()
 
@@ -348,7 +397,9 @@ def _known_users(bundle: Bundle, names: Sequence[str]) -> UserTable:
         if list(names) == list(bundle.query):
             return bundle.users
         reason = f"{', '.join(names)} reads others than its users"
-    raise ValueError(f"--catalogue: name the parquet files with the rows; the bundle has none for this: {reason}")
+    raise ValueError(
+        f"--catalogue: name the parquet files with the rows; the bundle has none for this: {reason}"
+    )
 
 
 def embed_files(rows: TowerGroup, out: Path, dtype: Dtype) -> EmbeddingStore:
@@ -375,14 +426,20 @@ def embed_files(rows: TowerGroup, out: Path, dtype: Dtype) -> EmbeddingStore:
 @contextmanager
 def _scratch_folder(rows: TowerGroup, out: Path) -> Iterator[Path]:
     """Makes a folder beside ``out`` for this run alone, visible to all ranks; other runs may write the same store."""
-    with hidden_folder(out.absolute()) if rows.runtime.is_main else nullcontext() as folder:
+    with (
+        hidden_folder(out.absolute())
+        if rows.runtime.is_main
+        else nullcontext() as folder
+    ):
         # Only rank 0's name, the one that is sent, is that of a folder.
         names = [str(folder)]
         dist.broadcast_object_list(names)
         yield Path(names[0])
 
 
-def refresh_files(rows: TowerGroup, folder: Path, deleted: KnownIds) -> tuple[EmbeddingStore, str]:
+def refresh_files(
+    rows: TowerGroup, folder: Path, deleted: KnownIds
+) -> tuple[EmbeddingStore, str]:
     """Writes a version of the store in ``folder`` with these rows changed or added, and ``deleted`` removed.
 
     The towers run on all ranks, each on its share; rank 0 then copies the store.
@@ -402,11 +459,20 @@ def refresh_files(rows: TowerGroup, folder: Path, deleted: KnownIds) -> tuple[Em
         # Rank 0 is about to remove the store, so wait until every rank has opened it.
         dist.barrier()
         if rows.runtime.is_main:
-            refresh_store(folder, changed.ids.ids(), changed.matrix(), deleted=deleted_keys, tower=rows.digest)
+            refresh_store(
+                folder,
+                changed.ids.ids(),
+                changed.matrix(),
+                deleted=deleted_keys,
+                tower=rows.digest,
+            )
     dist.barrier()
     store = EmbeddingStore.open(folder)
     new = len(store) - len(old)
-    return store, f"{len(changed) - new:,} changed, {new:,} new, {len(set(deleted_keys)):,} deleted"
+    return (
+        store,
+        f"{len(changed) - new:,} changed, {new:,} new, {len(set(deleted_keys)):,} deleted",
+    )
 
 
 def _store_of(rows: TowerGroup, folder: Path) -> EmbeddingStore:
@@ -425,7 +491,9 @@ def _store_of(rows: TowerGroup, folder: Path) -> EmbeddingStore:
     return store
 
 
-def fill_redis(rows: TowerGroup, url: str, expiry_s: float | None, deleted: KnownIds) -> str:
+def fill_redis(
+    rows: TowerGroup, url: str, expiry_s: float | None, deleted: KnownIds
+) -> str:
     """Writes each row's vector to a Redis, pipelined, and deletes ``deleted``; each rank writes its own share.
 
     Args:
@@ -441,7 +509,9 @@ def fill_redis(rows: TowerGroup, url: str, expiry_s: float | None, deleted: Know
         ValueError: the address is malformed, an id occurs twice or is both written and deleted, a value cannot be
             taken, or the Redis is not there, went away or refuses; the message says what was written.
     """
-    store = RedisStore(url, tower=rows.digest, expiry_s=expiry_s, timeout_s=_REDIS_TIMEOUT_S)
+    store = RedisStore(
+        url, tower=rows.digest, expiry_s=expiry_s, timeout_s=_REDIS_TIMEOUT_S
+    )
     runtime = rows.runtime
     row_count = 0
     removed = 0
@@ -476,7 +546,10 @@ def fill_redis(rows: TowerGroup, url: str, expiry_s: float | None, deleted: Know
 
 def ids_in(paths: Sequence[str], key: str) -> NDArray[Any]:
     """Reads the column ``key`` of parquet files, (N,) int64 or str."""
-    blocks = [block.ids.to_numpy(zero_copy_only=False) for block in CatalogueFiles(paths, [], key)]
+    blocks = [
+        block.ids.to_numpy(zero_copy_only=False)
+        for block in CatalogueFiles(paths, [], key)
+    ]
     return np.concatenate(blocks or [np.zeros(0, np.int64)])
 
 
@@ -492,7 +565,9 @@ def of_kind(deleted: KnownIds, kind: str) -> NDArray[Any]:
         return np.asarray([int(key) for key in deleted], np.int64)
     except (ValueError, OverflowError):
         examples = ", ".join(map(str, deleted[:5]))
-        raise ValueError(f"--delete: ids must be whole numbers like those of the store; got {examples}") from None
+        raise ValueError(
+            f"--delete: ids must be whole numbers like those of the store; got {examples}"
+        ) from None
 
 
 def _check_ids(rows: TowerGroup, deleted: KnownIds) -> None:
@@ -503,12 +578,16 @@ def _check_ids(rows: TowerGroup, deleted: KnownIds) -> None:
     deleted_keys = of_kind(deleted, ids.kind)
     both = ids.positions(deleted_keys) >= 0
     if both.any():
-        raise ValueError(f"--delete: {deleted_keys[both][0]!s} is also among the ids to write; leave it out")
+        raise ValueError(
+            f"--delete: {deleted_keys[both][0]!s} is also among the ids to write; leave it out"
+        )
 
 
 def _progress_text(rows: TowerGroup, row_count: int) -> str:
     of_rank = f" of rank {rows.runtime.rank}" if rows.runtime.world_size > 1 else ""
     state = f"no row{of_rank} is known to be written"
     if row_count:
-        state = f"{row_count:,} of {rows.rows:,} rows{of_rank} were written, or a few more"
+        state = (
+            f"{row_count:,} of {rows.rows:,} rows{of_rank} were written, or a few more"
+        )
     return f"{state}: run the same command again, which writes them all"

@@ -20,7 +20,13 @@ from tqdm import tqdm
 
 from torchrec_ext.data.datasets.features import check_no_null, raw_ids, spelled
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
+from torchrec_ext.drawing.figures import (
+    BLUE,
+    RED,
+    figure_with_panels,
+    require_matplotlib,
+    save_figure,
+)
 from torchrec_ext.drawing.terminal import terminal
 from torchrec_ext.schema import DataError
 from torchrec_ext.train import metrics
@@ -30,7 +36,9 @@ from torchx_apps.cli.command_line import write_out
 from torchx_apps.launch.trackers import tracked
 
 _SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id")}
-Ranked = Iterator[tuple[int, metrics.TargetRanks]]  # the number of queries ranked so far, and those of a block
+Ranked = Iterator[
+    tuple[int, metrics.TargetRanks]
+]  # the number of queries ranked so far, and those of a block
 # Ranks per update of the figures.
 _TOGETHER = 2**18
 _CURVE = (1, 2, 5, 10, 20, 50, 100)
@@ -67,7 +75,9 @@ class Queries(NamedTuple):
     question: metrics.Question
     missed: _Ids
 
-    def with_missed(self, ranks: metrics.TargetRanks, start: int, stop: int, behind: int) -> metrics.TargetRanks:
+    def with_missed(
+        self, ranks: metrics.TargetRanks, start: int, stop: int, behind: int
+    ) -> metrics.TargetRanks:
         """Returns the ranks of a block of queries, with items without a vector ranked last."""
         queries = self.users.searchsorted(self.missed)
         is_query = self.users[np.minimum(queries, len(self.users) - 1)] == self.missed
@@ -80,10 +90,14 @@ class Queries(NamedTuple):
         if not len(users):
             return None
         none = torch.zeros(0, dtype=torch.int64)
-        return _joined(metrics.TargetRanks(none, none, none), torch.from_numpy(users), behind)
+        return _joined(
+            metrics.TargetRanks(none, none, none), torch.from_numpy(users), behind
+        )
 
 
-def _joined(ranks: metrics.TargetRanks, queries: Tensor, behind: int) -> metrics.TargetRanks:
+def _joined(
+    ranks: metrics.TargetRanks, queries: Tensor, behind: int
+) -> metrics.TargetRanks:
     assert ranks.queries is not None
     added = torch.zeros(len(queries), dtype=torch.int64)
     order = torch.cat([ranks.queries, queries]).sort(stable=True)
@@ -102,7 +116,9 @@ def run_evaluation(options: argparse.Namespace) -> int:
         ValueError: a flag is wrong.
         DataError: a file does not hold what it should.
     """
-    requested_figures = EvaluationConfig(metrics=tuple(options.metrics.split(","))).figures
+    requested_figures = EvaluationConfig(
+        metrics=tuple(options.metrics.split(","))
+    ).figures
     if options.out:
         require_matplotlib("leave out --out")
     with tracked(options.out, vars(options), folder="figures") as tracked_figures:
@@ -136,8 +152,16 @@ def _evaluated(
     ks = sorted(numbers)
     # An item without a vector is behind every item, and is shown at no K.
     behind = max(len(items.ids), *ks)
-    figures = _figures(queries, _ranked(queries, users, items, options.similarity, max(ks)), ks, names, behind)
-    baseline = _popularity(queries, len(items.ids), ks, names, behind) if options.seen else {}
+    figures = _figures(
+        queries,
+        _ranked(queries, users, items, options.similarity, max(ks)),
+        ks,
+        names,
+        behind,
+    )
+    baseline = (
+        _popularity(queries, len(items.ids), ks, names, behind) if options.seen else {}
+    )
     labels = [f"{name}@{k}" for name, k in requested_figures]
     report = {
         "users": len(np.union1d(queries.users, queries.missed)),
@@ -150,28 +174,50 @@ def _evaluated(
     }
     if not options.out:
         return report, []
-    return report, [(k, figures[f"recall@{k}"], baseline.get(f"recall@{k}")) for k in ks]
+    return report, [
+        (k, figures[f"recall@{k}"], baseline.get(f"recall@{k}")) for k in ks
+    ]
 
 
-def _ranked(queries: Queries, users: Vectors, items: Vectors, similarity: metrics.Similarity, depth: int) -> Ranked:
+def _ranked(
+    queries: Queries,
+    users: Vectors,
+    items: Vectors,
+    similarity: metrics.Similarity,
+    depth: int,
+) -> Ranked:
     line = terminal()
-    with tqdm(total=len(queries.users), unit="user", file=line, disable=line is None, dynamic_ncols=True) as bar:
+    with tqdm(
+        total=len(queries.users),
+        unit="user",
+        file=line,
+        disable=line is None,
+        dynamic_ncols=True,
+    ) as bar:
         query_vectors = users.vectors[torch.from_numpy(queries.users)]
         for stop, ranks in metrics.vector_ranks(
-            query_vectors, items.vectors, queries.question, similarity=similarity, depth=depth
+            query_vectors,
+            items.vectors,
+            queries.question,
+            similarity=similarity,
+            depth=depth,
         ):
             yield stop, ranks
             bar.update(stop - bar.n)
 
 
-def _popularity(queries: Queries, count: int, ks: list[int], names: list[Figure], behind: int) -> dict[str, float]:
+def _popularity(
+    queries: Queries, count: int, ks: list[int], names: list[Figure], behind: int
+) -> dict[str, float]:
     """Returns the figures of the ranking by how many of the asked users have seen an item."""
     counts = torch.bincount(queries.question.seen_items, minlength=count)
     ranks = metrics.popularity_ranks(counts, queries.question)
     return _figures(queries, iter([(len(queries.users), ranks)]), ks, names, behind)
 
 
-def _figures(queries: Queries, ranked: Ranked, ks: list[int], names: list[Figure], behind: int) -> dict[str, float]:
+def _figures(
+    queries: Queries, ranked: Ranked, ks: list[int], names: list[Figure], behind: int
+) -> dict[str, float]:
     figures = metrics.RankingMetrics(ks, names)
     start = 0
     blocks = []
@@ -180,7 +226,9 @@ def _figures(queries: Queries, ranked: Ranked, ks: list[int], names: list[Figure
         blocks.append(ranks)
         size += len(ranks.better)
         if stop == len(queries.users) or size > _TOGETHER:
-            figures.update(queries.with_missed(metrics.joined_ranks(blocks), start, stop, behind))
+            figures.update(
+                queries.with_missed(metrics.joined_ranks(blocks), start, stop, behind)
+            )
             start = stop
             blocks = []
             size = 0
@@ -208,7 +256,11 @@ def _text(report: dict[str, Any]) -> str:
     return f"{head}\n\n{tabulate(rows, headers=headers, disable_numparse=True)}"
 
 
-def _write(folder: Path, report: dict[str, Any], curve: Sequence[tuple[int, float, float | None]]) -> None:
+def _write(
+    folder: Path,
+    report: dict[str, Any],
+    curve: Sequence[tuple[int, float, float | None]],
+) -> None:
     """Writes ``evaluation.json``, and ``evaluation.png`` with the recall by the number of items shown.
 
     Raises:
@@ -220,7 +272,12 @@ def _write(folder: Path, report: dict[str, Any], curve: Sequence[tuple[int, floa
     panel.plot(numbers, recall, color=BLUE, marker=".", label="these vectors")
     if popularity[0] is not None:
         panel.plot(numbers, popularity, color=RED, marker=".", label="popularity")
-    panel.set(xscale="log", xlabel="items shown", ylabel="recall", title="share of a user's items that is shown")
+    panel.set(
+        xscale="log",
+        xlabel="items shown",
+        ylabel="recall",
+        title="share of a user's items that is shown",
+    )
     panel.set_ylim(0, None)
     panel.legend(frameon=False)
     save_figure(figure, folder / "evaluation.png")
@@ -263,8 +320,14 @@ def _of_parquet(path: Path) -> tuple[_Ids, Tensor]:
     """Reads ids and vectors a block of rows at a time, into memory allocated once."""
     with _reading(path, ["id", "vector"]) as file:
         kind = file.schema_arrow.field("vector").type
-        if not (pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind)):
-            raise DataError(f"{path}: column 'vector' is {kind}; must be lists of numbers")
+        if not (
+            pa.types.is_list(kind)
+            or pa.types.is_fixed_size_list(kind)
+            or pa.types.is_large_list(kind)
+        ):
+            raise DataError(
+                f"{path}: column 'vector' is {kind}; must be lists of numbers"
+            )
         ids = _ids(path, file.read(columns=["id"]), "id")
         vectors = np.zeros((0, 0), np.float32)
         start = 0
@@ -301,10 +364,14 @@ def _reading(path: Path, names: Sequence[str]) -> Iterator[pq.ParquetFile]:
         with pq.ParquetFile(path) as file:
             missing = [name for name in names if name not in file.schema_arrow.names]
             if missing:
-                raise DataError(f"{path}: column '{missing[0]}' is missing, the file has {file.schema_arrow.names}")
+                raise DataError(
+                    f"{path}: column '{missing[0]}' is missing, the file has {file.schema_arrow.names}"
+                )
             yield file
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as parquet ({error}); give a parquet file") from None
+        raise DataError(
+            f"{path}: cannot be read as parquet ({error}); give a parquet file"
+        ) from None
 
 
 def _ids(path: Path, table: pa.Table, name: str) -> _Ids:
@@ -358,7 +425,9 @@ def _queries_of(options: argparse.Namespace, users: Vectors, items: Vectors) -> 
     query_users = owners[first]
     queries = first.cumsum() - 1
     if not len(query_users):
-        raise DataError(f"{options.truth}: none of its items has a vector in {options.items}; give files of one model")
+        raise DataError(
+            f"{options.truth}: none of its items has a vector in {options.items}; give files of one model"
+        )
     seen_pairs = np.zeros((2, 0), np.int64)
     if options.seen:
         owners, seen_items, _ = _pairs(options.seen, users, items)

@@ -10,7 +10,10 @@ from urllib.parse import quote
 
 import torch
 from torch import nn
-from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.distributed.model_parallel import (
+    DistributedModelParallel,
+    get_unwrapped_module,
+)
 
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -23,7 +26,14 @@ from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import load_with_loader
 from torchx_apps.jobs.report import StageProgress, program, read_warning
 from torchx_apps.jobs.resuming import check_ids_stay, checkpoint_to_export
-from torchx_apps.jobs.setup import as_loaded, load_task, loader_of, merge_lookups, quieten_libraries, untrained_model
+from torchx_apps.jobs.setup import (
+    as_loaded,
+    load_task,
+    loader_of,
+    merge_lookups,
+    quieten_libraries,
+    untrained_model,
+)
 from torchx_apps.launch.trackers import tracked
 from torchx_apps.tasks.dynamic_ids import with_live_ids
 from torchx_apps.tasks.job import Export, Job, schema_of
@@ -66,7 +76,9 @@ def export_task(
         data = with_live_ids(data, task, loader)
     details = {"data": task.name, "ranks": runtime.world_size, **details}
     with StageProgress(runtime, "export", bytes_of=("tables",)) as progress:
-        return export(model, out, **vars(data), details=details, progress=progress, **settings)
+        return export(
+            model, out, **vars(data), details=details, progress=progress, **settings
+        )
 
 
 def bundle_of_run(
@@ -81,12 +93,23 @@ def bundle_of_run(
     """Exports the bundle of a run; returns why it cannot, if the model or the data cannot be served. Collective."""
     try:
         # An earlier attempt of the run may have left its bundle.
-        return export_task(model, task, schema, runtime, out, details=details, loader=loader, overwrite=True)
+        return export_task(
+            model,
+            task,
+            schema,
+            runtime,
+            out,
+            details=details,
+            loader=loader,
+            overwrite=True,
+        )
     except BundleError as error:
         return error
 
 
-def report_bundle(when: Export, bundle: Manifest | BundleError, runtime: Runtime, out: Path) -> None:
+def report_bundle(
+    when: Export, bundle: Manifest | BundleError, runtime: Runtime, out: Path
+) -> None:
     """Prints on rank 0 the place of a run's bundle and how to serve it, or the reason against a bundle.
 
     Raises:
@@ -118,11 +141,15 @@ def _just_written(folder: Path) -> Any:
     return Bundle.load(folder, verify=False)
 
 
-def write_onnx_files(bundle: Path, out: Path, skip: Sequence[str] = (), *, overwrite: bool = False) -> str:
+def write_onnx_files(
+    bundle: Path, out: Path, skip: Sequence[str] = (), *, overwrite: bool = False
+) -> str:
     """Writes a bundle's networks as ONNX files, and describes the files; see :func:`export_bundle`."""
     from torchrec_ext.retrieval.onnx import onnx_bundle
 
-    files = onnx_bundle.export_bundle(_just_written(bundle), out, skip=skip, overwrite=overwrite)
+    files = onnx_bundle.export_bundle(
+        _just_written(bundle), out, skip=skip, overwrite=overwrite
+    )
     return onnx_bundle.describe_onnx(files, out)
 
 
@@ -211,7 +238,9 @@ def export_run(
         stop = job.train.early_stop
         location = job.checkpoint.folder or str(run)
         restores = bool(stop.metric and stop.restore)
-        path, which = checkpoint_to_export(location, checkpoint, together, restores=restores)
+        path, which = checkpoint_to_export(
+            location, checkpoint, together, restores=restores
+        )
         # A generated set would have other ids than the checkpoint's.
         task = load_task(dataclasses.replace(job, fallback=None), runtime)
         torch.manual_seed(job.train.seed)
@@ -227,10 +256,27 @@ def export_run(
         if job.ids.features:
             loader = loader_of(as_loaded(job, task), task, schema, runtime)
             loader.load_ids(loader_state)
-        details = {"recipe": job.name, "run": str(run), "checkpoint": path, "steps": saved["step"], **read_warning(run)}
+        details = {
+            "recipe": job.name,
+            "run": str(run),
+            "checkpoint": path,
+            "steps": saved["step"],
+            **read_warning(run),
+        }
         tracked_settings = {**details, "out": str(out), **settings}
-        with tracked(out if runtime.is_main else None, tracked_settings, folder="bundle") as figures:
-            manifest = export_task(sharded, task, schema, runtime, out, details=details, loader=loader, **settings)
+        with tracked(
+            out if runtime.is_main else None, tracked_settings, folder="bundle"
+        ) as figures:
+            manifest = export_task(
+                sharded,
+                task,
+                schema,
+                runtime,
+                out,
+                details=details,
+                loader=loader,
+                **settings,
+            )
             figures["bundle"] = bundle_figures(manifest)
         if runtime.is_main:
             print(f"checkpoint: {which}, after {saved['step']:,} steps ({path})")

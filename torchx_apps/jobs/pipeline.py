@@ -17,15 +17,30 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchx_apps.cli.command_line import describe_keys, setting_keys
-from torchx_apps.cli.export_flags import add_bundle_flags, build_export_parser, check_export
+from torchx_apps.cli.export_flags import (
+    add_bundle_flags,
+    build_export_parser,
+    check_export,
+)
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.launch.trackers import JOB
 from torchx_apps.recipes.by_name import load_job, load_recipe
 from torchx_apps.tasks.job import check_elastic
 
-_OWN_KEYS = {"data.name": "it is the folder data of --out", "export": "the last stage exports"}
+_OWN_KEYS = {
+    "data.name": "it is the folder data of --out",
+    "export": "the last stage exports",
+}
 # Settings that change how fast a stage is, or what it prints, and not what it makes.
-_FREE = {"out", "overwrite", "threads", "memory", "pictures", "train.hang_s", "train.log_every"}
+_FREE = {
+    "out",
+    "overwrite",
+    "threads",
+    "memory",
+    "pictures",
+    "train.hang_s",
+    "train.log_every",
+}
 # Prefix of the record of a log.
 _LOG = "log "
 # Blocks read from each file of a log, to compare it with its record.
@@ -107,7 +122,12 @@ def stages_of(options: argparse.Namespace) -> dict[str, Stage]:
     flags = _bundle_flags(options)
     bundle = Stage(
         app="export",
-        flags=[str(run.folder), f"--out={out / 'bundle'}", f"--recipe={options.recipe}", *flags],
+        flags=[
+            str(run.folder),
+            f"--out={out / 'bundle'}",
+            f"--recipe={options.recipe}",
+            *flags,
+        ],
         folder=out / "bundle",
         mark="manifest.json",
         settings={"flags": " ".join(flags)},
@@ -121,17 +141,30 @@ def stages_of(options: argparse.Namespace) -> dict[str, Stage]:
 
 def _data_stage(options: argparse.Namespace, folder: Path) -> Stage:
     prefix = "preprocess."
-    settings = [item.removeprefix(prefix) for item in options.set if item.startswith(prefix)]
-    flags = ["--recipe", options.preprocess, *(f"--set={item}" for item in settings), f"--out={folder}"]
+    settings = [
+        item.removeprefix(prefix) for item in options.set if item.startswith(prefix)
+    ]
+    flags = [
+        "--recipe",
+        options.preprocess,
+        *(f"--set={item}" for item in settings),
+        f"--out={folder}",
+    ]
     if options.engine:
         flags.append(f"--engine={options.engine}")
     try:
         job = apply_overrides(load_job(options.preprocess), settings)
     except ValueError as error:
-        message = str(error).replace("--set ", f"--set {prefix}").replace("--recipe ", "--preprocess ")
+        message = (
+            str(error)
+            .replace("--set ", f"--set {prefix}")
+            .replace("--recipe ", "--preprocess ")
+        )
         raise ValueError(message) from None
     if job.out:
-        raise ValueError(f"--set preprocess.out={job.out}: it is the folder data of --out; leave it out")
+        raise ValueError(
+            f"--set preprocess.out={job.out}: it is the folder data of --out; leave it out"
+        )
     job = dataclasses.replace(job, engine=options.engine or job.engine)
     return Stage(
         app="preprocess",
@@ -181,7 +214,10 @@ def describe_log(log: Path, *, but: Path) -> str:
         size = path.stat().st_size
         total += size
         digest.update(f"{path.relative_to(log)}\0{size}\0".encode())
-        starts = {max(0, (size - _BLOCK) * number // (_BLOCKS - 1)) for number in range(_BLOCKS)}
+        starts = {
+            max(0, (size - _BLOCK) * number // (_BLOCKS - 1))
+            for number in range(_BLOCKS)
+        }
         with path.open("rb") as file:
             for start in sorted(starts):
                 file.seek(start)
@@ -198,7 +234,10 @@ def _run_stage(options: argparse.Namespace, folder: Path, data: Stage) -> Stage:
     settings += [f"data.name={data.folder}", "export=never"]
     job = apply_overrides(load_recipe(options.recipe), settings)
     _check_training(job, options.recipe)
-    if options.index != "exact" and getattr(job.model, "interaction", "dot") not in ("dot", "cosine"):
+    if options.index != "exact" and getattr(job.model, "interaction", "dot") not in (
+        "dot",
+        "cosine",
+    ):
         from torchrec_ext.retrieval.bundle.index_kinds import check_index_metric
 
         check_index_metric(options.index, "top_nn")
@@ -257,7 +296,9 @@ def _bundle_flags(options: argparse.Namespace) -> list[str]:
 
 def _settings(job: Any, recipe: str) -> dict[str, str]:
     """Returns the keys of a job and the recipe, with the SHA-256 of the file of a user's own recipe."""
-    settings = {key.path: key.value for key in setting_keys(job) if key.path not in _FREE}
+    settings = {
+        key.path: key.value for key in setting_keys(job) if key.path not in _FREE
+    }
     module, colon, _ = recipe.rpartition(":")
     if colon:
         file = module
@@ -275,7 +316,9 @@ def _digest(file: Path) -> str:
 
 def _records(file: Path) -> dict[str, dict[str, str]]:
     """Returns each stage's record by app; none before the first stage."""
-    records: dict[str, dict[str, str]] = json.loads(file.read_text()) if file.is_file() else {}
+    records: dict[str, dict[str, str]] = (
+        json.loads(file.read_text()) if file.is_file() else {}
+    )
     return records
 
 
@@ -296,14 +339,20 @@ def check_record(record: Path, stages: Mapping[str, Stage]) -> None:
         new = stage.record()
         old = records[stage.app]
         # Rows that were removed are made again, and compared then.
-        later_known = f"SHA-256 of {stage.source}" if stage.app == "train" and len(new) < len(old) else ""
+        later_known = (
+            f"SHA-256 of {stage.source}"
+            if stage.app == "train" and len(new) < len(old)
+            else ""
+        )
         for key in dict.fromkeys([*new, *old]):
             if new.get(key) == old.get(key) or key == later_known:
                 continue
             # A log that is gone, or that an older version has not recorded, cannot be compared.
             if key.startswith(_LOG) and not (key in new and key in old):
                 continue
-            later = ", ".join(str(each.folder) for each in list(stages.values())[index:])
+            later = ", ".join(
+                str(each.folder) for each in list(stages.values())[index:]
+            )
             raise ValueError(
                 f"{key}={new.get(key, 'none')}: {stage.folder} was made with {old.get(key, 'none')}; go on with "
                 f"that, give another --out, or remove {later}"
@@ -324,7 +373,9 @@ def begin(stage: Stage, record: Path) -> None:
 
 def _command(stage: Stage) -> tuple[list[str], dict[str, str]]:
     """Returns the command and environment of a stage as a single process, without the variables of a rank."""
-    environment = {name: value for name, value in os.environ.items() if name not in _RANK}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in _RANK
+    }
     # For trackers the stage is a run of its own; the training keeps the job's name.
     if JOB in environment:
         environment[JOB] += f"/{stage.app}"

@@ -41,16 +41,31 @@ from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import free_tables
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
-from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
+from torchrec_ext.drawing.figures import (
+    BLUE,
+    RED,
+    figure_with_panels,
+    require_matplotlib,
+    save_figure,
+)
 from torchx_apps.cli.command_line import write_out
-from torchx_apps.cli.plan_flags import batch_size_of, cluster_of, parse_tables, with_flags
+from torchx_apps.cli.plan_flags import (
+    batch_size_of,
+    cluster_of,
+    parse_tables,
+    with_flags,
+)
 from torchx_apps.tasks.job import Job
 
 _COLOURS = {"weights": BLUE, "state": RED, "buffers": "#6a994e", "dense": "#7b5ea7"}
 
 
 def as_json(
-    batch_size: int, cluster: Cluster, draft: Draft, ranks: Sequence[RankForecast], alternatives: Sequence[Alternative]
+    batch_size: int,
+    cluster: Cluster,
+    draft: Draft,
+    ranks: Sequence[RankForecast],
+    alternatives: Sequence[Alternative],
 ) -> dict[str, Any]:
     """Returns the plan as JSON values, in bytes and milliseconds."""
     memory = memory_by_table(draft)
@@ -75,7 +90,10 @@ def as_json(
         "cluster": dataclasses.asdict(cluster),
         "batch_size": batch_size,
         "tables": tables,
-        "ranks": [{**dataclasses.asdict(rank), "total": rank.total, "ms": rank.ms} for rank in ranks],
+        "ranks": [
+            {**dataclasses.asdict(rank), "total": rank.total, "ms": rank.ms}
+            for rank in ranks
+        ],
         "alternatives": others,
     }
 
@@ -90,17 +108,27 @@ def draw_plan(path: Path, ranks: Sequence[RankForecast], cluster: Cluster) -> No
     floor = np.zeros(len(ranks))
     for kind, colour in _COLOURS.items():
         heights = np.array([getattr(rank, kind) for rank in ranks]) / GB
-        memory.bar(numbers, heights, bottom=floor, width=width, color=colour, label=kind)
+        memory.bar(
+            numbers, heights, bottom=floor, width=width, color=colour, label=kind
+        )
         floor = floor + heights
     has = (cluster.device_bytes or cluster.host_bytes) / GB
     # Otherwise the bars would be too low to see.
     if floor.max() > 0.1 * has:
         memory.axhline(has, linestyle="--", color="0.3", label="has")
-    memory.set(title=f"memory by rank; each has {has:,.1f} GiB", xlabel="rank", ylabel="GiB")
+    memory.set(
+        title=f"memory by rank; each has {has:,.1f} GiB", xlabel="rank", ylabel="GiB"
+    )
     memory.legend(frameon=False, fontsize="small")
     lookups = [rank.lookup_ms for rank in ranks]
     time.bar(numbers, lookups, color=BLUE, label="look-up")
-    time.bar(numbers, [rank.exchange_ms for rank in ranks], bottom=lookups, color=RED, label="exchange")
+    time.bar(
+        numbers,
+        [rank.exchange_ms for rank in ranks],
+        bottom=lookups,
+        color=RED,
+        label="exchange",
+    )
     time.set(title="tables' part of a step, foreseen", xlabel="rank", ylabel="ms")
     time.legend(frameon=False, fontsize="small")
     save_figure(figure, path)
@@ -128,7 +156,9 @@ class PlanRequest:
     cluster: Cluster
     sync: SyncConfig
 
-    def free_tables(self, plan: PlanConfig) -> tuple[Mapping[str, ParameterConstraints], str]:
+    def free_tables(
+        self, plan: PlanConfig
+    ) -> tuple[Mapping[str, ParameterConstraints], str]:
         """Returns the constraints of a training on these devices for the free tables of ``plan``, and the reason."""
         runtime = Runtime(
             world_size=self.cluster.world_size,
@@ -137,7 +167,9 @@ class PlanRequest:
         )
         return free_tables(self.model, runtime, plan, self.optimizer, self.sync)
 
-    def draft(self, plan: PlanConfig, cluster: Cluster | None = None) -> tuple[Draft, list[RankForecast]]:
+    def draft(
+        self, plan: PlanConfig, cluster: Cluster | None = None
+    ) -> tuple[Draft, list[RankForecast]]:
         """Returns TorchRec's plan and its forecast per rank, for ``cluster`` if given.
 
         Raises:
@@ -166,14 +198,20 @@ def run_plan(options: argparse.Namespace, job: Job | None) -> int:
         PlanError: no plan fits; the message says what would make it fit, and which sharding types do.
     """
     cluster = cluster_of(options)
-    request = _request_of_tables(options, cluster) if job is None else _request_of_recipe(options, job, cluster)
+    request = (
+        _request_of_tables(options, cluster)
+        if job is None
+        else _request_of_recipe(options, job, cluster)
+    )
 
     def predict(sharding: Sharding) -> list[RankForecast]:
         return request.draft(dataclasses.replace(request.plan, sharding=sharding))[1]
 
     def predict_kernel(kernel: Kernel, devices: int) -> list[RankForecast]:
         factor = request.plan.cache_load_factor if kernel in CACHING else 0.0
-        plan = dataclasses.replace(request.plan, kernel=kernel, cache_load_factor=factor, tables=())
+        plan = dataclasses.replace(
+            request.plan, kernel=kernel, cache_load_factor=factor, tables=()
+        )
         return request.draft(plan, dataclasses.replace(cluster, world_size=devices))[1]
 
     try:
@@ -182,7 +220,9 @@ def run_plan(options: argparse.Namespace, job: Job | None) -> int:
         parts = [str(error)]
         # The other kernels are those of a GPU.
         if cluster.device == "cuda":
-            parts.append(kernel_fits_text(kernel_fits(predict_kernel, cluster), cluster))
+            parts.append(
+                kernel_fits_text(kernel_fits(predict_kernel, cluster), cluster)
+            )
         others = alternatives_text(compare(predict, {}), request.plan.sharding)
         flags = "--world-size, --hbm and --ddr say what there is; --sharding and --optimizer what is asked of it"
         parts.append(f"{others}\n{flags}")
@@ -197,12 +237,16 @@ def run_plan(options: argparse.Namespace, job: Job | None) -> int:
         parts.append(memory_text(draft))
     parts.append(forecast_text(ranks, cluster))
     # Replicated small tables do not rest on the forecasts, so these advise nothing.
-    parts.append(alternatives_text(alternatives, request.plan.sharding, advise=not whole))
+    parts.append(
+        alternatives_text(alternatives, request.plan.sharding, advise=not whole)
+    )
     text = "\n\n".join(parts)
     report = as_json(request.batch_size, cluster, draft, ranks, alternatives)
     print(json.dumps(report) if options.json else text, flush=True)
     if options.out:
-        write_out(options.out, {"plan.txt": text, "plan.json": json.dumps(report, indent=2)})
+        write_out(
+            options.out, {"plan.txt": text, "plan.json": json.dumps(report, indent=2)}
+        )
         draw_plan(options.out / "memory.png", ranks, cluster)
     return 0
 
@@ -211,10 +255,20 @@ def _request_of_tables(options: argparse.Namespace, cluster: Cluster) -> PlanReq
     configs = []
     bag_lengths = {}
     for name, rows, dim, ids in parse_tables(options.tables):
-        configs.append(EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=dim))
+        configs.append(
+            EmbeddingBagConfig(
+                name=name, feature_names=[name], num_embeddings=rows, embedding_dim=dim
+            )
+        )
         bag_lengths[name] = ids
     return PlanRequest(
-        model=nn.ModuleDict({"tables": EmbeddingBagCollection(tables=configs, device=torch.device("meta"))}),
+        model=nn.ModuleDict(
+            {
+                "tables": EmbeddingBagCollection(
+                    tables=configs, device=torch.device("meta")
+                )
+            }
+        ),
         bag_lengths=bag_lengths,
         batch_size=batch_size_of(options.batch_size or 1024),
         plan=with_flags(PlanConfig(), options),
@@ -224,7 +278,9 @@ def _request_of_tables(options: argparse.Namespace, cluster: Cluster) -> PlanReq
     )
 
 
-def _request_of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) -> PlanRequest:
+def _request_of_recipe(
+    options: argparse.Namespace, job: Job, cluster: Cluster
+) -> PlanRequest:
     """Returns a request for the tables of a recipe, sized by its data, which must exist."""
     # Imported here: the training loop, which comes with it, takes half a second that other plans need not wait.
     from torchx_apps.jobs.setup import data_for_build, merge_lookups

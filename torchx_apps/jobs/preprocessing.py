@@ -17,16 +17,41 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from torchrec_ext.data.datasets.features import owned_columns
-from torchrec_ext.data.datasets.streamed import RAW_ITEMS, RAW_REQUESTS, RAW_USERS, SUMMARY, Roles
+from torchrec_ext.data.datasets.streamed import (
+    RAW_ITEMS,
+    RAW_REQUESTS,
+    RAW_USERS,
+    SUMMARY,
+    Roles,
+)
 from torchrec_ext.data.files.find import DataFile, find_files
 from torchrec_ext.data.preprocess import FittedPreprocessor, History, Vocabulary
-from torchrec_ext.data.preprocess.columns import NUMBERS, TIMES, Types, is_list_column, working_type
-from torchrec_ext.data.preprocess.engines import ROW, Engine, connected, count_rows, exact, floor_div, number
+from torchrec_ext.data.preprocess.columns import (
+    NUMBERS,
+    TIMES,
+    Types,
+    is_list_column,
+    working_type,
+)
+from torchrec_ext.data.preprocess.engines import (
+    ROW,
+    Engine,
+    connected,
+    count_rows,
+    exact,
+    floor_div,
+    number,
+)
 from torchrec_ext.data.preprocess.files import Source, scan
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.tables import open_source
 from torchrec_ext.data.preprocess.times import second_of
-from torchrec_ext.drawing.figures import BLUE, figure_with_panels, require_matplotlib, save_figure
+from torchrec_ext.drawing.figures import (
+    BLUE,
+    figure_with_panels,
+    require_matplotlib,
+    save_figure,
+)
 from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
 from torchrec_ext.schema import DataError
 from torchx_apps.cli.overrides import is_group
@@ -62,7 +87,10 @@ def missing_shares(source: Source, columns: Sequence[str], engine: Engine) -> Sh
         return column.isnull()
 
     # By number, since a column's name may be no identifier.
-    shares = {f"_{index}": missing(name).cast("float64").mean() for index, name in enumerate(columns)}
+    shares = {
+        f"_{index}": missing(name).cast("float64").mean()
+        for index, name in enumerate(columns)
+    }
     row = engine.collect(table.aggregate(**shares)).to_pylist()[0]
     return dict(zip(columns, row.values(), strict=True))
 
@@ -82,7 +110,9 @@ def unknown_shares(folder: Path, fitted: FittedPreprocessor, engine: Engine) -> 
     return shares
 
 
-def label_rates(source: Source, label: str | None, time: str | None, engine: Engine) -> list[Rate]:
+def label_rates(
+    source: Source, label: str | None, time: str | None, engine: Engine
+) -> list[Rate]:
     """Returns the mean label of each day in UTC; nothing without a label or a time.
 
     Raises:
@@ -91,15 +121,25 @@ def label_rates(source: Source, label: str | None, time: str | None, engine: Eng
     if not label or not time:
         return []
     opened = open_source(source, [label, time], engine)
-    types = Types(opened.where, {name: working_type(kind) for name, kind in opened.raw.items()})
+    types = Types(
+        opened.where, {name: working_type(kind) for name, kind in opened.raw.items()}
+    )
     picture = "the picture of the label by day"
     types.need(picture, label, NUMBERS, "give a number as Prepared.label, or none")
-    kind = types.need(picture, time, TIMES | {"int64"}, "give a time as Prepared.time, or none")
+    kind = types.need(
+        picture, time, TIMES | {"int64"}, "give a time as Prepared.time, or none"
+    )
     second = second_of(opened.table[time], kind)
-    table = opened.table.mutate(second=second, label=number(opened.table[label], types[label], engine))
+    table = opened.table.mutate(
+        second=second, label=number(opened.table[label], types[label], engine)
+    )
     complete = table.filter(table.second.notnull() & table.label.notnull())
     days = complete.select("label", day=floor_div(complete.second, 86_400))
-    rates = days.group_by("day").aggregate(mean=days.label.mean(), rows=days.count()).order_by("day")
+    rates = (
+        days.group_by("day")
+        .aggregate(mean=days.label.mean(), rows=days.count())
+        .order_by("day")
+    )
     epoch = datetime.date(1970, 1, 1)
     return [
         Rate(epoch + datetime.timedelta(days=row["day"]), row["mean"], row["rows"])
@@ -107,18 +147,31 @@ def label_rates(source: Source, label: str | None, time: str | None, engine: Eng
     ]
 
 
-def table_text(fitted: FittedPreprocessor, missing: Shares, unknown: Mapping[str, Shares]) -> str:
+def table_text(
+    fitted: FittedPreprocessor, missing: Shares, unknown: Mapping[str, Shares]
+) -> str:
     """Returns a table with a line for each column of the result."""
     lines = []
     for name, kind in fitted.outputs.items():
         rows = f"{fitted.vocab[name]:,}" if name in fitted.vocab else ""
-        shares = [f"{of[name]:.2%}" if name in of else "" for of in (missing, *unknown.values())]
+        shares = [
+            f"{of[name]:.2%}" if name in of else ""
+            for of in (missing, *unknown.values())
+        ]
         lines.append([name, kind, rows, *shares])
-    headers = ["column", "type", "table rows", "missing before", *(f"unknown in {split}" for split in unknown)]
+    headers = [
+        "column",
+        "type",
+        "table rows",
+        "missing before",
+        *(f"unknown in {split}" for split in unknown),
+    ]
     return str(tabulate(lines, headers=headers, disable_numparse=True))
 
 
-def draw_statistics(path: Path, fitted: FittedPreprocessor, missing: Shares, rates: Sequence[Rate]) -> None:
+def draw_statistics(
+    path: Path, fitted: FittedPreprocessor, missing: Shares, rates: Sequence[Rate]
+) -> None:
     """Draws id frequencies, missing values and, if available, the label's mean by day, from left to right."""
     panels = 2 + bool(rates)
     figure, axes = figure_with_panels(panels, (5.5 * panels, 4.2))
@@ -130,36 +183,76 @@ def draw_statistics(path: Path, fitted: FittedPreprocessor, missing: Shares, rat
 
 
 def _draw_frequencies(axis: Any, fitted: FittedPreprocessor) -> None:
-    vocabularies = [(step.writes[0], state) for step, state in fitted.pairs if isinstance(state, Vocabulary)]
+    vocabularies = [
+        (step.writes[0], state)
+        for step, state in fitted.pairs
+        if isinstance(state, Vocabulary)
+    ]
     biggest = sorted(vocabularies, key=lambda pair: len(pair[1]), reverse=True)[:8]
     for name, vocabulary in biggest:
         counts = vocabulary.counts.to_numpy()
         # A thousand points draw the same line as a million. geomspace() refuses 0 as its end.
-        ranks = np.unique(np.geomspace(1, max(1, len(counts)), 1000).astype(np.int64))[: len(counts)]
+        ranks = np.unique(np.geomspace(1, max(1, len(counts)), 1000).astype(np.int64))[
+            : len(counts)
+        ]
         axis.plot(ranks, counts[ranks - 1], label=name, linewidth=1.2)
-    title = "id frequency, the 8 largest vocabularies" if len(vocabularies) > 8 else "id frequency"
-    axis.set(title=title, xlabel="id (by frequency)", ylabel="training rows", xscale="log", yscale="log")
+    title = (
+        "id frequency, the 8 largest vocabularies"
+        if len(vocabularies) > 8
+        else "id frequency"
+    )
+    axis.set(
+        title=title,
+        xlabel="id (by frequency)",
+        ylabel="training rows",
+        xscale="log",
+        yscale="log",
+    )
     if biggest:
         axis.legend(frameon=False, fontsize="small")
     else:
-        axis.text(0.5, 0.5, "no vocabulary was fitted", ha="center", va="center", transform=axis.transAxes)
+        axis.text(
+            0.5,
+            0.5,
+            "no vocabulary was fitted",
+            ha="center",
+            va="center",
+            transform=axis.transAxes,
+        )
 
 
 def _draw_missing(axis: Any, missing: Shares) -> None:
     most = sorted((share * 100, name) for name, share in missing.items() if share)[-25:]
     axis.set(title="missing before preprocessing", xlabel="% of training rows")
     if not most:
-        axis.text(0.5, 0.5, f"none, in {len(missing)} columns", ha="center", va="center", transform=axis.transAxes)
+        axis.text(
+            0.5,
+            0.5,
+            f"none, in {len(missing)} columns",
+            ha="center",
+            va="center",
+            transform=axis.transAxes,
+        )
         axis.set(xticks=[], yticks=[], xlabel="")
         axis.spines[:].set_visible(False)
         return
-    bars = axis.barh([name for _, name in most], [share for share, _ in most], color=BLUE)
+    bars = axis.barh(
+        [name for _, name in most], [share for share, _ in most], color=BLUE
+    )
     axis.bar_label(bars, fmt="%.3g %%", padding=3, fontsize="small")
     axis.margins(x=0.15)
     rest = len(missing) - len(most)
     if rest:
         text = f"{rest} more, with fewer or none"
-        axis.text(0.98, 0.02, text, ha="right", transform=axis.transAxes, fontsize="small", color="0.4")
+        axis.text(
+            0.98,
+            0.02,
+            text,
+            ha="right",
+            transform=axis.transAxes,
+            fontsize="small",
+            color="0.4",
+        )
 
 
 def _draw_rates(axis: Any, rates: Sequence[Rate]) -> None:
@@ -179,8 +272,12 @@ def _draw_rates(axis: Any, rates: Sequence[Rate]) -> None:
     if ((mean >= 0) & (mean <= 1)).all():
         middle = (mean + 2 / rows) / (1 + 4 / rows)
         half = 2 * np.sqrt(mean * (1 - mean) / rows + 1 / rows**2) / (1 + 4 / rows)
-        axis.fill_between(days, middle - half, middle + half, color=BLUE, alpha=0.2, linewidth=0)
-    axis.plot(days, mean, color=BLUE, linewidth=1.2, marker="." if len(days) < 40 else None)
+        axis.fill_between(
+            days, middle - half, middle + half, color=BLUE, alpha=0.2, linewidth=0
+        )
+    axis.plot(
+        days, mean, color=BLUE, linewidth=1.2, marker="." if len(days) < 40 else None
+    )
     locator = AutoDateLocator(maxticks=8)  # type: ignore[no-untyped-call]
     axis.xaxis.set_major_locator(locator)
     axis.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
@@ -205,7 +302,12 @@ def run_preprocess(job: PreprocessJob) -> Path:
     if job.pictures:
         require_matplotlib("--set pictures=false")
     config = dataclasses.asdict(job.config) if is_group(job.config) else None
-    settings = {"engine": job.engine, "threads": job.threads, "memory": job.memory, "config": config or {}}
+    settings = {
+        "engine": job.engine,
+        "threads": job.threads,
+        "memory": job.memory,
+        "config": config or {},
+    }
     with (
         tracked(out, {"recipe": job.name, **settings}, folder="data") as figures,
         whole_folder(out, overwrite=job.overwrite, mark=SUMMARY) as staging,
@@ -215,12 +317,21 @@ def run_preprocess(job: PreprocessJob) -> Path:
         files = _source_files(out, prepared)
         rates = []
         if job.pictures:
-            rates = label_rates(prepared.first_source, prepared.label, prepared.time, engine)
-        missing = missing_shares(prepared.first_source, prepared.preprocessor.raw_columns, engine)
+            rates = label_rates(
+                prepared.first_source, prepared.label, prepared.time, engine
+            )
+        missing = missing_shares(
+            prepared.first_source, prepared.preprocessor.raw_columns, engine
+        )
         fitted = _fit(prepared, engine)
         fitted.save(staging / "preprocessor")
-        rows = {split: _transform(prepared, fitted, split, staging, engine) for split in prepared.splits}
-        unknown = {split: unknown_shares(staging / split, fitted, engine) for split in rows}
+        rows = {
+            split: _transform(prepared, fitted, split, staging, engine)
+            for split in prepared.splits
+        }
+        unknown = {
+            split: unknown_shares(staging / split, fitted, engine) for split in rows
+        }
         write_raw_rows(prepared, fitted, staging, engine)
         # The passes above must have read the same rows.
         if _source_files(out, prepared) != files:
@@ -242,14 +353,21 @@ def run_preprocess(job: PreprocessJob) -> Path:
             "missing": missing,
             "unknown": unknown,
         }
-        (staging / SUMMARY).write_text(json.dumps(summary, indent=2, default=str) + "\n")
+        (staging / SUMMARY).write_text(
+            json.dumps(summary, indent=2, default=str) + "\n"
+        )
         if job.pictures:
             draw_statistics(staging / "preprocess.png", fitted, missing, rates)
-        figures |= {name: summary[name] for name in ("rows", "vocab", "missing", "unknown")}
+        figures |= {
+            name: summary[name] for name in ("rows", "vocab", "missing", "unknown")
+        }
         figures["seconds"] = time.monotonic() - begun
     seconds = time.monotonic() - begun
     print(f"\n{table_text(fitted, missing, unknown)}\n")
-    print(f"{sum(rows.values()):,} rows in {seconds:.1f} s with {engine.name}; written to {out}", flush=True)
+    print(
+        f"{sum(rows.values()):,} rows in {seconds:.1f} s with {engine.name}; written to {out}",
+        flush=True,
+    )
     return out
 
 
@@ -266,7 +384,12 @@ def _source_files(out: Path, prepared: Prepared) -> list[DataFile]:
 
 def _fit(prepared: Prepared, engine: Engine) -> FittedPreprocessor:
     first, source = next(iter(prepared.splits.items()))
-    with tqdm(total=len(prepared.preprocessor.steps), desc=f"fit on {first}", unit="step", dynamic_ncols=True) as bar:
+    with tqdm(
+        total=len(prepared.preprocessor.steps),
+        desc=f"fit on {first}",
+        unit="step",
+        dynamic_ncols=True,
+    ) as bar:
         # `begin` is called at the beginning of a step, so the first call completes none.
         steps_done = -1
 
@@ -276,27 +399,43 @@ def _fit(prepared: Prepared, engine: Engine) -> FittedPreprocessor:
             bar.set_postfix_str(step, refresh=False)
             bar.update(steps_done - bar.n)
 
-        fitted = prepared.preprocessor.fit(source, engine=engine, events=prepared.events, progress=begin)
+        fitted = prepared.preprocessor.fit(
+            source, engine=engine, events=prepared.events, progress=begin
+        )
         bar.set_postfix_str("", refresh=False)
         bar.update(bar.total - bar.n)
     return fitted
 
 
-def _transform(prepared: Prepared, fitted: FittedPreprocessor, split: str, folder: Path, engine: Engine) -> int:
-    with tqdm(desc=f"transform {split}", unit=" rows", unit_scale=True, dynamic_ncols=True) as bar:
+def _transform(
+    prepared: Prepared,
+    fitted: FittedPreprocessor,
+    split: str,
+    folder: Path,
+    engine: Engine,
+) -> int:
+    with tqdm(
+        desc=f"transform {split}", unit=" rows", unit_scale=True, dynamic_ncols=True
+    ) as bar:
 
         def written(rows: int) -> None:
             bar.update(rows - bar.n)
 
         rows = fitted.transform(
-            prepared.splits[split], folder / split, events=prepared.events, engine=engine, progress=written
+            prepared.splits[split],
+            folder / split,
+            events=prepared.events,
+            engine=engine,
+            progress=written,
         )
         # Spark reports no progress, so show the rows at once.
         written(rows)
     return rows
 
 
-def write_raw_rows(prepared: Prepared, fitted: FittedPreprocessor, folder: Path, engine: Engine) -> None:
+def write_raw_rows(
+    prepared: Prepared, fitted: FittedPreprocessor, folder: Path, engine: Engine
+) -> None:
     """Writes rows as they stand in the log, for the bundle of the recipe ``stream``: some requests, items and users.
 
     A request has the columns of a training row, and the user's latest events where the result has histories. The rows
@@ -315,11 +454,15 @@ def write_raw_rows(prepared: Prepared, fitted: FittedPreprocessor, folder: Path,
     (folder / RAW_REQUESTS).parent.mkdir()
     rows = engine.collect(_spread(opened.table, engine).limit(AUDITED))
     # A join may change the order of the rows, so each has its number.
-    requests = engine.register(rows.append_column("__request__", pa.array(range(len(rows)), pa.int64())))
+    requests = engine.register(
+        rows.append_column("__request__", pa.array(range(len(rows)), pa.int64()))
+    )
     for step in histories:
         requests = _with_latest_events(requests, "__request__", step, prepared, engine)
     lists = engine.collect(requests.order_by("__request__"))
-    columns = {name: rows[name] for name in names} | {name: lists[name] for name in list_columns}
+    columns = {name: rows[name] for name in names} | {
+        name: lists[name] for name in list_columns
+    }
     pq.write_table(pa.table(columns), folder / RAW_REQUESTS)
     if prepared.user is not None:
         _write_users(prepared, prepared.user, fitted, folder / RAW_USERS, engine)
@@ -327,12 +470,18 @@ def write_raw_rows(prepared: Prepared, fitted: FittedPreprocessor, folder: Path,
         return
     (key,) = steps_for_columns(fitted, [prepared.item]).request_columns
     item_columns = owned_columns("item", fitted.outputs, prepared.item_features)
-    raw = [name for name in steps_for_columns(fitted, item_columns).request_columns if name != key]
+    raw = [
+        name
+        for name in steps_for_columns(fitted, item_columns).request_columns
+        if name != key
+    ]
     items = _last_of_each(source, key, raw, engine)
     pq.write_table(engine.collect(items.order_by(key)), folder / RAW_ITEMS)
 
 
-def _last_of_each(source: Source, key: str, columns: Sequence[str], engine: Engine) -> Any:
+def _last_of_each(
+    source: Source, key: str, columns: Sequence[str], engine: Engine
+) -> Any:
     """Returns a table with a row for each value of ``key``, with its last values of ``columns``."""
     opened = open_source(source, [key, *columns], engine)
     table = opened.table.filter(opened.table[key].notnull())
@@ -346,12 +495,20 @@ def _last_of_each(source: Source, key: str, columns: Sequence[str], engine: Engi
     return table.group_by(key).aggregate(**last)
 
 
-def _write_users(prepared: Prepared, user: str, fitted: FittedPreprocessor, path: Path, engine: Engine) -> None:
+def _write_users(
+    prepared: Prepared,
+    user: str,
+    fitted: FittedPreprocessor,
+    path: Path,
+    engine: Engine,
+) -> None:
     """Writes the users of the training rows with their request columns; nothing if they are hashed."""
     if not isinstance(fitted.state_of(user), Vocabulary):
         return
     (key,) = steps_for_columns(fitted, [user]).request_columns
-    user_steps = steps_for_columns(fitted, owned_columns("user", fitted.outputs, prepared.user_features))
+    user_steps = steps_for_columns(
+        fitted, owned_columns("user", fitted.outputs, prepared.user_features)
+    )
     histories = [step for step in user_steps.steps if isinstance(step, History)]
     # A request gives the time, and the events come from the log: the last row has no part in either.
     not_last = {key}
@@ -373,16 +530,27 @@ def _write_users(prepared: Prepared, user: str, fitted: FittedPreprocessor, path
     pq.write_table(engine.collect(users.order_by(key)), path)
 
 
-def _with_latest_events(rows: Any, key: str, step: History, prepared: Prepared, engine: Engine) -> Any:
+def _with_latest_events(
+    rows: Any, key: str, step: History, prepared: Prepared, engine: Engine
+) -> Any:
     """Adds the latest events of each row's user, oldest first, as in a request; earlier ones, if rows have a time."""
     import ibis
 
     # A history is sorted by these columns, in this order.
     names = (step.time, step.item, *step.also)
-    events = _events(step, prepared.first_source if prepared.events is None else prepared.events, engine)
+    events = _events(
+        step,
+        prepared.first_source if prepared.events is None else prepared.events,
+        engine,
+    )
     if step.time in rows.columns:
-        moments = rows.select(__key__=rows[key], __user__=rows[step.user], __time__=rows[step.time])
-        is_earlier = [events[step.user] == moments["__user__"], events[step.time] < moments["__time__"]]
+        moments = rows.select(
+            __key__=rows[key], __user__=rows[step.user], __time__=rows[step.time]
+        )
+        is_earlier = [
+            events[step.user] == moments["__user__"],
+            events[step.time] < moments["__time__"],
+        ]
         events = events.inner_join(moments, is_earlier)
     else:
         events = events.mutate(__key__=events[step.user])
@@ -399,11 +567,16 @@ def _with_latest_events(rows: Any, key: str, step: History, prepared: Prepared, 
         field = f"_{names.index(name)}"
         return lists["__events__"].map(lambda event: event[field])
 
-    histories = {histories: listed(name) for histories, name in zip(step.sent, step.columns, strict=True)}
+    histories = {
+        histories: listed(name)
+        for histories, name in zip(step.sent, step.columns, strict=True)
+    }
     lists = lists.select("__key__", **histories)
     joined = rows.left_join(lists, rows[key] == lists["__key__"]).drop("__key__")
     none = {name: ibis.literal([], type=joined[name].type()) for name in histories}
-    return joined.mutate({name: ibis.coalesce(joined[name], none[name]) for name in histories})
+    return joined.mutate(
+        {name: ibis.coalesce(joined[name], none[name]) for name in histories}
+    )
 
 
 def _events(step: History, source: Source, engine: Engine) -> Any:
@@ -412,7 +585,9 @@ def _events(step: History, source: Source, engine: Engine) -> Any:
     table = opened.table
     if step.where:
         kind = working_type(opened.raw[step.where])
-        table = table.filter(number(table[step.where], str(kind), engine) >= exact(step.at_least))
+        table = table.filter(
+            number(table[step.where], str(kind), engine) >= exact(step.at_least)
+        )
     return table.filter(*(table[name].notnull() for name in (step.user, *step.columns)))
 
 
@@ -426,7 +601,9 @@ def _spread(table: Any, engine: Engine) -> Any:
 
 def _roles(prepared: Prepared) -> dict[str, Any]:
     """Returns the result's columns with a role beyond features; see :class:`Roles`."""
-    roles = {field.name: getattr(prepared, field.name) for field in dataclasses.fields(Roles)}
+    roles = {
+        field.name: getattr(prepared, field.name) for field in dataclasses.fields(Roles)
+    }
     # A label that the preprocessor does not keep is only drawn.
     if prepared.label not in prepared.preprocessor.keep:
         roles["label"] = None

@@ -22,7 +22,13 @@ from torchrec_ext.distributed.autotune.choose import Decision
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.drawing.terminal import terminal
 from torchrec_ext.train.config import Record
-from torchrec_ext.train.report.progress import REPORT, RunFolder, mean_over_time, records_of, time_shares
+from torchrec_ext.train.report.progress import (
+    REPORT,
+    RunFolder,
+    mean_over_time,
+    records_of,
+    time_shares,
+)
 from torchx_apps.tasks.baselines import Beside
 from torchx_apps.tasks.task import Task
 
@@ -71,7 +77,9 @@ class Trained:
     @property
     def steps_s(self) -> float:
         """Seconds spent in steps, in all attempts."""
-        return float(sum(record["rows"] / record["rows_per_s"] for record in self.records))
+        return float(
+            sum(record["rows"] / record["rows_per_s"] for record in self.records)
+        )
 
     @property
     def outside(self) -> float | None:
@@ -88,8 +96,14 @@ class Trained:
             >>> Trained(history=[record], seconds=110.0, diagnosis=["why_slow", "--set", "a=b c"]).hint()
             "40% of the steps' time went to waiting for batches; why, and what would help: why_slow --set 'a=b c'"
         """
-        shares = {**time_shares(self.history), "data": data_wait(self.records), "outside": self.outside or 0.0}
-        much = {name: shares.get(name, 0.0) / limit for name, limit in _TOO_MUCH.items()}
+        shares = {
+            **time_shares(self.history),
+            "data": data_wait(self.records),
+            "outside": self.outside or 0.0,
+        }
+        much = {
+            name: shares.get(name, 0.0) / limit for name, limit in _TOO_MUCH.items()
+        }
         name = max(much, key=lambda each: much[each])
         if much[name] < 1 or self.steps_s < _LEAST_S:
             return ""
@@ -138,7 +152,11 @@ def report_start(task: Task, runtime: Runtime, amp: str) -> None:
 
 def collectives_of(runtime: Runtime) -> str:
     """Returns over what the ranks' collectives go."""
-    return f"{runtime.backend} and shared memory" if runtime.shares_memory else runtime.backend
+    return (
+        f"{runtime.backend} and shared memory"
+        if runtime.shares_memory
+        else runtime.backend
+    )
 
 
 def describe_data(task: Task) -> str:
@@ -157,7 +175,11 @@ class Tested(NamedTuple):
 
 
 def finish_training(
-    folder: RunFolder, task: Task, tested: Tested, trained: Trained, beside: Beside = NOTHING_BESIDE
+    folder: RunFolder,
+    task: Task,
+    tested: Tested,
+    trained: Trained,
+    beside: Beside = NOTHING_BESIDE,
 ) -> None:
     """Prints the figures and the example, and writes ``summary.json``.
 
@@ -180,7 +202,9 @@ def finish_training(
         print(f"\nwarning: {worse}")
     for note in closed_form_notes(figures, beside.figures):
         print(f"\nnote: {note}")
-    in_collectives = f"{shares['ranks']:.1%} in collectives, " if "ranks" in shares else ""
+    in_collectives = (
+        f"{shares['ranks']:.1%} in collectives, " if "ranks" in shares else ""
+    )
     print(
         f"\ntrained in {trained.seconds:.1f} s, evaluations included, at {rate:,.0f} samples/s, {shares['data']:.1%} "
         f"of the steps' time waiting for data, {in_collectives}{shares['compute']:.1%} computing; the largest rank "
@@ -217,7 +241,9 @@ def finish_training(
     )
 
 
-def report_steps(folder: RunFolder, decision: Decision, history: Sequence[Record]) -> None:
+def report_steps(
+    folder: RunFolder, decision: Decision, history: Sequence[Record]
+) -> None:
     """Prints the measured time of a step next to those of the trials, and writes ``placement.json``.
 
     Args:
@@ -236,7 +262,10 @@ def report_steps(folder: RunFolder, decision: Decision, history: Sequence[Record
     measured = statistics.median(times[1:] or times)
     print(f"\n{decision.text(measured)}")
     candidates = [dataclasses.asdict(candidate) for candidate in decision.candidates]
-    folder.write("placement.json", json.dumps({"measured_ms": measured, "candidates": candidates}, indent=2))
+    folder.write(
+        "placement.json",
+        json.dumps({"measured_ms": measured, "candidates": candidates}, indent=2),
+    )
 
 
 def next_commands(run: Path, diagnosis: Sequence[str]) -> dict[str, str]:
@@ -245,7 +274,9 @@ def next_commands(run: Path, diagnosis: Sequence[str]) -> dict[str, str]:
     bundle = run / "bundle"
     serve = f"{torchx} run rec.serve.http --bundle {bundle}"
     export = f"{torchx} run rec.serve.export --run {run} --out {bundle}"
-    commands = {"Serve it:": serve} if bundle.exists() else {"Export it for serving:": export}
+    commands = (
+        {"Serve it:": serve} if bundle.exists() else {"Export it for serving:": export}
+    )
     commands["Look at the events:"] = f"{program('tensorboard')} --logdir {run}"
     if diagnosis:
         commands["Find out why it is slow:"] = shlex.join(diagnosis)
@@ -255,7 +286,10 @@ def next_commands(run: Path, diagnosis: Sequence[str]) -> dict[str, str]:
 def say_end(folder: Path, picture: Path) -> None:
     """Prints the location of the run's files."""
     events = f"`{program('tensorboard')} --logdir {folder}` shows the events"
-    print(f"\nrun folder: {folder} (picture: {picture.name}; page: {REPORT}; {events})", flush=True)
+    print(
+        f"\nrun folder: {folder} (picture: {picture.name}; page: {REPORT}; {events})",
+        flush=True,
+    )
 
 
 def program(name: str) -> str:
@@ -264,7 +298,12 @@ def program(name: str) -> str:
     return os.path.relpath(sibling) if sibling.is_relative_to(Path.cwd()) else name
 
 
-def figures_table(task: Task, figures: Record, baseline: Record, beside: Mapping[str, Record] | None = None) -> str:
+def figures_table(
+    task: Task,
+    figures: Record,
+    baseline: Record,
+    beside: Mapping[str, Record] | None = None,
+) -> str:
     """Formats the test figures as a table with the baseline's, their ratio, and the best possible if known.
 
     ``beside`` are further baselines, by name.
@@ -291,7 +330,9 @@ def figures_table(task: Task, figures: Record, baseline: Record, beside: Mapping
     return str(tabulate(rows, headers=headers, disable_numparse=True))
 
 
-def worse_than(name: str, figures: Mapping[str, float], baseline: Mapping[str, float]) -> str:
+def worse_than(
+    name: str, figures: Mapping[str, float], baseline: Mapping[str, float]
+) -> str:
     """Warns if a model is worse than a baseline by some figure; empty if it is not.
 
     Args:
@@ -327,7 +368,9 @@ def worse_than(name: str, figures: Mapping[str, float], baseline: Mapping[str, f
     return f"this model is worse than {name} by {reasons}; {remedy}"
 
 
-def closed_form_notes(figures: Mapping[str, float], beside: Mapping[str, Record]) -> list[str]:
+def closed_form_notes(
+    figures: Mapping[str, float], beside: Mapping[str, Record]
+) -> list[str]:
     """Notes each closed form with a better ranking than the model by some figure.
 
     Example:
@@ -336,7 +379,9 @@ def closed_form_notes(figures: Mapping[str, float], beside: Mapping[str, Record]
     """
     notes = []
     for name, theirs in beside.items():
-        better = [key for key, value in theirs.items() if value > figures.get(key, value)]
+        better = [
+            key for key, value in theirs.items() if value > figures.get(key, value)
+        ]
         if better:
             notes.append(
                 f"{name}, which is solved for and not trained, is better by {_against(better, theirs, figures)}; "
@@ -345,8 +390,12 @@ def closed_form_notes(figures: Mapping[str, float], beside: Mapping[str, Record]
     return notes
 
 
-def _against(names: Sequence[str], figures: Mapping[str, float], others: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} ({figures[name]:.4f} against {others[name]:.4f})" for name in names)
+def _against(
+    names: Sequence[str], figures: Mapping[str, float], others: Mapping[str, float]
+) -> str:
+    return ", ".join(
+        f"{name} ({figures[name]:.4f} against {others[name]:.4f})" for name in names
+    )
 
 
 def read_warning(run: Path) -> dict[str, str]:
@@ -370,7 +419,9 @@ class StageProgress:
         bytes_of: names of the stages that count bytes; the others count items.
     """
 
-    def __init__(self, runtime: Runtime, app: str, *, bytes_of: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, runtime: Runtime, app: str, *, bytes_of: tuple[str, ...] = ()
+    ) -> None:
         self._speaks = runtime.is_main
         self._app = app
         self._bytes_of = bytes_of

@@ -38,7 +38,9 @@ MEANING = "ids"
 _NO_LAUNCH = ("", "none")
 
 
-def newest_run(recipe: str, runs: Path = Path("runs"), *, launch: str | None = None) -> Path | None:
+def newest_run(
+    recipe: str, runs: Path = Path("runs"), *, launch: str | None = None
+) -> Path | None:
     """Returns the run folder for ``--resume auto`` without ``--run-dir``.
 
     Args:
@@ -47,12 +49,23 @@ def newest_run(recipe: str, runs: Path = Path("runs"), *, launch: str | None = N
         launch: consider the runs of this launch alone, see :func:`launch_id`, as a rank that was started again does.
     """
     folders = [folder.parent for folder in runs.glob(f"{recipe}-*/{CHECKPOINTS}")]
-    return _newest([folder for folder in folders if CheckpointFolder(str(folder / CHECKPOINTS)).steps()], launch)
+    return _newest(
+        [
+            folder
+            for folder in folders
+            if CheckpointFolder(str(folder / CHECKPOINTS)).steps()
+        ],
+        launch,
+    )
 
 
-def newest_networks(recipe: str, runs: Path = Path("runs"), *, launch: str | None = None) -> Path | None:
+def newest_networks(
+    recipe: str, runs: Path = Path("runs"), *, launch: str | None = None
+) -> Path | None:
     """Returns the newest folder of a job of several networks; arguments are those of :func:`newest_run`."""
-    return _newest([path.parent for path in runs.glob(f"networks-{recipe}-*/{LAUNCH}")], launch)
+    return _newest(
+        [path.parent for path in runs.glob(f"networks-{recipe}-*/{LAUNCH}")], launch
+    )
 
 
 def _newest(folders: Sequence[Path], launch: str | None) -> Path | None:
@@ -89,7 +102,11 @@ def meaning_of_ids(task: Task, dynamic: Collection[str] = ()) -> dict[str, Any]:
             values[name] = [0, kind]
         elif name in id_values:
             values[name] = [len(id_values[name]), _digest_of(id_values[name])]
-    return {"preprocessor": _preprocessor_of(task), "columns": _origins_of(task), "values": values}
+    return {
+        "preprocessor": _preprocessor_of(task),
+        "columns": _origins_of(task),
+        "values": values,
+    }
 
 
 def check_ids_stay(
@@ -119,7 +136,9 @@ def check_ids_stay(
     where, then = _recorded_meaning(checkpoint, run)
     if then is None:
         if together.rank == 0:
-            print(f"note: {checkpoint}: is of an older release, and does not say what its ids stand for: not compared")
+            print(
+                f"note: {checkpoint}: is of an older release, and does not say what its ids stand for: not compared"
+            )
         return
     dynamic = [] if schema is None else schema.dynamic
     now = _preprocessor_of(task)
@@ -145,7 +164,11 @@ def check_ids_stay(
                     f"{kind or 'none'} now; set ids.{name}=dynamic,capacity=ROWS and give such rows, or train anew"
                 )
             continue
-        if schema is not None and dynamic and set(schema.keys).isdisjoint(task.same_ids(name)):
+        if (
+            schema is not None
+            and dynamic
+            and set(schema.keys).isdisjoint(task.same_ids(name))
+        ):
             # No table has a row of these ids.
             continue
         if recorded is None or values is None:
@@ -155,14 +178,20 @@ def check_ids_stay(
             counts = len(values) >= count if later else len(values) == count
             stay = counts and _digest_of(values[:count]) == digest
         if not stay:
-            had = "no numbering of its own" if recorded is None else f"{recorded[0]:,} values"
+            had = (
+                "no numbering of its own"
+                if recorded is None
+                else f"{recorded[0]:,} values"
+            )
             raise DataError(
                 f"{where}: column '{name}' had {had} in training, whose ids now stand for others; give "
                 "rows by FittedPreprocessor.transform of the first run, or train anew"
             )
 
 
-def _recorded_meaning(checkpoint: str, run: Path | None) -> tuple[str, dict[str, Any] | None]:
+def _recorded_meaning(
+    checkpoint: str, run: Path | None
+) -> tuple[str, dict[str, Any] | None]:
     """Returns the record of a checkpoint's id values, after its place; None if there is no record.
 
     Raises:
@@ -200,7 +229,9 @@ def _is_meaning(then: Any) -> bool:
         return False
     for entry in values.values():
         # A count and a digest, or nothing.
-        if entry is not None and not (isinstance(entry, list) and [*map(type, entry)] == [int, str]):
+        if entry is not None and not (
+            isinstance(entry, list) and [*map(type, entry)] == [int, str]
+        ):
             return False
     return True
 
@@ -232,7 +263,10 @@ def _digest_of(values: Any) -> str:
     lengths = hashlib.sha256()
     nul = False
     for start in range(0, len(array), _TEXTS_AT_ONCE):
-        texts = [str(value).encode() for value in array[start : start + _TEXTS_AT_ONCE].tolist()]
+        texts = [
+            str(value).encode()
+            for value in array[start : start + _TEXTS_AT_ONCE].tolist()
+        ]
         joined = b"\0".join(texts)
         digest.update(b"\0" + joined if start else joined)
         lengths.update(np.array([len(text) for text in texts], dtype="<i8").data)
@@ -249,7 +283,9 @@ def _launch_of(folder: Path) -> str | None:
     return file.read_text().strip() if file.is_file() else None
 
 
-def common_checkpoints(folders: Mapping[str, CheckpointFolder], together: CheckpointRanks) -> dict[str, str]:
+def common_checkpoints(
+    folders: Mapping[str, CheckpointFolder], together: CheckpointRanks
+) -> dict[str, str]:
     """Finds the newest step with a good checkpoint in every folder; returns their paths by folder name.
 
     Returns nothing if there is no such step.
@@ -264,7 +300,10 @@ def common_checkpoints(folders: Mapping[str, CheckpointFolder], together: Checkp
         message = next((message for message in messages if message is not None), None)
         if message is None:
             return paths
-        print(f"checkpoints of step {step}: {message}; those before it are used", flush=True)
+        print(
+            f"checkpoints of step {step}: {message}; those before it are used",
+            flush=True,
+        )
     return {}
 
 
@@ -301,7 +340,12 @@ def begun(folder: Path | None) -> bool:
 
 
 def where_to_begin(
-    run_dir: Path | None, resume: str, newest: Callable[..., Path | None], name: str, *, counted: bool
+    run_dir: Path | None,
+    resume: str,
+    newest: Callable[..., Path | None],
+    name: str,
+    *,
+    counted: bool,
 ) -> tuple[Path, bool]:
     """Returns the run folder, and whether an earlier attempt of this launch has used it; one rank decides for all.
 
@@ -325,7 +369,9 @@ def where_to_begin(
     return folder, again
 
 
-def resume_from(resume: str, checkpointer: Checkpointer, *, again: bool = False) -> str | None:
+def resume_from(
+    resume: str, checkpointer: Checkpointer, *, again: bool = False
+) -> str | None:
     """Returns the path of the checkpoint to resume from, or None to begin anew. Collective.
 
     Args:
@@ -344,12 +390,18 @@ def resume_from(resume: str, checkpointer: Checkpointer, *, again: bool = False)
     if path is None and resume not in ("never", "auto"):
         return find_checkpoint("--resume ", resume, checkpointer.together)
     if resume != "never" and checkpointer.together.rank == 0:
-        text = f"resuming from {path}" if path else "no checkpoint to resume from: the run begins anew"
+        text = (
+            f"resuming from {path}"
+            if path
+            else "no checkpoint to resume from: the run begins anew"
+        )
         print(text, flush=True)
     return path
 
 
-def find_checkpoint(flag: str, location: str, together: CheckpointRanks, which: str = "last") -> str:
+def find_checkpoint(
+    flag: str, location: str, together: CheckpointRanks, which: str = "last"
+) -> str:
     """Returns the path of a good checkpoint at a location. Collective.
 
     Args:
@@ -374,13 +426,22 @@ def find_checkpoint(flag: str, location: str, together: CheckpointRanks, which: 
                 return _chosen(folder, which, steps, together)
     message = damage(location, together)
     if message is not None:
-        raise CheckpointError(f"{flag}{location}: {message}; give a run folder, or a checkpoint in one")
+        raise CheckpointError(
+            f"{flag}{location}: {message}; give a run folder, or a checkpoint in one"
+        )
     if which != "last":
-        raise CheckpointError(f"{flag}{location} is one checkpoint: there is no {which!r} of it; give the run folder")
+        raise CheckpointError(
+            f"{flag}{location} is one checkpoint: there is no {which!r} of it; give the run folder"
+        )
     return location if is_url(location) else str(Path(location).absolute())
 
 
-def _chosen(folder: CheckpointFolder, which: str, steps: Sequence[int], together: CheckpointRanks) -> str:
+def _chosen(
+    folder: CheckpointFolder,
+    which: str,
+    steps: Sequence[int],
+    together: CheckpointRanks,
+) -> str:
     listed = ", ".join(map(str, sorted(steps)))
     if which == "best":
         step = best_step(folder, together)
@@ -397,7 +458,9 @@ def _chosen(folder: CheckpointFolder, which: str, steps: Sequence[int], together
         )
     message = damage(folder.path(step), together)
     if message is not None:
-        raise CheckpointError(f"--checkpoint {which}: {message}; give last, or one of the steps {listed}")
+        raise CheckpointError(
+            f"--checkpoint {which}: {message}; give last, or one of the steps {listed}"
+        )
     return folder.path(step)
 
 
@@ -409,7 +472,11 @@ def best_step(folder: CheckpointFolder, together: CheckpointRanks) -> int | None
 
 
 def checkpoint_to_export(
-    location: str, which: str | None, together: CheckpointRanks, *, restores: bool = True
+    location: str,
+    which: str | None,
+    together: CheckpointRanks,
+    *,
+    restores: bool = True,
 ) -> tuple[str, str]:
     """Returns the path of the checkpoint to export or publish, and a description of the choice. Collective.
 
@@ -425,7 +492,9 @@ def checkpoint_to_export(
         CheckpointError: see :func:`find_checkpoint`.
     """
     if which is not None and which not in ("best", "last") and not which.isdecimal():
-        return find_checkpoint("--checkpoint ", which, together), f"as given by --checkpoint {which}"
+        return find_checkpoint(
+            "--checkpoint ", which, together
+        ), f"as given by --checkpoint {which}"
     if which is None:
         roots = (location, f"{location.rstrip('/')}/{CHECKPOINTS}")
         # Both are asked on every rank, because the question is collective.
@@ -454,7 +523,11 @@ def a_neighbour_died(processes: Path = Path("/proc")) -> bool:
     """Whether another rank under this rank's torchrun has died; False if that cannot be seen."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
-    return 0 < children_of(os.getppid(), processes) < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return (
+        0
+        < children_of(os.getppid(), processes)
+        < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    )
 
 
 @contextmanager

@@ -27,7 +27,11 @@ from torchrec_ext.distributed.autotune.choose import EVERYWHERE, Decision, auto_
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import free_tables, plan_sharding, why_on_all_ranks
+from torchrec_ext.distributed.plan.planner import (
+    free_tables,
+    plan_sharding,
+    why_on_all_ranks,
+)
 from torchrec_ext.distributed.runtime import Runtime, available_memory
 from torchrec_ext.distributed.sharders import codecs_of
 from torchrec_ext.distributed.streams import on_streams
@@ -71,7 +75,9 @@ class JobParts(NamedTuple):
     decision: Decision | None
 
 
-def set_up(job: Job, task: Task, runtime: Runtime, *, tries_placements: bool = True) -> JobParts:
+def set_up(
+    job: Job, task: Task, runtime: Runtime, *, tries_placements: bool = True
+) -> JobParts:
     """Builds a job's model and loader, and decides once where towers and tables are. Collective.
 
     Args:
@@ -117,7 +123,9 @@ def load_task(job: Job, runtime: Runtime) -> Task:
         if job.fallback is None:
             raise DatasetUnavailable(reason)
         if runtime.is_main:
-            print(f"note: {reason}\nnote: training on the generated set '{job.fallback}' instead")
+            print(
+                f"note: {reason}\nnote: training on the generated set '{job.fallback}' instead"
+            )
         data = dataclasses.replace(data, name=job.fallback)
     if reason is not None or runtime.local_rank:
         task = job.task(data, progress=False)
@@ -148,7 +156,9 @@ def build_model(job: Job, task: Task) -> nn.Module:
     # Before a checkpoint is loaded: a run that goes on takes the bias that was saved.
     if isinstance(model, TowerModel):
         model.expect_rows(negatives=job.loader.negatives, label=job.loader.label)
-        shares = task.positives(job.loader, model.schema(out_of_range=job.model.out_of_range).tasks)
+        shares = task.positives(
+            job.loader, model.schema(out_of_range=job.model.out_of_range).tasks
+        )
         if shares:
             model.begin_at(shares)
     return model
@@ -203,13 +213,17 @@ def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
                 f"lookups=merged: {type(model).__name__} has no look-ups of several towers; leave it at auto"
             )
         return
-    by_path = any("." in exception.partition("=")[0] for exception in job.optimizer.per_table)
+    by_path = any(
+        "." in exception.partition("=")[0] for exception in job.optimizer.per_table
+    )
     helps = world_size > 1 and job.plan.towers == "data_parallel" and not by_path
     if job.lookups == "merged" or (job.lookups == "auto" and helps):
         merge()
 
 
-def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Job, Decision | None]:
+def place_towers(
+    job: Job, task: Task, model: Any, runtime: Runtime
+) -> tuple[Job, Decision | None]:
     """Tries placements of the towers if ``plan.towers`` is ``auto`` and there are several ranks. Collective.
 
     Returns:
@@ -218,12 +232,19 @@ def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Jo
     if job.plan.towers != "auto" or runtime.world_size == 1:
         return job, None
     # A loader for the trials alone: the training's begins with the first batch.
-    loader = task.loader(schema_of(job, task, model), job.loader, rank=runtime.rank, world_size=runtime.world_size)
+    loader = task.loader(
+        schema_of(job, task, model),
+        job.loader,
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+    )
     loader.set_epoch(0)
     if job.lookups == "merged":
         merge_lookups(job, model, runtime.world_size)
     # With all towers on every rank look-ups may be merged, so that placement is tried with a model of its own.
-    flat = dataclasses.replace(job, plan=dataclasses.replace(job.plan, towers=EVERYWHERE))
+    flat = dataclasses.replace(
+        job, plan=dataclasses.replace(job.plan, towers=EVERYWHERE)
+    )
     everywhere = copy.deepcopy(model)
     merge_lookups(flat, everywhere, runtime.world_size)
     batches = list(islice(loader, _BATCHES))
@@ -260,7 +281,9 @@ def seeded(job: Job) -> LoaderConfig:
 def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> Any:
     """Returns the loader of this rank's training batches."""
     config = seeded(job)
-    loader = task.loader(schema, config, rank=runtime.rank, world_size=runtime.world_size)
+    loader = task.loader(
+        schema, config, rank=runtime.rank, world_size=runtime.world_size
+    )
     samples = loader.num_samples if isinstance(loader, Epochs) else config.batch_size
     if samples < config.batch_size and runtime.is_main:
         print(
@@ -271,14 +294,20 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
     if job.ids.features:
         raw_ids = {name: numbered(task.raw_values(name)) for name in schema.dynamic}
         policies = dynamic_ids_of(job, task, schema)
-        return DynamicIdLoader(loader, schema, policies, every=job.ids.every, raw_ids=raw_ids)
+        return DynamicIdLoader(
+            loader, schema, policies, every=job.ids.every, raw_ids=raw_ids
+        )
     if job.id_dropout:
         return IdDropout(loader, schema, job.id_dropout_rates(), seed=config.seed)
     return loader
 
 
 def evaluator_of(
-    task: Task, schema: BatchSchema, loader: Any, model: DistributedModelParallel, runtime: Runtime
+    task: Task,
+    schema: BatchSchema,
+    loader: Any,
+    model: DistributedModelParallel,
+    runtime: Runtime,
 ) -> Evaluator:
     """Returns the task's evaluator; dynamic ids have their rows of training there."""
     evaluator = task.evaluator(schema, model, runtime)
@@ -333,7 +362,14 @@ def _check_catalogue(job: Job, task: Task, runtime: Runtime) -> None:
     items = task.data.num_items
     widths = getattr(job.model, "tower_widths", ()) or (job.model.embedding_dim,)
     vectors = 4 * _VECTOR_COPIES * items * widths[-1] * runtime.local_world_size
-    layers = 4 * 2 * items * (job.model.embedding_dim + sum(widths)) * runtime.local_world_size / runtime.world_size
+    layers = (
+        4
+        * 2
+        * items
+        * (job.model.embedding_dim + sum(widths))
+        * runtime.local_world_size
+        / runtime.world_size
+    )
     size = vectors + layers
     free = available_memory()
     if size > free:
@@ -344,10 +380,14 @@ def _check_catalogue(job: Job, task: Task, runtime: Runtime) -> None:
         )
 
 
-def plan_job(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtime) -> tuple[ShardingPlan, str]:
+def plan_job(
+    job: Job, model: nn.Module, decision: Decision | None, runtime: Runtime
+) -> tuple[ShardingPlan, str]:
     """Plans the model's tables; returns the plan and its explanation."""
     rows = job.loader.rank_rows(runtime.world_size)
-    constraints, whole = free_tables(model, runtime, job.plan, job.optimizer, job.sync, measured=decision is not None)
+    constraints, whole = free_tables(
+        model, runtime, job.plan, job.optimizer, job.sync, measured=decision is not None
+    )
     plan = plan_sharding(
         model,
         runtime,
@@ -358,16 +398,28 @@ def plan_job(job: Job, model: nn.Module, decision: Decision | None, runtime: Run
         table_copies=job.sync.table_copies,
     )
     captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
-    text = explain(plan, model, job.sync.table_ranks(runtime.world_size), captured_rows=captured)
+    text = explain(
+        plan, model, job.sync.table_ranks(runtime.world_size), captured_rows=captured
+    )
     lines = [text]
     if job.plan.quantised and runtime.world_size == 1:
-        lines.append("plan.forward_precision, plan.backward_precision: one rank sends nothing, and nothing is rounded")
+        lines.append(
+            "plan.forward_precision, plan.backward_precision: one rank sends nothing, and nothing is rounded"
+        )
     elif job.plan.quantised:
         lines.append(
             f"ranks send each other embeddings in {job.plan.forward_precision}, their gradients in "
             f"{job.plan.backward_precision}"
         )
-    lines += filter(None, (whole, hosts_note(job.plan.sharding, runtime.world_size // runtime.local_world_size)))
+    lines += filter(
+        None,
+        (
+            whole,
+            hosts_note(
+                job.plan.sharding, runtime.world_size // runtime.local_world_size
+            ),
+        ),
+    )
     if decision is not None:
         lines.append(f"\n{decision.text()}")
     return plan, "\n".join(lines)
@@ -388,7 +440,9 @@ def hosts_note(sharding: str, hosts: int) -> str:
     )
 
 
-def shard_job(parts: JobParts, runtime: Runtime) -> tuple[DistributedModelParallel, HybridOptimizer]:
+def shard_job(
+    parts: JobParts, runtime: Runtime
+) -> tuple[DistributedModelParallel, HybridOptimizer]:
     """Shards the model over the ranks, and puts its towers on CUDA streams if the job sets ``streams``."""
     job = parts.job
     parallel, optimizer = hybrid_parallel(
@@ -425,7 +479,11 @@ def quieten_libraries() -> None:
 
 
 def _one_line(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
 ) -> str:
     """Formats a UserWarning without its line of code; other warnings as Python does."""
     if category is UserWarning:

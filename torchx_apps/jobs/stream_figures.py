@@ -62,7 +62,9 @@ class Predictions:
         rows = self._loader.last
         assert rows is not None, "the step had a batch"
         # A copy: a captured step writes the next logits into the same memory.
-        predicted = _Predicted(rows, output.logits.detach().cpu().numpy().reshape(rows.items.shape).copy())
+        predicted = _Predicted(
+            rows, output.logits.detach().cpu().numpy().reshape(rows.items.shape).copy()
+        )
         self.time = time.monotonic()
         self._events += len(rows.users)
         for name, value in figures_of(predicted, calibrated=self.calibrated).items():
@@ -74,7 +76,10 @@ class Predictions:
     def figures(self) -> Record:
         """Returns the figures of the steps since the last call."""
         now = time.monotonic()
-        figures: Record = {"events": self.events, "events_per_s": self._events / max(now - self._since, 1e-9)}
+        figures: Record = {
+            "events": self.events,
+            "events_per_s": self._events / max(now - self._since, 1e-9),
+        }
         for name, sums in self._sums.items():
             figures[name] = sum(sums) / max(self._events, 1)
         if not np.isnan(self._loader.newest):
@@ -115,7 +120,10 @@ class Ages:
     def add(self, bundle: Bundle) -> None:
         """Adds a bundle of the model as it is now; it is asked about later events alone."""
         # The newest first: its place in the list is the number of its age.
-        self._bundles = [(bundle, self._predictions.events, time.monotonic()), *self._bundles][: self._keep]
+        self._bundles = [
+            (bundle, self._predictions.events, time.monotonic()),
+            *self._bundles,
+        ][: self._keep]
         self._predictions.recent.clear()
 
     def records(self, step: int) -> Iterator[Record]:
@@ -125,12 +133,23 @@ class Ages:
             return
         columns = zip(*(each.rows for each in predictions.recent), strict=True)
         rows = EventRows(*(np.concatenate(column)[-_PREDICTED:] for column in columns))
-        logits = np.concatenate([each.logits for each in predictions.recent])[-_PREDICTED:]
+        logits = np.concatenate([each.logits for each in predictions.recent])[
+            -_PREDICTED:
+        ]
         ages = [(logits, predictions.events, predictions.time)]
-        ages += [(_logits(bundle, rows), events, since) for bundle, events, since in self._bundles]
+        ages += [
+            (_logits(bundle, rows), events, since)
+            for bundle, events, since in self._bundles
+        ]
         for number, (logits, events, since) in enumerate(ages):
-            figures = figures_of(_Predicted(rows, logits), calibrated=predictions.calibrated)
-            age = {"bundle": number, "age_s": predictions.time - since, "age_events": predictions.events - events}
+            figures = figures_of(
+                _Predicted(rows, logits), calibrated=predictions.calibrated
+            )
+            age = {
+                "bundle": number,
+                "age_s": predictions.time - since,
+                "age_events": predictions.events - events,
+            }
             yield {"kind": "age", "epoch": 1, "step": step, **age, **figures}
 
 
@@ -154,13 +173,27 @@ def draw_stream(records: Sequence[Record], path: Path) -> str:
     if trained:
         conclusion += f": {trained[-1][name]:.4f} at the end"
     if points:
-        older = ", ".join(f"{value:.4f} by a bundle {seconds:.3g} s old" for seconds, value in points[1:])
+        older = ", ".join(
+            f"{value:.4f} by a bundle {seconds:.3g} s old"
+            for seconds, value in points[1:]
+        )
         conclusion = f"{label} of the same events: {points[0][1]:.4f} by the model in training, {older}"
     figure, (over_events, over_ages) = figure_with_panels(2, (11, 4))
-    over_events.plot([record["events"] for record in trained], [record[name] for record in trained], color=BLUE)
+    over_events.plot(
+        [record["events"] for record in trained],
+        [record[name] for record in trained],
+        color=BLUE,
+    )
     over_events.set(xlabel="events", ylabel=f"{label}, before training")
-    over_ages.plot([age for age, _ in points], [value for _, value in points], color=RED, marker="o")
-    over_ages.set(xlabel="age of the model, seconds", ylabel=f"{label}, of the same events")
+    over_ages.plot(
+        [age for age, _ in points],
+        [value for _, value in points],
+        color=RED,
+        marker="o",
+    )
+    over_ages.set(
+        xlabel="age of the model, seconds", ylabel=f"{label}, of the same events"
+    )
     figure.suptitle(conclusion, fontsize="medium", wrap=True)
     save_figure(figure, path)
     return conclusion
@@ -173,7 +206,11 @@ def _by_age(ages: Sequence[Record], name: str) -> list[tuple[float, float]]:
     steps = {record["step"] for record in ages if record["bundle"] == oldest}
     points = []
     for bundle in range(oldest + 1):
-        group = [record for record in ages if record["bundle"] == bundle and record["step"] in steps]
+        group = [
+            record
+            for record in ages
+            if record["bundle"] == bundle and record["step"] in steps
+        ]
         points.append((_mean(group, "age_s"), _mean(group, name)))
     return points
 

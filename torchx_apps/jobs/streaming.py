@@ -39,7 +39,13 @@ from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import train
 from torchx_apps.jobs.report import program
 from torchx_apps.jobs.resuming import asked_to_stop, find_checkpoint, hinting_at_resume
-from torchx_apps.jobs.setup import JobParts, plan_job, quieten_libraries, seeded, shard_job
+from torchx_apps.jobs.setup import (
+    JobParts,
+    plan_job,
+    quieten_libraries,
+    seeded,
+    shard_job,
+)
 from torchx_apps.jobs.stream_figures import Ages, Predictions, draw_stream
 from torchx_apps.jobs.training import open_run, start_with
 from torchx_apps.tasks.job import Job
@@ -72,7 +78,13 @@ class Publication:
             raise ValueError(f"--keep {self.keep}: must be 1 bundle or more")
 
 
-def run_stream(job: Job, publication: Publication, run_dir: Path | None = None, *, resume: str = "never") -> None:
+def run_stream(
+    job: Job,
+    publication: Publication,
+    run_dir: Path | None = None,
+    *,
+    resume: str = "never",
+) -> None:
     """Trains a job on its log until the log is idle, an event was the last, or SIGTERM comes.
 
     Args:
@@ -87,11 +99,15 @@ def run_stream(job: Job, publication: Publication, run_dir: Path | None = None, 
     quieten_libraries()
     check_stream(job)
     with (
-        Runtime.start(job.device, threads=job.threads, collectives=job.collectives) as runtime,
+        Runtime.start(
+            job.device, threads=job.threads, collectives=job.collectives
+        ) as runtime,
         asked_to_stop() as stop,
     ):
         if runtime.world_size > 1:
-            raise ValueError(f"{runtime.world_size} ranks: a log is trained on one rank yet; write -j 1x1")
+            raise ValueError(
+                f"{runtime.world_size} ranks: a log is trained on one rank yet; write -j 1x1"
+            )
         model, events, loader, schema = _model_and_loader(job, stop)
         run = open_run(job, run_dir, resume, runtime, "")
         assert run.folder is not None, "there is one rank"
@@ -104,7 +120,13 @@ def run_stream(job: Job, publication: Publication, run_dir: Path | None = None, 
         parallel, optimizer = shard_job(parts, runtime)
         if job.start.path and not run.checkpoint:
             together = CheckpointRanks(runtime)
-            start_with(find_checkpoint("start.path=", job.start.path, together), parts, parallel, optimizer, together)
+            start_with(
+                find_checkpoint("start.path=", job.start.path, together),
+                parts,
+                parallel,
+                optimizer,
+                together,
+            )
         predictions = Predictions(events, calibrated=getattr(model, "calibrated", True))
         about = {"recipe": job.name, "run": str(run.path)}
 
@@ -112,7 +134,9 @@ def run_stream(job: Job, publication: Publication, run_dir: Path | None = None, 
             export_ids(parallel, loader.ids, out, {**about, "events": events.events})
 
         publisher = Publisher(publication, folder, export_now, predictions, run.log)
-        checkpoints = StreamCheckpoints(run.checkpointer, job.checkpoint, resume=run.checkpoint, publisher=publisher)
+        checkpoints = StreamCheckpoints(
+            run.checkpointer, job.checkpoint, resume=run.checkpoint, publisher=publisher
+        )
         events.waiting = publisher.if_due
         # Dropout begins alike in each new run; a resumed one restores its state.
         torch.manual_seed(job.train.seed + 1)
@@ -130,10 +154,14 @@ def run_stream(job: Job, publication: Publication, run_dir: Path | None = None, 
             )
         run.folder.close()
         conclusion = draw_stream(run.folder.records, run.path / PICTURE)
-        print(f"\n{events.events:,} events so far. {conclusion}\npicture: {run.path / PICTURE}")
+        print(
+            f"\n{events.events:,} events so far. {conclusion}\npicture: {run.path / PICTURE}"
+        )
         if publisher.newest is not None:
             print(f"bundle: {publisher.newest}")
-            print(f"serve it: {program('torchx')} run rec.serve.http --bundle {folder / CURRENT}")
+            print(
+                f"serve it: {program('torchx')} run rec.serve.http --bundle {folder / CURRENT}"
+            )
         if run.tracking is not None:
             run.tracking.end()
         if stop():
@@ -151,22 +179,46 @@ def check_stream(job: Job) -> None:
     label = job.data.label
     negatives = job.loader.negatives
     refusals = (
-        (job.checkpoint.steps < 1, f"checkpoint.steps={job.checkpoint.steps}", "a log has no epochs; set 1 or more"),
-        (job.train.epochs != 1, f"train.epochs={job.train.epochs}", "each event is trained once; leave it out"),
+        (
+            job.checkpoint.steps < 1,
+            f"checkpoint.steps={job.checkpoint.steps}",
+            "a log has no epochs; set 1 or more",
+        ),
+        (
+            job.train.epochs != 1,
+            f"train.epochs={job.train.epochs}",
+            "each event is trained once; leave it out",
+        ),
         (
             bool(label) and negatives > 0,
             f"data.label={label}",
             "events have labels of their own; set loader.negatives=0",
         ),
-        (job.loader.label is not None, f"loader.label={job.loader.label}", "name the log's column by data.label"),
-        (job.loader.weight is not None, f"loader.weight={job.loader.weight}", "events have no weights; leave it out"),
+        (
+            job.loader.label is not None,
+            f"loader.label={job.loader.label}",
+            "name the log's column by data.label",
+        ),
+        (
+            job.loader.weight is not None,
+            f"loader.weight={job.loader.weight}",
+            "events have no weights; leave it out",
+        ),
         (
             job.loader.sampling != "uniform",
             f"loader.sampling={job.loader.sampling}",
             "a batch draws from its own events",
         ),
-        (bool(job.pretrained), f"pretrained={','.join(job.pretrained)}", "ids come and go; leave it out"),
-        (job.export != "never", f"export={job.export}", "bundles are published anyway; leave it out"),
+        (
+            bool(job.pretrained),
+            f"pretrained={','.join(job.pretrained)}",
+            "ids come and go; leave it out",
+        ),
+        (
+            job.export != "never",
+            f"export={job.export}",
+            "bundles are published anyway; leave it out",
+        ),
     )
     for applies, setting, why in refusals:
         if applies:
@@ -185,9 +237,14 @@ def _model_and_loader(
     label = job.data.label or None
     policies = job.ids.policies()
     if set(policies) != {USER, ITEM}:
-        raise ValueError(f"ids of {', '.join(policies) or 'nothing'}: give ids.{USER} and ids.{ITEM} a capacity")
+        raise ValueError(
+            f"ids of {', '.join(policies) or 'nothing'}: give ids.{USER} and ids.{ITEM} a capacity"
+        )
     torch.manual_seed(job.train.seed)
-    model: Any = job.build(job.model, EventTables({name: policy.capacity for name, policy in policies.items()}))
+    model: Any = job.build(
+        job.model,
+        EventTables({name: policy.capacity for name, policy in policies.items()}),
+    )
     loss = LOSSES.get(getattr(job.model, "loss", ""))
     if isinstance(model, TowerModel):
         model.expect_rows(negatives=config.negatives, label=label)
@@ -204,10 +261,17 @@ def _model_and_loader(
         batch_size=config.batch_size,
         negatives=config.negatives,
         seed=config.seed,
-        log_q=loss is not None and (loss.in_batch or config.negatives > 0) and getattr(job.model, "correct", False),
+        log_q=loss is not None
+        and (loss.in_batch or config.negatives > 0)
+        and getattr(job.model, "correct", False),
         stop=stop,
     )
-    return model, events, DynamicIdLoader(events, schema, policies, every=job.ids.every), schema
+    return (
+        model,
+        events,
+        DynamicIdLoader(events, schema, policies, every=job.ids.every),
+        schema,
+    )
 
 
 class EventTables:
@@ -229,7 +293,12 @@ class EventTables:
         return torch.ones(self.vocab[ITEM]).numpy()
 
 
-def export_ids(model: DistributedModelParallel, ids: DynamicIds, out: Path, details: Mapping[str, Any]) -> None:
+def export_ids(
+    model: DistributedModelParallel,
+    ids: DynamicIds,
+    out: Path,
+    details: Mapping[str, Any],
+) -> None:
     """Exports a model with the live items and the ids of both tables; unknown and evicted ids read row 0."""
     steps = []
     live = {}
@@ -240,17 +309,29 @@ def export_ids(model: DistributedModelParallel, ids: DynamicIds, out: Path, deta
         live[name], order = live_ids.sort()
         rows[name] = torch.cat([live_rows.new_zeros(1), live_rows[order]])
         counts = torch.ones_like(live_rows)
-        steps.append((Categorify(column=name), Vocabulary(pa.array(live[name].numpy()), pa.array(counts.numpy()))))
+        steps.append(
+            (
+                Categorify(column=name),
+                Vocabulary(pa.array(live[name].numpy()), pa.array(counts.numpy())),
+            )
+        )
     items = live[ITEM].numpy()
     users = live[USER].numpy()
     # The log says of nobody what was taken, beyond what the weights know.
-    nothing = pa.ListArray.from_arrays(torch.zeros(len(users) + 1, dtype=torch.int32).numpy(), pa.array([], pa.int64()))
+    nothing = pa.ListArray.from_arrays(
+        torch.zeros(len(users) + 1, dtype=torch.int32).numpy(), pa.array([], pa.int64())
+    )
     export(
         model,
         out,
         catalogue=Catalogue(ids=items, features=pa.table({ITEM: items})),
         users=NamedUsers(
-            key=USER, ids=users, features=pa.table({USER: users}), unknown={USER: None}, seen=nothing, liked=nothing
+            key=USER,
+            ids=users,
+            features=pa.table({USER: users}),
+            unknown={USER: None},
+            seen=nothing,
+            liked=nothing,
         ),
         preprocessor=FittedPreprocessor.of(steps, {USER: "int64", ITEM: "int64"}),
         rows=rows,
@@ -294,7 +375,9 @@ class Publisher:
         self.newest: Path | None = None
         # A process that was killed may have left half a bundle, under whatever name.
         for hidden in folder.glob(".step-*.*-*"):
-            remove_leftovers(folder / hidden.name[1:].split(".partial-")[0].split(".old-")[0])
+            remove_leftovers(
+                folder / hidden.name[1:].split(".partial-")[0].split(".old-")[0]
+            )
 
     def after_step(self, run: CheckpointedRun) -> None:
         """Publishes the run's model if it is time, and training has had as long as the last publication took."""
@@ -304,7 +387,11 @@ class Publisher:
 
     def if_due(self) -> None:
         """Publishes the model of the last step if it is time; called between steps while there are no new events."""
-        if self._publication.seconds and time.monotonic() >= self._due and self._run is not None:
+        if (
+            self._publication.seconds
+            and time.monotonic() >= self._due
+            and self._run is not None
+        ):
             self.publish(self._run)
 
     def publish(self, run: Any) -> None:
@@ -330,7 +417,9 @@ class Publisher:
 
     def _prune(self) -> None:
         # By time, because a resumed run may be behind the bundles of the killed one.
-        folders = sorted(self._folder.glob("step-*"), key=lambda folder: folder.stat().st_mtime_ns)
+        folders = sorted(
+            self._folder.glob("step-*"), key=lambda folder: folder.stat().st_mtime_ns
+        )
         for folder in folders[: -self._publication.keep]:
             # Without its manifest it is no bundle, even if the removal is interrupted.
             (folder / BUNDLE_MANIFEST).unlink(missing_ok=True)

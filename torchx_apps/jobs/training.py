@@ -50,7 +50,14 @@ from torchx_apps.jobs.resuming import (
     resume_from,
     where_to_begin,
 )
-from torchx_apps.jobs.setup import JobParts, evaluator_of, load_task, quieten_libraries, set_up, shard_job
+from torchx_apps.jobs.setup import (
+    JobParts,
+    evaluator_of,
+    load_task,
+    quieten_libraries,
+    set_up,
+    shard_job,
+)
 from torchx_apps.launch.trackers import Tracking
 from torchx_apps.tasks.baselines import FORMS
 from torchx_apps.tasks.job import Job
@@ -108,7 +115,9 @@ def run_training(
         RunStoppedError: SIGTERM came; the run has been saved.
     """
     quieten_libraries()
-    with Runtime.start(job.device, threads=job.threads, collectives=job.collectives) as runtime:
+    with Runtime.start(
+        job.device, threads=job.threads, collectives=job.collectives
+    ) as runtime:
         task = load_task(job, runtime)
         if runtime.is_main:
             report.report_start(task, runtime, job.train.amp)
@@ -118,7 +127,13 @@ def run_training(
         folder = run.folder
         checkpointer = run.checkpointer
         if run.checkpoint and checkpointer:
-            check_ids_stay(run.checkpoint, task, checkpointer.together, run=run.path, schema=parts.schema)
+            check_ids_stay(
+                run.checkpoint,
+                task,
+                checkpointer.together,
+                run=run.path,
+                schema=parts.schema,
+            )
         about = {}
         # Rank 0 also writes the checkpoints' manifests.
         if folder is not None:
@@ -129,7 +144,9 @@ def run_training(
             folder.facts = dataclasses.replace(
                 folder.facts,
                 title=f"{job.name} on {task.name}",
-                plan=placed_bytes(parts.plan, parts.model, job.sync.table_ranks(runtime.world_size)),
+                plan=placed_bytes(
+                    parts.plan, parts.model, job.sync.table_ranks(runtime.world_size)
+                ),
                 settings={key.path: key.value for key in most_used_keys(job, 20)},
             )
         parallel, optimizer = shard_job(parts, runtime)
@@ -141,9 +158,15 @@ def run_training(
         check_watched(job, task, evaluator)
         checkpoints = None
         if checkpointer:
-            checkpoints = RunCheckpoints(checkpointer, job.checkpoint, resume=run.checkpoint, about=about)
+            checkpoints = RunCheckpoints(
+                checkpointer, job.checkpoint, resume=run.checkpoint, about=about
+            )
         start = time.perf_counter()
-        with asked_to_stop() as stop, _watched(job, runtime, run.path) as watchdog, hinting_at_resume(checkpointer):
+        with (
+            asked_to_stop() as stop,
+            _watched(job, runtime, run.path) as watchdog,
+            hinting_at_resume(checkpointer),
+        ):
             history = train(
                 parallel,
                 optimizer,
@@ -175,11 +198,21 @@ def run_training(
             # Imported here: it takes a second that other runs need not wait.
             from torchx_apps.jobs.exporting import BUNDLE, bundle_of_run, report_bundle
 
-            worse = report.worse_than(task.baseline_name, tested.figures, tested.baseline)
+            worse = report.worse_than(
+                task.baseline_name, tested.figures, tested.baseline
+            )
             details = {"recipe": job.name, "run": str(run.path)}
             if worse:
                 details["warning"] = worse
-            bundle = bundle_of_run(parallel, task, parts.schema, runtime, run.path / BUNDLE, details, parts.loader)
+            bundle = bundle_of_run(
+                parallel,
+                task,
+                parts.schema,
+                runtime,
+                run.path / BUNDLE,
+                details,
+                parts.loader,
+            )
         if folder is not None:
             _finish(folder, task, evaluator, parts.decision, trained, tested)
         if bundle is not None:
@@ -197,14 +230,20 @@ def check_watched(job: Job, task: Task, evaluator: Evaluator) -> None:
     watched = job.train.early_stop.metric
     names = evaluator.validated
     if watched and task.validates and watched not in names:
-        remedy = f", or have the catalogue ranked: {task.ranked_by}" if "@" in watched and task.ranked_by else ""
+        remedy = (
+            f", or have the catalogue ranked: {task.ranked_by}"
+            if "@" in watched and task.ranked_by
+            else ""
+        )
         raise ValueError(
             f"train.early_stop.metric={watched!r}: an evaluation has no such figure; watch one of {listed(names)}"
             f"{remedy}"
         )
 
 
-def _tested(folder: RunFolder | None, task: Task, evaluator: Evaluator, runtime: Runtime) -> report.Tested:
+def _tested(
+    folder: RunFolder | None, task: Task, evaluator: Evaluator, runtime: Runtime
+) -> report.Tested:
     """Evaluates on the test rows, and writes the figures at once; every rank calls it, rank 0 with the folder."""
     with watching(EvaluationWatch(runtime)):
         figures = evaluator.test()
@@ -230,7 +269,9 @@ def _finish(
         report.report_steps(folder, decision, trained.history)
     report.finish_training(folder, task, tested, trained, evaluator.beside("test"))
     baseline = evaluator.baseline("validation") if task.validates else None
-    report.say_end(folder.path, folder.close(baseline, baseline_name=task.baseline_name))
+    report.say_end(
+        folder.path, folder.close(baseline, baseline_name=task.baseline_name)
+    )
 
 
 def peak_memory(runtime: Runtime) -> list[float]:
@@ -245,7 +286,9 @@ def peak_memory(runtime: Runtime) -> list[float]:
     return torch.cat(ranks).tolist()
 
 
-def open_run(job: Job, run_dir: Path | None, resume: str, runtime: Runtime, member: str) -> _Run:
+def open_run(
+    job: Job, run_dir: Path | None, resume: str, runtime: Runtime, member: str
+) -> _Run:
     """Opens the run folder, and finds the checkpoint to resume from. Collective."""
     path, again = _run_folder(job, run_dir, resume, runtime)
     # A launch that torchrun has started again continues where its last attempt ended.
@@ -266,29 +309,53 @@ def open_run(job: Job, run_dir: Path | None, resume: str, runtime: Runtime, memb
         folder = RunFolder(path, settings_of(job), replace=resume != "never")
         folder.write(LAUNCH, launch_id())
         tracking = Tracking.start(path, settings_of(job), member=member)
-    return _Run(path=path, folder=folder, tracking=tracking, checkpointer=checkpointer, checkpoint=checkpoint)
+    return _Run(
+        path=path,
+        folder=folder,
+        tracking=tracking,
+        checkpointer=checkpointer,
+        checkpoint=checkpoint,
+    )
 
 
-def _run_folder(job: Job, run_dir: Path | None, resume: str, runtime: Runtime) -> tuple[Path, bool]:
+def _run_folder(
+    job: Job, run_dir: Path | None, resume: str, runtime: Runtime
+) -> tuple[Path, bool]:
     """Returns rank 0's choice of a run folder, and whether an earlier attempt of this launch has used it."""
     counted: list[Any] = [None] * runtime.world_size
     # All ranks are asked, because each host counts its own restarts.
     dist.all_gather_object(counted, restarted())
     decided: list[Any] = [None, False]
     if runtime.is_main:
-        decided = list(where_to_begin(run_dir, resume, partial(newest_run, job.name), job.name, counted=any(counted)))
+        decided = list(
+            where_to_begin(
+                run_dir,
+                resume,
+                partial(newest_run, job.name),
+                job.name,
+                counted=any(counted),
+            )
+        )
     dist.broadcast_object_list(decided, src=0)
     return decided[0], decided[1]
 
 
-def _watched(job: Job, runtime: Runtime, path: Path) -> AbstractContextManager[Watchdog | None]:
+def _watched(
+    job: Job, runtime: Runtime, path: Path
+) -> AbstractContextManager[Watchdog | None]:
     if job.train.hang_s == 0:
         return nullcontext()
-    return Watchdog(runtime.rank, job.train.hang_s, path, end_process, world_size=runtime.world_size)
+    return Watchdog(
+        runtime.rank, job.train.hang_s, path, end_process, world_size=runtime.world_size
+    )
 
 
 def _begin_with(
-    parts: JobParts, task: Task, model: DistributedModelParallel, optimizer: HybridOptimizer, runtime: Runtime
+    parts: JobParts,
+    task: Task,
+    model: DistributedModelParallel,
+    optimizer: HybridOptimizer,
+    runtime: Runtime,
 ) -> None:
     """Loads the first vectors and weights of a new run, and prints each difference to the earlier run."""
     job = parts.job
@@ -300,12 +367,18 @@ def _begin_with(
     for name, file in job.pretrained_files().items():
         tables = job.optimizer.for_tables(model)
         if name not in tables:
-            raise ValueError(f"pretrained: '{name}' is no table of the model; its tables are {listed(tables)}")
+            raise ValueError(
+                f"pretrained: '{name}' is no table of the model; its tables are {listed(tables)}"
+            )
         if name in dynamic:
-            raise ValueError(f"pretrained: '{name}' has dynamic ids, which get their rows in training; leave it out")
+            raise ValueError(
+                f"pretrained: '{name}' has dynamic ids, which get their rows in training; leave it out"
+            )
         if str(file) in FORMS:
             solved = _solved(job, task, model, name, str(file), runtime)
-            count = load_vectors(model, name, file, [(torch.arange(len(solved)), solved)])
+            count = load_vectors(
+                model, name, file, [(torch.arange(len(solved)), solved)]
+            )
         else:
             count = load_vectors(model, name, file)
         if runtime.is_main:
@@ -320,20 +393,37 @@ def _begin_with(
 
 
 def start_with(
-    path: str, parts: JobParts, model: DistributedModelParallel, optimizer: HybridOptimizer, together: CheckpointRanks
+    path: str,
+    parts: JobParts,
+    model: DistributedModelParallel,
+    optimizer: HybridOptimizer,
+    together: CheckpointRanks,
 ) -> None:
     """Loads the weights, the optimizer's state and the dynamic ids of a checkpoint, and prints each difference."""
     schema = parts.schema
-    features = {table.name: schema.feature(table.feature_names[0]) for table in tables_of(model)}
-    cold = {name: feature.oov_id for name, feature in features.items() if feature is not None}
+    features = {
+        table.name: schema.feature(table.feature_names[0]) for table in tables_of(model)
+    }
+    cold = {
+        name: feature.oov_id
+        for name, feature in features.items()
+        if feature is not None
+    }
     loader = parts.loader if schema.dynamic else None
-    differences = begin_with(path, model, optimizer, together, parts.job.start, cold, loader)
+    differences = begin_with(
+        path, model, optimizer, together, parts.job.start, cold, loader
+    )
     if together.rank == 0:
         print(f"{differences}\n", flush=True)
 
 
 def _solved(
-    job: Job, task: Task, model: DistributedModelParallel, table: str, form: str, runtime: Runtime
+    job: Job,
+    task: Task,
+    model: DistributedModelParallel,
+    table: str,
+    form: str,
+    runtime: Runtime,
 ) -> torch.Tensor:
     """Returns the vectors of EASE or ALS for a table, solved by rank 0. Collective."""
     forms = task.closed_forms

@@ -20,15 +20,42 @@ _HOST_NAME = 63
 _SUFFIX = 15
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-_MOUNT_KEYS = {"src", "source", "dst", "destination", "target", "readonly", "read_only", "perm"}
+_MOUNT_KEYS = {
+    "src",
+    "source",
+    "dst",
+    "destination",
+    "target",
+    "readonly",
+    "read_only",
+    "perm",
+}
 _MOUNT_FORMS = (
     "type=bind,src=/host/folder,dst=/folder[,readonly], type=volume,src=CLAIM,dst=/folder[,readonly] or "
     "type=device,src=/dev/NAME"
 )
 
-_SECRET_WORDS = {"TOKEN", "PASSWORD", "PASSWD", "PASSPHRASE", "SECRET", "CREDENTIAL", "CREDENTIALS", "APIKEY"}
+_SECRET_WORDS = {
+    "TOKEN",
+    "PASSWORD",
+    "PASSWD",
+    "PASSPHRASE",
+    "SECRET",
+    "CREDENTIAL",
+    "CREDENTIALS",
+    "APIKEY",
+}
 _SECRET_WORDS |= {"PASSWORDS", "SECRETS", "CREDS"}
-_SECRET_LAST_WORDS = {"KEY", "PASS", "PWD", "AUTH", "PAT", "COOKIE", "COOKIES", "TOKENS"}
+_SECRET_LAST_WORDS = {
+    "KEY",
+    "PASS",
+    "PWD",
+    "AUTH",
+    "PAT",
+    "COOKIE",
+    "COOKIES",
+    "TOKENS",
+}
 # MAX_TOKENS is a number of tokens, not a secret.
 _COUNTS = {"MAX", "MIN", "NUM"}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -63,7 +90,9 @@ def check_words(words: Sequence[str]) -> None:
     """
     for word in words:
         if re.search(r"(?<!\$)\$\$(?!\$)", word):
-            raise ValueError(f"{word}: TorchX makes one $ of two; write {word.replace('$$', '$$$$')}")
+            raise ValueError(
+                f"{word}: TorchX makes one $ of two; write {word.replace('$$', '$$$$')}"
+            )
     for word, following in zip(words, [*words[1:], ""], strict=True):
         # A flag's value is in the same word, or is the next one.
         flag, equals, value = word.partition("=")
@@ -92,28 +121,44 @@ def _check_mounts(text: str) -> None:
         if key == "type":
             mounts.append({"type": value})
         elif not mounts:
-            raise ValueError(f"--mounts {text}: begins without its type; write {_MOUNT_FORMS}")
+            raise ValueError(
+                f"--mounts {text}: begins without its type; write {_MOUNT_FORMS}"
+            )
         elif key not in _MOUNT_KEYS:
-            raise ValueError(f"--mounts {text}: there is no option '{key}'; write {_MOUNT_FORMS}")
+            raise ValueError(
+                f"--mounts {text}: there is no option '{key}'; write {_MOUNT_FORMS}"
+            )
         else:
-            short = {"source": "src", "destination": "dst", "target": "dst"}.get(key, key)
+            short = {"source": "src", "destination": "dst", "target": "dst"}.get(
+                key, key
+            )
             mounts[-1][short] = value
     for mount in mounts:
         kind = mount["type"]
         if kind not in ("bind", "volume", "device"):
-            raise ValueError(f"--mounts {text}: there is no type '{kind}'; write {_MOUNT_FORMS}")
+            raise ValueError(
+                f"--mounts {text}: there is no type '{kind}'; write {_MOUNT_FORMS}"
+            )
         # A device may keep its path in the container.
         required = ("src",) if kind == "device" else ("src", "dst")
         missing = [key for key in required if not mount.get(key)]
         if missing:
-            raise ValueError(f"--mounts {text}: a {kind} needs {' and '.join(missing)}; write {_MOUNT_FORMS}")
+            raise ValueError(
+                f"--mounts {text}: a {kind} needs {' and '.join(missing)}; write {_MOUNT_FORMS}"
+            )
         if not mount.get("dst", "/").startswith("/"):
-            raise ValueError(f"--mounts {text}: dst={mount['dst']} must begin with /, it is in the container")
+            raise ValueError(
+                f"--mounts {text}: dst={mount['dst']} must begin with /, it is in the container"
+            )
         if set(mount.get("perm", "rwm")) - set("rwm"):
-            raise ValueError(f"--mounts {text}: perm={mount['perm']} may have the letters r, w and m alone")
+            raise ValueError(
+                f"--mounts {text}: perm={mount['perm']} may have the letters r, w and m alone"
+            )
 
 
-def check_app(app: AppDef, scheduler: str, *, workspace: str | None = None) -> list[str]:
+def check_app(
+    app: AppDef, scheduler: str, *, workspace: str | None = None
+) -> list[str]:
     """Refuses a job if its scheduler would not run it, or if it shows a secret.
 
     Args:
@@ -144,7 +189,9 @@ def check_app(app: AppDef, scheduler: str, *, workspace: str | None = None) -> l
                 "x... --max_retries 3, which goes on from the last checkpoint"
             )
     if scheduler in WITHOUT_IMAGE and any(role.mounts for role in app.roles):
-        return [f"note: --mounts: {scheduler} runs in this machine's own folders and mounts nothing"]
+        return [
+            f"note: --mounts: {scheduler} runs in this machine's own folders and mounts nothing"
+        ]
     return []
 
 
@@ -164,8 +211,12 @@ def _check_for_kubernetes(app: AppDef, workspace: str) -> None:
             )
         for name, port in role.port_map.items():
             if not 1 <= port <= 65535:
-                raise ValueError(f"--port {port}: Kubernetes opens a pod's port {name} by number; write 1 to 65535")
-        hosts = [word.partition("=")[2] for word in role.args if word.startswith("--host=")]
+                raise ValueError(
+                    f"--port {port}: Kubernetes opens a pod's port {name} by number; write 1 to 65535"
+                )
+        hosts = [
+            word.partition("=")[2] for word in role.args if word.startswith("--host=")
+        ]
         if hosts and hosts[0] in _LOOPBACK:
             raise ValueError(
                 f"--host {hosts[0]}: nobody outside its pod would reach the service; write --host 0.0.0.0, and give it "
@@ -179,7 +230,10 @@ def _check_for_kubernetes(app: AppDef, workspace: str) -> None:
 
 
 def _dockerfile(workspace: str) -> bool:
-    return bool(workspace) and (Path(workspace.removeprefix("file://")) / "Dockerfile.torchx").exists()
+    return (
+        bool(workspace)
+        and (Path(workspace.removeprefix("file://")) / "Dockerfile.torchx").exists()
+    )
 
 
 def _check_names(role: Role) -> None:
@@ -195,9 +249,13 @@ def _check_names(role: Role) -> None:
 def _check_secrets(role: Role, scheduler: str) -> None:
     for name, value in role.env.items():
         if value and is_secret(name):
-            raise ValueError(f"--env {name}: this looks like a secret, {_SHOWN}; {_way(scheduler, name)}")
+            raise ValueError(
+                f"--env {name}: this looks like a secret, {_SHOWN}; {_way(scheduler, name)}"
+            )
         if _PASSWORD_IN_ADDRESS.search(value):
-            raise ValueError(f"--env {name}: the address holds a password, {_SHOWN}; {_way(scheduler, name)}")
+            raise ValueError(
+                f"--env {name}: the address holds a password, {_SHOWN}; {_way(scheduler, name)}"
+            )
     for flag, value in role_flags(role):
         if _PASSWORD_IN_ADDRESS.search(value) and flag == "redis":
             raise ValueError(
@@ -208,10 +266,16 @@ def _check_secrets(role: Role, scheduler: str) -> None:
             raise ValueError(
                 f"--{flag}: the address holds a password, {_SHOWN}; {_way(scheduler, 'a variable for it')}"
             )
-        key = value.partition("=")[0].rpartition(".")[2] if flag in ("set", "vary", "member") else flag
+        key = (
+            value.partition("=")[0].rpartition(".")[2]
+            if flag in ("set", "vary", "member")
+            else flag
+        )
         # --set sort.key=time is no secret.
         if is_secret(key) and not key.lower().endswith("key"):
-            raise ValueError(f"--{flag} ...{key}: this looks like a secret, {_SHOWN}; {_way(scheduler, key.upper())}")
+            raise ValueError(
+                f"--{flag} ...{key}: this looks like a secret, {_SHOWN}; {_way(scheduler, key.upper())}"
+            )
 
 
 def check_trackers(role: Role) -> None:
@@ -241,7 +305,11 @@ def is_secret(name: str) -> bool:
         [True, True, True, True, False, False]
     """
     # dbPassword, DB_PASSWORD and db-password have the same words.
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|-", "_", name).upper().split("_")
+    words = (
+        re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|-", "_", name)
+        .upper()
+        .split("_")
+    )
     if name in (*_NAMES_OF_FILES, "PWD") or words[-1] in ("FILE", "PATH", "ID", "NAME"):
         return False
     if words[-1] == "TOKENS" and not _COUNTS.isdisjoint(words):
@@ -253,7 +321,9 @@ def _way(scheduler: str, name: str) -> str:
     if scheduler in WITHOUT_IMAGE:
         return f"export {name} in the shell that submits, whose environment the job takes over"
     if scheduler == "kubernetes":
-        return f"put {name} into a Secret of the cluster, and name that: -cfg secret=NAME"
+        return (
+            f"put {name} into a Secret of the cluster, and name that: -cfg secret=NAME"
+        )
     return f"have {scheduler} give {name} to the job from its own store of secrets"
 
 

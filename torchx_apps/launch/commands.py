@@ -38,7 +38,9 @@ def schedulers() -> dict[str, Callable[..., Any]]:
 
 def _deferred(name: str) -> Callable[..., Any]:
     def create(session_name: str, **_: Any) -> Any:
-        return getattr(importlib.import_module(f"torchx_apps.launch.{name}"), _OURS[name])(session_name)
+        return getattr(
+            importlib.import_module(f"torchx_apps.launch.{name}"), _OURS[name]
+        )(session_name)
 
     return create
 
@@ -53,7 +55,9 @@ def missing_package(scheduler: str, error: ModuleNotFoundError) -> str:
     package = (error.name or str(error)).partition(".")[0]
     if package != "kubernetes":
         return f"-s {scheduler} needs the package {package}: pip install it, or TorchX's extra for this scheduler"
-    install = "pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'"
+    install = (
+        "pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'"
+    )
     return f"-s {scheduler} needs the extra kubernetes: {install}"
 
 
@@ -68,7 +72,9 @@ def _runner(address: str) -> Iterator[Runner]:
     scheduler, mark, _ = address.partition("://")
     try:
         if mark and scheduler not in by_name:
-            raise ValueError(f"{address}: there is no scheduler {scheduler}; known are {', '.join(by_name)}")
+            raise ValueError(
+                f"{address}: there is no scheduler {scheduler}; known are {', '.join(by_name)}"
+            )
         with Runner(_SESSION, by_name) as runner:
             yield runner
         return
@@ -105,7 +111,14 @@ class LogCommand(CmdLog):
         threading.excepthook = lambda _: None
         # `| head` causes a BrokenPipeError.
         with _runner(args.identifier) as runner, contextlib.suppress(BrokenPipeError):
-            get_logs(sys.stdout, args.identifier, args.regex, args.tail, runner=runner, streams=args.streams)
+            get_logs(
+                sys.stdout,
+                args.identifier,
+                args.regex,
+                args.tail,
+                runner=runner,
+                streams=args.streams,
+            )
 
 
 class CancelCommand(CmdCancel):
@@ -125,7 +138,9 @@ class ListCommand(CmdList):
         from tabulate import tabulate
 
         with _runner(args.scheduler) as runner:
-            jobs = [[job.app_handle, str(job.state)] for job in runner.list(args.scheduler)]
+            jobs = [
+                [job.app_handle, str(job.state)] for job in runner.list(args.scheduler)
+            ]
         print(tabulate(jobs, headers=[HANDLE_HEADER, STATUS_HEADER]))
 
 

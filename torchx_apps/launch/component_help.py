@@ -12,7 +12,11 @@ from dataclasses import dataclass
 # TorchX depends on this package.
 from docstring_parser import parse
 from torchx.specs import AppDef
-from torchx.specs.finder import ComponentNotFoundException, get_component, get_components
+from torchx.specs.finder import (
+    ComponentNotFoundException,
+    get_component,
+    get_components,
+)
 
 from torchx_apps.cli.command_line import fill, most_used_keys
 from torchx_apps.cli.overrides import nearest
@@ -104,15 +108,23 @@ class Component:
         if not flag.startswith("--") or flag == "--help":
             return word
         if not any(parameter.startswith(name) for parameter in self.parameters):
-            settings = "; a setting is --set KEY=VALUE" if "set" in self.parameters else ""
+            settings = (
+                "; a setting is --set KEY=VALUE" if "set" in self.parameters else ""
+            )
             question = nearest(name, self.parameters) or ";"
-            raise ValueError(f"{flag}: {self.name} has no such flag{question} --help lists all{settings}")
+            raise ValueError(
+                f"{flag}: {self.name} has no such flag{question} --help lists all{settings}"
+            )
         return f"--{name}{equals}{value}"
 
     @property
     def required(self) -> list[str]:
         """The flags without a default."""
-        return [name for name, parameter in self.parameters.items() if parameter.default is parameter.empty]
+        return [
+            name
+            for name, parameter in self.parameters.items()
+            if parameter.default is parameter.empty
+        ]
 
     def app(self) -> AppDef:
         """Returns an AppDef of the component, with a placeholder for each flag without a default."""
@@ -121,7 +133,10 @@ class Component:
     def help(self) -> str:
         """Describes the component: what it does, an example, its flags, its most used settings, where the rest is."""
         documented = parse(self.function.__doc__ or "")
-        meanings = {p.arg_name: " ".join((p.description or "").split()) for p in documented.params}
+        meanings = {
+            p.arg_name: " ".join((p.description or "").split())
+            for p in documented.params
+        }
         flags = ["flags:"]
         where = ["flags for where and how it runs:"]
         for name in self.parameters:
@@ -163,12 +178,18 @@ class Component:
         yield "\n".join(rows)
         if self.name != "rec.plan":
             flags = "".join(f"--{name} {name.upper()} " for name in self.required)
-            yield fill(f"All settings of a recipe: torchx run {self.name} {flags}--recipe {recipe} -- --dry-run", 4)
+            yield fill(
+                f"All settings of a recipe: torchx run {self.name} {flags}--recipe {recipe} -- --dry-run",
+                4,
+            )
 
 
 def recipes_of(component: str) -> Recipes:
     """Returns the built-in recipes of a component, by name; by default those that train."""
-    own_recipes: dict[str, Recipes] = {"rec.data.preprocess": PREPROCESS_RECIPES, "rec.train.stream": EVENT_RECIPES}
+    own_recipes: dict[str, Recipes] = {
+        "rec.data.preprocess": PREPROCESS_RECIPES,
+        "rec.train.stream": EVENT_RECIPES,
+    }
     return own_recipes.get(component, RECIPES)
 
 
@@ -186,7 +207,10 @@ def asks_for_help(words: Sequence[str]) -> bool:
     """
     followers = [*words[1:], "--"]
     pairs = zip(words, followers, strict=False)
-    return any(word == "--help" or (word == "-h" and follower.startswith("-")) for word, follower in pairs)
+    return any(
+        word == "--help" or (word == "-h" and follower.startswith("-"))
+        for word, follower in pairs
+    )
 
 
 def _row(name: str, meaning: str) -> str:

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchx.schedulers import kubernetes_scheduler as upstream
 from torchx.schedulers.api import AppDryRunInfo, DescribeAppResponse, ListAppResponse
-from torchx.schedulers.kubernetes_scheduler import KubernetesScheduler as TorchxKubernetes
+from torchx.schedulers.kubernetes_scheduler import (
+    KubernetesScheduler as TorchxKubernetes,
+)
 from torchx.specs import AppDef, Role, VolumeMount, runopts
 from torchx.util.strings import normalize_str
 
@@ -46,8 +48,16 @@ class KubernetesScheduler(TorchxKubernetes):
 
     def _run_opts(self) -> runopts:
         options = super()._run_opts()
-        options.add("secret", type_=str, help="a Secret of the namespace, whose keys become variables of the job")
-        options.add("run_as", type_=str, help="user and group number; then not root, and with a read-only root folder")
+        options.add(
+            "secret",
+            type_=str,
+            help="a Secret of the namespace, whose keys become variables of the job",
+        )
+        options.add(
+            "run_as",
+            type_=str,
+            help="user and group number; then not root, and with a read-only root folder",
+        )
         return options
 
     def _submit_dryrun(self, app: AppDef, cfg: Mapping[str, Any]) -> AppDryRunInfo[Any]:
@@ -55,7 +65,12 @@ class KubernetesScheduler(TorchxKubernetes):
             # That Volcano 1.4 does not restart; here the job's own policies do.
             warnings.filterwarnings("ignore", r"\s*Role .* configured with restarts")
             info = super()._submit_dryrun(app, cfg)
-        complete(info.request.resource, app, secret=cfg.get("secret"), run_as=cfg.get("run_as"))
+        complete(
+            info.request.resource,
+            app,
+            secret=cfg.get("secret"),
+            run_as=cfg.get("run_as"),
+        )
         return info
 
     def _api_client(self) -> Any:
@@ -111,16 +126,24 @@ class KubernetesScheduler(TorchxKubernetes):
             ValueError: the cluster does not answer, or does not list them.
         """
         with self._readable("to list jobs"):
-            namespace = self._get_active_context()["context"].get("namespace", "default")
+            namespace = self._get_active_context()["context"].get(
+                "namespace", "default"
+            )
             jobs = self._custom_objects_api().list_namespaced_custom_object(
-                group="batch.volcano.sh", version="v1alpha1", namespace=namespace, plural="jobs", timeout_seconds=30
+                group="batch.volcano.sh",
+                version="v1alpha1",
+                namespace=namespace,
+                plural="jobs",
+                timeout_seconds=30,
             )
         answers = []
         for job in jobs["items"]:
             # A job that Volcano has not seen yet has no status.
             state = job.get("status", {}).get("state", {}).get("phase", "Pending")
             app_id = f"{namespace}:{job['metadata']['name']}"
-            answers.append(ListAppResponse(app_id=app_id, state=upstream.JOB_STATE[state]))
+            answers.append(
+                ListAppResponse(app_id=app_id, state=upstream.JOB_STATE[state])
+            )
         return answers
 
     def _cancel_existing(self, app_id: str) -> None:
@@ -158,7 +181,9 @@ class KubernetesScheduler(TorchxKubernetes):
         from kubernetes.client.rest import ApiException
 
         try:
-            CoreV1Api(self._api_client()).read_namespaced_persistent_volume_claim(name, namespace)
+            CoreV1Api(self._api_client()).read_namespaced_persistent_volume_claim(
+                name, namespace
+            )
         except ApiException as error:
             if error.status == 404:
                 raise ValueError(
@@ -170,7 +195,13 @@ class KubernetesScheduler(TorchxKubernetes):
                 raise
 
 
-def complete(job: dict[str, Any], app: AppDef, *, secret: str | None = None, run_as: str | None = None) -> None:
+def complete(
+    job: dict[str, Any],
+    app: AppDef,
+    *,
+    secret: str | None = None,
+    run_as: str | None = None,
+) -> None:
     """Adds settings to TorchX's Volcano job that TorchX cannot express.
 
     Args:
@@ -183,14 +214,20 @@ def complete(job: dict[str, Any], app: AppDef, *, secret: str | None = None, run
         ValueError: ``run_as`` is not the number of a user other than root.
     """
     if run_as is not None and not (run_as.isdecimal() and int(run_as) > 0):
-        raise ValueError(f"-cfg run_as={run_as}: must be the number of a user other than root, such as 10001")
+        raise ValueError(
+            f"-cfg run_as={run_as}: must be the number of a user other than root, such as 10001"
+        )
     spec = job["spec"]
     retries = spec["maxRetry"]
-    elastic = any(role.min_replicas not in (None, role.num_replicas) for role in app.roles)
+    elastic = any(
+        role.min_replicas not in (None, role.num_replicas) for role in app.roles
+    )
     # Volcano counts the first start too: with maxRetry 1 it starts nothing again.
     spec["maxRetry"] = retries + 1 if retries else 0
     spec["policies"] = _policies(bool(retries), elastic)
-    spec["minAvailable"] = sum(task.get("minAvailable", task["replicas"]) for task in spec["tasks"])
+    spec["minAvailable"] = sum(
+        task.get("minAvailable", task["replicas"]) for task in spec["tasks"]
+    )
     spec["ttlSecondsAfterFinished"] = KEPT_S
     for task in spec["tasks"]:
         task.pop("policies", None)
@@ -230,7 +267,9 @@ def _complete_pod(pod: V1Pod, secret: str | None, run_as: str | None) -> None:
         if volume.empty_dir is not None and memory:
             volume.empty_dir.size_limit = memory
     if secret is not None:
-        container.env_from = [models.V1EnvFromSource(secret_ref=models.V1SecretEnvSource(name=secret))]
+        container.env_from = [
+            models.V1EnvFromSource(secret_ref=models.V1SecretEnvSource(name=secret))
+        ]
     if run_as is None:
         return
     user = int(run_as)
@@ -246,10 +285,18 @@ def _complete_pod(pod: V1Pod, secret: str | None, run_as: str | None) -> None:
         container.security_context.allow_privilege_escalation = False
         container.security_context.capabilities = models.V1Capabilities(drop=["ALL"])
     container.security_context.read_only_root_filesystem = True
-    spec.volumes.append(models.V1Volume(name="scratch", empty_dir=models.V1EmptyDirVolumeSource()))
-    container.volume_mounts.append(models.V1VolumeMount(name="scratch", mount_path=_SCRATCH))
+    spec.volumes.append(
+        models.V1Volume(name="scratch", empty_dir=models.V1EmptyDirVolumeSource())
+    )
+    container.volume_mounts.append(
+        models.V1VolumeMount(name="scratch", mount_path=_SCRATCH)
+    )
     names = {variable.name for variable in container.env}
-    container.env += [models.V1EnvVar(name=name, value=_SCRATCH) for name in ("HOME", "TMPDIR") if name not in names]
+    container.env += [
+        models.V1EnvVar(name=name, value=_SCRATCH)
+        for name in ("HOME", "TMPDIR")
+        if name not in names
+    ]
 
 
 def _message(body: str | None) -> str:
@@ -284,7 +331,9 @@ def service_files(app: AppDef, cfg: Mapping[str, Any]) -> dict[str, dict[str, An
     labels = {"app.kubernetes.io/name": name}
     pod = upstream.role_to_pod(name, role, cfg.get("service_account"))
     if cfg.get("image_secret"):
-        pod.spec.image_pull_secrets = [models.V1LocalObjectReference(name=cfg["image_secret"])]
+        pod.spec.image_pull_secrets = [
+            models.V1LocalObjectReference(name=cfg["image_secret"])
+        ]
     _complete_pod(pod, cfg.get("secret"), cfg.get("run_as") or USER)
     _as_server(pod, labels, flags, token=cfg.get("secret"))
     metadata: dict[str, Any] = {"name": name, "labels": labels}
@@ -293,12 +342,18 @@ def service_files(app: AppDef, cfg: Mapping[str, Any]) -> dict[str, dict[str, An
     deployment = {
         "replicas": role.num_replicas,
         "selector": {"matchLabels": labels},
-        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1},
+        },
         "minReadySeconds": 5,
         "progressDeadlineSeconds": _START_S + 60,
         "template": models.V1PodTemplateSpec(metadata=pod.metadata, spec=pod.spec),
     }
-    service = {"selector": labels, "ports": [{"name": "http", "port": 80, "targetPort": "http"}]}
+    service = {
+        "selector": labels,
+        "ports": [{"name": "http", "port": 80, "targetPort": "http"}],
+    }
     budget = {"maxUnavailable": 1, "selector": {"matchLabels": labels}}
     kinds = {
         "deployment.yaml": ("apps/v1", "Deployment", deployment),
@@ -307,7 +362,9 @@ def service_files(app: AppDef, cfg: Mapping[str, Any]) -> dict[str, dict[str, An
     }
     plain = ApiClient().sanitize_for_serialization
     return {
-        file: plain({"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec})
+        file: plain(
+            {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
+        )
         for file, (version, kind, spec) in kinds.items()
     }
 
@@ -320,14 +377,18 @@ def _check_service(role: Role) -> None:
             "port 80, whatever it is"
         )
     bundle = role.args[2]
-    if not any(PurePosixPath(bundle).is_relative_to(mount.dst_path) for mount in role.mounts):
+    if not any(
+        PurePosixPath(bundle).is_relative_to(mount.dst_path) for mount in role.mounts
+    ):
         raise ValueError(
             f"--bundle {bundle}: the pods have no such folder; give the volume with it, as in "
             "--mounts type=volume,src=CLAIM,dst=/bundles,readonly"
         )
 
 
-def _as_server(pod: V1Pod, labels: Mapping[str, str], flags: Mapping[str, str], token: str | None) -> None:
+def _as_server(
+    pod: V1Pod, labels: Mapping[str, str], flags: Mapping[str, str], token: str | None
+) -> None:
     """Makes a job's pod a server: it stays, answers probes for readiness, and ends after its last answer."""
     from kubernetes.client import models
 
@@ -348,8 +409,14 @@ def _as_server(pod: V1Pod, labels: Mapping[str, str], flags: Mapping[str, str], 
     # A Secret without a token keeps the pods from starting; without this they would answer everybody.
     if token is not None and "token-file" not in flags:
         reference = models.V1SecretKeySelector(name=token, key=_TOKEN)
-        container.env.append(models.V1EnvVar(name=_TOKEN, value_from=models.V1EnvVarSource(secret_key_ref=reference)))
-    container.startup_probe = _probe("/readyz", flags, period_s=2, failures=_START_S // 2)
+        container.env.append(
+            models.V1EnvVar(
+                name=_TOKEN, value_from=models.V1EnvVarSource(secret_key_ref=reference)
+            )
+        )
+    container.startup_probe = _probe(
+        "/readyz", flags, period_s=2, failures=_START_S // 2
+    )
     container.readiness_probe = _probe("/readyz", flags, period_s=2, failures=2)
     container.liveness_probe = _probe("/healthz", flags, period_s=10, failures=6)
 
@@ -359,9 +426,15 @@ def _probe(path: str, flags: Mapping[str, str], *, period_s: int, failures: int)
 
     # The kubelet asks under the pod's address, which --allowed_hosts refuses.
     host = flags.get("allowed-hosts", "*").split(",")[0].strip()
-    headers = [] if host == "*" else [models.V1HTTPHeader(name="Host", value=host.replace("*.", "probe."))]
+    headers = (
+        []
+        if host == "*"
+        else [models.V1HTTPHeader(name="Host", value=host.replace("*.", "probe."))]
+    )
     return models.V1Probe(
-        http_get=models.V1HTTPGetAction(path=path, port="http", http_headers=headers or None),
+        http_get=models.V1HTTPGetAction(
+            path=path, port="http", http_headers=headers or None
+        ),
         period_seconds=period_s,
         timeout_seconds=5,
         failure_threshold=failures,

@@ -56,7 +56,13 @@ _STATES: Mapping[str, AppState] = {
     "STOPPED": AppState.RUNNING,
 }
 # Of a job of several parts: it goes on as long as one runs or waits, and one that failed makes it fail.
-_ORDER = (AppState.RUNNING, AppState.PENDING, AppState.FAILED, AppState.CANCELLED, AppState.SUCCEEDED)
+_ORDER = (
+    AppState.RUNNING,
+    AppState.PENDING,
+    AppState.FAILED,
+    AppState.CANCELLED,
+    AppState.SUCCEEDED,
+)
 # Slurm sends it so long before the time limit, or up to a minute earlier; the ranks save and end.
 _SIGNAL = "TERM@60"
 
@@ -79,7 +85,10 @@ class SlurmScheduler(TorchxSlurm):
         request = info.request
         # Without the second option the job would stay in the queue for ever.
         if cfg.get("dependency"):
-            request.cmd += [f"--dependency={cfg['dependency']}", "--kill-on-invalid-dep=yes"]
+            request.cmd += [
+                f"--dependency={cfg['dependency']}",
+                "--kill-on-invalid-dep=yes",
+            ]
         for replica in request.replicas.values():
             replica.sbatch_opts.setdefault("signal", _SIGNAL)
         first, *others = [replica.env for replica in request.replicas.values()]
@@ -89,7 +98,15 @@ class SlurmScheduler(TorchxSlurm):
             exports = first
             for replica in request.replicas.values():
                 replica.env = {}
-        return AppDryRunInfo(Script(**vars(request), exports=exports, app=app, partition=cfg.get("partition")), repr)
+        return AppDryRunInfo(
+            Script(
+                **vars(request),
+                exports=exports,
+                app=app,
+                partition=cfg.get("partition"),
+            ),
+            repr,
+        )
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
         """Submits the job; returns its number.
@@ -125,7 +142,10 @@ class SlurmScheduler(TorchxSlurm):
         if entries is None:
             entries = _queued("-u", getpass.getuser())
         jobs = itertools.groupby(entries, lambda entry: entry.job)
-        return [ListAppResponse(app_id=job, state=_state(list(entries))) for job, entries in jobs]
+        return [
+            ListAppResponse(app_id=job, state=_state(list(entries)))
+            for job, entries in jobs
+        ]
 
     def log_iter(
         self,
@@ -152,8 +172,12 @@ class SlurmScheduler(TorchxSlurm):
             files.append(Path(folder, f"{name}.err"))
         if should_tail:
             state = _SeldomAsked(self)
-            readers = [LogIterator(app_id, str(file), state, should_tail) for file in files]
-            lines: Iterable[str] = interleaved([split_lines_iterator(reader) for reader in readers])
+            readers = [
+                LogIterator(app_id, str(file), state, should_tail) for file in files
+            ]
+            lines: Iterable[str] = interleaved(
+                [split_lines_iterator(reader) for reader in readers]
+            )
         else:  # TorchX's iterator goes on until the job has ended here too
             lines = _lines([file for file in files if file.exists()])
         return filter_regex(regex, lines) if regex else lines
@@ -223,12 +247,18 @@ class NodeSize:
 
 def nodes_of(partition: str | None) -> list[NodeSize]:
     """Returns the nodes of a partition, by default of the default one; none if Slurm does not answer."""
-    answer = _ask("sinfo", "--noheader", "--Node", "--noconvert", "--format", "%P|%c|%m|%G")
+    answer = _ask(
+        "sinfo", "--noheader", "--Node", "--noconvert", "--format", "%P|%c|%m|%G"
+    )
     nodes = []
     for name, cpus, memory, gres in _rows(answer, 4):
         # sinfo marks the default partition by a star, and the least of several nodes by a plus.
         if name.rstrip("*") == partition or (partition is None and name.endswith("*")):
-            size = NodeSize(cpus=int(cpus.rstrip("+")), memory=int(memory.rstrip("+M")), gpus=count_gpus(gres))
+            size = NodeSize(
+                cpus=int(cpus.rstrip("+")),
+                memory=int(memory.rstrip("+M")),
+                gpus=count_gpus(gres),
+            )
             nodes.append(size)
     return nodes
 
@@ -273,7 +303,9 @@ def check_partition(role: Role, nodes: Sequence[NodeSize]) -> None:
     for name, count in needs.items():
         largest = max(getattr(node, name) for node in nodes)
         if count > largest:
-            raise ValueError(f"{flags[name]} {count}: the partition's largest node has {largest}; {remedy}")
+            raise ValueError(
+                f"{flags[name]} {count}: the partition's largest node has {largest}; {remedy}"
+            )
     able = 0
     for node in nodes:
         able += all(getattr(node, name) >= count for name, count in needs.items())
@@ -323,22 +355,36 @@ def _rows(answer: subprocess.CompletedProcess[str], width: int) -> list[list[str
 
 def _queued(*which: str) -> list[_Entry]:
     """Returns squeue's entries, also of jobs ended in the last minutes."""
-    answer = _ask("squeue", "--noheader", "--states=all", "--format", "%i|%T|%j|%Z|%r", *which)
+    answer = _ask(
+        "squeue", "--noheader", "--states=all", "--format", "%i|%T|%j|%Z|%r", *which
+    )
     entries = []
     for job, state, name, folder, reason in sorted(_rows(answer, 5)):
         # The parts of a heterogeneous job are 7+0, 7+1 and so on.
         number = job.partition("+")[0]
-        entries.append(_Entry(job=number, state=state, name=name, folder=folder, reason=reason))
+        entries.append(
+            _Entry(job=number, state=state, name=name, folder=folder, reason=reason)
+        )
     return entries
 
 
 def _accounted() -> list[_Entry] | None:
     """Returns all jobs of the accounting; None if Slurm has none. TorchX's own list ends at a state new to it."""
-    answer = _ask("sacct", "--noheader", "-X", "--parsable2", "--starttime=1970-01-01", "--format=JobID,State")
+    answer = _ask(
+        "sacct",
+        "--noheader",
+        "-X",
+        "--parsable2",
+        "--starttime=1970-01-01",
+        "--format=JobID,State",
+    )
     if answer.returncode:
         return None
     # A state may have more words, such as CANCELLED by 1000.
-    return [_Entry(job=job.partition("+")[0], state=state.partition(" ")[0]) for job, state in _rows(answer, 2)]
+    return [
+        _Entry(job=job.partition("+")[0], state=state.partition(" ")[0])
+        for job, state in _rows(answer, 2)
+    ]
 
 
 def _described(app_id: str, entries: Sequence[_Entry]) -> DescribeAppResponse:
@@ -351,9 +397,15 @@ def _described(app_id: str, entries: Sequence[_Entry]) -> DescribeAppResponse:
             continue
         role = roles.setdefault(name, Role(name=name, num_replicas=0, image=""))
         role.num_replicas += 1
-        replica = ReplicaStatus(id=int(number), role=name, state=entry.app_state, hostname="")
+        replica = ReplicaStatus(
+            id=int(number), role=name, state=entry.app_state, hostname=""
+        )
         statuses.setdefault(name, RoleStatus(name, [])).replicas.append(replica)
-    waiting = [f"{entry.state} ({entry.reason})" for entry in entries if entry.reason not in ("None", "")]
+    waiting = [
+        f"{entry.state} ({entry.reason})"
+        for entry in entries
+        if entry.reason not in ("None", "")
+    ]
     return DescribeAppResponse(
         app_id=app_id,
         roles=list(roles.values()),
@@ -368,15 +420,22 @@ def _ended(app_id: str, folder: Path) -> DescribeAppResponse | None:
     output = folder / f"slurm-{app_id}.out"
     if not output.exists():
         return None
-    codes = re.findall(r"^job exited with code (\d+)$", output.read_text(errors="replace"), re.M)
+    codes = re.findall(
+        r"^job exited with code (\d+)$", output.read_text(errors="replace"), re.M
+    )
     if not codes:
         return None
     # Names of logs are slurm-ID-ROLE-NUMBER.out.
     logs = folder.glob(f"slurm-{app_id}-*.out")
-    replicas = collections.Counter(path.name.split("-", 2)[2].rpartition("-")[0] for path in logs)
+    replicas = collections.Counter(
+        path.name.split("-", 2)[2].rpartition("-")[0] for path in logs
+    )
     return DescribeAppResponse(
         app_id=app_id,
-        roles=[Role(name=name, num_replicas=count, image="") for name, count in replicas.items()],
+        roles=[
+            Role(name=name, num_replicas=count, image="")
+            for name, count in replicas.items()
+        ],
         state=AppState.FAILED if int(codes[-1]) else AppState.SUCCEEDED,
         msg=f"ended with exit code {codes[-1]}, as {output} says; Slurm has forgotten the job",
     )

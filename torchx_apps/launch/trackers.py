@@ -17,7 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchx.tracker.api import Lineage, TrackerArtifact, TrackerBase, TrackerSource, tracker_config_env_var_name
+from torchx.tracker.api import (
+    Lineage,
+    TrackerArtifact,
+    TrackerBase,
+    TrackerSource,
+    tracker_config_env_var_name,
+)
 
 from torchrec_ext.train.config import Record
 
@@ -56,7 +62,14 @@ class Tracking:
         self._trackers = dict(trackers)
 
     @classmethod
-    def start(cls, path: Path, config: Mapping[str, Any], *, member: str = "", folder: str = "run_folder") -> Tracking:
+    def start(
+        cls,
+        path: Path,
+        config: Mapping[str, Any],
+        *,
+        member: str = "",
+        folder: str = "run_folder",
+    ) -> Tracking:
         """Begins a run in every tracker of the variable TORCHX_TRACKERS; no other process may do so too.
 
         Args:
@@ -87,10 +100,16 @@ class Tracking:
     def log(self, record: Record) -> None:
         """Writes the figures of an evaluation, or the message of a run ended by an error."""
         if record["kind"] == "eval":
-            figures = {f"eval.{name}": value for name, value in record.items() if isinstance(value, float)}
+            figures = {
+                f"eval.{name}": value
+                for name, value in record.items()
+                if isinstance(value, float)
+            }
             self._figures(figures, record["step"])
         elif record["kind"] == "error":
-            self._metadata({"error": str(record.get("message", "the loss is not finite"))})
+            self._metadata(
+                {"error": str(record.get("message", "the loss is not finite"))}
+            )
 
     def end(self, figures: Mapping[str, Any] | None = None) -> None:
         """Writes figures (by default those of ``summary.json``) and the paths of the run's files."""
@@ -101,7 +120,9 @@ class Tracking:
         numbers = {}
         metadata = {}
         for name, value in _flat(figures):
-            if isinstance(value, float) and (name.startswith(_FIGURES) or name in _LAST):
+            if isinstance(value, float) and (
+                name.startswith(_FIGURES) or name in _LAST
+            ):
                 numbers[name] = value
             else:
                 metadata[name] = _plain(value)
@@ -150,7 +171,9 @@ class Tracking:
 
 
 @contextmanager
-def tracked(path: Path | None, config: Mapping[str, Any], *, folder: str) -> Iterator[dict[str, Any]]:
+def tracked(
+    path: Path | None, config: Mapping[str, Any], *, folder: str
+) -> Iterator[dict[str, Any]]:
     """Tracks a job without training.
 
     Args:
@@ -192,7 +215,9 @@ def _tracker(name: str) -> Any:
         return factory(os.environ.get(tracker_config_env_var_name(name)))
     except ModuleNotFoundError as error:
         extra = f"torchrec-ext[{_KNOWN[name]}]" if name in _KNOWN else error.name
-        raise ValueError(f"tracker {name}: needs the package {error.name}: pip install '{extra}'") from None
+        raise ValueError(
+            f"tracker {name}: needs the package {error.name}: pip install '{extra}'"
+        ) from None
     except Exception as error:
         raise ValueError(_unreachable(name, error)) from None
 
@@ -230,7 +255,9 @@ def _plain(value: Any) -> Any:
 class FigureTracker(TrackerBase):
     """A tracker with curves: it takes figures as numbers with their step."""
 
-    def add_figures(self, run_id: str, figures: Mapping[str, float], step: int | None) -> None:
+    def add_figures(
+        self, run_id: str, figures: Mapping[str, float], step: int | None
+    ) -> None:
         """Writes figures by name, those of an evaluation with their step; None for those of the whole run."""
         raise NotImplementedError
 
@@ -251,7 +278,11 @@ class MLflowTracker(FigureTracker):
         self._client = MlflowClient(address)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = self._client.get_experiment_by_name(name)
-        self._experiment = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        self._experiment = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(name)
+        )
         self._ids: dict[str, str] = {}
 
     def add_metadata(self, run_id: str, **kwargs: object) -> None:
@@ -261,19 +292,30 @@ class MLflowTracker(FigureTracker):
         settings = {_mlflow_name(key): str(value) for key, value in kwargs.items()}
         inside = self._inside(run_id, create=True)
         recorded = self._client.get_run(inside).data.params
-        params = [Param(key, value) for key, value in settings.items() if key not in recorded]
-        tags = [RunTag(key, value) for key, value in settings.items() if recorded.get(key, value) != value]
+        params = [
+            Param(key, value) for key, value in settings.items() if key not in recorded
+        ]
+        tags = [
+            RunTag(key, value)
+            for key, value in settings.items()
+            if recorded.get(key, value) != value
+        ]
         self._client.log_batch(inside, tags=tags)
         # MLflow takes at most 100 parameters at once.
         for first in range(0, len(params), 100):
             self._client.log_batch(inside, params=params[first : first + 100])
 
-    def add_figures(self, run_id: str, figures: Mapping[str, float], step: int | None) -> None:
+    def add_figures(
+        self, run_id: str, figures: Mapping[str, float], step: int | None
+    ) -> None:
         """Writes figures as metrics."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1e3)
-        metrics = [Metric(_mlflow_name(name), value, now, step or 0) for name, value in figures.items()]
+        metrics = [
+            Metric(_mlflow_name(name), value, now, step or 0)
+            for name, value in figures.items()
+        ]
         self._client.log_batch(self._inside(run_id, create=True), metrics)
 
     def metadata(self, run_id: str) -> Mapping[str, object]:
@@ -285,26 +327,54 @@ class MLflowTracker(FigureTracker):
                 values[key] = value
         return values
 
-    def add_artifact(self, run_id: str, name: str, path: str, metadata: Mapping[str, object] | None = None) -> None:
+    def add_artifact(
+        self,
+        run_id: str,
+        name: str,
+        path: str,
+        metadata: Mapping[str, object] | None = None,
+    ) -> None:
         """Notes the path of an artifact."""
-        self._client.set_tag(self._inside(run_id, create=True), f"artifact.{name}", path)
+        self._client.set_tag(
+            self._inside(run_id, create=True), f"artifact.{name}", path
+        )
 
     def artifacts(self, run_id: str) -> Mapping[str, TrackerArtifact]:
         """Returns the artifacts by name."""
-        return {name: TrackerArtifact(name, path, None) for name, path in self._tags(run_id, "artifact.")}
+        return {
+            name: TrackerArtifact(name, path, None)
+            for name, path in self._tags(run_id, "artifact.")
+        }
 
-    def add_source(self, run_id: str, source_id: str, artifact_name: str | None = None) -> None:
+    def add_source(
+        self, run_id: str, source_id: str, artifact_name: str | None = None
+    ) -> None:
         """Records the run from which this one began."""
-        self._client.set_tag(self._inside(run_id, create=True), f"source.{artifact_name or ''}", source_id)
+        self._client.set_tag(
+            self._inside(run_id, create=True),
+            f"source.{artifact_name or ''}",
+            source_id,
+        )
 
-    def sources(self, run_id: str, artifact_name: str | None = None) -> Iterable[TrackerSource]:
+    def sources(
+        self, run_id: str, artifact_name: str | None = None
+    ) -> Iterable[TrackerSource]:
         """Returns the runs from which this one began."""
-        sources = [TrackerSource(source, name or None) for name, source in self._tags(run_id, "source.")]
-        return [source for source in sources if artifact_name in (None, source.artifact_name)]
+        sources = [
+            TrackerSource(source, name or None)
+            for name, source in self._tags(run_id, "source.")
+        ]
+        return [
+            source
+            for source in sources
+            if artifact_name in (None, source.artifact_name)
+        ]
 
     def run_ids(self, **kwargs: str | None) -> Iterable[str]:
         """Returns the names of all runs, or of the runs begun from ``parent_run_id``."""
-        names = [run.info.run_name for run in self._client.search_runs([self._experiment])]
+        names = [
+            run.info.run_name for run in self._client.search_runs([self._experiment])
+        ]
         parent = kwargs.get("parent_run_id")
         if not parent:
             return names
@@ -337,10 +407,18 @@ class MLflowTracker(FigureTracker):
         if run_id not in self._ids:
             # A quote would end the name in MLflow's search.
             name = run_id.replace("'", "")
-            runs = self._client.search_runs([self._experiment], f"attributes.run_name = '{name}'")
+            runs = self._client.search_runs(
+                [self._experiment], f"attributes.run_name = '{name}'"
+            )
             if not runs and not create:
-                raise ValueError(f"MLflow has no run {name}; `torchx tracker list jobs` lists those that it has")
-            run = runs[0] if runs else self._client.create_run(self._experiment, run_name=name)
+                raise ValueError(
+                    f"MLflow has no run {name}; `torchx tracker list jobs` lists those that it has"
+                )
+            run = (
+                runs[0]
+                if runs
+                else self._client.create_run(self._experiment, run_name=name)
+            )
             self._ids[run_id] = run.info.run_id
         return self._ids[run_id]
 
@@ -373,20 +451,34 @@ class WandbTracker(FigureTracker):
         """Writes settings as config."""
         self._run(run_id).config.update(kwargs, allow_val_change=True)
 
-    def add_figures(self, run_id: str, figures: Mapping[str, float], step: int | None) -> None:
+    def add_figures(
+        self, run_id: str, figures: Mapping[str, float], step: int | None
+    ) -> None:
         """Writes the figures of a step as history, and those of the whole run as summary."""
         if step is None:
             self._run(run_id).summary.update(figures)
         else:
             self._run(run_id).log({**figures, "trainer/step": step})
 
-    def add_artifact(self, run_id: str, name: str, path: str, metadata: Mapping[str, object] | None = None) -> None:
+    def add_artifact(
+        self,
+        run_id: str,
+        name: str,
+        path: str,
+        metadata: Mapping[str, object] | None = None,
+    ) -> None:
         """Notes the path of an artifact."""
-        self._run(run_id).config.update({f"artifact.{name}": path}, allow_val_change=True)
+        self._run(run_id).config.update(
+            {f"artifact.{name}": path}, allow_val_change=True
+        )
 
-    def add_source(self, run_id: str, source_id: str, artifact_name: str | None = None) -> None:
+    def add_source(
+        self, run_id: str, source_id: str, artifact_name: str | None = None
+    ) -> None:
         """Records the run from which this one began."""
-        self._run(run_id).config.update({f"source.{artifact_name or 'run'}": source_id}, allow_val_change=True)
+        self._run(run_id).config.update(
+            {f"source.{artifact_name or 'run'}": source_id}, allow_val_change=True
+        )
 
     def close(self) -> None:
         """Ends the runs of this process, and sends any remaining data."""
@@ -402,7 +494,9 @@ class WandbTracker(FigureTracker):
                 name=run_id,
                 resume="allow",
                 reinit="create_new",
-                settings=self._wandb.Settings(silent=True, init_timeout=30, console="off"),
+                settings=self._wandb.Settings(
+                    silent=True, init_timeout=30, console="off"
+                ),
             )
         return self._runs[run_id]
 

@@ -33,7 +33,9 @@ class MemberJob:
     job: Any
 
 
-def members_of(base: Any, vary: Sequence[str], listed: Sequence[str], *, own_rows: bool = False) -> list[MemberJob]:
+def members_of(
+    base: Any, vary: Sequence[str], listed: Sequence[str], *, own_rows: bool = False
+) -> list[MemberJob]:
     """Returns the networks of a job.
 
     Args:
@@ -61,10 +63,16 @@ def members_of(base: Any, vary: Sequence[str], listed: Sequence[str], *, own_row
     """
     members = []
     for changes in _grid(vary):
-        members.append(MemberJob(_grid_name(changes), changes, _job(base, "--vary", changes, own_rows)))
+        members.append(
+            MemberJob(
+                _grid_name(changes), changes, _job(base, "--vary", changes, own_rows)
+            )
+        )
     for item in listed:
         name, changes = _listed(item)
-        members.append(MemberJob(name, changes, _job(base, "--member", changes, own_rows)))
+        members.append(
+            MemberJob(name, changes, _job(base, "--member", changes, own_rows))
+        )
     if not members:
         raise ValueError(
             "no member: give --vary KEY=VALUE,VALUE once or more, or --member NAME:KEY=VALUE,... for "
@@ -90,13 +98,19 @@ def _grid(vary: Sequence[str]) -> list[tuple[str, ...]]:
         key = key.strip()
         values = [value.strip() for value in text.split("|" if "|" in text else ",")]
         if not equals or not key or not all(values):
-            raise ValueError(f"--vary {item}: write KEY=VALUE,VALUE, such as --vary optimizer.dense_lr=1e-3,3e-3")
+            raise ValueError(
+                f"--vary {item}: write KEY=VALUE,VALUE, such as --vary optimizer.dense_lr=1e-3,3e-3"
+            )
         if twice := _repeated(values):
-            raise ValueError(f"--vary {item}: {twice[0]} stands there twice; two members would be one network")
+            raise ValueError(
+                f"--vary {item}: {twice[0]} stands there twice; two members would be one network"
+            )
         keys.append(key)
         axes.append([f"{key}={value}" for value in values])
     if twice := _repeated(keys):
-        raise ValueError(f"--vary {twice[0]} is given twice; give all its values in one: --vary {twice[0]}=A,B")
+        raise ValueError(
+            f"--vary {twice[0]} is given twice; give all its values in one: --vary {twice[0]}=A,B"
+        )
     return list(itertools.product(*axes))
 
 
@@ -143,7 +157,9 @@ def _check(members: Sequence[MemberJob]) -> None:
     # A name is that of the member's folder.
     for first, other in itertools.combinations(members, 2):
         if first.name == other.name:
-            raise ValueError(f"two members have the name '{first.name}'; give each --member a name of its own")
+            raise ValueError(
+                f"two members have the name '{first.name}'; give each --member a name of its own"
+            )
         if first.job == other.job:
             raise ValueError(
                 f"members '{first.name}' and '{other.name}' are one network: all their settings are equal; leave one "
@@ -153,7 +169,11 @@ def _check(members: Sequence[MemberJob]) -> None:
 
 def differing(members: Sequence[MemberJob]) -> list[str]:
     """Returns the keys changed by any member, in the order of their first use."""
-    return list(dict.fromkeys(change.partition("=")[0] for member in members for change in member.changes))
+    return list(
+        dict.fromkeys(
+            change.partition("=")[0] for member in members for change in member.changes
+        )
+    )
 
 
 def setting(member: MemberJob, key: str) -> str:
@@ -174,7 +194,9 @@ def named(names: Sequence[str], pattern: str, flag: str) -> list[str]:
     """
     # Unlike in fnmatch, brackets stand for themselves.
     wildcards = {"*": ".*", "?": "."}
-    expression = re.compile("".join(wildcards.get(letter, re.escape(letter)) for letter in pattern))
+    expression = re.compile(
+        "".join(wildcards.get(letter, re.escape(letter)) for letter in pattern)
+    )
     matches = [name for name in names if expression.fullmatch(name)]
     if not matches:
         raise ValueError(
@@ -224,8 +246,14 @@ def place(names: Sequence[str], world_size: int, groups: str = "") -> list[RankG
     members_by_ranks: dict[tuple[int, ...], list[str]] = {}
     for item in groups.split(","):
         members, colon, text = item.strip().rpartition(":")
-        if not colon or not members or not re.fullmatch(r"\d+(-\d+)?(\+\d+(-\d+)?)*", text):
-            raise ValueError(f"--groups {item}: write MEMBER:RANKS, such as a:0-1,b:2 or small*:0,large:1+2")
+        if (
+            not colon
+            or not members
+            or not re.fullmatch(r"\d+(-\d+)?(\+\d+(-\d+)?)*", text)
+        ):
+            raise ValueError(
+                f"--groups {item}: write MEMBER:RANKS, such as a:0-1,b:2 or small*:0,large:1+2"
+            )
         ranks = _ranks(text)
         if missing := [rank for rank in ranks if rank >= world_size]:
             raise ValueError(
@@ -233,8 +261,12 @@ def place(names: Sequence[str], world_size: int, groups: str = "") -> list[RankG
                 "with -j, or name one of these"
             )
         for pattern in members.split("+"):
-            members_by_ranks.setdefault(ranks, []).extend(named(names, pattern, f"--groups {item}"))
-    rank_groups = [RankGroup(tuple(members), ranks) for ranks, members in members_by_ranks.items()]
+            members_by_ranks.setdefault(ranks, []).extend(
+                named(names, pattern, f"--groups {item}")
+            )
+    rank_groups = [
+        RankGroup(tuple(members), ranks) for ranks, members in members_by_ranks.items()
+    ]
     _check_of_rank_groups(rank_groups, names, world_size)
     return rank_groups
 
@@ -242,7 +274,10 @@ def place(names: Sequence[str], world_size: int, groups: str = "") -> list[RankG
 def _dealt(names: Sequence[str], world_size: int) -> list[RankGroup]:
     groups = min(len(names), world_size)
     ranks = range(world_size)
-    return [RankGroup(_share(names, group, groups), _share(ranks, group, groups)) for group in range(groups)]
+    return [
+        RankGroup(_share(names, group, groups), _share(ranks, group, groups))
+        for group in range(groups)
+    ]
 
 
 def _share(things: Sequence[Any], number: int, parts: int) -> tuple[Any, ...]:
@@ -260,20 +295,31 @@ def _ranks(text: str) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _check_of_rank_groups(groups: Sequence[RankGroup], names: Sequence[str], world_size: int) -> None:
+def _check_of_rank_groups(
+    groups: Sequence[RankGroup], names: Sequence[str], world_size: int
+) -> None:
     members: list[str] = []
     ranks: list[int] = []
     for group in groups:
         members += group.members
         ranks += group.ranks
     _check_once("member", names, members, "give it ranks")
-    _check_once("rank", range(world_size), ranks, "give it a member, or start fewer ranks with -j")
+    _check_once(
+        "rank",
+        range(world_size),
+        ranks,
+        "give it a member, or start fewer ranks with -j",
+    )
 
 
-def _check_once(what: str, required: Sequence[Any], grouped: Sequence[Any], remedy: str) -> None:
+def _check_once(
+    what: str, required: Sequence[Any], grouped: Sequence[Any], remedy: str
+) -> None:
     for each in required:
         if grouped.count(each) > 1:
-            raise ValueError(f"--groups: {what} {each} is in two groups; groups share no {what}")
+            raise ValueError(
+                f"--groups: {what} {each} is in two groups; groups share no {what}"
+            )
     for each in required:
         if each not in grouped:
             raise ValueError(f"--groups: {what} {each} is in no group; {remedy}")
@@ -328,10 +374,19 @@ class World:
         if index == 0:
             with socket.socket() as free:
                 free.bind(("", 0))
-                self._store.set(f"address/{name}", f"{self._address}:{free.getsockname()[1]}")
-        self._store.set(f"host/{name}/{self.rank}", f"{socket.gethostname()}:{self._local}")
-        hosts = {rank: self.receive(f"host/{name}/{rank}").rpartition(":") for rank in group.ranks}
-        local_ranks = [rank for rank in group.ranks if hosts[rank][0] == socket.gethostname()]
+                self._store.set(
+                    f"address/{name}", f"{self._address}:{free.getsockname()[1]}"
+                )
+        self._store.set(
+            f"host/{name}/{self.rank}", f"{socket.gethostname()}:{self._local}"
+        )
+        hosts = {
+            rank: self.receive(f"host/{name}/{rank}").rpartition(":")
+            for rank in group.ranks
+        }
+        local_ranks = [
+            rank for rank in group.ranks if hosts[rank][0] == socket.gethostname()
+        ]
         address, _, port = self.receive(f"address/{name}").rpartition(":")
         self._environ.update(
             RANK=str(index),
@@ -343,7 +398,9 @@ class World:
             # With the agent's store all ranks would be its clients, and no store would be opened at this port.
             TORCHELASTIC_USE_AGENT_STORE="False",
         )
-        self._environ.update(_of_local_ranks(self._gpus, [int(hosts[rank][2]) for rank in local_ranks]))
+        self._environ.update(
+            _of_local_ranks(self._gpus, [int(hosts[rank][2]) for rank in local_ranks])
+        )
 
     def widen(self) -> None:
         """Restores this process's rank in the whole job, for error messages."""

@@ -55,7 +55,12 @@ class Result:
 
 
 def result_of(
-    name: str, history: Sequence[Record], figures: dict[str, float], seconds: float, ranks: Sequence[int], folder: str
+    name: str,
+    history: Sequence[Record],
+    figures: dict[str, float],
+    seconds: float,
+    ranks: Sequence[int],
+    folder: str,
 ) -> Result:
     """Returns the result of a member from its records; epochs of earlier releases began at 0 and are shifted."""
     restored = bool(records_of(history, "restore"))
@@ -65,7 +70,9 @@ def result_of(
         if record["kind"] not in _OF_THE_PROCESS:
             records.append({**record, "epoch": record["epoch"] + shift})
     last = records[-1]
-    ended = {"stop": "stopped early", "error": "diverged"}.get(last["kind"], "all epochs")
+    ended = {"stop": "stopped early", "error": "diverged"}.get(
+        last["kind"], "all epochs"
+    )
     epochs = last["epoch"]
     if ended == "diverged":
         # The error came within its epoch.
@@ -77,7 +84,9 @@ def result_of(
         epochs=epochs,
         validation=records_of(records, "eval"),
         test=figures,
-        loss=[{key: record[key] for key in ("epoch", "step", "loss")} for record in losses],
+        loss=[
+            {key: record[key] for key in ("epoch", "step", "loss")} for record in losses
+        ],
         seconds=seconds,
         ranks=tuple(ranks),
         folder=folder,
@@ -86,17 +95,25 @@ def result_of(
     )
 
 
-def read_result(member: MemberJob, folder: Path, seconds: float | None, ranks: Sequence[int]) -> Result:
+def read_result(
+    member: MemberJob, folder: Path, seconds: float | None, ranks: Sequence[int]
+) -> Result:
     """Returns the result of a member from its run folder, with the folder's seconds if ``seconds`` is None."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     summary = folder / "summary.json"
     # A member that diverged has none.
     saved = json.loads(summary.read_text()) if summary.exists() else {}
     duration = saved.get("seconds", 0.0) if seconds is None else seconds
-    return result_of(member.name, records, saved.get("test", {}), duration, ranks, str(folder))
+    return result_of(
+        member.name, records, saved.get("test", {}), duration, ranks, str(folder)
+    )
 
 
-def report_networks_start(task: Task, runtime: Runtime, members: Sequence[str], loaders: int) -> None:
+def report_networks_start(
+    task: Task, runtime: Runtime, members: Sequence[str], loaders: int
+) -> None:
     """Prints the data, and the members of the stack."""
     print(describe_data(task))
     text = "one loader read once for all" if loaders == 1 else f"{loaders} loaders"
@@ -123,7 +140,11 @@ class StackProgress:
             return
         self._records[name] = record
         step = record["step"]
-        here = {member: latest for member, latest in self._records.items() if latest["step"] == step}
+        here = {
+            member: latest
+            for member, latest in self._records.items()
+            if latest["step"] == step
+        }
         # The last member of a step prints for all.
         if set(here) != set(self._active):
             return
@@ -136,11 +157,17 @@ class StackProgress:
         )
 
 
-def chosen_by(members: Sequence[MemberJob], results: Sequence[Result]) -> tuple[str, str, bool]:
+def chosen_by(
+    members: Sequence[MemberJob], results: Sequence[Result]
+) -> tuple[str, str, bool]:
     """Returns the figure to choose the best by, its part (``validation`` or ``test``), and whether higher is better."""
     job: Job = members[0].job
     # The test part should not choose, so it does only where a member has no evaluation.
-    part = "validation" if all(result.validation for result in results if result.test) else "test"
+    part = (
+        "validation"
+        if all(result.validation for result in results if result.test)
+        else "test"
+    )
     stop = job.train.early_stop
     if stop.metric:
         return stop.metric, part, stop.mode == "max"
@@ -155,10 +182,16 @@ def _figures(result: Result, part: str) -> dict[str, float]:
     evaluations = result.validation
     # The evaluation whose weights the member has: the best where an early stop went back to it.
     if result.restored:
-        evaluations = [record for record in evaluations if record.get("best")] or evaluations
+        evaluations = [
+            record for record in evaluations if record.get("best")
+        ] or evaluations
     if not evaluations:
         return {}
-    return {name: value for name, value in evaluations[-1].items() if isinstance(value, float)}
+    return {
+        name: value
+        for name, value in evaluations[-1].items()
+        if isinstance(value, float)
+    }
 
 
 def _all_figures(results: Sequence[Result], part: str) -> list[str]:
@@ -172,7 +205,11 @@ def _all_figures(results: Sequence[Result], part: str) -> list[str]:
 def best_of(members: Sequence[MemberJob], results: Sequence[Result]) -> Result | None:
     """Returns the member with the best last validation figure, else test figure; None if all diverged."""
     name, part, higher = chosen_by(members, results)
-    able = [result for result in results if name in _figures(result, part) and result.ended != "diverged"]
+    able = [
+        result
+        for result in results
+        if name in _figures(result, part) and result.ended != "diverged"
+    ]
     choose = max if higher else min
     return choose(able, key=lambda result: _figures(result, part)[name], default=None)
 
@@ -194,11 +231,28 @@ def table(members: Sequence[MemberJob], results: Sequence[Result]) -> str:
         numbers = [result.test.get(figure) for figure in figures]
         if part == "validation":
             numbers.insert(0, _figures(result, part).get(name))
-        rows.append([*row, *map(_number, numbers), str(result.epochs), result.ended, f"{result.seconds:.1f}"])
+        rows.append(
+            [
+                *row,
+                *map(_number, numbers),
+                str(result.epochs),
+                result.ended,
+                f"{result.seconds:.1f}",
+            ]
+        )
         if result.ended != "diverged":
             values.append(numbers)
     if keys == ["train.seed"] and len(values) > 1:
-        rows.append(["mean ± std", "", *map(_mean_and_std, zip(*values, strict=True)), "", "", ""])
+        rows.append(
+            [
+                "mean ± std",
+                "",
+                *map(_mean_and_std, zip(*values, strict=True)),
+                "",
+                "",
+                "",
+            ]
+        )
     headers = ["member", *keys]
     if part == "validation":
         headers.append(f"validation {name}")
@@ -216,7 +270,9 @@ def _mean_and_std(values: Sequence[float | None]) -> str:
     return f"{mean(numbers):.4f} ± {stdev(numbers):.4f}" if len(numbers) > 1 else ""
 
 
-def finish_networks(root: Path, members: Sequence[MemberJob], results: Sequence[Result]) -> bool:
+def finish_networks(
+    root: Path, members: Sequence[MemberJob], results: Sequence[Result]
+) -> bool:
     """Prints and writes the table (``results.txt``, ``results.json``) and the picture ``networks.png``."""
     text = table(members, results)
     best = best_of(members, results)
@@ -240,7 +296,10 @@ def finish_networks(root: Path, members: Sequence[MemberJob], results: Sequence[
     for result in results:
         if result.ended == "diverged":
             print(f"{result.name}: {result.message}")
-    print(f"all run folders: {root} (table: results.txt, picture: networks.png)", flush=True)
+    print(
+        f"all run folders: {root} (table: results.txt, picture: networks.png)",
+        flush=True,
+    )
     return best is not None
 
 
@@ -252,7 +311,9 @@ def draw_networks(path: Path, results: Sequence[Result], best: Result | None) ->
     from matplotlib import colormaps
 
     figures = _all_figures(results, "validation")
-    figure, axes = figure_with_panels(1 + len(figures), (4.4 * (1 + len(figures)) + 2.2, 3.8))
+    figure, axes = figure_with_panels(
+        1 + len(figures), (4.4 * (1 + len(figures)) + 2.2, 3.8)
+    )
     colours = colormaps["viridis"].resampled(max(len(results), 2))
     panels = {"training loss": [_loss_points(result) for result in results]}
     for name in figures:
@@ -275,16 +336,24 @@ def draw_networks(path: Path, results: Sequence[Result], best: Result | None) ->
         axis.set(title=title, xlabel="" if are_bars else "epoch")
         if are_bars:
             axis.set_xticks([])
-    axes[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes[-1].legend(
+        frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5)
+    )
     save_figure(figure, path)
 
 
 def _points(result: Result, name: str) -> list[tuple[float, float]]:
     """Returns a figure of each evaluation that has it, against epochs."""
-    return [(record["epoch"], record[name]) for record in result.validation if name in record]
+    return [
+        (record["epoch"], record[name])
+        for record in result.validation
+        if name in record
+    ]
 
 
 def _loss_points(result: Result) -> list[tuple[float, float]]:
     """Returns the training loss of each record, against epochs."""
-    steps = max((record["step"] for record in result.loss), default=1) / max(result.epochs, 1)
+    steps = max((record["step"] for record in result.loss), default=1) / max(
+        result.epochs, 1
+    )
     return [(record["step"] / steps, record["loss"]) for record in result.loss]

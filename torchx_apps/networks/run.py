@@ -22,11 +22,25 @@ from torchrec_ext.networks.gpu_sharing import gpu_sharing
 from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.train.checkpoint.folder import check_shared
 from torchx_apps.jobs import setup, training
-from torchx_apps.jobs.resuming import LAUNCH, ended, launch_id, newest_networks, restarted, where_to_begin
+from torchx_apps.jobs.resuming import (
+    LAUNCH,
+    ended,
+    launch_id,
+    newest_networks,
+    restarted,
+    where_to_begin,
+)
 from torchx_apps.networks import report as report
 from torchx_apps.networks.members import MemberJob, RankGroup, World, group_of
 from torchx_apps.networks.report import Result
-from torchx_apps.networks.stacks import STACK_FILE, Built, NetworksConfig, StackedMembers, apart, build
+from torchx_apps.networks.stacks import (
+    STACK_FILE,
+    Built,
+    NetworksConfig,
+    StackedMembers,
+    apart,
+    build,
+)
 
 
 def run_networks(
@@ -60,23 +74,32 @@ def run_networks(
         world.widen()
     # Only the first rank of a group has its figures.
     if world.rank == mine.ranks[0]:
-        world.send(f"results/{number}", json.dumps([dataclasses.asdict(result) for result in trained]))
+        world.send(
+            f"results/{number}",
+            json.dumps([dataclasses.asdict(result) for result in trained]),
+        )
     if world.rank != 0:
         return True
     results: dict[str, Result] = {}
     for number in range(len(groups)):
         for result in json.loads(world.receive(f"results/{number}")):
             results[result["name"]] = Result(**result)
-    return report.finish_networks(root, members, [results[member.name] for member in members])
+    return report.finish_networks(
+        root, members, [results[member.name] for member in members]
+    )
 
 
-def _begin(recipe: str, run_dir: Path | None, config: NetworksConfig, world: World) -> tuple[Path, NetworksConfig]:
+def _begin(
+    recipe: str, run_dir: Path | None, config: NetworksConfig, world: World
+) -> tuple[Path, NetworksConfig]:
     """Makes the job's folder on rank 0; returns it and the settings for all ranks to begin with."""
     world.send(f"restarted/{world.rank}", "yes" if restarted() else "")
     if world.rank == 0:
         counted = any(world.receive(f"restarted/{rank}") for rank in range(world.size))
         newest = partial(newest_networks, recipe)
-        root, again = where_to_begin(run_dir, config.resume, newest, f"networks-{recipe}", counted=counted)
+        root, again = where_to_begin(
+            run_dir, config.resume, newest, f"networks-{recipe}", counted=counted
+        )
         root.mkdir(parents=True, exist_ok=True)
         (root / LAUNCH).write_text(launch_id() + "\n")
         world.send("begin", json.dumps([str(root), "auto" if again else config.resume]))
@@ -92,8 +115,12 @@ def _in_its_own_folder(member: MemberJob) -> MemberJob:
     saved = member.job.checkpoint
     if not saved.folder:
         return member
-    config = dataclasses.replace(saved, folder=f"{saved.folder.rstrip('/')}/{member.name}")
-    return dataclasses.replace(member, job=dataclasses.replace(member.job, checkpoint=config))
+    config = dataclasses.replace(
+        saved, folder=f"{saved.folder.rstrip('/')}/{member.name}"
+    )
+    return dataclasses.replace(
+        member, job=dataclasses.replace(member.job, checkpoint=config)
+    )
 
 
 class _Group:
@@ -119,16 +146,26 @@ class _Group:
     def train(self) -> list[Result]:
         results = self._ended()
         # Stacks first: what cannot be stacked is trained alone below.
-        if len(self._group.ranks) == 1 and len(self._members) > 1 and self._config.stack != "never":
+        if (
+            len(self._group.ranks) == 1
+            and len(self._members) > 1
+            and self._config.stack != "never"
+        ):
             earlier = {result.name for result in results}
-            results += self._train_stacks([member for member in self._members if member.name not in earlier])
+            results += self._train_stacks(
+                [member for member in self._members if member.name not in earlier]
+            )
         elif self._config.stack == "require" or self._config.codistillation.weight:
             raise ValueError(
                 f"{list(self._group.members)} on ranks {list(self._group.ranks)}: members are stacked on one rank, two "
                 "or more of them; place them so with --groups, or leave out --stack require and --codistill"
             )
         finished = {result.name for result in results}
-        results += [self._train_alone(member) for member in self._members if member.name not in finished]
+        results += [
+            self._train_alone(member)
+            for member in self._members
+            if member.name not in finished
+        ]
         return results
 
     def _ended(self) -> list[Result]:
@@ -137,11 +174,20 @@ class _Group:
             return []
         key = f"ended/{self._number}"
         if self._world.rank == self._group.ranks[0]:
-            finished = [member.name for member in self._members if ended(self._root / member.name)]
+            finished = [
+                member.name
+                for member in self._members
+                if ended(self._root / member.name)
+            ]
             self._world.send(key, json.dumps(finished))
         names = json.loads(self._world.receive(key))
         members = [member for member in self._members if member.name in names]
-        return [report.read_result(member, self._root / member.name, None, self._group.ranks) for member in members]
+        return [
+            report.read_result(
+                member, self._root / member.name, None, self._group.ranks
+            )
+            for member in members
+        ]
 
     def _narrow(self) -> None:
         # Each member that is trained alone has a world of its own, which needs a name of its own.
@@ -153,16 +199,26 @@ class _Group:
             return []
         self._narrow()
         job = self._members[0].job
-        with Runtime.start(job.device, threads=job.threads, collectives=job.collectives) as runtime:
-            if (note := gpu_sharing(runtime.device, self._world.processes_per_gpu, os.environ)) is not None:
+        with Runtime.start(
+            job.device, threads=job.threads, collectives=job.collectives
+        ) as runtime:
+            if (
+                note := gpu_sharing(
+                    runtime.device, self._world.processes_per_gpu, os.environ
+                )
+            ) is not None:
                 print(note)
             built = build(members, runtime)
             results = []
             for stack in self._stacks(built):
                 try:
-                    results += StackedMembers(stack, runtime, self._config, self._root).train()
+                    results += StackedMembers(
+                        stack, runtime, self._config, self._root
+                    ).train()
                 except StackError as error:
-                    self._not_stacked([built_member.member.name for built_member in stack], str(error))
+                    self._not_stacked(
+                        [built_member.member.name for built_member in stack], str(error)
+                    )
             return results
 
     def _stacks(self, built: Sequence[Built]) -> list[list[Built]]:
@@ -174,13 +230,20 @@ class _Group:
                 stacks[reasons.index(None)].append(candidate)
                 continue
             if reasons or candidate.alone:
-                self._not_stacked([candidate.member.name], candidate.alone or str(reasons[0]))
+                self._not_stacked(
+                    [candidate.member.name], candidate.alone or str(reasons[0])
+                )
             stacks.append([candidate])
-        return [stack for stack in stacks if len(stack) > 1 or self._was_stacked(stack[0])]
+        return [
+            stack for stack in stacks if len(stack) > 1 or self._was_stacked(stack[0])
+        ]
 
     def _was_stacked(self, member: Built) -> bool:
         """Whether an earlier attempt stacked this member: the last one that has not ended goes on as a stack of one."""
-        return self._config.resume == "auto" and (self._root / member.member.name / STACK_FILE).exists()
+        return (
+            self._config.resume == "auto"
+            and (self._root / member.member.name / STACK_FILE).exists()
+        )
 
     def _not_stacked(self, names: Sequence[str], reason: str) -> None:
         if self._config.stack == "require" or self._config.codistillation.weight:
@@ -192,11 +255,18 @@ class _Group:
         start = time.perf_counter()
         folder = self._root / member.name
         if self._world.rank == self._group.ranks[0]:
-            print(f"\n{member.name}: on rank(s) {', '.join(map(str, self._group.ranks))}", flush=True)
+            print(
+                f"\n{member.name}: on rank(s) {', '.join(map(str, self._group.ranks))}",
+                flush=True,
+            )
         try:
-            training.run_training(member.job, folder, resume=self._config.resume, member=member.name)
+            training.run_training(
+                member.job, folder, resume=self._config.resume, member=member.name
+            )
         except TrainingDivergedError as error:
             print(f"{member.name}: {error}", flush=True)
         if self._world.rank != self._group.ranks[0]:
             return Result(name=member.name)
-        return report.read_result(member, folder, time.perf_counter() - start, self._group.ranks)
+        return report.read_result(
+            member, folder, time.perf_counter() - start, self._group.ranks
+        )

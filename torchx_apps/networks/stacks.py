@@ -106,7 +106,16 @@ def build(members: Sequence[MemberJob], runtime: Runtime) -> list[Built]:
             collection.to_empty(device=runtime.device)
         initialise_tables(network, job.train.seed)
         network.to(runtime.device)
-        built.append(Built(member, job, task, network, schema_of(job, task, network), why_alone(job)))
+        built.append(
+            Built(
+                member,
+                job,
+                task,
+                network,
+                schema_of(job, task, network),
+                why_alone(job),
+            )
+        )
     return built
 
 
@@ -136,7 +145,9 @@ def apart(first: Built, other: Built) -> str | None:
         theirs = _shared_value(other.job, key)
         if mine != theirs:
             return f"{key} is {mine} in '{first.member.name}' and {theirs} in '{other.member.name}'"
-    return first_difference({first.member.name: first.network, other.member.name: other.network})
+    return first_difference(
+        {first.member.name: first.network, other.member.name: other.network}
+    )
 
 
 def _shared_value(job: Job, key: str) -> Any:
@@ -152,7 +163,9 @@ def loaders_of(built: Sequence[Built], runtime: Runtime) -> dict[str, Loader]:
     for member in built:
         key = (setup.seeded(member.job), member.job.id_dropout)
         if key not in by_key:
-            by_key[key] = setup.loader_of(member.job, member.task, member.schema, runtime)
+            by_key[key] = setup.loader_of(
+                member.job, member.task, member.schema, runtime
+            )
         by_member[member.member.name] = by_key[key]
     return by_member
 
@@ -175,7 +188,13 @@ class _Unsharded:
 class StackedMembers:
     """Trains members of one shape on one rank as a stack."""
 
-    def __init__(self, built: Sequence[Built], runtime: Runtime, config: NetworksConfig, root: Path) -> None:
+    def __init__(
+        self,
+        built: Sequence[Built],
+        runtime: Runtime,
+        config: NetworksConfig,
+        root: Path,
+    ) -> None:
         self._built = {member.member.name: member for member in built}
         self._runtime = runtime
         self._config = config
@@ -184,7 +203,9 @@ class StackedMembers:
         self._trackings: dict[str, Tracking] = {}
         self._evaluators: dict[str, Evaluator] = {}
         for name, member in self._built.items():
-            self._evaluators[name] = member.task.evaluator(member.schema, _Unsharded(member.network), runtime)
+            self._evaluators[name] = member.task.evaluator(
+                member.schema, _Unsharded(member.network), runtime
+            )
         self._progress = report.StackProgress(list(self._built))
 
     def train(self) -> list[Result]:
@@ -199,7 +220,9 @@ class StackedMembers:
         begin = self._begin()
         # Members with the same rows have one loader.
         count = len(set(map(id, loaders.values())))
-        report.report_networks_start(first.task, self._runtime, list(self._built), count)
+        report.report_networks_start(
+            first.task, self._runtime, list(self._built), count
+        )
         members = {}
         for name, member in self._built.items():
             members[name] = Member(
@@ -245,7 +268,9 @@ class StackedMembers:
         if len(paths) < len(over) + len(unfinished):
             paths = {}
         for name, path in paths.items():
-            check_ids_stay(path, self._built[name].task, together, run=self._root / name)
+            check_ids_stay(
+                path, self._built[name].task, together, run=self._root / name
+            )
         text = "no checkpoint of all to resume from: they begin anew"
         if paths:
             text = f"resuming from {', '.join(paths.values())}"
@@ -253,15 +278,21 @@ class StackedMembers:
         return paths
 
     def _folder_of(self, member: Built) -> str:
-        return member.job.checkpoint.folder or str(self._root / member.member.name / CHECKPOINTS)
+        return member.job.checkpoint.folder or str(
+            self._root / member.member.name / CHECKPOINTS
+        )
 
     def _checkpoints(self, member: Built, begin: str | None) -> RunCheckpoints | None:
         if not member.job.checkpoint.saves:
             return None
-        checkpointer = Checkpointer(self._folder_of(member), self._runtime, keep=member.job.checkpoint.keep)
+        checkpointer = Checkpointer(
+            self._folder_of(member), self._runtime, keep=member.job.checkpoint.keep
+        )
         checkpointer.folder.clean()
         about = {MEANING: meaning_of_ids(member.task)}
-        return RunCheckpoints(checkpointer, member.job.checkpoint, resume=begin, about=about)
+        return RunCheckpoints(
+            checkpointer, member.job.checkpoint, resume=begin, about=about
+        )
 
     def _validate(self, name: str) -> Record:
         with torch.no_grad():
@@ -273,10 +304,14 @@ class StackedMembers:
             member = self._built[name]
             path = self._root / name
             settings = training.settings_of(member.job)
-            self._folders[name] = RunFolder(path, settings, replace=self._config.resume == "auto")
+            self._folders[name] = RunFolder(
+                path, settings, replace=self._config.resume == "auto"
+            )
             self._trackings[name] = Tracking.start(path, settings, member=name)
             self._folders[name].write(STACK_FILE, json.dumps(list(self._built)))
-            self._folders[name].write(IDS_FILE, json.dumps(meaning_of_ids(member.task), indent=2))
+            self._folders[name].write(
+                IDS_FILE, json.dumps(meaning_of_ids(member.task), indent=2)
+            )
         self._folders[name].log(record)
         self._trackings[name].log(record)
         self._progress.show(name, record)
@@ -289,12 +324,21 @@ class StackedMembers:
         with torch.no_grad():
             # Weights that are not finite have no figures.
             figures = {} if diverged else evaluator.test()
-        result = report.result_of(name, folder.records, figures, seconds, (self._runtime.rank,), str(folder.path))
+        result = report.result_of(
+            name,
+            folder.records,
+            figures,
+            seconds,
+            (self._runtime.rank,),
+            str(folder.path),
+        )
         summary = {"data": member.task.name, "test": figures, "seconds": seconds}
         folder.write("summary.json", json.dumps(summary, indent=2))
         if self._config.weights:
             # A member's weights are views of the stack's, and torch.save() would write the whole storage.
-            weights = {key: value.clone() for key, value in member.network.state_dict().items()}
+            weights = {
+                key: value.clone() for key, value in member.network.state_dict().items()
+            }
             torch.save(weights, folder.path / "weights.pt")
         baseline = evaluator.baseline("validation") if member.task.validates else None
         folder.close(baseline, baseline_name=member.task.baseline_name)

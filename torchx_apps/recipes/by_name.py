@@ -44,7 +44,11 @@ def load_recipe(spec: str, built_in: Recipes = RECIPES) -> Any:
     """
     module, colon, name = spec.rpartition(":")
     try:
-        recipe = _from_module(_import(module, spec), name, spec) if colon else _built_in(spec, built_in)
+        recipe = (
+            _from_module(_import(module, spec), name, spec)
+            if colon
+            else _built_in(spec, built_in)
+        )
         _check_callable_bare(recipe, spec)
         job = recipe()
     except SyntaxError as error:
@@ -56,7 +60,9 @@ def load_recipe(spec: str, built_in: Recipes = RECIPES) -> Any:
             f"--recipe {spec}: it ends the program with exit({end.code}); a recipe returns one Job"
         ) from None
     if not is_group(job):
-        raise ValueError(f"--recipe {spec}: it returned {job!r}; a recipe returns one Job")
+        raise ValueError(
+            f"--recipe {spec}: it returned {job!r}; a recipe returns one Job"
+        )
     return job
 
 
@@ -95,8 +101,13 @@ def load_job(recipe: str) -> PreprocessJob:
 def _built_in(name: str, recipes: Recipes) -> Callable[[], Any]:
     if name in recipes:
         return recipes[name]
-    question = nearest(name, recipes) or "; write a built-in name, my_recipe.py:job or my.module:job."
-    raise ValueError(f"--recipe {name}: there is no such recipe{question} Built in: {', '.join(recipes)}")
+    question = (
+        nearest(name, recipes)
+        or "; write a built-in name, my_recipe.py:job or my.module:job."
+    )
+    raise ValueError(
+        f"--recipe {name}: there is no such recipe{question} Built in: {', '.join(recipes)}"
+    )
 
 
 def _import(module: str, spec: str) -> ModuleType:
@@ -109,7 +120,9 @@ def _import(module: str, spec: str) -> ModuleType:
         if not (module + ".").startswith(f"{error.name}."):
             raise
         remedy = "install it, or give the file as my_recipe.py:job"
-        raise ValueError(f"--recipe {spec}: there is no module {error.name}; {remedy}") from None
+        raise ValueError(
+            f"--recipe {spec}: there is no module {error.name}; {remedy}"
+        ) from None
 
 
 def _import_file(file: Path, spec: str) -> ModuleType:
@@ -140,7 +153,13 @@ def _from_module(module: ModuleType, name: str, spec: str) -> Callable[[], Any]:
     recipe: Any = getattr(module, name, None)
     if callable(recipe):
         return cast("Callable[[], Any]", recipe)
-    functions = [n for n, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__]
+    functions = [
+        n
+        for n, f in inspect.getmembers(module, inspect.isfunction)
+        if f.__module__ == module.__name__
+    ]
     listed = ", ".join(functions) or "none"
     question = nearest(name, functions) or ";"
-    raise ValueError(f"--recipe {spec}: there is no function {name!r}{question} Functions there: {listed}")
+    raise ValueError(
+        f"--recipe {spec}: there is no function {name!r}{question} Functions there: {listed}"
+    )

@@ -23,7 +23,13 @@ def two_tower_of_events() -> Job:
         data=EventsConfig(),
         task=no_task,
         loader=LoaderConfig(batch_size=500),
-        ids=IdsConfig(every=1, features=("user_id=dynamic,capacity=100_000", "item_id=dynamic,capacity=100_000")),
+        ids=IdsConfig(
+            every=1,
+            features=(
+                "user_id=dynamic,capacity=100_000",
+                "item_id=dynamic,capacity=100_000",
+            ),
+        ),
         optimizer=OptimizerConfig(tables_lr=0.25, dense_lr=2e-3),
         train=TrainConfig(epochs=1, log_every=50),
         checkpoint=CheckpointConfig(steps=100),

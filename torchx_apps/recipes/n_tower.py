@@ -59,7 +59,9 @@ def compression_of(text: str) -> Compression | None:
     try:
         return apply_overrides(Compression(), text.split(","))
     except ValueError as error:
-        raise ValueError(f"model.compress={str(error).removeprefix('--set ')}") from None
+        raise ValueError(
+            f"model.compress={str(error).removeprefix('--set ')}"
+        ) from None
 
 
 def check_towers(text: str) -> None:
@@ -97,7 +99,9 @@ def named_towers(text: str) -> dict[str, list[str]]:
                 "user:user_id,city; a blank stands between two towers"
             )
         if name in towers:
-            raise ValueError(f"model.towers={text}: tower '{name}' stands there twice; give all its columns at once")
+            raise ValueError(
+                f"model.towers={text}: tower '{name}' stands there twice; give all its columns at once"
+            )
         towers[name] = columns.split(",")
     return towers
 
@@ -140,7 +144,9 @@ def columns_by_name(
     def of_tower(tower: str, names: Sequence[str]) -> list[str]:
         return [name for name in names if owner[name] == tower]
 
-    return {tower: (of_tower(tower, features), of_tower(tower, dense)) for tower in towers}
+    return {
+        tower: (of_tower(tower, features), of_tower(tower, dense)) for tower in towers
+    }
 
 
 def listed_features(towers: str, features: Sequence[str]) -> dict[str, list[str]]:
@@ -157,11 +163,18 @@ def listed_features(towers: str, features: Sequence[str]) -> dict[str, list[str]
             )
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"model.towers={towers}: '{name}' stands there twice; a feature is in one tower")
+            raise ValueError(
+                f"model.towers={towers}: '{name}' stands there twice; a feature is in one tower"
+            )
     for name in features:
         if name not in names:
-            raise ValueError(f"model.towers={towers}: '{name}' stands in no tower; give each of {listed(features)} one")
-    return {f"tower_{number}": group.split("+") for number, group in enumerate(towers.split(","))}
+            raise ValueError(
+                f"model.towers={towers}: '{name}' stands in no tower; give each of {listed(features)} one"
+            )
+    return {
+        f"tower_{number}": group.split("+")
+        for number, group in enumerate(towers.split(","))
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,8 +236,14 @@ def n_tower() -> Job:
         loader=LoaderConfig(negatives=0, label="label"),
         # tables_l2 keeps the tables from memorising rare ids; its exact value matters little, since batch normalisation
         # removes the tables' scale.
-        optimizer=OptimizerConfig(tables="adam", tables_lr=1e-3, dense_lr=1e-3, tables_l2=0.05),
-        train=TrainConfig(epochs=12, tables_schedule=Schedule(kind="cosine"), dense_schedule=Schedule(kind="cosine")),
+        optimizer=OptimizerConfig(
+            tables="adam", tables_lr=1e-3, dense_lr=1e-3, tables_l2=0.05
+        ),
+        train=TrainConfig(
+            epochs=12,
+            tables_schedule=Schedule(kind="cosine"),
+            dense_schedule=Schedule(kind="cosine"),
+        ),
     )
 
 
@@ -233,16 +252,22 @@ def stream_job() -> Job:
     return Job(
         name="stream",
         build=build_n_tower,
-        model=NTowerConfig(embedding_dim=16, tower_widths=(64, 32), top_widths=(64,), dropout=0.0),
+        model=NTowerConfig(
+            embedding_dim=16, tower_widths=(64, 32), top_widths=(64,), dropout=0.0
+        ),
         data=StreamConfig(),
         task=streamed_task,
         loader=LoaderConfig(batch_size=4096, negatives=0),
-        optimizer=OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=1e-3),
+        optimizer=OptimizerConfig(
+            tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=1e-3
+        ),
         train=TrainConfig(epochs=1),
     )
 
 
-def build_n_tower(config: NTowerConfig, data: LabelledData | StreamedData) -> TowerModel:
+def build_n_tower(
+    config: NTowerConfig, data: LabelledData | StreamedData
+) -> TowerModel:
     """Builds a tower for user, item and, if there is any, context; or the towers of ``config.towers``."""
     import torch
 
@@ -270,11 +295,18 @@ def build_n_tower(config: NTowerConfig, data: LabelledData | StreamedData) -> To
     if config.correct and kind.in_batch:
         counts = torch.from_numpy(data.popularity)
     return RetrievalModel(
-        towers, top, counts=counts, item_feature=item, temperature=config.temperature, loss=config.loss
+        towers,
+        top,
+        counts=counts,
+        item_feature=item,
+        temperature=config.temperature,
+        loss=config.loss,
     )
 
 
-def _item_of(config: NTowerConfig, data: LabelledData | StreamedData, towers: Mapping[str, Tower]) -> str:
+def _item_of(
+    config: NTowerConfig, data: LabelledData | StreamedData, towers: Mapping[str, Tower]
+) -> str:
     """Returns the item column; the last tower must read it for a loss that compares items."""
     item = data.item_key
     *_, last = towers
@@ -301,7 +333,9 @@ def _item_of(config: NTowerConfig, data: LabelledData | StreamedData, towers: Ma
     return item
 
 
-def _towers(config: NTowerConfig, data: LabelledData | StreamedData) -> dict[str, Tower]:
+def _towers(
+    config: NTowerConfig, data: LabelledData | StreamedData
+) -> dict[str, Tower]:
     import torch
 
     from torchrec_ext.modules.tower import Tower
@@ -347,7 +381,9 @@ class MultiTaskConfig(NTowerConfig):
                 f"model.interaction={self.interaction}: several tasks share the hidden layers of top_nn; leave it out"
             )
         if self.loss != "bce":
-            raise ValueError(f"model.loss={self.loss}: each task is learned by its label of a row; take model.loss=bce")
+            raise ValueError(
+                f"model.loss={self.loss}: each task is learned by its label of a row; take model.loss=bce"
+            )
 
     def weights_by_task(self) -> dict[str, float]:
         """Returns the weights of ``weights`` by task."""
@@ -372,7 +408,9 @@ def multi_task() -> Job:
         task=multi_label_task,
         # What user and item tell together needs some hundred steps; with millions of rows one epoch of large batches.
         loader=LoaderConfig(batch_size=256, negatives=0),
-        optimizer=OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=3e-3),
+        optimizer=OptimizerConfig(
+            tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=3e-3
+        ),
         train=TrainConfig(epochs=3),
     )
 
@@ -410,7 +448,12 @@ def build_multi_task(config: MultiTaskConfig, data: StreamedData) -> MultiTaskMo
         dropout=config.dropout,
         serve=[labels.index(name) for name in config.serve] or [0],
     )
-    return MultiTaskModel(towers, top, tasks={name: weights.get(name, 1.0) for name in labels}, rows=config.rows)
+    return MultiTaskModel(
+        towers,
+        top,
+        tasks={name: weights.get(name, 1.0) for name in labels},
+        rows=config.rows,
+    )
 
 
 def _columns_by_tower(
@@ -419,11 +462,18 @@ def _columns_by_tower(
     """Returns the names of each tower's features and of its dense columns, by tower."""
     if not config.towers:
         towers = data.towers
-        if INTERACTIONS[config.interaction].towers != 2 or "context" not in towers or "item" not in towers:
+        if (
+            INTERACTIONS[config.interaction].towers != 2
+            or "context" not in towers
+            or "item" not in towers
+        ):
             return towers
         user, user_dense = towers.get("user", ((), ()))
         context, dense = towers["context"]
-        return {"user": ((*user, *context), (*user_dense, *dense)), "item": towers["item"]}
+        return {
+            "user": ((*user, *context), (*user_dense, *dense)),
+            "item": towers["item"],
+        }
     if ":" in config.towers:
         return columns_by_name(named_towers(config.towers), data.features, data.dense)
     groups = listed_features(config.towers, data.features)
@@ -431,10 +481,15 @@ def _columns_by_tower(
     readers = Counter(data.tables[name] for name in data.features)
     sizes = {}
     for tower, names in groups.items():
-        sizes[tower] = sum(data.vocab[name] / readers[data.tables[name]] for name in names)
+        sizes[tower] = sum(
+            data.vocab[name] / readers[data.tables[name]] for name in names
+        )
     # The list names no dense columns: the tower with the smallest tables reads them.
     smallest = min(sizes, key=sizes.__getitem__)
-    return {tower: (names, data.dense if tower == smallest else ()) for tower, names in groups.items()}
+    return {
+        tower: (names, data.dense if tower == smallest else ())
+        for tower, names in groups.items()
+    }
 
 
 def tables_of_features(
@@ -455,9 +510,17 @@ def tables_of_features(
         own_tables: tables that each of these features has for itself.
     """
     import torch
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+    from torchrec.modules.embedding_configs import (
+        EmbeddingBagConfig,
+        EmbeddingConfig,
+        PoolingType,
+    )
 
-    kind: Any = partial(EmbeddingBagConfig, pooling=PoolingType.MEAN) if bags else EmbeddingConfig
+    kind: Any = (
+        partial(EmbeddingBagConfig, pooling=PoolingType.MEAN)
+        if bags
+        else EmbeddingConfig
+    )
     readers: dict[str, list[str]] = {}
     for feature in features:
         table = data.tables[feature]

@@ -52,7 +52,9 @@ class NCFConfig:
 
     def __post_init__(self) -> None:
         if self.loss in LOSSES and LOSSES[self.loss].shared:
-            others = " or ".join(name for name, kind in LOSSES.items() if not kind.shared)
+            others = " or ".join(
+                name for name, kind in LOSSES.items() if not kind.shared
+            )
             raise ValueError(
                 f"model.loss={self.loss}: queries share candidates, and NeuMF runs a network for every "
                 f"pair; take recipe two_tower or n_tower, or model.loss={others}"
@@ -84,7 +86,9 @@ def contextual_ncf() -> Job:
         loader=LoaderConfig(batch_size=512, negatives=0, label="label"),
         optimizer=OptimizerConfig(tables="adam", tables_lr=2e-3, dense_lr=2e-3),
         # Stops early, since longer training makes it overconfident: Frappe takes 5 or 6 epochs, smaller catalogues 3.
-        train=TrainConfig(epochs=20, early_stop=EarlyStop(metric="log_loss", mode="min", patience=1)),
+        train=TrainConfig(
+            epochs=20, early_stop=EarlyStop(metric="log_loss", mode="min", patience=1)
+        ),
     )
 
 
@@ -111,7 +115,9 @@ def build_contextual_ncf(config: NCFConfig, data: LabelledData) -> ContextualNCF
     user, user_dense = towers["user"]
     item, item_dense = towers["item"]
     context, dense = towers.get("context", ((), ()))
-    return _network(config, data.vocab, (*user, *context), (*user_dense, *dense), item, item_dense)
+    return _network(
+        config, data.vocab, (*user, *context), (*user_dense, *dense), item, item_dense
+    )
 
 
 def _network(

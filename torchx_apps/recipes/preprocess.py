@@ -65,7 +65,9 @@ class Prepared:
                     f"{self.label!r}; the kept columns are {listed(self.preprocessor.keep) or 'none'}"
                 )
         if not self.splits:
-            raise ValueError("splits: there is none; name at least one source, such as {'train': 'log/*.parquet'}")
+            raise ValueError(
+                "splits: there is none; name at least one source, such as {'train': 'log/*.parquet'}"
+            )
         for name in self.splits:
             if name == "preprocessor" or not re.fullmatch(r"[\w-][\w.-]*", name):
                 raise ValueError(
@@ -135,7 +137,9 @@ class MovieLensConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.test_share < 1:
-            raise ValueError(f"config.test_share={self.test_share}: must be between 0 and 1")
+            raise ValueError(
+                f"config.test_share={self.test_share}: must be between 0 and 1"
+            )
 
 
 def ml_100k() -> PreprocessJob:
@@ -160,12 +164,23 @@ def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
     path = _movielens(config)
     ratings, users, items = _movielens_tables(path, engine)
     # The rows of the join have the numbers of the ratings.
-    rows = ratings.join(_without_numbers(users), "user_id").join(_without_numbers(items), "item_id")
-    rows = engine.stage(rows.mutate(label=(rows.rating >= 4).cast("float32"), genres=rows["class"]))
+    rows = ratings.join(_without_numbers(users), "user_id").join(
+        _without_numbers(items), "item_id"
+    )
+    rows = engine.stage(
+        rows.mutate(label=(rows.rating >= 4).cast("float32"), genres=rows["class"])
+    )
     times = rows.select(x=rows.timestamp.cast("float64"))
-    (cut,) = quantiles_of("the split by time", times, [1 - config.test_share], str(path), engine)
+    (cut,) = quantiles_of(
+        "the split by time", times, [1 - config.test_share], str(path), engine
+    )
     steps: list[Step] = [
-        History(user="user_id", item="item_id", time="timestamp", length=config.history_length),
+        History(
+            user="user_id",
+            item="item_id",
+            time="timestamp",
+            length=config.history_length,
+        ),
         Categorify(column="item_id", also=("history",), min_count=config.min_count),
         Categorify(column="user_id", min_count=config.min_count),
         Categorify(column="gender"),
@@ -180,7 +195,10 @@ def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
     ]
     return Prepared(
         preprocessor=Preprocessor(steps, keep=("label", "timestamp")),
-        splits={"train": rows.filter(rows.timestamp <= int(cut)), "test": rows.filter(rows.timestamp > int(cut))},
+        splits={
+            "train": rows.filter(rows.timestamp <= int(cut)),
+            "test": rows.filter(rows.timestamp > int(cut)),
+        },
         events=rows,
         label="label",
         time="timestamp",
@@ -199,7 +217,11 @@ def _without_numbers(table: Any) -> Any:
 
 def _movielens(config: MovieLensConfig) -> Path:
     """Returns the folder with parquet files, or the publisher's zip."""
-    from torchrec_ext.data.datasets.catalog import DatasetUnavailable, data_folder, find_ml_100k
+    from torchrec_ext.data.datasets.catalog import (
+        DatasetUnavailable,
+        data_folder,
+        find_ml_100k,
+    )
 
     if config.folder:
         folder = Path(config.folder)
@@ -210,7 +232,9 @@ def _movielens(config: MovieLensConfig) -> Path:
     try:
         return find_ml_100k(data_folder("ml-100k", None))
     except DatasetUnavailable as error:
-        raise DataError(f"recipe ml_100k: {error}, or name that folder: --set config.folder=DIR") from None
+        raise DataError(
+            f"recipe ml_100k: {error}, or name that folder: --set config.folder=DIR"
+        ) from None
 
 
 def _movielens_tables(path: Path, engine: Engine) -> list[Any]:
@@ -222,10 +246,15 @@ def _movielens_tables(path: Path, engine: Engine) -> list[Any]:
     from torchrec_ext.data.preprocess.files import scan
 
     if path.suffix != ".zip":
-        return [engine.read(scan(path / f"{name}.parquet")) for name in ("inter", "users", "items")]
+        return [
+            engine.read(scan(path / f"{name}.parquet"))
+            for name in ("inter", "users", "items")
+        ]
     tables = []
     for chunk in ml_100k_tables(path):
-        table = pa.table({name: pa.array(column.values) for name, column in chunk.items()})
+        table = pa.table(
+            {name: pa.array(column.values) for name, column in chunk.items()}
+        )
         numbers = pa.array(range(len(table)), pa.int64())
         tables.append(engine.register(table.append_column(ROW, numbers)))
     return tables
@@ -262,7 +291,14 @@ def clicks() -> PreprocessJob:
 def build_clicks(config: ClicksConfig, engine: Engine) -> Prepared:
     """Names the steps and the files; the last file is for testing."""
     from torchrec_ext.data.files.find import find_files
-    from torchrec_ext.data.preprocess import Categorify, FillMissing, HashBucket, Lists, Normalize, Preprocessor
+    from torchrec_ext.data.preprocess import (
+        Categorify,
+        FillMissing,
+        HashBucket,
+        Lists,
+        Normalize,
+        Preprocessor,
+    )
 
     if not config.folder:
         raise DataError(
@@ -271,7 +307,13 @@ def build_clicks(config: ClicksConfig, engine: Engine) -> Prepared:
     files = [file.name for file in find_files(config.folder, (".parquet",))]
     steps: list[Step] = []
     for number in range(config.categorical):
-        steps.append(Categorify(column=f"c{number}", min_count=config.min_count, max_size=config.max_size))
+        steps.append(
+            Categorify(
+                column=f"c{number}",
+                min_count=config.min_count,
+                max_size=config.max_size,
+            )
+        )
     for number in range(config.dense):
         steps.append(FillMissing(column=f"d{number}", statistic="mean"))
         steps.append(Normalize(column=f"d{number}"))
@@ -280,7 +322,9 @@ def build_clicks(config: ClicksConfig, engine: Engine) -> Prepared:
     splits: dict[str, Source] = {"train": files}
     if len(files) > 1:
         splits = {"train": files[:-1], "test": files[-1:]}
-    return Prepared(preprocessor=Preprocessor(steps, keep=("label",)), splits=splits, label="label")
+    return Prepared(
+        preprocessor=Preprocessor(steps, keep=("label",)), splits=splits, label="label"
+    )
 
 
 BEHAVIOURS = ("pv", "buy", "cart", "fav")
@@ -316,7 +360,9 @@ class TaobaoConfig:
         check_least("config.negatives", self.negatives, 0)
         for name in ("validation_share", "test_share"):
             if not 0 < getattr(self, name) < 0.5:
-                raise ValueError(f"config.{name}={getattr(self, name)}: must be above 0 and below 0.5")
+                raise ValueError(
+                    f"config.{name}={getattr(self, name)}: must be above 0 and below 0.5"
+                )
 
 
 def taobao() -> PreprocessJob:
@@ -329,7 +375,12 @@ def build_taobao(config: TaobaoConfig, engine: Engine) -> Prepared:
 
     A click is converted if the same user bought the item at that time or later, before the end of the click's split.
     """
-    from torchrec_ext.data.preprocess import Categorify, History, Preprocessor, TimeFeatures
+    from torchrec_ext.data.preprocess import (
+        Categorify,
+        History,
+        Preprocessor,
+        TimeFeatures,
+    )
     from torchrec_ext.data.preprocess.history import GAPS
     from torchrec_ext.data.preprocess.numeric import quantiles_of
 
@@ -337,11 +388,19 @@ def build_taobao(config: TaobaoConfig, engine: Engine) -> Prepared:
     clicks = log.filter(log.behavior_type == "pv")
     times = clicks.select(x=clicks.timestamp.cast("float64"))
     shares = [1 - config.test_share - config.validation_share, 1 - config.test_share]
-    first, second = map(int, quantiles_of("the split by time", times, shares, str(config.path), engine))
-    bounds = {"train": (None, first), "validation": (first, second), "test": (second, None)}
+    first, second = map(
+        int, quantiles_of("the split by time", times, shares, str(config.path), engine)
+    )
+    bounds = {
+        "train": (None, first),
+        "validation": (first, second),
+        "test": (second, None),
+    }
     rows = {}
     for split, (after, upto) in bounds.items():
-        rows[split] = _taobao_rows(log, clicks, after, upto, first, config.negatives, engine)
+        rows[split] = _taobao_rows(
+            log, clicks, after, upto, first, config.negatives, engine
+        )
     steps: list[Step] = [
         History(
             user="user_id",
@@ -352,7 +411,11 @@ def build_taobao(config: TaobaoConfig, engine: Engine) -> Prepared:
             gaps=GAPS,
         ),
         Categorify(column="item_id", also=("history",), min_count=config.min_count),
-        Categorify(column="category_id", also=("history_category_id",), min_count=config.min_count),
+        Categorify(
+            column="category_id",
+            also=("history_category_id",),
+            min_count=config.min_count,
+        ),
         Categorify(column="user_id", min_count=config.min_count),
         TimeFeatures(column="timestamp", zone=config.zone),
     ]
@@ -372,7 +435,13 @@ def build_taobao(config: TaobaoConfig, engine: Engine) -> Prepared:
 
 
 def _taobao_rows(
-    log: Any, clicks: Any, after: int | None, upto: int | None, trained: int, negatives: int, engine: Engine
+    log: Any,
+    clicks: Any,
+    after: int | None,
+    upto: int | None,
+    trained: int,
+    negatives: int,
+    engine: Engine,
 ) -> Any:
     """Returns the rows of the clicks after one second and up to another, those drawn for them, in the order of time."""
     import ibis
@@ -391,15 +460,28 @@ def _taobao_rows(
 
     def row_number(table: Any) -> Any:
         # By all columns: rows of one second would have their numbers by chance.
-        return ibis.row_number().over(ibis.window(order_by=[table[name] for name in order]))
+        return ibis.row_number().over(
+            ibis.window(order_by=[table[name] for name in order])
+        )
 
     columns = within(clicks).select(*order)
     numbered = columns.mutate(number=row_number(columns))
     buys = within(log.filter(log.behavior_type == "buy"))
-    buys = buys.group_by(buyer=buys.user_id, bought=buys.item_id).aggregate(last=buys.timestamp.max())
-    joined = numbered.left_join(buys, [numbered.user_id == buys.buyer, numbered.item_id == buys.bought])
+    buys = buys.group_by(buyer=buys.user_id, bought=buys.item_id).aggregate(
+        last=buys.timestamp.max()
+    )
+    joined = numbered.left_join(
+        buys, [numbered.user_id == buys.buyer, numbered.item_id == buys.bought]
+    )
     converted = (joined["last"] >= joined.timestamp).fill_null(False).cast("float32")
-    parts = [joined.select(*order, number=joined.number, draw=ibis.literal(0, "int64"), conversion=converted)]
+    parts = [
+        joined.select(
+            *order,
+            number=joined.number,
+            draw=ibis.literal(0, "int64"),
+            conversion=converted,
+        )
+    ]
     # Negatives are items of training clicks, drawn by their popularity, which alone then tells nothing.
     pool = clicks.filter(clicks.timestamp <= trained).select(*order)
     pool = pool.select(
@@ -409,10 +491,17 @@ def _taobao_rows(
     )
     size = count_rows(pool, engine) if negatives else 0
     for draw in range(1, negatives + 1):
-        index = hashed_id_expression(numbered.number.cast("string"), size, f"{upto} {draw} ", engine) - 1
+        index = (
+            hashed_id_expression(
+                numbered.number.cast("string"), size, f"{upto} {draw} ", engine
+            )
+            - 1
+        )
         requests = numbered.mutate(wanted=index)
         negative_rows = requests.inner_join(pool, [requests.wanted == pool["index"]])
-        negative_rows = negative_rows.filter(negative_rows.drawn_item != negative_rows.item_id)
+        negative_rows = negative_rows.filter(
+            negative_rows.drawn_item != negative_rows.item_id
+        )
         parts.append(
             negative_rows.select(
                 timestamp=negative_rows.timestamp,
@@ -425,7 +514,10 @@ def _taobao_rows(
             )
         )
     rows = ibis.union(*parts) if len(parts) > 1 else parts[0]
-    rows = rows.mutate(click=(rows.draw == 0).cast("float32"), **{ROW: rows.number * (negatives + 1) + rows.draw})
+    rows = rows.mutate(
+        click=(rows.draw == 0).cast("float32"),
+        **{ROW: rows.number * (negatives + 1) + rows.draw},
+    )
     return engine.stage(rows.drop("number", "draw"))
 
 
@@ -443,24 +535,42 @@ def _taobao_log(config: TaobaoConfig, engine: Engine) -> Any:
             f"recipe taobao needs a log: --set config.path=UserBehavior.csv, or parquet, with {', '.join(_TAOBAO)}"
         )
     path = Path(config.path)
-    log = _taobao_csv(path, engine) if path.suffix in (".csv", ".txt") else engine.read(scan(config.path))
+    log = (
+        _taobao_csv(path, engine)
+        if path.suffix in (".csv", ".txt")
+        else engine.read(scan(config.path))
+    )
     for name in _TAOBAO:
         if name not in log.columns:
             raise missing_column(str(path), name, log.columns)
-    kinds = engine.collect(log.select("behavior_type").distinct())["behavior_type"].to_pylist()
+    kinds = engine.collect(log.select("behavior_type").distinct())[
+        "behavior_type"
+    ].to_pylist()
     other = sorted(str(kind) for kind in kinds if kind not in BEHAVIOURS)
     if other or "pv" not in kinds:
-        what = f"the value {other[0]!r}" if other else "no 'pv', of which the rows are made"
-        raise DataError(f"{path}: column 'behavior_type' has {what}; must be one of {', '.join(BEHAVIOURS)}")
-    return engine.stage(log.select(*_TAOBAO).filter(log.timestamp.notnull() & log.user_id.notnull()))
+        what = (
+            f"the value {other[0]!r}"
+            if other
+            else "no 'pv', of which the rows are made"
+        )
+        raise DataError(
+            f"{path}: column 'behavior_type' has {what}; must be one of {', '.join(BEHAVIOURS)}"
+        )
+    return engine.stage(
+        log.select(*_TAOBAO).filter(log.timestamp.notnull() & log.user_id.notnull())
+    )
 
 
 def _taobao_csv(path: Path, engine: Any) -> Any:
     """Reads a csv file by DuckDB; an id column is numeric if its first row is a number."""
     if engine.name != "duckdb":
-        raise DataError(f"{path}: the engine {engine.name} reads parquet here; write it as parquet, or use duckdb")
+        raise DataError(
+            f"{path}: the engine {engine.name} reads parquet here; write it as parquet, or use duckdb"
+        )
     if not path.is_file():
-        raise DataError(f"{path}: there is no such file; give the log: --set config.path=FILE")
+        raise DataError(
+            f"{path}: there is no such file; give the log: --set config.path=FILE"
+        )
     with path.open() as file:
         lines = [file.readline().strip(), file.readline().strip()]
     lines = [line for line in lines if line]
@@ -484,7 +594,9 @@ def _taobao_csv(path: Path, engine: Any) -> Any:
         engine.collect(table.aggregate(n=table.timestamp.max()))
     except Exception as error:
         # DuckDB's message names line, column and value.
-        raise DataError(f"{path}: {str(error).splitlines()[0]}; write every row like the first one") from error
+        raise DataError(
+            f"{path}: {str(error).splitlines()[0]}; write every row like the first one"
+        ) from error
     return table
 
 

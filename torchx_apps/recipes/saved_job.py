@@ -36,10 +36,14 @@ def saved_job(run: Path, recipe: str | None = None) -> Job:
             f"{path}: cannot be read ({error.strerror}); name a run folder of a recipe; without one call export()"
         ) from None
     except ValueError as error:
-        raise ValueError(f"{path}: is not a JSON file ({error}); name another run folder") from None
+        raise ValueError(
+            f"{path}: is not a JSON file ({error}); name another run folder"
+        ) from None
     name = saved.get("name")
     if recipe is None and name not in RECIPES:
-        raise ValueError(f"{path}: recipe {name!r} is not built in; say where it is: --recipe my_recipe.py:job")
+        raise ValueError(
+            f"{path}: recipe {name!r} is not built in; say where it is: --recipe my_recipe.py:job"
+        )
     job = load_recipe(recipe or name)
     if job.name != name:
         raise ValueError(
@@ -79,7 +83,12 @@ def _value(hint: Any, json_value: Any) -> Any:
         if isinstance(json_value, dict) and dataclasses.is_dataclass(kind):
             hints = typing.get_type_hints(kind)
             group: Any = kind
-            return group(**{name: _value(hints[name], value) for name, value in json_value.items()})
+            return group(
+                **{
+                    name: _value(hints[name], value)
+                    for name, value in json_value.items()
+                }
+            )
         if isinstance(json_value, list) and typing.get_origin(kind) is tuple:
             inner, *_ = typing.get_args(kind)
             return tuple(_value(inner, value) for value in json_value)

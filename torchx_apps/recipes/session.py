@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchrec_ext.data.datasets.config import SequenceConfig, StreamConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.modules.config import Activation, Attention, Combine, LossName, Position
+from torchrec_ext.modules.config import (
+    Activation,
+    Attention,
+    Combine,
+    LossName,
+    Position,
+)
 from torchrec_ext.schema.validation import OutOfRange, check_least
 from torchrec_ext.train.config import EarlyStop, TrainConfig
 from torchx_apps.recipes.n_tower import tables_of_features
@@ -80,7 +86,9 @@ def session() -> Job:
         loader=LoaderConfig(batch_size=256, negatives=8),
         optimizer=OptimizerConfig(tables_lr=0.1, dense_lr=1e-3),
         # Ends by the validation items: a set of few or long sequences has few steps an epoch, and needs more epochs.
-        train=TrainConfig(epochs=60, eval_every=4, early_stop=EarlyStop(metric="ndcg@10", patience=1)),
+        train=TrainConfig(
+            epochs=60, eval_every=4, early_stop=EarlyStop(metric="ndcg@10", patience=1)
+        ),
     )
 
 
@@ -113,7 +121,9 @@ def build_session(config: SessionConfig, data: SequenceData) -> NextItemModel:
         position=config.position,
         attention=config.attention,
     )
-    return NextItemModel(table, encoder, whole=config.loss == "catalogue", device=torch.device("meta"))
+    return NextItemModel(
+        table, encoder, whole=config.loss == "catalogue", device=torch.device("meta")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +178,9 @@ def bst_job() -> Job:
         task=logged_task,
         loader=LoaderConfig(batch_size=256, negatives=0),
         # The paper's Adagrad is further from the best possible prediction after as many steps of the generated rows.
-        optimizer=OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=1e-3),
+        optimizer=OptimizerConfig(
+            tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=1e-3
+        ),
         train=TrainConfig(epochs=3),
     )
 
@@ -218,9 +230,13 @@ def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
             "be lost; set model.position=end, or History(gaps=GAPS)"
         )
     # Of several columns with one vocabulary the first is the target, the item's id before all.
-    item_features = {tables[name]: name for name in (*reversed(data.towers["item"][0]), item)}
+    item_features = {
+        tables[name]: name for name in (*reversed(data.towers["item"][0]), item)
+    }
     session_tables = dict.fromkeys(tables[name] for name in features)
-    targets = [item_features[table] for table in session_tables if table in item_features]
+    targets = [
+        item_features[table] for table in session_tables if table in item_features
+    ]
     return _Sessions(features, targets, config.window or history.length)
 
 
@@ -239,7 +255,9 @@ def build_bst(config: BstConfig, data: StreamedData) -> TowerModel:
     for tower, (features, dense) in data.towers.items():
         rest = [name for name in features if name not in in_steps]
         if tower != "item" and (rest or dense):
-            others[tower] = Tower(tables_of_features(config, data, rest), [], dense=dense, device=meta)
+            others[tower] = Tower(
+                tables_of_features(config, data, rest), [], dense=dense, device=meta
+            )
     features, dense = data.towers["item"]
     item_columns = [name for name in features if name not in in_steps]
     # A tower has a table once, and the target's own columns come first in it.
@@ -249,7 +267,9 @@ def build_bst(config: BstConfig, data: StreamedData) -> TowerModel:
         session=sessions.features,
         target=sessions.targets,
         others=others,
-        target_tables=tables_of_features(config, data, item_columns, own_tables=own_tables),
+        target_tables=tables_of_features(
+            config, data, item_columns, own_tables=own_tables
+        ),
         target_dense=dense,
         max_length=sessions.window,
         combine=config.combine,

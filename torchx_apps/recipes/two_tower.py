@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 from torchrec_ext.data.datasets.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.modules.config import LOSSES, Activation, Interaction, LossName, check_loss
+from torchrec_ext.modules.config import (
+    LOSSES,
+    Activation,
+    Interaction,
+    LossName,
+    check_loss,
+)
 from torchrec_ext.schema.validation import OutOfRange
 from torchrec_ext.train.config import TrainConfig
 from torchx_apps.recipes.n_tower import compression_of
@@ -146,7 +152,10 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
         if name in names:
             columns = item_columns if name in data.items else user_columns
             columns.append(name)
-    towers = {"user": _tower(config, data, user_columns), "item": _tower(config, data, item_columns)}
+    towers = {
+        "user": _tower(config, data, user_columns),
+        "item": _tower(config, data, item_columns),
+    }
     widths = [tower.out_features for tower in towers.values()]
     # Under a softmax over the batch no two rows share a user.
     kind = LOSSES[config.loss]
@@ -170,13 +179,23 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
         counts = torch.from_numpy(data.popularity())
     rejected = None
     if config.reject_known:
-        rejected = KnownItems(KnownPairs(data.num_items, data.known.users, data.known.items))
+        rejected = KnownItems(
+            KnownPairs(data.num_items, data.known.users, data.known.items)
+        )
     return RetrievalModel(
-        towers, top, counts=counts, known=rejected, temperature=config.temperature, loss=config.loss, shared=shared
+        towers,
+        top,
+        counts=counts,
+        known=rejected,
+        temperature=config.temperature,
+        loss=config.loss,
+        shared=shared,
     )
 
 
-def _tower(config: TwoTowerConfig, data: InteractionData, columns: Sequence[str]) -> Tower:
+def _tower(
+    config: TwoTowerConfig, data: InteractionData, columns: Sequence[str]
+) -> Tower:
     import torch
     from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 

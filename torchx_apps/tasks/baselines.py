@@ -64,29 +64,43 @@ class ClosedForms:
     roles: Mapping[str, Role]
     names: Sequence[str] = ()
     config: ClosedFormConfig = field(default_factory=ClosedFormConfig)
-    _factors: dict[tuple[int, int], closed_form.Factors] = field(default_factory=dict, repr=False)
+    _factors: dict[tuple[int, int], closed_form.Factors] = field(
+        default_factory=dict, repr=False
+    )
 
     def __post_init__(self) -> None:
         if "ease" in self.names:
             self._check_matrices("evaluation.baselines=ease: leave it out", 4)
         if "als" in self.names:
-            size = (self.num_users + self.num_items) * (_VECTORS * self.config.als_dim + _COUNTS)
+            size = (self.num_users + self.num_items) * (
+                _VECTORS * self.config.als_dim + _COUNTS
+            )
             about = f"ALS of {self.num_users:,} users and {self.num_items:,} items"
             _check_memory(f"evaluation.baselines=als: leave it out: {about}", size)
 
     def _check_matrices(self, what: str, count: int) -> None:
         """Refuses EASE if ``count`` matrices (I, I) do not fit: Gram matrix, factor, inverse and LAPACK's copies."""
-        _check_memory(f"{what}: EASE of {self.num_items:,} items", 4 * count * self.num_items**2)
+        _check_memory(
+            f"{what}: EASE of {self.num_items:,} items", 4 * count * self.num_items**2
+        )
 
     def seconds(self, name: str) -> float:
         """Returns about how long a baseline takes on one core: its fit, and its scores for all users."""
         # EASE inverts a matrix (I, I) and multiplies each user's row by it; ALS solves for each row in each half step.
         if name == "ease":
-            work = self.num_items**3 + self.num_users * self.num_items**2 + self.num_pairs * self.num_items
+            work = (
+                self.num_items**3
+                + self.num_users * self.num_items**2
+                + self.num_pairs * self.num_items
+            )
         else:
             dim = self.config.als_dim
             rows = self.num_users + self.num_items
-            work = 2 * self.config.als_epochs * (2 * self.num_pairs * dim**2 + rows * dim**3)
+            work = (
+                2
+                * self.config.als_epochs
+                * (2 * self.num_pairs * dim**2 + rows * dim**3)
+            )
             work += self.num_users * self.num_items * dim
         return work / _RATE
 
@@ -140,7 +154,12 @@ class ClosedForms:
         vectors = self._als_items
         # These users may be others than those of training: a half step gives each a vector by the items.
         users = closed_form.als_half_step(
-            rows, items, len(known), vectors, l2=self.config.als_l2, unobserved=self.config.als_unobserved
+            rows,
+            items,
+            len(known),
+            vectors,
+            l2=self.config.als_l2,
+            unobserved=self.config.als_unobserved,
         )
         return users @ vectors.T
 
@@ -151,7 +170,11 @@ class ClosedForms:
             ValueError: the table is read for no users, items or history; or ``als`` is asked for a history; or EASE
                 needs more memory than this host can give.
         """
-        has = [feature for feature, role in self.roles.items() if name == "ease" or role != "history"]
+        has = [
+            feature
+            for feature, role in self.roles.items()
+            if name == "ease" or role != "history"
+        ]
         matches = [feature for feature in has if feature in features]
         if not matches:
             raise ValueError(
@@ -186,7 +209,9 @@ class ClosedForms:
             factors = self._factors[dim, seed]
             return factors.users if role == "user" else factors.items
         users, items = self._taken()
-        history, candidates = closed_form.ease_vectors(users, items, self.num_items, dim=dim, l2=self.config.ease_l2)
+        history, candidates = closed_form.ease_vectors(
+            users, items, self.num_items, dim=dim, l2=self.config.ease_l2
+        )
         if role == "user":
             return torch.zeros(self.num_users, dim).index_add_(0, users, history[items])
         return candidates if role == "item" else history
@@ -219,7 +244,9 @@ class ClosedForms:
 def _check_memory(what: str, size: int) -> None:
     free = available_memory()
     if size > free:
-        raise ValueError(f"{what} takes {size / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free")
+        raise ValueError(
+            f"{what} takes {size / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free"
+        )
 
 
 def _unique(users: Int64, items: Int64) -> tuple[Tensor, Tensor]:

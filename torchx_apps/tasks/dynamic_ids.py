@@ -14,7 +14,12 @@ from torch import Tensor
 from torchrec_ext.data.columns import Array
 from torchrec_ext.data.datasets.streamed import StreamedData
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
-from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Step, Vocabulary
+from torchrec_ext.data.preprocess import (
+    Categorify,
+    FittedPreprocessor,
+    Step,
+    Vocabulary,
+)
 from torchrec_ext.ids import DynamicIds, string_ids
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.retrieval.bundle.manifest import BundleError
@@ -36,7 +41,9 @@ def numbered(values: pa.Array) -> Tensor:
         ([-7, 900], tensor(True))
     """
     if pa.types.is_integer(values.type):
-        return torch.from_numpy(values.fill_null(EMPTY).to_numpy(zero_copy_only=False).astype(np.int64))
+        return torch.from_numpy(
+            values.fill_null(EMPTY).to_numpy(zero_copy_only=False).astype(np.int64)
+        )
     ids = string_ids(values)
     numbers = ids.numpy()
     # Equal hashes stand side by side in this order.
@@ -45,14 +52,18 @@ def numbered(values: pa.Array) -> Tensor:
     twice = np.flatnonzero((hashes[1:] == hashes[:-1]) & (hashes[1:] != EMPTY))
     if len(twice):
         pair = [values[int(place)].as_py() for place in order[twice[0] : twice[0] + 2]]
-        raise DataError(f"ids: the texts {pair[0]!r} and {pair[1]!r} have one 64-bit hash; rename one of them")
+        raise DataError(
+            f"ids: the texts {pair[0]!r} and {pair[1]!r} have one 64-bit hash; rename one of them"
+        )
     return ids
 
 
 def with_unknown(values: Array | pa.Array, rows: int) -> pa.Array:
     """Returns the values of rows 1 to V of a vocabulary with null for row 0, and for the rest of ``rows``."""
     array = values if isinstance(values, pa.Array) else pa.array(values)
-    return pa.concat_arrays([pa.nulls(1, array.type), array, pa.nulls(rows - 1 - len(array), array.type)])
+    return pa.concat_arrays(
+        [pa.nulls(1, array.type), array, pa.nulls(rows - 1 - len(array), array.type)]
+    )
 
 
 def values_of_prepared(data: StreamedData, name: str) -> pa.Array:
@@ -66,7 +77,9 @@ def values_of_prepared(data: StreamedData, name: str) -> pa.Array:
 
 def columns_like(data: StreamedData, name: str) -> Sequence[str]:
     """Returns the preprocessed columns that share a column's vocabulary."""
-    return [other for other in data.features if data.tables[other] == data.tables.get(name)]
+    return [
+        other for other in data.features if data.tables[other] == data.tables.get(name)
+    ]
 
 
 class DataWithTables:
@@ -113,9 +126,16 @@ def with_live_ids(data: ExportData, task: Task, loader: DynamicIdLoader) -> Expo
             # The number of the unknown row may be an id, whose row it must not read.
             unknown[name] = [] if isinstance(unknown[name], list) else None
         users = dataclasses.replace(users, unknown=unknown)
-    oov_ids = {name: 0 if name in vocabularies else row for name, row in (data.oov_ids or {}).items()}
+    oov_ids = {
+        name: 0 if name in vocabularies else row
+        for name, row in (data.oov_ids or {}).items()
+    }
     # Each live id has been seen in training.
-    unseen = {name: rows for name, rows in (data.unseen or {}).items() if name not in vocabularies}
+    unseen = {
+        name: rows
+        for name, rows in (data.unseen or {}).items()
+        if name not in vocabularies
+    }
     return dataclasses.replace(
         data,
         users=users,
@@ -126,7 +146,9 @@ def with_live_ids(data: ExportData, task: Task, loader: DynamicIdLoader) -> Expo
     )
 
 
-def _live_values(values: pa.Array, space: str, ids: DynamicIds) -> tuple[pa.Array, Tensor]:
+def _live_values(
+    values: pa.Array, space: str, ids: DynamicIds
+) -> tuple[pa.Array, Tensor]:
     """Returns the ids with a row, as the log has them, and their rows, (n,)."""
     if pa.types.is_integer(values.type):
         live, rows = ids.live_ids(space)
@@ -136,7 +158,9 @@ def _live_values(values: pa.Array, space: str, ids: DynamicIds) -> tuple[pa.Arra
     return values.filter(pa.array(is_live.numpy())), rows[is_live]
 
 
-def _with_vocabularies(preprocessor: FittedPreprocessor, vocabularies: Mapping[str, pa.Array]) -> FittedPreprocessor:
+def _with_vocabularies(
+    preprocessor: FittedPreprocessor, vocabularies: Mapping[str, pa.Array]
+) -> FittedPreprocessor:
     """Returns the preprocessor with these vocabularies of some columns, in the order of their ids from 1 on."""
     states = {}
     for name, values in vocabularies.items():
@@ -148,8 +172,16 @@ def _with_vocabularies(preprocessor: FittedPreprocessor, vocabularies: Mapping[s
         last |= dict.fromkeys(step.writes, number)
     pairs: list[tuple[Step, Any]] = []
     for number, (step, state) in enumerate(preprocessor.pairs):
-        names = [name for name in step.writes if name in vocabularies and last[name] == number]
-        early = [name for name in step.reads if name in vocabularies and last.get(name, number) < number]
+        names = [
+            name
+            for name in step.writes
+            if name in vocabularies and last[name] == number
+        ]
+        early = [
+            name
+            for name in step.reads
+            if name in vocabularies and last.get(name, number) < number
+        ]
         if early or (names and not isinstance(step, Categorify)):
             raise BundleError(
                 f"ids.{(early or names)[0]}: a bundle maps raw ids, and {type(step).__name__} of the preprocessing "
@@ -159,7 +191,12 @@ def _with_vocabularies(preprocessor: FittedPreprocessor, vocabularies: Mapping[s
             pairs.append((step, state))
             continue
         for column, output in zip(step.reads, step.writes, strict=True):
-            pairs.append((Categorify(column=column, output=output), states.get(output, state)))
-    pairs += [(Categorify(column=name), states[name]) for name in sorted(vocabularies.keys() - last.keys())]
+            pairs.append(
+                (Categorify(column=column, output=output), states.get(output, state))
+            )
+    pairs += [
+        (Categorify(column=name), states[name])
+        for name in sorted(vocabularies.keys() - last.keys())
+    ]
     keep = [name for name in preprocessor.keep if name not in vocabularies]
     return FittedPreprocessor.of(pairs, preprocessor.raw, keep)

@@ -19,9 +19,20 @@ from torchrec_ext.data.datasets.features import RowContext, vocabulary_of
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.labelled import LabelledData
 from torchrec_ext.data.datasets.sequences import SequenceData, most_recent
-from torchrec_ext.data.datasets.streamed import RAW_ITEMS, RAW_REQUESTS, RAW_USERS, StreamedData
+from torchrec_ext.data.datasets.streamed import (
+    RAW_ITEMS,
+    RAW_REQUESTS,
+    RAW_USERS,
+    StreamedData,
+)
 from torchrec_ext.data.files.arrow import as_arrow
-from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Step, Vocabulary
+from torchrec_ext.data.preprocess import (
+    Categorify,
+    FittedPreprocessor,
+    Lists,
+    Step,
+    Vocabulary,
+)
 from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
@@ -67,10 +78,14 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
     users = users[trained]
     first = first[trained]
     names = [*schema.keys, *schema.dense, *schema.weight_columns]
-    context = data.context.sources([name for name in names if name in data.context.names])
+    context = data.context.sources(
+        [name for name in names if name in data.context.names]
+    )
     encoding = data.sides.joined(data.context)
     names = encoding.sources(names)
-    user_columns = [name for name in names if name not in data.items and name not in context]
+    user_columns = [
+        name for name in names if name not in data.items and name not in context
+    ]
     item_columns = [name for name in names if name in data.items]
     item_ids = data.items_by_row[:past_last]
     ids = {"user_id": data.users_by_row, "item_id": item_ids, "history": item_ids}
@@ -83,18 +98,24 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
     tables = [users_table, items_table]
     queries = None
     if context:
-        queries = _as_in_files(data.train.sample(AUDITED).select([*user_columns, *context]), encoding, ids)
+        queries = _as_in_files(
+            data.train.sample(AUDITED).select([*user_columns, *context]), encoding, ids
+        )
         tables.append(queries)
     liked = data.liked.take(users)
     # Items outside the catalogue have no position.
     has_position = liked.values < past_last
-    liked = Column.grouped(liked.values[has_position], liked.owners[has_position], len(users))
+    liked = Column.grouped(
+        liked.values[has_position], liked.owners[has_position], len(users)
+    )
     return ExportData(
         catalogue=Catalogue(
             ids=item_ids[1:],
             features=items_table,
             titles=None if data.titles is None else data.titles[1:past_last],
-            categories=None if data.categories is None else data.categories[1:past_last],
+            categories=None
+            if data.categories is None
+            else data.categories[1:past_last],
             attributes=_attributes(_as_in_files(item_rows, encoding, ids), encoding),
             trained=item_ids[np.unique(data.train["item_id"].values)],
         ),
@@ -125,8 +146,12 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> ExportData:
     items = data.trained("item_id")
     item_ids = data.ids("item_id", items)
     names = (*schema.keys, *schema.dense)
-    request_columns = data.words.sources([name for name in names if name not in ("item_id", *data.item_features)])
-    queries = _as_in_files(data.test.sample(AUDITED).select(request_columns), data.words, {})
+    request_columns = data.words.sources(
+        [name for name in names if name not in ("item_id", *data.item_features)]
+    )
+    queries = _as_in_files(
+        data.test.sample(AUDITED).select(request_columns), data.words, {}
+    )
     features = _as_in_files(_described(data, "item_id", items, names), data.words, {})
     users = None
     if "user_id" in data.vocab:
@@ -142,7 +167,10 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> ExportData:
             unseen[name] = rows.tolist()
     return ExportData(
         catalogue=Catalogue(
-            ids=item_ids, features=features, attributes=_attributes(features, data.words), trained=item_ids
+            ids=item_ids,
+            features=features,
+            attributes=_attributes(features, data.words),
+            trained=item_ids,
         ),
         users=users,
         queries=queries,
@@ -204,18 +232,24 @@ def _attributes(features: pa.Table, encoding: RowContext) -> pa.Table:
             texts = attributes[name]
             # An empty text has no value; split, it would have one that is empty.
             texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts)
-            attributes = attributes.set_column(index, name, pc.split_pattern(texts, encoding.separators[name]))
+            attributes = attributes.set_column(
+                index, name, pc.split_pattern(texts, encoding.separators[name])
+            )
     return attributes
 
 
-def _described(data: LabelledData, key: str, rows: Int64, names: Sequence[str]) -> Chunk:
+def _described(
+    data: LabelledData, key: str, rows: Int64, names: Sequence[str]
+) -> Chunk:
     """Returns the item's or user's columns behind ``names`` for ``rows`` (N,) of a table."""
     described = data.described(key, rows)
     sources = data.words.sources(names)
     return described.select([name for name in described if name in sources])
 
 
-def _users_of_labelled(data: LabelledData, items: Int64, names: Sequence[str]) -> NamedUsers:
+def _users_of_labelled(
+    data: LabelledData, items: Int64, names: Sequence[str]
+) -> NamedUsers:
     """Returns the users of the training rows, with the positions of their items among ``items`` (I,).
 
     Args:
@@ -226,7 +260,11 @@ def _users_of_labelled(data: LabelledData, items: Int64, names: Sequence[str]) -
     users = data.trained("user_id")
     owners = data.train["user_id"].values
     row_items = data.train["item_id"].values
-    is_liked = (data.train["label"].values > 0) & np.isin(owners, users) & np.isin(row_items, items)
+    is_liked = (
+        (data.train["label"].values > 0)
+        & np.isin(owners, users)
+        & np.isin(row_items, items)
+    )
     owners = users.searchsorted(owners[is_liked])
     positions = items.searchsorted(row_items[is_liked])
     lists = as_arrow(Column.grouped(positions, owners, len(users)))
@@ -245,19 +283,26 @@ def of_sequences(data: SequenceData) -> ExportData:
     """Returns the items, and the users with the items before their test items; requests name items as the files do."""
     names = np.arange(data.num_items + 1) if data.item_ids is None else data.item_ids
     held_out = data.held_out("test")
-    user_ids = held_out.users if data.user_ids is None else data.user_ids[held_out.users]
+    user_ids = (
+        held_out.users if data.user_ids is None else data.user_ids[held_out.users]
+    )
     before = most_recent(held_out.before, data.max_length)
     ids = as_arrow(Column(names[1:]))
     sessions = as_arrow(Column(names[before.values], before.offsets))
     training = data.popularity()
     pairs: list[tuple[Step, Any]] = [
         (Lists(column="session", max_length=data.max_length), {}),
-        (Categorify(column="candidates", also=("session",)), Vocabulary(ids, pa.array(training[1:]))),
+        (
+            Categorify(column="candidates", also=("session",)),
+            Vocabulary(ids, pa.array(training[1:])),
+        ),
     ]
     raw = {"session": f"list<{ids.type}>", "candidates": str(ids.type)}
     return ExportData(
         catalogue=Catalogue(
-            ids=names[1:], features=pa.table({"candidates": ids}), trained=names[np.flatnonzero(training)]
+            ids=names[1:],
+            features=pa.table({"candidates": ids}),
+            trained=names[np.flatnonzero(training)],
         ),
         users=NamedUsers(
             key="user_id",
@@ -294,7 +339,11 @@ def of_streamed(data: StreamedData, schema: BatchSchema) -> ExportData:
             )
     raw_items = pq.read_table(data.folder / RAW_ITEMS)
     names = (*schema.keys, *schema.dense)
-    columns = [name for name in (*data.towers["item"][0], *data.towers["item"][1]) if name in names]
+    columns = [
+        name
+        for name in (*data.towers["item"][0], *data.towers["item"][1])
+        if name in names
+    ]
     of_items = steps_for_columns(data.preprocessor, dict.fromkeys([item, *columns]))
     rows = of_items.online(raw_items.to_pydict())
     (key,) = steps_for_columns(data.preprocessor, [item]).request_columns
@@ -302,16 +351,27 @@ def of_streamed(data: StreamedData, schema: BatchSchema) -> ExportData:
     items = raw_items.filter(pa.array(served))
     ids = items[key].to_numpy(zero_copy_only=False)
     features = items.select(list(of_items.request_columns))
-    request_steps = steps_for_columns(data.preprocessor, [name for name in names if name not in columns])
+    request_steps = steps_for_columns(
+        data.preprocessor, [name for name in names if name not in columns]
+    )
     return ExportData(
-        catalogue=Catalogue(ids=ids, features=features, attributes=filterable(features, key), trained=ids),
+        catalogue=Catalogue(
+            ids=ids,
+            features=features,
+            attributes=filterable(features, key),
+            trained=ids,
+        ),
         users=_users_of_streamed(data, names, rows[item].values[served]),
-        queries=pq.read_table(data.folder / RAW_REQUESTS).select(list(request_steps.request_columns)),
+        queries=pq.read_table(data.folder / RAW_REQUESTS).select(
+            list(request_steps.request_columns)
+        ),
         preprocessor=data.preprocessor,
     )
 
 
-def _users_of_streamed(data: StreamedData, names: Sequence[str], items: Int64) -> NamedUsers | None:
+def _users_of_streamed(
+    data: StreamedData, names: Sequence[str], items: Int64
+) -> NamedUsers | None:
     """Returns the users of the vocabulary, with their items in training.
 
     Args:
@@ -333,9 +393,17 @@ def _users_of_streamed(data: StreamedData, names: Sequence[str], items: Int64) -
     table = table.filter(pa.array(rows > 0))
     rows = rows[rows > 0]
     features, dense = data.towers["user"]
-    user_steps = steps_for_columns(data.preprocessor, [name for name in (*features, *dense) if name in names])
+    user_steps = steps_for_columns(
+        data.preprocessor, [name for name in (*features, *dense) if name in names]
+    )
     # The id too if no tower reads it: a table without a column has no rows.
-    described = table.select([name for name in table.column_names if name == key or name in user_steps.request_columns])
+    described = table.select(
+        [
+            name
+            for name in table.column_names
+            if name == key or name in user_steps.request_columns
+        ]
+    )
     owner = np.full(data.vocab[user], -1)
     position = np.full(data.vocab[str(data.roles.item)], -1)
     owner[rows] = np.arange(len(rows))
@@ -351,7 +419,9 @@ def _users_of_streamed(data: StreamedData, names: Sequence[str], items: Int64) -
     )
 
 
-def _taken(data: StreamedData, owner: Int64, position: Int64, users: int, items: int) -> Column:
+def _taken(
+    data: StreamedData, owner: Int64, position: Int64, users: int, items: int
+) -> Column:
     """Returns the positions of each user's items, from first to last, of training rows with label 1.
 
     Args:
@@ -375,7 +445,9 @@ def _taken(data: StreamedData, owner: Int64, position: Int64, users: int, items:
     return Column.grouped(positions, owners, users)
 
 
-def _nobody(described: pa.Table, steps: FittedPreprocessor, dense: Sequence[str]) -> dict[str, Any]:
+def _nobody(
+    described: pa.Table, steps: FittedPreprocessor, dense: Sequence[str]
+) -> dict[str, Any]:
     """Returns the raw columns of an unknown user: no value, or the mean if one is needed."""
     nobody: dict[str, Any] = {}
     for field in described.schema:
@@ -385,7 +457,9 @@ def _nobody(described: pa.Table, steps: FittedPreprocessor, dense: Sequence[str]
             continue
         number_steps = steps_for_columns(steps, [number])
         try:
-            number_steps.online({name: [nobody.get(name)] for name in number_steps.request_columns})
+            number_steps.online(
+                {name: [nobody.get(name)] for name in number_steps.request_columns}
+            )
         except DataError:
             # The steps of this number take no missing value, so give them the mean.
             for name in nobody.keys() & number_steps.request_columns:
@@ -424,7 +498,9 @@ def _as_in_files(rows: Chunk, encoding: RowContext, ids: FileIds) -> pa.Table:
     return pa.table({name: columns[name] for name in rows})
 
 
-def _id_vocabularies(data: InteractionData, ids: FileIds) -> dict[tuple[str, ...], NDArray[Any]]:
+def _id_vocabularies(
+    data: InteractionData, ids: FileIds
+) -> dict[tuple[str, ...], NDArray[Any]]:
     """Returns the file's ids of rows 1..n of each group of columns with one id space, unless ids equal rows.
 
     A user or an item without a training row is the unknown one, though not in a history, as in the evaluation.
@@ -444,7 +520,9 @@ def _id_vocabularies(data: InteractionData, ids: FileIds) -> dict[tuple[str, ...
         # Ids that no request has.
         unused = np.iinfo(np.int64).min + np.arange(len(file_ids))
         if file_ids.dtype == object:
-            unused = np.array([f"\0{row}" for row in range(len(file_ids))], dtype=object)
+            unused = np.array(
+                [f"\0{row}" for row in range(len(file_ids))], dtype=object
+            )
         vocabularies[(name,)] = np.where(trained, file_ids, unused)
         if lists and not numbered:
             vocabularies[lists] = file_ids
@@ -453,11 +531,17 @@ def _id_vocabularies(data: InteractionData, ids: FileIds) -> dict[tuple[str, ...
 
 def raw_types(tables: Iterable[pa.Table]) -> dict[str, str]:
     """Returns the raw type of each column of some tables."""
-    return {field.name: raw_type(field.type) or "int64" for table in tables for field in table.schema}
+    return {
+        field.name: raw_type(field.type) or "int64"
+        for table in tables
+        for field in table.schema
+    }
 
 
 def _preprocessor(
-    tables: Sequence[pa.Table], encoding: RowContext, vocabularies: Mapping[tuple[str, ...], NDArray[Any]]
+    tables: Sequence[pa.Table],
+    encoding: RowContext,
+    vocabularies: Mapping[tuple[str, ...], NDArray[Any]],
 ) -> FittedPreprocessor | None:
     """Returns a preprocessor from the values of files and requests to ids and numbers; None if they are equal.
 
@@ -476,16 +560,22 @@ def _preprocessor(
     for columns, ids in vocabularies.items():
         names = [name for name in columns if name in raw]
         if names:
-            pairs.append((Categorify(column=names[0], also=tuple(names[1:])), vocabulary_of(ids)))
+            pairs.append(
+                (Categorify(column=names[0], also=tuple(names[1:])), vocabulary_of(ids))
+            )
     if not pairs:
         return None
     outputs: set[str] = set()
     for step, _ in pairs:
         outputs.update(step.writes)
-    return FittedPreprocessor.of(pairs, raw, [name for name in raw if name not in outputs])
+    return FittedPreprocessor.of(
+        pairs, raw, [name for name in raw if name not in outputs]
+    )
 
 
-def _unknown(rows: Chunk, encoding: RowContext, ids: Mapping[str, Any]) -> dict[str, Any]:
+def _unknown(
+    rows: Chunk, encoding: RowContext, ids: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns the columns of an unknown user.
 
     Args:
@@ -502,5 +592,7 @@ def _unknown(rows: Chunk, encoding: RowContext, ids: Mapping[str, Any]) -> dict[
         elif column.ragged:
             unknown[name] = []
         else:
-            unknown[name] = ids.get(name, 0 if column.values.dtype.kind in "iu" else 0.0)
+            unknown[name] = ids.get(
+                name, 0 if column.values.dtype.kind in "iu" else 0.0
+            )
     return unknown

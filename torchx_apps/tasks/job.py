@@ -73,14 +73,18 @@ class IdsConfig:
 
             name, _, settings = text.partition("=")
             kind, *values = settings.split(",")
-            if kind != "dynamic" or not any(value.startswith("capacity=") for value in values):
+            if kind != "dynamic" or not any(
+                value.startswith("capacity=") for value in values
+            ):
                 raise ValueError(
                     f"ids.{text}: must begin with dynamic,capacity=ROWS, as in ids.{name}=dynamic,capacity=1e6"
                 )
             try:
                 policies[name] = apply_overrides(Dynamic(capacity=2), values)
             except ValueError as error:
-                raise ValueError(f"ids.{name}: {str(error).removeprefix('--set ')}") from None
+                raise ValueError(
+                    f"ids.{name}: {str(error).removeprefix('--set ')}"
+                ) from None
         return policies
 
 
@@ -177,7 +181,10 @@ class Job:
         """
         stop = self.train.early_stop
         loss: str = getattr(self.model, "loss", "")
-        kernel = next((choice.kernel for choice in self.plan.asked if choice.kernel in CACHING), "")
+        kernel = next(
+            (choice.kernel for choice in self.plan.asked if choice.kernel in CACHING),
+            "",
+        )
         refusals = (
             (
                 bool(self.id_dropout),
@@ -222,7 +229,9 @@ class Job:
         )
         for applies, setting, why in refusals:
             if applies:
-                raise ValueError(f"{setting} with ids.{self.ids.features[0].partition('=')[0]}: {why}")
+                raise ValueError(
+                    f"{setting} with ids.{self.ids.features[0].partition('=')[0]}: {why}"
+                )
 
     def pretrained_files(self) -> dict[str, Path]:
         """Returns the files of ``pretrained`` by table."""
@@ -246,7 +255,11 @@ def schema_of(job: Job, task: Task, model: Any) -> BatchSchema:
     """Returns the schema of the job's batches, with the table rows of unseen ids and any ids in dynamic columns."""
     schema: BatchSchema = model.schema(out_of_range=job.model.out_of_range)
     dynamic = dynamic_ids_of(job, task, schema)
-    rows = {name: row for name, row in task.oov_ids.items() if name in schema.keys and name not in dynamic}
+    rows = {
+        name: row
+        for name, row in task.oov_ids.items()
+        if name in schema.keys and name not in dynamic
+    }
     if any(rows.values()):
         schema = model.schema(out_of_range=job.model.out_of_range, oov_ids=rows)
     return schema.with_dynamic(dynamic)
@@ -263,7 +276,9 @@ def dynamic_ids_of(job: Job, task: Task, schema: BatchSchema) -> dict[str, Dynam
     for name in policies:
         feature = schema.feature(name)
         if feature is None:
-            raise ValueError(f"ids.{name}: the model reads no such column of ids; it reads {listed(schema.keys)}")
+            raise ValueError(
+                f"ids.{name}: the model reads no such column of ids; it reads {listed(schema.keys)}"
+            )
         tables.update(feature.tables)
     # The loop adds columns, so it goes over a copy.
     for name, policy in list(policies.items()):

@@ -18,7 +18,12 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
 from torchx_apps.tasks.dynamic_ids import columns_like, values_of_prepared
-from torchx_apps.tasks.export_data import ExportData, of_labelled, without_item, without_item_tower
+from torchx_apps.tasks.export_data import (
+    ExportData,
+    of_labelled,
+    without_item,
+    without_item_tower,
+)
 from torchx_apps.tasks.task import BATCH_ROWS, Evaluator, Task
 
 
@@ -41,7 +46,9 @@ class LabelledTask(Task):
         for split in PARTS:
             parts.append(f"{getattr(self.data, split).num_rows:,} {split} rows")
         for name, many in (("user_id", "users"), ("item_id", "items")):
-            count = f"{len(self.data.trained(name)):,}" if name in self.data.vocab else "no"
+            count = (
+                f"{len(self.data.trained(name)):,}" if name in self.data.vocab else "no"
+            )
             parts.append(f"{count} {many}")
         users = len(self.data.user_features)
         items = len(self.data.item_features)
@@ -67,7 +74,9 @@ class LabelledTask(Task):
         """Table row of ids unseen in training, by feature."""
         return self.data.oov_ids
 
-    def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
+    def loader(
+        self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int
+    ) -> ChunkLoader:
         """Returns the loader of the labelled training rows."""
         if config.label is None or config.negatives:
             raise ValueError(
@@ -79,9 +88,13 @@ class LabelledTask(Task):
                 f"model.loss=catalogue: the rows of '{self.name}' have no catalogue; take recipe stream "
                 "over rec.data.preprocess's rows, or model.loss=in_batch"
             )
-        return ChunkLoader(self.data.train, schema, config=config, rank=rank, world_size=world_size)
+        return ChunkLoader(
+            self.data.train, schema, config=config, rank=rank, world_size=world_size
+        )
 
-    def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> LabelledEvaluator:
+    def evaluator(
+        self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
+    ) -> LabelledEvaluator:
         """Returns the evaluator of AUC and log loss."""
         return LabelledEvaluator(self.data, schema, model, runtime)
 
@@ -97,7 +110,11 @@ class LabelledTask(Task):
 
     def same_ids(self, name: str) -> Sequence[str]:
         """Returns the columns that share a column's vocabulary."""
-        return [name] if self.data.prepared is None else columns_like(self.data.prepared, name)
+        return (
+            [name]
+            if self.data.prepared is None
+            else columns_like(self.data.prepared, name)
+        )
 
     def export_data(self, schema: BatchSchema) -> ExportData:
         """Returns users and items; a request brings its own context."""

@@ -5,7 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torchrec_ext.data.datasets.config import DataConfig, LabelledConfig, SequenceConfig, StreamConfig
+from torchrec_ext.data.datasets.config import (
+    DataConfig,
+    LabelledConfig,
+    SequenceConfig,
+    StreamConfig,
+)
 
 if TYPE_CHECKING:
     from torchrec_ext.data.datasets.streamed import StreamedData
@@ -15,13 +20,17 @@ if TYPE_CHECKING:
     from torchx_apps.tasks.streamed import StreamedTask
 
 
-def _prepared(config: DataConfig | LabelledConfig | SequenceConfig, *, labels: bool = True) -> StreamedData | None:
+def _prepared(
+    config: DataConfig | LabelledConfig | SequenceConfig, *, labels: bool = True
+) -> StreamedData | None:
     """Opens the folder of ``config`` if rec.data.preprocess wrote it; None for any other set."""
     from torchrec_ext.data.datasets.streamed import load_streamed, prepared_folder
 
     if prepared_folder(config.name, config.folder) is None:
         return None
-    return load_streamed(StreamConfig(name=config.name, folder=config.folder), labels=labels)
+    return load_streamed(
+        StreamConfig(name=config.name, folder=config.folder), labels=labels
+    )
 
 
 def ranking_task(config: DataConfig, *, progress: bool = True) -> RankingTask:
@@ -86,13 +95,17 @@ def streamed_task(config: StreamConfig, *, progress: bool = True) -> StreamedTas
     return StreamedTask(load_streamed(config))
 
 
-def logged_task(config: StreamConfig, *, progress: bool = True, sessions: bool = True) -> StreamedTask:
+def logged_task(
+    config: StreamConfig, *, progress: bool = True, sessions: bool = True
+) -> StreamedTask:
     """Opens the preprocessed rows of ``config``; generated ones have sessions, which predict the next click."""
     from torchrec_ext.data.datasets.streamed import load_streamed, planted_log_folder
     from torchx_apps.tasks.streamed import StreamedTask
 
     del progress
-    return StreamedTask(load_streamed(config, generate=partial(planted_log_folder, sessions=sessions)))
+    return StreamedTask(
+        load_streamed(config, generate=partial(planted_log_folder, sessions=sessions))
+    )
 
 
 def multi_label_task(config: StreamConfig, *, progress: bool = True) -> StreamedTask:

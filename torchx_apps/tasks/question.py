@@ -70,7 +70,9 @@ class TaskQuestion:
         """
         if candidates is not None:
             ids = np.concatenate([targets[:, None], candidates], axis=1)
-            return cls(question=torch.from_numpy(ids), user_items=user_items, figures=figures)
+            return cls(
+                question=torch.from_numpy(ids), user_items=user_items, figures=figures
+            )
         # Some protocols rank what a user has taken, too.
         left_out = user_items.slice(0, 0) if keep_seen else user_items
         question = metrics.Question(
@@ -80,7 +82,12 @@ class TaskQuestion:
             seen_items=torch.from_numpy(left_out.values),
             not_items=not_items,
         )
-        return cls(question=question, user_items=user_items, figures=figures, num_items=num_items)
+        return cls(
+            question=question,
+            user_items=user_items,
+            figures=figures,
+            num_items=num_items,
+        )
 
     def of_model(
         self,
@@ -94,16 +101,22 @@ class TaskQuestion:
         queries = row_batches(builder, rows, runtime)
         items = item_batches(builder, builder.items.num_rows, runtime)
         if isinstance(self.question, Tensor):
-            ranks = metrics.candidate_ranks(model, runtime, queries, items, self.question, towers=towers)
+            ranks = metrics.candidate_ranks(
+                model, runtime, queries, items, self.question, towers=towers
+            )
         else:
-            ranks = metrics.catalogue_ranks(model, runtime, queries, items, self.question, towers=towers)
+            ranks = metrics.catalogue_ranks(
+                model, runtime, queries, items, self.question, towers=towers
+            )
         return self._figures(ranks)
 
     def of_popularity(self, counts: Tensor) -> Record:
         """Returns the figures of the ranking by each item's count, (I,)."""
         if isinstance(self.question, Tensor):
             # A candidate below 0 stands for none, and gets no rank whatever it reads.
-            ranks = metrics.ranks_among(counts[self.question.clamp(min=0)], self.question)
+            ranks = metrics.ranks_among(
+                counts[self.question.clamp(min=0)], self.question
+            )
         else:
             ranks = metrics.popularity_ranks(counts, self.question)
         return self._figures(ranks)
@@ -131,23 +144,32 @@ class TaskQuestion:
         return metrics.named_figures(ranks, self.figures)
 
 
-def row_batches(builder: BatchBuilder, rows: Chunk, runtime: Runtime) -> Iterator[metrics.Kept]:
+def row_batches(
+    builder: BatchBuilder, rows: Chunk, runtime: Runtime
+) -> Iterator[metrics.Kept]:
     """Yields the batches of this rank's share of query rows, each with the number of its rows that count."""
     for share, keep in metrics.own_share(rows.num_rows, runtime):
         yield builder.user_batch(rows.slice(share.start, share.stop)), keep
 
 
-def item_batches(builder: BatchBuilder, count: int, runtime: Runtime) -> Iterator[metrics.Kept]:
+def item_batches(
+    builder: BatchBuilder, count: int, runtime: Runtime
+) -> Iterator[metrics.Kept]:
     """Yields the batches of this rank's share of the first ``count`` items, as :func:`row_batches` those of rows."""
     for share, keep in metrics.own_share(count, runtime):
         yield builder.item_batch(np.arange(share.start, share.stop)), keep
 
 
 def recommendation_lines(
-    items: Sequence[int], scores: Sequence[float], name: Callable[[int], str], held_out: Collection[int]
+    items: Sequence[int],
+    scores: Sequence[float],
+    name: Callable[[int], str],
+    held_out: Collection[int],
 ) -> list[str]:
     """Returns recommendations as lines of text, in which the held-out items are marked."""
-    lines = [f"{len(items)} recommendations (the held-out item was: {', '.join(map(name, held_out))}):"]
+    lines = [
+        f"{len(items)} recommendations (the held-out item was: {', '.join(map(name, held_out))}):"
+    ]
     for rank, (item, score) in enumerate(zip(items, scores, strict=True), start=1):
         mark = "   <- the held-out item" if item in held_out else ""
         lines.append(f"{rank:3}. {name(item)}  ({score:.2f}){mark}")

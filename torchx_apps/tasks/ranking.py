@@ -16,7 +16,12 @@ from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.sequences import HELD_OUT
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.id_dropout import unseen_as_oov
-from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
+from torchrec_ext.data.loader.loader import (
+    ChunkLoader,
+    LoaderConfig,
+    labelled_rows,
+    training_loader,
+)
 from torchrec_ext.data.negatives.hard import Index
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
@@ -25,7 +30,12 @@ from torchrec_ext.train.config import Record
 from torchx_apps.tasks.baselines import ClosedForms
 from torchx_apps.tasks.dynamic_ids import with_unknown
 from torchx_apps.tasks.export_data import ExportData, of_interactions
-from torchx_apps.tasks.question import SHOWN, TaskQuestion, recommendation_lines, row_batches
+from torchx_apps.tasks.question import (
+    SHOWN,
+    TaskQuestion,
+    recommendation_lines,
+    row_batches,
+)
 from torchx_apps.tasks.task import Figures, RankedEvaluator, RankedTask, heading_of
 
 _ITEM_IDS = ("item_id", "history")
@@ -85,10 +95,16 @@ class RankingTask(RankedTask):
             text += f" ({missed:,} held-out items are outside of the catalogue: neither trained nor described)"
         return text
 
-    def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
+    def loader(
+        self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int
+    ) -> ChunkLoader:
         """Returns the loader of the training rows with negatives; the last evaluator's model scores hard negatives."""
         # The schema has a label range where the loss reads labels, and none if it compares rows.
-        if config.negatives == 0 and not config.label and schema.label_range is not None:
+        if (
+            config.negatives == 0
+            and not config.label
+            and schema.label_range is not None
+        ):
             raise ValueError(
                 "loader.negatives=0 without loader.label: every row would have label 1; draw negatives, "
                 "set loader.label, or model.loss=in_batch"
@@ -98,11 +114,19 @@ class RankingTask(RankedTask):
             # Looked up when an epoch begins: the evaluator is made after the loader.
             return self._evaluators[-1].hardest(config.hard_k)
 
-        return training_loader(self.data, schema, config, refresh=refresh, rank=rank, world_size=world_size)
+        return training_loader(
+            self.data, schema, config, refresh=refresh, rank=rank, world_size=world_size
+        )
 
-    def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> RankingEvaluator:
+    def evaluator(
+        self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
+    ) -> RankingEvaluator:
         """Returns the evaluator for the figures of ``data.evaluation``."""
-        self._evaluators.append(RankingEvaluator(self.data, schema, model, runtime, self.figures, self.closed_forms))
+        self._evaluators.append(
+            RankingEvaluator(
+                self.data, schema, model, runtime, self.figures, self.closed_forms
+            )
+        )
         return self._evaluators[-1]
 
     def raw_values(self, name: str) -> pa.Array:
@@ -113,7 +137,10 @@ class RankingTask(RankedTask):
             )
         if name == "user_id":
             return with_unknown(self.data.users_by_row[1:], self.data.vocab[name])
-        return with_unknown(self.data.items_by_row[1 : self.data.num_items + 1], self.data.items.num_rows)
+        return with_unknown(
+            self.data.items_by_row[1 : self.data.num_items + 1],
+            self.data.items.num_rows,
+        )
 
     def same_ids(self, name: str) -> Sequence[str]:
         """Returns the columns of items for one of them."""
@@ -165,8 +192,15 @@ class RankingEvaluator(RankedEvaluator):
     def _labelled(self) -> dict[str, Chunk]:
         """Held-out rows with negatives, for the AUC, by split; without splits whose items have candidates."""
         candidates = self.data.evaluation.candidates
-        splits = [name for name in HELD_OUT if name not in candidates and getattr(self.data, name).num_rows]
-        return {split: self._with_oov_ids(labelled_rows(self.data, split), "user_id") for split in splits}
+        splits = [
+            name
+            for name in HELD_OUT
+            if name not in candidates and getattr(self.data, name).num_rows
+        ]
+        return {
+            split: self._with_oov_ids(labelled_rows(self.data, split), "user_id")
+            for split in splits
+        }
 
     @property
     def validated(self) -> list[str]:
@@ -190,7 +224,9 @@ class RankingEvaluator(RankedEvaluator):
         user = row["user_id"].values
         query = self._builder.user_batch(self._with_oov_ids(row, "user_id"))
         user_items = self.data.seen(user, "train", "validation").values
-        return Recommended(int(user[0]), *self.best_items("user", query, self._builder, user_items))
+        return Recommended(
+            int(user[0]), *self.best_items("user", query, self._builder, user_items)
+        )
 
     def hardest(self, k: int) -> Index:
         """Returns a function from users to their hard negatives, by the model as it is now, in evaluation. Collective.
@@ -212,7 +248,9 @@ class RankingEvaluator(RankedEvaluator):
         def index(queries: Int64) -> Int64:
             best = np.zeros((len(queries), min(k, len(items) - 1)), dtype=np.int64)
             trained = np.flatnonzero(np.isin(queries, users))
-            scores = model.interaction.score_all(vectors[users.searchsorted(queries[trained])], items).cpu()
+            scores = model.interaction.score_all(
+                vectors[users.searchsorted(queries[trained])], items
+            ).cpu()
             own_items = self.data.seen(queries[trained])
             scores[own_items.owners, own_items.values] = -torch.inf
             # Row 0 is the unknown item.
@@ -230,10 +268,14 @@ class RankingEvaluator(RankedEvaluator):
             # One question for each user, in the order of the users' ids.
             rows = rows.take(np.unique(rows["user_id"].values, return_index=True)[1])
         rows = self._with_oov_ids(rows, "user_id")
-        figures = self.question(split).of_model(self.model.module, self.runtime, self._builder, rows)
+        figures = self.question(split).of_model(
+            self.model.module, self.runtime, self._builder, rows
+        )
         if split in self.data.evaluation.candidates:
             return figures
-        predictions = self.predictions(self._labelled[split], batch_size=4_096, items=self._items)
+        predictions = self.predictions(
+            self._labelled[split], batch_size=4_096, items=self._items
+        )
         return {"auc": metrics.auc(*predictions, self.runtime), **figures}
 
     def _with_oov_ids(self, rows: Chunk, name: str) -> Chunk:
@@ -244,7 +286,9 @@ class RankingEvaluator(RankedEvaluator):
         return unseen_as_oov(rows, self.data.train, feature)
 
 
-def heldout_question(data: InteractionData, split: str, figures: Figures) -> TaskQuestion:
+def heldout_question(
+    data: InteractionData, split: str, figures: Figures
+) -> TaskQuestion:
     """Returns the question about the held-out items of ``split``, for a model and its baselines."""
     evaluation = data.evaluation
     rows = getattr(data, split)
@@ -277,6 +321,11 @@ def recommendation_text(data: InteractionData, recommended: Recommended) -> str:
     liked = data.liked.slice(recommended.user, recommended.user + 1).values[-SHOWN:]
     row = int((data.test["user_id"].values == recommended.user).argmax())
     held_out = int(data.test["item_id"].values[row])
-    lines = [f"user {users[recommended.user]} liked before: " + "; ".join(titles[item] for item in liked)]
-    lines += recommendation_lines(recommended.items, recommended.scores, titles.__getitem__, [held_out])
+    lines = [
+        f"user {users[recommended.user]} liked before: "
+        + "; ".join(titles[item] for item in liked)
+    ]
+    lines += recommendation_lines(
+        recommended.items, recommended.scores, titles.__getitem__, [held_out]
+    )
     return "\n".join(lines)

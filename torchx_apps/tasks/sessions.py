@@ -9,7 +9,13 @@ import numpy as np
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.datasets.sequences import HELD_OUT, HeldOut, SequenceData, most_recent, training_windows
+from torchrec_ext.data.datasets.sequences import (
+    HELD_OUT,
+    HeldOut,
+    SequenceData,
+    most_recent,
+    training_windows,
+)
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.sessions import SessionLoader
@@ -20,7 +26,13 @@ from torchrec_ext.train.config import Record
 from torchx_apps.tasks.baselines import ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_sequences
 from torchx_apps.tasks.question import SHOWN, TaskQuestion, recommendation_lines
-from torchx_apps.tasks.task import USUAL_FIGURES, Figures, RankedEvaluator, RankedTask, heading_of
+from torchx_apps.tasks.task import (
+    USUAL_FIGURES,
+    Figures,
+    RankedEvaluator,
+    RankedTask,
+    heading_of,
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,9 @@ class SessionTask(RankedTask):
             "catalogue"
         )
 
-    def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> SessionLoader:
+    def loader(
+        self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int
+    ) -> SessionLoader:
         """Returns the loader of the training sequences, cut to make each item but a user's first a target once."""
         if schema.catalogue and config.negatives:
             raise ValueError(
@@ -83,12 +97,21 @@ class SessionTask(RankedTask):
             )
         windows = training_windows(self.data.training(), self.data.max_length)
         return SessionLoader(
-            windows, schema, config=config, num_items=self.data.num_items, rank=rank, world_size=world_size
+            windows,
+            schema,
+            config=config,
+            num_items=self.data.num_items,
+            rank=rank,
+            world_size=world_size,
         )
 
-    def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> SessionEvaluator:
+    def evaluator(
+        self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
+    ) -> SessionEvaluator:
         """Returns the evaluator of ``figures``."""
-        return SessionEvaluator(self.data, schema, model, runtime, self.figures, self.closed_forms)
+        return SessionEvaluator(
+            self.data, schema, model, runtime, self.figures, self.closed_forms
+        )
 
     def export_data(self, schema: BatchSchema) -> ExportData:
         """Returns the catalogue, and each user's items before the test item."""
@@ -104,7 +127,9 @@ class SessionEvaluator(RankedEvaluator):
     @cached_property
     def _builder(self) -> BatchBuilder:
         # Item 0 is the unknown one.
-        return BatchBuilder(self.schema, Chunk({CANDIDATES: Column(np.arange(self.data.num_items + 1))}))
+        return BatchBuilder(
+            self.schema, Chunk({CANDIDATES: Column(np.arange(self.data.num_items + 1))})
+        )
 
     @cached_property
     def _held_out(self) -> dict[str, HeldOut]:
@@ -119,7 +144,9 @@ class SessionEvaluator(RankedEvaluator):
         answers = held_out.targets[:1] if rows is None else held_out.targets[rows == 0]
         query = self._builder.user_batch(self._sessions(before))
         items, scores = self.best_items("session", query, self._builder, before.values)
-        lines = [f"the first user took last: {', '.join(map(self._name, before.values[-SHOWN:]))}"]
+        lines = [
+            f"the first user took last: {', '.join(map(self._name, before.values[-SHOWN:]))}"
+        ]
         lines += recommendation_lines(items, scores, self._name, answers.tolist())
         return "\n".join(lines)
 
@@ -131,7 +158,11 @@ class SessionEvaluator(RankedEvaluator):
         """Returns figures by name on the held-out rows of a split."""
         rows = self._sessions(self._held_out[split].before)
         return self.question(split).of_model(
-            self.model.module, self.runtime, self._builder, rows, towers=("session", "item")
+            self.model.module,
+            self.runtime,
+            self._builder,
+            rows,
+            towers=("session", "item"),
         )
 
     def question(self, split: str) -> TaskQuestion:

@@ -26,7 +26,13 @@ from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
 from torchx_apps.tasks.baselines import ClosedForms
 from torchx_apps.tasks.dynamic_ids import columns_like, values_of_prepared
-from torchx_apps.tasks.export_data import ExportData, of_streamed, tower_columns, without_item, without_item_tower
+from torchx_apps.tasks.export_data import (
+    ExportData,
+    of_streamed,
+    tower_columns,
+    without_item,
+    without_item_tower,
+)
 from torchx_apps.tasks.question import TaskQuestion
 from torchx_apps.tasks.task import BATCH_ROWS, Figures, RankedEvaluator, RankedTask
 
@@ -71,7 +77,10 @@ class StreamedTask(RankedTask):
 
     def describe(self) -> str:
         """Returns the set's name and size as one line."""
-        rows = ", ".join(f"{source.num_rows:,} {split} rows" for split, source in self.data.splits.items())
+        rows = ", ".join(
+            f"{source.num_rows:,} {split} rows"
+            for split, source in self.data.splits.items()
+        )
         tables = len(self.data.features)
         dense = len(self.data.dense)
         return f"{self.name}, {rows}, {tables} tables of {sum(self.data.vocab.values()):,} rows, {dense} dense columns"
@@ -79,12 +88,18 @@ class StreamedTask(RankedTask):
     def with_roles(self, config: LoaderConfig) -> LoaderConfig:
         """Fills the loader's label and weight columns from the preprocessing, if they are not set."""
         roles = self.data.roles
-        return dataclasses.replace(config, label=config.label or roles.label, weight=config.weight or roles.weight)
+        return dataclasses.replace(
+            config,
+            label=config.label or roles.label,
+            weight=config.weight or roles.weight,
+        )
 
     def unservable(self, model: Any) -> str | None:
         """Explains why no bundle can be made of the rows with this model; None if one can."""
         if self.data.roles.item is None:
-            return without_item(f"the preprocessing of '{self.data.name}' names no item")
+            return without_item(
+                f"the preprocessing of '{self.data.name}' names no item"
+            )
         return without_item_tower(model, self.data.towers["item"])
 
     def positives(self, config: LoaderConfig, tasks: Sequence[str] = ()) -> list[float]:
@@ -92,9 +107,14 @@ class StreamedTask(RankedTask):
         del config
         sums = self.data.task_positives["train"] if tasks else {}
         total = self.data.positives["train"][1]
-        return [self.data.share("train"), *(positive_share(sums[name][0], total) for name in tasks)]
+        return [
+            self.data.share("train"),
+            *(positive_share(sums[name][0], total) for name in tasks),
+        ]
 
-    def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
+    def loader(
+        self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int
+    ) -> ChunkLoader:
         """Returns the loader of the labelled training rows; it reads them while the epoch runs."""
         source = self.data.splits["train"]
         config = self.with_roles(config)
@@ -105,16 +125,26 @@ class StreamedTask(RankedTask):
             item_ids, items = self.data.items
             everything = CatalogueCandidates(item_ids)
         return ChunkLoader(
-            source, schema, config=config, items=items, negatives=everything, rank=rank, world_size=world_size
+            source,
+            schema,
+            config=config,
+            items=items,
+            negatives=everything,
+            rank=rank,
+            world_size=world_size,
         )
 
-    def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> StreamedEvaluator:
+    def evaluator(
+        self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
+    ) -> StreamedEvaluator:
         """Returns the evaluator of AUC, log loss, normalised entropy, calibration and the catalogue's ranking.
 
         Raises:
             ValueError: figures or baselines of a ranking are set, and the catalogue is not ranked.
         """
-        evaluator = StreamedEvaluator(self.data, schema, model, runtime, self.figures, self.closed_forms)
+        evaluator = StreamedEvaluator(
+            self.data, schema, model, runtime, self.figures, self.closed_forms
+        )
         baselines = self.closed_forms.names if self.closed_forms else ()
         if (self.figures or baselines) and evaluator.towers is None:
             setting = f"evaluation.baselines={','.join(baselines)}"
@@ -193,7 +223,9 @@ class StreamedEvaluator(RankedEvaluator):
             classes = ((rate, share), (1 - rate, 1 - share))
             figures[f"{prefix}auc"] = 0.5
             if self.calibrated:
-                figures[f"{prefix}log_loss"] = -sum(weight * math.log(chance) for weight, chance in classes if weight)
+                figures[f"{prefix}log_loss"] = -sum(
+                    weight * math.log(chance) for weight, chance in classes if weight
+                )
         question = self.question(split)
         if question is not None:
             figures |= question.of_popularity(torch.from_numpy(self.data.popularity))
@@ -204,7 +236,9 @@ class StreamedEvaluator(RankedEvaluator):
         ranking = self._ranking(split)
         return None if ranking is None else ranking.question
 
-    def _constants(self, split: str) -> Iterator[tuple[str, tuple[float, float], float]]:
+    def _constants(
+        self, split: str
+    ) -> Iterator[tuple[str, tuple[float, float], float]]:
         """Yields each label's prefix of figures, its positives and their total, and their share in training."""
         data = self.data
         if not self.tasks:
@@ -227,11 +261,15 @@ class StreamedEvaluator(RankedEvaluator):
         runtime = self.runtime
         size = BATCH_ROWS * runtime.world_size
         sums: dict[str, metrics.ClassificationMetrics] = {}
-        for output in self.outputs(self.data.splits[split], size, label=roles.label, weight=roles.weight):
+        for output in self.outputs(
+            self.data.splits[split], size, label=roles.label, weight=roles.weight
+        ):
             tasks = getattr(output, "tasks", None) or {}
             outputs = {f"{name}_": task for name, task in tasks.items()} or {"": output}
             for prefix, each in outputs.items():
-                classification = sums.setdefault(prefix, metrics.ClassificationMetrics(runtime.device))
+                classification = sums.setdefault(
+                    prefix, metrics.ClassificationMetrics(runtime.device)
+                )
                 classification.update(each.logits, each.labels, each.weights)
         record: Record = {}
         for prefix, classification in sums.items():
@@ -242,7 +280,9 @@ class StreamedEvaluator(RankedEvaluator):
             return record
         # Read only now: the catalogue takes a pass over the training rows.
         builder = self.builder(self.data.items[1])
-        return record | ranking.question.of_model(self.model.module, runtime, builder, ranking.rows, self.towers)
+        return record | ranking.question.of_model(
+            self.model.module, runtime, builder, ranking.rows, self.towers
+        )
 
     def _ranking(self, split: str) -> _RankedRows | None:
         """Returns the rows to rank the catalogue for; None if it is not ranked."""
@@ -252,7 +292,9 @@ class StreamedEvaluator(RankedEvaluator):
             rows = held_out_rows(self.data, split)
             self._rankings[split] = None
             if rows.num_rows:
-                self._rankings[split] = _RankedRows(rows, question_of(self.data, rows, self.ranking_figures))
+                self._rankings[split] = _RankedRows(
+                    rows, question_of(self.data, rows, self.ranking_figures)
+                )
         return self._rankings[split]
 
 
@@ -292,7 +334,10 @@ def held_out_rows(data: StreamedData, split: str) -> Chunk:
     roles_read = [roles.label, roles.item]
     item_ids, _ = data.items
     # A first pass counts the rows to choose from, since a split may not fit memory.
-    count = sum(int(_wanted(chunk, data, item_ids).sum()) for chunk in data.chunks(split, roles_read))
+    count = sum(
+        int(_wanted(chunk, data, item_ids).sum())
+        for chunk in data.chunks(split, roles_read)
+    )
     every = max(1, -(-count // data.ranked))
     names = list(dict.fromkeys([*roles_read, *data.features, *data.dense]))
     pieces = []
@@ -320,4 +365,6 @@ def question_of(data: StreamedData, held_out: Chunk, figures: Figures) -> TaskQu
     owners, items = np.unique(_clicks(data, np.unique(users[users > 0])), axis=1)
     user_items = Column.grouped(items, owners, 1 + int(users.max())).take(users)
     nobody = np.setdiff1d(np.arange(data.vocab[item]), item_ids)
-    return TaskQuestion.about(held_out[item].values, user_items, figures, not_items=nobody.tolist())
+    return TaskQuestion.about(
+        held_out[item].values, user_items, figures, not_items=nobody.tolist()
+    )

@@ -49,7 +49,13 @@ class Evaluator(ABC):
 
     data: Any
 
-    def __init__(self, data: Any, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        data: Any,
+        schema: BatchSchema,
+        model: DistributedModelParallel,
+        runtime: Runtime,
+    ) -> None:
         self.data = data
         self.schema = schema
         self.model = model
@@ -119,12 +125,24 @@ class Evaluator(ABC):
             weight: column of the weights, or None.
             items: row i holds the features of item i; None if the rows have them.
         """
-        config = LoaderConfig(batch_size=batch_size, negatives=0, label=label, weight=weight, shuffle=False)
+        config = LoaderConfig(
+            batch_size=batch_size,
+            negatives=0,
+            label=label,
+            weight=weight,
+            shuffle=False,
+        )
         rank = self.runtime.rank
         world_size = self.runtime.world_size
         # Figures do not depend on the order, so each rank reads its own part of files.
         loader = ChunkLoader(
-            rows, self.schema, config=config, items=items, rank=rank, world_size=world_size, in_order=False
+            rows,
+            self.schema,
+            config=config,
+            items=items,
+            rank=rank,
+            world_size=world_size,
+            in_order=False,
         )
         for batch in metrics.watched(loader, len(loader)):
             with torch.no_grad():
@@ -132,7 +150,9 @@ class Evaluator(ABC):
                 output = self.model.module(self.rows(batch).to(self.runtime.device))[1]
             yield output
 
-    def predictions(self, rows: Chunk, batch_size: int, *, items: Chunk | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def predictions(
+        self, rows: Chunk, batch_size: int, *, items: Chunk | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns logits, labels and weights of this rank's rows, (B,) each; arguments as for :meth:`outputs`."""
         outputs = list(self.outputs(rows, batch_size, items=items))
         logits = torch.cat([output.logits for output in outputs])
@@ -285,7 +305,9 @@ class Task(ABC):
         """Returns the set's name and size as one line."""
 
     @abstractmethod
-    def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ResumableLoader:
+    def loader(
+        self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int
+    ) -> ResumableLoader:
         """Returns the loader of one rank's training batches.
 
         Raises:
@@ -293,7 +315,9 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> Evaluator:
+    def evaluator(
+        self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
+    ) -> Evaluator:
         """Returns the evaluator of a model on this rank."""
 
     @property
@@ -333,7 +357,9 @@ class Task(ABC):
         """Fills the loader's columns from the data; there is nothing to fill by default."""
         return config
 
-    def with_evaluation(self, evaluation: EvaluationConfig, closed_form: ClosedFormConfig) -> Task:
+    def with_evaluation(
+        self, evaluation: EvaluationConfig, closed_form: ClosedFormConfig
+    ) -> Task:
         """Returns the task with these figures and baselines; by default rows are not ranked.
 
         Raises:
@@ -341,7 +367,11 @@ class Task(ABC):
         """
         del closed_form
         settings = dataclasses.asdict(evaluation)
-        texts = [f"evaluation.{name}={','.join(value)}" for name, value in settings.items() if value]
+        texts = [
+            f"evaluation.{name}={','.join(value)}"
+            for name, value in settings.items()
+            if value
+        ]
         if texts:
             raise ValueError(
                 f"{', '.join(texts)}: the rows of '{self.name}' have labels, which are predicted and not ranked; leave "
@@ -381,7 +411,9 @@ class Task(ABC):
         names = [config.label, *tasks]
         if any(name and name not in rows for name in (*names, config.weight)):
             return []
-        weights = rows[config.weight].values.astype(np.float64) if config.weight else None
+        weights = (
+            rows[config.weight].values.astype(np.float64) if config.weight else None
+        )
         # Each row comes with its drawn negatives, which have label 0 in all tasks.
         loaded = 1 + config.negatives
         # Half a positive among all rows: log-odds of 0 or 1 would not be finite.
@@ -417,7 +449,14 @@ class RankedTask(Task):
     baselines: Sequence[str] = ()
     closed_form: ClosedFormConfig = field(default_factory=ClosedFormConfig)
 
-    def with_evaluation(self, evaluation: EvaluationConfig, closed_form: ClosedFormConfig) -> RankedTask:
+    def with_evaluation(
+        self, evaluation: EvaluationConfig, closed_form: ClosedFormConfig
+    ) -> RankedTask:
         """Returns the task with these figures and baselines."""
         figures = tuple(evaluation.figures) if evaluation.metrics else self.figures
-        return dataclasses.replace(self, figures=figures, baselines=evaluation.baselines, closed_form=closed_form)
+        return dataclasses.replace(
+            self,
+            figures=figures,
+            baselines=evaluation.baselines,
+            closed_form=closed_form,
+        )

@@ -14,7 +14,14 @@ import pytest
 
 from torchrec_ext.data.datasets import catalog as datasets
 from torchrec_ext.data.datasets import catalog as download
-from torchrec_ext.data.datasets.catalog import DataConfig, DatasetUnavailable, Download, fetch, load_dataset, sha256
+from torchrec_ext.data.datasets.catalog import (
+    DataConfig,
+    DatasetUnavailable,
+    Download,
+    fetch,
+    load_dataset,
+    sha256,
+)
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.movielens import GENRES, from_parquet
 from torchrec_ext.schema import DataError
@@ -37,7 +44,9 @@ MOVIES = (
 )
 
 
-def publish(path: Path, ratings: str = RATINGS, users: str = USERS, movies: str = MOVIES) -> Download:
+def publish(
+    path: Path, ratings: str = RATINGS, users: str = USERS, movies: str = MOVIES
+) -> Download:
     """A zip in the publisher's form, and where to get it."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in (("u.data", ratings), ("u.user", users), ("u.item", movies)):
@@ -89,7 +98,9 @@ def test_the_set_is_downloaded_once_and_then_found_in_the_cache(
 def test_the_publishers_text_becomes_features(publisher: Download) -> None:
     data = load_dataset("ml-100k", progress=False)
     assert data.titles is not None
-    assert data.items_by_row.tolist() == [0, 1, 3, 242, 267], "rows of the items that there are"
+    assert data.items_by_row.tolist() == [0, 1, 3, 242, 267], (
+        "rows of the items that there are"
+    )
     assert [data.titles[row] for row in range(5)] == [
         "(unknown)",
         "Toy Story",
@@ -97,22 +108,41 @@ def test_the_publishers_text_becomes_features(publisher: Download) -> None:
         "Land Before Time III",
         "unknown",
     ]
-    assert data.items["release_year"].values[[1, 2, 3, 4, 0]].tolist() == [1, 2, 1, 0, 0]
-    assert [data.items["genres"].row(i).tolist() for i in (1, 3, 4, 0)] == [[3, 5], [3], [0], []]
+    assert data.items["release_year"].values[[1, 2, 3, 4, 0]].tolist() == [
+        1,
+        2,
+        1,
+        0,
+        0,
+    ]
+    assert [data.items["genres"].row(i).tolist() for i in (1, 3, 4, 0)] == [
+        [3, 5],
+        [3],
+        [0],
+        [],
+    ]
     assert data.vocab["release_year"] == 3
     assert data.users_by_row[data.test["user_id"].values].tolist() == [196]
-    assert data.test["zip_prefix"].values.tolist() == [11], "a Canadian code starts with a letter"
-    assert data.test["age"].values[0] == pytest.approx((49 - 35) / 15)
-    assert data.train["zip_prefix"].values[data.users_by_row[data.train["user_id"].values] == 22].tolist() == [5], (
-        "'4' is the fifth digit"
+    assert data.test["zip_prefix"].values.tolist() == [11], (
+        "a Canadian code starts with a letter"
     )
+    assert data.test["age"].values[0] == pytest.approx((49 - 35) / 15)
+    assert data.train["zip_prefix"].values[
+        data.users_by_row[data.train["user_id"].values] == 22
+    ].tolist() == [5], "'4' is the fifth digit"
 
 
 @pytest.mark.unit
-def test_two_processes_at_once_leave_one_whole_file(publisher: Download, home: Path) -> None:
+def test_two_processes_at_once_leave_one_whole_file(
+    publisher: Download, home: Path
+) -> None:
     results: list[int] = []
     threads = [
-        threading.Thread(target=lambda: results.append(load_dataset("ml-100k", progress=False).train.num_rows))
+        threading.Thread(
+            target=lambda: results.append(
+                load_dataset("ml-100k", progress=False).train.num_rows
+            )
+        )
         for _ in range(4)
     ]
     for thread in threads:
@@ -135,71 +165,120 @@ def test_offline_says_which_file_to_put_where(home: Path) -> None:
 
 
 @pytest.mark.unit
-def test_a_publisher_out_of_reach_is_unavailable_and_leaves_nothing(publisher: Download, home: Path) -> None:
+def test_a_publisher_out_of_reach_is_unavailable_and_leaves_nothing(
+    publisher: Download, home: Path
+) -> None:
     (home / "published.zip").unlink()
-    with pytest.raises(DatasetUnavailable, match=r"was not downloaded \(No such file.*\): put file://.*published\.zip"):
+    with pytest.raises(
+        DatasetUnavailable,
+        match=r"was not downloaded \(No such file.*\): put file://.*published\.zip",
+    ):
         load_dataset("ml-100k", progress=False)
-    assert [path.name for path in (home / "cache" / "torchrec_ext" / "ml-100k").iterdir()] == [".lock"]
+    assert [
+        path.name for path in (home / "cache" / "torchrec_ext" / "ml-100k").iterdir()
+    ] == [".lock"]
 
 
 @pytest.mark.unit
-def test_a_folder_whose_file_system_has_no_locks_is_downloaded_to(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_whose_file_system_has_no_locks_is_downloaded_to(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(download.fcntl, "flock", refuse)
     source = publish(home / "published.zip")
-    assert fetch(source, home / "kept" / "ml-100k.zip", licence="", progress=False) is None
+    assert (
+        fetch(source, home / "kept" / "ml-100k.zip", licence="", progress=False) is None
+    )
     assert (home / "kept" / "ml-100k.zip").stat().st_size == source.size
 
 
 @pytest.mark.unit
-def test_a_licence_is_shown_for_what_is_downloaded_alone(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_licence_is_shown_for_what_is_downloaded_alone(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = publish(home / "published.zip")
     gone = Download(url=f"{source.url}.gone", size=1, sha256="0")
-    assert fetch(gone, home / "kept" / "ml-100k.zip", licence="research only", progress=True)
+    assert fetch(
+        gone, home / "kept" / "ml-100k.zip", licence="research only", progress=True
+    )
     assert "research only" not in capsys.readouterr().err
-    assert fetch(source, home / "kept" / "ml-100k.zip", licence="research only", progress=True) is None
+    assert (
+        fetch(
+            source,
+            home / "kept" / "ml-100k.zip",
+            licence="research only",
+            progress=True,
+        )
+        is None
+    )
     assert "research only" in capsys.readouterr().err
 
 
 @pytest.mark.unit
-def test_another_file_than_the_published_one_is_refused_and_not_kept(home: Path) -> None:
+def test_another_file_than_the_published_one_is_refused_and_not_kept(
+    home: Path,
+) -> None:
     source = publish(home / "published.zip")
     other = Download(url=source.url, size=source.size, sha256="0" * 64)
     with pytest.raises(
-        DataError, match=rf"sha256 {source.sha256}, the publisher's file has .*sha256 {'0' * 64}; delete it"
+        DataError,
+        match=rf"sha256 {source.sha256}, the publisher's file has .*sha256 {'0' * 64}; delete it",
     ):
         fetch(other, home / "kept" / "ml-100k.zip", licence="", progress=False)
     assert [path.name for path in (home / "kept").iterdir()] == [".lock"]
 
 
 @pytest.mark.unit
-def test_a_damaged_zip_in_the_folder_is_refused(publisher: Download, home: Path) -> None:
+def test_a_damaged_zip_in_the_folder_is_refused(
+    publisher: Download, home: Path
+) -> None:
     folder = home / "data" / "ml-100k"
     folder.mkdir(parents=True)
     (folder / "ml-100k.zip").write_bytes((home / "published.zip").read_bytes()[:-7])
-    with pytest.raises(DataError, match=r"data/ml-100k/ml-100k\.zip: .* the publisher's file has"):
+    with pytest.raises(
+        DataError, match=r"data/ml-100k/ml-100k\.zip: .* the publisher's file has"
+    ):
         load_dataset("ml-100k", folder=str(home / "data"))
 
 
 @pytest.mark.unit
-def test_a_text_file_of_another_form_names_file_and_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "ML_100K", publish(home / "published.zip", users="22|25|M|writer\n"))
+def test_a_text_file_of_another_form_names_file_and_line(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        datasets, "ML_100K", publish(home / "published.zip", users="22|25|M|writer\n")
+    )
     with pytest.raises(DataError, match=r"u\.user line 1 has 4 fields, must have 5"):
         load_dataset("ml-100k", progress=False)
 
 
 @pytest.mark.unit
 @pytest.mark.filterwarnings("ignore:.*figures may differ")
-def test_parquet_that_was_written_again_is_read_with_a_warning(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_that_was_written_again_is_read_with_a_warning(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = home / "ml-100k"
     folder.mkdir()
     pq.write_table(
-        pa.table({"user_id": [1, 1], "item_id": [1, 2], "rating": [5, 4], "timestamp": [1, 2]}),
+        pa.table(
+            {
+                "user_id": [1, 1],
+                "item_id": [1, 2],
+                "rating": [5, 4],
+                "timestamp": [1, 2],
+            }
+        ),
         folder / "inter.parquet",
     )
-    users = {"user_id": [1], "age": [24], "gender": ["M"], "occupation": ["technician"], "zip_code": ["85711"]}
+    users = {
+        "user_id": [1],
+        "age": [24],
+        "gender": ["M"],
+        "occupation": ["technician"],
+        "zip_code": ["85711"],
+    }
     pq.write_table(pa.table(users), folder / "users.parquet")
     items = {
         "item_id": [1, 2],
@@ -209,12 +288,20 @@ def test_parquet_that_was_written_again_is_read_with_a_warning(home: Path, monke
     }
     pq.write_table(pa.table(items), folder / "items.parquet")
     monkeypatch.setenv("TORCHREC_EXT_DATA", str(home))
-    with pytest.warns(UserWarning, match=r"inter\.parquet: sha256 is .*figures may differ"):
+    with pytest.warns(
+        UserWarning, match=r"inter\.parquet: sha256 is .*figures may differ"
+    ):
         assert load_dataset("ml-100k").train.num_rows == 2
-    pq.write_table(pa.table({name: 2 * values for name, values in users.items()}), folder / "users.parquet")
+    pq.write_table(
+        pa.table({name: 2 * values for name, values in users.items()}),
+        folder / "users.parquet",
+    )
     with (
         pytest.warns(UserWarning, match="figures may differ"),
-        pytest.raises(DataError, match=r"users\.parquet: column 'user_id', rows 0 and 1: both describe id 1"),
+        pytest.raises(
+            DataError,
+            match=r"users\.parquet: column 'user_id', rows 0 and 1: both describe id 1",
+        ),
     ):
         load_dataset("ml-100k")
     pq.write_table(pa.table({"user_id": [1]}), folder / "items.parquet")
@@ -226,25 +313,49 @@ def test_parquet_that_was_written_again_is_read_with_a_warning(home: Path, monke
 
 
 def test_the_parquet_files_and_the_publishers_zip_give_the_same_data(
-    ml_100k: InteractionData, ml_100k_folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+    ml_100k: InteractionData,
+    ml_100k_folder: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ratings, people, movies = from_parquet(ml_100k_folder)
 
     def lines(separator: str, *columns: Any) -> str:
-        return "".join(separator.join(map(str, row)) + "\n" for row in zip(*columns, strict=True))
+        return "".join(
+            separator.join(map(str, row)) + "\n" for row in zip(*columns, strict=True)
+        )
 
     titles = [
-        "unknown" if year == "unkonwn" else f"{title} (V)" if year == "V" else f"{title} ({year})"
-        for title, year in zip(movies["movie_title"].values, movies["release_year"].values, strict=True)
+        "unknown"
+        if year == "unkonwn"
+        else f"{title} (V)"
+        if year == "V"
+        else f"{title} ({year})"
+        for title, year in zip(
+            movies["movie_title"].values, movies["release_year"].values, strict=True
+        )
     ]
     numbers = movies["item_id"].values.tolist()
     genres = [names.split() for names in movies["class"].values]
     source = publish(
         home / "published.zip",
-        ratings=lines("\t", *(ratings[name].values for name in ("user_id", "item_id", "rating", "timestamp"))),
-        users=lines("|", *(people[name].values for name in ("user_id", "age", "gender", "occupation", "zip_code"))),
+        ratings=lines(
+            "\t",
+            *(
+                ratings[name].values
+                for name in ("user_id", "item_id", "rating", "timestamp")
+            ),
+        ),
+        users=lines(
+            "|",
+            *(
+                people[name].values
+                for name in ("user_id", "age", "gender", "occupation", "zip_code")
+            ),
+        ),
         movies="".join(
-            movie(number, title, *names) for number, title, names in zip(numbers, titles, genres, strict=True)
+            movie(number, title, *names)
+            for number, title, names in zip(numbers, titles, genres, strict=True)
         ),
     )
     monkeypatch.setattr(datasets, "ML_100K", source)
@@ -271,7 +382,10 @@ def test_movielens_has_the_figures_of_its_readme(ml_100k: InteractionData) -> No
 
 @pytest.mark.unit
 def test_a_set_that_does_not_exist_is_told_with_those_that_do(home: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.name='ml-1b': no such set in .*; choose ml-100k, ml-1m-ncf, planted"):
+    with pytest.raises(
+        DataError,
+        match=r"data\.name='ml-1b': no such set in .*; choose ml-100k, ml-1m-ncf, planted",
+    ):
         load_dataset("ml-1b")
 
 

@@ -28,12 +28,22 @@ def sources(folder: Path, name: str, value: float) -> list[tuple[Any, dict[str, 
     with pa.ipc.new_file(folder / "rows.arrow", table.schema) as writer:
         writer.write_table(table)
     lists = table["history"].to_pylist()
-    columns = {column: Column(table[column].to_numpy().astype(np.int64)) for column in ("user_id", "item_id")}
-    columns |= {column: Column(table[column].to_numpy().astype(np.float32)) for column in ("row", "weight", "label")}
+    columns = {
+        column: Column(table[column].to_numpy().astype(np.int64))
+        for column in ("user_id", "item_id")
+    }
+    columns |= {
+        column: Column(table[column].to_numpy().astype(np.float32))
+        for column in ("row", "weight", "label")
+    }
     columns["history"] = Column.from_lengths(
         np.concatenate(lists).astype(np.int64), np.array([len(row) for row in lists])
     )
-    return [(ArrowSource(folder), {}), (Chunk(columns), {"device": "cpu"}), (Chunk(columns), {})]
+    return [
+        (ArrowSource(folder), {}),
+        (Chunk(columns), {"device": "cpu"}),
+        (Chunk(columns), {}),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -44,17 +54,28 @@ def sources(folder: Path, name: str, value: float) -> list[tuple[Any, dict[str, 
             5.0,
             r"column 'label'.*value 5 in row 5|column 'label', row 5: value 5 must be from 0 to 1; for other labels",
         ),
-        ("weight", -2.0, r"column 'weight'.*value -2 in row 5|column 'weight', row 5: value -2 must be 0 or more"),
+        (
+            "weight",
+            -2.0,
+            r"column 'weight'.*value -2 in row 5|column 'weight', row 5: value -2 must be 0 or more",
+        ),
     ],
 )
 @pytest.mark.parametrize("task", [False, True])
-def test_a_value_out_of_range_is_named(tmp_path: Path, name: str, value: float, text: str, task: bool) -> None:
+def test_a_value_out_of_range_is_named(
+    tmp_path: Path, name: str, value: float, text: str, task: bool
+) -> None:
     """Also where the column holds the labels of a further task."""
     schema = schema_of()
     config = {"label": "label", "weight": "weight"}
     if task and name == "label":
-        schema, config = dataclasses.replace(schema, tasks=("label",)), {"weight": "weight"}
-    options = LoaderConfig(batch_size=12, negatives=0, prefetch=0, read_ahead=0, shuffle=False, **config)  # type: ignore[arg-type]
+        schema, config = (
+            dataclasses.replace(schema, tasks=("label",)),
+            {"weight": "weight"},
+        )
+    options = LoaderConfig(
+        batch_size=12, negatives=0, prefetch=0, read_ahead=0, shuffle=False, **config
+    )  # type: ignore[arg-type]
     for rows, place in sources(tmp_path, name, value):
         with pytest.raises(DataError, match=text):
             list(ChunkLoader(rows, schema, config=options, **place))  # type: ignore[arg-type]
@@ -62,6 +83,15 @@ def test_a_value_out_of_range_is_named(tmp_path: Path, name: str, value: float, 
 
 def test_any_label_where_the_schema_says_so(tmp_path: Path) -> None:
     for rows, place in sources(tmp_path, "label", 5.0):
-        options = LoaderConfig(batch_size=12, negatives=0, prefetch=0, read_ahead=0, shuffle=False, label="label")
-        (batch,) = ChunkLoader(rows, schema_of(label_range=None), config=options, **place)  # type: ignore[arg-type]
+        options = LoaderConfig(
+            batch_size=12,
+            negatives=0,
+            prefetch=0,
+            read_ahead=0,
+            shuffle=False,
+            label="label",
+        )
+        (batch,) = ChunkLoader(
+            rows, schema_of(label_range=None), config=options, **place
+        )  # type: ignore[arg-type]
         assert batch.labels.tolist() == [1.0] * 5 + [5.0] + [1.0] * 6

@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 
 from torchrec_ext.data.datasets.interactions import InteractionData
-from torchrec_ext.data.datasets.synthetic import checkerboard, planted, planted_preferences
+from torchrec_ext.data.datasets.synthetic import (
+    checkerboard,
+    planted,
+    planted_preferences,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -21,7 +25,9 @@ def hit_rate(data: InteractionData, scores: np.ndarray, k: int) -> float:
 
 
 def popularity(data: InteractionData) -> np.ndarray:
-    return np.broadcast_to(data.popularity(), (data.vocab["user_id"], data.items.num_rows))
+    return np.broadcast_to(
+        data.popularity(), (data.vocab["user_id"], data.items.num_rows)
+    )
 
 
 def test_the_true_colour_finds_every_held_out_square() -> None:
@@ -38,13 +44,20 @@ def test_every_user_has_all_squares_of_one_colour() -> None:
     assert len(pairs.users) == 7 * 4
 
 
-def test_no_ranking_of_planted_data_beats_the_true_preferences_by_more_than_chance() -> None:
+def test_no_ranking_of_planted_data_beats_the_true_preferences_by_more_than_chance() -> (
+    None
+):
     data = planted(users=4_000)
     truth = hit_rate(data, planted_preferences(users=4_000), 10)
     noise = np.sqrt(truth * (1 - truth) / 4_000)
     assert abs(truth - data.best["HR@10"]) < 4 * noise
     assert hit_rate(data, popularity(data), 10) < data.best["HR@10"] / 3
-    assert data.best["HR@1"] == data.best["NDCG@1"] < data.best["NDCG@10"] < data.best["HR@10"]
+    assert (
+        data.best["HR@1"]
+        == data.best["NDCG@1"]
+        < data.best["NDCG@10"]
+        < data.best["HR@10"]
+    )
 
 
 def test_the_user_and_item_features_carry_the_signal() -> None:
@@ -59,13 +72,19 @@ def test_the_seed_decides_everything() -> None:
     one, same, other = (planted(users=60, items=80, seed=seed) for seed in (1, 1, 2))
     for name in one.train:
         assert np.array_equal(one.train[name].values, same.train[name].values)
-    assert not np.array_equal(one.train["item_id"].values[:50], other.train["item_id"].values[:50])
+    assert not np.array_equal(
+        one.train["item_id"].values[:50], other.train["item_id"].values[:50]
+    )
 
 
 @pytest.mark.parametrize(
-    "data", [planted(users=30, items=60), checkerboard(users=8, items=10)], ids=lambda data: data.name
+    "data",
+    [planted(users=30, items=60), checkerboard(users=8, items=10)],
+    ids=lambda data: data.name,
 )
-def test_generated_data_has_the_columns_of_movielens_within_its_vocabulary(data: InteractionData) -> None:
+def test_generated_data_has_the_columns_of_movielens_within_its_vocabulary(
+    data: InteractionData,
+) -> None:
     assert set(data.vocab) == {
         "user_id",
         "gender",
@@ -78,7 +97,15 @@ def test_generated_data_has_the_columns_of_movielens_within_its_vocabulary(data:
     }
     assert data.dense == ("age",)
     for chunk in (data.train, data.validation, data.test):
-        assert {"user_id", "gender", "occupation", "zip_prefix", "history", "item_id", "age"} <= set(chunk)
+        assert {
+            "user_id",
+            "gender",
+            "occupation",
+            "zip_prefix",
+            "history",
+            "item_id",
+            "age",
+        } <= set(chunk)
     for name, rows in data.vocab.items():
         values = (data.items if name in data.items else data.train)[name].values
         assert 0 <= values.min() <= values.max() < rows

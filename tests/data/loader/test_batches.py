@@ -16,7 +16,9 @@ DATA = planted(users=40, items=60, clusters=4)
 
 def schema(**options: str) -> BatchSchema:
     tables = [
-        EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=rows, feature_names=[name])
+        EmbeddingBagConfig(
+            name=name, embedding_dim=4, num_embeddings=rows, feature_names=[name]
+        )
         for name, rows in DATA.vocab.items()
     ]
     return BatchSchema.from_tables(tables, dense=DATA.dense, **options)  # type: ignore[arg-type]
@@ -29,31 +31,49 @@ def bags(batch: object, name: str) -> list[list[int]]:
 def test_a_user_stands_beside_each_candidate_with_the_candidates_features() -> None:
     rows = DATA.train.take(np.array([5, 0]))
     candidates = np.array([[3, 1, 2], [9, 9, 0]])
-    batch = BatchBuilder(schema(), DATA.items).pairs(rows, candidates, labels=np.array([[1, 0, 0], [1, 0, 0]]))
+    batch = BatchBuilder(schema(), DATA.items).pairs(
+        rows, candidates, labels=np.array([[1, 0, 0], [1, 0, 0]])
+    )
     assert batch.sparse.keys() == schema().keys
     assert batch.labels.tolist() == [1, 0, 0, 1, 0, 0]
     assert bags(batch, "item_id") == [[3], [1], [2], [9], [9], [0]]
-    assert bags(batch, "history") == [rows["history"].row(at).tolist() for at in (0, 0, 0, 1, 1, 1)]
-    assert bags(batch, "genres") == [DATA.items["genres"].row(item).tolist() for item in (3, 1, 2, 9, 9, 0)]
-    assert bags(batch, "user_id") == [[user] for user in rows["user_id"].values.repeat(3).tolist()]
-    assert torch.equal(batch.dense[:, 0], torch.from_numpy(rows["age"].values.repeat(3)))
+    assert bags(batch, "history") == [
+        rows["history"].row(at).tolist() for at in (0, 0, 0, 1, 1, 1)
+    ]
+    assert bags(batch, "genres") == [
+        DATA.items["genres"].row(item).tolist() for item in (3, 1, 2, 9, 9, 0)
+    ]
+    assert bags(batch, "user_id") == [
+        [user] for user in rows["user_id"].values.repeat(3).tolist()
+    ]
+    assert torch.equal(
+        batch.dense[:, 0], torch.from_numpy(rows["age"].values.repeat(3))
+    )
     assert batch.total_weight == 6
 
 
 def test_without_candidates_a_row_is_paired_with_its_own_item() -> None:
     batch = BatchBuilder(schema(), DATA.items).pairs(DATA.test.slice(0, 4))
-    assert bags(batch, "item_id") == [[item] for item in DATA.test["item_id"].values[:4].tolist()]
+    assert bags(batch, "item_id") == [
+        [item] for item in DATA.test["item_id"].values[:4].tolist()
+    ]
     assert bags(batch, "genres") == [
-        DATA.items["genres"].row(item).tolist() for item in DATA.test["item_id"].values[:4]
+        DATA.items["genres"].row(item).tolist()
+        for item in DATA.test["item_id"].values[:4]
     ]
 
 
 def test_one_side_alone_has_every_key_and_the_other_side_empty() -> None:
     builder = BatchBuilder(schema(), DATA.items)
-    users, items = builder.user_batch(DATA.test.slice(0, 3)), builder.item_batch(np.arange(7))
+    users, items = (
+        builder.user_batch(DATA.test.slice(0, 3)),
+        builder.item_batch(np.arange(7)),
+    )
     assert users.sparse.keys() == items.sparse.keys() == schema().keys
     assert bags(users, "genres") == bags(users, "item_id") == [[]] * 3
-    assert bags(users, "history") == [DATA.test["history"].row(at).tolist() for at in range(3)]
+    assert bags(users, "history") == [
+        DATA.test["history"].row(at).tolist() for at in range(3)
+    ]
     assert bags(items, "history") == bags(items, "user_id") == [[]] * 7
     assert items.dense.tolist() == [[0.0]] * 7
     assert bags(items, "item_id") == [[item] for item in range(7)]
@@ -76,7 +96,9 @@ def test_an_item_without_features_is_named_or_mapped() -> None:
         DataError,
         match=r"feature 'item_id' of table .*: id 61 in row 70 has no features \(known items: 0 to 60; 1 such",
     ):
-        BatchBuilder(schema(), DATA.items).pairs(rows, candidates, row_numbers=np.array([50, 70]))
+        BatchBuilder(schema(), DATA.items).pairs(
+            rows, candidates, row_numbers=np.array([50, 70])
+        )
     batch = BatchBuilder(schema(out_of_range="oov"), DATA.items).pairs(rows, candidates)
     assert bags(batch, "item_id") == [[1], [2], [3], [0]]
 
@@ -86,11 +108,17 @@ def test_a_missing_or_mistyped_column_is_named() -> None:
     builder = BatchBuilder(schema(), DATA.items)
     with pytest.raises(DataError, match="column 'gender' is missing"):
         builder.pairs(rows.select([name for name in rows if name != "gender"]))
-    with pytest.raises(DataError, match=r"column 'gender' is object, ids must be integers"):
-        builder.pairs(rows.with_columns({"gender": Column(np.array(["M", "F"], dtype=object))}))
+    with pytest.raises(
+        DataError, match=r"column 'gender' is object, ids must be integers"
+    ):
+        builder.pairs(
+            rows.with_columns({"gender": Column(np.array(["M", "F"], dtype=object))})
+        )
     with pytest.raises(DataError, match=r"feature 'gender': ids are float64"):
         builder.pairs(rows.with_columns({"gender": Column(np.array([1.0, 2.0]))}))
-    with pytest.raises(DataError, match=r"column 'age' is ragged, must be one number per row"):
+    with pytest.raises(
+        DataError, match=r"column 'age' is ragged, must be one number per row"
+    ):
         builder.pairs(rows.with_columns({"age": rows["history"]}))
 
 
@@ -98,7 +126,11 @@ def test_read_only_memory_is_copied_before_torch_owns_it() -> None:
     values = np.array([1, 2])
     values.flags.writeable = False
     plain = BatchSchema.from_tables(
-        [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=3, feature_names=["id"])]
+        [
+            EmbeddingBagConfig(
+                name="t", embedding_dim=4, num_embeddings=3, feature_names=["id"]
+            )
+        ]
     )
     batch = BatchBuilder(plain, None).pairs(Chunk({"id": Column(values)}))
     batch.sparse.values()[0] = 0
@@ -107,7 +139,11 @@ def test_read_only_memory_is_copied_before_torch_owns_it() -> None:
 
 def test_dense_columns_of_any_number_type_stand_beside_each_candidate() -> None:
     plain = BatchSchema.from_tables(
-        [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["item_id"])],
+        [
+            EmbeddingBagConfig(
+                name="t", embedding_dim=4, num_embeddings=9, feature_names=["item_id"]
+            )
+        ],
         dense=["count", "share", "yes"],
     )
     rows = Chunk(
@@ -120,8 +156,12 @@ def test_dense_columns_of_any_number_type_stand_beside_each_candidate() -> None:
     batch = BatchBuilder(plain, Chunk({"item_id": Column(np.arange(9))})).pairs(
         rows, np.array([[1, 2], [3, 4]]), padded_rows=3
     )
-    assert batch.dense.tolist() == [[3, 0.25, 1]] * 2 + [[4, 0.5, 0]] * 2 + [[0, 0, 0]] * 2
+    assert (
+        batch.dense.tolist() == [[3, 0.25, 1]] * 2 + [[4, 0.5, 0]] * 2 + [[0, 0, 0]] * 2
+    )
     with pytest.raises(DataError, match="column 'share' is missing; the batch has"):
         BatchBuilder(plain, None).pairs(
-            rows.with_columns({"item_id": Column(np.array([1, 2]))}).select(["item_id", "count", "yes"])
+            rows.with_columns({"item_id": Column(np.array([1, 2]))}).select(
+                ["item_id", "count", "yes"]
+            )
         )

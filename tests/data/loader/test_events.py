@@ -22,16 +22,24 @@ pytestmark = pytest.mark.unit
 
 def schema() -> Any:
     tables = [
-        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=9, embedding_dim=4)
+        EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=9, embedding_dim=4
+        )
         for name in ("user_id", "item_id")
     ]
-    model = two_tower(tables[:1], tables[1:], shared=["user"], device=torch.device("meta"))
+    model = two_tower(
+        tables[:1], tables[1:], shared=["user"], device=torch.device("meta")
+    )
     return model.schema().with_dynamic(["user_id", "item_id"])
 
 
-def loader(folder: Path, *, stop: Any = lambda: False, negatives: int = 2, **settings: Any) -> EventLoader:
+def loader(
+    folder: Path, *, stop: Any = lambda: False, negatives: int = 2, **settings: Any
+) -> EventLoader:
     config = EventsConfig(folder=str(folder), until_idle_s=0.05, **settings)
-    return EventLoader(config, schema(), batch_size=10, negatives=negatives, seed=1, stop=stop)
+    return EventLoader(
+        config, schema(), batch_size=10, negatives=negatives, seed=1, stop=stop
+    )
 
 
 def write(folder: Path, count: int) -> None:
@@ -42,7 +50,12 @@ def write(folder: Path, count: int) -> None:
 
 def rows(batch: TowerBatch) -> list[Any]:
     items = batch.ids("item_id").tolist()
-    return [batch.ids("user_id").tolist(), items, batch.labels.tolist(), batch.weights.tolist()]
+    return [
+        batch.ids("user_id").tolist(),
+        items,
+        batch.labels.tolist(),
+        batch.weights.tolist(),
+    ]
 
 
 def test_a_resumed_loader_goes_on_where_it_was_saved(tmp_path: Path) -> None:
@@ -65,26 +78,34 @@ def test_a_resumed_loader_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     assert [rows(batch) for batch in resumed] == batches[2:]
 
 
-def test_negatives_are_items_of_the_batch_and_never_the_events_own(tmp_path: Path) -> None:
+def test_negatives_are_items_of_the_batch_and_never_the_events_own(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, 10)
     (batch,) = loader(tmp_path)
     items = batch.ids("item_id").view(10, 3)
     weights = batch.weights.view(10, 3)
     assert batch.labels.view(10, 3).tolist() == [[1.0, 0.0, 0.0]] * 10
-    assert ((weights == 0) == (items == items[:, :1]) & torch.tensor([False, True, True])).all()
+    assert (
+        (weights == 0) == (items == items[:, :1]) & torch.tensor([False, True, True])
+    ).all()
     assert items.max() < 4
 
 
 def test_how_likely_a_candidate_is_drawn_is_its_share_of_the_batch() -> None:
     items = np.array([5, 5, 5, 8])
-    events = Events(users=items, items=items, labels=np.ones(4, np.float32), times=np.ones(4))
+    events = Events(
+        users=items, items=items, labels=np.ones(4, np.float32), times=np.ones(4)
+    )
     drawn = EventRows.drawn(events, 50, (1, 2))
     share = np.where(drawn.items == 5, 0.75, 0.25)
     np.testing.assert_allclose(np.exp(drawn.log_q), share, rtol=1e-6)
     assert abs((drawn.items[:, 1:] == 5).mean() - 0.75) < 0.1
 
 
-def test_a_run_ends_after_a_number_of_events_or_when_it_is_asked_to(tmp_path: Path) -> None:
+def test_a_run_ends_after_a_number_of_events_or_when_it_is_asked_to(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, 34)
     assert [len(rows(batch)[0]) for batch in loader(tmp_path, events=25)] == [10, 10, 5]
     asked: list[int] = []
@@ -99,7 +120,11 @@ def test_a_batch_is_cut_after_some_seconds(tmp_path: Path) -> None:
     late = threading.Timer(0.15, write, (tmp_path, 12))
     late.start()
     begin = time.monotonic()
-    cut = EventLoader(EventsConfig(folder=str(tmp_path), batch_s=0.05, until_idle_s=0.4), schema(), batch_size=10)
+    cut = EventLoader(
+        EventsConfig(folder=str(tmp_path), batch_s=0.05, until_idle_s=0.4),
+        schema(),
+        batch_size=10,
+    )
     sizes = [len(batch) for batch in cut]
     assert sizes[0] == 3
     assert sum(sizes) == 15

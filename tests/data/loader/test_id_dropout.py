@@ -57,26 +57,47 @@ def tables_of(data: InteractionData, *names: str) -> list[EmbeddingBagConfig]:
 
 
 def model(
-    data: InteractionData, *, shared: bool = True, device: torch.device | None = META, **options: Any
+    data: InteractionData,
+    *,
+    shared: bool = True,
+    device: torch.device | None = META,
+    **options: Any,
 ) -> TowerModel:
-    users, items = tables_of(data, "user_id", "occupation", "history"), tables_of(data, "item_id", "genres")
-    return two_tower(users, items, shared=("user",) if shared else (), device=device, **options)
+    users, items = (
+        tables_of(data, "user_id", "occupation", "history"),
+        tables_of(data, "item_id", "genres"),
+    )
+    return two_tower(
+        users, items, shared=("user",) if shared else (), device=device, **options
+    )
 
 
 def loader(
-    data: InteractionData, schema: BatchSchema, rank: int = 0, world_size: int = 1, **config: Any
+    data: InteractionData,
+    schema: BatchSchema,
+    rank: int = 0,
+    world_size: int = 1,
+    **config: Any,
 ) -> ChunkLoader:
     config = {"batch_size": 32, "negatives": 3, "prefetch": 0} | config
-    return training_loader(data, schema, LoaderConfig(**config), rank=rank, world_size=world_size)
+    return training_loader(
+        data, schema, LoaderConfig(**config), rank=rank, world_size=world_size
+    )
 
 
 def bags(batch: TowerBatch, name: str) -> list[list[int]]:
-    part = batch.shared.sparse if batch.shared is not None and name in batch.shared.sparse.keys() else batch.sparse  # noqa: SIM118
+    part = (
+        batch.shared.sparse
+        if batch.shared is not None and name in batch.shared.sparse.keys()  # noqa: SIM118
+        else batch.sparse
+    )
     values, offsets = part[name].values().tolist(), part[name].offsets().tolist()
     return [values[begin:end] for begin, end in itertools.pairwise(offsets)]
 
 
-def epoch(made: IdDropout | ChunkLoader, names: tuple[str, ...], number: int = 0) -> list[dict[str, list[list[int]]]]:
+def epoch(
+    made: IdDropout | ChunkLoader, names: tuple[str, ...], number: int = 0
+) -> list[dict[str, list[list[int]]]]:
     made.set_epoch(number)
     return [{name: bags(batch, name) for name in names} for batch in made]
 
@@ -87,12 +108,18 @@ def joined(batches: list[dict[str, list[list[int]]]], name: str) -> list[list[in
 
 @pytest.mark.unit
 @pytest.mark.parametrize("shared", [True, False])
-def test_whole_bags_become_the_oov_row_at_the_rate_asked_for_and_nothing_else_changes(shared: bool) -> None:
+def test_whole_bags_become_the_oov_row_at_the_rate_asked_for_and_nothing_else_changes(
+    shared: bool,
+) -> None:
     data = small()
     schema = model(data, shared=shared).schema(oov_ids={"item_id": 7})
     names = ("item_id", "user_id", "history", "genres", "occupation")
     before, after = (
-        epoch(made, names) for made in (loader(data, schema), IdDropout(loader(data, schema), schema, RATES))
+        epoch(made, names)
+        for made in (
+            loader(data, schema),
+            IdDropout(loader(data, schema), schema, RATES),
+        )
     )
     for name in names:
         old, new = joined(before, name), joined(after, name)
@@ -101,37 +128,55 @@ def test_whole_bags_become_the_oov_row_at_the_rate_asked_for_and_nothing_else_ch
         assert all(bag == [oov] * len(bag) for bag in changed), name
         could = sum(bag != [oov] * len(bag) for bag in old)
         rate = RATES.get(name, 0.0)
-        assert abs(len(changed) - rate * could) <= 5 * (rate * (1 - rate) * could) ** 0.5, name
+        assert (
+            abs(len(changed) - rate * could) <= 5 * (rate * (1 - rate) * could) ** 0.5
+        ), name
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_choice_is_the_same_on_any_number_of_ranks_and_at_any_batch_size(shared: bool) -> None:
+def test_the_choice_is_the_same_on_any_number_of_ranks_and_at_any_batch_size(
+    shared: bool,
+) -> None:
     data = small()
     schema = model(data, shared=shared).schema()
 
-    def items(rank: int = 0, world_size: int = 1, **config: Any) -> list[list[list[int]]]:
-        made = IdDropout(loader(data, schema, rank, world_size, drop_last=True, **config), schema, RATES, seed=3)
+    def items(
+        rank: int = 0, world_size: int = 1, **config: Any
+    ) -> list[list[list[int]]]:
+        made = IdDropout(
+            loader(data, schema, rank, world_size, drop_last=True, **config),
+            schema,
+            RATES,
+            seed=3,
+        )
         return [batch["item_id"] for batch in epoch(made, ("item_id",))]
 
     alone, ranks = items(), [items(rank, 2) for rank in range(2)]
     assert [first + second for first, second in zip(*ranks, strict=True)] == alone
     small_steps = [bag for batch in items(batch_size=16) for bag in batch]
-    assert small_steps[: 32 * 4 * len(alone)] == [bag for batch in alone for bag in batch]
+    assert small_steps[: 32 * 4 * len(alone)] == [
+        bag for batch in alone for bag in batch
+    ]
 
 
 @pytest.mark.unit
 def test_a_resumed_epoch_drops_what_the_uninterrupted_one_dropped() -> None:
     data = small()
     schema = model(data).schema()
-    whole, first, resumed = (IdDropout(loader(data, schema), schema, RATES) for _ in range(3))
+    whole, first, resumed = (
+        IdDropout(loader(data, schema), schema, RATES) for _ in range(3)
+    )
     expected = epoch(whole, ("item_id", "user_id"), 2)
     first.set_epoch(2)
     batches = iter(first)
     for _ in range(3):
         next(batches)
     resumed.load_state_dict(first.state_dict())
-    rest = [{name: bags(batch, name) for name in ("item_id", "user_id")} for batch in resumed]
+    rest = [
+        {name: bags(batch, name) for name in ("item_id", "user_id")}
+        for batch in resumed
+    ]
     assert rest == expected[3:]
 
 
@@ -141,8 +186,15 @@ def test_epochs_seeds_and_features_differ() -> None:
     schema = model(data, shared=False).schema()
 
     def dropped(name: str, number: int = 0, seed: int = 0) -> Tensor:
-        made = IdDropout(loader(data, schema, shuffle=False, negatives=0), schema, {name: 0.5}, seed=seed)
-        return torch.tensor([bag == [0] for bag in joined(epoch(made, (name,), number), name)])
+        made = IdDropout(
+            loader(data, schema, shuffle=False, negatives=0),
+            schema,
+            {name: 0.5},
+            seed=seed,
+        )
+        return torch.tensor(
+            [bag == [0] for bag in joined(epoch(made, (name,), number), name)]
+        )
 
     chosen = dropped("item_id")
     for other in (dropped("item_id", 1), dropped("item_id", 0, 1), dropped("user_id")):
@@ -155,18 +207,28 @@ def test_a_table_of_two_towers_loses_the_ids_of_the_named_feature_alone() -> Non
 
     def items(feature: str) -> EmbeddingBagConfig:
         return EmbeddingBagConfig(
-            name="item_rows", feature_names=[feature], num_embeddings=data.vocab["item_id"], embedding_dim=8
+            name="item_rows",
+            feature_names=[feature],
+            num_embeddings=data.vocab["item_id"],
+            embedding_dim=8,
         )
 
     schema = two_tower(
-        [items("history"), table("user_id", 61)], [items("item_id")], shared=("user",), device=META
+        [items("history"), table("user_id", 61)],
+        [items("item_id")],
+        shared=("user",),
+        device=META,
     ).schema()
     plain = loader(data, schema, drop_last=True)
-    for old, new in zip(list(plain), list(IdDropout(plain, schema, {"item_id": 0.3})), strict=True):
+    for old, new in zip(
+        list(plain), list(IdDropout(plain, schema, {"item_id": 0.3})), strict=True
+    ):
         assert old.shared is not None
         queries = old.shared.sparse.stride()
         was, now = (batch.joint["history|item_id"].to_dense() for batch in (old, new))
-        assert all(torch.equal(a, b) for a, b in zip(was[:queries], now[:queries], strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(was[:queries], now[:queries], strict=True)
+        )
         pairs = list(zip(was[queries:], now[queries:], strict=True))
         assert all(b.item() in (0, a.item()) for a, b in pairs)
         assert any(a.item() != b.item() for a, b in pairs)
@@ -179,9 +241,18 @@ def test_ids_that_training_does_not_hold_become_the_oov_row() -> None:
     assert feature is not None
     train = Chunk({"item_id": Column(torch.tensor([3, 5, 3]).numpy())})
     rows = Chunk(
-        {"item_id": Column(torch.tensor([5, 4, 3, -2, 10_000]).numpy()), "other": Column(torch.zeros(5).numpy())}
+        {
+            "item_id": Column(torch.tensor([5, 4, 3, -2, 10_000]).numpy()),
+            "other": Column(torch.zeros(5).numpy()),
+        }
     )
-    assert unseen_as_oov(rows, train, feature)["item_id"].values.tolist() == [5, 1, 3, 1, 1]
+    assert unseen_as_oov(rows, train, feature)["item_id"].values.tolist() == [
+        5,
+        1,
+        3,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.unit
@@ -216,8 +287,12 @@ def share_of_unseen_above_seen(rate: float, sampling: str) -> float:
         "user": Tower(tables_of(data, "user_id", "occupation"), (16,)),
         "item": Tower(tables_of(data, "item_id", "genres"), (16,)),
     }
-    known = KnownItems(KnownPairs(data.num_items, train["user_id"].values, train["item_id"].values))
-    made = RetrievalModel(towers, DotProduct([16, 16]), counts=torch.from_numpy(counts), known=known)
+    known = KnownItems(
+        KnownPairs(data.num_items, train["user_id"].values, train["item_id"].values)
+    )
+    made = RetrievalModel(
+        towers, DotProduct([16, 16]), counts=torch.from_numpy(counts), known=known
+    )
     initialise_tables(made, 0)
     schema = made.schema()
     feature = schema.feature("item_id")
@@ -225,8 +300,14 @@ def share_of_unseen_above_seen(rate: float, sampling: str) -> float:
     items = unseen_as_oov(data.items, train, feature)
     mixed = {"sampling": "mixed", "shared_negatives": 64} if sampling == "mixed" else {}
     config = LoaderConfig(batch_size=128, negatives=0, prefetch=0, **mixed)  # type: ignore[arg-type]
-    candidates = MixedCandidates(MixedNegatives(data.num_items, 64, 128), counts) if mixed else None
-    plain = ChunkLoader(train, schema, config=config, items=data.items, negatives=candidates)
+    candidates = (
+        MixedCandidates(MixedNegatives(data.num_items, 64, 128), counts)
+        if mixed
+        else None
+    )
+    plain = ChunkLoader(
+        train, schema, config=config, items=data.items, negatives=candidates
+    )
     loader = IdDropout(plain, schema, {"item_id": rate})
     optimizer = torch.optim.Adam(made.parameters(), lr=0.01)
     for epoch in range(8):
@@ -238,13 +319,19 @@ def share_of_unseen_above_seen(rate: float, sampling: str) -> float:
     builder, ids = BatchBuilder(schema, items), np.arange(1, data.num_items + 1)
     with torch.no_grad():
         users = made.eval().embed("user", builder.user_batch(data.test))
-        scores = made.interaction.score_all(users, made.embed("item", builder.item_batch(ids))).numpy()  # type: ignore[operator]
+        scores = made.interaction.score_all(
+            users, made.embed("item", builder.item_batch(ids))
+        ).numpy()  # type: ignore[operator]
     return float((scores[:, new[1:], None] > scores[:, None, ~new[1:]]).mean())
 
 
-@pytest.mark.parametrize("sampling", [pytest.param("batch", marks=pytest.mark.slow), "mixed"])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param("batch", marks=pytest.mark.slow), "mixed"]
+)
 @pytest.mark.parametrize("rate", [0.1, pytest.param(0.3, marks=pytest.mark.slow)])
-def test_the_unknown_row_is_pushed_down_as_often_as_it_is_pulled_up(rate: float, sampling: str) -> None:
+def test_the_unknown_row_is_pushed_down_as_often_as_it_is_pulled_up(
+    rate: float, sampling: str
+) -> None:
     """While it was nobody's negative each unseen item stood above each trained one, for every user."""
     assert 0.35 < share_of_unseen_above_seen(rate, sampling) < 0.65
 
@@ -253,15 +340,23 @@ def test_the_unknown_row_is_pushed_down_as_often_as_it_is_pulled_up(rate: float,
 def test_what_was_sampled_stays_beside_what_is_looked_up() -> None:
     data = small()
     made = RetrievalModel(
-        {"user": Tower(tables_of(data, "user_id"), (8,)), "item": Tower(tables_of(data, "item_id"), (8,))},
+        {
+            "user": Tower(tables_of(data, "user_id"), (8,)),
+            "item": Tower(tables_of(data, "item_id"), (8,)),
+        },
         DotProduct([8, 8]),
     )
     schema = made.schema()
     whole = list(loader(data, schema, negatives=0))
-    bare = [dataclasses.replace(batch, users=None, items=None, queries=None) for batch in whole]
+    bare = [
+        dataclasses.replace(batch, users=None, items=None, queries=None)
+        for batch in whole
+    ]
     for batches in (whole, bare):
         feed: Any = batches
-        for old, new in zip(batches, IdDropout(feed, schema, {"item_id": 0.3}), strict=True):
+        for old, new in zip(
+            batches, IdDropout(feed, schema, {"item_id": 0.3}), strict=True
+        ):
             looked_up, was = (batch.ids("item_id") for batch in (new, old))
             assert torch.equal(new.items, was)  # type: ignore[arg-type]
             dropped = looked_up != was
@@ -283,11 +378,21 @@ def coloured_items(seed: int) -> tuple[Chunk, np.ndarray, np.ndarray]:
     row, column = squares // SIDE, squares % SIDE
     new = np.zeros(SIDE * SIDE + 1, dtype=bool)
     new[rng.permutation(SIDE * SIDE)[: SIDE * SIDE // 4] + 1] = True
-    features = {"item_id": np.arange(SIDE * SIDE + 1), "a": np.r_[0, row + 1], "b": np.r_[0, column + 1]}
-    return Chunk({name: Column(ids) for name, ids in features.items()}), np.r_[-1, (row + column) % 2], new
+    features = {
+        "item_id": np.arange(SIDE * SIDE + 1),
+        "a": np.r_[0, row + 1],
+        "b": np.r_[0, column + 1],
+    }
+    return (
+        Chunk({name: Column(ids) for name, ids in features.items()}),
+        np.r_[-1, (row + column) % 2],
+        new,
+    )
 
 
-def recall_of_unseen_items(runtime: Runtime, rate: float) -> tuple[float, float, list[str]]:
+def recall_of_unseen_items(
+    runtime: Runtime, rate: float
+) -> tuple[float, float, list[str]]:
     """Users take the items of one colour, and a quarter of the items is held out entirely.
 
     Returns the share of the user's colour among as many unseen items as have it, best first; the same of the trained
@@ -297,7 +402,12 @@ def recall_of_unseen_items(runtime: Runtime, rate: float) -> tuple[float, float,
     ids, users = np.arange(1, len(colour)), np.arange(1, USERS + 1)
     user, item = users.repeat(len(ids)), np.tile(ids, USERS)
     liked = colour[item] == user % 2
-    train = Chunk({"user_id": Column(user[liked & ~new[item]]), "item_id": Column(item[liked & ~new[item]])})
+    train = Chunk(
+        {
+            "user_id": Column(user[liked & ~new[item]]),
+            "item_id": Column(item[liked & ~new[item]]),
+        }
+    )
     torch.manual_seed(0)
     made = two_tower(
         [table("user_id", USERS + 1)],
@@ -326,7 +436,9 @@ def recall_of_unseen_items(runtime: Runtime, rate: float) -> tuple[float, float,
         {"item_id": rate},
     )
     config = OptimizerConfig(tables_lr=0.1, dense_lr=1e-2)
-    plan = plan_sharding(made, runtime, PlanConfig(sharding="row_wise"), optimizer=config)
+    plan = plan_sharding(
+        made, runtime, PlanConfig(sharding="row_wise"), optimizer=config
+    )
     parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=config)
     pipeline = make_pipeline(parallel, optimizer, runtime.device)
     for epoch in range(12):
@@ -338,7 +450,9 @@ def recall_of_unseen_items(runtime: Runtime, rate: float) -> tuple[float, float,
     pipeline.detach()
     builder, trained = BatchBuilder(schema, items), parallel.module.eval()
     with torch.no_grad():
-        queries = trained.embed("user", builder.user_batch(Chunk({"user_id": Column(users)})))
+        queries = trained.embed(
+            "user", builder.user_batch(Chunk({"user_id": Column(users)}))
+        )
         scores = trained.interaction.score_all(
             queries, trained.embed("item", builder.item_batch(np.arange(len(colour))))
         ).numpy()
@@ -357,7 +471,9 @@ def recall_of_unseen_items(runtime: Runtime, rate: float) -> tuple[float, float,
 def test_an_item_never_seen_is_ranked_by_its_features() -> None:
     """Half of the items have the right colour, so chance is a recall of .5, which ids alone reach; the best is 1."""
     (without, trained, _), *_ = run_ranks(recall_of_unseen_items, 2, 0.0, timeout_s=300)
-    (dropped, still_trained, missed), *_ = run_ranks(recall_of_unseen_items, 2, 0.3, timeout_s=300)
+    (dropped, still_trained, missed), *_ = run_ranks(
+        recall_of_unseen_items, 2, 0.3, timeout_s=300
+    )
     assert missed == []
     assert trained == still_trained == 1
     assert without < 0.8

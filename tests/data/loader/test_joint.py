@@ -31,11 +31,16 @@ DATA = planted(users=40, items=60, clusters=4)
 def schema(names: Sequence[str], shared: Sequence[str], **rows: int) -> BatchSchema:
     """Features ``names`` over the table of items, and one table for each of ``rows``."""
     tables = [
-        EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=size, feature_names=[name])
+        EmbeddingBagConfig(
+            name=name, embedding_dim=4, num_embeddings=size, feature_names=[name]
+        )
         for name, size in rows.items()
     ]
     items = EmbeddingBagConfig(
-        name="item", embedding_dim=4, num_embeddings=max(ITEMS, 60) + 1, feature_names=list(names)
+        name="item",
+        embedding_dim=4,
+        num_embeddings=max(ITEMS, 60) + 1,
+        feature_names=list(names),
     )
     return BatchSchema.from_tables([*tables, items], shared=shared)
 
@@ -48,11 +53,17 @@ def test_the_user_and_the_candidates_meet_in_one_key() -> None:
     rows = DATA.train.take(np.array([5, 0]))
     candidates = np.array([[3, 1, 2], [9, 9, 0]])
     made = schema(["history", "item_id"], ["history", "user_id"], user_id=41)
-    batch = BatchBuilder(made, DATA.items.select(["item_id"])).pairs(rows, candidates, padded_rows=3)
+    batch = BatchBuilder(made, DATA.items.select(["item_id"])).pairs(
+        rows, candidates, padded_rows=3
+    )
     assert batch.joint is not None
     assert batch.joint.keys() == ["history|item_id"]
     assert batch.joint.stride() == 3 + 9
-    assert bags(batch, "history") == [rows["history"].row(0).tolist(), rows["history"].row(1).tolist(), []]
+    assert bags(batch, "history") == [
+        rows["history"].row(0).tolist(),
+        rows["history"].row(1).tolist(),
+        [],
+    ]
     assert bags(batch, "item_id") == [[3], [1], [2], [9], [9], [0], [], [], []]
     assert len(batch) == 9
 
@@ -60,33 +71,55 @@ def test_the_user_and_the_candidates_meet_in_one_key() -> None:
 def test_one_side_alone_leaves_the_other_half_empty() -> None:
     made = schema(["history", "item_id"], ["history"])
     builder = BatchBuilder(made, DATA.items.select(["item_id"]))
-    users, items = builder.user_batch(DATA.test.slice(0, 3)), builder.item_batch(np.arange(7))
-    assert bags(users, "history") == [DATA.test["history"].row(at).tolist() for at in range(3)]
+    users, items = (
+        builder.user_batch(DATA.test.slice(0, 3)),
+        builder.item_batch(np.arange(7)),
+    )
+    assert bags(users, "history") == [
+        DATA.test["history"].row(at).tolist() for at in range(3)
+    ]
     assert bags(users, "item_id") == [[]] * 3
     assert bags(items, "history") == [[]] * 7
     assert bags(items, "item_id") == [[item] for item in range(7)]
 
 
-def loaders(folder: Path, made: BatchSchema, device: torch.device, **options: Any) -> list[ChunkLoader]:
+def loaders(
+    folder: Path, made: BatchSchema, device: torch.device, **options: Any
+) -> list[ChunkLoader]:
     """The same rows in the same order from memory, from files, and on a device."""
     table = table_of(SIZE)
     chunk = Chunk(
         {
             "user_id": Column(table["user_id"].to_numpy()),
             "item_id": Column(table["item_id"].to_numpy().astype(np.int64)),
-            "history": Column.from_lengths(table["history"].combine_chunks().values.to_numpy(), np.arange(SIZE) % 4),
+            "history": Column.from_lengths(
+                table["history"].combine_chunks().values.to_numpy(), np.arange(SIZE) % 4
+            ),
         }
     )
-    config = LoaderConfig(**{"batch_size": 8, "prefetch": 0, "read_ahead": 0, "shuffle": False} | options)
-    places: list[tuple[Any, dict[str, Any]]] = [(chunk, {}), (arrow(folder, [13, 8]), {}), (chunk, {"device": device})]
+    config = LoaderConfig(
+        **{"batch_size": 8, "prefetch": 0, "read_ahead": 0, "shuffle": False} | options
+    )
+    places: list[tuple[Any, dict[str, Any]]] = [
+        (chunk, {}),
+        (arrow(folder, [13, 8]), {}),
+        (chunk, {"device": device}),
+    ]
     known = UniformNegatives(ITEMS, chunk["user_id"].values, chunk["item_id"].values)
-    items = Chunk({"item_id": Column(np.arange(ITEMS + 1))}) if config.negatives else None
+    items = (
+        Chunk({"item_id": Column(np.arange(ITEMS + 1))}) if config.negatives else None
+    )
     sampler = known if config.negatives else None
-    return [ChunkLoader(rows, made, config=config, items=items, negatives=sampler, **place) for rows, place in places]
+    return [
+        ChunkLoader(rows, made, config=config, items=items, negatives=sampler, **place)
+        for rows, place in places
+    ]
 
 
 @pytest.mark.parametrize("negatives", [0, 2])
-def test_memory_files_and_device_give_the_same_joint_bags(tmp_path: Path, negatives: int, device: torch.device) -> None:
+def test_memory_files_and_device_give_the_same_joint_bags(
+    tmp_path: Path, negatives: int, device: torch.device
+) -> None:
     joint = schema(["history", "item_id"], ["history", "user_id"], user_id=5_000)
     plain = schema(["history", "item_id"], [], user_id=5_000)
     width = 1 + negatives
@@ -103,20 +136,31 @@ def test_memory_files_and_device_give_the_same_joint_bags(tmp_path: Path, negati
             assert bags(batch, "user_id") == bags(other, "user_id")[::width]
 
 
-@pytest.mark.parametrize("names", [["history", "item_id", "user_id"], ["history", "user_id", "item_id"]])
-def test_a_missing_half_is_empty_bags(tmp_path: Path, names: list[str], device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "names", [["history", "item_id", "user_id"], ["history", "user_id", "item_id"]]
+)
+def test_a_missing_half_is_empty_bags(
+    tmp_path: Path, names: list[str], device: torch.device
+) -> None:
     made = schema(names, ["history", "user_id"])
     assert [joint.key for joint in made.joint] == ["history|item_id", "user_id|"]
     for loader in loaders(tmp_path, made, device, negatives=0):
         for batch in loader:
             assert batch.joint is not None
-            assert [bag.tolist() for bag in batch.joint["user_id|"].to_dense()][8:] == [[]] * 8
-            assert bags(batch, "user_id")[0] == [(bags(batch, "item_id")[0][0] - 1) // 3]
+            assert [bag.tolist() for bag in batch.joint["user_id|"].to_dense()][8:] == [
+                []
+            ] * 8
+            assert bags(batch, "user_id")[0] == [
+                (bags(batch, "item_id")[0][0] - 1) // 3
+            ]
 
 
 def weighted_table() -> pa.Table:
     table = table_of(SIZE)
-    ages = [[float(item) / 4 + row for item in items] for row, items in enumerate(table["history"].to_pylist())]
+    ages = [
+        [float(item) / 4 + row for item in items]
+        for row, items in enumerate(table["history"].to_pylist())
+    ]
     return table.append_column("ages", pa.array(ages, pa.list_(pa.float32())))
 
 
@@ -132,8 +176,12 @@ def weighted_sources(folder: Path) -> tuple[Chunk, ArrowSource]:
         {
             "user_id": Column(table["user_id"].to_numpy()),
             "item_id": Column(table["item_id"].to_numpy().astype(np.int64)),
-            "history": Column.from_lengths(np.concatenate(table["history"].to_pylist()).astype(np.int64), lengths),
-            "ages": Column.from_lengths(np.concatenate(table["ages"].to_pylist()).astype(np.float32), lengths),
+            "history": Column.from_lengths(
+                np.concatenate(table["history"].to_pylist()).astype(np.int64), lengths
+            ),
+            "ages": Column.from_lengths(
+                np.concatenate(table["ages"].to_pylist()).astype(np.float32), lengths
+            ),
         }
     )
     return chunk, ArrowSource(folder)
@@ -144,52 +192,98 @@ def weights(batch: TowerBatch, name: str) -> list[list[float]]:
     return [part.tolist() for part in bag.weights().split(bag.lengths().tolist())]
 
 
-@pytest.mark.parametrize("shared", [(), ("history", "user_id")], ids=["alone", "shared"])
+@pytest.mark.parametrize(
+    "shared", [(), ("history", "user_id")], ids=["alone", "shared"]
+)
 @pytest.mark.parametrize(("negatives", "shuffle"), [(0, False), (0, True), (2, False)])
 def test_weights_follow_their_ids(
-    tmp_path: Path, shared: tuple[str, ...], negatives: int, shuffle: bool, device: torch.device
+    tmp_path: Path,
+    shared: tuple[str, ...],
+    negatives: int,
+    shuffle: bool,
+    device: torch.device,
 ) -> None:
     """From memory, from files and on a device, repeated beside candidates, shuffled and padded."""
     tables = [
-        EmbeddingBagConfig(name="user_id", embedding_dim=4, num_embeddings=5_000, feature_names=["user_id"]),
         EmbeddingBagConfig(
-            name="item", embedding_dim=4, num_embeddings=ITEMS + 1, feature_names=["history", "item_id"]
+            name="user_id",
+            embedding_dim=4,
+            num_embeddings=5_000,
+            feature_names=["user_id"],
+        ),
+        EmbeddingBagConfig(
+            name="item",
+            embedding_dim=4,
+            num_embeddings=ITEMS + 1,
+            feature_names=["history", "item_id"],
         ),
     ]
     made = BatchSchema.from_tables(tables, shared=shared, weights={"history": "ages"})
     chunk, source = weighted_sources(tmp_path)
-    config = LoaderConfig(batch_size=8, negatives=negatives, prefetch=0, read_ahead=0, shuffle=shuffle)
+    config = LoaderConfig(
+        batch_size=8, negatives=negatives, prefetch=0, read_ahead=0, shuffle=shuffle
+    )
     items = Chunk({"item_id": Column(np.arange(ITEMS + 1))}) if negatives else None
-    sampler = UniformNegatives(ITEMS, chunk["user_id"].values, chunk["item_id"].values) if negatives else None
+    sampler = (
+        UniformNegatives(ITEMS, chunk["user_id"].values, chunk["item_id"].values)
+        if negatives
+        else None
+    )
     truth = dict(
-        zip(map(tuple, weighted_table()["history"].to_pylist()), weighted_table()["ages"].to_pylist(), strict=True)
+        zip(
+            map(tuple, weighted_table()["history"].to_pylist()),
+            weighted_table()["ages"].to_pylist(),
+            strict=True,
+        )
     )
     truth[()] = []
     for rows, place in ((chunk, {}), (source, {}), (chunk, {"device": device})):
-        loader = ChunkLoader(rows, made, config=config, items=items, negatives=sampler, **place)  # type: ignore[arg-type]
+        loader = ChunkLoader(
+            rows, made, config=config, items=items, negatives=sampler, **place
+        )  # type: ignore[arg-type]
         for batch in loader:
             assert batch.weighted is not None
             histories = bags(batch, "history")
             assert len(histories) == (8 if shared else 8 * (1 + negatives))
-            assert weights(batch, "history") == [truth[tuple(items)] for items in histories]
-            assert [part for row in weights(batch, "item_id") for part in row] == [1.0] * int((batch.weights > 0).sum())
+            assert weights(batch, "history") == [
+                truth[tuple(items)] for items in histories
+            ]
+            assert [part for row in weights(batch, "item_id") for part in row] == [
+                1.0
+            ] * int((batch.weights > 0).sum())
 
 
 @pytest.mark.parametrize("change", ["missing", "shorter", "nan"])
 def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: str) -> None:
     made = BatchSchema.from_tables(
-        [EmbeddingBagConfig(name="item", embedding_dim=4, num_embeddings=ITEMS + 1, feature_names=["history"])],
+        [
+            EmbeddingBagConfig(
+                name="item",
+                embedding_dim=4,
+                num_embeddings=ITEMS + 1,
+                feature_names=["history"],
+            )
+        ],
         weights={"history": "ages"},
     )
     chunk, _ = weighted_sources(tmp_path)
     values, lengths = chunk["ages"].values, chunk["ages"].lengths
     if change == "nan":
         chunk = chunk.with_columns(
-            {"ages": Column(np.where(np.arange(len(values)) == 3, np.nan, values), chunk["ages"].offsets)}
+            {
+                "ages": Column(
+                    np.where(np.arange(len(values)) == 3, np.nan, values),
+                    chunk["ages"].offsets,
+                )
+            }
         )
     elif change == "shorter":
         chunk = chunk.with_columns(
-            {"ages": Column.from_lengths(values[:-1], np.concatenate([lengths[:3], [2], lengths[4:]]))}
+            {
+                "ages": Column.from_lengths(
+                    values[:-1], np.concatenate([lengths[:3], [2], lengths[4:]])
+                )
+            }
         )
     else:
         chunk = chunk.select([name for name in chunk if name != "ages"])
@@ -202,23 +296,41 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: str) -> None:
         with pytest.raises(DataError, match=text):
             list(
                 ChunkLoader(
-                    chunk, made, config=LoaderConfig(batch_size=8, negatives=0, shuffle=False, prefetch=0), **place
+                    chunk,
+                    made,
+                    config=LoaderConfig(
+                        batch_size=8, negatives=0, shuffle=False, prefetch=0
+                    ),
+                    **place,
                 )
             )  # type: ignore[arg-type]
 
 
 def test_one_side_alone_has_no_weights_of_the_other() -> None:
     made = BatchSchema.from_tables(
-        [EmbeddingBagConfig(name="item", embedding_dim=4, num_embeddings=61, feature_names=["history", "item_id"])],
+        [
+            EmbeddingBagConfig(
+                name="item",
+                embedding_dim=4,
+                num_embeddings=61,
+                feature_names=["history", "item_id"],
+            )
+        ],
         shared=["history"],
         weights={"history": "ages"},
     )
     users = DATA.test.slice(0, 3)
-    ages = Column.from_lengths(np.linspace(0, 1, len(users["history"].values)), users["history"].lengths)
+    ages = Column.from_lengths(
+        np.linspace(0, 1, len(users["history"].values)), users["history"].lengths
+    )
     builder = BatchBuilder(made, DATA.items.select(["item_id"]))
-    assert builder.item_batch(np.arange(7)).bags("item_id").weights().tolist() == [1.0] * 7
+    assert (
+        builder.item_batch(np.arange(7)).bags("item_id").weights().tolist() == [1.0] * 7
+    )
     found = builder.user_batch(users.with_columns({"ages": ages}))
-    assert found.bags("history").weights().tolist() == pytest.approx(ages.values.tolist())
+    assert found.bags("history").weights().tolist() == pytest.approx(
+        ages.values.tolist()
+    )
 
 
 def test_id_dropout_reaches_joint_and_weighted_bags_alike(tmp_path: Path) -> None:
@@ -232,7 +344,10 @@ def test_id_dropout_reaches_joint_and_weighted_bags_alike(tmp_path: Path) -> Non
         {"weights": {"history": "ages"}},
     ):
         items = EmbeddingBagConfig(
-            name="item", embedding_dim=4, num_embeddings=31, feature_names=["history", "item_id"]
+            name="item",
+            embedding_dim=4,
+            num_embeddings=31,
+            feature_names=["history", "item_id"],
         )
         made = BatchSchema.from_tables([items], **options)  # type: ignore[arg-type]
         (batch,) = ChunkLoader(chunk, made, config=config)

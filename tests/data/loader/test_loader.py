@@ -14,7 +14,12 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader import in_memory
-from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
+from torchrec_ext.data.loader.loader import (
+    ChunkLoader,
+    LoaderConfig,
+    labelled_rows,
+    training_loader,
+)
 from torchrec_ext.data.negatives.registry import NEGATIVES
 from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError
@@ -26,7 +31,9 @@ ITEMS = 30
 
 def schema_of(rows: dict[str, int], dense: tuple[str, ...] = ()) -> BatchSchema:
     tables = [
-        EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=size, feature_names=[name])
+        EmbeddingBagConfig(
+            name=name, embedding_dim=4, num_embeddings=size, feature_names=[name]
+        )
         for name, size in rows.items()
     ]
     return BatchSchema.from_tables(tables, dense=dense, label_range=None)
@@ -39,23 +46,40 @@ def rows_of(size: int) -> Chunk:
         {
             "user_id": Column(numbers // 3),
             "item_id": Column(1 + numbers % ITEMS),
-            "history": Column.from_lengths(np.arange((numbers % 4).sum()) % ITEMS, numbers % 4),
+            "history": Column.from_lengths(
+                np.arange((numbers % 4).sum()) % ITEMS, numbers % 4
+            ),
             "row": Column(numbers.astype(np.float32)),
             "weight": Column((numbers % 5).astype(np.float32)),
         }
     )
 
 
-ITEM_TABLE = Chunk({"item_id": Column(np.arange(ITEMS + 1)), "kind": Column(np.arange(ITEMS + 1) % 3)})
+ITEM_TABLE = Chunk(
+    {"item_id": Column(np.arange(ITEMS + 1)), "kind": Column(np.arange(ITEMS + 1) % 3)}
+)
 
 
-def loader_of(size: int, rank: int = 0, world_size: int = 1, **options: Any) -> ChunkLoader:
+def loader_of(
+    size: int, rank: int = 0, world_size: int = 1, **options: Any
+) -> ChunkLoader:
     chunk = rows_of(size)
-    negatives = UniformNegatives(ITEMS, chunk["user_id"].values, chunk["item_id"].values, options.get("seed", 0))
-    schema = schema_of({"user_id": size, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3}, ("row",))
+    negatives = UniformNegatives(
+        ITEMS, chunk["user_id"].values, chunk["item_id"].values, options.get("seed", 0)
+    )
+    schema = schema_of(
+        {"user_id": size, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3},
+        ("row",),
+    )
     config = LoaderConfig(**{"prefetch": 0, "batch_size": 8, "negatives": 2} | options)
     return ChunkLoader(
-        chunk, schema, config=config, items=ITEM_TABLE, negatives=negatives, rank=rank, world_size=world_size
+        chunk,
+        schema,
+        config=config,
+        items=ITEM_TABLE,
+        negatives=negatives,
+        rank=rank,
+        world_size=world_size,
     )
 
 
@@ -76,7 +100,9 @@ def samples(batch: TowerBatch) -> list[tuple[int, int, int, float]]:
 
 def equal(left: TowerBatch, right: TowerBatch) -> bool:
     parts = ("dense", "labels", "weights", "total_weight", "log_q")
-    return all(torch.equal(getattr(left, part), getattr(right, part)) for part in parts) and (
+    return all(
+        torch.equal(getattr(left, part), getattr(right, part)) for part in parts
+    ) and (
         torch.equal(left.sparse.values(), right.sparse.values())
         and torch.equal(left.sparse.lengths(), right.sparse.lengths())
     )
@@ -97,24 +123,52 @@ def test_any_number_of_ranks_sees_the_same_samples_once(
     seen: list[Counter[tuple[int, int, int, float]]] = []
     for world_size in (1, 2, 3, 4):
         loaders = [
-            loader_of(size, rank, world_size, batch_size=batch_size, negatives=negatives, shuffle=shuffle)
+            loader_of(
+                size,
+                rank,
+                world_size,
+                batch_size=batch_size,
+                negatives=negatives,
+                shuffle=shuffle,
+            )
             for rank in range(world_size)
         ]
         for loader in loaders:
             loader.set_epoch(epoch)
         ranks = [list(loader) for loader in loaders]
-        assert {len(batches) for batches in ranks} == {len(loaders[0])} == {-(-size // batch_size)}
+        assert (
+            {len(batches) for batches in ranks}
+            == {len(loaders[0])}
+            == {-(-size // batch_size)}
+        )
         assert {len(batch) for batches in ranks for batch in batches} == {
             -(-min(batch_size, size) // world_size) * (1 + negatives)
         }
         for step in zip(*ranks, strict=True):
             share = sum(float(batch.weights.sum()) for batch in step) / world_size
-            assert [float(batch.total_weight) for batch in step] == pytest.approx([share] * world_size)
-        seen.append(Counter(sample for batches in ranks for batch in batches for sample in samples(batch)))
+            assert [float(batch.total_weight) for batch in step] == pytest.approx(
+                [share] * world_size
+            )
+        seen.append(
+            Counter(
+                sample
+                for batches in ranks
+                for batch in batches
+                for sample in samples(batch)
+            )
+        )
     assert seen[0] == seen[1] == seen[2] == seen[3]
-    positives = Counter((user, item) for user, item, label, _ in seen[0].elements() if label == 1)
+    positives = Counter(
+        (user, item) for user, item, label, _ in seen[0].elements() if label == 1
+    )
     rows = rows_of(size)
-    assert positives == Counter(zip(rows["user_id"].values.tolist(), rows["item_id"].values.tolist(), strict=True))
+    assert positives == Counter(
+        zip(
+            rows["user_id"].values.tolist(),
+            rows["item_id"].values.tolist(),
+            strict=True,
+        )
+    )
     assert seen[0].total() == size * (1 + negatives)
 
 
@@ -130,7 +184,11 @@ def test_batches_are_the_same_however_many_are_gathered_at_once(
         loader.load_state_dict(loader.state_dict(step=start))
         batches.append(list(loader))
     assert {len(of_one) for of_one in batches} == {13 - start}
-    assert all(equal(left, right) for others in batches[1:] for left, right in zip(batches[0], others, strict=True))
+    assert all(
+        equal(left, right)
+        for others in batches[1:]
+        for left, right in zip(batches[0], others, strict=True)
+    )
 
 
 def test_batches_own_their_memory() -> None:
@@ -139,29 +197,46 @@ def test_batches_own_their_memory() -> None:
     second.dense.zero_()
     assert first.dense[:, 0].tolist() == np.arange(8).repeat(3).tolist()
     assert first.log_q is not None
-    for tensor in (first.dense, first.labels, first.weights, first.log_q, first.sparse.values()):
+    for tensor in (
+        first.dense,
+        first.labels,
+        first.weights,
+        first.log_q,
+        first.sparse.values(),
+    ):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-def test_a_user_without_negatives_ends_the_step_that_has_the_user_and_none_before() -> None:
+def test_a_user_without_negatives_ends_the_step_that_has_the_user_and_none_before() -> (
+    None
+):
     rows, last = rows_of(40), 39 // 3
     pairs = np.concatenate([rows["user_id"].values, np.full(ITEMS, last)])
     items = np.concatenate([rows["item_id"].values, 1 + np.arange(ITEMS)])
     loader = ChunkLoader(
         rows,
-        schema_of({"user_id": 40, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3}),
+        schema_of(
+            {"user_id": 40, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3}
+        ),
         config=LoaderConfig(prefetch=0, batch_size=8, negatives=2, shuffle=False),
         items=ITEM_TABLE,
         negatives=UniformNegatives(ITEMS, pairs, items),
     )
     batches = iter(loader)
     assert [len(next(batches)) for _ in range(4)] == [24] * 4
-    with pytest.raises(DataError, match=r"user 13 has taken all 30 items.*\(1 such users here\)"):
+    with pytest.raises(
+        DataError, match=r"user 13 has taken all 30 items.*\(1 such users here\)"
+    ):
         next(batches)
 
 
 def test_a_positive_is_followed_by_its_own_negatives_which_are_not_known() -> None:
-    known = set(zip(*(rows_of(100)[name].values.tolist() for name in ("user_id", "item_id")), strict=True))
+    known = set(
+        zip(
+            *(rows_of(100)[name].values.tolist() for name in ("user_id", "item_id")),
+            strict=True,
+        )
+    )
     for batch in loader_of(100, negatives=3):
         rows = samples(batch)
         assert batch.log_q is not None
@@ -169,16 +244,27 @@ def test_a_positive_is_followed_by_its_own_negatives_which_are_not_known() -> No
             user = rows[start][0]
             assert [label for _, _, label, _ in rows[start : start + 4]] == [1, 0, 0, 0]
             assert (user, rows[start][1]) in known
-            assert all(row[0] == user and (user, row[1]) not in known for row in rows[start + 1 : start + 4])
-            assert batch.log_q[start + 1 : start + 4].tolist() == pytest.approx([-np.log(ITEMS - 3)] * 3, abs=0.1)
-        assert batch.sparse["kind"].values().tolist() == [item % 3 for _, item, _, _ in rows]
+            assert all(
+                row[0] == user and (user, row[1]) not in known
+                for row in rows[start + 1 : start + 4]
+            )
+            assert batch.log_q[start + 1 : start + 4].tolist() == pytest.approx(
+                [-np.log(ITEMS - 3)] * 3, abs=0.1
+            )
+        assert batch.sparse["kind"].values().tolist() == [
+            item % 3 for _, item, _, _ in rows
+        ]
 
 
 def test_the_order_depends_on_seed_and_epoch_only() -> None:
     def order(epoch: int = 0, **options: Any) -> list[float]:
         loader = loader_of(50, **options)
         loader.set_epoch(epoch)
-        return [value for batch in loader for value in batch.dense[batch.labels == 1, 0].tolist()]
+        return [
+            value
+            for batch in loader
+            for value in batch.dense[batch.labels == 1, 0].tolist()
+        ]
 
     assert order() == order()
     assert order() != order(epoch=1)
@@ -187,7 +273,12 @@ def test_the_order_depends_on_seed_and_epoch_only() -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(stop=st.integers(0, 12), prefetch=st.integers(0, 3), before=st.integers(1, 4), after=st.integers(1, 4))
+@given(
+    stop=st.integers(0, 12),
+    prefetch=st.integers(0, 3),
+    before=st.integers(1, 4),
+    after=st.integers(1, 4),
+)
 def test_a_resumed_stream_equals_the_uninterrupted_one_on_any_number_of_ranks(
     stop: int, prefetch: int, before: int, after: int
 ) -> None:
@@ -206,7 +297,9 @@ def test_a_resumed_stream_equals_the_uninterrupted_one_on_any_number_of_ranks(
     second.load_state_dict(state)
     resumed = list(second)
     assert len(resumed) == len(expected)
-    assert all(equal(left, right) for left, right in zip(resumed, expected, strict=True))
+    assert all(
+        equal(left, right) for left, right in zip(resumed, expected, strict=True)
+    )
     assert len(list(second)) == len(second), "the next iteration is a whole epoch again"
 
 
@@ -219,19 +312,29 @@ def test_a_state_can_say_how_far_a_pipeline_that_fetches_ahead_has_come() -> Non
 
 def test_a_state_of_another_stream_is_refused() -> None:
     state = loader_of(91).state_dict()
-    with pytest.raises(ValueError, match=r"cannot resume .*: batch_size was 8 and is 4, seed was 0 and is 1; restore"):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot resume .*: batch_size was 8 and is 4, seed was 0 and is 1; restore",
+    ):
         loader_of(91, batch_size=4, seed=1).load_state_dict(state)
 
 
 def test_prefetched_batches_are_those_built_in_place() -> None:
-    assert all(equal(left, right) for left, right in zip(loader_of(91, prefetch=3), loader_of(91), strict=True))
+    assert all(
+        equal(left, right)
+        for left, right in zip(loader_of(91, prefetch=3), loader_of(91), strict=True)
+    )
 
 
 def test_weights_and_labels_come_from_the_columns_that_are_named() -> None:
     loader = loader_of(23, negatives=0, weight="weight", label="weight", shuffle=False)
     for step, batch in enumerate(loader):
         rows = np.arange(step * 8, min(23, step * 8 + 8))
-        assert batch.weights[: len(rows)].tolist() == batch.labels[: len(rows)].tolist() == (rows % 5).tolist()
+        assert (
+            batch.weights[: len(rows)].tolist()
+            == batch.labels[: len(rows)].tolist()
+            == (rows % 5).tolist()
+        )
         assert batch.total_weight == (rows % 5).sum()
         assert batch.log_q is None
 
@@ -240,26 +343,52 @@ def test_weights_and_labels_come_from_the_columns_that_are_named() -> None:
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_user_who_has_taken_every_item_is_named(prefetch: int, sampling: Any) -> None:
     every = np.arange(1, ITEMS + 1)
-    chunk = Chunk({"user_id": Column(np.repeat([4, 7], ITEMS)), "item_id": Column(np.concatenate([every, every]))})
+    chunk = Chunk(
+        {
+            "user_id": Column(np.repeat([4, 7], ITEMS)),
+            "item_id": Column(np.concatenate([every, every])),
+        }
+    )
     kind = {"uniform": UniformNegatives, "popularity": PopularityNegatives}[sampling]
-    sampler = kind(ITEMS, np.full(ITEMS, 7), every)  # user 4 has taken nothing that is known
-    config = LoaderConfig(batch_size=8, negatives=2, prefetch=prefetch, sampling=sampling)
+    sampler = kind(
+        ITEMS, np.full(ITEMS, 7), every
+    )  # user 4 has taken nothing that is known
+    config = LoaderConfig(
+        batch_size=8, negatives=2, prefetch=prefetch, sampling=sampling
+    )
     schema = schema_of({"user_id": 9, "item_id": ITEMS + 1})
-    with pytest.raises(DataError, match=r"user 7 has taken all 30 items.*drop their rows, or set loader\.negatives=0"):
-        list(ChunkLoader(chunk, schema, config=config, items=ITEM_TABLE.select(["item_id"]), negatives=sampler))
+    with pytest.raises(
+        DataError,
+        match=r"user 7 has taken all 30 items.*drop their rows, or set loader\.negatives=0",
+    ):
+        list(
+            ChunkLoader(
+                chunk,
+                schema,
+                config=config,
+                items=ITEM_TABLE.select(["item_id"]),
+                negatives=sampler,
+            )
+        )
 
 
 def test_drop_last_leaves_out_the_step_that_is_not_full() -> None:
     loader = loader_of(23, drop_last=True)
     assert len(loader) == len(list(loader)) == 2
     assert all(bool((batch.weights == 1).all()) for batch in loader)
-    with pytest.raises(DataError, match=r"7 rows with loader\.batch_size=8 and loader\.drop_last=True make no step"):
+    with pytest.raises(
+        DataError,
+        match=r"7 rows with loader\.batch_size=8 and loader\.drop_last=True make no step",
+    ):
         loader_of(7, drop_last=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"device": "cpu"}])
 def test_a_batch_is_no_larger_than_the_epoch(options: dict[str, Any]) -> None:
-    few, many = (list(loader_of(10, rank=1, world_size=2, batch_size=size, **options)) for size in (10, 1_000_000))
+    few, many = (
+        list(loader_of(10, rank=1, world_size=2, batch_size=size, **options))
+        for size in (10, 1_000_000)
+    )
     assert len(many) == 1
     assert equal(few[0], many[0])
 
@@ -270,15 +399,30 @@ def test_an_id_out_of_range_names_its_row_in_the_set() -> None:
     users[17] = 99
     schema = schema_of({"user_id": 30})
     config = LoaderConfig(batch_size=8, negatives=0)
-    with pytest.raises(DataError, match=r"feature 'user_id': id 99 in row 17 is outside table 'user_id'"):
-        list(ChunkLoader(chunk.with_columns({"user_id": Column(users)}), schema, config=config))
+    with pytest.raises(
+        DataError,
+        match=r"feature 'user_id': id 99 in row 17 is outside table 'user_id'",
+    ):
+        list(
+            ChunkLoader(
+                chunk.with_columns({"user_id": Column(users)}), schema, config=config
+            )
+        )
     items = chunk["item_id"].values.copy()
     items[4] = -3
     broken = chunk.with_columns({"item_id": Column(items)})
     negatives = UniformNegatives(ITEMS, users, chunk["item_id"].values)
     schema = schema_of({"user_id": 100, "item_id": 31})
     with pytest.raises(DataError, match="id -3 in row 4 has no features"):
-        list(ChunkLoader(broken, schema, config=LoaderConfig(batch_size=8), items=ITEM_TABLE, negatives=negatives))
+        list(
+            ChunkLoader(
+                broken,
+                schema,
+                config=LoaderConfig(batch_size=8),
+                items=ITEM_TABLE,
+                negatives=negatives,
+            )
+        )
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "popularity"])
@@ -290,14 +434,23 @@ def test_generated_data_runs_through_the_training_loader(sampling: Any) -> None:
         assert {len(batch) for batch in loader} == {64 * 5}
 
 
-def test_labelled_rows_are_the_same_at_every_call_and_hold_no_positive_as_a_negative() -> None:
-    rows, again = labelled_rows(DATA, "test", negatives=3), labelled_rows(DATA, "test", negatives=3)
+def test_labelled_rows_are_the_same_at_every_call_and_hold_no_positive_as_a_negative() -> (
+    None
+):
+    rows, again = (
+        labelled_rows(DATA, "test", negatives=3),
+        labelled_rows(DATA, "test", negatives=3),
+    )
     assert np.array_equal(rows["item_id"].values, again["item_id"].values)
     known = set(zip(*(part.tolist() for part in DATA.pairs()), strict=True))
-    pairs = zip(rows["user_id"].values.tolist(), rows["item_id"].values.tolist(), strict=True)
+    pairs = zip(
+        rows["user_id"].values.tolist(), rows["item_id"].values.tolist(), strict=True
+    )
     assert [pair in known for pair in pairs] == (rows["label"].values == 1).tolist()
     config = LoaderConfig(batch_size=32, negatives=0, label="label", shuffle=False)
-    loader = ChunkLoader(rows, schema_of(dict(DATA.vocab), DATA.dense), config=config, items=DATA.items)
+    loader = ChunkLoader(
+        rows, schema_of(dict(DATA.vocab), DATA.dense), config=config, items=DATA.items
+    )
     assert sum(float(batch.labels.sum()) for batch in loader) == DATA.test.num_rows
 
 
@@ -306,16 +459,30 @@ def test_labelled_rows_are_the_same_at_every_call_and_hold_no_positive_as_a_nega
     [
         ({"batch_size": 0}, r"loader\.batch_size=0: must be 1 or more"),
         ({"negatives": -1}, r"loader\.negatives=-1: must be 0 or more"),
-        ({"sampling": "soft"}, rf"loader\.sampling='soft': must be one of {', '.join(NEGATIVES)}"),
-        ({"frequency": "known"}, r"loader\.frequency='known': must be one of counted, estimated"),
+        (
+            {"sampling": "soft"},
+            rf"loader\.sampling='soft': must be one of {', '.join(NEGATIVES)}",
+        ),
+        (
+            {"frequency": "known"},
+            r"loader\.frequency='known': must be one of counted, estimated",
+        ),
         ({"hard_share": 1.0}, r"loader\.hard_share=1\.0: must be above 0 and below 1"),
         (
             {"sampling": "mixed"},
             r"sampling='mixed' with loader\.negatives=4 and loader\.shared_negatives=0: .* set negatives=0",
         ),
-        ({"shared_negatives": 9}, r"loader\.shared_negatives=9 with loader\.sampling='uniform': set sampling='mixed'"),
         (
-            {"sampling": "mixed", "negatives": 0, "shared_negatives": 3, "label": "label"},
+            {"shared_negatives": 9},
+            r"loader\.shared_negatives=9 with loader\.sampling='uniform': set sampling='mixed'",
+        ),
+        (
+            {
+                "sampling": "mixed",
+                "negatives": 0,
+                "shared_negatives": 3,
+                "label": "label",
+            },
             r"loader\.label='label' with loader\.shared_negatives=3",
         ),
         ({"label": "label"}, r"loader\.label='label' with loader\.negatives=4"),
@@ -328,9 +495,17 @@ def test_a_wrong_setting_is_named(options: dict[str, Any], message: str) -> None
 
 def test_wrong_arguments_are_named() -> None:
     chunk, schema = rows_of(4), schema_of({"user_id": 9})
-    with pytest.raises(ValueError, match=r"rank=2 of world_size=2: rank must be 0 to 1"):
-        ChunkLoader(chunk, schema, config=LoaderConfig(negatives=0), rank=2, world_size=2)
-    with pytest.raises(ValueError, match=r"loader\.negatives=4, but no sampler was given"):
+    with pytest.raises(
+        ValueError, match=r"rank=2 of world_size=2: rank must be 0 to 1"
+    ):
+        ChunkLoader(
+            chunk, schema, config=LoaderConfig(negatives=0), rank=2, world_size=2
+        )
+    with pytest.raises(
+        ValueError, match=r"loader\.negatives=4, but no sampler was given"
+    ):
         ChunkLoader(chunk, schema, config=LoaderConfig())
-    with pytest.raises(DataError, match=r"column 'stars' is missing; the rows have history, item_id"):
+    with pytest.raises(
+        DataError, match=r"column 'stars' is missing; the rows have history, item_id"
+    ):
         ChunkLoader(chunk, schema, config=LoaderConfig(negatives=0, label="stars"))

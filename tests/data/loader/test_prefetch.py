@@ -24,7 +24,11 @@ def _of_other_tests() -> None:
 
 
 def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "torchrec_ext-prefetch"} - BEFORE
+    return {
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "torchrec_ext-prefetch"
+    } - BEFORE
 
 
 def endless() -> Iterator[int]:
@@ -70,7 +74,9 @@ def test_the_thread_dies_when_the_iterator_is_closed_or_forgotten() -> None:
 def test_closing_just_before_the_end_does_not_wait_for_ever() -> None:
     iterator = prefetched(iter(range(3)), 1)
     next(iterator)
-    time.sleep(0.05)  # 1 is ready, and the thread waits to hand over 2, after which it has the end to hand over
+    time.sleep(
+        0.05
+    )  # 1 is ready, and the thread waits to hand over 2, after which it has the end to hand over
     closer = threading.Thread(target=iterator.close, daemon=True)  # type: ignore[attr-defined]
     closer.start()
     closer.join(5)
@@ -117,7 +123,9 @@ class Clock:
 
     def step(self, ahead: BuiltAhead, number: int) -> None:
         turn = number // BuiltAhead.STEPS
-        with_thread = (turn % 4 in (1, 2)) if turn < 2 * BuiltAhead.PAIRS else bool(ahead.depth)
+        with_thread = (
+            (turn % 4 in (1, 2)) if turn < 2 * BuiltAhead.PAIRS else bool(ahead.depth)
+        )
         assert with_thread or not threads()
         self.now += self._beside if with_thread else self._step
 
@@ -144,7 +152,9 @@ def test_what_is_given_is_not_measured() -> None:
         assert ahead.depth == given
 
 
-def test_a_turn_that_the_end_of_an_epoch_cuts_short_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_that_the_end_of_an_epoch_cuts_short_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, ahead = Clock(0.2, 1.0, 2.0), BuiltAhead(None)
     monkeypatch.setattr(epochs, "time", clock)
     long = 2 * BuiltAhead.STEPS

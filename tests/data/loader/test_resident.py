@@ -20,7 +20,13 @@ from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit
 SIZE = 43
-TABLES = {"user_id": SIZE, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3, "genres": 5}
+TABLES = {
+    "user_id": SIZE,
+    "history": ITEMS + 1,
+    "item_id": ITEMS + 1,
+    "kind": 3,
+    "genres": 5,
+}
 NUMBERS = np.arange(ITEMS + 1)
 CATALOGUE = Chunk(
     {
@@ -34,18 +40,38 @@ CATALOGUE = Chunk(
 
 def schema(shared: tuple[str, ...] = ()) -> BatchSchema:
     made = schema_of(TABLES, ("row", "year"))
-    return BatchSchema(sparse=made.sparse, dense=made.dense, shared=frozenset(shared), label_range=None)
+    return BatchSchema(
+        sparse=made.sparse, dense=made.dense, shared=frozenset(shared), label_range=None
+    )
 
 
 def sampler_of(kind: Any, chunk: Chunk) -> Any:
     return kind(ITEMS, chunk["user_id"].values, chunk["item_id"].values, 3)
 
 
-def loader_of(chunk: Chunk, shared: tuple[str, ...] = (), kind: Any = UniformNegatives, **options: Any) -> ChunkLoader:
-    places = {name: options.pop(name) for name in ("rank", "world_size", "device") if name in options}
-    config = LoaderConfig(**{"batch_size": 8, "negatives": 2, "weight": "weight", "prefetch": 0} | options)
+def loader_of(
+    chunk: Chunk,
+    shared: tuple[str, ...] = (),
+    kind: Any = UniformNegatives,
+    **options: Any,
+) -> ChunkLoader:
+    places = {
+        name: options.pop(name)
+        for name in ("rank", "world_size", "device")
+        if name in options
+    }
+    config = LoaderConfig(
+        **{"batch_size": 8, "negatives": 2, "weight": "weight", "prefetch": 0} | options
+    )
     sampler = sampler_of(kind, chunk) if config.negatives else None
-    return ChunkLoader(chunk, schema(shared), config=config, items=CATALOGUE, negatives=sampler, **places)
+    return ChunkLoader(
+        chunk,
+        schema(shared),
+        config=config,
+        items=CATALOGUE,
+        negatives=sampler,
+        **places,
+    )
 
 
 def parts(batch: TowerBatch) -> list[torch.Tensor]:
@@ -53,11 +79,18 @@ def parts(batch: TowerBatch) -> list[torch.Tensor]:
     found = [part for name in names if (part := getattr(batch, name)) is not None]
     found += [batch.sparse.values(), batch.sparse.lengths()]
     if batch.shared:
-        found += [batch.shared.sparse.values(), batch.shared.sparse.lengths(), batch.shared.dense, batch.shared.index]
+        found += [
+            batch.shared.sparse.values(),
+            batch.shared.sparse.lengths(),
+            batch.shared.dense,
+            batch.shared.index,
+        ]
     return [part.cpu() for part in found]
 
 
-@pytest.mark.parametrize("shared", [(), ("user_id", "history", "row")], ids=["alone", "shared"])
+@pytest.mark.parametrize(
+    "shared", [(), ("user_id", "history", "row")], ids=["alone", "shared"]
+)
 @pytest.mark.parametrize("negatives", [0, 2])
 @pytest.mark.parametrize("kind", [UniformNegatives, PopularityNegatives])
 def test_a_device_gives_the_batches_of_the_host_on_any_number_of_ranks(
@@ -65,7 +98,11 @@ def test_a_device_gives_the_batches_of_the_host_on_any_number_of_ranks(
 ) -> None:
     chunk = rows_of(SIZE)
     for rank, world_size in ((0, 1), (0, 3), (2, 3)):
-        options: dict[str, Any] = {"negatives": negatives, "rank": rank, "world_size": world_size}
+        options: dict[str, Any] = {
+            "negatives": negatives,
+            "rank": rank,
+            "world_size": world_size,
+        }
         host = loader_of(chunk, shared, kind, **options)
         there = loader_of(chunk, shared, kind, device=device, **options)
         for loader in (host, there):
@@ -73,10 +110,15 @@ def test_a_device_gives_the_batches_of_the_host_on_any_number_of_ranks(
         for left, right in zip(host, there, strict=True):
             assert right.labels.device.type == device.type
             assert left.sparse.keys() == right.sparse.keys()
-            assert all(torch.equal(one, other) for one, other in zip(parts(left), parts(right), strict=True))
+            assert all(
+                torch.equal(one, other)
+                for one, other in zip(parts(left), parts(right), strict=True)
+            )
 
 
-def test_a_resumed_stream_on_a_device_equals_the_uninterrupted_one(device: torch.device) -> None:
+def test_a_resumed_stream_on_a_device_equals_the_uninterrupted_one(
+    device: torch.device,
+) -> None:
     chunk = rows_of(SIZE)
     whole = loader_of(chunk, device=device, rank=1, world_size=2)
     whole.set_epoch(1)
@@ -88,11 +130,21 @@ def test_a_resumed_stream_on_a_device_equals_the_uninterrupted_one(device: torch
     second = loader_of(chunk, device=device, rank=1, world_size=2)
     second.load_state_dict(first.state_dict(step=3))
     for left, right in zip(second, expected, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(parts(left), parts(right), strict=True))
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(parts(left), parts(right), strict=True)
+        )
 
 
 def test_no_step_waits_for_the_device() -> None:
-    batches = iter(loader_of(rows_of(SIZE), ("user_id", "history", "row"), PopularityNegatives, device="cpu"))
+    batches = iter(
+        loader_of(
+            rows_of(SIZE),
+            ("user_id", "history", "row"),
+            PopularityNegatives,
+            device="cpu",
+        )
+    )
     next(batches)  # an epoch's bags are counted before its first step
     with Ops() as seen:
         next(batches)
@@ -101,7 +153,14 @@ def test_no_step_waits_for_the_device() -> None:
 
 @pytest.mark.gpu
 def test_no_step_waits_for_a_gpu() -> None:
-    batches = iter(loader_of(rows_of(SIZE), ("user_id", "history", "row"), PopularityNegatives, device="cuda"))
+    batches = iter(
+        loader_of(
+            rows_of(SIZE),
+            ("user_id", "history", "row"),
+            PopularityNegatives,
+            device="cuda",
+        )
+    )
     next(batches)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -114,7 +173,8 @@ def test_no_step_waits_for_a_gpu() -> None:
 def test_what_a_device_cannot_do_is_refused() -> None:
     chunk = rows_of(SIZE)
     with pytest.raises(
-        ValueError, match=r"device=cpu with loader\.negatives=2 without items: drawn items need features"
+        ValueError,
+        match=r"device=cpu with loader\.negatives=2 without items: drawn items need features",
     ):
         ChunkLoader(
             chunk,
@@ -124,13 +184,24 @@ def test_what_a_device_cannot_do_is_refused() -> None:
             device="cpu",
         )
     hard = HardNegatives(sampler_of(UniformNegatives, chunk))
-    with pytest.raises(ValueError, match=r"sampler=HardNegatives: must be UniformNegatives or PopularityNegatives"):
-        ChunkLoader(chunk, schema(), config=LoaderConfig(negatives=2), items=CATALOGUE, negatives=hard, device="cpu")
+    with pytest.raises(
+        ValueError,
+        match=r"sampler=HardNegatives: must be UniformNegatives or PopularityNegatives",
+    ):
+        ChunkLoader(
+            chunk,
+            schema(),
+            config=LoaderConfig(negatives=2),
+            items=CATALOGUE,
+            negatives=hard,
+            device="cpu",
+        )
     items = chunk["item_id"].values.copy()
     items[4] = ITEMS + 5
     schema_without = schema_of({"user_id": SIZE, "kind": 3})
     with pytest.raises(
-        DataError, match=r"feature 'item_id': id 35 in row 4 has no features \(known items: 0 to 30; 1 such ids"
+        DataError,
+        match=r"feature 'item_id': id 35 in row 4 has no features \(known items: 0 to 30; 1 such ids",
     ):
         ChunkLoader(
             chunk.with_columns({"item_id": Column(items)}),
@@ -170,7 +241,9 @@ def test_steps_that_are_drawn_ahead_make_the_same_batches(
     )
     items = Chunk({"item_id": Column(NUMBERS), "kind": Column(NUMBERS % 3)})
     made = schema_of({"user_id": SIZE, "item_id": ITEMS + 1, "kind": 3}, ("row",))
-    given = BatchSchema(sparse=made.sparse, dense=made.dense, shared=frozenset(shared), label_range=None)
+    given = BatchSchema(
+        sparse=made.sparse, dense=made.dense, shared=frozenset(shared), label_range=None
+    )
     loader = ChunkLoader(
         chunk,
         given,
@@ -186,20 +259,32 @@ def test_steps_that_are_drawn_ahead_make_the_same_batches(
     assert [isinstance(step, DrawnStep) for step in steps] == [True] * 6 + [False]
     for step, right in zip(steps, loader, strict=True):
         left = step.batch() if isinstance(step, DrawnStep) else step
-        assert all(torch.equal(one, other) for one, other in zip(parts(left), parts(right), strict=True))
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(parts(left), parts(right), strict=True)
+        )
 
 
-def test_an_epoch_of_drawn_steps_is_put_in_order_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_of_drawn_steps_is_put_in_order_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of millions of rows an order takes as long as a hundred steps."""
     orders = []
     order_of = on_device.order_of
-    monkeypatch.setattr(on_device, "order_of", lambda *given: orders.append(given) or order_of(*given))
+    monkeypatch.setattr(
+        on_device, "order_of", lambda *given: orders.append(given) or order_of(*given)
+    )
     numbers = np.arange(20)
     chunk = Chunk({"user_id": Column(numbers), "item_id": Column(numbers + 1)})
     made = schema_of({"user_id": SIZE, "item_id": ITEMS + 1})
     config = LoaderConfig(batch_size=8, negatives=2)
-    items, sampler = Chunk({"item_id": Column(NUMBERS)}), sampler_of(UniformNegatives, chunk)
-    loader = ChunkLoader(chunk, made, config=config, items=items, negatives=sampler, device="cpu")
+    items, sampler = (
+        Chunk({"item_id": Column(NUMBERS)}),
+        sampler_of(UniformNegatives, chunk),
+    )
+    loader = ChunkLoader(
+        chunk, made, config=config, items=items, negatives=sampler, device="cpu"
+    )
     assert len(list(loader.steps())) == 3
     assert len(orders) == 1
 
@@ -207,20 +292,40 @@ def test_an_epoch_of_drawn_steps_is_put_in_order_once(monkeypatch: pytest.Monkey
 def test_one_source_makes_the_batches_of_loaders_with_the_same_rows() -> None:
     """Rows of weight and number columns, one after another; other rows, layouts and ranks are no such loaders."""
     numbers = np.arange(50)
-    columns = {"user_id": numbers % 13, "item_id": numbers * 7 % ITEMS + 1, "row": numbers.astype(np.float32)}
+    columns = {
+        "user_id": numbers % 13,
+        "item_id": numbers * 7 % ITEMS + 1,
+        "row": numbers.astype(np.float32),
+    }
     chunk = Chunk(
         {name: Column(values) for name, values in columns.items()}
         | {"weight": Column((numbers % 4 + 1).astype(np.float32))}
     )
     made = schema_of({"user_id": SIZE, "item_id": ITEMS + 1, "kind": 3}, ("row",))
-    given = BatchSchema(sparse=made.sparse, dense=made.dense, shared=frozenset({"user_id", "row"}), label_range=None)
+    given = BatchSchema(
+        sparse=made.sparse,
+        dense=made.dense,
+        shared=frozenset({"user_id", "row"}),
+        label_range=None,
+    )
 
-    def first_step(seed: int = 0, rows: Chunk = chunk, world_size: int = 1, **options: Any) -> DrawnStep:
-        config = LoaderConfig(**{"batch_size": 8, "negatives": 2, "weight": "weight", "seed": seed} | options)
+    def first_step(
+        seed: int = 0, rows: Chunk = chunk, world_size: int = 1, **options: Any
+    ) -> DrawnStep:
+        config = LoaderConfig(
+            **{"batch_size": 8, "negatives": 2, "weight": "weight", "seed": seed}
+            | options
+        )
         items = Chunk({"item_id": Column(NUMBERS), "kind": Column(NUMBERS % 3)})
         sampler = UniformNegatives(ITEMS, columns["user_id"], columns["item_id"], seed)
         loader = ChunkLoader(
-            rows, given, config=config, items=items, negatives=sampler, world_size=world_size, device="cpu"
+            rows,
+            given,
+            config=config,
+            items=items,
+            negatives=sampler,
+            world_size=world_size,
+            device="cpu",
         )
         step = next(loader.steps())
         assert isinstance(step, DrawnStep)
@@ -231,16 +336,28 @@ def test_one_source_makes_the_batches_of_loaders_with_the_same_rows() -> None:
     assert joined is not None
     drawn = zip(*(step.tensors for step in steps), strict=True)
     batch = joined.assemble(
-        joined.tensors, [torch.cat([part.reshape(-1, *part.shape[1:]) for part in p]) for p in drawn]
+        joined.tensors,
+        [torch.cat([part.reshape(-1, *part.shape[1:]) for part in p]) for p in drawn],
     )
     batches = [step.batch() for step in steps]
     for name in ("dense", "labels", "weights", "log_q"):
-        assert torch.equal(getattr(batch, name), torch.cat([getattr(each, name) for each in batches])), name
-    assert torch.equal(batch.total_weight, torch.stack([each.total_weight for each in batches]))
+        assert torch.equal(
+            getattr(batch, name), torch.cat([getattr(each, name) for each in batches])
+        ), name
+    assert torch.equal(
+        batch.total_weight, torch.stack([each.total_weight for each in batches])
+    )
     for name in ("item_id", "kind", "user_id"):
-        assert torch.equal(batch.bags(name).values(), torch.cat([each.bags(name).values() for each in batches])), name
+        assert torch.equal(
+            batch.bags(name).values(),
+            torch.cat([each.bags(name).values() for each in batches]),
+        ), name
     other_rows = chunk.with_columns({"row": Column(numbers.astype(np.float32) + 1)})
-    for other in (first_step(rows=other_rows), first_step(batch_size=7), first_step(negatives=1)):
+    for other in (
+        first_step(rows=other_rows),
+        first_step(batch_size=7),
+        first_step(negatives=1),
+    ):
         assert steps[0].source.together([other.source]) is None
     of_a_rank = first_step(world_size=2)
     assert of_a_rank.source.together([of_a_rank.source]) is None

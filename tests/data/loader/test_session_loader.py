@@ -23,7 +23,10 @@ ITEMS = 50
 SCHEMA = BatchSchema.from_tables(
     [
         EmbeddingConfig(
-            name="item_id", embedding_dim=4, num_embeddings=ITEMS + 1, feature_names=["session", "candidates"]
+            name="item_id",
+            embedding_dim=4,
+            num_embeddings=ITEMS + 1,
+            feature_names=["session", "candidates"],
         )
     ],
     label_range=None,
@@ -38,22 +41,46 @@ def sequences(count: int) -> Column:
     return Column.from_lengths(values, lengths)
 
 
-def loader_of(count: int, rank: int = 0, world_size: int = 1, **options: Any) -> SessionLoader:
+def loader_of(
+    count: int, rank: int = 0, world_size: int = 1, **options: Any
+) -> SessionLoader:
     config = LoaderConfig(**{"batch_size": 8, "negatives": 3, "prefetch": 0} | options)
-    return SessionLoader(sequences(count), SCHEMA, config=config, num_items=ITEMS, rank=rank, world_size=world_size)
+    return SessionLoader(
+        sequences(count),
+        SCHEMA,
+        config=config,
+        num_items=ITEMS,
+        rank=rank,
+        world_size=world_size,
+    )
 
 
 def feature(batch: TowerBatch, name: str) -> list[tuple[int, ...]]:
     jagged = batch.sparse[name]
-    return [tuple(row.tolist()) for row in torch.split(jagged.values(), jagged.lengths().tolist())]
+    return [
+        tuple(row.tolist())
+        for row in torch.split(jagged.values(), jagged.lengths().tolist())
+    ]
 
 
 def seen(batch: TowerBatch) -> list[tuple[int, ...]]:
-    return [row for row, weight in zip(feature(batch, "session"), batch.weights.tolist(), strict=True) if weight]
+    return [
+        row
+        for row, weight in zip(
+            feature(batch, "session"), batch.weights.tolist(), strict=True
+        )
+        if weight
+    ]
 
 
 def candidates(batches: list[TowerBatch]) -> list[int]:
-    return sorted(item for batch in batches for row in feature(batch, "candidates") for item in row if item)
+    return sorted(
+        item
+        for batch in batches
+        for row in feature(batch, "candidates")
+        for item in row
+        if item
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -71,27 +98,43 @@ def test_any_number_of_ranks_sees_every_sequence_once(
     expected = sorted(tuple(sequences(count).row(row).tolist()) for row in range(count))
     single: list[TowerBatch] = []
     for world_size in (1, 2, 3):
-        loaders = [loader_of(count, rank, world_size, **options) for rank in range(world_size)]
+        loaders = [
+            loader_of(count, rank, world_size, **options) for rank in range(world_size)
+        ]
         for loader in loaders:
             loader.set_epoch(epoch)
         steps = list(zip(*loaders, strict=True))
-        assert len(steps) == len(loaders[0]) == -(-count // batch_size), "as many steps on every rank"
-        assert sorted(row for step in steps for batch in step for row in seen(batch)) == expected
+        assert len(steps) == len(loaders[0]) == -(-count // batch_size), (
+            "as many steps on every rank"
+        )
+        assert (
+            sorted(row for step in steps for batch in step for row in seen(batch))
+            == expected
+        )
         if world_size == 1:
             single = [batch for (batch,) in steps]
         for step, whole in zip(steps, single, strict=True):
-            assert sorted(row for batch in step for row in seen(batch)) == sorted(seen(whole)), (
-                "step by step the same ones"
-            )
+            assert sorted(row for batch in step for row in seen(batch)) == sorted(
+                seen(whole)
+            ), "step by step the same ones"
             assert candidates(list(step)) == candidates([whole])
             assert len({len(batch) for batch in step}) == 1
-            assert len({batch.sparse["candidates"].values().numel() for batch in step}) == 1
+            assert (
+                len({batch.sparse["candidates"].values().numel() for batch in step})
+                == 1
+            )
             targets = sum(len(row) - 1 for row in seen(whole))
-            assert all(float(batch.total_weight) == pytest.approx(targets / world_size) for batch in step)
+            assert all(
+                float(batch.total_weight) == pytest.approx(targets / world_size)
+                for batch in step
+            )
 
 
 def test_a_batch_is_no_larger_than_the_epoch() -> None:
-    few, many = (list(loader_of(10, rank=1, world_size=2, batch_size=size)) for size in (10, 1_000_000))
+    few, many = (
+        list(loader_of(10, rank=1, world_size=2, batch_size=size))
+        for size in (10, 1_000_000)
+    )
     assert len(few) == len(many) == 1
     assert torch.equal(few[0].weights, many[0].weights)
     for name in ("session", "candidates"):
@@ -115,7 +158,10 @@ def test_no_negatives_make_the_whole_catalogue_the_candidates() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=64), world_size=st.integers(1, 9))
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=64),
+    world_size=st.integers(1, 9),
+)
 def test_ranks_get_almost_equal_loads(lengths: list[int], world_size: int) -> None:
     ranks = deal(np.array(lengths), world_size)
     counts = np.bincount(ranks, minlength=world_size)
@@ -134,7 +180,10 @@ def test_resumed_equals_uninterrupted(stop: int, prefetch: int) -> None:
     interrupted = loader_of(40, prefetch=prefetch)
     interrupted.set_epoch(3)
     batches = iter(interrupted)
-    found = [(seen(batch), candidates([batch])) for _, batch in zip(range(stop), batches, strict=False)]
+    found = [
+        (seen(batch), candidates([batch]))
+        for _, batch in zip(range(stop), batches, strict=False)
+    ]
     state = interrupted.state_dict(step=stop)
     resumed = loader_of(40, prefetch=prefetch)
     resumed.load_state_dict(state)
@@ -149,12 +198,15 @@ def test_resuming_on_other_ranks_sees_what_is_missing() -> None:
     pair = [loader_of(40, rank, 2) for rank in range(2)]
     for loader in pair:
         loader.load_state_dict(whole.state_dict(step=2))
-    assert [sorted(seen(left) + seen(right)) for left, right in zip(*pair, strict=True)] == expected
+    assert [
+        sorted(seen(left) + seen(right)) for left, right in zip(*pair, strict=True)
+    ] == expected
 
 
 def test_a_state_of_another_stream_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="cannot resume in the middle of an epoch: batch_size was 8 and is 4; restore these settings"
+        ValueError,
+        match="cannot resume in the middle of an epoch: batch_size was 8 and is 4; restore these settings",
     ):
         loader_of(40, batch_size=4).load_state_dict(loader_of(40).state_dict())
 
@@ -163,7 +215,10 @@ def test_a_state_of_another_stream_is_refused() -> None:
     ("options", "text"),
     [
         ({"rank": 2, "world_size": 2}, "rank=2 of world_size=2: rank must be 0 to 1"),
-        ({"label": "clicked", "negatives": 0}, "loader.label='clicked': sequences have no such column"),
+        (
+            {"label": "clicked", "negatives": 0},
+            "loader.label='clicked': sequences have no such column",
+        ),
         ({"weight": "weight"}, "loader.weight='weight': sequences have no such column"),
         (
             {"sampling": "popularity"},
@@ -189,11 +244,17 @@ def test_a_sequence_without_a_target_is_refused() -> None:
 
 def test_sessions_of_ids_alone_take_no_id_dropout() -> None:
     """Whole sessions of unknown items would train nothing, and still count in the weight by which a loss is divided."""
-    with pytest.raises(ValueError, match=r"id_dropout=session=0.1 with a SessionLoader"):
+    with pytest.raises(
+        ValueError, match=r"id_dropout=session=0.1 with a SessionLoader"
+    ):
         IdDropout(loader_of(5), SCHEMA, {"session": 0.1})
 
 
 def test_an_item_outside_the_table_is_refused() -> None:
     beyond = Column.from_lengths(np.array([1, 2, 1, ITEMS + 1]), np.array([2, 2]))
     with pytest.raises(DataError, match=f"feature 'session': id {ITEMS + 1} in row 1 "):
-        list(SessionLoader(beyond, SCHEMA, config=LoaderConfig(prefetch=0), num_items=ITEMS))
+        list(
+            SessionLoader(
+                beyond, SCHEMA, config=LoaderConfig(prefetch=0), num_items=ITEMS
+            )
+        )

@@ -16,7 +16,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.data.stream_sets import ITEMS, arrow, equal, loader_of, parquet, row_numbers, schema_of
+from tests.data.stream_sets import (
+    ITEMS,
+    arrow,
+    equal,
+    loader_of,
+    parquet,
+    row_numbers,
+    schema_of,
+)
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.files.arrow import RowGroup
 from torchrec_ext.data.files.parquet import read_parquet
@@ -39,7 +47,10 @@ def folder() -> Iterator[Path]:
 
 def rows_of_steps(ranks: list[ChunkLoader]) -> list[list[int]]:
     """The rows of each step, over all ranks."""
-    return [[row for batch in step for row in row_numbers(batch)] for step in zip(*ranks, strict=True)]
+    return [
+        [row for batch in step for row in row_numbers(batch)]
+        for step in zip(*ranks, strict=True)
+    ]
 
 
 @settings(max_examples=12, deadline=None)
@@ -63,7 +74,16 @@ def rows_of_steps(ranks: list[ChunkLoader]) -> list[list[int]]:
     weight="weight",
     drop_last=False,
 )
-@example(sizes=[91], batch_size=8, lanes=4, buffer_rows=900, epoch=0, shuffle=True, weight=None, drop_last=False)
+@example(
+    sizes=[91],
+    batch_size=8,
+    lanes=4,
+    buffer_rows=900,
+    epoch=0,
+    shuffle=True,
+    weight=None,
+    drop_last=False,
+)
 def test_any_number_of_ranks_sees_each_row_once_in_the_same_step(
     sizes: list[int],
     batch_size: int,
@@ -89,7 +109,8 @@ def test_any_number_of_ranks_sees_each_row_once_in_the_same_step(
         source = parquet(Path(name), sizes, files=2)
         for world_size in (1, 2, 3, 4):
             loaders = [
-                loader_of(source, rank, world_size, drop_last=drop_last, **options) for rank in range(world_size)
+                loader_of(source, rank, world_size, drop_last=drop_last, **options)
+                for rank in range(world_size)
             ]
             for loader in loaders:
                 loader.set_epoch(epoch)
@@ -100,8 +121,15 @@ def test_any_number_of_ranks_sees_each_row_once_in_the_same_step(
             }
             for step in zip(*ranks, strict=True):
                 share = sum(float(batch.weights.sum()) for batch in step) / world_size
-                assert [float(batch.total_weight) for batch in step] == pytest.approx([share] * world_size)
-            streams.append([[row for batch in step for row in row_numbers(batch)] for step in zip(*ranks, strict=True)])
+                assert [float(batch.total_weight) for batch in step] == pytest.approx(
+                    [share] * world_size
+                )
+            streams.append(
+                [
+                    [row for batch in step for row in row_numbers(batch)]
+                    for step in zip(*ranks, strict=True)
+                ]
+            )
     whole = size - size % batch_size
     for world_size, stream in enumerate(streams, start=1):
         if not shuffle or world_size <= lanes:
@@ -128,7 +156,9 @@ def test_a_resumed_stream_equals_the_uninterrupted_one_on_any_number_of_ranks(
     options = {"lanes": lanes, "weight": "weight", "label": "label"}
     with tempfile.TemporaryDirectory() as name:
         source = parquet(Path(name), sizes)
-        uninterrupted = [loader_of(source, rank, before, **options) for rank in range(before)]
+        uninterrupted = [
+            loader_of(source, rank, before, **options) for rank in range(before)
+        ]
         for loader in uninterrupted:
             loader.set_epoch(2)
         continued = [loader_of(source, rank, after, **options) for rank in range(after)]
@@ -137,31 +167,53 @@ def test_a_resumed_stream_equals_the_uninterrupted_one_on_any_number_of_ranks(
         assert rows_of_steps(continued) == rows_of_steps(uninterrupted)
         continued[-1].load_state_dict(uninterrupted[0].state_dict(step=0))
         expected = list(continued[-1])[stop:]
-        first = loader_of(source, before - 1, before, prefetch=ahead, read_ahead=ahead, **options)
+        first = loader_of(
+            source, before - 1, before, prefetch=ahead, read_ahead=ahead, **options
+        )
         first.set_epoch(2)
         iterator = iter(first)
         for _ in zip(range(stop), iterator, strict=False):
             pass
         state = first.state_dict()
         iterator.close()  # type: ignore[attr-defined]
-        second = loader_of(ParquetSource(Path(name)), after - 1, after, prefetch=ahead, read_ahead=ahead, **options)
+        second = loader_of(
+            ParquetSource(Path(name)),
+            after - 1,
+            after,
+            prefetch=ahead,
+            read_ahead=ahead,
+            **options,
+        )
         second.load_state_dict(state)
         resumed = list(second)
         second.set_epoch(2)
         fresh = loader_of(source, after - 1, after, **options)
         fresh.set_epoch(2)
-        assert all(equal(left, right) for left, right in zip(second, fresh, strict=True)), "its own order, from then on"
+        assert all(
+            equal(left, right) for left, right in zip(second, fresh, strict=True)
+        ), "its own order, from then on"
     assert len(resumed) == len(expected)
-    assert all(equal(left, right) for left, right in zip(resumed, expected, strict=True))
+    assert all(
+        equal(left, right) for left, right in zip(resumed, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_parquet_and_arrow_ipc_give_the_same_stream(folder: Path, shuffle: bool) -> None:
+def test_parquet_and_arrow_ipc_give_the_same_stream(
+    folder: Path, shuffle: bool
+) -> None:
     sizes = [30, 7, 64, 1, 40]
     for rank in range(2):
         left, right = (
-            list(loader_of(source, rank, 2, shuffle=shuffle, label="label", weight="weight"))
-            for source in (parquet(folder / "p", sizes, files=2), arrow(folder / "a", sizes))
+            list(
+                loader_of(
+                    source, rank, 2, shuffle=shuffle, label="label", weight="weight"
+                )
+            )
+            for source in (
+                parquet(folder / "p", sizes, files=2),
+                arrow(folder / "a", sizes),
+            )
         )
         assert len(left) == len(right)
         assert all(equal(one, other) for one, other in zip(left, right, strict=True))
@@ -184,7 +236,9 @@ def test_a_buffer_that_holds_everything_permutes_all_rows(folder: Path) -> None:
     assert counts.min() > 15
 
 
-def test_a_batch_is_mixed_from_as_many_row_groups_as_there_are_lanes(folder: Path) -> None:
+def test_a_batch_is_mixed_from_as_many_row_groups_as_there_are_lanes(
+    folder: Path,
+) -> None:
     source = parquet(folder, [48] * 8)
     for batch in loader_of(source, lanes=4, buffer_rows=48 * 4, batch_size=16):
         groups = Counter(row // 48 for row in row_numbers(batch))
@@ -208,7 +262,9 @@ def decoded(plan: StreamPlan, world_size: int) -> int:
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2, 8, 32, 512])
 @pytest.mark.parametrize("each", [128, 100, 97])
-def test_all_ranks_together_decode_the_data_once(world_size: int, each: int, shuffle: bool) -> None:
+def test_all_ranks_together_decode_the_data_once(
+    world_size: int, each: int, shuffle: bool
+) -> None:
     plan = StreamPlan(
         group_rows=(65_536,) * 15_000,
         batch_size=each * world_size + (each == 97),
@@ -219,13 +275,20 @@ def test_all_ranks_together_decode_the_data_once(world_size: int, each: int, shu
         seed=0,
         places=world_size if world_size > 4 or not shuffle else None,
     )
-    assert decoded(plan, world_size) <= 1.05 * plan.num_rows * (1 if plan.num_lanes % world_size == 0 else 2)
+    assert decoded(plan, world_size) <= 1.05 * plan.num_rows * (
+        1 if plan.num_lanes % world_size == 0 else 2
+    )
 
 
-@pytest.mark.parametrize("options", [{"lanes": 4}, {"lanes": 1}, {"shuffle": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"lanes": 4}, {"lanes": 1}, {"shuffle": False}], ids=str
+)
 @pytest.mark.parametrize("weight", [None, "weight"])
 def test_a_rank_reads_only_its_share(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], weight: str | None
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    weight: str | None,
 ) -> None:
     read: list[int] = []
     source = parquet(folder, [32] * 16)
@@ -238,12 +301,24 @@ def test_a_rank_reads_only_its_share(
 
     monkeypatch.setattr(source, "read", counted)
     for rank in range(4):
-        list(loader_of(source, rank, 4, buffer_rows=128, weight=weight, in_order=False, **options))
+        list(
+            loader_of(
+                source,
+                rank,
+                4,
+                buffer_rows=128,
+                weight=weight,
+                in_order=False,
+                **options,
+            )
+        )
     assert sorted(read) == list(range(16))
 
 
 @pytest.mark.parametrize("weight", [None, "weight"])
-@pytest.mark.parametrize("sizes", [[16] * 16, [256]], ids=["row groups", "parts of one"])
+@pytest.mark.parametrize(
+    "sizes", [[16] * 16, [256]], ids=["row groups", "parts of one"]
+)
 def test_rows_in_order_are_read_where_a_rank_has_some(
     folder: Path, monkeypatch: pytest.MonkeyPatch, weight: str | None, sizes: list[int]
 ) -> None:
@@ -256,11 +331,20 @@ def test_rows_in_order_are_read_where_a_rank_has_some(
         return checked(layout, group, chunk)
 
     monkeypatch.setattr(BlockLayout, "checked", counted)
-    options = {"batch_size": 64, "lanes": 1, "buffer_rows": 16, "shuffle": False, "weight": weight}
+    options = {
+        "batch_size": 64,
+        "lanes": 1,
+        "buffer_rows": 16,
+        "shuffle": False,
+        "weight": weight,
+    }
     ranks = []
     for rank in range(4):
         ranks.append(list(loader_of(source, rank, 4, **options)))
-    rows = [[row for batch in step for row in row_numbers(batch)] for step in zip(*ranks, strict=True)]
+    rows = [
+        [row for batch in step for row in row_numbers(batch)]
+        for step in zip(*ranks, strict=True)
+    ]
     assert rows == [list(range(start, start + 64)) for start in range(0, 256, 64)]
     assert asked == dict.fromkeys(range(4), 64)
 
@@ -274,30 +358,60 @@ def test_a_row_group_larger_than_a_lane_s_share_is_decoded_once_in_parts(
     monkeypatch.setattr(
         source,
         "parts",
-        lambda group, names, start, size: opened.append((group.number, size)) or parts(group, names, start, size),
+        lambda group, names, start, size: (
+            opened.append((group.number, size)) or parts(group, names, start, size)
+        ),
     )
-    monkeypatch.setattr(source, "read", lambda group, names: pytest.fail("a row group of 100 was read whole"))
-    rows = [row for batch in loader_of(source, lanes=4, buffer_rows=40) for row in row_numbers(batch)]
+    monkeypatch.setattr(
+        source,
+        "read",
+        lambda group, names: pytest.fail("a row group of 100 was read whole"),
+    )
+    rows = [
+        row
+        for batch in loader_of(source, lanes=4, buffer_rows=40)
+        for row in row_numbers(batch)
+    ]
     assert sorted(rows) == list(range(400))
     assert sorted(opened) == [(number, 10) for number in range(4)]
     for at in range(0, 400, 8):
-        assert sorted(row // 100 for row in rows[at : at + 8]) == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert sorted(row // 100 for row in rows[at : at + 8]) == [
+            0,
+            0,
+            1,
+            1,
+            2,
+            2,
+            3,
+            3,
+        ]
 
 
 def test_the_batch_equals_that_of_rows_in_memory(folder: Path) -> None:
     source = parquet(folder, [20, 20])
     chunk = read_parquet([file.path for file in source.files])
-    chunk = chunk.with_columns({"label": Column(chunk["label"].values.astype(np.float32))})
-    config = LoaderConfig(batch_size=8, negatives=0, shuffle=False, label="label", weight="weight")
+    chunk = chunk.with_columns(
+        {"label": Column(chunk["label"].values.astype(np.float32))}
+    )
+    config = LoaderConfig(
+        batch_size=8, negatives=0, shuffle=False, label="label", weight="weight"
+    )
     for shared in ((), ("user_id", "history", "row"), ("item_id",)):
         schema = schema_of(shared)
-        memory, stream = ChunkLoader(chunk, schema, config=config), ChunkLoader(source, schema, config=config)
+        memory, stream = (
+            ChunkLoader(chunk, schema, config=config),
+            ChunkLoader(source, schema, config=config),
+        )
         for left, right in zip(memory, stream, strict=True):
             assert equal(left, right)
             row_numbers(right)
             if left.shared and right.shared:
-                assert torch.equal(left.shared.sparse.values(), right.shared.sparse.values())
-                assert torch.equal(left.shared.sparse.lengths(), right.shared.sparse.lengths())
+                assert torch.equal(
+                    left.shared.sparse.values(), right.shared.sparse.values()
+                )
+                assert torch.equal(
+                    left.shared.sparse.lengths(), right.shared.sparse.lengths()
+                )
                 assert torch.equal(left.shared.dense, right.shared.dense)
                 assert torch.equal(left.shared.index, right.shared.index)
 
@@ -311,7 +425,9 @@ def test_a_column_that_a_setting_names_and_nobody_has_is_told_with_the_setting(
     chunk = read_parquet([file.path for file in source.files])
     config = LoaderConfig(batch_size=8, negatives=0, **{setting: "clicked"})  # type: ignore[arg-type]
     for rows in (chunk, source):
-        with pytest.raises(DataError, match=rf"^loader\.{setting}: .*column 'clicked' is missing"):
+        with pytest.raises(
+            DataError, match=rf"^loader\.{setting}: .*column 'clicked' is missing"
+        ):
             ChunkLoader(rows, schema_of(), config=config, device=device)
 
 
@@ -319,11 +435,21 @@ def test_negatives_and_item_features_are_those_of_rows_in_memory(folder: Path) -
     source = parquet(folder, [20, 21])
     chunk = read_parquet([file.path for file in source.files])
     items = Chunk({"item_id": Column(np.arange(ITEMS + 1))})
-    sampler = UniformNegatives(ITEMS, chunk["user_id"].values, chunk["item_id"].values.astype(np.int64))
+    sampler = UniformNegatives(
+        ITEMS, chunk["user_id"].values, chunk["item_id"].values.astype(np.int64)
+    )
     config = LoaderConfig(batch_size=8, negatives=2, shuffle=False, weight="weight")
     for rank in range(2):
         memory, stream = (
-            ChunkLoader(rows, schema_of(), config=config, items=items, negatives=sampler, rank=rank, world_size=2)
+            ChunkLoader(
+                rows,
+                schema_of(),
+                config=config,
+                items=items,
+                negatives=sampler,
+                rank=rank,
+                world_size=2,
+            )
             for rows in (chunk, source)
         )
         # The tail is spread over the ranks differently: it is not compared.
@@ -335,7 +461,9 @@ def test_negatives_and_item_features_are_those_of_rows_in_memory(folder: Path) -
 def test_threads_change_nothing_and_end(folder: Path) -> None:
     source = parquet(folder, [30] * 5)
     ahead = loader_of(source, prefetch=3, read_ahead=2)
-    assert all(equal(left, right) for left, right in zip(ahead, loader_of(source), strict=True))
+    assert all(
+        equal(left, right) for left, right in zip(ahead, loader_of(source), strict=True)
+    )
     iterator = iter(ahead)
     next(iterator)
     del iterator
@@ -343,7 +471,9 @@ def test_threads_change_nothing_and_end(folder: Path) -> None:
     assert not [thread for thread in threading.enumerate() if "prefetch" in thread.name]
 
 
-def test_a_set_on_a_device_gives_the_batches_of_rows_in_memory(folder: Path, device: torch.device) -> None:
+def test_a_set_on_a_device_gives_the_batches_of_rows_in_memory(
+    folder: Path, device: torch.device
+) -> None:
     source = parquet(folder, [20, 23])
     chunk = read_parquet([file.path for file in source.files])
     config = LoaderConfig(batch_size=8, negatives=0, label="label", weight="weight")
@@ -352,7 +482,9 @@ def test_a_set_on_a_device_gives_the_batches_of_rows_in_memory(folder: Path, dev
             options = {"config": config, "rank": rank, "world_size": 3}
             memory = ChunkLoader(chunk, schema_of(shared), **options)  # type: ignore[arg-type]
             for rows in (chunk, source):
-                resident = ChunkLoader(rows, schema_of(shared), device=device, **options)  # type: ignore[arg-type]
+                resident = ChunkLoader(
+                    rows, schema_of(shared), device=device, **options
+                )  # type: ignore[arg-type]
                 for left, right in zip(memory, resident, strict=True):
                     assert right.labels.device.type == device.type
                     assert equal(left, right.to(torch.device("cpu")))
@@ -360,24 +492,43 @@ def test_a_set_on_a_device_gives_the_batches_of_rows_in_memory(folder: Path, dev
 
 
 def test_a_state_of_other_files_or_lanes_is_refused(folder: Path) -> None:
-    state = loader_of(parquet(folder / "a", [30, 30]), lanes=2, buffer_rows=60).state_dict()
-    with pytest.raises(ValueError, match=r"cannot resume .*: row_groups was '\w+' and is '\w+', content was .*; r"):
-        loader_of(parquet(folder / "b", [20, 40]), lanes=2, buffer_rows=60).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"cannot resume .*: buffer_rows was 60 and is 80; restore"):
-        loader_of(parquet(folder / "a", [30, 30]), lanes=2, buffer_rows=80).load_state_dict(state)
+    state = loader_of(
+        parquet(folder / "a", [30, 30]), lanes=2, buffer_rows=60
+    ).state_dict()
+    with pytest.raises(
+        ValueError,
+        match=r"cannot resume .*: row_groups was '\w+' and is '\w+', content was .*; r",
+    ):
+        loader_of(
+            parquet(folder / "b", [20, 40]), lanes=2, buffer_rows=60
+        ).load_state_dict(state)
+    with pytest.raises(
+        ValueError, match=r"cannot resume .*: buffer_rows was 60 and is 80; restore"
+    ):
+        loader_of(
+            parquet(folder / "a", [30, 30]), lanes=2, buffer_rows=80
+        ).load_state_dict(state)
     with pytest.raises(ValueError, match=r"lanes was 2 and is 1; restore"):
-        loader_of(parquet(folder / "a", [30, 30]), lanes=1, buffer_rows=60).load_state_dict(state)
+        loader_of(
+            parquet(folder / "a", [30, 30]), lanes=1, buffer_rows=60
+        ).load_state_dict(state)
 
 
 @pytest.mark.parametrize("make", [parquet, arrow, "memory"])
-def test_a_state_of_rewritten_rows_is_refused_and_an_older_state_is_not(folder: Path, make: Any) -> None:
+def test_a_state_of_rewritten_rows_is_refused_and_an_older_state_is_not(
+    folder: Path, make: Any
+) -> None:
     """As many rows in groups of the same sizes, of which one label is another."""
 
     def loader() -> ChunkLoader:
         if make != "memory":
             return loader_of(type(source)(folder / "rows"))
         chunk = read_parquet([file.path for file in source.files])
-        return ChunkLoader(chunk, schema_of(), config=LoaderConfig(batch_size=8, negatives=0, shuffle=False))
+        return ChunkLoader(
+            chunk,
+            schema_of(),
+            config=LoaderConfig(batch_size=8, negatives=0, shuffle=False),
+        )
 
     source = (parquet if make == "memory" else make)(folder / "rows", [30, 30])
     state = loader().state_dict(step=2)
@@ -385,22 +536,46 @@ def test_a_state_of_rewritten_rows_is_refused_and_an_older_state_is_not(folder: 
     file = Path(source.files[0].path)
     kept = file.read_bytes()
     if make == arrow:
-        labels = bytes(pa.ipc.open_file(pa.py_buffer(kept)).get_batch(1)["row"].buffers()[1])
+        labels = bytes(
+            pa.ipc.open_file(pa.py_buffer(kept)).get_batch(1)["row"].buffers()[1]
+        )
         file.write_bytes(kept.replace(labels, labels[::-1]))
     else:
         table = pq.read_table(file)
-        flipped = pa.array([not label if row == 41 else label for row, label in enumerate(table["label"].to_pylist())])
-        pq.write_table(table.set_column(5, "label", flipped), file, row_group_size=30, write_page_checksum=True)
-    with pytest.raises(ValueError, match=r"cannot resume .*: content was '\w+' and is '\w+'; restore"):
+        flipped = pa.array(
+            [
+                not label if row == 41 else label
+                for row, label in enumerate(table["label"].to_pylist())
+            ]
+        )
+        pq.write_table(
+            table.set_column(5, "label", flipped),
+            file,
+            row_group_size=30,
+            write_page_checksum=True,
+        )
+    with pytest.raises(
+        ValueError, match=r"cannot resume .*: content was '\w+' and is '\w+'; restore"
+    ):
         loader().load_state_dict(state)
-    older = {**state, "stream": {name: value for name, value in state["stream"].items() if name != "content"}}
+    older = {
+        **state,
+        "stream": {
+            name: value for name, value in state["stream"].items() if name != "content"
+        },
+    }
     loader().load_state_dict(older)
     file.write_bytes(kept)
     loader().load_state_dict(state)
 
 
 def test_lanes_are_as_many_as_batch_and_row_groups_allow() -> None:
-    def lanes(group_rows: list[int], batch_size: int = 64, buffer_rows: int = 1_000, shuffle: bool = True) -> int:
+    def lanes(
+        group_rows: list[int],
+        batch_size: int = 64,
+        buffer_rows: int = 1_000,
+        shuffle: bool = True,
+    ) -> int:
         plan = StreamPlan(
             group_rows=tuple(group_rows),
             batch_size=batch_size,
@@ -423,5 +598,13 @@ def test_lanes_are_as_many_as_batch_and_row_groups_allow() -> None:
 
 def test_a_device_without_a_whole_step_is_refused(folder: Path) -> None:
     source = parquet(folder, [20])
-    with pytest.raises(DataError, match=r"20 rows with loader\.batch_size=21 and loader\.drop_last=True make no step"):
-        ChunkLoader(source, schema_of(), config=LoaderConfig(negatives=0, batch_size=21, drop_last=True), device="cpu")
+    with pytest.raises(
+        DataError,
+        match=r"20 rows with loader\.batch_size=21 and loader\.drop_last=True make no step",
+    ):
+        ChunkLoader(
+            source,
+            schema_of(),
+            config=LoaderConfig(negatives=0, batch_size=21, drop_last=True),
+            device="cpu",
+        )

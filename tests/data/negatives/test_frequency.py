@@ -18,7 +18,9 @@ def test_it_follows_algorithm_2(device: torch.device) -> None:
             last, gap = expected[item]
             expected[item] = (step, 0.75 * gap + 0.25 * (step - last))
     made = frequency.log_q(torch.tensor([3, 4], device=device)).cpu()
-    torch.testing.assert_close(made, -torch.tensor([expected[3][1], expected[4][1]]).log())
+    torch.testing.assert_close(
+        made, -torch.tensor([expected[3][1], expected[4][1]]).log()
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -33,7 +35,9 @@ def test_known_frequencies_are_found(seed: int) -> None:
         frequency.update(batch)
     in_batch = 1 - (1 - p) ** size  # the probability that a batch holds the item
     error = frequency.log_q(torch.arange(1, items + 1)).numpy() - np.log(in_batch)
-    assert np.abs(error).max() < 0.6  # about 6 standard deviations of sqrt(rate / 2) = 0.1
+    assert (
+        np.abs(error).max() < 0.6
+    )  # about 6 standard deviations of sqrt(rate / 2) = 0.1
     assert np.sqrt((error**2).mean()) < 0.13
     assert abs(error.mean()) < 0.03
 
@@ -43,7 +47,9 @@ def test_a_change_is_followed() -> None:
     for every in (2, 10):
         for step in range(1, 1001):
             frequency.update(torch.tensor([1 if step % every == 0 else 0]))
-        assert float(frequency.log_q(torch.tensor([1])).exp()) == pytest.approx(1 / every, rel=0.01)
+        assert float(frequency.log_q(torch.tensor([1])).exp()) == pytest.approx(
+            1 / every, rel=0.01
+        )
 
 
 def test_several_hash_functions_undo_collisions() -> None:
@@ -51,8 +57,16 @@ def test_several_hash_functions_undo_collisions() -> None:
     for hashes in (1, 4):
         frequency = StreamingFrequency(64, rate=0.1, hashes=hashes)
         for step in range(3000):
-            frequency.update(torch.arange(1, 21) * (step % torch.arange(1, 21) == 0))  # item k every k steps
-        errors.append(float((frequency.log_q(torch.arange(1, 21)) + torch.arange(1, 21).log()).abs().sum()))
+            frequency.update(
+                torch.arange(1, 21) * (step % torch.arange(1, 21) == 0)
+            )  # item k every k steps
+        errors.append(
+            float(
+                (frequency.log_q(torch.arange(1, 21)) + torch.arange(1, 21).log())
+                .abs()
+                .sum()
+            )
+        )
     assert errors[0] > 1  # a shared bucket looks too frequent
     assert errors[1] < 0.2
 
@@ -69,7 +83,11 @@ def test_padding_is_not_counted_and_ids_of_any_size_are() -> None:
 def test_it_continues_from_its_state_and_refuses_another_setting() -> None:
     generator = torch.Generator().manual_seed(0)
     batches = torch.randint(1, 50, (40, 8), generator=generator)
-    whole, first, rest = StreamingFrequency(500), StreamingFrequency(500), StreamingFrequency(500)
+    whole, first, rest = (
+        StreamingFrequency(500),
+        StreamingFrequency(500),
+        StreamingFrequency(500),
+    )
     for batch in batches:
         whole.update(batch)
     for batch in batches[:20]:
@@ -78,7 +96,10 @@ def test_it_continues_from_its_state_and_refuses_another_setting() -> None:
     for batch in batches[20:]:
         rest.update(batch)
     assert torch.equal(rest.log_q(torch.arange(50)), whole.log_q(torch.arange(50)))
-    with pytest.raises(ValueError, match=r"buckets was 500 and is 400, seed was 0 and is 1; restore these"):
+    with pytest.raises(
+        ValueError,
+        match=r"buckets was 500 and is 400, seed was 0 and is 1; restore these",
+    ):
         StreamingFrequency(400, seed=1).load_state_dict(first.state_dict())
 
 

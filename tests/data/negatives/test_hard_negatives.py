@@ -17,7 +17,9 @@ USERS, ITEMS, K = 20, 60, 8
 
 def embeddings(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(USERS, 4, generator=generator), torch.randn(ITEMS + 1, 4, generator=generator)
+    return torch.randn(USERS, 4, generator=generator), torch.randn(
+        ITEMS + 1, 4, generator=generator
+    )
 
 
 def best_items(known: KnownPairs) -> Int64:
@@ -47,7 +49,12 @@ def test_a_million_draws_hold_no_known_item_and_a_share_of_hard_ones() -> None:
     draw = sampler.draw(users, np.arange(1000), 0, 1000)
     assert not sampler.easy.known.contains(users[:, None], draw.ids).any()
     best = best_items(sampler.easy.known)
-    among = np.mean([(best[user] == draw.ids[user][:, None]).any(axis=1).mean() for user in users[:USERS]])
+    among = np.mean(
+        [
+            (best[user] == draw.ids[user][:, None]).any(axis=1).mean()
+            for user in users[:USERS]
+        ]
+    )
     free = sampler.easy.known.free(np.arange(USERS))
     assert among == pytest.approx(0.6 + 0.4 * (K / free).mean(), abs=0.01)
 
@@ -67,7 +74,9 @@ def test_slices_draw_what_the_whole_draws_and_a_state_restores_the_hard_ones() -
     before = restored.draw(rows % USERS, rows, 3, 4)
     assert np.array_equal(before.ids, sampler.easy.draw(rows % USERS, rows, 3, 4).ids)
     restored.load_state_dict(sampler.state_dict())
-    parts = [restored.draw(part % USERS, part, 3, 4) for part in np.split(rows, [1, 40, 40])]
+    parts = [
+        restored.draw(part % USERS, part, 3, 4) for part in np.split(rows, [1, 40, 40])
+    ]
     assert np.array_equal(np.concatenate([part.ids for part in parts]), whole.ids)
     assert np.array_equal(np.concatenate([part.log_q for part in parts]), whole.log_q)
     assert not np.array_equal(before.ids, whole.ids)
@@ -88,7 +97,12 @@ def test_wrong_arguments_are_named() -> None:
         HardNegatives(easy, share=1)
     with pytest.raises(ValueError, match=r"k=0: must be 1 or more"):
         HardNegatives(easy, k=0)
-    with pytest.raises(DataError, match=r"item 61 for user 5; items are 1 to 60: return the ids of the data"):
+    with pytest.raises(
+        DataError,
+        match=r"item 61 for user 5; items are 1 to 60: return the ids of the data",
+    ):
         HardNegatives(easy).refresh(lambda users: users[:, None] + 56)
-    with pytest.raises(DataError, match=r"shape \(20,\) for 20 users; it must return \(B, K\) items"):
+    with pytest.raises(
+        DataError, match=r"shape \(20,\) for 20 users; it must return \(B, K\) items"
+    ):
         HardNegatives(easy).refresh(lambda users: users)

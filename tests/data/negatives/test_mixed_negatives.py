@@ -17,7 +17,12 @@ ITEMS = 80
 def test_ranks_together_draw_what_one_draws(world_size: int) -> None:
     mixed = MixedNegatives(ITEMS, 10, 32, seed=4)
     whole = mixed.draw(2, 5)
-    parts = np.concatenate([mixed.draw(2, 5, rank=rank, world_size=world_size) for rank in range(world_size)])
+    parts = np.concatenate(
+        [
+            mixed.draw(2, 5, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+    )
     assert np.array_equal(parts[:10], whole)
     assert not parts[10:].any()
     assert not np.array_equal(whole, mixed.draw(2, 6))
@@ -25,13 +30,17 @@ def test_ranks_together_draw_what_one_draws(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_batch_and_extra_together_follow_the_mixture_that_log_q_states(seed: int) -> None:
+def test_batch_and_extra_together_follow_the_mixture_that_log_q_states(
+    seed: int,
+) -> None:
     batch, extra, steps = 48, 16, 4000
     p = 1 / np.arange(1, ITEMS + 1)
     p /= p.sum()
     mixed = MixedNegatives(ITEMS, extra, batch, seed)
     positives = np.random.default_rng(seed).choice(ITEMS, (steps, batch), p=p) + 1
-    candidates = np.concatenate([positives.ravel(), *(mixed.draw(0, step) for step in range(steps))])
+    candidates = np.concatenate(
+        [positives.ravel(), *(mixed.draw(0, step) for step in range(steps))]
+    )
     q = mixed.log_q(torch.from_numpy(p).log()).exp().numpy()
     assert q.sum() == pytest.approx(1)
     counts = np.bincount(candidates, minlength=ITEMS + 1)[1:]
@@ -51,7 +60,9 @@ def test_a_million_places_count_no_known_item_of_a_query() -> None:
         def is_known(drawn: torch.Tensor, query: np.ndarray = query) -> torch.Tensor:
             return torch.from_numpy(known.contains(query[:, None], drawn.numpy()))
 
-        made = in_batch_negatives(torch.zeros(250, 1), torch.from_numpy(ids), queries=150, is_known=is_known)
+        made = in_batch_negatives(
+            torch.zeros(250, 1), torch.from_numpy(ids), queries=150, is_known=is_known
+        )
         negative = ~made.excluded.numpy()
         negative[np.arange(150), np.arange(150)] = False
         assert not (negative & known.contains(query[:, None], ids)).any()

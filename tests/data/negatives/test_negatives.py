@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from torchrec_ext.data.negatives import known_pairs
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.random import alias_table
-from torchrec_ext.data.negatives.samplers import FreeMass, Negatives, PopularityNegatives, UniformNegatives
+from torchrec_ext.data.negatives.samplers import (
+    FreeMass,
+    Negatives,
+    PopularityNegatives,
+    UniformNegatives,
+)
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit
@@ -18,7 +23,9 @@ SAMPLERS = [UniformNegatives, PopularityNegatives]
 Sampler = type[UniformNegatives] | type[PopularityNegatives]
 
 
-def random_pairs(users: int, items: int, density: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def random_pairs(
+    users: int, items: int, density: float, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     taken = np.random.default_rng(seed).random((users, items)) < density
     taken[:, seed % items] = False  # everyone has at least one item left
     user, item = np.nonzero(taken)
@@ -35,21 +42,27 @@ def known_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_million_draws_hold_no_known_item(sampler: Sampler) -> None:
     users, items = random_pairs(200, 300, 0.6)
-    draw = sampler(300, users, items, seed=5).draw(np.arange(1000) % 200, np.arange(1000), 0, 1000)
+    draw = sampler(300, users, items, seed=5).draw(
+        np.arange(1000) % 200, np.arange(1000), 0, 1000
+    )
     keys = (np.arange(1000) % 200)[:, None] * 301 + draw.ids
     assert draw.ids.size == 1_000_000
     assert 1 <= draw.ids.min() <= draw.ids.max() <= 300
     assert not np.isin(keys, users * 301 + items).any()
 
 
-def follows(drawer: Negatives, known: KnownPairs, user: int, size: int = 100_000) -> None:
+def follows(
+    drawer: Negatives, known: KnownPairs, user: int, size: int = 100_000
+) -> None:
     """Pearson's chi-square of ``size`` draws for one user against exp(log_q), 5 standard deviations allowed."""
     draw = drawer.draw(np.full(size, user), np.arange(size), 0, 1)
     every = np.arange(1, known.num_items + 1)
     left = every[~known.contains(np.full(len(every), user), every)]
     expected = np.exp(drawer.log_q(np.full(len(left), user), left).astype(float))
     assert expected.sum() == pytest.approx(1, abs=1e-4)
-    assert np.array_equal(draw.log_q[:, 0], drawer.log_q(np.full(size, user), draw.ids[:, 0]))
+    assert np.array_equal(
+        draw.log_q[:, 0], drawer.log_q(np.full(size, user), draw.ids[:, 0])
+    )
     counts = np.bincount(draw.ids[:, 0], minlength=known.num_items + 1)[left]
     assert counts.sum() == size
     chi_square = ((counts - size * expected) ** 2 / (size * expected)).sum()
@@ -61,7 +74,9 @@ def follows(drawer: Negatives, known: KnownPairs, user: int, size: int = 100_000
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("density", [0.2, 0.97], ids=["few known", "nearly all known"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_draws_follow_the_distribution_that_log_q_states(sampler: Sampler, density: float, seed: int) -> None:
+def test_draws_follow_the_distribution_that_log_q_states(
+    sampler: Sampler, density: float, seed: int
+) -> None:
     drawer = sampler(200, *random_pairs(3, 200, density, seed=3), seed=seed)
     for user in range(4):  # the last one is unknown
         follows(drawer, drawer.known, user)
@@ -75,12 +90,16 @@ def test_draws_follow_the_distribution_that_log_q_states(sampler: Sampler, densi
     n=st.integers(1, 5),
 )
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_slices_draw_what_the_whole_draws(sampler: Sampler, cuts: list[int], epoch: int, seed: int, n: int) -> None:
+def test_slices_draw_what_the_whole_draws(
+    sampler: Sampler, cuts: list[int], epoch: int, seed: int, n: int
+) -> None:
     users, items = random_pairs(10, 20, 0.5)
     drawer = sampler(20, users, items, seed=seed)
     rows = np.random.default_rng(0).permutation(60)
     whole = drawer.draw(rows % 10, rows, epoch, n)
-    parts = [drawer.draw(part % 10, part, epoch, n) for part in np.split(rows, sorted(cuts))]
+    parts = [
+        drawer.draw(part % 10, part, epoch, n) for part in np.split(rows, sorted(cuts))
+    ]
     assert np.array_equal(np.concatenate([part.ids for part in parts]), whole.ids)
     assert np.array_equal(np.concatenate([part.log_q for part in parts]), whole.log_q)
 
@@ -89,7 +108,11 @@ def test_epochs_seeds_rows_and_places_draw_independently() -> None:
     drawer = UniformNegatives(1000, np.array([1]), np.array([1]), seed=0)
     rows = np.arange(2000)
     draws = [drawer.draw(np.zeros(2000, int), rows, epoch, 2).ids for epoch in (0, 1)]
-    other = UniformNegatives(1000, np.array([1]), np.array([1]), seed=1).draw(np.zeros(2000, int), rows, 0, 2).ids
+    other = (
+        UniformNegatives(1000, np.array([1]), np.array([1]), seed=1)
+        .draw(np.zeros(2000, int), rows, 0, 2)
+        .ids
+    )
     series = [*draws[0].T, *draws[1].T, *other.T, np.roll(draws[0][:, 0], 1)]
     correlation = np.corrcoef(series) - np.eye(len(series))
     assert np.abs(correlation).max() < 5 / np.sqrt(2000)
@@ -107,14 +130,26 @@ def test_the_alias_table_holds_the_probabilities(weights: list[float]) -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 99))
-def test_the_nth_free_item_is_the_nth_of_those_not_taken(users: int, items: int, seed: int) -> None:
+def test_the_nth_free_item_is_the_nth_of_those_not_taken(
+    users: int, items: int, seed: int
+) -> None:
     owner, taken = random_pairs(users, items, 0.6, seed)
-    known = KnownPairs(items, np.concatenate([owner, owner]), np.concatenate([taken, taken]))
+    known = KnownPairs(
+        items, np.concatenate([owner, owner]), np.concatenate([taken, taken])
+    )
     for user in range(users + 2):
         left = np.setdiff1d(np.arange(1, items + 1), taken[owner == user])
         assert known.free(np.array([user]))[0] == len(left)
-        assert np.array_equal(known.nth_free(np.full(len(left), user), np.arange(len(left))), left)
-        assert np.array_equal(np.flatnonzero(~known.contains(np.full(items, user), np.arange(1, items + 1))) + 1, left)
+        assert np.array_equal(
+            known.nth_free(np.full(len(left), user), np.arange(len(left))), left
+        )
+        assert np.array_equal(
+            np.flatnonzero(
+                ~known.contains(np.full(items, user), np.arange(1, items + 1))
+            )
+            + 1,
+            left,
+        )
 
 
 def test_popularity_counts_the_pairs_and_every_item_can_be_drawn() -> None:
@@ -128,18 +163,23 @@ def test_popularity_counts_the_pairs_and_every_item_can_be_drawn() -> None:
 def test_a_user_who_has_taken_every_item_is_named(sampler: Sampler) -> None:
     drawer = sampler(3, np.array([7, 7, 7, 8]), np.array([1, 2, 3, 3]))
     with pytest.raises(
-        DataError, match=r"user 7 has taken all 3 items, so there is no negative.*1 such users.*loader\.negatives=0"
+        DataError,
+        match=r"user 7 has taken all 3 items, so there is no negative.*1 such users.*loader\.negatives=0",
     ):
         drawer.draw(np.array([8, 7, 7]), np.arange(3), 0, 1)
     assert drawer.draw(np.array([8]), np.arange(1), 0, 50).ids.max() == 2
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(DataError, match=r"known pair 1 is user 2, item 9; users must be 0 or more, items 1 to 5"):
+    with pytest.raises(
+        DataError,
+        match=r"known pair 1 is user 2, item 9; users must be 0 or more, items 1 to 5",
+    ):
         KnownPairs(5, np.array([1, 2]), np.array([1, 9]))
     for user, size in ((3 * 10**11, "9,600.0"), (2**62, "147,573,952,589.7")):
         with pytest.raises(
-            DataError, match=rf"user ids up to {user:,} take {size} GB, a row for each id; this machine has"
+            DataError,
+            match=rf"user ids up to {user:,} take {size} GB, a row for each id; this machine has",
         ):
             KnownPairs(5, np.array([1, user]), np.array([1, 2]))
     with pytest.raises(ValueError, match=r"smoothing=0: must be greater than 0"):
@@ -156,7 +196,9 @@ def test_narrow_ids_and_no_known_pair_at_all() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 99))
-def test_free_mass_covers_each_item_not_taken_by_its_own_weight(users: int, items: int, seed: int) -> None:
+def test_free_mass_covers_each_item_not_taken_by_its_own_weight(
+    users: int, items: int, seed: int
+) -> None:
     owner, taken = random_pairs(users, items, 0.6, seed)
     weights = np.random.default_rng(seed).random(items) ** 9
     free = FreeMass(KnownPairs(items, owner, taken), weights)
@@ -164,9 +206,14 @@ def test_free_mass_covers_each_item_not_taken_by_its_own_weight(users: int, item
     for user in range(users + 2):
         left = np.setdiff1d(np.arange(1, items + 1), taken[owner == user])
         ends = np.cumsum(np.diff(free.sums)[left - 1])
-        places = np.concatenate([[0], ends[:-1], ends - 1])  # the first and the last place of each
+        places = np.concatenate(
+            [[0], ends[:-1], ends - 1]
+        )  # the first and the last place of each
         assert free.mass[free.known.row_of(np.array([user]))[0]] == ends[-1]
-        assert np.array_equal(free.item_at(np.full(len(places), user), places), np.concatenate([left, left]))
+        assert np.array_equal(
+            free.item_at(np.full(len(places), user), places),
+            np.concatenate([left, left]),
+        )
 
 
 @pytest.mark.parametrize("pairs", [1_000, 300_000])
@@ -176,17 +223,27 @@ def test_a_filter_of_known_pairs_takes_a_bit_a_bit_while_it_is_made(
     """Of the largest bitmap, 32 MB, and of the filter above it; in bytes it was eight times as much."""
     rng = np.random.default_rng(0)
     items = known_pairs.MOST_BITS // 4_001 - 1
-    users, taken = rng.integers(4_000, size=pairs), rng.integers(1, items + 1, size=pairs)
+    users, taken = (
+        rng.integers(4_000, size=pairs),
+        rng.integers(1, items + 1, size=pairs),
+    )
     for most_bits in (known_pairs.MOST_BITS, 0):
         monkeypatch.setattr(known_pairs, "MOST_BITS", most_bits)
         tracemalloc.start()
         known = KnownPairs(items, users, taken)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < (known_pairs.MOST_BITS // 8 if most_bits else 4 * pairs) + 100 * pairs + 2**20
+        assert (
+            peak
+            < (known_pairs.MOST_BITS // 8 if most_bits else 4 * pairs)
+            + 100 * pairs
+            + 2**20
+        )
         assert known.contains(users, taken).all()
         others = rng.integers(1, items + 1, size=1_000)
-        wanted = np.isin(users[:1_000] * (items + 1) + others, users * (items + 1) + taken)
+        wanted = np.isin(
+            users[:1_000] * (items + 1) + others, users * (items + 1) + taken
+        )
         assert np.array_equal(known.contains(users[:1_000], others), wanted)
 
 

@@ -14,7 +14,11 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader.config import LoaderConfig, Sampling
-from torchrec_ext.data.loader.loader import ChunkLoader, training_loader, training_negatives
+from torchrec_ext.data.loader.loader import (
+    ChunkLoader,
+    training_loader,
+    training_negatives,
+)
 from torchrec_ext.data.negatives.mixed import MixedCandidates
 from torchrec_ext.data.negatives.on_device import sampler_on_device
 from torchrec_ext.data.negatives.registry import NEGATIVES
@@ -30,14 +34,25 @@ EXTRA, EACH = 20, 3
 
 
 def config_of(name: str, **options: Any) -> LoaderConfig:
-    drawn = {"negatives": 0, "shared_negatives": EXTRA} if NEGATIVES[name].shared else {"negatives": EACH}
-    return LoaderConfig(**{"batch_size": 32, "sampling": name, "prefetch": 0} | drawn | options)  # type: ignore[arg-type]
+    drawn = (
+        {"negatives": 0, "shared_negatives": EXTRA}
+        if NEGATIVES[name].shared
+        else {"negatives": EACH}
+    )
+    return LoaderConfig(
+        **{"batch_size": 32, "sampling": name, "prefetch": 0} | drawn | options
+    )  # type: ignore[arg-type]
 
 
 def model_of(name: str) -> TowerModel | RetrievalModel:
     torch.manual_seed(0)
-    towers = {"user": Tower([table("user_id", 61)], (8,)), "item": Tower([table("item_id", 51)], (8,))}
-    return (RetrievalModel if NEGATIVES[name].shared else TowerModel)(towers, DotProduct([8, 8]))  # type: ignore[arg-type]
+    towers = {
+        "user": Tower([table("user_id", 61)], (8,)),
+        "item": Tower([table("item_id", 51)], (8,)),
+    }
+    return (RetrievalModel if NEGATIVES[name].shared else TowerModel)(
+        towers, DotProduct([8, 8])
+    )  # type: ignore[arg-type]
 
 
 def loader_of(name: str, **options: Any) -> ChunkLoader:
@@ -65,7 +80,9 @@ def test_each_sampler_draws_for_a_step_that_trains(name: str) -> None:
     loss.backward()
     optimizer.step()
     assert torch.isfinite(loss)
-    assert all(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(
+        not torch.equal(value, before[key]) for key, value in model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("name", NEGATIVES)
@@ -76,7 +93,9 @@ def test_a_refreshed_sampler_asks_the_model_from_the_second_epoch_on(name: str) 
     loader.set_epoch(1)
     assert getattr(sampler, "refreshes", 0) == NEGATIVES[name].refreshed
     if NEGATIVES[name].refreshed:
-        with pytest.raises(ValueError, match=f"loader.sampling='{name}' without refresh"):
+        with pytest.raises(
+            ValueError, match=f"loader.sampling='{name}' without refresh"
+        ):
             training_loader(DATA, model_of(name).schema(), config_of(name))
 
 
@@ -88,13 +107,24 @@ def drawn(name: str, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     sampler: Any = training_negatives(DATA, config_of(name, popularity_exponent=3.0))
     if NEGATIVES[name].shared:
         counts = DATA.popularity()
-        in_batch = np.random.default_rng(0).choice(len(counts), size=(DRAWS, 32), p=counts / counts.sum())
-        ids = np.stack([np.append(some, sampler.draw(0, step)) for step, some in enumerate(in_batch)])
+        in_batch = np.random.default_rng(0).choice(
+            len(counts), size=(DRAWS, 32), p=counts / counts.sum()
+        )
+        ids = np.stack(
+            [
+                np.append(some, sampler.draw(0, step))
+                for step, some in enumerate(in_batch)
+            ]
+        )
         log_q = sampler.log_q(ids.reshape(-1)).reshape(ids.shape)
         return scores[ids], torch.from_numpy(log_q), float(scores[1:].exp().sum())
     taken = DATA.known.items[DATA.known.users == USER]
     if NEGATIVES[name].refreshed:
-        sampler.refresh(lambda users: np.tile(np.setdiff1d(np.arange(1, 30), taken)[:10], (len(users), 1)))
+        sampler.refresh(
+            lambda users: np.tile(
+                np.setdiff1d(np.arange(1, 30), taken)[:10], (len(users), 1)
+            )
+        )
     ids, log_q = sampler.draw(np.full(DRAWS, USER), np.arange(DRAWS), 1, EACH)
     log_q_of_positive = sampler.log_q(np.array([USER]), taken[:1])
     ids = np.concatenate([np.full((DRAWS, 1), taken[0]), ids], axis=1)
@@ -104,7 +134,9 @@ def drawn(name: str, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 @pytest.mark.parametrize("name", NEGATIVES)
-def test_the_corrected_softmax_estimates_that_over_the_whole_catalogue(name: str) -> None:
+def test_the_corrected_softmax_estimates_that_over_the_whole_catalogue(
+    name: str,
+) -> None:
     """exp(loss) is a sum of exp(score) / q over the candidates, whose mean is the sum over all that can be drawn.
 
     A positive with negatives of its own adds its own term, 1; the candidates of a batch have it among them.
@@ -117,7 +149,9 @@ def test_the_corrected_softmax_estimates_that_over_the_whole_catalogue(name: str
     its_own = 0 if NEGATIVES[name].shared else 1
 
     def estimates(correction: torch.Tensor) -> torch.Tensor:
-        losses = softmax_losses(logits, torch.zeros(DRAWS, dtype=torch.int64), log_q=correction)
+        losses = softmax_losses(
+            logits, torch.zeros(DRAWS, dtype=torch.int64), log_q=correction
+        )
         sums = (losses.exp() - its_own) * (logits - correction)[:, 0].exp()
         return sums / (logits.shape[1] - its_own)
 
@@ -130,13 +164,20 @@ def test_the_corrected_softmax_estimates_that_over_the_whole_catalogue(name: str
     )
     if name != "uniform":
         level = torch.full_like(logits, float(log_q.double().exp().mean().log()))
-        assert abs(float(estimates(level).mean()) - whole) > 10 * error, "without the sampler's own q it is another sum"
+        assert abs(float(estimates(level).mean()) - whole) > 10 * error, (
+            "without the sampler's own q it is another sum"
+        )
 
 
 @pytest.mark.parametrize("name", NEGATIVES)
-def test_a_sampler_that_is_not_for_the_host_alone_draws_the_same_on_a_device(name: str) -> None:
+def test_a_sampler_that_is_not_for_the_host_alone_draws_the_same_on_a_device(
+    name: str,
+) -> None:
     if NEGATIVES[name].host_only:
-        with pytest.raises(ValueError, match=rf"{NEGATIVES[name].host_only} on the host; leave loader\.device out"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{NEGATIVES[name].host_only} on the host; leave loader\.device out",
+        ):
             config_of(name, device="cpu")
         return
     sampler: Any = training_negatives(DATA, config_of(name))
@@ -158,5 +199,7 @@ def test_a_sampler_has_the_methods_that_its_properties_promise(name: str) -> Non
 
 def test_the_choices_of_a_flag_are_the_registry() -> None:
     assert get_args(Sampling) == tuple(NEGATIVES)
-    with pytest.raises(ValueError, match=f"sampling='x': must be one of {', '.join(NEGATIVES)}"):
+    with pytest.raises(
+        ValueError, match=f"sampling='x': must be one of {', '.join(NEGATIVES)}"
+    ):
         LoaderConfig(sampling="x")

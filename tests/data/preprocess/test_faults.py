@@ -10,8 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-pytest.importorskip("ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
-pytest.importorskip("duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
+pytest.importorskip(
+    "ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
+)
+pytest.importorskip(
+    "duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
+)
 
 from tests.data.preprocess_cases import same
 from torchrec_ext.data.files.parquet import read_parquet
@@ -37,7 +41,13 @@ CITY = Preprocessor([Categorify(column="city")], keep=("label",))
 
 def table(path: Path, **columns: Any) -> Path:
     columns = columns or {"city": ["a", "b", "a"], "label": [0.0, 1.0, 0.0]}
-    pq.write_table(pa.table(columns), path, write_page_checksum=True, use_dictionary=False, compression="none")
+    pq.write_table(
+        pa.table(columns),
+        path,
+        write_page_checksum=True,
+        use_dictionary=False,
+        compression="none",
+    )
     return path
 
 
@@ -71,38 +81,82 @@ def test_a_missing_column_with_the_nearest_name(tmp_path: Path) -> None:
             Categorify(column="x"),
             r"column 'x' is float64, Categorify\('x'\) takes int64, .*bucket a number with Bucketize",
         ),
-        (["a"], Normalize(column="x"), r"column 'x' is string, Normalize\('x'\) takes float64, int64"),
-        (["a"], TimeFeatures(column="x"), r"takes int64, timestamp\[ms\].*convert it to a timestamp"),
+        (
+            ["a"],
+            Normalize(column="x"),
+            r"column 'x' is string, Normalize\('x'\) takes float64, int64",
+        ),
+        (
+            ["a"],
+            TimeFeatures(column="x"),
+            r"takes int64, timestamp\[ms\].*convert it to a timestamp",
+        ),
         ([1], Lists(column="x"), r"give separator to split a string"),
-        ([1], FillMissing(column="x", value="y"), r"column 'x' is int64, FillMissing\('x'\) has value='y'"),
-        ([1], FillMissing(column="x", value=2**63), r"value=9223372036854775808, which does not fit 64 bits"),
+        (
+            [1],
+            FillMissing(column="x", value="y"),
+            r"column 'x' is int64, FillMissing\('x'\) has value='y'",
+        ),
+        (
+            [1],
+            FillMissing(column="x", value=2**63),
+            r"value=9223372036854775808, which does not fit 64 bits",
+        ),
         (
             pa.array([1], pa.uint64()),
             Categorify(column="x"),
             r"column 'x' is uint64, must be bool, int64, float",
         ),
-        ([{"a": 1}], Categorify(column="x"), r"column 'x' is struct<a: int64>, must be"),
+        (
+            [{"a": 1}],
+            Categorify(column="x"),
+            r"column 'x' is struct<a: int64>, must be",
+        ),
         ([None], Normalize(column="x"), r"column 'x' is null, must be"),
         (
             pa.array([None], pa.float64()),
             Normalize(column="x"),
             r"Normalize\('x'\): every value is missing; leave the column out",
         ),
-        (pa.array([None], pa.float64()), Bucketize(column="x", quantiles=3), r"every value is missing"),
-        ([1e308, -1e308, 1.7e308], Normalize(column="x"), r"Normalize\('x'\): .*beyond float64.*LogClip"),
+        (
+            pa.array([None], pa.float64()),
+            Bucketize(column="x", quantiles=3),
+            r"every value is missing",
+        ),
+        (
+            [1e308, -1e308, 1.7e308],
+            Normalize(column="x"),
+            r"Normalize\('x'\): .*beyond float64.*LogClip",
+        ),
     ],
 )
-def test_a_column_that_a_step_cannot_take(tmp_path: Path, values: Any, step: Any, message: str) -> None:
-    refuses(rf"a\.parquet.*{message}", table(tmp_path / "a.parquet", x=values), Preprocessor([step]))
+def test_a_column_that_a_step_cannot_take(
+    tmp_path: Path, values: Any, step: Any, message: str
+) -> None:
+    refuses(
+        rf"a\.parquet.*{message}",
+        table(tmp_path / "a.parquet", x=values),
+        Preprocessor([step]),
+    )
 
 
 def test_files(tmp_path: Path, good: Path) -> None:
     refuses(r"gone\.parquet: no such file", tmp_path / "gone.parquet")
     (tmp_path / "text.parquet").write_text("hello")
-    refuses(r"text\.parquet: is not parquet; copy or write it again", tmp_path / "text.parquet")
+    refuses(
+        r"text\.parquet: is not parquet; copy or write it again",
+        tmp_path / "text.parquet",
+    )
     (tmp_path / "cut.parquet").write_bytes(good.read_bytes()[:200])
-    refuses(r"cut\.parquet: .*it was cut short; copy or write it again", [good, tmp_path / "cut.parquet"])
-    empty = table(tmp_path / "empty.parquet", city=pa.array([], pa.string()), label=pa.array([], pa.float64()))
+    refuses(
+        r"cut\.parquet: .*it was cut short; copy or write it again",
+        [good, tmp_path / "cut.parquet"],
+    )
+    empty = table(
+        tmp_path / "empty.parquet",
+        city=pa.array([], pa.string()),
+        label=pa.array([], pa.float64()),
+    )
     refuses(r"empty\.parquet: zero rows", empty)
     refuses(
         r"b\.parquet: column 'city' is int64, in .*good\.parquet it is string",
@@ -143,36 +197,65 @@ def test_a_table_of_another_connection(good: Path) -> None:
 
 
 def test_events_may_have_fewer_columns_but_not_other_types(tmp_path: Path) -> None:
-    rows = table(tmp_path / "rows.parquet", user=[1, 1], item=["a", "b"], ts=[1, 2], city=["x", "y"])
+    rows = table(
+        tmp_path / "rows.parquet",
+        user=[1, 1],
+        item=["a", "b"],
+        ts=[1, 2],
+        city=["x", "y"],
+    )
     history = History(user="user", item="item", time="ts", length=3)
-    fitted = Preprocessor([history, Categorify(column="item", also=("history",)), Categorify(column="city")]).fit(rows)
+    fitted = Preprocessor(
+        [
+            history,
+            Categorify(column="item", also=("history",)),
+            Categorify(column="city"),
+        ]
+    ).fit(rows)
     past = table(tmp_path / "past.parquet", user=[1], item=["b"], ts=[0])
     fitted.transform(rows, tmp_path / "out", events=past)
-    assert read_parquet(tmp_path / "out/part-00000.parquet")["history"].values.tolist() == [2, 2]
+    assert read_parquet(tmp_path / "out/part-00000.parquet")[
+        "history"
+    ].values.tolist() == [2, 2]
     wrong = table(tmp_path / "wrong.parquet", user=["1"], item=["b"], ts=[0])
-    with pytest.raises(DataError, match=r"wrong\.parquet: column 'user' is string, in .*rows\.parquet it is int64"):
+    with pytest.raises(
+        DataError,
+        match=r"wrong\.parquet: column 'user' is string, in .*rows\.parquet it is int64",
+    ):
         fitted.transform(rows, tmp_path / "wrong", events=wrong)
     (tmp_path / "past.parquet").write_bytes(past.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"past\.parquet: starts as parquet, but its footer"):
+    with pytest.raises(
+        DataError, match=r"past\.parquet: starts as parquet, but its footer"
+    ):
         fitted.transform(rows, tmp_path / "again", events=past)
 
 
-def test_a_result_does_not_replace_its_source(tmp_path: Path, good: Path, fitted: FittedPreprocessor) -> None:
+def test_a_result_does_not_replace_its_source(
+    tmp_path: Path, good: Path, fitted: FittedPreprocessor
+) -> None:
     fitted.transform(good, tmp_path / "out")
     again = Preprocessor([Categorify(column="city")]).fit(tmp_path / "out")
-    with pytest.raises(DataError, match=r"out: holds .*part-00000\.parquet, which is being read"):
+    with pytest.raises(
+        DataError, match=r"out: holds .*part-00000\.parquet, which is being read"
+    ):
         again.transform(tmp_path / "out", tmp_path / "out", overwrite=True)
     assert read_parquet(tmp_path / "out/part-00000.parquet").num_rows == 3
 
 
 @pytest.mark.parametrize("unit", ["ms", "us", "ns"])
 @pytest.mark.parametrize("zone", [None, "Asia/Tokyo"])
-def test_times_of_any_unit_and_zone(tmp_path: Path, unit: str, zone: str | None) -> None:
+def test_times_of_any_unit_and_zone(
+    tmp_path: Path, unit: str, zone: str | None
+) -> None:
     moments = (
-        pa.array([-500, 1_582_977_600_250], pa.timestamp("ms")).cast(pa.timestamp(unit)).cast(pa.timestamp(unit, zone))
+        pa.array([-500, 1_582_977_600_250], pa.timestamp("ms"))
+        .cast(pa.timestamp(unit))
+        .cast(pa.timestamp(unit, zone))
     )
     path = table(tmp_path / "a.parquet", t=moments)
-    fitted = Preprocessor([TimeFeatures(column="t", features=("hour", "day"))], keep=("t",)).fit(path)
+    fitted = Preprocessor(
+        [TimeFeatures(column="t", features=("hour", "day"))], keep=("t",)
+    ).fit(path)
     fitted.transform(path, tmp_path / "out")
     made = read_parquet(tmp_path / "out/part-00000.parquet")
     assert {name: made[name].values.tolist() for name in made} == {
@@ -183,16 +266,22 @@ def test_times_of_any_unit_and_zone(tmp_path: Path, unit: str, zone: str | None)
     same(fitted.online({"t": moments}), made)
 
 
-def test_damage_in_the_middle_is_named(tmp_path: Path, good: Path, fitted: FittedPreprocessor) -> None:
+def test_damage_in_the_middle_is_named(
+    tmp_path: Path, good: Path, fitted: FittedPreprocessor
+) -> None:
     data = bytearray(good.read_bytes())
     start = pq.ParquetFile(good).metadata.row_group(0).column(0).data_page_offset
     data[start : start + 12] = b"\xff" * 12
     (tmp_path / "damaged.parquet").write_bytes(data)
     with pytest.raises(
-        DataError, match=r"damaged\.parquet: row group 0, column 'city' cannot be read: the file is damaged"
+        DataError,
+        match=r"damaged\.parquet: row group 0, column 'city' cannot be read: the file is damaged",
     ):
         fitted.transform([good, tmp_path / "damaged.parquet"], tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged.parquet", "good.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "damaged.parquet",
+        "good.parquet",
+    ]
 
 
 def test_a_missing_value_is_named_by_its_row(tmp_path: Path) -> None:
@@ -202,29 +291,45 @@ def test_a_missing_value_is_named_by_its_row(tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", price=price, label=label)
     fitted = Preprocessor([Normalize(column="price")], keep=("label",)).fit(path)
     with pytest.raises(
-        DataError, match=rf"column 'price': the result of row {ROW_GROUP + 3} is missing.*FillMissing\(column='price'"
+        DataError,
+        match=rf"column 'price': the result of row {ROW_GROUP + 3} is missing.*FillMissing\(column='price'",
     ):
         fitted.transform(path, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
-    with pytest.raises(DataError, match=r"column 'price', row 1: the result is missing.*FillMissing\(column='price'"):
+    with pytest.raises(
+        DataError,
+        match=r"column 'price', row 1: the result is missing.*FillMissing\(column='price'",
+    ):
         fitted.online({"price": [1.0, float("nan")]})
-    with pytest.raises(DataError, match=r"column 'price', row 0: the result is missing.*beyond float32"):
+    with pytest.raises(
+        DataError, match=r"column 'price', row 0: the result is missing.*beyond float32"
+    ):
         fitted.online({"price": [1e300]})
     label[5] = None  # type: ignore[call-overload]
     price[ROW_GROUP + 3] = 0.0
     with pytest.raises(
-        DataError, match=r"column 'label': the result of row 5 is missing.*it is kept as it is: fill it"
+        DataError,
+        match=r"column 'label': the result of row 5 is missing.*it is kept as it is: fill it",
     ):
-        fitted.transform(table(tmp_path / "b.parquet", price=price, label=label), tmp_path / "out")
+        fitted.transform(
+            table(tmp_path / "b.parquet", price=price, label=label), tmp_path / "out"
+        )
 
 
 def test_a_list_longer_than_its_limit(tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", tags=[["a"], ["a", None, "b", "c"]])
-    recent = Preprocessor([Lists(column="tags", max_length=2), Categorify(column="tags")]).fit(path)
+    recent = Preprocessor(
+        [Lists(column="tags", max_length=2), Categorify(column="tags")]
+    ).fit(path)
     recent.transform(path, tmp_path / "out")
-    assert read_parquet(tmp_path / "out/part-00000.parquet")["tags"].lengths.tolist() == [1, 2]
+    assert read_parquet(tmp_path / "out/part-00000.parquet")[
+        "tags"
+    ].lengths.tolist() == [1, 2]
     strict = Preprocessor(
-        [Lists(column="tags", max_length=2, too_long="error"), HashBucket(column="tags", buckets=9)]
+        [
+            Lists(column="tags", max_length=2, too_long="error"),
+            HashBucket(column="tags", buckets=9),
+        ]
     ).fit(path)
     with pytest.raises(
         DataError,
@@ -232,19 +337,31 @@ def test_a_list_longer_than_its_limit(tmp_path: Path) -> None:
     ):
         strict.transform(path, tmp_path / "strict")
     assert not (tmp_path / "strict").exists()
-    with pytest.raises(DataError, match=r"column 'tags', row 0: 3 elements, a list longer than max_length=2"):
+    with pytest.raises(
+        DataError,
+        match=r"column 'tags', row 0: 3 elements, a list longer than max_length=2",
+    ):
         strict.online({"tags": [["a", "b", "c"]]})
 
 
-def test_another_type_than_in_fitting(tmp_path: Path, fitted: FittedPreprocessor) -> None:
+def test_another_type_than_in_fitting(
+    tmp_path: Path, fitted: FittedPreprocessor
+) -> None:
     with pytest.raises(
-        DataError, match=r"b\.parquet: column 'city' is int64, in fitting it is string; write it with that type"
+        DataError,
+        match=r"b\.parquet: column 'city' is int64, in fitting it is string; write it with that type",
     ):
-        fitted.transform(table(tmp_path / "b.parquet", city=[1], label=[1.0]), tmp_path / "out")
+        fitted.transform(
+            table(tmp_path / "b.parquet", city=[1], label=[1.0]), tmp_path / "out"
+        )
 
 
-def test_an_order_by_a_column_that_is_not_there(tmp_path: Path, good: Path, fitted: FittedPreprocessor) -> None:
-    with pytest.raises(DataError, match=r"column 'cities' is missing.*did you mean 'city'"):
+def test_an_order_by_a_column_that_is_not_there(
+    tmp_path: Path, good: Path, fitted: FittedPreprocessor
+) -> None:
+    with pytest.raises(
+        DataError, match=r"column 'cities' is missing.*did you mean 'city'"
+    ):
         fitted.transform(good, tmp_path / "out", order_by=("cities",))
 
 
@@ -255,8 +372,14 @@ def test_an_order_by_a_column_that_is_not_there(tmp_path: Path, good: Path, fitt
             OSError(errno.ENOSPC, "No space left on device"),
             r"out: the disk is full \([\d,]+ MiB are free in .*\); free space, or choose",
         ),
-        (RuntimeError("Could not write: disk quota exceeded"), r"out: the disk is full"),
-        (PermissionError(errno.EACCES, "Permission denied"), r"out: cannot be written \(Permission denied\)"),
+        (
+            RuntimeError("Could not write: disk quota exceeded"),
+            r"out: the disk is full",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied"),
+            r"out: cannot be written \(Permission denied\)",
+        ),
     ],
 )
 def test_a_full_disk_leaves_the_old_output_and_nothing_else(
@@ -280,9 +403,13 @@ def test_a_full_disk_leaves_the_old_output_and_nothing_else(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good.parquet", "out"]
 
 
-def test_nothing_is_overwritten_unless_asked(tmp_path: Path, good: Path, fitted: FittedPreprocessor) -> None:
+def test_nothing_is_overwritten_unless_asked(
+    tmp_path: Path, good: Path, fitted: FittedPreprocessor
+) -> None:
     fitted.transform(good, tmp_path / "out")
-    with pytest.raises(DataError, match=r"out: there is something already; choose another folder"):
+    with pytest.raises(
+        DataError, match=r"out: there is something already; choose another folder"
+    ):
         fitted.transform(good, tmp_path / "out")
     fitted.transform(good, tmp_path / "out", overwrite=True)
 
@@ -291,16 +418,24 @@ def test_the_result_has_row_groups_of_one_size_and_checksums(tmp_path: Path) -> 
     size = 2 * ROW_GROUP + 5
     path = table(tmp_path / "a.parquet", x=list(range(size)), label=[0.0] * size)
     seen: list[int] = []
-    fitted = Preprocessor([HashBucket(column="x", buckets=1000)], keep=("label",)).fit(path)
+    fitted = Preprocessor([HashBucket(column="x", buckets=1000)], keep=("label",)).fit(
+        path
+    )
     assert fitted.transform(path, tmp_path / "out", progress=seen.append) == size
     assert seen[-1] == size
     part = tmp_path / "out/part-00000.parquet"
     metadata = pq.ParquetFile(part).metadata
-    assert [metadata.row_group(k).num_rows for k in range(3)] == [ROW_GROUP, ROW_GROUP, 5]
+    assert [metadata.row_group(k).num_rows for k in range(3)] == [
+        ROW_GROUP,
+        ROW_GROUP,
+        5,
+    ]
     data = bytearray(part.read_bytes())
     data[metadata.row_group(1).column(0).data_page_offset + 60] ^= 1
     part.write_bytes(data)
-    with pytest.raises(DataError, match=r"row group 1, column 'x' cannot be read: the file is damaged"):
+    with pytest.raises(
+        DataError, match=r"row group 1, column 'x' cannot be read: the file is damaged"
+    ):
         read_parquet(part)
 
 
@@ -308,24 +443,47 @@ def test_hive_partitions_are_columns(tmp_path: Path) -> None:
     for day in ("01", "02"):
         (tmp_path / f"log/day={day}").mkdir(parents=True)
         table(tmp_path / f"log/day={day}/a.parquet", city=["a", "b"], label=[0.0, 1.0])
-    fitted = Preprocessor([Categorify(column="day"), Categorify(column="city")]).fit(tmp_path / "log")
+    fitted = Preprocessor([Categorify(column="day"), Categorify(column="city")]).fit(
+        tmp_path / "log"
+    )
     fitted.transform(tmp_path / "log", tmp_path / "out")
-    assert read_parquet(tmp_path / "out/part-00000.parquet")["day"].values.tolist() == [1, 1, 2, 2]
+    assert read_parquet(tmp_path / "out/part-00000.parquet")["day"].values.tolist() == [
+        1,
+        1,
+        2,
+        2,
+    ]
     assert fitted.online({"day": ["02"], "city": ["b"]})["day"].values.tolist() == [2]
 
 
 def test_a_folder_above_the_log_is_no_partition(tmp_path: Path) -> None:
     (tmp_path / "label=1/log/day=3").mkdir(parents=True)
-    table(tmp_path / "label=1/log/day=3/a.parquet", city=["a", "b", "a"], label=[0.0, 1.0, 0.0])
-    steps = Preprocessor([Categorify(column="city"), Categorify(column="day")], keep=("label",))
-    steps.fit(tmp_path / "label=1/log").transform(tmp_path / "label=1/log", tmp_path / "out")
+    table(
+        tmp_path / "label=1/log/day=3/a.parquet",
+        city=["a", "b", "a"],
+        label=[0.0, 1.0, 0.0],
+    )
+    steps = Preprocessor(
+        [Categorify(column="city"), Categorify(column="day")], keep=("label",)
+    )
+    steps.fit(tmp_path / "label=1/log").transform(
+        tmp_path / "label=1/log", tmp_path / "out"
+    )
     made = read_parquet(tmp_path / "out/part-00000.parquet")
-    assert (made["label"].values.tolist(), made["day"].values.tolist()) == ([0, 1, 0], [1, 1, 1])
-    refuses(r"a\.parquet: column 'label' is in the file and in its folder's name, label=1; rename the", tmp_path)
+    assert (made["label"].values.tolist(), made["day"].values.tolist()) == (
+        [0, 1, 0],
+        [1, 1, 1],
+    )
+    refuses(
+        r"a\.parquet: column 'label' is in the file and in its folder's name, label=1; rename the",
+        tmp_path,
+    )
 
 
 def test_remote_files_are_read_through_fsspec(tmp_path: Path, good: Path) -> None:
-    fsspec = pytest.importorskip("fsspec", reason="needs fsspec: pip install 'torchrec-ext[data]'")
+    fsspec = pytest.importorskip(
+        "fsspec", reason="needs fsspec: pip install 'torchrec-ext[data]'"
+    )
     fsspec.filesystem("memory").pipe("/preprocess/good.parquet", good.read_bytes())
     fitted = CITY.fit("memory://preprocess/good.parquet")
     assert fitted.transform("memory://preprocess/*.parquet", tmp_path / "out") == 3
@@ -335,6 +493,9 @@ def test_without_ibis_only_the_offline_half_is_missing(
     good: Path, fitted: FittedPreprocessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ibis", None)
-    with pytest.raises(DataError, match=r"preprocessing files needs ibis, .*pip install 'torchrec-ext\[data\]'"):
+    with pytest.raises(
+        DataError,
+        match=r"preprocessing files needs ibis, .*pip install 'torchrec-ext\[data\]'",
+    ):
         CITY.fit(good)
     assert fitted.online({"city": ["b"]})["city"].values.tolist() == [2]

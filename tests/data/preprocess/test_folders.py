@@ -49,7 +49,9 @@ def test_an_error_leaves_the_earlier_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-def test_killed_in_the_middle_only_a_hidden_folder_is_left_and_the_next_run_removes_it(tmp_path: Path) -> None:
+def test_killed_in_the_middle_only_a_hidden_folder_is_left_and_the_next_run_removes_it(
+    tmp_path: Path,
+) -> None:
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
@@ -59,12 +61,16 @@ def test_killed_in_the_middle_only_a_hidden_folder_is_left_and_the_next_run_remo
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     write(tmp_path / "out", "old")
-    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path / "out")], check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "out")], check=False
+    )
     assert killed.returncode == -signal.SIGKILL
     assert (tmp_path / "out/part-0").read_text() == "old"
     (left,) = (path for path in tmp_path.iterdir() if path.name != "out")
     assert left.name.startswith(".out.partial-")
-    with pytest.raises(DataError, match=r"the folder has no file that ends in \.parquet"):
+    with pytest.raises(
+        DataError, match=r"the folder has no file that ends in \.parquet"
+    ):
         find_files(tmp_path, (".parquet",))
     write(tmp_path / "out", "new", overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
@@ -98,7 +104,10 @@ def test_killed_at_any_moment_of_a_replacement_a_reader_finds_the_old_or_the_new
 def test_what_killed_processes_left_is_removed_from_whatever_host_and_whoever_has_their_number_now(
     tmp_path: Path,
 ) -> None:
-    left = [f".out.partial-{host}-{process}" for host, process in (("another-host", 17), (_HOST, os.getppid()))]
+    left = [
+        f".out.partial-{host}-{process}"
+        for host, process in (("another-host", 17), (_HOST, os.getppid()))
+    ]
     for name in left:
         (tmp_path / name / "train").mkdir(parents=True)
     write(tmp_path / "out", "new")
@@ -119,9 +128,13 @@ def test_what_a_living_process_writes_stays(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "part-0").read_text() == "first"
 
 
-def test_a_result_that_a_killed_process_had_moved_aside_is_put_back(tmp_path: Path) -> None:
+def test_a_result_that_a_killed_process_had_moved_aside_is_put_back(
+    tmp_path: Path,
+) -> None:
     write(tmp_path / "out", "old")
-    (tmp_path / "out").rename(tmp_path / ".out.old-another-host-17")  # and killed before the new one took the name
+    (tmp_path / "out").rename(
+        tmp_path / ".out.old-another-host-17"
+    )  # and killed before the new one took the name
     (tmp_path / ".out.partial-another-host-17").mkdir()
     with pytest.raises(DataError, match=r"out: there is something already"):
         write(tmp_path / "out", "new")
@@ -131,17 +144,24 @@ def test_a_result_that_a_killed_process_had_moved_aside_is_put_back(tmp_path: Pa
 
 def test_what_is_never_replaced(tmp_path: Path) -> None:
     write(tmp_path / "out", "old")
-    with pytest.raises(DataError, match=r"out: there is something already; choose another folder, or allow"):
+    with pytest.raises(
+        DataError,
+        match=r"out: there is something already; choose another folder, or allow",
+    ):
         write(tmp_path / "out", "new")
     (tmp_path / "home").mkdir()
     (tmp_path / "home/thesis.tex").write_text("years of work")
     with pytest.raises(
-        DataError, match=r"home: is not the folder of an earlier result \(it has no part-\*\), and is not"
+        DataError,
+        match=r"home: is not the folder of an earlier result \(it has no part-\*\), and is not",
     ):
         write(tmp_path / "home", "new", overwrite=True)
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty", "new")
-    with pytest.raises(DataError, match=r"out: holds .*out/part-0, which is being read; choose another folder"):
+    with pytest.raises(
+        DataError,
+        match=r"out: holds .*out/part-0, which is being read; choose another folder",
+    ):
         keep_sources(tmp_path / "out", find_files(tmp_path / "out/part-0", ("",)))
     keep_sources(tmp_path / "other", find_files(tmp_path / "out/part-0", ("",)))
 
@@ -154,7 +174,10 @@ def test_where_no_folder_can_be_made(out: str) -> None:
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"file/out: cannot be written \(Not a directory\); choose another folder"):
+    with pytest.raises(
+        DataError,
+        match=r"file/out: cannot be written \(Not a directory\); choose another folder",
+    ):
         write(tmp_path / "file/out", "a")
 
 
@@ -166,11 +189,14 @@ def test_an_error_of_reading_is_not_called_one_of_writing(tmp_path: Path) -> Non
         open("rates.csv")  # noqa: SIM115  (what a user's recipe may do)
 
 
-def test_the_message_has_the_name_that_the_folder_was_going_to_have(tmp_path: Path) -> None:
+def test_the_message_has_the_name_that_the_folder_was_going_to_have(
+    tmp_path: Path,
+) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
         pytest.raises(
-            DataError, match=rf"^{tmp_path}/out/train: the disk is full \([\d,]+ MiB are free in {tmp_path}/out/train, "
+            DataError,
+            match=rf"^{tmp_path}/out/train: the disk is full \([\d,]+ MiB are free in {tmp_path}/out/train, ",
         ),
         whole_folder(tmp_path / "out", overwrite=False, mark="part-*") as outer,
         whole_folder(outer / "train", overwrite=False, mark="part-*") as inner,

@@ -14,18 +14,38 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
-pytest.importorskip("duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
+pytest.importorskip(
+    "ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
+)
+pytest.importorskip(
+    "duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
+)
 
-from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Normalize, Preprocessor
+from torchrec_ext.data.preprocess import (
+    Categorify,
+    FittedPreprocessor,
+    Normalize,
+    Preprocessor,
+)
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
 EXAMPLES = [100, pytest.param(5_000, marks=pytest.mark.slow)]
-EDITS = st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=9), st.integers(0, 9)), min_size=1, max_size=4)
+EDITS = st.lists(
+    st.tuples(st.integers(0, 10**6), st.binary(max_size=9), st.integers(0, 9)),
+    min_size=1,
+    max_size=4,
+)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -33,8 +53,13 @@ JSON = st.recursive(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fuzz")
-    pq.write_table(pa.table({"city": ["a", "b", "a"], "price": [1.0, 2.0, 4.0]}), path / "rows.parquet")
-    fitted = Preprocessor([Categorify(column="city"), Normalize(column="price")]).fit(path / "rows.parquet")
+    pq.write_table(
+        pa.table({"city": ["a", "b", "a"], "price": [1.0, 2.0, 4.0]}),
+        path / "rows.parquet",
+    )
+    fitted = Preprocessor([Categorify(column="city"), Normalize(column="price")]).fit(
+        path / "rows.parquet"
+    )
     fitted.save(path / "saved")
     return path / "saved"
 
@@ -58,9 +83,12 @@ def edited(data: bytes, edits: list[tuple[int, bytes, int]]) -> bytes:
 
 
 def fuzzed(examples: int, strategy: Any, test: Any) -> None:
-    settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)(
-        given(strategy)(test)
-    )()
+    settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )(given(strategy)(test))()
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
@@ -97,7 +125,10 @@ def test_json_with_another_value_in_it(folder: Path, examples: int) -> None:
 
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_a_vocabulary_with_other_bytes_in_it(folder: Path, examples: int) -> None:
-    file, whole = next(folder.glob("vocabulary-*.parquet")), (folder / "preprocessor.json").read_bytes()
+    file, whole = (
+        next(folder.glob("vocabulary-*.parquet")),
+        (folder / "preprocessor.json").read_bytes(),
+    )
     data = file.read_bytes()
 
     def other(edits: list[tuple[int, bytes, int]]) -> None:
@@ -118,7 +149,11 @@ def test_a_vocabulary_with_other_bytes_in_it(folder: Path, examples: int) -> Non
 def _holders(content: Any) -> Any:
     """(holder, key) of every value in a JSON."""
     for key, value in (
-        content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+        content.items()
+        if isinstance(content, dict)
+        else enumerate(content)
+        if isinstance(content, list)
+        else ()
     ):
         yield content, key
         yield from _holders(value)

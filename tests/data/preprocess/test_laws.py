@@ -10,10 +10,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-pytest.importorskip("ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
-pytest.importorskip("duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
+pytest.importorskip(
+    "ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
+)
+pytest.importorskip(
+    "duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
+)
 
-from tests.data.preprocess_cases import EVERY_STEP, random_rows, same, with_events, write
+from tests.data.preprocess_cases import (
+    EVERY_STEP,
+    random_rows,
+    same,
+    with_events,
+    write,
+)
 from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.data.preprocess import (
     Bucketize,
@@ -38,10 +48,16 @@ def duckdb() -> Iterator[DuckDB]:
 
 
 @pytest.mark.slow
-def test_requests_agree_with_files_on_many_rows_in_their_order(duckdb: DuckDB, tmp_path: Path) -> None:
+def test_requests_agree_with_files_on_many_rows_in_their_order(
+    duckdb: DuckDB, tmp_path: Path
+) -> None:
     rows = random_rows(3000, seed=1)
     files = [
-        write({k: v[at : at + 1000] for k, v in rows.items()}, tmp_path / f"{at}.parquet", row_group_size=300)
+        write(
+            {k: v[at : at + 1000] for k, v in rows.items()},
+            tmp_path / f"{at}.parquet",
+            row_group_size=300,
+        )
         for at in (0, 1000, 2000)
     ]
     fitted = EVERY_STEP.fit(files, engine=duckdb)
@@ -51,7 +67,9 @@ def test_requests_agree_with_files_on_many_rows_in_their_order(duckdb: DuckDB, t
     same(fitted.online(requests), whole)
     for at in (0, 17, 2999):
         same(
-            fitted.online({name: list(values)[at : at + 1] for name, values in requests.items()}),
+            fitted.online(
+                {name: list(values)[at : at + 1] for name, values in requests.items()}
+            ),
             whole.slice(at, at + 1),
         )
 
@@ -92,38 +110,68 @@ def test_texts_of_any_total_length_are_one_vocabulary(
 
 
 def test_ids_stay_below_the_vocabulary_sizes(duckdb: DuckDB, tmp_path: Path) -> None:
-    fitted = EVERY_STEP.fit(write(random_rows(200, seed=3), tmp_path / "a.parquet"), engine=duckdb)
+    fitted = EVERY_STEP.fit(
+        write(random_rows(200, seed=3), tmp_path / "a.parquet"), engine=duckdb
+    )
     rows = random_rows(2000, seed=4)
     made = fitted.online(with_events(rows, rows))
     assert set(fitted.vocab) | set(fitted.dense) | {"label"} == set(fitted.outputs)
     for name, size in fitted.vocab.items():
-        assert 0 <= made[name].values.min(initial=0) <= made[name].values.max(initial=0) < size, name
+        assert (
+            0
+            <= made[name].values.min(initial=0)
+            <= made[name].values.max(initial=0)
+            < size
+        ), name
 
 
 def test_fitting_sees_the_training_rows_alone(duckdb: DuckDB, tmp_path: Path) -> None:
     train = write(random_rows(300, seed=5), tmp_path / "train.parquet")
     alone = EVERY_STEP.fit(train, engine=duckdb)
     alone.save(tmp_path / "alone")
-    write(random_rows(300, seed=6), tmp_path / "test.parquet")  # beside it, and in histories' events
-    again = EVERY_STEP.fit(train, engine=duckdb, events=[train, tmp_path / "test.parquet"])
-    again.transform(tmp_path / "test.parquet", tmp_path / "out", engine=duckdb, events=tmp_path / "*.parquet")
+    write(
+        random_rows(300, seed=6), tmp_path / "test.parquet"
+    )  # beside it, and in histories' events
+    again = EVERY_STEP.fit(
+        train, engine=duckdb, events=[train, tmp_path / "test.parquet"]
+    )
+    again.transform(
+        tmp_path / "test.parquet",
+        tmp_path / "out",
+        engine=duckdb,
+        events=tmp_path / "*.parquet",
+    )
     again.save(tmp_path / "again")
-    assert (tmp_path / "alone/preprocessor.json").read_bytes() == (tmp_path / "again/preprocessor.json").read_bytes()
+    assert (tmp_path / "alone/preprocessor.json").read_bytes() == (
+        tmp_path / "again/preprocessor.json"
+    ).read_bytes()
 
 
 @pytest.mark.slow
-def test_fitted_twice_the_state_is_byte_for_byte_the_same(duckdb: DuckDB, tmp_path: Path) -> None:
+def test_fitted_twice_the_state_is_byte_for_byte_the_same(
+    duckdb: DuckDB, tmp_path: Path
+) -> None:
     rows = random_rows(4000, seed=7)
-    EVERY_STEP.fit(write(rows, tmp_path / "a.parquet"), engine=duckdb).save(tmp_path / "one")
+    EVERY_STEP.fit(write(rows, tmp_path / "a.parquet"), engine=duckdb).save(
+        tmp_path / "one"
+    )
     backwards = {name: values[::-1] for name, values in rows.items()}
-    EVERY_STEP.fit(write(backwards, tmp_path / "b.parquet", row_group_size=100), engine=duckdb).save(tmp_path / "two")
-    assert (tmp_path / "one/preprocessor.json").read_bytes() == (tmp_path / "two/preprocessor.json").read_bytes()
+    EVERY_STEP.fit(
+        write(backwards, tmp_path / "b.parquet", row_group_size=100), engine=duckdb
+    ).save(tmp_path / "two")
+    assert (tmp_path / "one/preprocessor.json").read_bytes() == (
+        tmp_path / "two/preprocessor.json"
+    ).read_bytes()
 
 
 def test_histories_against_brute_force(duckdb: DuckDB, tmp_path: Path) -> None:
     rng = np.random.default_rng(8)
     size = 2000
-    user, item, time = rng.integers(0, 20, size), rng.integers(0, 50, size), rng.integers(0, 40, size)
+    user, item, time = (
+        rng.integers(0, 20, size),
+        rng.integers(0, 50, size),
+        rng.integers(0, 40, size),
+    )
     rows = {
         "user": user.tolist(),
         "item": [str(i) for i in item],
@@ -138,20 +186,43 @@ def test_histories_against_brute_force(duckdb: DuckDB, tmp_path: Path) -> None:
     fitted = Preprocessor(steps).fit(path, engine=duckdb)
     fitted.transform(path, tmp_path / "out", engine=duckdb)
     made = read_parquet(tmp_path / "out/part-00000.parquet")["history"]
-    ids = {value: place + 1 for place, value in enumerate(fitted.states[1].values.to_pylist())}
-    events = sorted(zip(rows["ts"], rows["item"], rows["user"], rows["label"], strict=True))
+    ids = {
+        value: place + 1
+        for place, value in enumerate(fitted.states[1].values.to_pylist())
+    }
+    events = sorted(
+        zip(rows["ts"], rows["item"], rows["user"], rows["label"], strict=True)
+    )
     for row in range(size):
-        before = [ids[i] for t, i, u, label in events if u == user[row] and t < time[row] and label]
+        before = [
+            ids[i]
+            for t, i, u, label in events
+            if u == user[row] and t < time[row] and label
+        ]
         assert made.row(row).tolist() == before[-4:]
 
 
 def test_a_test_set_sees_the_training_events(duckdb: DuckDB, tmp_path: Path) -> None:
-    base = {"user": [1, 1, 2], "item": ["a", "b", "c"], "ts": [1, 2, 3], "label": [1.0, 1.0, 1.0]}
+    base = {
+        "user": [1, 1, 2],
+        "item": ["a", "b", "c"],
+        "ts": [1, 2, 3],
+        "label": [1.0, 1.0, 1.0],
+    }
     train = write(base, tmp_path / "train.parquet")
     test = write(
-        {"user": [1, 2, 3], "item": ["d", "a", "a"], "ts": [2, 9, 9], "label": [1.0] * 3}, tmp_path / "test.parquet"
+        {
+            "user": [1, 2, 3],
+            "item": ["d", "a", "a"],
+            "ts": [2, 9, 9],
+            "label": [1.0] * 3,
+        },
+        tmp_path / "test.parquet",
     )
-    steps = [History(user="user", item="item", time="ts", length=9), Categorify(column="item", also=("history",))]
+    steps = [
+        History(user="user", item="item", time="ts", length=9),
+        Categorify(column="item", also=("history",)),
+    ]
     fitted = Preprocessor(steps).fit(train, engine=duckdb)
     fitted.transform(test, tmp_path / "out", engine=duckdb, events=[train, test])
     made = read_parquet(tmp_path / "out/part-00000.parquet")
@@ -165,17 +236,27 @@ def test_quantiles_are_the_smallest_values_that_so_many_rows_do_not_exceed(
 ) -> None:
     values = np.random.default_rng(9).integers(0, 40, 100)
     path = write({"age": values.tolist()}, tmp_path / "a.parquet")
-    fitted = Preprocessor([Bucketize(column="age", quantiles=parts)]).fit(path, engine=duckdb)
+    fitted = Preprocessor([Bucketize(column="age", quantiles=parts)]).fit(
+        path, engine=duckdb
+    )
     ordered = np.sort(values)
     expected = [ordered[-(-at * 100 // parts) - 1] for at in range(1, parts)]
-    assert fitted.states[0]["boundaries"] == sorted({float(value) for value in expected})
+    assert fitted.states[0]["boundaries"] == sorted(
+        {float(value) for value in expected}
+    )
 
 
-def test_many_list_columns_cost_no_more_than_their_number(duckdb: DuckDB, tmp_path: Path) -> None:
+def test_many_list_columns_cost_no_more_than_their_number(
+    duckdb: DuckDB, tmp_path: Path
+) -> None:
     """The query for k list columns once held everything before each of them twice: 2**k."""
     rows = {"tags": [["a", "b"], ["b"]], "shops": [[1], [2, 1]], "genre": ["x|y", "y"]}
     path = write(rows, tmp_path / "a.parquet")
-    lists = [Categorify(column=name, output=f"{name}_{k}") for k in range(8) for name in ("tags", "shops")]
+    lists = [
+        Categorify(column=name, output=f"{name}_{k}")
+        for k in range(8)
+        for name in ("tags", "shops")
+    ]
     fitted = Preprocessor(lists).fit(path, engine=duckdb)
     fitted.transform(path, tmp_path / "out", engine=duckdb)
     made = read_parquet(tmp_path / "out/part-00000.parquet")
@@ -183,9 +264,16 @@ def test_many_list_columns_cost_no_more_than_their_number(duckdb: DuckDB, tmp_pa
 
 
 def fitted_by_hand(
-    *, salt: str = "", edges: tuple[float, ...] = (1.0, 2.0), mean: float = 0.5, length: int = 5, items: int = 2
+    *,
+    salt: str = "",
+    edges: tuple[float, ...] = (1.0, 2.0),
+    mean: float = 0.5,
+    length: int = 5,
+    items: int = 2,
 ) -> FittedPreprocessor:
-    vocabulary = categorical.Vocabulary(pa.array([f"i{number}" for number in range(items)]), pa.array(range(items)))
+    vocabulary = categorical.Vocabulary(
+        pa.array([f"i{number}" for number in range(items)]), pa.array(range(items))
+    )
     return FittedPreprocessor(
         steps=(
             HashBucket(column="shop", buckets=100, salt=salt),
@@ -195,7 +283,13 @@ def fitted_by_hand(
             Categorify(column="item", also=("history",)),
         ),
         keep=(),
-        raw={"shop": "string", "price": "double", "user": "string", "item": "string", "time": "int64"},
+        raw={
+            "shop": "string",
+            "price": "double",
+            "user": "string",
+            "item": "string",
+            "time": "int64",
+        },
         states=({}, {}, {"mean": mean, "std": 1.0}, {}, vocabulary),
     )
 
@@ -215,7 +309,9 @@ def test_the_origin_of_a_column_changes_with_what_its_values_stand_for(
 ) -> None:
     """A longer history and new values after the old ones of a vocabulary leave each value as it was."""
     before, after = fitted_by_hand(), fitted_by_hand(**change)
-    assert {name for name, origin in before.origins.items() if after.origins[name] != origin} == moved
+    assert {
+        name for name, origin in before.origins.items() if after.origins[name] != origin
+    } == moved
     assert set(before.origins) == {"shop", "price_bucket", "price", "history", "item"}
     after.save(tmp_path / "saved")
     assert FittedPreprocessor.load(tmp_path / "saved").origins == after.origins

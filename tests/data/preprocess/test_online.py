@@ -42,28 +42,50 @@ from torchrec_ext.schema import DataError
 pytestmark = pytest.mark.unit
 
 
-def fitted(raw: Mapping[str, str], *pairs: tuple[Step, Any], keep: tuple[str, ...] = ()) -> FittedPreprocessor:
+def fitted(
+    raw: Mapping[str, str], *pairs: tuple[Step, Any], keep: tuple[str, ...] = ()
+) -> FittedPreprocessor:
     return FittedPreprocessor(
-        steps=tuple(s for s, _ in pairs), keep=keep, raw=raw, states=tuple(state for _, state in pairs)
+        steps=tuple(s for s, _ in pairs),
+        keep=keep,
+        raw=raw,
+        states=tuple(state for _, state in pairs),
     )
 
 
 CITIES = Vocabulary(pa.array(["Rome", "Oslo"]), pa.array([3, 1]))
-CITY = fitted({"city": "string", "label": "float32"}, (Categorify(column="city"), CITIES), keep=("label",))
+CITY = fitted(
+    {"city": "string", "label": "float32"},
+    (Categorify(column="city"), CITIES),
+    keep=("label",),
+)
 
 
 def test_known_unknown_and_null_ids() -> None:
     made = CITY.online({"city": ["Oslo", "Bern", None, "Rome"], "label": [1, 0, 0, 1]})
     assert made["city"].values.tolist() == [2, 0, 0, 1]
     assert made["label"].values.dtype == "float32"
-    assert list(CITY.online({"city": ["Oslo"], "other": ["left aside"]})) == ["city"], "a request has no label"
-    assert (CITY.vocab, CITY.dense, CITY.request_columns) == ({"city": 3}, (), {"city": "string"})
+    assert list(CITY.online({"city": ["Oslo"], "other": ["left aside"]})) == ["city"], (
+        "a request has no label"
+    )
+    assert (CITY.vocab, CITY.dense, CITY.request_columns) == (
+        {"city": 3},
+        (),
+        {"city": "string"},
+    )
 
 
-def test_columns_of_one_vocabulary_are_told_from_one_that_a_later_step_replaced() -> None:
+def test_columns_of_one_vocabulary_are_told_from_one_that_a_later_step_replaced() -> (
+    None
+):
     raw = {"home": "string", "work": "string", "shop": "string", "at": "timestamp[s]"}
     home = (Categorify(column="home", output="home_id", also=("work", "shop")), CITIES)
-    made = fitted(raw, home, (HashBucket(column="shop", buckets=9), {}), (TimeFeatures(column="at"), {}))
+    made = fitted(
+        raw,
+        home,
+        (HashBucket(column="shop", buckets=9), {}),
+        (TimeFeatures(column="at"), {}),
+    )
     assert made.vocabularies == {
         "home_id": "home_id",
         "work": "home_id",
@@ -71,8 +93,14 @@ def test_columns_of_one_vocabulary_are_told_from_one_that_a_later_step_replaced(
         "at_hour": "at_hour",
         "at_weekday": "at_weekday",
     }
-    other = fitted(raw, home, (HashBucket(column="home", output="home_id", buckets=9), {}))
-    assert other.vocabularies == {"work": "work", "shop": "work", "home_id": "home_id"}, "the first that is left"
+    other = fitted(
+        raw, home, (HashBucket(column="home", output="home_id", buckets=9), {})
+    )
+    assert other.vocabularies == {
+        "work": "work",
+        "shop": "work",
+        "home_id": "home_id",
+    }, "the first that is left"
 
 
 def test_no_rows_give_no_rows() -> None:
@@ -82,9 +110,19 @@ def test_no_rows_give_no_rows() -> None:
 def test_the_zone_is_a_table_of_numbers() -> None:
     zone = zoneinfo.ZoneInfo("Europe/Berlin")
     starts, offsets = offsets_of("Europe/Berlin")
-    step = TimeFeatures(column="t", zone="Europe/Berlin", features=("hour", "weekday", "hour_of_week", "day", "month"))
-    times = [s + d for s in starts[::9] for d in (-1, 0, 3600)] + [0, 86_399, 1_709_164_800]
-    made = fitted({"t": "int64"}, (step, {"starts": starts, "offsets": offsets})).online({"t": times})
+    step = TimeFeatures(
+        column="t",
+        zone="Europe/Berlin",
+        features=("hour", "weekday", "hour_of_week", "day", "month"),
+    )
+    times = [s + d for s in starts[::9] for d in (-1, 0, 3600)] + [
+        0,
+        86_399,
+        1_709_164_800,
+    ]
+    made = fitted(
+        {"t": "int64"}, (step, {"starts": starts, "offsets": offsets})
+    ).online({"t": times})
     for row, second in enumerate(times):
         local = datetime.datetime.fromtimestamp(second, zone)
         expected = (
@@ -94,18 +132,36 @@ def test_the_zone_is_a_table_of_numbers() -> None:
             local.day,
             local.month,
         )
-        assert tuple(int(made[f"t_{name}"].values[row]) for name in step.features) == expected
+        assert (
+            tuple(int(made[f"t_{name}"].values[row]) for name in step.features)
+            == expected
+        )
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ({"city": ["a", 7]}, r"column 'city', row 1: value 7 is not string"),
-        ({"city": ["a", "\ud800"]}, r"column 'city', row 1: value '\\ud800' is not string \(.*surrogates not allowed"),
-        ({"city": "Oslo"}, r"column 'city': 'Oslo' is one value; give a list with one entry per row"),
-        ({"cty": ["Oslo"]}, r"the request: column 'city' is missing, it has \['cty'\]; did you mean 'cty'"),
-        ({"city": ["a"], "label": [1.0, 2.0]}, r"different numbers of rows, \{'city': 1, 'label': 2\}"),
-        ({"city": ["a"], "label": [None]}, r"column 'label', row 0: the result is missing.*kept as it is"),
+        (
+            {"city": ["a", "\ud800"]},
+            r"column 'city', row 1: value '\\ud800' is not string \(.*surrogates not allowed",
+        ),
+        (
+            {"city": "Oslo"},
+            r"column 'city': 'Oslo' is one value; give a list with one entry per row",
+        ),
+        (
+            {"cty": ["Oslo"]},
+            r"the request: column 'city' is missing, it has \['cty'\]; did you mean 'cty'",
+        ),
+        (
+            {"city": ["a"], "label": [1.0, 2.0]},
+            r"different numbers of rows, \{'city': 1, 'label': 2\}",
+        ),
+        (
+            {"city": ["a"], "label": [None]},
+            r"column 'label', row 0: the result is missing.*kept as it is",
+        ),
     ],
 )
 def test_requests_that_are_refused(rows: dict[str, Any], message: str) -> None:
@@ -125,7 +181,11 @@ def test_requests_that_are_refused(rows: dict[str, Any], message: str) -> None:
         ("string", b"a", r"value b'a' is not string \(it is binary\)"),
         ("list<int64>", 7, r"value 7 is not list<int64> \(it is int64\)"),
         ("list<int64>", [7, 0.5], r"value \[7, 0.5\] is not list<int64>"),
-        ("list<string>", [7], r"value \[7\] is not list<string> \(it is list<item: int64>\)"),
+        (
+            "list<string>",
+            [7],
+            r"value \[7\] is not list<string> \(it is list<item: int64>\)",
+        ),
         (
             "timestamp[us]",
             "01/02/2024",
@@ -145,28 +205,49 @@ def test_a_value_of_another_type(kind: str, value: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [[3.0, None], pa.array([3, None]), pa.chunked_array([[3], [None]]), (v for v in (3, None))]
+    "data",
+    [
+        [3.0, None],
+        pa.array([3, None]),
+        pa.chunked_array([[3], [None]]),
+        (v for v in (3, None)),
+    ],
 )
 def test_what_stands_for_an_integer(data: Any) -> None:
     cells = read_cells("x", data, "int64")
-    assert (cells.values[0], cells.values.dtype, cells.valid.tolist()) == (3, np.int64, [True, False])
+    assert (cells.values[0], cells.values.dtype, cells.valid.tolist()) == (
+        3,
+        np.int64,
+        [True, False],
+    )
 
 
 def test_arrow_texts_are_no_numbers_and_a_mapping_is_no_column() -> None:
-    with pytest.raises(DataError, match=r"row 0: value .*'7'.* is not int64 \(it is string\)"):
+    with pytest.raises(
+        DataError, match=r"row 0: value .*'7'.* is not int64 \(it is string\)"
+    ):
         read_cells("x", pa.array(["7"]), "int64")
     with pytest.raises(DataError, match=r"column 'x': \{'a': 1\} is one value"):
         read_cells("x", {"a": 1}, "int64")  # type: ignore[arg-type]
 
 
 def test_integers_beyond_64_bits_are_refused_and_within_are_unknown() -> None:
-    ids = fitted({"user": "int64"}, (Categorify(column="user"), Vocabulary(pa.array([5, -7]), pa.array([2, 1]))))
-    assert ids.online({"user": [-7, 2**63 - 1, -(2**63), 5]})["user"].values.tolist() == [2, 0, 0, 1]
-    with pytest.raises(DataError, match=r"column 'user', row 1: value 9223372036854775808 is not int64"):
+    ids = fitted(
+        {"user": "int64"},
+        (Categorify(column="user"), Vocabulary(pa.array([5, -7]), pa.array([2, 1]))),
+    )
+    assert ids.online({"user": [-7, 2**63 - 1, -(2**63), 5]})[
+        "user"
+    ].values.tolist() == [2, 0, 0, 1]
+    with pytest.raises(
+        DataError, match=r"column 'user', row 1: value 9223372036854775808 is not int64"
+    ):
         ids.online({"user": [1, 2**63]})
 
 
-@pytest.mark.parametrize("hashes", [None, lambda values: np.full(len(values), 7)], ids=["hashes", "one hash"])
+@pytest.mark.parametrize(
+    "hashes", [None, lambda values: np.full(len(values), 7)], ids=["hashes", "one hash"]
+)
 @pytest.mark.parametrize("dtype", [pa.string(), pa.large_string(), pa.int64()])
 def test_a_vocabulary_knows_its_values_and_no_others(
     dtype: pa.DataType, hashes: Any, monkeypatch: pytest.MonkeyPatch
@@ -175,11 +256,29 @@ def test_a_vocabulary_knows_its_values_and_no_others(
         monkeypatch.setattr(categorical, "_hashes", hashes)
     monkeypatch.setattr(categorical, "_TEXTS_AT_ONCE", 7)
     values = [0, 5, -7, 2**63 - 1, -(2**63), *range(20, 40)]
-    words = values if dtype == pa.int64() else ["", "a", "a\0", "\0a", "\u00e9", *(str(number) for number in range(20))]
-    vocabulary = Vocabulary(pa.array(words, dtype), pa.array(np.ones(len(words), np.int64)))
-    asked = [words[3], words[0], words[-1], 99 if dtype == pa.int64() else "99", words[4]]
+    words = (
+        values
+        if dtype == pa.int64()
+        else ["", "a", "a\0", "\0a", "\u00e9", *(str(number) for number in range(20))]
+    )
+    vocabulary = Vocabulary(
+        pa.array(words, dtype), pa.array(np.ones(len(words), np.int64))
+    )
+    asked = [
+        words[3],
+        words[0],
+        words[-1],
+        99 if dtype == pa.int64() else "99",
+        words[4],
+    ]
     kept = np.array(asked, np.int64 if dtype == pa.int64() else object)
-    assert vocabulary.ids(kept, np.array([True] * 4 + [False])).tolist() == [4, 1, len(words), 0, 0]
+    assert vocabulary.ids(kept, np.array([True] * 4 + [False])).tolist() == [
+        4,
+        1,
+        len(words),
+        0,
+        0,
+    ]
     every = vocabulary.ids(np.array(words, kept.dtype), np.ones(len(words), bool))
     assert every.tolist() == list(range(1, len(vocabulary)))
 
@@ -202,49 +301,96 @@ def test_a_vocabulary_takes_16_bytes_a_value_for_its_index(dtype: pa.DataType) -
 def test_a_history_needs_a_time_for_each_item() -> None:
     raw = {"user": "int64", "item": "string", "t": "timestamp[us]"}
     step = fitted(
-        raw, (History(user="user", item="item", time="t", length=2), {}), (HashBucket(column="history", buckets=5), {})
+        raw,
+        (History(user="user", item="item", time="t", length=2), {}),
+        (HashBucket(column="history", buckets=5), {}),
     )
     assert step.request_columns == {
         "t": "timestamp[us]",
         "history_items": "list<string>",
         "history_times": "list<timestamp[us]>",
     }
-    day = [datetime.datetime(2024, 1, d, tzinfo=datetime.timezone.utc) for d in range(1, 6)]
-    made = step.online({"t": [day[3]], "history_items": [["a", "b", "c", "d", "e"]], "history_times": [day[::-1]]})
+    day = [
+        datetime.datetime(2024, 1, d, tzinfo=datetime.timezone.utc) for d in range(1, 6)
+    ]
+    made = step.online(
+        {
+            "t": [day[3]],
+            "history_items": [["a", "b", "c", "d", "e"]],
+            "history_times": [day[::-1]],
+        }
+    )
     assert made["history"].lengths.tolist() == [2]
-    with pytest.raises(DataError, match=r"column 'history_items', row 1: 1 items, but 'history_times' has 2"):
-        step.online({"t": day[:2], "history_items": [[], ["a"]], "history_times": [[], day[:2]]})
+    with pytest.raises(
+        DataError,
+        match=r"column 'history_items', row 1: 1 items, but 'history_times' has 2",
+    ):
+        step.online(
+            {"t": day[:2], "history_items": [[], ["a"]], "history_times": [[], day[:2]]}
+        )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Categorify(column="x", min_count=0), r"Categorify\('x'\): min_count=0: must be 1 or more"),
+        (
+            lambda: Categorify(column="x", min_count=0),
+            r"Categorify\('x'\): min_count=0: must be 1 or more",
+        ),
         (lambda: HashBucket(column="x", buckets=0), "buckets=0"),
         (lambda: Cross(columns=("x",), buckets=3), "combines two columns or more"),
         (lambda: Bucketize(column="x"), "either boundaries or quantiles"),
-        (lambda: Bucketize(column="x", boundaries=(2, 1)), r"boundaries=\(2, 1\): must rise"),
-        (lambda: FillMissing(column="x"), "give either value, .* or statistic: mean, median, most_common"),
-        (lambda: FillMissing(column="x", value=float("nan")), "value=nan: must be finite"),
+        (
+            lambda: Bucketize(column="x", boundaries=(2, 1)),
+            r"boundaries=\(2, 1\): must rise",
+        ),
+        (
+            lambda: FillMissing(column="x"),
+            "give either value, .* or statistic: mean, median, most_common",
+        ),
+        (
+            lambda: FillMissing(column="x", value=float("nan")),
+            "value=nan: must be finite",
+        ),
         (
             lambda: FillMissing(column="x", statistic="mode"),
             "statistic='mode': must be one of mean, median, most_common",
         ),  # type: ignore[arg-type]
         (lambda: LogClip(column="x", low=2, high=1), "low=2, high=1"),
-        (lambda: Lists(column="x", too_long="cut"), "too_long='cut': must be one of recent, error"),  # type: ignore[arg-type]
+        (
+            lambda: Lists(column="x", too_long="cut"),
+            "too_long='cut': must be one of recent, error",
+        ),  # type: ignore[arg-type]
         (
             lambda: TimeFeatures(column="x", zone="Europe/Berlim"),
             "there is no such time zone; did you mean 'Europe/Berlin'",
         ),
-        (lambda: TimeFeatures(column="x", features=("minute",)), "choose from hour, weekday"),  # type: ignore[arg-type]
-        (lambda: Preprocessor([Normalize(column="x")], keep=("x",)), r"keep=\['x'\]: a step writes these columns"),
         (
-            lambda: Preprocessor([Categorify(column="u"), History(user="u", item="i", time="t", length=1)]),
+            lambda: TimeFeatures(column="x", features=("minute",)),
+            "choose from hour, weekday",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: Preprocessor([Normalize(column="x")], keep=("x",)),
+            r"keep=\['x'\]: a step writes these columns",
+        ),
+        (
+            lambda: Preprocessor(
+                [
+                    Categorify(column="u"),
+                    History(user="u", item="i", time="t", length=1),
+                ]
+            ),
             "put it first",
         ),
         (lambda: Preprocessor([]), "give at least one"),
-        (lambda: FillMissing(column="x", value=10**400), r"value=10+\.\.\. of 401 digits: must be finite"),
-        (lambda: Preprocessor([Categorify(column="a"), Categorify(column="A")]), r"'A' and 'a' differ in case alone"),
+        (
+            lambda: FillMissing(column="x", value=10**400),
+            r"value=10+\.\.\. of 401 digits: must be finite",
+        ),
+        (
+            lambda: Preprocessor([Categorify(column="a"), Categorify(column="A")]),
+            r"'A' and 'a' differ in case alone",
+        ),
     ],
 )
 def test_steps_that_make_no_sense(make: Any, message: str) -> None:
@@ -262,17 +408,25 @@ def test_saving_and_loading(tmp_path: Path) -> None:
     loaded = FittedPreprocessor.load(tmp_path / "saved")
     assert loaded.online({"city": ["Oslo"]})["city"].values.tolist() == [2]
     empty = fitted(
-        {"city": "string"}, (Categorify(column="city"), Vocabulary(pa.array([], pa.string()), pa.array([], pa.int64())))
+        {"city": "string"},
+        (
+            Categorify(column="city"),
+            Vocabulary(pa.array([], pa.string()), pa.array([], pa.int64())),
+        ),
     )
     empty.save(tmp_path / "empty")
-    assert FittedPreprocessor.load(tmp_path / "empty").online({"city": ["Oslo"]})["city"].values.tolist() == [0]
+    assert FittedPreprocessor.load(tmp_path / "empty").online({"city": ["Oslo"]})[
+        "city"
+    ].values.tolist() == [0]
 
 
 def rewrite(folder: Path, **changes: Any) -> None:
     main = json.loads((folder / "preprocessor.json").read_text()) | changes
     text = json.dumps(main)
     (folder / "preprocessor.json").write_text(text)
-    (folder / "preprocessor.sha256").write_text(hashlib.sha256(text.encode()).hexdigest())
+    (folder / "preprocessor.sha256").write_text(
+        hashlib.sha256(text.encode()).hexdigest()
+    )
 
 
 def test_what_loading_refuses(tmp_path: Path) -> None:
@@ -288,19 +442,34 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
     refused(r"preprocessor\.json: format version 9, this package reads 1")
     rewrite(folder, steps=[{"step": "Categorfy", "fields": {}}])
     refused(r"there is no step 'Categorfy'.*did you mean 'Categorify'\?")
-    rewrite(folder, steps=[{"step": "Categorify", "fields": {"column": "x", "min_count": 0}}])
+    rewrite(
+        folder,
+        steps=[{"step": "Categorify", "fields": {"column": "x", "min_count": 0}}],
+    )
     refused(r"step Categorify: Categorify\('x'\): min_count=0")
-    (folder / "preprocessor.json").write_text((folder / "preprocessor.json").read_text().replace("city", "cite"))
-    refused(r"preprocessor\.json: does not fit preprocessor\.sha256: it was changed or damaged")
+    (folder / "preprocessor.json").write_text(
+        (folder / "preprocessor.json").read_text().replace("city", "cite")
+    )
+    refused(
+        r"preprocessor\.json: does not fit preprocessor\.sha256: it was changed or damaged"
+    )
     data = bytearray((folder / "vocabulary-000.parquet").read_bytes())
     data[20] ^= 1
     (folder / "vocabulary-000.parquet").write_bytes(data)
     refused(r"vocabulary-000\.parquet: does not have the SHA-256 in preprocessor\.json")
     text = pa.array(["x" * 1_000]).take(pa.array(np.zeros(5_000_000 // 64, np.int64)))
     long = pa.array([f"{'x' * 1_000}{row}" for row in range(40_000)])
-    for values, options in ((text, {}), (pa.array(np.zeros(2_000_000, np.int64)), {}), (long, {"compression": "zstd"})):
+    for values, options in (
+        (text, {}),
+        (pa.array(np.zeros(2_000_000, np.int64)), {}),
+        (long, {"compression": "zstd"}),
+    ):
         counts = pa.array(np.ones(len(values), np.int64))
-        pq.write_table(pa.table({"value": values, "count": counts}), folder / "vocabulary-000.parquet", **options)
+        pq.write_table(
+            pa.table({"value": values, "count": counts}),
+            folder / "vocabulary-000.parquet",
+            **options,
+        )
         data = (folder / "vocabulary-000.parquet").read_bytes()
         steps = json.loads((folder / "preprocessor.json").read_text())["steps"]
         steps[0] |= {"rows": len(values), "sha256": hashlib.sha256(data).hexdigest()}
@@ -320,7 +489,9 @@ def test_serving_imports_neither_ibis_nor_duckdb(tmp_path: Path) -> None:
         f"F.load({str(tmp_path / 'saved')!r}).online({{'city': ['Oslo']}}); print(sorted({{'ibis', 'duckdb', "
         "'pyspark'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -337,8 +508,13 @@ def test_serving_imports_neither_ibis_nor_duckdb(tmp_path: Path) -> None:
         ("list<float32>", [[1, 0.5], []]),
     ],
 )
-def test_pythons_numbers_are_the_cells_that_arrow_makes_of_them(raw: str, data: list[Any]) -> None:
-    plain, arrow = read_cells("c", data, raw), read_cells("c", pa.array(data, arrow_type(raw)), raw)
+def test_pythons_numbers_are_the_cells_that_arrow_makes_of_them(
+    raw: str, data: list[Any]
+) -> None:
+    plain, arrow = (
+        read_cells("c", data, raw),
+        read_cells("c", pa.array(data, arrow_type(raw)), raw),
+    )
     for name in ("values", "valid", "lengths"):
         found, expected = getattr(plain, name), getattr(arrow, name)
         np.testing.assert_array_equal(found, expected)

@@ -56,13 +56,17 @@ def test_placements_in_proportion_one_beside_it_and_mixed() -> None:
 def test_a_towers_load_is_its_layers_and_its_pooled_embeddings() -> None:
     towers = small_model(META).towers
     dense = {
-        name: sum(p.numel() for n, p in tower.named_parameters() if "embedding" not in n)
+        name: sum(
+            p.numel() for n, p in tower.named_parameters() if "embedding" not in n
+        )
         for name, tower in towers.items()
     }
     loads = tower_loads(small_model(META))
     assert loads.keys() == dense.keys()
     for name, tower in towers.items():
-        pooled = sum(table.embedding_dim * len(table.feature_names) for table in tower.tables)
+        pooled = sum(
+            table.embedding_dim * len(table.feature_names) for table in tower.tables
+        )
         assert loads[name] == dense[name] + pooled
 
 
@@ -72,7 +76,12 @@ APART = Candidate(towers="user:0,item:1", sharding="table_wise", trial_ms=31.0)
 
 @unit
 def test_the_fastest_is_taken_and_what_is_refused_comes_last() -> None:
-    too_large = dataclasses.replace(APART, towers="user:0-1,item:1", trial_ms=1.0, refused="tower 'user' needs 9 GiB")
+    too_large = dataclasses.replace(
+        APART,
+        towers="user:0-1,item:1",
+        trial_ms=1.0,
+        refused="tower 'user' needs 9 GiB",
+    )
     decision = decide([FLAT, too_large, APART])
     assert list(decision.candidates) == [APART, FLAT, too_large]
     assert "tower 'user' needs 9 GiB" in decision.text()
@@ -85,7 +94,10 @@ def test_the_text_has_every_candidate_and_the_measured_step_beside_the_taken() -
     decision = decide([FLAT, APART])
     lines = decision.text(31.5).splitlines()
     assert "measured ms" in lines[0]
-    assert [line.split()[0] for line in lines[2:4]] == ["user:0,item:1", "data_parallel"]
+    assert [line.split()[0] for line in lines[2:4]] == [
+        "user:0,item:1",
+        "data_parallel",
+    ]
     assert "31.50" in lines[2]
     assert lines[2].rstrip().endswith("taken")
     assert lines[-1] == (
@@ -96,7 +108,9 @@ def test_the_text_has_every_candidate_and_the_measured_step_beside_the_taken() -
 
 @unit
 def test_a_model_without_towers_is_told() -> None:
-    assert "Linear has no Towers to place" in why_together(nn.Linear(2, 2), Runtime(world_size=2))
+    assert "Linear has no Towers to place" in why_together(
+        nn.Linear(2, 2), Runtime(world_size=2)
+    )
 
 
 def told(call: Callable[[], object]) -> str:
@@ -108,26 +122,56 @@ def told(call: Callable[[], object]) -> str:
 
 
 def decided(runtime: Runtime) -> dict[str, Any]:
-    model, local = small_model(META), list(batches(3, rank=runtime.rank, world_size=runtime.world_size))
-    before = {name: (value.shape, value.device) for name, value in model.named_parameters()}
+    model, local = (
+        small_model(META),
+        list(batches(3, rank=runtime.rank, world_size=runtime.world_size)),
+    )
+    before = {
+        name: (value.shape, value.device) for name, value in model.named_parameters()
+    }
     optimizer = OptimizerConfig()
-    config, decision = auto_plan(model, local[0], runtime, PlanConfig(towers="auto"), optimizer)
-    unchanged = before == {name: (value.shape, value.device) for name, value in model.named_parameters()}
+    config, decision = auto_plan(
+        model, local[0], runtime, PlanConfig(towers="auto"), optimizer
+    )
+    unchanged = before == {
+        name: (value.shape, value.device) for name, value in model.named_parameters()
+    }
     plan = plan_sharding(model, runtime, config, optimizer=optimizer)
-    pipeline = make_pipeline(*hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer), runtime.device)
+    pipeline = make_pipeline(
+        *hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer), runtime.device
+    )
     stream = iter(local)
-    sharing = two_tower([table("item", 9), table("u", 9)], [table("item", 9)], device=META)
+    sharing = two_tower(
+        [table("item", 9), table("u", 9)], [table("item", 9)], device=META
+    )
     ids = {name: Jagged(torch.tensor([1, 2])) for name in ("item", "u")}
     batch = sharing.schema().assemble(ids, labels=torch.ones(2))
-    shared = auto_plan(sharing, batch, runtime, PlanConfig(towers="auto", sharding="row_wise"), optimizer)[1]
+    shared = auto_plan(
+        sharing,
+        batch,
+        runtime,
+        PlanConfig(towers="auto", sharding="row_wise"),
+        optimizer,
+    )[1]
     return {
         "config": config,
         "text": decision.text(),
         "unchanged": unchanged,
         "losses": [float(pipeline.progress(stream).loss) for _ in local],
         "candidates": list(decision.candidates),
-        "shared": [(candidate.towers, candidate.sharding, candidate.refused) for candidate in shared.candidates],
-        "memory": told(lambda: auto_plan(small_model(META), local[0], runtime, PlanConfig(memory_gb=1e-7), optimizer)),
+        "shared": [
+            (candidate.towers, candidate.sharding, candidate.refused)
+            for candidate in shared.candidates
+        ],
+        "memory": told(
+            lambda: auto_plan(
+                small_model(META),
+                local[0],
+                runtime,
+                PlanConfig(memory_gb=1e-7),
+                optimizer,
+            )
+        ),
     }
 
 
@@ -151,14 +195,27 @@ def tried_as_trained(runtime: Runtime) -> tuple[list[float], list[int]]:
         return pipeline
 
     _, decision = auto_plan(
-        small_model(META), local[0], runtime, PlanConfig(towers="auto"), OptimizerConfig(), more=local[1:], steps=noted
+        small_model(META),
+        local[0],
+        runtime,
+        PlanConfig(towers="auto"),
+        OptimizerConfig(),
+        more=local[1:],
+        steps=noted,
     )
-    kinds = [len({tuple(labels.nan_to_num(-1.0).tolist()) for labels in drawn}) for drawn in seen]
-    return [candidate.trial_ms for candidate in decision.candidates if not candidate.refused], kinds
+    kinds = [
+        len({tuple(labels.nan_to_num(-1.0).tolist()) for labels in drawn})
+        for drawn in seen
+    ]
+    return [
+        candidate.trial_ms for candidate in decision.candidates if not candidate.refused
+    ], kinds
 
 
 @pytest.mark.slow
-def test_trials_make_the_steps_of_train_on_several_batches_and_leave_out_a_bad_one() -> None:
+def test_trials_make_the_steps_of_train_on_several_batches_and_leave_out_a_bad_one() -> (
+    None
+):
     for ms, kinds in run_ranks(tried_as_trained, 2, timeout_s=300):
         assert all(0 < each < float("inf") for each in ms)
         assert kinds
@@ -171,21 +228,30 @@ def two_ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_all_ranks_decide_alike_and_train_by_it(two_ranks: list[dict[str, Any]]) -> None:
+def test_all_ranks_decide_alike_and_train_by_it(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     first, second = two_ranks
     for name in ("config", "text", "candidates"):
         assert first[name] == second[name]
     assert first["unchanged"], "measuring leaves the model as it was"
     assert len(first["losses"]) == 3
     taken = first["candidates"][0]
-    assert (first["config"].towers, first["config"].sharding) == (taken.towers, taken.sharding)
+    assert (first["config"].towers, first["config"].sharding) == (
+        taken.towers,
+        taken.sharding,
+    )
     assert {candidate.towers for candidate in first["candidates"]} == {
         "data_parallel",
         "user:0,item:1",
         "user:1,item:0-1",
         "user:0-1,item:1",
     }
-    assert all(0 < candidate.trial_ms < float("inf") for candidate in first["candidates"] if not candidate.refused)
+    assert all(
+        0 < candidate.trial_ms < float("inf")
+        for candidate in first["candidates"]
+        if not candidate.refused
+    )
 
 
 @pytest.mark.slow
@@ -196,6 +262,8 @@ def test_a_shared_table_keeps_towers_together(two_ranks: list[dict[str, Any]]) -
 
 
 @pytest.mark.slow
-def test_tables_that_fit_nowhere_are_refused_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
+def test_tables_that_fit_nowhere_are_refused_on_every_rank(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     assert two_ranks[0]["memory"] == two_ranks[1]["memory"]
     assert "no sharding plan fits" in two_ranks[0]["memory"]

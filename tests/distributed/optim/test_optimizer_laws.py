@@ -29,8 +29,16 @@ STEPS = 20
 EXCEPTIONS = OptimizerConfig(
     tables="row_wise_adagrad",
     tables_lr=0.1,
-    per_table=("user_id=adam lr=0.02", "towers.item=sgd lr=2", "history=weight_decay=0.3"),
-    per_layer=("towers.user=sgd lr=0.05", "interaction=lr=0.003 weight_decay=0.1", "*.bias=weight_decay=0"),
+    per_table=(
+        "user_id=adam lr=0.02",
+        "towers.item=sgd lr=2",
+        "history=weight_decay=0.3",
+    ),
+    per_layer=(
+        "towers.user=sgd lr=0.05",
+        "interaction=lr=0.003 weight_decay=0.1",
+        "*.bias=weight_decay=0",
+    ),
     dense_weight_decay=0.2,
 )
 
@@ -45,7 +53,11 @@ MIXED = OptimizerConfig(
 
 def cases(world_size: int) -> Iterator[tuple[str, PlanConfig, OptimizerConfig]]:
     """(name, plan, optimizer); of the sharding types one rank tries one, since it shards nothing."""
-    shardings = ("row_wise",) if world_size == 1 else ("table_wise", "row_wise", "column_wise", "grid_shard")
+    shardings = (
+        ("row_wise",)
+        if world_size == 1
+        else ("table_wise", "row_wise", "column_wise", "grid_shard")
+    )
     for kind in ("adam", "lazy_adam", "partial_row_wise_adam", "lamb"):
         yield kind, PlanConfig(), OptimizerConfig(tables=kind, tables_lr=0.02)  # type: ignore[arg-type]
     for sharding in (*shardings, "data_parallel"):
@@ -53,19 +65,27 @@ def cases(world_size: int) -> Iterator[tuple[str, PlanConfig, OptimizerConfig]]:
         yield (
             f"decay, {sharding}",
             plan,
-            OptimizerConfig(tables_lr=0.1, tables_weight_decay=0.5, dense_weight_decay=1.0),
+            OptimizerConfig(
+                tables_lr=0.1, tables_weight_decay=0.5, dense_weight_decay=1.0
+            ),
         )
     for sharding in shardings:
         plan = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
         yield (
             f"adam, {sharding}",
             plan,
-            OptimizerConfig(tables="adam", tables_lr=0.02, tables_weight_decay=0.5, tables_l2=0.1),
+            OptimizerConfig(
+                tables="adam", tables_lr=0.02, tables_weight_decay=0.5, tables_l2=0.1
+            ),
         )
         yield f"mixed, {sharding}", plan, MIXED
-    plan = PlanConfig(sharding="row_wise", tables=("user_id=data_parallel", "item_id=table_wise"))
+    plan = PlanConfig(
+        sharding="row_wise", tables=("user_id=data_parallel", "item_id=table_wise")
+    )
     yield "exceptions", plan, EXCEPTIONS
-    clipped = OptimizerConfig(tables="sgd", tables_lr=1.0, dense="sgd", dense_lr=0.5, clip_norm=0.05)
+    clipped = OptimizerConfig(
+        tables="sgd", tables_lr=1.0, dense="sgd", dense_lr=0.5, clip_norm=0.05
+    )
     yield "clipped", PlanConfig(sharding="data_parallel"), clipped
 
 
@@ -74,8 +94,12 @@ def unsharded(optimizer: OptimizerConfig) -> dict[str, Tensor]:
     model = small_model()
     initialise_tables(model, seed=7)
     parameters = dict(model.named_parameters())
-    tables = {name: name.split(".")[-2] for name in parameters if "embedding_bags" in name}
-    choices = {name: optimizer.for_tables(model)[table] for name, table in tables.items()}
+    tables = {
+        name: name.split(".")[-2] for name in parameters if "embedding_bags" in name
+    }
+    choices = {
+        name: optimizer.for_tables(model)[table] for name, table in tables.items()
+    }
     choices |= optimizer.for_layers([name for name in parameters if name not in tables])
     optimizers = []
     for name, parameter in parameters.items():
@@ -101,8 +125,14 @@ def sharded(runtime: Runtime) -> dict[str, Any]:
     for name, plan_config, optimizer in cases(runtime.world_size):
         model = small_model(META)
         plan = plan_sharding(model, runtime, plan_config, optimizer=optimizer)
-        kinds = {table: kind.sharding_type for module in plan.plan.values() for table, kind in module.items()}  # type: ignore[attr-defined]
-        parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, seed=7)
+        kinds = {
+            table: kind.sharding_type
+            for module in plan.plan.values()
+            for table, kind in module.items()
+        }  # type: ignore[attr-defined]
+        parallel, keyed = hybrid_parallel(
+            model, runtime, plan=plan, optimizer=optimizer, seed=7
+        )
         pipeline = make_pipeline(parallel, keyed, runtime.device)
         local = batches(STEPS, rank=runtime.rank, world_size=runtime.world_size)
         for _ in range(STEPS):
@@ -116,18 +146,26 @@ def learned(request: pytest.FixtureRequest) -> Any:
     return request.param, run_ranks(sharded, request.param)[0]
 
 
-def test_every_optimizer_learns_the_same_on_any_number_of_ranks_as_unsharded(learned: Any) -> None:
+def test_every_optimizer_learns_the_same_on_any_number_of_ranks_as_unsharded(
+    learned: Any,
+) -> None:
     world_size, by_case = learned
     for name, _, optimizer in cases(world_size):
         expected = unsharded(optimizer)
         for key, value in expected.items():
             actual = by_case[name]["state"][key]
             torch.testing.assert_close(
-                actual, value, rtol=0, atol=1e-4, msg=lambda text, label=f"{name}, {key}": f"{label}: {text}"
+                actual,
+                value,
+                rtol=0,
+                atol=1e-4,
+                msg=lambda text, label=f"{name}, {key}": f"{label}: {text}",
             )
 
 
-def test_what_no_cpu_kernel_runs_is_kept_on_every_rank_and_the_rest_is_sharded_as_asked(learned: Any) -> None:
+def test_what_no_cpu_kernel_runs_is_kept_on_every_rank_and_the_rest_is_sharded_as_asked(
+    learned: Any,
+) -> None:
     _, by_case = learned
     for kind in ("adam", "lazy_adam", "partial_row_wise_adam", "lamb"):
         assert set(by_case[kind]["kinds"].values()) == {"data_parallel"}
@@ -148,14 +186,20 @@ def shrunk(runtime: Runtime, sharding: str) -> dict[str, Tensor]:
     batch.weights[0] = 0
     users = batch.sparse["user_id"].values()
     users[0] = next(user for user in range(USERS) if user not in users.tolist())
-    before = next(value for name, value in gather_state(parallel).items() if "user_id" in name)  # type: ignore[union-attr]
+    before = next(
+        value for name, value in gather_state(parallel).items() if "user_id" in name
+    )  # type: ignore[union-attr]
     make_pipeline(parallel, keyed, runtime.device).progress(iter([batch]))
-    after = next(value for name, value in gather_state(parallel).items() if "user_id" in name)  # type: ignore[union-attr]
+    after = next(
+        value for name, value in gather_state(parallel).items() if "user_id" in name
+    )  # type: ignore[union-attr]
     return {"users": users, "before": before, "after": after}
 
 
 @pytest.mark.parametrize("sharding", ["table_wise", "data_parallel"])
-def test_weight_decay_halves_the_rows_that_were_learned_from_and_no_other(sharding: str) -> None:
+def test_weight_decay_halves_the_rows_that_were_learned_from_and_no_other(
+    sharding: str,
+) -> None:
     (ran,) = run_ranks(shrunk, 1, sharding)
     factor = torch.ones(USERS, 1)
     factor[ran["users"][1:]] = 0.5
@@ -169,7 +213,10 @@ class Sequences(nn.Module):
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
         config = EmbeddingConfig(
-            name="item_rows", feature_names=["history", "item_id"], num_embeddings=ITEMS, embedding_dim=DIM
+            name="item_rows",
+            feature_names=["history", "item_id"],
+            num_embeddings=ITEMS,
+            embedding_dim=DIM,
         )
         self.embeddings = EmbeddingCollection(tables=[config], device=device)
 
@@ -198,13 +245,19 @@ def sequences(runtime: Runtime) -> list[Tensor]:
             keyed.zero_grad()  # after the forward, as some loops have it
             loss.backward()
             keyed.step()
-        learned.append((gather_state(parallel) or {}).get("embeddings.embeddings.item_rows.weight"))
+        learned.append(
+            (gather_state(parallel) or {}).get("embeddings.embeddings.item_rows.weight")
+        )
     return learned
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_tables_that_are_read_id_by_id_learn_the_same_as_unsharded(world_size: int) -> None:
-    for optimizer, learned in zip(READ_ONE_BY_ONE, run_ranks(sequences, world_size)[0], strict=True):
+def test_tables_that_are_read_id_by_id_learn_the_same_as_unsharded(
+    world_size: int,
+) -> None:
+    for optimizer, learned in zip(
+        READ_ONE_BY_ONE, run_ranks(sequences, world_size)[0], strict=True
+    ):
         model = Sequences()
         initialise_tables(model, seed=7)
         (table,), (choice,) = model.parameters(), optimizer.for_tables(model).values()
@@ -214,10 +267,16 @@ def test_tables_that_are_read_id_by_id_learn_the_same_as_unsharded(world_size: i
             plain.zero_grad()
             model(batch).backward()
             with torch.no_grad():
-                table[table.grad.ne(0).any(dim=1)] *= 1 - choice.lr * choice.weight_decay  # type: ignore[union-attr]
+                table[table.grad.ne(0).any(dim=1)] *= (
+                    1 - choice.lr * choice.weight_decay
+                )  # type: ignore[union-attr]
             plain.step()
         torch.testing.assert_close(
-            learned, table.detach(), rtol=0, atol=1e-4, msg=lambda text, label=choice: f"{label}: {text}"
+            learned,
+            table.detach(),
+            rtol=0,
+            atol=1e-4,
+            msg=lambda text, label=choice: f"{label}: {text}",
         )
 
 
@@ -231,7 +290,11 @@ def resumed(runtime: Runtime, folder: str) -> list[Tensor]:
             model = Sequences(META)
             plan = plan_sharding(model, runtime, PlanConfig(sharding="row_wise"))
             parallel, keyed = hybrid_parallel(
-                model, runtime, plan=plan, optimizer=OptimizerConfig(tables="adam"), seed=7
+                model,
+                runtime,
+                plan=plan,
+                optimizer=OptimizerConfig(tables="adam"),
+                seed=7,
             )
             whole = {"model": parallel.state_dict(), "optimizer": keyed.state_dict()}
             if done:
@@ -242,7 +305,9 @@ def resumed(runtime: Runtime, folder: str) -> list[Tensor]:
                 keyed.step()
             done = stop
             dcp.save(whole, checkpoint_id=folder)
-        tables.append((gather_state(parallel) or {}).get("embeddings.embeddings.item_rows.weight"))
+        tables.append(
+            (gather_state(parallel) or {}).get("embeddings.embeddings.item_rows.weight")
+        )
     return tables
 
 
@@ -252,7 +317,9 @@ def test_a_checkpoint_holds_the_whole_state_of_sharded_adam(tmp_path: Path) -> N
 
 
 def unstepped(runtime: Runtime) -> str:
-    parallel, _ = hybrid_parallel(Sequences(META), runtime, optimizer=OptimizerConfig(tables="adam"))
+    parallel, _ = hybrid_parallel(
+        Sequences(META), runtime, optimizer=OptimizerConfig(tables="adam")
+    )
     (batch,) = batches(1)
     parallel(batch).backward()
     try:
@@ -262,23 +329,36 @@ def unstepped(runtime: Runtime) -> str:
     return "no error"
 
 
-def test_a_backward_without_a_step_is_told_before_rows_that_were_put_aside_are_read() -> None:
-    assert run_ranks(unstepped, 1)[0].startswith("a backward was not followed by a step of the optimizer")
+def test_a_backward_without_a_step_is_told_before_rows_that_were_put_aside_are_read() -> (
+    None
+):
+    assert run_ranks(unstepped, 1)[0].startswith(
+        "a backward was not followed by a step of the optimizer"
+    )
 
 
 def refused(runtime: Runtime) -> str:
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise"))
     try:
-        hybrid_parallel(model, runtime, plan=plan, optimizer=OptimizerConfig(per_table=("item_id=lamb",)))
+        hybrid_parallel(
+            model,
+            runtime,
+            plan=plan,
+            optimizer=OptimizerConfig(per_table=("item_id=lamb",)),
+        )
     except ValueError as error:
         return str(error)
     return "no error"
 
 
-def test_a_plan_made_for_another_optimizer_is_refused_before_anything_is_sharded() -> None:
+def test_a_plan_made_for_another_optimizer_is_refused_before_anything_is_sharded() -> (
+    None
+):
     (message,) = run_ranks(refused, 1)
-    assert message.startswith("table 'item_id': FBGEMM has no kernel of lamb for the cpu")
+    assert message.startswith(
+        "table 'item_id': FBGEMM has no kernel of lamb for the cpu"
+    )
 
 
 def declared_or_given(runtime: Runtime) -> dict[str, Any]:
@@ -290,11 +370,23 @@ def declared_or_given(runtime: Runtime) -> dict[str, Any]:
     for case in ("declared", "planned", "given", "default"):
         model = small_model(META)
         if case in ("declared", "planned"):
-            tables = [value for name, value in model.named_parameters() if "embedding_bags" in name]
+            tables = [
+                value
+                for name, value in model.named_parameters()
+                if "embedding_bags" in name
+            ]
             apply_optimizer_in_backward(torch.optim.SGD, tables, {"lr": 0.7})
-        plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise")) if case == "planned" else None
-        given = OptimizerConfig(tables="sgd", tables_lr=0.7) if case == "given" else None
-        parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=given, seed=7)
+        plan = (
+            plan_sharding(model, runtime, PlanConfig(sharding="table_wise"))
+            if case == "planned"
+            else None
+        )
+        given = (
+            OptimizerConfig(tables="sgd", tables_lr=0.7) if case == "given" else None
+        )
+        parallel, keyed = hybrid_parallel(
+            model, runtime, plan=plan, optimizer=given, seed=7
+        )
         make_pipeline(parallel, keyed, runtime.device).progress(batches(1))
         states[case] = gather_state(parallel)
     return {"states": states, "log": log.getvalue().splitlines()}
@@ -306,7 +398,11 @@ def test_a_declared_optimizer_moves_its_tables_and_defaults_are_told() -> None:
     for name, value in states["given"].items():
         for case in ("declared", "planned"):  # another sharding type rounds otherwise
             torch.testing.assert_close(
-                states[case][name], value, rtol=0, atol=1e-6, msg=lambda text, label=name: f"{label}: {text}"
+                states[case][name],
+                value,
+                rtol=0,
+                atol=1e-6,
+                msg=lambda text, label=name: f"{label}: {text}",
             )
     assert not torch.equal(
         states["default"]["towers.user.embeddings.embedding_bags.user_id.weight"],
@@ -315,4 +411,8 @@ def test_a_declared_optimizer_moves_its_tables_and_defaults_are_told() -> None:
     message = "hybrid_parallel() was given no optimizer=, so it takes the defaults, "
     dense = "dense layers: adam at 0.001; give optimizer=OptimizerConfig(...)"
     tables = "table(s) user_id, history, item_id: adagrad at 0.05; "
-    assert results["log"] == [message + dense, message + dense, message + tables + dense]
+    assert results["log"] == [
+        message + dense,
+        message + dense,
+        message + tables + dense,
+    ]

@@ -27,7 +27,10 @@ from torchrec_ext.distributed.optim.declared import (
     shardings,
     undeclared,
 )
-from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, HybridOptimizer
+from torchrec_ext.distributed.optim.hybrid import (
+    GradientNotFiniteError,
+    HybridOptimizer,
+)
 from torchrec_ext.distributed.optim.kinds import RowAdam
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -43,14 +46,27 @@ def choice(kind: str) -> Choice:
     return Choice(kind=kind, lr=0.1, eps=1e-8, betas=(0.9, 0.999), weight_decay=0.0)
 
 
-def test_of_several_exceptions_for_a_table_the_last_that_fits_wins_field_by_field() -> None:
+def test_of_several_exceptions_for_a_table_the_last_that_fits_wins_field_by_field() -> (
+    None
+):
     config = OptimizerConfig(
         tables_lr=0.1,
         tables_weight_decay=0.5,
-        per_table=("towers.user=sgd lr=0.2", "user_id=lr=0.3", "?tem_id=weight_decay=0"),
+        per_table=(
+            "towers.user=sgd lr=0.2",
+            "user_id=lr=0.3",
+            "?tem_id=weight_decay=0",
+        ),
     )
-    chosen = {name: (c.kind, c.lr, c.weight_decay) for name, c in config.for_tables(small_model(META)).items()}
-    assert chosen == {"user_id": ("sgd", 0.3, 0.5), "history": ("sgd", 0.2, 0.5), "item_id": ("adagrad", 0.1, 0.0)}
+    chosen = {
+        name: (c.kind, c.lr, c.weight_decay)
+        for name, c in config.for_tables(small_model(META)).items()
+    }
+    assert chosen == {
+        "user_id": ("sgd", 0.3, 0.5),
+        "history": ("sgd", 0.2, 0.5),
+        "item_id": ("adagrad", 0.1, 0.0),
+    }
 
 
 def test_a_module_path_fits_the_layers_below_it_and_no_other() -> None:
@@ -60,35 +76,68 @@ def test_a_module_path_fits_the_layers_below_it_and_no_other() -> None:
         "towers.user_2.mlp.0.weight",
         "interaction.mlp.weight",
     ]
-    config = OptimizerConfig(dense_lr=0.1, per_layer=("towers.user=sgd lr=0.2", "*.bias=weight_decay=0.5"))
-    chosen = {name: (c.kind, c.lr, c.weight_decay) for name, c in config.for_layers(names).items()}
+    config = OptimizerConfig(
+        dense_lr=0.1, per_layer=("towers.user=sgd lr=0.2", "*.bias=weight_decay=0.5")
+    )
+    chosen = {
+        name: (c.kind, c.lr, c.weight_decay)
+        for name, c in config.for_layers(names).items()
+    }
     assert chosen == dict(
-        zip(names, [("sgd", 0.2, 0.0), ("sgd", 0.2, 0.5), ("adam", 0.1, 0.0), ("adam", 0.1, 0.0)], strict=True)
+        zip(
+            names,
+            [
+                ("sgd", 0.2, 0.0),
+                ("sgd", 0.2, 0.5),
+                ("adam", 0.1, 0.0),
+                ("adam", 0.1, 0.0),
+            ],
+            strict=True,
+        )
     )
 
 
 def test_an_exception_that_fits_nothing_is_told_with_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"^per_table: 'item=sgd' fits no table of the model, which are user_id, hist"):
+    with pytest.raises(
+        ValueError,
+        match=r"^per_table: 'item=sgd' fits no table of the model, which are user_id, hist",
+    ):
         OptimizerConfig(per_table=("item=sgd",)).for_tables(small_model(META))
     with pytest.raises(
-        ValueError, match=r"^per_layer: 'top=sgd' fits no dense layer of the model, which are a.weight, a.bias$"
+        ValueError,
+        match=r"^per_layer: 'top=sgd' fits no dense layer of the model, which are a.weight, a.bias$",
     ):
         OptimizerConfig(per_layer=("top=sgd",)).for_layers(["a.weight", "a.bias"])
 
 
-def test_l2_of_an_optimizer_that_does_not_move_every_row_is_refused_and_can_be_taken_back() -> None:
-    config = OptimizerConfig(tables="adam", tables_l2=0.05, per_table=("history=adagrad", "item_id=l2=0"))
+def test_l2_of_an_optimizer_that_does_not_move_every_row_is_refused_and_can_be_taken_back() -> (
+    None
+):
+    config = OptimizerConfig(
+        tables="adam", tables_l2=0.05, per_table=("history=adagrad", "item_id=l2=0")
+    )
     with pytest.raises(
-        ValueError, match=r"^table 'history': l2=0.05 with the optimizer adagrad: .* choose adam, or weight_decay"
+        ValueError,
+        match=r"^table 'history': l2=0.05 with the optimizer adagrad: .* choose adam, or weight_decay",
     ):
         config.for_tables(small_model(META))
-    chosen = OptimizerConfig(tables="adam", tables_l2=0.05, per_table=("history=adagrad l2=0", "item_id=l2=0.5"))
-    assert [c.l2 for c in chosen.for_tables(small_model(META)).values()] == [0.05, 0.0, 0.5]
+    chosen = OptimizerConfig(
+        tables="adam",
+        tables_l2=0.05,
+        per_table=("history=adagrad l2=0", "item_id=l2=0.5"),
+    )
+    assert [c.l2 for c in chosen.for_tables(small_model(META)).values()] == [
+        0.05,
+        0.0,
+        0.5,
+    ]
 
 
 def declared_model(kind: type[torch.optim.Optimizer], **arguments: object) -> nn.Module:
     model = small_model(META)
-    apply_optimizer_in_backward(kind, [dict(model.named_parameters())[USER_ID]], arguments)
+    apply_optimizer_in_backward(
+        kind, [dict(model.named_parameters())[USER_ID]], arguments
+    )
     return model
 
 
@@ -100,19 +149,30 @@ USER_ID = "towers.user.embeddings.embedding_bags.user_id.weight"
     [
         (torch.optim.SGD, {"lr": 0.3}, ("sgd", 0.3, 1e-8)),
         (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-6}, ("row_wise_adagrad", 0.1, 1e-6)),
-        (torch.optim.Adam, {"lr": 0.2, "betas": (0.9, 0.999)}, ("lazy_adam", 0.2, 1e-8)),
+        (
+            torch.optim.Adam,
+            {"lr": 0.2, "betas": (0.9, 0.999)},
+            ("lazy_adam", 0.2, 1e-8),
+        ),
         (torch.optim.Adagrad, {}, ("adagrad", 0.01, 1e-8)),
     ],
 )
 def test_an_optimizer_declared_by_apply_optimizer_in_backward_is_that_of_its_table(
-    kind: type[torch.optim.Optimizer], arguments: dict[str, object], expected: tuple[str, float, float]
+    kind: type[torch.optim.Optimizer],
+    arguments: dict[str, object],
+    expected: tuple[str, float, float],
 ) -> None:
     model = declared_model(kind, **arguments)
-    for _ in range(2):  # a plan declares ours in its place, and hybrid_parallel() asks again
+    for _ in range(
+        2
+    ):  # a plan declares ours in its place, and hybrid_parallel() asks again
         chosen = chosen_optimizer(model, None)
         user = chosen.for_tables(model)["user_id"]
         assert (user.kind, user.lr, user.eps) == expected
-        assert chosen.for_tables(model)["item_id"] == OptimizerConfig().for_tables(model)["item_id"]
+        assert (
+            chosen.for_tables(model)["item_id"]
+            == OptimizerConfig().for_tables(model)["item_id"]
+        )
         assert undeclared(model) == ["history", "item_id"]
         declare_table_optimizer(model, chosen)
 
@@ -120,12 +180,19 @@ def test_an_optimizer_declared_by_apply_optimizer_in_backward_is_that_of_its_tab
 def test_a_declared_optimizer_beside_one_given_or_beyond_words_is_refused() -> None:
     model = declared_model(torch.optim.SGD, lr=0.3)
     with pytest.raises(
-        ValueError, match=r"optimizer= is given, but .* declared SGD\(lr=0.3\) for table 'user_id'; leave out one"
+        ValueError,
+        match=r"optimizer= is given, but .* declared SGD\(lr=0.3\) for table 'user_id'; leave out one",
     ):
         chosen_optimizer(model, OptimizerConfig())
-    with pytest.raises(ValueError, match=r"table 'user_id': .* SGD\(momentum=0.9\); only lr and eps of sgd, adagrad"):
+    with pytest.raises(
+        ValueError,
+        match=r"table 'user_id': .* SGD\(momentum=0.9\); only lr and eps of sgd, adagrad",
+    ):
         chosen_optimizer(declared_model(torch.optim.SGD, lr=0.3, momentum=0.9), None)
-    with pytest.raises(ValueError, match=r"table 'user_id': .* declared AdamW\(.*; only lr and eps of sgd, adagrad"):
+    with pytest.raises(
+        ValueError,
+        match=r"table 'user_id': .* declared AdamW\(.*; only lr and eps of sgd, adagrad",
+    ):
         chosen_optimizer(declared_model(torch.optim.AdamW), None)
     assert chosen_optimizer(small_model(META), None) == OptimizerConfig()
 
@@ -135,7 +202,11 @@ def test_a_declared_optimizer_beside_one_given_or_beyond_words_is_refused() -> N
     [
         ("per_table", "user_id", "write PATTERN=OPTIMIZER"),
         ("per_table", "=sgd", "write PATTERN=OPTIMIZER"),
-        ("per_table", "user_id=rmsprop", "the optimizer 'rmsprop' must be one of adagrad, row_wise_adagrad, sgd, adam"),
+        (
+            "per_table",
+            "user_id=rmsprop",
+            "the optimizer 'rmsprop' must be one of adagrad, row_wise_adagrad, sgd, adam",
+        ),
         ("per_table", "user_id=sgd lr=fast", "lr=fast: must be a number of 0 or more"),
         ("per_table", "user_id=sgd lr=-1", "lr=-1: must be a number of 0 or more"),
         ("per_table", "user_id=sgd lr=nan", "lr=nan: must be"),
@@ -144,10 +215,16 @@ def test_a_declared_optimizer_beside_one_given_or_beyond_words_is_refused() -> N
             "user_id=sgd momentum=1",
             "there is no setting 'momentum'; settings are lr, weight_decay, l2, eps",
         ),
-        ("per_layer", "towers=lamb", "the optimizer 'lamb' must be one of adam, adagrad, sgd"),
+        (
+            "per_layer",
+            "towers=lamb",
+            "the optimizer 'lamb' must be one of adam, adagrad, sgd",
+        ),
     ],
 )
-def test_an_exception_that_cannot_be_read_is_told(field: str, item: str, why: str) -> None:
+def test_an_exception_that_cannot_be_read_is_told(
+    field: str, item: str, why: str
+) -> None:
     with pytest.raises(ValueError) as error:
         OptimizerConfig(**{field: (item,)})  # type: ignore[arg-type]
     assert str(error.value).startswith(f"{field}: {item!r}: ")
@@ -165,7 +242,9 @@ def test_an_exception_that_cannot_be_read_is_told(field: str, item: str, why: st
         ("betas", (0.9,)),
     ],
 )
-def test_a_setting_out_of_range_is_refused_with_its_value(field: str, value: Any) -> None:
+def test_a_setting_out_of_range_is_refused_with_its_value(
+    field: str, value: Any
+) -> None:
     with pytest.raises(ValueError) as error:
         OptimizerConfig(**{field: value})
     assert str(error.value).startswith(f"{field}={value}: must be ")
@@ -174,12 +253,17 @@ def test_a_setting_out_of_range_is_refused_with_its_value(field: str, value: Any
 def test_exceptions_and_pairs_can_be_given_on_the_command_line() -> None:
     config = apply_overrides(
         OptimizerConfig(),
-        ["per_table=user_id=lazy_adam lr=0.01, towers.item=sgd:lr=1", "betas=0.8,0.99", "clip_norm=5"],
+        [
+            "per_table=user_id=lazy_adam lr=0.01, towers.item=sgd:lr=1",
+            "betas=0.8,0.99",
+            "clip_norm=5",
+        ],
     )
     assert config.per_table == ("user_id=lazy_adam lr=0.01", "towers.item=sgd:lr=1")
     assert (config.betas, config.clip_norm) == ((0.8, 0.99), 5.0)
     with pytest.raises(
-        ValueError, match=r"^--set per_table=user_id=adm: per_table: 'user_id=adm': the optimizer 'adm' must be"
+        ValueError,
+        match=r"^--set per_table=user_id=adm: per_table: 'user_id=adm': the optimizer 'adm' must be",
     ):
         apply_overrides(OptimizerConfig(), ["per_table=user_id=adm"])
 
@@ -188,17 +272,23 @@ TABLE = small_model(META).towers["item"].tables[0]
 
 
 def decided(kind: str, asked: str, device: str, table: Any = TABLE) -> str:
-    return shardings([table], {"item_id": choice(kind)}, {"item_id": asked}, device)["item_id"]
+    return shardings([table], {"item_id": choice(kind)}, {"item_id": asked}, device)[
+        "item_id"
+    ]
 
 
 @pytest.mark.parametrize("kind", ["adam", "lazy_adam", "partial_row_wise_adam", "lamb"])
-def test_what_the_cpu_has_no_kernel_for_is_kept_on_every_rank_where_the_plan_is_free(kind: str) -> None:
+def test_what_the_cpu_has_no_kernel_for_is_kept_on_every_rank_where_the_plan_is_free(
+    kind: str,
+) -> None:
     assert decided(kind, "auto", "cpu") == "data_parallel"
     assert decided("sgd", "auto", "cpu") == "auto"
 
 
 @pytest.mark.parametrize("kind", ["partial_row_wise_adam", "lamb"])
-def test_what_nothing_runs_on_a_sharded_table_is_refused_with_remedies(kind: str) -> None:
+def test_what_nothing_runs_on_a_sharded_table_is_refused_with_remedies(
+    kind: str,
+) -> None:
     with pytest.raises(ValueError) as error:
         decided(kind, "row_wise", "cpu")
     assert str(error.value) == (
@@ -207,17 +297,28 @@ def test_what_nothing_runs_on_a_sharded_table_is_refused_with_remedies(kind: str
     )
 
 
-def test_large_tables_of_adam_are_left_to_the_planner_and_of_what_cannot_be_sharded_replicated() -> None:
+def test_large_tables_of_adam_are_left_to_the_planner_and_of_what_cannot_be_sharded_replicated() -> (
+    None
+):
     large = dataclasses.replace(TABLE, num_embeddings=2**16 + 1)  # 16 columns
-    assert decided("adam", "auto", "cpu", large) == decided("lazy_adam", "auto", "cpu", large) == "auto"
+    assert (
+        decided("adam", "auto", "cpu", large)
+        == decided("lazy_adam", "auto", "cpu", large)
+        == "auto"
+    )
     assert decided("lamb", "auto", "cpu", large) == "data_parallel"
 
 
 def test_adam_takes_every_sharding_but_no_half_precision() -> None:
-    assert decided("adam", "row_wise", "cpu") == decided("adam", "row_wise", "cuda") == "row_wise"
+    assert (
+        decided("adam", "row_wise", "cpu")
+        == decided("adam", "row_wise", "cuda")
+        == "row_wise"
+    )
     half = dataclasses.replace(TABLE, data_type=DataType.FP16)
     with pytest.raises(
-        ValueError, match=r"^table 'item_id': FBGEMM has no kernel of adam for the cpu; set plan.tables=item_id="
+        ValueError,
+        match=r"^table 'item_id': FBGEMM has no kernel of adam for the cpu; set plan.tables=item_id=",
     ):
         decided("adam", "row_wise", "cpu", half)
 
@@ -228,8 +329,12 @@ def test_on_cuda_the_kernels_run_all_but_dense_adam() -> None:
     assert decided("adam", "auto", "cuda") == "data_parallel"
 
 
-def test_adam_of_a_table_that_is_read_id_by_id_leaves_the_plan_free_since_the_cpu_cannot_replicate_it() -> None:
-    table = EmbeddingConfig(name="item_id", feature_names=["item_id"], num_embeddings=10, embedding_dim=4)
+def test_adam_of_a_table_that_is_read_id_by_id_leaves_the_plan_free_since_the_cpu_cannot_replicate_it() -> (
+    None
+):
+    table = EmbeddingConfig(
+        name="item_id", feature_names=["item_id"], num_embeddings=10, embedding_dim=4
+    )
     assert decided("adam", "auto", "cpu", table) == "auto"
 
 
@@ -245,7 +350,9 @@ def test_adam_of_a_table_that_is_read_id_by_id_leaves_the_plan_free_since_the_cp
         ("partial_row_wise_adam", 68),
     ],
 )
-def test_bytes_of_state_are_those_that_the_torch_optimizer_takes(kind: str, per_row: int) -> None:
+def test_bytes_of_state_are_those_that_the_torch_optimizer_takes(
+    kind: str, per_row: int
+) -> None:
     table = small_model(META).towers["item"].tables[0]
     assert choice(kind).state_bytes(table) == ITEMS * per_row
     weight = torch.nn.Parameter(torch.randn(ITEMS, 16))
@@ -253,23 +360,33 @@ def test_bytes_of_state_are_those_that_the_torch_optimizer_takes(kind: str, per_
     optimizer = make([weight], **arguments)
     weight.grad = torch.randn(ITEMS, 16)
     optimizer.step()
-    tensors = [value for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.dim() > 0]
+    tensors = [
+        value
+        for value in optimizer.state[weight].values()
+        if torch.is_tensor(value) and value.dim() > 0
+    ]
     assert sum(4 * value.numel() for value in tensors) == ITEMS * per_row
 
 
-def step_by_step(optimizer: Any, weight: torch.nn.Parameter, grads: list[torch.Tensor]) -> torch.Tensor:
+def step_by_step(
+    optimizer: Any, weight: torch.nn.Parameter, grads: list[torch.Tensor]
+) -> torch.Tensor:
     for grad in grads:
         weight.grad = grad.clone()
         optimizer.step()
     return weight.detach()
 
 
-def test_row_adam_is_adam_where_every_row_has_a_gradient_and_leaves_the_others_alone() -> None:
+def test_row_adam_is_adam_where_every_row_has_a_gradient_and_leaves_the_others_alone() -> (
+    None
+):
     start = torch.randn(USERS, 4, dtype=torch.float64)
     grads = [torch.randn(USERS, 4, dtype=torch.float64) for _ in range(10)]
     lazy, dense = (torch.nn.Parameter(start.clone()) for _ in range(2))
     expected = step_by_step(torch.optim.Adam([dense], lr=0.1), dense, grads)
-    torch.testing.assert_close(step_by_step(RowAdam([lazy], lr=0.1), lazy, grads), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        step_by_step(RowAdam([lazy], lr=0.1), lazy, grads), expected, rtol=0, atol=1e-12
+    )
 
     for grad in grads:
         grad[7] = 0  # a row that no batch reads
@@ -279,38 +396,60 @@ def test_row_adam_is_adam_where_every_row_has_a_gradient_and_leaves_the_others_a
     torch.testing.assert_close(moved[:7], expected[:7], rtol=0, atol=1e-12)
 
 
-def test_a_row_that_rests_keeps_its_moments_and_the_bias_correction_counts_steps() -> None:
+def test_a_row_that_rests_keeps_its_moments_and_the_bias_correction_counts_steps() -> (
+    None
+):
     weight = torch.nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
-    one, none = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
-    step_by_step(RowAdam([weight], lr=1.0, betas=(0.5, 0.5), eps=0.0), weight, [one, none, one])
+    one, none = (
+        torch.ones(1, 1, dtype=torch.float64),
+        torch.zeros(1, 1, dtype=torch.float64),
+    )
+    step_by_step(
+        RowAdam([weight], lr=1.0, betas=(0.5, 0.5), eps=0.0), weight, [one, none, one]
+    )
     # First step: both moments .5, corrected by 1 - .5 to 1. Third: .75, corrected by 1 - .5 ** 3.
-    assert float(weight.detach()) == pytest.approx(1 - 1 - (0.75 / 0.875) / math.sqrt(0.75 / 0.875))
+    assert float(weight.detach()) == pytest.approx(
+        1 - 1 - (0.75 / 0.875) / math.sqrt(0.75 / 0.875)
+    )
 
 
-def test_partial_row_wise_adam_has_one_second_moment_per_row_and_lamb_scales_by_the_rows_own_norms() -> None:
+def test_partial_row_wise_adam_has_one_second_moment_per_row_and_lamb_scales_by_the_rows_own_norms() -> (
+    None
+):
     start, grad = (
         torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64),
         torch.tensor([[1.0, 7.0], [2.0, 2.0]], dtype=torch.float64),
     )
     weight = torch.nn.Parameter(start.clone())
-    moved = step_by_step(RowAdam([weight], lr=0.1, row_wise=True, eps=0.0), weight, [grad])
+    moved = step_by_step(
+        RowAdam([weight], lr=0.1, row_wise=True, eps=0.0), weight, [grad]
+    )
     torch.testing.assert_close(
         moved, start - 0.1 * grad / torch.tensor([[5.0], [2.0]], dtype=torch.float64)
     )  # sqrt((1 + 49) / 2)
 
     weight = torch.nn.Parameter(start.clone())
-    moved = step_by_step(RowAdam([weight], lr=0.1, trust_ratio=True, eps=0.0), weight, [grad])
+    moved = step_by_step(
+        RowAdam([weight], lr=0.1, trust_ratio=True, eps=0.0), weight, [grad]
+    )
     # Adam's first update is the sign, of norm sqrt(2); the first row's norm is 5, the second row's 0, which leaves it
     # unscaled.
-    torch.testing.assert_close(moved, start - 0.1 * torch.tensor([[5 / math.sqrt(2)], [1.0]], dtype=torch.float64))
+    torch.testing.assert_close(
+        moved,
+        start - 0.1 * torch.tensor([[5 / math.sqrt(2)], [1.0]], dtype=torch.float64),
+    )
 
 
 def test_a_gradient_that_changes_after_it_was_looked_at_is_looked_at_again() -> None:
     layer = nn.Parameter(torch.zeros(2))
-    keyed = KeyedOptimizerWrapper({"layer": layer}, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    keyed = KeyedOptimizerWrapper(
+        {"layer": layer}, lambda parameters: torch.optim.SGD(parameters, lr=1.0)
+    )
     for group in keyed.param_groups:
         group["decay"] = 0.0
-    optimizer = HybridOptimizer(EmptyFusedOptimizer(), [], [("dense", keyed)], clip_norm=1.0)
+    optimizer = HybridOptimizer(
+        EmptyFusedOptimizer(), [], [("dense", keyed)], clip_norm=1.0
+    )
     for scale in (1.0, 10.0):
         layer.grad = torch.tensor([3.0, 4.0])
         assert optimizer.bad_gradients() == []
@@ -347,9 +486,14 @@ def cached(runtime: Runtime) -> tuple[list[str], str]:
 
 
 @pytest.mark.launch
-def test_what_asks_for_cached_tables_finds_them_written_back_and_the_caches_empty() -> None:
+def test_what_asks_for_cached_tables_finds_them_written_back_and_the_caches_empty() -> (
+    None
+):
     ((calls, refusal),) = run_ranks(cached, 1)
     kernels = len(calls) // 2
     assert calls == ["written back"] * kernels + ["emptied"] * kernels
     assert kernels > 0
-    assert "has kernel=fused_uvm_caching, whose rows a captured step does not reach" in refusal
+    assert (
+        "has kernel=fused_uvm_caching, whose rows a captured step does not reach"
+        in refusal
+    )

@@ -6,7 +6,12 @@ import unittest.mock
 
 import pytest
 import torch
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -20,7 +25,11 @@ from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.devices import Cluster
 from torchrec_ext.distributed.plan.draft import PlanError, draft_plan
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import SMALL_WEIGHTS, plan_sharding, small_tables_whole
+from torchrec_ext.distributed.plan.planner import (
+    SMALL_WEIGHTS,
+    plan_sharding,
+    small_tables_whole,
+)
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 
@@ -32,24 +41,57 @@ TWO_RANKS = Runtime(world_size=2, local_world_size=2)
 def test_a_sharding_type_per_table() -> None:
     config = PlanConfig(sharding="data_parallel", tables=("history=row_wise",))
     choices = config.choices(["user_id", "history"])
-    assert [choices[name].sharding for name in ("user_id", "history")] == ["data_parallel", "row_wise"]
+    assert [choices[name].sharding for name in ("user_id", "history")] == [
+        "data_parallel",
+        "row_wise",
+    ]
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"sharding": "rowwise"}, "sharding: 'rowwise' must be one of auto, data_parallel"),
+        (
+            {"sharding": "rowwise"},
+            "sharding: 'rowwise' must be one of auto, data_parallel",
+        ),
         ({"tables": ("a=rows",)}, "tables: 'a=rows': 'rows' must be one of"),
-        ({"tables": ("a=row_wise:fast",)}, "tables: 'a=row_wise:fast': 'fast' must be one of"),
-        ({"tables": ("a=fused_uvm:cache_load_factor=.1",)}, "cache_load_factor=0.1: only for kernel=fused_uvm_caching"),
-        ({"tables": ("a=fused_uvm_caching:cache_load_factor=x",)}, "cache_load_factor=x: must be a number"),
-        ({"kernel": "uvm"}, "kernel: 'uvm' must be one of auto, dense, fused, fused_uvm, fused_uvm_caching, key_value"),
-        ({"cache_load_factor": 1.5}, "cache_load_factor=1.5: must be a share of the rows, 0 to 1"),
-        ({"kernel": "fused", "cache_load_factor": 0.5}, "cache_load_factor=0.5: only for kernel=fused_uvm_caching or"),
-        ({"forward_precision": "fp8"}, "forward_precision='fp8': must be one of fp32, fp16, bf16, int8"),
-        ({"backward_loss_scale": 8.0}, "backward_loss_scale=8.0: only for backward_precision=fp16 or bf16"),
-        ({"backward_precision": "fp16", "backward_loss_scale": 0.0}, "backward_loss_scale=0.0: must be a positive"),
+        (
+            {"tables": ("a=row_wise:fast",)},
+            "tables: 'a=row_wise:fast': 'fast' must be one of",
+        ),
+        (
+            {"tables": ("a=fused_uvm:cache_load_factor=.1",)},
+            "cache_load_factor=0.1: only for kernel=fused_uvm_caching",
+        ),
+        (
+            {"tables": ("a=fused_uvm_caching:cache_load_factor=x",)},
+            "cache_load_factor=x: must be a number",
+        ),
+        (
+            {"kernel": "uvm"},
+            "kernel: 'uvm' must be one of auto, dense, fused, fused_uvm, fused_uvm_caching, key_value",
+        ),
+        (
+            {"cache_load_factor": 1.5},
+            "cache_load_factor=1.5: must be a share of the rows, 0 to 1",
+        ),
+        (
+            {"kernel": "fused", "cache_load_factor": 0.5},
+            "cache_load_factor=0.5: only for kernel=fused_uvm_caching or",
+        ),
+        (
+            {"forward_precision": "fp8"},
+            "forward_precision='fp8': must be one of fp32, fp16, bf16, int8",
+        ),
+        (
+            {"backward_loss_scale": 8.0},
+            "backward_loss_scale=8.0: only for backward_precision=fp16 or bf16",
+        ),
+        (
+            {"backward_precision": "fp16", "backward_loss_scale": 0.0},
+            "backward_loss_scale=0.0: must be a positive",
+        ),
         ({"memory_gb": -1.0}, "memory_gb=-1.0: must be positive"),
         ({"reserve": 1.0}, "reserve=1.0: must be at least 0 and below 1"),
     ],
@@ -74,7 +116,12 @@ def test_what_a_table_leaves_out_is_that_of_every_table() -> None:
     config = PlanConfig(
         kernel="fused_uvm_caching",
         cache_load_factor=0.3,
-        tables=("a=row_wise", "b=table_wise fused", "c=cache_load_factor=0.1", "d=grid_shard:fused_uvm"),
+        tables=(
+            "a=row_wise",
+            "b=table_wise fused",
+            "c=cache_load_factor=0.1",
+            "d=grid_shard:fused_uvm",
+        ),
     )
     assert config.choices(list("abcde")) == {
         "a": ("row_wise", "fused_uvm_caching", 0.3),
@@ -88,9 +135,18 @@ def test_what_a_table_leaves_out_is_that_of_every_table() -> None:
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"kernel": "fused_uvm"}, "table 'user_id': kernel=fused_uvm on a cpu: its rows would lie beside a GPU's"),
-        ({"tables": ("item_id=key_value",)}, "table 'item_id': kernel=key_value is planned only, by rec.plan"),
-        ({"kernel": "dense", "sharding": "row_wise"}, "table 'user_id': kernel=dense with row_wise: TorchRec runs it"),
+        (
+            {"kernel": "fused_uvm"},
+            "table 'user_id': kernel=fused_uvm on a cpu: its rows would lie beside a GPU's",
+        ),
+        (
+            {"tables": ("item_id=key_value",)},
+            "table 'item_id': kernel=key_value is planned only, by rec.plan",
+        ),
+        (
+            {"kernel": "dense", "sharding": "row_wise"},
+            "table 'user_id': kernel=dense with row_wise: TorchRec runs it",
+        ),
         (
             {"kernel": "fused", "sharding": "data_parallel"},
             "table 'user_id': kernel=fused with data_parallel: each",
@@ -114,74 +170,145 @@ def test_what_a_table_leaves_out_is_that_of_every_table() -> None:
         ),
     ],
 )
-def test_what_torchrec_cannot_do_is_refused_by_table(config: dict[str, object], text: str) -> None:
-    with unittest.mock.patch("torch.distributed.broadcast_object_list"), pytest.raises(ValueError) as error:
+def test_what_torchrec_cannot_do_is_refused_by_table(
+    config: dict[str, object], text: str
+) -> None:
+    with (
+        unittest.mock.patch("torch.distributed.broadcast_object_list"),
+        pytest.raises(ValueError) as error,
+    ):
         plan_sharding(small_model(META), TWO_RANKS, PlanConfig(**config))  # type: ignore[arg-type]
     assert text in str(error.value)
 
 
 def test_several_copies_of_tables_are_not_sharded_by_host() -> None:
-    with pytest.raises(PlanError, match=r"process groups of grid_shard by host, .*, not with sync\.table_copies=2"):
-        plan_sharding(small_model(META), TWO_RANKS, PlanConfig(sharding="grid_shard"), table_copies=2)
+    with pytest.raises(
+        PlanError,
+        match=r"process groups of grid_shard by host, .*, not with sync\.table_copies=2",
+    ):
+        plan_sharding(
+            small_model(META),
+            TWO_RANKS,
+            PlanConfig(sharding="grid_shard"),
+            table_copies=2,
+        )
 
 
 def test_a_table_read_id_by_id_is_not_sharded_by_host() -> None:
-    tables = [EmbeddingConfig(name="item", feature_names=["item"], num_embeddings=50, embedding_dim=16)]
-    model = torch.nn.ModuleDict({"item": EmbeddingCollection(tables=tables, device=META)})
+    tables = [
+        EmbeddingConfig(
+            name="item", feature_names=["item"], num_embeddings=50, embedding_dim=16
+        )
+    ]
+    model = torch.nn.ModuleDict(
+        {"item": EmbeddingCollection(tables=tables, device=META)}
+    )
     for sharding in ("table_row_wise", "grid_shard", "table_column_wise"):
-        with pytest.raises(PlanError, match=f"table 'item': {sharding}: it is read id by id"):
+        with pytest.raises(
+            PlanError, match=f"table 'item': {sharding}: it is read id by id"
+        ):
             plan_sharding(model, CPU, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("optimizer", [OptimizerConfig(tables="adam"), OptimizerConfig(tables_weight_decay=0.1)])
-def test_rows_that_an_optimizer_reads_where_they_lie_are_not_cached(optimizer: OptimizerConfig) -> None:
+@pytest.mark.parametrize(
+    "optimizer",
+    [OptimizerConfig(tables="adam"), OptimizerConfig(tables_weight_decay=0.1)],
+)
+def test_rows_that_an_optimizer_reads_where_they_lie_are_not_cached(
+    optimizer: OptimizerConfig,
+) -> None:
     gpu = Cluster(world_size=2, local_world_size=2, hbm_gb=0.01).topology()
     config = PlanConfig(sharding="row_wise", kernel="fused_uvm_caching")
-    with pytest.raises(PlanError, match="kernel=fused_uvm_caching: its optimizer, or its weight decay"):
+    with pytest.raises(
+        PlanError, match="kernel=fused_uvm_caching: its optimizer, or its weight decay"
+    ):
         draft_plan(small_model(META), gpu, config, optimizer=optimizer, batch_size=8)
-    free = draft_plan(small_model(META), gpu, PlanConfig(sharding="row_wise"), optimizer=optimizer, batch_size=8)
+    free = draft_plan(
+        small_model(META),
+        gpu,
+        PlanConfig(sharding="row_wise"),
+        optimizer=optimizer,
+        batch_size=8,
+    )
     assert {option.compute_kernel for option in free.options} <= {"fused", "fused_uvm"}
 
 
 def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -> None:
     cluster = Cluster(world_size=16, local_world_size=8, ssd_gb=4096)
     tables = [
-        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=64)
-        for name, rows in (("ad", 300_000_000), ("item", 12_000_000), ("place", 90_000), ("word", 5_000_000))
+        EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=64
+        )
+        for name, rows in (
+            ("ad", 300_000_000),
+            ("item", 12_000_000),
+            ("place", 90_000),
+            ("word", 5_000_000),
+        )
     ]
-    model = torch.nn.ModuleDict({"tables": EmbeddingBagCollection(tables=tables, device=META)})
+    model = torch.nn.ModuleDict(
+        {"tables": EmbeddingBagCollection(tables=tables, device=META)}
+    )
     config = PlanConfig(
         kernel="fused_uvm_caching",
         cache_load_factor=0.1,
-        tables=("ad=row_wise", "item=column_wise:fused_uvm", "place=data_parallel:dense", "word=grid_shard:key_value"),
+        tables=(
+            "ad=row_wise",
+            "item=column_wise:fused_uvm",
+            "place=data_parallel:dense",
+            "word=grid_shard:key_value",
+        ),
     )
     optimizer = OptimizerConfig(tables="sgd")
-    drafted = draft_plan(model, cluster.topology(), config, optimizer=optimizer, batch_size=1024)
+    drafted = draft_plan(
+        model, cluster.topology(), config, optimizer=optimizer, batch_size=1024
+    )
     kernels = {option.name: option.compute_kernel for option in drafted.options}
-    assert kernels == {"ad": "fused_uvm_caching", "item": "fused_uvm", "place": "dense", "word": "key_value"}
+    assert kernels == {
+        "ad": "fused_uvm_caching",
+        "item": "fused_uvm",
+        "place": "dense",
+        "word": "key_value",
+    }
     constraints = {
         option.name: ParameterConstraints(
             sharding_types=[option.sharding_type],
             compute_kernels=[option.compute_kernel],
             min_partition=option.shards[0].size[1],
-            cache_params=CacheParams(load_factor=0.1) if option.name in ("ad", "word") else None,
-            key_value_params=KeyValueParams(max_l1_cache_size=math.ceil(5_000_000 * 64 * 4 * 0.1 / 16 / 2**20)),
+            cache_params=CacheParams(load_factor=0.1)
+            if option.name in ("ad", "word")
+            else None,
+            key_value_params=KeyValueParams(
+                max_l1_cache_size=math.ceil(5_000_000 * 64 * 4 * 0.1 / 16 / 2**20)
+            ),
         )
         for option in drafted.options
     }
     counted = EmbeddingEnumerator(cluster.topology(), 1024, constraints).enumerate(
         model, [EmbeddingBagCollectionSharder()]
     )
-    theirs = {option.name: [shard.storage for shard in option.shards] for option in counted}
-    assert {option.name: [shard.storage for shard in option.shards] for option in drafted.options} == theirs
+    theirs = {
+        option.name: [shard.storage for shard in option.shards] for option in counted
+    }
+    assert {
+        option.name: [shard.storage for shard in option.shards]
+        for option in drafted.options
+    } == theirs
     ranks = forecast(drafted, model, cluster, optimizer)
     for rank in ranks:
-        stored = [shard.storage for option in drafted.options for shard in option.shards if shard.rank == rank.rank]
+        stored = [
+            shard.storage
+            for option in drafted.options
+            for shard in option.shards
+            if shard.rank == rank.rank
+        ]
         assert rank.device == sum(each.hbm for each in stored)
         assert rank.host == sum(each.ddr for each in stored)
         assert rank.ssd == sum(each.ssd for each in stored)
     by_table = memory_by_table(drafted)
-    assert by_table == {name: sum(storages[1:], storages[0]) for name, storages in theirs.items()}
+    assert by_table == {
+        name: sum(storages[1:], storages[0]) for name, storages in theirs.items()
+    }
     assert sum(rank.host for rank in ranks) >= 312_000_000 * 64 * 4
     text = explain(drafted.plan, model, 16)
     assert re.search(r"row_wise +fused_uvm_caching +rank 0 rows 0-", text)
@@ -192,9 +319,19 @@ def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -
 def test_constraints_of_torchrec_win() -> None:
     model = small_model(META)
     constraints = {"item_id": ParameterConstraints(sharding_types=["data_parallel"])}
-    plan = plan_sharding(model, CPU, PlanConfig(sharding="table_wise"), constraints=constraints)
-    kinds = {name: kind.sharding_type for module in plan.plan.values() for name, kind in module.items()}  # type: ignore[attr-defined]
-    assert kinds == {"user_id": "table_wise", "history": "table_wise", "item_id": "data_parallel"}
+    plan = plan_sharding(
+        model, CPU, PlanConfig(sharding="table_wise"), constraints=constraints
+    )
+    kinds = {
+        name: kind.sharding_type
+        for module in plan.plan.values()
+        for name, kind in module.items()
+    }  # type: ignore[attr-defined]
+    assert kinds == {
+        "user_id": "table_wise",
+        "history": "table_wise",
+        "item_id": "data_parallel",
+    }
 
 
 def plan_text(runtime: Runtime, sharding: str) -> str:
@@ -217,7 +354,12 @@ def test_explain_says_what_lies_where() -> None:
 
 
 def giant_model() -> TowerModel:
-    giant = EmbeddingBagConfig(name="ad_id", feature_names=["ad_id"], num_embeddings=300_000_000, embedding_dim=64)
+    giant = EmbeddingBagConfig(
+        name="ad_id",
+        feature_names=["ad_id"],
+        num_embeddings=300_000_000,
+        embedding_dim=64,
+    )
     return two_tower([giant], [table("item_id", 50)], device=META)
 
 
@@ -234,7 +376,9 @@ def test_a_table_that_does_not_fit_is_refused_in_numbers_on_every_rank() -> None
     assert first == second
     weights_and_state = 300_000_000 * 64 * 8 / 1024**3
     assert f"the largest table, 'ad_id', needs {weights_and_state:.2f} GiB" in first
-    assert "2 rank(s) have 6.80 GiB each, 13.60 GiB together" in first  # 8 GiB less 15 %
+    assert (
+        "2 rank(s) have 6.80 GiB each, 13.60 GiB together" in first
+    )  # 8 GiB less 15 %
     assert "at least 22 ranks of this size" in first
     assert "or fewer rows, by rec.data.preprocess" in first
 
@@ -244,16 +388,24 @@ def outcome(world_size: int, optimizer: OptimizerConfig, **config: object) -> st
     runtime = Runtime(world_size=world_size, local_world_size=8)
     with unittest.mock.patch("torch.distributed.broadcast_object_list"):
         try:
-            plan_sharding(giant_model(), runtime, PlanConfig(memory_gb=8, **config), optimizer=optimizer)  # type: ignore[arg-type]
+            plan_sharding(
+                giant_model(),
+                runtime,
+                PlanConfig(memory_gb=8, **config),
+                optimizer=optimizer,
+            )  # type: ignore[arg-type]
         except PlanError as error:
             return str(error)
     return "fits"
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "fits", "refused_at"), [("adagrad", 24, 16), ("row_wise_adagrad", 12, 8), ("sgd", 12, 8)]
+    ("optimizer", "fits", "refused_at"),
+    [("adagrad", 24, 16), ("row_wise_adagrad", 12, 8), ("sgd", 12, 8)],
 )
-def test_the_state_of_the_optimizer_counts(optimizer: str, fits: int, refused_at: int) -> None:
+def test_the_state_of_the_optimizer_counts(
+    optimizer: str, fits: int, refused_at: int
+) -> None:
     config = OptimizerConfig(tables=optimizer)  # type: ignore[arg-type]
     assert outcome(fits, config) == "fits"
     assert "no sharding plan fits" in outcome(refused_at, config)
@@ -261,12 +413,16 @@ def test_the_state_of_the_optimizer_counts(optimizer: str, fits: int, refused_at
 
 def test_the_reserve_is_kept() -> None:
     assert outcome(12, OptimizerConfig(tables="sgd")) == "fits"
-    assert "12 rank(s) have 3.20 GiB each" in outcome(12, OptimizerConfig(tables="sgd"), reserve=0.6)
+    assert "12 rank(s) have 3.20 GiB each" in outcome(
+        12, OptimizerConfig(tables="sgd"), reserve=0.6
+    )
 
 
 def test_more_ranks_are_not_advised_where_they_cannot_help() -> None:
     text = outcome(8, OptimizerConfig(), sharding="data_parallel")
-    assert "shard the data_parallel tables, which no number of ranks makes smaller" in text
+    assert (
+        "shard the data_parallel tables, which no number of ranks makes smaller" in text
+    )
     assert "at least" not in text
 
 
@@ -274,30 +430,50 @@ def test_more_ranks_are_not_advised_where_they_cannot_help() -> None:
 def test_small_sizes_are_refused_in_numbers_too() -> None:
     with pytest.raises(PlanError) as error:
         plan_sharding(small_model(META), CPU, PlanConfig(memory_gb=0.00001))
-    assert "need 25.12 KiB over all ranks and 0.00 KiB on each; 1 rank(s) have 8.91 KiB each" in str(error.value)
+    assert (
+        "need 25.12 KiB over all ranks and 0.00 KiB on each; 1 rank(s) have 8.91 KiB each"
+        in str(error.value)
+    )
 
 
 @pytest.mark.unit
 def test_columns_that_do_not_split_are_refused() -> None:
     narrow = two_tower(
-        [EmbeddingBagConfig(name="a", feature_names=["a"], num_embeddings=9, embedding_dim=4)], [table("b", 9)]
+        [
+            EmbeddingBagConfig(
+                name="a", feature_names=["a"], num_embeddings=9, embedding_dim=4
+            )
+        ],
+        [table("b", 9)],
     )
-    with pytest.raises(PlanError, match="table 'a': 4 columns cannot be split over 2 ranks into equal multiples of 4"):
+    with pytest.raises(
+        PlanError,
+        match="table 'a': 4 columns cannot be split over 2 ranks into equal multiples of 4",
+    ):
         plan_sharding(narrow, TWO_RANKS, PlanConfig(sharding="column_wise"))
 
 
 @pytest.mark.unit
 def test_a_width_that_the_kernels_do_not_take_is_refused() -> None:
     odd = two_tower(
-        [EmbeddingBagConfig(name="a", feature_names=["a"], num_embeddings=9, embedding_dim=30)], [table("b", 9)]
+        [
+            EmbeddingBagConfig(
+                name="a", feature_names=["a"], num_embeddings=9, embedding_dim=30
+            )
+        ],
+        [table("b", 9)],
     )
-    with pytest.raises(PlanError, match="table 'a': embedding_dim=30 must be a multiple of 4"):
+    with pytest.raises(
+        PlanError, match="table 'a': embedding_dim=30 must be a multiple of 4"
+    ):
         plan_sharding(odd, CPU)
 
 
 def broken(runtime: Runtime) -> str:
     try:
-        plan_sharding(small_model(META), runtime, constraints={"item_id": "not a constraint"})  # type: ignore[dict-item]
+        plan_sharding(
+            small_model(META), runtime, constraints={"item_id": "not a constraint"}
+        )  # type: ignore[dict-item]
     except RuntimeError as error:
         return str(error)
     return ""
@@ -323,17 +499,28 @@ def test_tables_that_are_small_together_are_whole_on_every_rank_where_that_is_fr
     at_the_limit = towers_of(SMALL_WEIGHTS // dim - 9)
     for model in (small_model(META), at_the_limit):
         constraints = small_tables_whole(model, TWO_RANKS, PlanConfig(), adagrad)
-        assert {kind for one in constraints.values() for kind in one.sharding_types or ()} == {"data_parallel"}
+        assert {
+            kind for one in constraints.values() for kind in one.sharding_types or ()
+        } == {"data_parallel"}
         with unittest.mock.patch("torch.distributed.broadcast_object_list"):
             plan = plan_sharding(model, TWO_RANKS, constraints=constraints)
-        kinds = {kind.sharding_type for module in plan.plan.values() for kind in module.values()}  # type: ignore[attr-defined]
+        kinds = {
+            kind.sharding_type
+            for module in plan.plan.values()
+            for kind in module.values()
+        }  # type: ignore[attr-defined]
         assert kinds == {"data_parallel"}
     assert "Sharding spec not found" not in caplog.text
     free = PlanConfig()
     for model, runtime, config, optimizer in (
         (towers_of(SMALL_WEIGHTS // dim), TWO_RANKS, free, adagrad),
         (at_the_limit, CPU, free, adagrad),
-        (at_the_limit, Runtime(world_size=2, local_world_size=2, device=torch.device("cuda")), free, adagrad),
+        (
+            at_the_limit,
+            Runtime(world_size=2, local_world_size=2, device=torch.device("cuda")),
+            free,
+            adagrad,
+        ),
         (at_the_limit, TWO_RANKS, PlanConfig(sharding="table_wise"), adagrad),
         (at_the_limit, TWO_RANKS, PlanConfig(tables=("user_id=row_wise",)), adagrad),
         (at_the_limit, TWO_RANKS, PlanConfig(towers="tower_parallel"), adagrad),

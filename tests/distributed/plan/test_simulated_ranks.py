@@ -41,7 +41,9 @@ ROWS = 512  # of a rank and step, so that each of 512 ranks gets an id of every 
 HOST = 8
 
 
-def tables_model(sizes: Sequence[TableSize], data_type: DataType = DataType.FP32) -> torch.nn.Module:
+def tables_model(
+    sizes: Sequence[TableSize], data_type: DataType = DataType.FP32
+) -> torch.nn.Module:
     configs = [
         EmbeddingBagConfig(
             name=size.name,
@@ -52,22 +54,34 @@ def tables_model(sizes: Sequence[TableSize], data_type: DataType = DataType.FP32
         )
         for size in sizes
     ]
-    return torch.nn.ModuleDict({"tables": EmbeddingBagCollection(tables=configs, device=META)})
+    return torch.nn.ModuleDict(
+        {"tables": EmbeddingBagCollection(tables=configs, device=META)}
+    )
 
 
 @contextmanager
 def simulated(rank: int, world_size: int, device: str) -> Iterator[Runtime]:
     """One rank of a job on hosts of 8, whose other ranks do not exist."""
     local_rank = rank % HOST
-    where = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
+    where = (
+        torch.device(device, local_rank) if device == "cuda" else torch.device(device)
+    )
     # TorchRec keeps the groups of a host and across hosts in globals.
     groups = unittest.mock.patch.multiple(comm, _INTRA_PG=None, _CROSS_PG=None)
     # Rank 0, which does not exist, says in it that TorchRec does not check its collectives.
     said = unittest.mock.patch("torch.distributed.broadcast_object_list")
     with unittest.mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(HOST)), groups, said:
-        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        dist.init_process_group(
+            "fake", rank=rank, world_size=world_size, store=FakeStore()
+        )
         try:
-            yield Runtime(rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=HOST, device=where)
+            yield Runtime(
+                rank=rank,
+                local_rank=local_rank,
+                world_size=world_size,
+                local_world_size=HOST,
+                device=where,
+            )
         finally:
             dist.destroy_process_group()
 
@@ -92,7 +106,11 @@ class NoDevice(TorchFunctionMode):
     """Has fake CUDA tensors do without a build of torch for CUDA, which some methods ask for even of fake tensors."""
 
     def __torch_function__(
-        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        kinds: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.__getitem__ and isinstance(args[1], slice):
             start, stop, _ = args[1].indices(len(args[0]))
@@ -103,7 +121,9 @@ class NoDevice(TorchFunctionMode):
 
 
 WEIGHTS = ("weights_dev", "weights_uvm", "weights_host")
-STATE = tuple(f"momentum{number}_{place}" for number in (1, 2) for place in ("dev", "uvm", "host"))
+STATE = tuple(
+    f"momentum{number}_{place}" for number in (1, 2) for place in ("dev", "uvm", "host")
+)
 CACHE = ("lxu_cache_weights", "lxu_cache_state", "lxu_state", "cache_index_table_map")
 
 
@@ -131,38 +151,75 @@ def adams(optimizer: HybridOptimizer) -> list[ShardedAdam]:
     return [each for _, each in optimizer.optimizers if isinstance(each, ShardedAdam)]
 
 
-def allocated(model: torch.nn.Module, optimizer: OptimizerConfig, plan: Any, rank: int, world_size: int) -> Memory:
+def allocated(
+    model: torch.nn.Module,
+    optimizer: OptimizerConfig,
+    plan: Any,
+    rank: int,
+    world_size: int,
+) -> Memory:
     """What the kernels of a rank allocate, on a GPU that does not exist."""
     sizes: dict[str, int] = {}
     with simulated(rank, world_size, "cuda") as runtime:
         # Its mesh of ranks has numbers to read, which fake tensors have not.
         env = ShardingEnv.from_process_group(dist.GroupMember.WORLD)
         with ExitStack() as stack:
-            stack.enter_context(unittest.mock.patch.object(ShardingEnv, "from_process_group", return_value=env))
+            stack.enter_context(
+                unittest.mock.patch.object(
+                    ShardingEnv, "from_process_group", return_value=env
+                )
+            )
             # The first values of a table take many operations, and no memory.
-            stack.enter_context(unittest.mock.patch("torchrec_ext.distributed.parallel.initialise_tables"))
+            stack.enter_context(
+                unittest.mock.patch(
+                    "torchrec_ext.distributed.parallel.initialise_tables"
+                )
+            )
             # FBGEMM asks how much memory is left for a cache.
             gpu = types.SimpleNamespace(total_memory=80 * GB)
-            stack.enter_context(unittest.mock.patch("torch.cuda.get_device_properties", return_value=gpu))
-            stack.enter_context(unittest.mock.patch("torch.cuda.memory_reserved", return_value=0))
+            stack.enter_context(
+                unittest.mock.patch(
+                    "torch.cuda.get_device_properties", return_value=gpu
+                )
+            )
+            stack.enter_context(
+                unittest.mock.patch("torch.cuda.memory_reserved", return_value=0)
+            )
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(NoDevice())
             in_host_memory = stack.enter_context(seen("new_unified_tensor"))
-            sharded, hybrid = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer)
+            sharded, hybrid = hybrid_parallel(
+                model, runtime, plan=plan, optimizer=optimizer
+            )
         for _, collection in collections(sharded):
             for module in kernels_of(collection):
                 for name in (*WEIGHTS, *STATE, *CACHE):
                     tensor = getattr(module.emb_module, name, None)
                     # Without a cache FBGEMM keeps tensors of one number in its place.
                     if tensor is not None and tensor.numel() > 1:
-                        sizes[name] = sizes.get(name, 0) + tensor.numel() * tensor.element_size()
-        moments = [state[name] for adam in adams(hybrid) for state in adam.state.values() for name in MOMENTS]
-        for tensor in [shard.tensor for moment in moments for shard in moment.local_shards()]:
+                        sizes[name] = (
+                            sizes.get(name, 0) + tensor.numel() * tensor.element_size()
+                        )
+        moments = [
+            state[name]
+            for adam in adams(hybrid)
+            for state in adam.state.values()
+            for name in MOMENTS
+        ]
+        for tensor in [
+            shard.tensor for moment in moments for shard in moment.local_shards()
+        ]:
             assert tensor.is_cuda
-            name = "momentum1_uvm" if any(tensor is each for each in in_host_memory) else "momentum1_dev"
+            name = (
+                "momentum1_uvm"
+                if any(tensor is each for each in in_host_memory)
+                else "momentum1_dev"
+            )
             sizes[name] = sizes.get(name, 0) + tensor.numel() * tensor.element_size()
     host = sum(size for name, size in sizes.items() if name.endswith(("_uvm", "_host")))
-    parts = [sum(sizes.get(name, 0) for name in names) for names in (WEIGHTS, STATE, CACHE)]
+    parts = [
+        sum(sizes.get(name, 0) for name in names) for names in (WEIGHTS, STATE, CACHE)
+    ]
     return Memory(sum(sizes.values()) - host, host, *parts)
 
 
@@ -172,7 +229,11 @@ PLANS = {
     "grid": ("ad=30Mx64,item=12Mx128", {"sharding": "grid_shard", "kernel": "fused"}),
     "a cache on the GPU": (
         "ad=300Mx64",
-        {"sharding": "row_wise", "kernel": "fused_uvm_caching", "cache_load_factor": 0.1},
+        {
+            "sharding": "row_wise",
+            "kernel": "fused_uvm_caching",
+            "cache_load_factor": 0.1,
+        },
     ),
     "300 M x 64": ("ad=300Mx64", {}),
 }
@@ -185,12 +246,25 @@ def test_a_rank_of_512_allocates_what_the_plan_says(name: str) -> None:
 
 
 def test_a_cache_has_rows_as_wide_as_its_widest_table() -> None:
-    cached = {"sharding": "row_wise", "kernel": "fused_uvm_caching", "cache_load_factor": 0.1}
+    cached = {
+        "sharding": "row_wise",
+        "kernel": "fused_uvm_caching",
+        "cache_load_factor": 0.1,
+    }
     check_memory("narrow=300Mx8,wide=1Mx128", cached, "row_wise_adagrad", 512)
     model = tables_model(parse_tables("narrow=300Mx8,wide=1Mx128"))
     small = Cluster(world_size=8, local_world_size=8, hbm_gb=1).topology()
-    with pytest.raises(PlanError, match=r"caches have rows as wide as their widest table, so rank 0 needs 1\.99 GiB"):
-        draft_plan(model, small, PlanConfig(**cached), optimizer=OptimizerConfig(tables="sgd"), batch_size=ROWS)
+    with pytest.raises(
+        PlanError,
+        match=r"caches have rows as wide as their widest table, so rank 0 needs 1\.99 GiB",
+    ):
+        draft_plan(
+            model,
+            small,
+            PlanConfig(**cached),
+            optimizer=OptimizerConfig(tables="sgd"),
+            batch_size=ROWS,
+        )
 
 
 def check_memory(
@@ -204,10 +278,22 @@ def check_memory(
     sizes = parse_tables(tables)
     model = tables_model(sizes, data_type)
     optimizer = OptimizerConfig(tables=kind)  # type: ignore[arg-type]
-    drafted = draft_plan(model, cluster.topology(), PlanConfig(**config), optimizer=optimizer, batch_size=ROWS)
+    drafted = draft_plan(
+        model,
+        cluster.topology(),
+        PlanConfig(**config),
+        optimizer=optimizer,
+        batch_size=ROWS,
+    )
     ranks = forecast(drafted, model, cluster, optimizer)
     for rank in distinct(ranks):
-        memory = allocated(tables_model(sizes, data_type), optimizer, drafted.plan, rank.rank, world_size)
+        memory = allocated(
+            tables_model(sizes, data_type),
+            optimizer,
+            drafted.plan,
+            rank.rank,
+            world_size,
+        )
         assert (memory.weights, memory.state) == (rank.weights, rank.state)
         assert memory.host == rank.host
         # Buffers are ids and embeddings on their way, and what is cached. A cache has sets of 32 rows.
@@ -215,29 +301,43 @@ def check_memory(
         for option in drafted.options:
             for shard in option.shards:
                 if shard.rank == rank.rank:
-                    passing += passing_bytes(option.sharding_type, shard.size[1], world_size, data_type)
+                    passing += passing_bytes(
+                        option.sharding_type, shard.size[1], world_size, data_type
+                    )
         cached = rank.buffers - passing
         row_bytes = 4 * max(size.dim for size in sizes) + 16
         assert abs(memory.cache - cached) <= 32 * row_bytes
         assert memory.gpu - memory.cache == rank.device - rank.buffers
 
 
-def passing_bytes(sharding: str, columns: int, world_size: int, data_type: DataType = DataType.FP32) -> int:
+def passing_bytes(
+    sharding: str, columns: int, world_size: int, data_type: DataType = DataType.FP32
+) -> int:
     """Bytes of ids and embeddings of a step, with one id of each row."""
-    spread = {"row_wise": world_size, "grid_shard": HOST, "table_row_wise": HOST}.get(sharding, 1)
+    spread = {"row_wise": world_size, "grid_shard": HOST, "table_row_wise": HOST}.get(
+        sharding, 1
+    )
     width = 4 if data_type == DataType.FP32 else 2
     return ROWS * world_size * 8 // spread + ROWS * world_size * columns * width
 
 
 @pytest.mark.parametrize("kernel", ["fused", "fused_uvm"])
-@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "lazy_adam", "partial_row_wise_adam", "lamb"])
+@pytest.mark.parametrize(
+    "kind", ["sgd", "adagrad", "adam", "lazy_adam", "partial_row_wise_adam", "lamb"]
+)
 def test_state_lies_where_the_plan_says(kind: str, kernel: str) -> None:
     check_memory("a=1Mx64", {"sharding": "column_wise", "kernel": kernel}, kind, 16)
 
 
 def test_the_state_of_tables_in_16_bits_has_32() -> None:
     for kind in ("row_wise_adagrad", "adagrad"):
-        check_memory("a=1Mx64", {"sharding": "row_wise", "kernel": "fused"}, kind, 16, DataType.FP16)
+        check_memory(
+            "a=1Mx64",
+            {"sharding": "row_wise", "kernel": "fused"},
+            kind,
+            16,
+            DataType.FP16,
+        )
 
 
 class Message(NamedTuple):
@@ -257,7 +357,11 @@ class Messages(TorchDispatchMode):
         self.seen: list[Message] = []
 
     def __torch_dispatch__(
-        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        kinds: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func.namespace != "c10d" or not isinstance(args[0], torch.Tensor):
             return func(*args, **(kwargs or {}))
@@ -267,7 +371,9 @@ class Messages(TorchDispatchMode):
         input_splits = args[4] if is_all_to_all else []
         # What has no splits says how long the messages after it are.
         if input_splits or not is_all_to_all:
-            sizes = [tensor.numel() * tensor.element_size() for tensor in (sent, received)]
+            sizes = [
+                tensor.numel() * tensor.element_size() for tensor in (sent, received)
+            ]
             self.seen.append(Message(group.size(), sent.dtype, *sizes))
         if not is_all_to_all:
             return func(*args, **(kwargs or {}))
@@ -276,7 +382,11 @@ class Messages(TorchDispatchMode):
             if sent.is_floating_point():
                 received.zero_()
             else:
-                pieces = sent.split(input_splits) if input_splits else sent.chunk(group.size())
+                pieces = (
+                    sent.split(input_splits)
+                    if input_splits
+                    else sent.chunk(group.size())
+                )
                 received.copy_(torch.cat([pieces[group.rank()]] * group.size()))
         # The fake group would write other numbers, and refuses an empty tensor.
         empty = sent.new_empty(0)
@@ -284,20 +394,30 @@ class Messages(TorchDispatchMode):
 
 
 def exchanged(
-    sizes: Sequence[TableSize], drafted: Draft, config: PlanConfig, rank: int, world_size: int
+    sizes: Sequence[TableSize],
+    drafted: Draft,
+    config: PlanConfig,
+    rank: int,
+    world_size: int,
 ) -> tuple[list[Message], list[Message]]:
     """The messages of a rank's forward and of its backward, with ids that are spread evenly over the rows."""
     model = tables_model(sizes)
     with simulated(rank, world_size, "cpu") as runtime:
         sharded, _ = hybrid_parallel(
-            model, runtime, plan=drafted.plan, optimizer=OptimizerConfig(tables="sgd"), codecs=codecs_of(config)
+            model,
+            runtime,
+            plan=drafted.plan,
+            optimizer=OptimizerConfig(tables="sgd"),
+            codecs=codecs_of(config),
         )
         values, lengths = [], []
         for size in sizes:
             count = ROWS * int(size.ids)
             values.append(torch.arange(count) * size.rows // count)
             lengths.append(torch.full((ROWS,), int(size.ids), dtype=torch.int32))
-        batch = KeyedJaggedTensor([size.name for size in sizes], torch.cat(values), lengths=torch.cat(lengths))
+        batch = KeyedJaggedTensor(
+            [size.name for size in sizes], torch.cat(values), lengths=torch.cat(lengths)
+        )
         with Messages() as forward:
             loss = sharded.module["tables"](batch).values().sum()
         with Messages() as backward:
@@ -317,11 +437,18 @@ def milliseconds(messages: Sequence[tuple[Message, int]], cluster: Cluster) -> f
 EXCHANGES = {
     "table_wise": ("ad=4096x64,item=8192x32x4", {"sharding": "table_wise"}),
     "row_wise": ("ad=4096x64,item=8192x32x4", {"sharding": "row_wise"}),
-    "grid": ("ad=4096x64,item=8192x128x4", {"sharding": "grid_shard", "kernel": "fused"}),
+    "grid": (
+        "ad=4096x64,item=8192x128x4",
+        {"sharding": "grid_shard", "kernel": "fused"},
+    ),
     "column_wise": ("ad=4096x2048,item=8192x2048x4", {"sharding": "column_wise"}),
     "row_wise in 16 bits": (
         "ad=4096x64,item=8192x32x4",
-        {"sharding": "row_wise", "forward_precision": "fp16", "backward_precision": "bf16"},
+        {
+            "sharding": "row_wise",
+            "forward_precision": "fp16",
+            "backward_precision": "bf16",
+        },
     ),
 }
 
@@ -334,7 +461,9 @@ def test_a_rank_of_512_sends_what_the_plan_says(name: str) -> None:
     config = PlanConfig(**settings)  # type: ignore[arg-type]
     optimizer = OptimizerConfig(tables="sgd")
     # The copy that TorchRec counts beside a gather takes no time in such a memory.
-    cluster = Cluster(world_size=512, local_world_size=HOST, device="cpu", memory_gb_s=1e15)
+    cluster = Cluster(
+        world_size=512, local_world_size=HOST, device="cpu", memory_gb_s=1e15
+    )
     model = tables_model(sizes)
     drafted = draft_plan(
         model,
@@ -352,9 +481,13 @@ def test_a_rank_of_512_sends_what_the_plan_says(name: str) -> None:
         outputs = [message for message in forward if message.dtype.is_floating_point]
         counted = [(message, message.received) for message in inputs + backward]
         counted += [(message, message.sent) for message in outputs]
-        assert rank.exchange_ms == pytest.approx(milliseconds(counted, cluster), rel=1e-6)
+        assert rank.exchange_ms == pytest.approx(
+            milliseconds(counted, cluster), rel=1e-6
+        )
         if not config.quantised:
-            ids = sum(message.received for message in inputs if message.dtype == torch.int64)
+            ids = sum(
+                message.received for message in inputs if message.dtype == torch.int64
+            )
             assert rank.buffers == ids + outputs[0].sent
 
 
@@ -363,10 +496,18 @@ def test_dense_layers_take_what_the_plan_says() -> None:
     config = OptimizerConfig(tables="sgd", dense="adam")
     cluster = Cluster(world_size=1, local_world_size=1, device="cpu")
     model = small_model(META)
-    drafted = draft_plan(model, cluster.topology(), PlanConfig(sharding="row_wise"), optimizer=config, batch_size=24)
+    drafted = draft_plan(
+        model,
+        cluster.topology(),
+        PlanConfig(sharding="row_wise"),
+        optimizer=config,
+        batch_size=24,
+    )
     (planned, *_) = forecast(drafted, model, cluster, config)
     with Runtime.start("cpu", threads=1) as runtime:
-        sharded, optimizer = hybrid_parallel(model, runtime, plan=drafted.plan, optimizer=config)
+        sharded, optimizer = hybrid_parallel(
+            model, runtime, plan=drafted.plan, optimizer=config
+        )
         loss, _ = sharded(next(batches(1)))
         loss.backward()
         optimizer.step()
@@ -377,5 +518,9 @@ def test_dense_layers_take_what_the_plan_says() -> None:
         for _, part in optimizer.optimizers:
             for state in part.state.values():
                 # Adam's count of steps, one number for each parameter, is not planned.
-                size += sum(4 * value.numel() for name, value in state.items() if name.startswith("exp_avg"))
+                size += sum(
+                    4 * value.numel()
+                    for name, value in state.items()
+                    if name.startswith("exp_avg")
+                )
     assert planned.dense == size > 0

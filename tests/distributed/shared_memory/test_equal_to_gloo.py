@@ -33,12 +33,20 @@ SHAPES = ((0,), (1,), (7,), (33, 5), (4096,), (300_001,), (3_000_000,))
 pytestmark = needs_library
 
 
-def numbers(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def numbers(
+    generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
     values = torch.randn(shape, generator=generator) * 3
-    return values.to(dtype) if dtype.is_floating_point or dtype.is_complex else (values.abs() * 10).to(dtype)
+    return (
+        values.to(dtype)
+        if dtype.is_floating_point or dtype.is_complex
+        else (values.abs() * 10).to(dtype)
+    )
 
 
-def of_shape(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+def of_shape(
+    rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> Iterator[tuple[str, Call]]:
     """Every collective on tensors of a shape; rank a sends rank b (3a + 5b) % 7 sevenths where splits are uneven."""
     rest = shape[1:]
     unit = max(1, shape[0] // 7) if shape[0] else 0
@@ -94,7 +102,9 @@ def of_shape(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -
 
     def reduce_scatter(group: dist.ProcessGroup) -> list[Tensor]:
         output = torch.empty(shape, dtype=dtype)
-        dist.reduce_scatter(output, list(fresh(size * shape[0]).tensor_split(size)), group=group)
+        dist.reduce_scatter(
+            output, list(fresh(size * shape[0]).tensor_split(size)), group=group
+        )
         return [output]
 
     yield "reduce_scatter", reduce_scatter
@@ -118,7 +128,9 @@ def of_other_kinds(rank: int, size: int) -> Iterator[tuple[str, Call]]:
     """Layouts, means, objects, functional collectives, and what gloo keeps."""
 
     def transposed(group: dist.ProcessGroup) -> list[Tensor]:
-        tensor = numbers(torch.Generator().manual_seed(rank), (40, 30), torch.float32).t()
+        tensor = numbers(
+            torch.Generator().manual_seed(rank), (40, 30), torch.float32
+        ).t()
         outputs = [torch.empty(40, 30).t() for _ in range(size)]
         dist.all_gather(outputs, tensor, group=group)
         dist.all_reduce(tensor, group=group)
@@ -152,7 +164,11 @@ def of_other_kinds(rank: int, size: int) -> Iterator[tuple[str, Call]]:
         outputs = [torch.empty(5) for _ in range(size)] if rank == 0 else None
         dist.gather(tensor, outputs, dst=0, group=group)
         dist.scatter(
-            tensor, [torch.full((5,), float(peer)) for peer in range(size)] if rank == 0 else None, group=group
+            tensor,
+            [torch.full((5,), float(peer)) for peer in range(size)]
+            if rank == 0
+            else None,
+            group=group,
         )
         dist.reduce(tensor, 0, group=group)
         return [*(outputs or []), *([tensor] if rank == 0 else [])]
@@ -181,7 +197,11 @@ def of_other_kinds(rank: int, size: int) -> Iterator[tuple[str, Call]]:
         return [
             functional.wait_tensor(functional.all_reduce(tensor, "sum", group)),
             functional.wait_tensor(functional.all_gather_tensor(tensor, 0, group)),
-            functional.wait_tensor(functional.reduce_scatter_tensor(tensor[: 8 // size * size], "sum", 0, group)),
+            functional.wait_tensor(
+                functional.reduce_scatter_tensor(
+                    tensor[: 8 // size * size], "sum", 0, group
+                )
+            ),
         ]
 
     yield "functional", functions
@@ -189,14 +209,22 @@ def of_other_kinds(rank: int, size: int) -> Iterator[tuple[str, Call]]:
 
 def difference(one: list[Tensor], other: list[Tensor], *, exact: bool) -> str:
     pairs = list(zip(one, other, strict=True))
-    if all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
+    if all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        for a, b in pairs
+    ):
         return "equal"
     half = one[0].dtype in (torch.float16, torch.bfloat16)
-    close = all(torch.allclose(a, b, rtol=2e-2 if half else 1e-5, atol=0.1 if half else 1e-5) for a, b in pairs)
+    close = all(
+        torch.allclose(a, b, rtol=2e-2 if half else 1e-5, atol=0.1 if half else 1e-5)
+        for a, b in pairs
+    )
     return "rounded otherwise" if close and not exact else "differs"
 
 
-def compared(runtime: Runtime, dtypes: list[torch.dtype], shapes: list[tuple[int, ...]]) -> Counter[str]:
+def compared(
+    runtime: Runtime, dtypes: list[torch.dtype], shapes: list[tuple[int, ...]]
+) -> Counter[str]:
     """How many calls give the same on a group of gloo and on one that shares memory; the names of those that differ."""
     gloo = dist.group.WORLD
     shared = dist.new_group()
@@ -207,7 +235,10 @@ def compared(runtime: Runtime, dtypes: list[torch.dtype], shapes: list[tuple[int
     cases = list(of_other_kinds(rank, size))
     for dtype, shape in itertools.product(dtypes, shapes):
         if shape[0] < 300_000 or dtype in (torch.float32, torch.bfloat16, torch.int64):
-            cases += [(f"{name} {dtype} {shape}", call) for name, call in of_shape(rank, size, shape, dtype)]
+            cases += [
+                (f"{name} {dtype} {shape}", call)
+                for name, call in of_shape(rank, size, shape, dtype)
+            ]
     found: Counter[str] = Counter()
     for name, call in cases:
         results: list[Any] = []
@@ -218,7 +249,11 @@ def compared(runtime: Runtime, dtypes: list[torch.dtype], shapes: list[tuple[int
                 results.append(str(error))
         refused = [isinstance(result, str) for result in results]
         if any(refused):
-            found["both refuse" if all(refused) else f"only one refuses: {name}: {results}"[:300]] += 1
+            found[
+                "both refuse"
+                if all(refused)
+                else f"only one refuses: {name}: {results}"[:300]
+            ] += 1
         else:
             outcome = difference(results[0], results[1], exact=size == 2)
             found[outcome if outcome != "differs" else f"differs: {name}"] += 1
@@ -269,7 +304,10 @@ def in_any_order(runtime: Runtime, count: int) -> list[str]:
     groups = [dist.new_group() for _ in range(2)]
     assert all(map(share_memory, groups))
     pair = [torch.ones(6_000_000), torch.ones(6_000_000)]
-    crossed = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in zip(pair, groups, strict=True)]
+    crossed = [
+        dist.all_reduce(tensor, group=group, async_op=True)
+        for tensor, group in zip(pair, groups, strict=True)
+    ]
     for work in crossed if rank % 2 else crossed[::-1]:
         work.wait()
     assert all((tensor == size).all() for tensor in pair)
@@ -322,12 +360,23 @@ def gradients(runtime: Runtime) -> list[float]:
     return [float((one - other).abs().max()) for one, other in zip(*found, strict=True)]  # type: ignore[operator]
 
 
-def laws(runtime: Runtime, dtypes: list[torch.dtype], shapes: list[tuple[int, ...]], count: int) -> tuple[Any, ...]:
-    return compared(runtime, dtypes, shapes), gradients(runtime), in_any_order(runtime, count)
+def laws(
+    runtime: Runtime,
+    dtypes: list[torch.dtype],
+    shapes: list[tuple[int, ...]],
+    count: int,
+) -> tuple[Any, ...]:
+    return (
+        compared(runtime, dtypes, shapes),
+        gradients(runtime),
+        in_any_order(runtime, count),
+    )
 
 
 def test_two_ranks_get_the_bits_of_gloo() -> None:
-    for found, differences, _ in run_ranks(laws, 2, [torch.float32, torch.bfloat16, torch.int64], SHAPES[:6:2], 20):
+    for found, differences, _ in run_ranks(
+        laws, 2, [torch.float32, torch.bfloat16, torch.int64], SHAPES[:6:2], 20
+    ):
         assert set(found) <= {"equal", "both refuse"}, found
         assert found["equal"] > 90
         assert max(differences) == 0
@@ -336,9 +385,17 @@ def test_two_ranks_get_the_bits_of_gloo() -> None:
 @pytest.mark.slow(minutes=1)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_type_and_size(world_size: int) -> None:
-    for found, differences, _ in run_ranks(laws, world_size, list(MOVED), list(SHAPES), 120, timeout_s=300):
-        allowed = {"equal", "both refuse"} | ({"rounded otherwise"} if world_size > 2 else set())
-        refused_by_gloo = [key for key in found if key.startswith("only one refuses") and "'shared memory" not in key]
+    for found, differences, _ in run_ranks(
+        laws, world_size, list(MOVED), list(SHAPES), 120, timeout_s=300
+    ):
+        allowed = {"equal", "both refuse"} | (
+            {"rounded otherwise"} if world_size > 2 else set()
+        )
+        refused_by_gloo = [
+            key
+            for key in found
+            if key.startswith("only one refuses") and "'shared memory" not in key
+        ]
         assert set(found) - set(refused_by_gloo) <= allowed, found
         assert found["equal"] > 400
         assert max(differences) <= (0 if world_size == 2 else 1e-5)

@@ -24,7 +24,9 @@ from torchrec_ext.distributed.shared_memory import library, sharing
 TIMEOUT_S = 3
 
 
-def dying(rank: int, size: int, store: str, end: str, collective: str, answers: Any) -> None:
+def dying(
+    rank: int, size: int, store: str, end: str, collective: str, answers: Any
+) -> None:
     """The last rank ends before a collective; the others answer with the seconds and the error that they get."""
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -54,7 +56,9 @@ def dying(rank: int, size: int, store: str, end: str, collective: str, answers: 
             dist.all_reduce(tensor)
         answers.put((rank, time.monotonic() - start, "no error"))
     except RuntimeError as error:
-        answers.put((rank, time.monotonic() - start, f"{type(error).__name__}: {error}"))
+        answers.put(
+            (rank, time.monotonic() - start, f"{type(error).__name__}: {error}")
+        )
     answers.close()
     answers.join_thread()
     os._exit(0)
@@ -64,7 +68,11 @@ def survivors(size: int, end: str, collective: str) -> list[tuple[int, float, st
     answers: Any = _CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _CONTEXT.Process(target=dying, args=(rank, size, f"{folder}/store", end, collective, answers), daemon=True)
+            _CONTEXT.Process(
+                target=dying,
+                args=(rank, size, f"{folder}/store", end, collective, answers),
+                daemon=True,
+            )
             for rank in range(size)
         ]
         for process in processes:
@@ -83,10 +91,14 @@ def check_errors(size: int, end: str, collective: str) -> None:
     for _, seconds, error in answers:
         assert error.startswith("DistBackendError: shared memory: "), error
         assert len(error) < 230
-        assert "has ended" in error or f"timed out after {TIMEOUT_S * 1000} ms" in error, error
+        assert (
+            "has ended" in error or f"timed out after {TIMEOUT_S * 1000} ms" in error
+        ), error
         assert seconds < TIMEOUT_S + 5 * (end == "stop")
     if end != "stop":
-        assert any(f"rank {size - 1} (process " in error for _, _, error in answers), answers
+        assert any(f"rank {size - 1} (process " in error for _, _, error in answers), (
+            answers
+        )
 
 
 @needs_library
@@ -100,12 +112,17 @@ def test_a_killed_peer_is_named() -> None:
 @pytest.mark.parametrize(
     ("end", "collective"),
     [
-        *(("kill", name) for name in ("small", "large", "large gather", "large broadcast", "future")),
+        *(
+            ("kill", name)
+            for name in ("small", "large", "large gather", "large broadcast", "future")
+        ),
         *(("exit", name) for name in ("small", "large")),
         *(("stop", name) for name in ("small", "large", "large broadcast", "future")),
     ],
 )
-def test_every_end_of_a_peer_is_an_error_in_time(size: int, end: str, collective: str) -> None:
+def test_every_end_of_a_peer_is_an_error_in_time(
+    size: int, end: str, collective: str
+) -> None:
     check_errors(size, end, collective)
 
 
@@ -130,17 +147,37 @@ def refusals(runtime: Runtime) -> dict[str, str]:
     attempt("sizes", lambda: dist.all_reduce(torch.ones(3 + rank), group=group))
     attempt("broken", lambda: dist.all_reduce(torch.ones(3), group=group))
     group = fresh()
-    attempt("types", lambda: dist.all_reduce(torch.ones(4, dtype=(torch.float32, torch.int32)[rank]), group=group))
+    attempt(
+        "types",
+        lambda: dist.all_reduce(
+            torch.ones(4, dtype=(torch.float32, torch.int32)[rank]), group=group
+        ),
+    )
     group = fresh()
     attempt(
         "collectives",
-        lambda: dist.all_reduce(torch.ones(3), group=group) if rank else dist.barrier(group=group),
+        lambda: (
+            dist.all_reduce(torch.ones(3), group=group)
+            if rank
+            else dist.barrier(group=group)
+        ),
     )
     group = fresh()
-    attempt("roots", lambda: (dist.broadcast(torch.ones(3), rank, group=group), dist.barrier(group=group)))
+    attempt(
+        "roots",
+        lambda: (
+            dist.broadcast(torch.ones(3), rank, group=group),
+            dist.barrier(group=group),
+        ),
+    )
     group = fresh()
     splits = [1, 2] if rank else [2, 2]
-    attempt("splits", lambda: dist.all_to_all_single(torch.empty(4), torch.ones(sum(splits)), [2, 2], splits, group))
+    attempt(
+        "splits",
+        lambda: dist.all_to_all_single(
+            torch.empty(4), torch.ones(sum(splits)), [2, 2], splits, group
+        ),
+    )
     alone = dist.new_group([0])
     attempt("not in the group", lambda: share_memory(alone) if rank else None)
     assert share_memory()
@@ -162,7 +199,10 @@ def refusals(runtime: Runtime) -> dict[str, str]:
         with suppress(FileNotFoundError):
             descriptors += "memfd:torchrec_ext" in os.readlink(f"/proc/self/fd/{name}")
     found["descriptors"] = str(descriptors)
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    names = [
+        (task / "comm").read_text().strip()
+        for task in Path("/proc/self/task").iterdir()
+    ]
     found["threads"] = str(names.count("shared_memory"))
     return found
 
@@ -171,7 +211,10 @@ def refusals(runtime: Runtime) -> dict[str, str]:
 def test_ranks_that_disagree_are_told_by_name() -> None:
     zero, one = run_ranks(refusals, 2)
     where = "; this is rank 0 of 2 in number 1, all_reduce of Float"
-    assert zero["sizes"] == f"shared memory: rank 1 sends 16 bytes where 12 are to come{where}, which waits for rank 1"
+    assert (
+        zero["sizes"]
+        == f"shared memory: rank 1 sends 16 bytes where 12 are to come{where}, which waits for rank 1"
+    )
     assert zero["broken"] == zero["sizes"]
     assert "rank 1 called all_reduce of Int as its number 1" in zero["types"]
     assert "rank 1 called all_reduce of Float as its number 1" in zero["collectives"]
@@ -193,10 +236,14 @@ def stays_with_gloo(runtime: Runtime) -> dict[str, tuple[bool, list[str]]]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torchrec_ext.distributed.shared_memory.sharing").addHandler(handler)
+    logging.getLogger("torchrec_ext.distributed.shared_memory.sharing").addHandler(
+        handler
+    )
     found = {}
 
-    def attempt(name: str, owner: Any, attribute: str, value: Any, *, only: int | None = None) -> None:
+    def attempt(
+        name: str, owner: Any, attribute: str, value: Any, *, only: int | None = None
+    ) -> None:
         patch = pytest.MonkeyPatch()
         if only in (None, runtime.rank):
             patch.setattr(owner, attribute, value)
@@ -213,9 +260,23 @@ def stays_with_gloo(runtime: Runtime) -> dict[str, tuple[bool, list[str]]]:
 
     host = sharing._host()
     attempt("another host", sharing, "_host", lambda: f"another {host}", only=1)
-    attempt("no memfd", os, "memfd_create", raising(OSError(38, "Function not implemented")))
-    attempt("not built", library, "load", raising(library.LibraryError("its library is not built")), only=1)
-    attempt("cannot open", sharing, "_opened", lambda *_: (-1, "a rank cannot open the memory of rank 0: no"), only=1)
+    attempt(
+        "no memfd", os, "memfd_create", raising(OSError(38, "Function not implemented"))
+    )
+    attempt(
+        "not built",
+        library,
+        "load",
+        raising(library.LibraryError("its library is not built")),
+        only=1,
+    )
+    attempt(
+        "cannot open",
+        sharing,
+        "_opened",
+        lambda *_: (-1, "a rank cannot open the memory of rank 0: no"),
+        only=1,
+    )
     attempt("many", sharing, "_MOST_RANKS", 1)
     value = torch.ones(3)
     dist.all_reduce(value)
@@ -226,9 +287,16 @@ def stays_with_gloo(runtime: Runtime) -> dict[str, tuple[bool, list[str]]]:
 @needs_library
 def test_ranks_that_cannot_share_memory_stay_with_gloo_and_one_says_why() -> None:
     zero, one = run_ranks(stays_with_gloo, 2)
-    assert {name: messages for name, (answer, messages) in one.items() if answer or messages} == {}
-    assert {name: [message.partition(": ")[2] for message in messages] for name, (_, messages) in zero.items()} == {
-        "another host": ["rank 1 is on another host than rank 0, or of another user or container"],
+    assert {
+        name: messages for name, (answer, messages) in one.items() if answer or messages
+    } == {}
+    assert {
+        name: [message.partition(": ")[2] for message in messages]
+        for name, (_, messages) in zero.items()
+    } == {
+        "another host": [
+            "rank 1 is on another host than rank 0, or of another user or container"
+        ],
         "no memfd": ["rank 0 cannot make shared memory: Function not implemented"],
         "not built": ["on rank 1: its library is not built"],
         "cannot open": ["a rank cannot open the memory of rank 0: no"],
@@ -239,7 +307,10 @@ def test_ranks_that_cannot_share_memory_stay_with_gloo_and_one_says_why() -> Non
 
 @pytest.mark.unit
 def test_without_a_group_the_line_to_put_before_is_named() -> None:
-    with pytest.raises(ValueError, match=r"there is no process group; call it after dist\.init_process_group"):
+    with pytest.raises(
+        ValueError,
+        match=r"there is no process group; call it after dist\.init_process_group",
+    ):
         share_memory()
 
 
@@ -249,22 +320,32 @@ def test_a_group_without_gloo_is_refused() -> None:
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        with pytest.raises(ValueError, match=r"the group has fake for CPU tensors, and takes the place of gloo alone"):
+        with pytest.raises(
+            ValueError,
+            match=r"the group has fake for CPU tensors, and takes the place of gloo alone",
+        ):
             share_memory()
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.unit
-def test_a_broken_or_missing_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_broken_or_missing_library_names_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     read = library.load.__wrapped__
-    with pytest.raises(library.LibraryError, match=r"its library is not built; build it by: .* --install"):
+    with pytest.raises(
+        library.LibraryError,
+        match=r"its library is not built; build it by: .* --install",
+    ):
         read()
     path = library.library_path()
     path.parent.mkdir(parents=True)
     path.write_bytes(b"no library")
-    with pytest.raises(library.LibraryError, match=r"does not load \(.*\); remove it, and build again") as broken:
+    with pytest.raises(
+        library.LibraryError, match=r"does not load \(.*\); remove it, and build again"
+    ) as broken:
         read()
     assert len(str(broken.value)) < 200 + len(str(tmp_path))
 
@@ -275,14 +356,22 @@ def test_a_library_of_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) 
     built = library.library_path()
     monkeypatch.setattr(library, "library_path", lambda: built)
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    with pytest.raises(library.LibraryError, match=r"is of torch 2\.1\d\.\d; remove it, and build again"):
+    with pytest.raises(
+        library.LibraryError,
+        match=r"is of torch 2\.1\d\.\d; remove it, and build again",
+    ):
         library.load.__wrapped__()
 
 
 @pytest.mark.unit
-def test_a_compiler_that_is_missing_or_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_is_missing_or_fails_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CXX", "no_such_compiler")
-    with pytest.raises(library.LibraryError, match="the compiler no_such_compiler does not start: No such file"):
+    with pytest.raises(
+        library.LibraryError,
+        match="the compiler no_such_compiler does not start: No such file",
+    ):
         library.compile_to(tmp_path / "library.so")
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(library.LibraryError, match="false fails: without a word"):

@@ -13,22 +13,37 @@ from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 
 SETTINGS = (
-    *("data.name=planted", "data.users=300", "data.items=100", "loader.batch_size=256", "train.epochs=1"),
+    *(
+        "data.name=planted",
+        "data.users=300",
+        "data.items=100",
+        "loader.batch_size=256",
+        "train.epochs=1",
+    ),
     *("plan.sharding=row_wise", "checkpoint.epochs=0"),
 )
 
 
 def run_twice(runtime: Runtime, root: Path) -> None:
-    for port, collectives in zip(leave_group(runtime, groups=2), ("gloo", "shared_memory"), strict=True):
+    for port, collectives in zip(
+        leave_group(runtime, groups=2), ("gloo", "shared_memory"), strict=True
+    ):
         os.environ["MASTER_PORT"] = str(port)
-        job = apply_overrides(load_recipe("two_tower"), [*SETTINGS, f"collectives={collectives}"])
+        job = apply_overrides(
+            load_recipe("two_tower"), [*SETTINGS, f"collectives={collectives}"]
+        )
         run_training(job, root / collectives)
 
 
 def learned(run: Path) -> tuple[list[Any], dict[str, Any]]:
     """The losses and figures on the way, and the summary's."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = [{name: value for name, value in record.items() if "loss" in name or "@" in name} for record in records]
+    records = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
+    losses = [
+        {name: value for name, value in record.items() if "loss" in name or "@" in name}
+        for record in records
+    ]
     return losses, json.loads((run / "summary.json").read_text())["test"]
 
 
@@ -40,6 +55,7 @@ def test_losses_and_figures_are_those_over_gloo(tmp_path: Path) -> None:
     assert figures["hr@10"] > 0
     assert learned(tmp_path / "shared_memory") == (losses, figures)
     over = [
-        json.loads((tmp_path / name / "summary.json").read_text())["collectives"] for name in ("gloo", "shared_memory")
+        json.loads((tmp_path / name / "summary.json").read_text())["collectives"]
+        for name in ("gloo", "shared_memory")
     ]
     assert over == ["gloo", "gloo and shared memory"]

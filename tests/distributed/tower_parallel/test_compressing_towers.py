@@ -47,9 +47,16 @@ def compressing(device: torch.device | None = None) -> TowerModel:
 def unsharded() -> list[Tensor]:
     model = compressing()
     initialise_tables(model, seed=7)
-    tables = [value for name, value in model.named_parameters() if "embeddings." in name]
-    dense = [value for name, value in model.named_parameters() if "embeddings." not in name]
-    optimizers = [torch.optim.SGD(tables, lr=SGD.tables_lr), torch.optim.SGD(dense, lr=SGD.dense_lr)]
+    tables = [
+        value for name, value in model.named_parameters() if "embeddings." in name
+    ]
+    dense = [
+        value for name, value in model.named_parameters() if "embeddings." not in name
+    ]
+    optimizers = [
+        torch.optim.SGD(tables, lr=SGD.tables_lr),
+        torch.optim.SGD(dense, lr=SGD.dense_lr),
+    ]
     logits = []
     for batch in batches(STEPS):
         model.zero_grad()
@@ -66,18 +73,34 @@ def trained(runtime: Runtime) -> dict[str, Any]:
     results = {}
     for towers in ("data_parallel", "user:0,item:1"):
         model = compressing(META)
-        plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise", towers=towers), optimizer=SGD)
-        parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=SGD, seed=7)
+        plan = plan_sharding(
+            model,
+            runtime,
+            PlanConfig(sharding="table_wise", towers=towers),
+            optimizer=SGD,
+        )
+        parallel, optimizer = hybrid_parallel(
+            model, runtime, plan=plan, optimizer=SGD, seed=7
+        )
         pipeline = make_pipeline(parallel, optimizer, runtime.device)
         local = batches(STEPS, rank=runtime.rank, world_size=runtime.world_size)
         results[towers] = [pipeline.progress(local).logits for _ in range(STEPS)]
     return results
 
 
-def test_towers_that_compress_learn_the_same_apart_on_every_rank_and_unsharded() -> None:
+def test_towers_that_compress_learn_the_same_apart_on_every_rank_and_unsharded() -> (
+    None
+):
     ranks = run_ranks(trained, 2)
     expected = unsharded()
-    assert float((expected[-1] - expected[0]).abs().max()) > 0.1, "something was learned"
+    assert float((expected[-1] - expected[0]).abs().max()) > 0.1, (
+        "something was learned"
+    )
     for towers in ranks[0]:
         for step, logits in enumerate(expected):
-            torch.testing.assert_close(torch.cat([rank[towers][step] for rank in ranks]), logits, rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                torch.cat([rank[towers][step] for rank in ranks]),
+                logits,
+                rtol=0,
+                atol=1e-4,
+            )

@@ -23,7 +23,9 @@ from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 # Under Adagrad two updates of a row in one step would not equal one; under SGD, and with an eps like the gradients,
 # errors of scale show too.
-LEARNING = OptimizerConfig(tables="adagrad", tables_lr=0.1, dense="sgd", dense_lr=0.1, eps=0.01)
+LEARNING = OptimizerConfig(
+    tables="adagrad", tables_lr=0.1, dense="sgd", dense_lr=0.1, eps=0.01
+)
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 STEPS = {"plain": 50, "shared": 8, "sequences": 8}
 
@@ -32,11 +34,20 @@ def batches(kind: str, pieces: list[int]) -> Iterator[TowerBatch]:
     return (batch(kind, step, pieces) for step in range(STEPS[kind]))
 
 
-def trained(runtime: Runtime, kind: str, made: TowerModel, sharding: str) -> dict[str, Any]:
+def trained(
+    runtime: Runtime, kind: str, made: TowerModel, sharding: str
+) -> dict[str, Any]:
     """Logits of every step, weights after the last, what no pipeline overlapped, and the all-to-alls of a step."""
-    plan = plan_sharding(made, runtime, PlanConfig(sharding=sharding), optimizer=LEARNING)  # type: ignore[arg-type]
-    parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=LEARNING, seed=3)
-    pipeline, stream = make_pipeline(parallel, optimizer, runtime.device), batches(kind, [runtime.rank])
+    plan = plan_sharding(
+        made, runtime, PlanConfig(sharding=sharding), optimizer=LEARNING
+    )  # type: ignore[arg-type]
+    parallel, optimizer = hybrid_parallel(
+        made, runtime, plan=plan, optimizer=LEARNING, seed=3
+    )
+    pipeline, stream = (
+        make_pipeline(parallel, optimizer, runtime.device),
+        batches(kind, [runtime.rank]),
+    )
     logits, calls = [], []
     for _ in range(STEPS[kind]):
         counted = counting(lambda: logits.append(pipeline.progress(stream).logits))
@@ -47,9 +58,12 @@ def trained(runtime: Runtime, kind: str, made: TowerModel, sharding: str) -> dic
         "state": gather_state(parallel),
         "saved": set(model_state(parallel, optimizer).tensors),
         "missed": unpipelined(pipeline, parallel),
-        "calls": calls[1:-2],  # the first fills the pipeline, the last find no batch to begin
+        "calls": calls[
+            1:-2
+        ],  # the first fills the pipeline, the last find no batch to begin
         "embedded": {
-            name: parallel.module.embed(name, batch(kind, 0, [runtime.rank])).detach() for name in made.towers
+            name: parallel.module.embed(name, batch(kind, 0, [runtime.rank])).detach()
+            for name in made.towers
         },  # type: ignore[operator]
     }
 
@@ -73,7 +87,12 @@ def counting(run: Callable[[], object]) -> int:
 
 def apart_and_merged(runtime: Runtime) -> dict[str, Any]:
     apart = trained(runtime, "plain", model("plain", META), "table_wise")
-    return {"apart": apart, "merged": trained(runtime, "plain", model("plain", META).merge_lookups(), "table_wise")}
+    return {
+        "apart": apart,
+        "merged": trained(
+            runtime, "plain", model("plain", META).merge_lookups(), "table_wise"
+        ),
+    }
 
 
 def test_one_exchange_for_all_towers_learns_what_one_for_each_learns() -> None:
@@ -83,11 +102,17 @@ def test_one_exchange_for_all_towers_learns_what_one_for_each_learns() -> None:
         assert set(rank["merged"]["calls"]) == {5}
         assert set(rank["apart"]["calls"]) == {9}
         assert rank["merged"]["missed"] == rank["apart"]["missed"] == []
-        for first, second in zip(rank["merged"]["logits"], rank["apart"]["logits"], strict=True):
+        for first, second in zip(
+            rank["merged"]["logits"], rank["apart"]["logits"], strict=True
+        ):
             torch.testing.assert_close(first, second, rtol=0, atol=1e-5)
         for tower, output in rank["apart"]["embedded"].items():
-            torch.testing.assert_close(rank["merged"]["embedded"][tower], output, rtol=0, atol=1e-4)
-        assert rank["merged"]["saved"] == rank["apart"]["saved"] != set()  # so a checkpoint of one is one of the other
+            torch.testing.assert_close(
+                rank["merged"]["embedded"][tower], output, rtol=0, atol=1e-4
+            )
+        assert (
+            rank["merged"]["saved"] == rank["apart"]["saved"] != set()
+        )  # so a checkpoint of one is one of the other
     merged, apart = (by_table(ranks[0][way]["state"]) for way in ("merged", "apart"))
     assert_close(merged, apart, "merged")
 
@@ -98,7 +123,10 @@ def unsharded(kind: str, pieces: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
     parameters = dict(made.named_parameters())
     tables = [value for name, value in parameters.items() if is_table(name)]
     dense = [value for name, value in parameters.items() if not is_table(name)]
-    optimizers = [torch.optim.Adagrad(tables, lr=0.1, eps=0.01), torch.optim.SGD(dense, lr=0.1)]
+    optimizers = [
+        torch.optim.Adagrad(tables, lr=0.1, eps=0.01),
+        torch.optim.SGD(dense, lr=0.1),
+    ]
     first = made.logits(batch(kind, 0, pieces)).detach()
     for rows in batches(kind, pieces):
         for optimizer in optimizers:
@@ -109,8 +137,13 @@ def unsharded(kind: str, pieces: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
     return first, {name: value.detach() for name, value in parameters.items()}
 
 
-def under_every_sharding(runtime: Runtime, kind: str, shardings: tuple[str, ...]) -> dict[str, Any]:
-    return {sharding: trained(runtime, kind, model(kind, META).merge_lookups(), sharding) for sharding in shardings}
+def under_every_sharding(
+    runtime: Runtime, kind: str, shardings: tuple[str, ...]
+) -> dict[str, Any]:
+    return {
+        sharding: trained(runtime, kind, model(kind, META).merge_lookups(), sharding)
+        for sharding in shardings
+    }
 
 
 WHOLE_ROWS = SHARDINGS[:3]  # FBGEMM's dense kernel cannot hold what is read id by id
@@ -119,28 +152,46 @@ WHOLE_ROWS = SHARDINGS[:3]  # FBGEMM's dense kernel cannot hold what is read id 
 @pytest.mark.parametrize(
     ("kind", "shardings", "world_size"),
     [
-        ("shared", SHARDINGS, 2),  # B = 8 rows on each rank, and 24 of the tower that is shared
+        (
+            "shared",
+            SHARDINGS,
+            2,
+        ),  # B = 8 rows on each rank, and 24 of the tower that is shared
         ("sequences", WHOLE_ROWS, 2),
         pytest.param("shared", SHARDINGS, 1, marks=pytest.mark.slow),
         pytest.param("shared", SHARDINGS, 4, marks=pytest.mark.slow),
         pytest.param("sequences", WHOLE_ROWS, 4, marks=pytest.mark.slow),
     ],
 )
-def test_merged_and_sharded_equals_one_process(kind: str, shardings: tuple[str, ...], world_size: int) -> None:
+def test_merged_and_sharded_equals_one_process(
+    kind: str, shardings: tuple[str, ...], world_size: int
+) -> None:
     first, expected = unsharded(kind, list(range(world_size)))
     ranks = run_ranks(under_every_sharding, world_size, kind, shardings)
     for sharding in shardings:
-        assert [rank[sharding]["missed"] for rank in ranks] == [[]] * world_size, sharding
+        assert [rank[sharding]["missed"] for rank in ranks] == [[]] * world_size, (
+            sharding
+        )
         logits = torch.cat([rank[sharding]["logits"][0] for rank in ranks])
         torch.testing.assert_close(
-            logits, first, rtol=0, atol=1e-5, msg=lambda text, label=sharding: f"{label}: {text}"
+            logits,
+            first,
+            rtol=0,
+            atol=1e-5,
+            msg=lambda text, label=sharding: f"{label}: {text}",
         )
         assert_close(ranks[0][sharding]["state"], expected, sharding)
 
 
-def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+def assert_close(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], what: str
+) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            actual[name], value, rtol=0, atol=1e-4, msg=lambda text, label=(what, name): f"{label}: {text}"
+            actual[name],
+            value,
+            rtol=0,
+            atol=1e-4,
+            msg=lambda text, label=(what, name): f"{label}: {text}",
         )

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from tests.contracts import run_ranks
 from tests.examples import META, table
-from tests.models.merged_models import DIM, ITEMS, ROWS, bags, batch, by_table, is_table, model
+from tests.models.merged_models import (
+    DIM,
+    ITEMS,
+    ROWS,
+    bags,
+    batch,
+    by_table,
+    is_table,
+    model,
+)
 from torchrec_ext.batch import SharedRows, TowerBatch
 from torchrec_ext.distributed.autotune.choose import auto_plan, tower_loads
 from torchrec_ext.distributed.optim.config import OptimizerConfig
@@ -62,8 +71,12 @@ CASES = {
 def trio(device: torch.device | None = None) -> TowerModel:
     """Two towers, one of them with other rows, share a table; a third shares none."""
     towers = {
-        "user": Tower([bags("user_id"), bags("item", "history", "likes")], [16, 8], device=device),
-        "item": Tower([bags("item", "item_id"), bags("genres")], [16, 8], device=device),
+        "user": Tower(
+            [bags("user_id"), bags("item", "history", "likes")], [16, 8], device=device
+        ),
+        "item": Tower(
+            [bags("item", "item_id"), bags("genres")], [16, 8], device=device
+        ),
         "place": Tower([bags("country")], [8], device=device),
     }
     made = TowerModel(towers, TopMLP([8, 8, 8], [8]), shared=["user"])
@@ -91,13 +104,21 @@ def trio_batch(step: int, pieces: list[int]) -> TowerBatch:
     """That of ``shared``, and a country in each row."""
     local = batch("shared", step, pieces)
     countries = [
-        torch.randint(ITEMS, (ROWS,), generator=torch.Generator().manual_seed(10 * step + piece)) for piece in pieces
+        torch.randint(
+            ITEMS, (ROWS,), generator=torch.Generator().manual_seed(10 * step + piece)
+        )
+        for piece in pieces
     ]
     sparse: Any = local.sparse
     joined = type(sparse)(
         [*sparse.keys(), "country"],
         torch.cat([sparse.values(), *countries]),
-        lengths=torch.cat([sparse.lengths(), torch.ones(ROWS * len(pieces), dtype=sparse.lengths().dtype)]),
+        lengths=torch.cat(
+            [
+                sparse.lengths(),
+                torch.ones(ROWS * len(pieces), dtype=sparse.lengths().dtype),
+            ]
+        ),
     )
     assert isinstance(local.shared, SharedRows)
     local.sparse = joined
@@ -112,7 +133,10 @@ def unsharded(kind: str) -> dict[str, Any]:
     parameters = dict(made.named_parameters())
     tables = [value for name, value in parameters.items() if is_table(name)]
     dense = [value for name, value in parameters.items() if not is_table(name)]
-    optimizers = [torch.optim.SGD(tables, lr=SGD.tables_lr), torch.optim.SGD(dense, lr=SGD.dense_lr)]
+    optimizers = [
+        torch.optim.SGD(tables, lr=SGD.tables_lr),
+        torch.optim.SGD(dense, lr=SGD.dense_lr),
+    ]
     logits = []
     for local in feed(kind, [0, 1, 2, 3]):
         made.zero_grad()
@@ -122,7 +146,11 @@ def unsharded(kind: str) -> dict[str, Any]:
             optimizer.step()
         logits.append(output.logits)
     state = by_table({name: value.detach() for name, value in parameters.items()})
-    return {"logits": logits, "state": state, "embedded": embedded(made, kind, [0, 1, 2, 3])}
+    return {
+        "logits": logits,
+        "state": state,
+        "embedded": embedded(made, kind, [0, 1, 2, 3]),
+    }
 
 
 def embedded(made: TowerModel, kind: str, pieces: list[int]) -> dict[str, Tensor]:
@@ -138,7 +166,9 @@ def trained(runtime: Runtime, case: Case) -> dict[str, Any]:
     config = PlanConfig(sharding=case.sharding, towers=case.towers)  # type: ignore[arg-type]
     plan = plan_sharding(made, runtime, config, optimizer=SGD)
     message = explain(plan, made, runtime.world_size)
-    parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=SGD, seed=7)
+    parallel, optimizer = hybrid_parallel(
+        made, runtime, plan=plan, optimizer=SGD, seed=7
+    )
     pipeline = make_pipeline(parallel, optimizer, runtime.device)
     local = feed(case.model, pieces)
     logits = [pipeline.progress(local).logits for _ in range(STEPS)]
@@ -150,9 +180,14 @@ def trained(runtime: Runtime, case: Case) -> dict[str, Any]:
         "paths": model_state(parallel, optimizer).paths,
         "logits": logits,
         "shards": [
-            (s.config.name, s.config.num_embeddings, s.row, s.column, s.tensor.clone()) for s in local_shards(parallel)
+            (s.config.name, s.config.num_embeddings, s.row, s.column, s.tensor.clone())
+            for s in local_shards(parallel)
         ],
-        "dense": {name: value.detach() for name, value in parallel.module.named_parameters() if not is_table(name)},
+        "dense": {
+            name: value.detach()
+            for name, value in parallel.module.named_parameters()
+            if not is_table(name)
+        },
         "embedded": embedded(parallel.module, case.model, pieces),
     }
 
@@ -161,7 +196,9 @@ def auto(runtime: Runtime) -> dict[str, Any]:
     """What plan.towers=auto makes of towers of which two share a table."""
     made = trio(META)
     (local,) = feed("trio", [runtime.rank], 1)
-    config, decision = auto_plan(made, local, runtime, PlanConfig(towers="auto", sharding="table_wise"), SGD)
+    config, decision = auto_plan(
+        made, local, runtime, PlanConfig(towers="auto", sharding="table_wise"), SGD
+    )
     return {
         "config": config,
         "candidates": [candidate.towers for candidate in decision.candidates],
@@ -183,46 +220,81 @@ def ranks_of(world_size: int) -> list[Any]:
 def whole(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Tables from the shards of all ranks, every cell of which must be there, and what ranks hold alike."""
     results: dict[str, Tensor] = {}
-    for name, rows, row, column, shard in (shard for rank in ranks for shard in rank["shards"]):
+    for name, rows, row, column, shard in (
+        shard for rank in ranks for shard in rank["shards"]
+    ):
         whole_table = results.setdefault(name, torch.full((rows, DIM), float("nan")))
-        whole_table[row : row + shard.shape[0], column : column + shard.shape[1]] = shard
+        whole_table[row : row + shard.shape[0], column : column + shard.shape[1]] = (
+            shard
+        )
     for rank in ranks:
         for name, value in rank["dense"].items():
-            torch.testing.assert_close(results.setdefault(name, value), value, rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                results.setdefault(name, value), value, rtol=0, atol=1e-6
+            )
     return results
 
 
 EVERY = [
-    pytest.param(size, index, marks=[pytest.mark.slow] if size == 4 else [], id="-".join(map(str, case)))
+    pytest.param(
+        size,
+        index,
+        marks=[pytest.mark.slow] if size == 4 else [],
+        id="-".join(map(str, case)),
+    )
     for size, cases in CASES.items()
     for index, case in enumerate(cases)
 ]
 
 
 @pytest.mark.parametrize(("world_size", "place"), EVERY)
-def test_towers_that_share_tables_learn_on_their_ranks_what_they_learn_unsharded(world_size: int, place: int) -> None:
-    case, ranks = CASES[world_size][place], [cases[place] for cases, _ in ranks_of(world_size)]
+def test_towers_that_share_tables_learn_on_their_ranks_what_they_learn_unsharded(
+    world_size: int, place: int
+) -> None:
+    case, ranks = (
+        CASES[world_size][place],
+        [cases[place] for cases, _ in ranks_of(world_size)],
+    )
     expected = unsharded(case.model)
     for step, logits in enumerate(expected["logits"]):
         results = torch.cat([rank["logits"][step] for rank in ranks])
-        torch.testing.assert_close(results, logits, rtol=0, atol=1e-5 if step == 0 else 1e-4)
+        torch.testing.assert_close(
+            results, logits, rtol=0, atol=1e-5 if step == 0 else 1e-4
+        )
     results = whole(ranks)
     assert results.keys() == expected["state"].keys()
     for name, value in expected["state"].items():
         torch.testing.assert_close(
-            results[name], value, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            results[name],
+            value,
+            rtol=0,
+            atol=1e-4,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
     for name, value in expected["embedded"].items():
-        torch.testing.assert_close(torch.cat([rank["embedded"][name] for rank in ranks]), value, rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            torch.cat([rank["embedded"][name] for rank in ranks]),
+            value,
+            rtol=0,
+            atol=1e-4,
+        )
     assert all(rank["unpipelined"] == [] for rank in ranks)
     paths = {table: path for rank in ranks for table, path in rank["paths"].items()}
-    assert set(paths.values()) == {name for name, _ in made_of(case, META).named_parameters() if is_table(name)}
+    assert set(paths.values()) == {
+        name for name, _ in made_of(case, META).named_parameters() if is_table(name)
+    }
 
 
 def test_the_plan_says_where_a_shared_table_is() -> None:
     lines = ranks_of(2)[0][0][3]["explained"].splitlines()
-    where = {line.split()[0]: line.split("table_wise")[1].strip() for line in lines if "table_wise" in line}
-    assert where == dict.fromkeys(("item", "user_id", "genres"), "rank 0") | {"country": "rank 1"}
+    where = {
+        line.split()[0]: line.split("table_wise")[1].strip()
+        for line in lines
+        if "table_wise" in line
+    }
+    assert where == dict.fromkeys(("item", "user_id", "genres"), "rank 0") | {
+        "country": "rank 1"
+    }
     assert lines[-1] == "towers run on the ranks user:0,item:0,place:1"
 
 
@@ -231,7 +303,10 @@ def test_auto_keeps_towers_together_that_share_a_table() -> None:
     assert first == second
     assert first["loads"] == ["user+item", "place"]
     assert "user+item:0,place:1" in first["candidates"]
-    assert all(candidate == "data_parallel" or candidate.startswith("user+item:") for candidate in first["candidates"])
+    assert all(
+        candidate == "data_parallel" or candidate.startswith("user+item:")
+        for candidate in first["candidates"]
+    )
 
 
 @pytest.mark.unit
@@ -251,9 +326,13 @@ def test_auto_keeps_towers_together_that_share_a_table() -> None:
         ),
     ],
 )
-def test_towers_that_share_a_table_are_not_taken_apart(make: Callable[[], TowerModel], towers: str, told: str) -> None:
+def test_towers_that_share_a_table_are_not_taken_apart(
+    make: Callable[[], TowerModel], towers: str, told: str
+) -> None:
     with pytest.raises(PlacementError) as error:
-        plan_sharding(make(), Runtime(world_size=2, local_world_size=2), PlanConfig(towers=towers))
+        plan_sharding(
+            make(), Runtime(world_size=2, local_world_size=2), PlanConfig(towers=towers)
+        )
     assert told in str(error.value)
 
 
@@ -262,5 +341,11 @@ def test_towers_are_one_where_a_chain_of_tables_joins_them() -> None:
     def tower(*names: str) -> Tower:
         return Tower([table(name, 9) for name in names], [], device=META)
 
-    towers = {"a": tower("x"), "b": tower("y"), "c": tower("x", "z"), "d": tower("z", "w"), "e": tower("v")}
+    towers = {
+        "a": tower("x"),
+        "b": tower("y"),
+        "c": tower("x", "z"),
+        "d": tower("z", "w"),
+        "e": tower("v"),
+    }
     assert sharing_groups(towers) == [["a", "c", "d"], ["b"], ["e"]]

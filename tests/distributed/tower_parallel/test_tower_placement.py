@@ -36,23 +36,43 @@ from torchrec_ext.modules.tower import Tower
 from torchrec_ext.train.step.pipeline import make_pipeline
 
 STEPS = 5
-GATHERED = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "reduce_scatter")
+GATHERED = (
+    "all_to_all_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_gather",
+    "reduce_scatter",
+)
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    "text", ["user:0,item:1", "user:0-2,item:3", "user:1,item:0-3", "user:0+2,item:1+3", "user:4,item:4"]
+    "text",
+    [
+        "user:0,item:1",
+        "user:0-2,item:3",
+        "user:1,item:0-3",
+        "user:0+2,item:1+3",
+        "user:4,item:4",
+    ],
 )
 @pytest.mark.parametrize("rows", [0, 1, 6, 7])
-def test_each_row_goes_to_one_rank_of_a_tower_and_ranks_get_equally_many(text: str, rows: int) -> None:
+def test_each_row_goes_to_one_rank_of_a_tower_and_ranks_get_equally_many(
+    text: str, rows: int
+) -> None:
     placement = TowerPlacement.parse(text, ["user", "item"], 5)
     assert str(placement) == text
     for tower, members in placement.ranks.items():
         got: Counter[int] = Counter()
         for rank in range(5):
             cuts = placement.cuts(tower, rank, rows)
-            assert [0, *(stop for _, stop in cuts)] == [*(start for start, _ in cuts), rows]
-            for target, (start, stop) in zip(placement.targets(tower, rank), cuts, strict=True):
+            assert [0, *(stop for _, stop in cuts)] == [
+                *(start for start, _ in cuts),
+                rows,
+            ]
+            for target, (start, stop) in zip(
+                placement.targets(tower, rank), cuts, strict=True
+            ):
                 got[target] += stop - start
         assert sum(got.values()) == 5 * rows
         assert set(got) == set(members)
@@ -64,11 +84,23 @@ def test_each_row_goes_to_one_rank_of_a_tower_and_ranks_get_equally_many(text: s
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("user:0,item:4", "tower 'item' is placed on rank 4, but the job has ranks 0 to 3"),
-        ("user:0,item:", "gives the tower 'item' no rank; write data_parallel, tower_parallel, auto, or ranks such as"),
-        ("user:0", "leaves the tower 'item' without a rank; place every one of user, item"),
+        (
+            "user:0,item:4",
+            "tower 'item' is placed on rank 4, but the job has ranks 0 to 3",
+        ),
+        (
+            "user:0,item:",
+            "gives the tower 'item' no rank; write data_parallel, tower_parallel, auto, or ranks such as",
+        ),
+        (
+            "user:0",
+            "leaves the tower 'item' without a rank; place every one of user, item",
+        ),
         ("user:0,items:1", "names the tower 'items'; the towers are user, item"),
-        ("user:0,user:1", "places the tower 'user' twice; join its ranks with '+', as in user:0+2"),
+        (
+            "user:0,user:1",
+            "places the tower 'user' twice; join its ranks with '+', as in user:0+2",
+        ),
         ("user:0,item:x", "'x' is neither a rank, such as 0, nor a range"),
         ("user:0,item:3-1", "'3-1' is neither a rank"),
         ("user:0+0,item:1", "tower 'user' is placed on [0, 0]; name each rank once"),
@@ -91,18 +123,33 @@ def test_a_config_refuses_what_no_model_could_mean() -> None:
 @pytest.mark.parametrize(
     ("make", "towers", "told"),
     [
-        (lambda: small_model(META), "user:0,item:1", "rank 1, but the job has ranks 0 to 0"),
-        (lambda: nn.Linear(2, 2), "tower_parallel", "plan.towers=tower_parallel: Linear has no Towers to place"),
+        (
+            lambda: small_model(META),
+            "user:0,item:1",
+            "rank 1, but the job has ranks 0 to 0",
+        ),
+        (
+            lambda: nn.Linear(2, 2),
+            "tower_parallel",
+            "plan.towers=tower_parallel: Linear has no Towers to place",
+        ),
         (
             lambda: TowerModel(
-                {"user": Tower([table("bag", 9)], [4], weights={"bag": "ages"}, device=META)}, TopMLP([4], [4])
+                {
+                    "user": Tower(
+                        [table("bag", 9)], [4], weights={"bag": "ages"}, device=META
+                    )
+                },
+                TopMLP([4], [4]),
             ),
             "user:0",
             "table 'bag' of tower 'user' pools by weights",
         ),
     ],
 )
-def test_what_a_model_cannot_place_is_refused(make: Any, towers: str, told: str) -> None:
+def test_what_a_model_cannot_place_is_refused(
+    make: Any, towers: str, told: str
+) -> None:
     with pytest.raises(PlacementError) as error:
         plan_sharding(make(), Runtime(), PlanConfig(towers=towers))
     assert told in str(error.value)
@@ -120,7 +167,9 @@ def test_rows_survive_the_journey(features: int, dense: int) -> None:
     results, start = [], 0
     for piece in pieces:
         stop = start + len(pack_rows([(piece, widths)], torch.device("cpu")))
-        results.append(unpack_rows(payload[start:stop], piece.height, len(piece.values), widths))
+        results.append(
+            unpack_rows(payload[start:stop], piece.height, len(piece.values), widths)
+        )
         start = stop
     assert start == len(payload)
     for again, was in zip(join_rows(results), rows, strict=True):
@@ -134,10 +183,15 @@ def test_rows_survive_the_journey(features: int, dense: int) -> None:
 def on_two_ranks(runtime: Runtime) -> dict[str, Any]:
     """All that needs two processes, in one pair of them."""
     results: dict[str, Any] = {
-        "calls": {towers: calls_per_step(runtime, towers) for towers in ("data_parallel", "user:0,item:1")}
+        "calls": {
+            towers: calls_per_step(runtime, towers)
+            for towers in ("data_parallel", "user:0,item:1")
+        }
     }
     model = small_model(META)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise", towers="user:0,item:1"))
+    plan = plan_sharding(
+        model, runtime, PlanConfig(sharding="table_wise", towers="user:0,item:1")
+    )
     results["explained"] = explain(plan, model, 2)
     parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)
     (batch,) = batches(1, rank=runtime.rank, world_size=2)
@@ -148,17 +202,26 @@ def on_two_ranks(runtime: Runtime) -> dict[str, Any]:
     local = SyncConfig(mode="local_sgd", every=2)
     results["sync"] = told(ValueError, lambda: synchronised(parallel, optimizer, local))
     stale = SyncConfig(mode="semi_sync")
-    results["semi_sync"] = told(ValueError, lambda: make_pipeline(parallel, optimizer, runtime.device, sync=stale))
+    results["semi_sync"] = told(
+        ValueError,
+        lambda: make_pipeline(parallel, optimizer, runtime.device, sync=stale),
+    )
     small = PlanConfig(memory_gb=1e-4, towers="user:0,item:1", sharding="table_wise")
-    large = two_tower([table("user_id", USERS)], [table("item_id", 10_000)], device=META)
+    large = two_tower(
+        [table("user_id", USERS)], [table("item_id", 10_000)], device=META
+    )
     results["too large"] = told(PlanError, lambda: plan_sharding(large, runtime, small))
     planning.draft_towers = failing  # type: ignore[assignment]
     results["planner"] = told(
-        RuntimeError, lambda: plan_sharding(small_model(META), runtime, PlanConfig(towers="user:0,item:1"))
+        RuntimeError,
+        lambda: plan_sharding(
+            small_model(META), runtime, PlanConfig(towers="user:0,item:1")
+        ),
     )
     wrong = OptimizerConfig(per_layer=("towers.place=lr=1",))
     results["pattern"] = told(
-        ValueError, lambda: hybrid_parallel(small_model(META), runtime, plan=plan, optimizer=wrong)
+        ValueError,
+        lambda: hybrid_parallel(small_model(META), runtime, plan=plan, optimizer=wrong),
     )
     return results
 
@@ -178,8 +241,12 @@ def told(kind: type[Exception], call: Any) -> str:
 def calls_per_step(runtime: Runtime, towers: str) -> dict[str, float]:
     """How often each collective of Python's torch.distributed runs in a step of the pipeline."""
     model = small_model(META)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise", towers=towers))
-    pipeline = make_pipeline(*hybrid_parallel(model, runtime, plan=plan), runtime.device)
+    plan = plan_sharding(
+        model, runtime, PlanConfig(sharding="table_wise", towers=towers)
+    )
+    pipeline = make_pipeline(
+        *hybrid_parallel(model, runtime, plan=plan), runtime.device
+    )
     local = batches(3 + STEPS, rank=runtime.rank, world_size=2)
     pipeline.progress(local)
     counts: Counter[str] = Counter()
@@ -194,7 +261,9 @@ def calls_per_step(runtime: Runtime, towers: str) -> dict[str, float]:
     originals = {name: getattr(dist, name) for name in GATHERED}
     for name, call in originals.items():
         setattr(dist, name, counted(name, call))
-    for _ in range(STEPS):  # the batches of two further steps are there already, so each of these steps begins one
+    for _ in range(
+        STEPS
+    ):  # the batches of two further steps are there already, so each of these steps begins one
         pipeline.progress(local)
     for name, call in originals.items():
         setattr(dist, name, call)
@@ -206,7 +275,9 @@ def two_ranks() -> list[dict[str, Any]]:
     return run_ranks(on_two_ranks, 2)
 
 
-def test_all_towers_share_one_exchange_each_way(two_ranks: list[dict[str, Any]]) -> None:
+def test_all_towers_share_one_exchange_each_way(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     """Header, rows, outputs and their gradient; sharded tables of two towers need nine, with shared announcements."""
     for rank in two_ranks:
         assert rank["calls"]["user:0,item:1"] == {"all_to_all_single": 4.0}
@@ -216,7 +287,11 @@ def test_all_towers_share_one_exchange_each_way(two_ranks: list[dict[str, Any]])
 def test_explain_says_where_towers_run(two_ranks: list[dict[str, Any]]) -> None:
     lines = two_ranks[0]["explained"].splitlines()
     assert lines[-1] == "towers run on the ranks user:0,item:1"
-    where = {line.split()[0]: line.split("table_wise")[1].strip() for line in lines if "table_wise" in line}
+    where = {
+        line.split()[0]: line.split("table_wise")[1].strip()
+        for line in lines
+        if "table_wise" in line
+    }
     assert where == {"user_id": "rank 0", "history": "rank 0", "item_id": "rank 1"}
 
 
@@ -224,14 +299,25 @@ def test_explain_says_where_towers_run(two_ranks: list[dict[str, Any]]) -> None:
     ("what", "text"),
     [
         ("gradient", "the gradient of towers.item.mlp.0.weight is not finite"),
-        ("sync", "sync.mode=local_sgd, but plan.towers=user:0,item:1 gives ranks different towers"),
-        ("semi_sync", "sync.mode=semi_sync, but plan.towers=user:0,item:1 gives ranks different towers"),
+        (
+            "sync",
+            "sync.mode=local_sgd, but plan.towers=user:0,item:1 gives ranks different towers",
+        ),
+        (
+            "semi_sync",
+            "sync.mode=semi_sync, but plan.towers=user:0,item:1 gives ranks different towers",
+        ),
         ("too large", "tower 'item' on rank(s) 1: no sharding plan fits"),
         ("planner", "the planner failed on rank 0: KeyError: 'a planner that breaks'"),
-        ("pattern", "'towers.place=lr=1' fits no dense layer of the model, which are towers.user.mlp.0.weight"),
+        (
+            "pattern",
+            "'towers.place=lr=1' fits no dense layer of the model, which are towers.user.mlp.0.weight",
+        ),
     ],
 )
-def test_every_rank_raises_the_same_error(two_ranks: list[dict[str, Any]], what: str, text: str) -> None:
+def test_every_rank_raises_the_same_error(
+    two_ranks: list[dict[str, Any]], what: str, text: str
+) -> None:
     messages = [rank[what] for rank in two_ranks]
     assert text in messages[0]
     assert messages[1] == messages[0]

@@ -31,7 +31,12 @@ from torchrec_ext.modules.layers import Recorded
 from torchrec_ext.modules.session_encoder import SessionEncoder
 from torchrec_ext.modules.session_tower import SessionSteps, SessionTop, SessionTower
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval.bundle.architecture import INTERACTION_CLASSES, TOWERS, describe_module, rebuild
+from torchrec_ext.retrieval.bundle.architecture import (
+    INTERACTION_CLASSES,
+    TOWERS,
+    describe_module,
+    rebuild,
+)
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.program import ProgramTop, ProgramTower
 
@@ -59,16 +64,31 @@ def bags(draw: Draw, name: str, width: int) -> EmbeddingBagConfig:
 
 
 def lists(draw: Draw, *features: str) -> EmbeddingConfig:
-    return EmbeddingConfig(name="listed", feature_names=list(features), num_embeddings=draw(WIDTH), embedding_dim=8)
+    return EmbeddingConfig(
+        name="listed",
+        feature_names=list(features),
+        num_embeddings=draw(WIDTH),
+        embedding_dim=8,
+    )
 
 
 def layers(draw: Draw) -> dict[str, Any]:
-    return {"activation": draw(ACTIVATION), "normalization": draw(NORMALIZATION), "dropout": draw(DROPOUT)}
+    return {
+        "activation": draw(ACTIVATION),
+        "normalization": draw(NORMALIZATION),
+        "dropout": draw(DROPOUT),
+    }
 
 
 def a_tower(draw: Draw) -> Tower:
     compress = draw(
-        st.sampled_from([None, Compression(kind="cross", dim=4, per_feature=1), Compression(dim=3, layers=2)])
+        st.sampled_from(
+            [
+                None,
+                Compression(kind="cross", dim=4, per_feature=1),
+                Compression(dim=3, layers=2),
+            ]
+        )
     )
     tables = [
         bags(draw, "a", 4),
@@ -133,7 +153,11 @@ def a_program(draw: Draw) -> ProgramTower:
 MAKES: dict[type[nn.Module], Callable[[Draw], nn.Module]] = {
     Tower: a_tower,
     NCFTower: lambda draw: NCFTower(
-        [bags(draw, "g", 2), bags(draw, "m", 3)], 2, draw(WIDTH), bias=draw(st.booleans()), dense=["x"]
+        [bags(draw, "g", 2), bags(draw, "m", 3)],
+        2,
+        draw(WIDTH),
+        bias=draw(st.booleans()),
+        dense=["x"],
     ),
     SessionTower: a_session_tower,
     SessionSteps: lambda draw: SessionSteps(
@@ -147,7 +171,10 @@ MAKES: dict[type[nn.Module], Callable[[Draw], nn.Module]] = {
         [3 * 9 + 1, 5, 19],
         **draw(
             st.sampled_from(
-                [{"width": 8, "targets": 2}, {"width": 4, "targets": 1, "features": 2, "slots": [1]}]  # type: ignore[list-item]
+                [
+                    {"width": 8, "targets": 2},
+                    {"width": 4, "targets": 1, "features": 2, "slots": [1]},
+                ]  # type: ignore[list-item]
             )
         ),
         max_length=3,
@@ -158,32 +185,52 @@ MAKES: dict[type[nn.Module], Callable[[Draw], nn.Module]] = {
         pooling=draw(st.sampled_from(["flatten", "last", "mean"])),
         activation=draw(ACTIVATION),
     ),
-    NextItemTower: lambda draw: NextItemTower([lists(draw, "session")], an_encoder(draw, causal=True)),
+    NextItemTower: lambda draw: NextItemTower(
+        [lists(draw, "session")], an_encoder(draw, causal=True)
+    ),
     DotProduct: lambda draw: DotProduct([draw(WIDTH)] * 2),
     Cosine: lambda draw: Cosine([draw(WIDTH)] * 2, temperature=0.3),
     GeneralizedMF: lambda draw: GeneralizedMF([draw(WIDTH)] * 2),
     TopMLP: lambda draw: TopMLP(
-        [draw(WIDTH), draw(WIDTH)], draw(HIDDEN), activate_input=draw(st.booleans()), **layers(draw)
+        [draw(WIDTH), draw(WIDTH)],
+        draw(HIDDEN),
+        activate_input=draw(st.booleans()),
+        **layers(draw),
     ),
-    MultiTaskTop: lambda draw: MultiTaskTop([draw(WIDTH)] * 3, draw(st.integers(2, 4)), draw(HIDDEN), **layers(draw)),
+    MultiTaskTop: lambda draw: MultiTaskTop(
+        [draw(WIDTH)] * 3, draw(st.integers(2, 4)), draw(HIDDEN), **layers(draw)
+    ),
     DeepCross: lambda draw: DeepCross(
-        [3, 4], draw(HIDDEN), layers=2, low_rank=draw(st.sampled_from([None, 2])), **layers(draw)
+        [3, 4],
+        draw(HIDDEN),
+        layers=2,
+        low_rank=draw(st.sampled_from([None, 2])),
+        **layers(draw),
     ),
     FactorizationMachine: lambda draw: FactorizationMachine([draw(WIDTH)] * 3),
     DeepFM: lambda draw: DeepFM([draw(WIDTH)] * 2, draw(HIDDEN), **layers(draw)),
     NCFHead: lambda draw: NCFHead(
-        draw(WIDTH), draw(st.lists(WIDTH, min_size=1, max_size=3)), activation=draw(ACTIVATION)
+        draw(WIDTH),
+        draw(st.lists(WIDTH, min_size=1, max_size=3)),
+        activation=draw(ACTIVATION),
     ),
     Reordered: lambda draw: Reordered(TopMLP([3, 4, 5]), [2, 0, 1], [4, 5, 3]),
     ProgramTower: a_program,
     ProgramTop: lambda draw: ProgramTop(
-        [draw(WIDTH), 2], [[0, 1], [1, 2]], {}, [["sum.dim_IntList", ["@1", [1]], {"dtype": "dtype.float32"}]], "#0"
+        [draw(WIDTH), 2],
+        [[0, 1], [1, 2]],
+        {},
+        [["sum.dim_IntList", ["@1", [1]], {"dtype": "dtype.float32"}]],
+        "#0",
     ),
 }
 
 
 # An interaction of the registry without a line of its own is tried over two towers of equal width.
-MAKES = {kind: lambda draw, kind=kind: kind([draw(WIDTH)] * 2) for kind in RECIPE_INTERACTIONS.values()} | MAKES
+MAKES = {
+    kind: lambda draw, kind=kind: kind([draw(WIDTH)] * 2)
+    for kind in RECIPE_INTERACTIONS.values()
+} | MAKES
 
 
 def test_every_class_that_a_bundle_can_name_is_tried() -> None:
@@ -200,8 +247,14 @@ def test_there_and_back(kind: type[nn.Module]) -> None:
         again = rebuild(described)
         assert type(again) is type(module)
         assert describe_module(again) == described
-        shapes = {name: (value.shape, value.dtype) for name, value in module.state_dict().items()}
-        assert {name: (value.shape, value.dtype) for name, value in again.state_dict().items()} == shapes
+        shapes = {
+            name: (value.shape, value.dtype)
+            for name, value in module.state_dict().items()
+        }
+        assert {
+            name: (value.shape, value.dtype)
+            for name, value in again.state_dict().items()
+        } == shapes
         assert all(value.is_meta for value in again.state_dict().values())
         # Without what has weights, the layers are the same ones with the same settings.
         assert str(again) == str(module)
@@ -225,9 +278,13 @@ class Forgetful(nn.Module):
 def test_a_class_of_ones_own_is_named_by_who_exports_and_by_who_loads() -> None:
     described = describe_module(Halved([4, 4]), also=[Halved])
     assert type(rebuild(described, also=[Halved])) is Halved
-    with pytest.raises(BundleError, match=r"class 'Halved' is not one that a bundle may name .*also="):
+    with pytest.raises(
+        BundleError, match=r"class 'Halved' is not one that a bundle may name .*also="
+    ):
         rebuild(described)
-    with pytest.raises(BundleError, match=r"Halved: not one of the classes.*also=\[Halved\]"):
+    with pytest.raises(
+        BundleError, match=r"Halved: not one of the classes.*also=\[Halved\]"
+    ):
         describe_module(Halved([4, 4]))
     with pytest.raises(BundleError, match="Forgetful must be Recorded"):
         describe_module(Forgetful(), also=[Forgetful])
@@ -242,8 +299,14 @@ def test_a_class_of_ones_own_cannot_take_the_name_of_ours() -> None:
 @pytest.mark.parametrize(
     ("description", "message"),
     [
-        ({"class": "os.system", "arguments": {"command": "true"}}, "class 'os.system' is not one"),
-        ({"class": "DotProduct", "arguments": {"widths": [4, 4], "hook": "x"}}, "DotProduct cannot be made of"),
+        (
+            {"class": "os.system", "arguments": {"command": "true"}},
+            "class 'os.system' is not one",
+        ),
+        (
+            {"class": "DotProduct", "arguments": {"widths": [4, 4], "hook": "x"}},
+            "DotProduct cannot be made of",
+        ),
         ({"class": "DotProduct", "arguments": {"widths": [4, 5]}}, "equal width"),
         ({"class": "DotProduct"}, "neither a class with arguments nor a mapping"),
         ({"class": ["DotProduct"], "arguments": {}}, "neither a class with arguments"),
@@ -254,14 +317,26 @@ def test_a_class_of_ones_own_cannot_take_the_name_of_ours() -> None:
             {"class": "TopMLP", "arguments": {"widths": [4, 4], "hidden": [2**40]}},
             r"hidden=1,099,511,627,776 is beyond",
         ),
-        ({"class": "TopMLP", "arguments": {"widths": [4, 4], "hidden": [1] * 5000}}, "a list of 5,000 entries"),
+        (
+            {"class": "TopMLP", "arguments": {"widths": [4, 4], "hidden": [1] * 5000}},
+            "a list of 5,000 entries",
+        ),
         (
             {"class": "DeepCross", "arguments": {"widths": [4, 4], "layers": 10**6}},
             "layers=1,000,000 is beyond the 256",
         ),
-        ({"class": "MultiTaskTop", "arguments": {"widths": [4, 4], "tasks": 10**9}}, "tasks=1,000,000,000 is beyond"),
-        ({"class": "Cosine", "arguments": {"widths": [4, 4], "temperature": "0"}}, "Cosine cannot be made"),
-        ({"class": "TopMLP", "arguments": {"widths": [4, 4], "activation": "exec"}}, "activation='exec'"),
+        (
+            {"class": "MultiTaskTop", "arguments": {"widths": [4, 4], "tasks": 10**9}},
+            "tasks=1,000,000,000 is beyond",
+        ),
+        (
+            {"class": "Cosine", "arguments": {"widths": [4, 4], "temperature": "0"}},
+            "Cosine cannot be made",
+        ),
+        (
+            {"class": "TopMLP", "arguments": {"widths": [4, 4], "activation": "exec"}},
+            "activation='exec'",
+        ),
     ],
 )
 def test_what_is_no_description_is_refused(description: Any, message: str) -> None:
@@ -272,7 +347,10 @@ def test_what_is_no_description_is_refused(description: Any, message: str) -> No
 def test_deep_nesting_is_refused() -> None:
     described: Any = describe_module(DotProduct([4, 4]))
     for _ in range(100):
-        described = {"class": "Reordered", "arguments": {"interaction": described, "order": [0, 1], "widths": [4, 4]}}
+        described = {
+            "class": "Reordered",
+            "arguments": {"interaction": described, "order": [0, 1], "widths": [4, 4]},
+        }
     with pytest.raises(BundleError, match="nested deeper than"):
         rebuild(described)
 
@@ -287,16 +365,22 @@ def test_a_huge_table_takes_no_memory() -> None:
         "pooling": "SUM",
     }
     tables = [{"class": "EmbeddingBagConfig", "arguments": table}]
-    tower = rebuild({"class": "Tower", "arguments": {"tables": tables, "mlp_widths": [2**20]}})
+    tower = rebuild(
+        {"class": "Tower", "arguments": {"tables": tables, "mlp_widths": [2**20]}}
+    )
     assert all(value.is_meta for value in tower.state_dict().values())
 
 
 def test_a_setting_of_a_table_that_no_bundle_holds_is_named() -> None:
-    table = EmbeddingBagConfig(name="t", feature_names=["t"], num_embeddings=4, embedding_dim=4, need_pos=True)
+    table = EmbeddingBagConfig(
+        name="t", feature_names=["t"], num_embeddings=4, embedding_dim=4, need_pos=True
+    )
     with pytest.raises(BundleError, match="table 't' has need_pos=True"):
         describe_module(Tower([table], [2]))
 
 
 def test_an_argument_that_is_no_value_is_named() -> None:
-    with pytest.raises(BundleError, match=r"Halved\(widths=.*a object cannot be written down"):
+    with pytest.raises(
+        BundleError, match=r"Halved\(widths=.*a object cannot be written down"
+    ):
         describe_module(Halved([4, object()]), also=[Halved])  # type: ignore[list-item]

@@ -59,10 +59,14 @@ def bundle(pristine: Path) -> Bundle:
     return Bundle.load(pristine)
 
 
-def logits_of_the_model(rows: dict[str, list[Any]], items: list[int], prices: list[float]) -> torch.Tensor:
+def logits_of_the_model(
+    rows: dict[str, list[Any]], items: list[int], prices: list[float]
+) -> torch.Tensor:
     model = model_of().eval()
     lengths = torch.tensor([len(history) for history in rows["history"]])
-    history = torch.tensor([item for each in rows["history"] for item in each], dtype=torch.int64)
+    history = torch.tensor(
+        [item for each in rows["history"] for item in each], dtype=torch.int64
+    )
     ids = {
         "user_id": Jagged(torch.tensor(rows["user_id"])),
         "history": Jagged(history, lengths),
@@ -70,31 +74,58 @@ def logits_of_the_model(rows: dict[str, list[Any]], items: list[int], prices: li
     }
     dense = {"age": torch.tensor(rows["age"]), "price": torch.tensor(prices)}
     with torch.no_grad():
-        return model.logits(model.schema().assemble(ids, dense, labels=torch.zeros(len(items))))
+        return model.logits(
+            model.schema().assemble(ids, dense, labels=torch.zeros(len(items)))
+        )
 
 
-def test_towers_and_top_nn_of_the_bundle_give_the_logits_of_the_model(bundle: Bundle) -> None:
+def test_towers_and_top_nn_of_the_bundle_give_the_logits_of_the_model(
+    bundle: Bundle,
+) -> None:
     query = bundle.embed_query(ROWS)
     candidates = bundle.embed_candidates({"item_id": [7, 8], "price": [0.5, 0.75]})
     expected = logits_of_the_model(ROWS, [7, 8], [0.5, 0.75])
-    torch.testing.assert_close(bundle.interaction([query, candidates]), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        bundle.interaction([query, candidates]), expected, rtol=0, atol=1e-6
+    )
     assert bundle.manifest.parity["greatest_difference"] <= 1e-6
-    assert bundle.manifest.content["coverage"] == {"items": ITEMS - 1, "trained": ITEMS - 1, "missing": 0}
+    assert bundle.manifest.content["coverage"] == {
+        "items": ITEMS - 1,
+        "trained": ITEMS - 1,
+        "missing": 0,
+    }
 
 
-def test_the_store_holds_what_the_candidate_tower_makes_of_the_catalogue(bundle: Bundle) -> None:
+def test_the_store_holds_what_the_candidate_tower_makes_of_the_catalogue(
+    bundle: Bundle,
+) -> None:
     features = contents()["catalogue"].features.to_pydict()
     torch.testing.assert_close(
-        bundle.store.rows(torch.arange(ITEMS - 1)), bundle.embed_candidates(features), rtol=0, atol=1e-7
+        bundle.store.rows(torch.arange(ITEMS - 1)),
+        bundle.embed_candidates(features),
+        rtol=0,
+        atol=1e-7,
     )
-    assert bundle.store.ids.positions([1, ITEMS - 1, ITEMS]).tolist() == [0, ITEMS - 2, -1]
+    assert bundle.store.ids.positions([1, ITEMS - 1, ITEMS]).tolist() == [
+        0,
+        ITEMS - 2,
+        -1,
+    ]
 
 
 @pytest.mark.parametrize(
     ("interaction", "metric"),
-    [("dot", "dot"), ("cosine", "cosine"), ("gmf", "top_nn"), ("dcn", "top_nn"), ("deepfm", "top_nn")],
+    [
+        ("dot", "dot"),
+        ("cosine", "cosine"),
+        ("gmf", "top_nn"),
+        ("dcn", "top_nn"),
+        ("deepfm", "top_nn"),
+    ],
 )
-def test_the_metric_is_that_of_the_loss(interaction: Any, metric: str, tmp_path: Path) -> None:
+def test_the_metric_is_that_of_the_loss(
+    interaction: Any, metric: str, tmp_path: Path
+) -> None:
     bundle = bundle_of(tmp_path / "bundle", interaction)
     assert (bundle.metric, bundle.index.metric) == (metric, metric)
     query = bundle.embed_query(ROWS)
@@ -144,7 +175,10 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda b: (b / "tables/001.safetensors").unlink(),
         r"tables/001\.safetensors: the manifest lists it.*missing",
     ),
-    "table cut": (lambda b: cut(b, "tables/000.safetensors"), r"tables/000\.safetensors: .* bytes.*cut or changed"),
+    "table cut": (
+        lambda b: cut(b, "tables/000.safetensors"),
+        r"tables/000\.safetensors: .* bytes.*cut or changed",
+    ),
     "table, one bit": (
         lambda b: flip(b, "tables/000.safetensors"),
         r"tables/000\.safetensors: does not have the SHA-256",
@@ -156,51 +190,102 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         r"tables/002\.safetensors: the manifest lists it.*'x' is there.*renamed",
     ),
-    "tower dropped": (lambda b: (b / "towers/000.safetensors").unlink(), r"towers/000\.safetensors: .*missing"),
+    "tower dropped": (
+        lambda b: (b / "towers/000.safetensors").unlink(),
+        r"towers/000\.safetensors: .*missing",
+    ),
     "tower, one bit": (
         lambda b: flip(b, "towers/001.safetensors"),
         r"towers/001\.safetensors: does not have the SHA-256",
     ),
-    "top NN cut": (lambda b: cut(b, "interaction.safetensors"), r"interaction\.safetensors: .* bytes"),
-    "top NN, one bit": (lambda b: flip(b, "interaction.safetensors"), r"interaction\.safetensors: does not have"),
-    "architecture changed": (lambda b: flip(b, "architecture.json", 40), r"architecture\.json: does not have"),
+    "top NN cut": (
+        lambda b: cut(b, "interaction.safetensors"),
+        r"interaction\.safetensors: .* bytes",
+    ),
+    "top NN, one bit": (
+        lambda b: flip(b, "interaction.safetensors"),
+        r"interaction\.safetensors: does not have",
+    ),
+    "architecture changed": (
+        lambda b: flip(b, "architecture.json", 40),
+        r"architecture\.json: does not have",
+    ),
     "store dropped": (lambda b: shutil.rmtree(b / "store"), r"store/.*missing"),
-    "store cut": (lambda b: cut(b, f"store/{version(b)}/rows.bin"), r"rows\.bin: .* bytes"),
-    "store, one bit": (lambda b: flip(b, f"store/{version(b)}/rows.bin"), r"rows\.bin: does not have the SHA-256"),
+    "store cut": (
+        lambda b: cut(b, f"store/{version(b)}/rows.bin"),
+        r"rows\.bin: .* bytes",
+    ),
+    "store, one bit": (
+        lambda b: flip(b, f"store/{version(b)}/rows.bin"),
+        r"rows\.bin: does not have the SHA-256",
+    ),
     "store refreshed behind its back": (
-        lambda b: write_store(b / "store", [(np.arange(1, ITEMS), np.zeros((ITEMS - 1, 8)))]),
+        lambda b: write_store(
+            b / "store", [(np.arange(1, ITEMS), np.zeros((ITEMS - 1, 8)))]
+        ),
         r"store/.*(is not in the manifest|bytes|SHA-256)",
     ),
-    "titles, one bit": (lambda b: flip(b, "items.arrow", 500), r"items\.arrow: does not have"),
+    "titles, one bit": (
+        lambda b: flip(b, "items.arrow", 500),
+        r"items\.arrow: does not have",
+    ),
     "users dropped": (lambda b: shutil.rmtree(b / "users"), r"users/.*missing"),
-    "users' ids cut": (lambda b: cut(b, "users/ids_ids.npy"), r"ids_ids\.npy: .* bytes"),
+    "users' ids cut": (
+        lambda b: cut(b, "users/ids_ids.npy"),
+        r"ids_ids\.npy: .* bytes",
+    ),
     "audit dropped": (lambda b: shutil.rmtree(b / "audit"), r"audit/.*missing"),
-    "a file too many": (lambda b: (b / "notes.txt").write_text("x"), r"notes\.txt: is not in the manifest"),
-    "a link": (lambda b: (b / "tables/003.safetensors").symlink_to("/etc/hostname"), r"is a link"),
+    "a file too many": (
+        lambda b: (b / "notes.txt").write_text("x"),
+        r"notes\.txt: is not in the manifest",
+    ),
+    "a link": (
+        lambda b: (b / "tables/003.safetensors").symlink_to("/etc/hostname"),
+        r"is a link",
+    ),
     "manifest: another metric": (
-        lambda b: change(b, "manifest.json", lambda m: m["content"].update(metric="dot")),
+        lambda b: change(
+            b, "manifest.json", lambda m: m["content"].update(metric="dot")
+        ),
         r"manifest\.json: its content does not have its digest",
     ),
     "manifest: better parity": (
-        lambda b: change(b, "manifest.json", lambda m: m["certificate"]["parity"].update(greatest_difference=0)),
+        lambda b: change(
+            b,
+            "manifest.json",
+            lambda m: m["certificate"]["parity"].update(greatest_difference=0),
+        ),
         r"manifest\.json: its certificate does not have its seal",
     ),
     "manifest: another format": (
         lambda b: change(b, "manifest.json", lambda m: m.update(format=99)),
         r"format 99.*reads 1",
     ),
-    "manifest: not JSON": (lambda b: (b / "manifest.json").write_text("{"), r"manifest\.json: is not a JSON file"),
+    "manifest: not JSON": (
+        lambda b: (b / "manifest.json").write_text("{"),
+        r"manifest\.json: is not a JSON file",
+    ),
     "manifest: of a checkpoint": (
-        lambda b: (b / "manifest.json").write_text('{"format": 1, "content": {}, "files": {}}'),
+        lambda b: (b / "manifest.json").write_text(
+            '{"format": 1, "content": {}, "files": {}}'
+        ),
         r"belongs to something other than a bundle, such as a checkpoint",
     ),
-    "manifest: a list": (lambda b: (b / "manifest.json").write_text("[]"), r"holds no JSON object"),
-    "manifest dropped": (lambda b: (b / "manifest.json").unlink(), r"manifest\.json: cannot be read.*is '.*' a bundle"),
+    "manifest: a list": (
+        lambda b: (b / "manifest.json").write_text("[]"),
+        r"holds no JSON object",
+    ),
+    "manifest dropped": (
+        lambda b: (b / "manifest.json").unlink(),
+        r"manifest\.json: cannot be read.*is '.*' a bundle",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_folder_that_is_not_as_it_was_written_is_refused(name: str, pristine: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_as_it_was_written_is_refused(
+    name: str, pristine: Path, tmp_path: Path
+) -> None:
     mutate, message = FILES[name]
     folder = shutil.copytree(pristine, tmp_path / "bundle", symlinks=True)
     Bundle.load(folder)
@@ -216,7 +301,12 @@ def sealed(folder: Path, edit: Callable[[dict[str, Any]], None] | None = None) -
     content["files"] = file_digests(folder)
     if (folder / "store").exists():
         store = EmbeddingStore.open(folder / "store")
-        content["store"] = {"digest": store.digest, "dtype": store.dtype, "width": store.width, "tower": store.tower}
+        content["store"] = {
+            "digest": store.digest,
+            "dtype": store.dtype,
+            "width": store.width,
+            "tower": store.tower,
+        }
         content["index"]["store"] = store.digest
     if edit is not None:
         edit(content)
@@ -224,7 +314,9 @@ def sealed(folder: Path, edit: Callable[[dict[str, Any]], None] | None = None) -
 
 
 def store_with(
-    folder: Path, change: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]], **options: Any
+    folder: Path,
+    change: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
+    **options: Any,
 ) -> None:
     """The store written again with other ids or vectors, under the same tower's name."""
     store = EmbeddingStore.open(folder / "store")
@@ -235,7 +327,10 @@ def store_with(
 
 
 def stretch(folder: Path, name: str) -> None:
-    save_file({key: value * 1.01 for key, value in load_file(folder / name).items()}, folder / name)
+    save_file(
+        {key: value * 1.01 for key, value in load_file(folder / name).items()},
+        folder / name,
+    )
 
 
 def other_tables(folder: Path, name: str, edit: Callable[[pa.Table], pa.Table]) -> None:
@@ -244,15 +339,25 @@ def other_tables(folder: Path, name: str, edit: Callable[[pa.Table], pa.Table]) 
     (folder / f"{name}.new").replace(folder / name)
 
 
-SWAPS: dict[str, tuple[Callable[[Path, Path], Any], Callable[[dict[str, Any]], None] | None, str]] = {
+SWAPS: dict[
+    str,
+    tuple[Callable[[Path, Path], Any], Callable[[dict[str, Any]], None] | None, str],
+] = {
     "the store of another model": (
-        lambda b, s: (shutil.rmtree(b / "store"), shutil.copytree(s / "store", b / "store")),
+        lambda b, s: (
+            shutil.rmtree(b / "store"),
+            shutil.copytree(s / "store", b / "store"),
+        ),
         None,
         r"store: was made by tower .* another model or preprocessing",
     ),
     "the same under this tower's name": (
         lambda b, s: store_with(
-            b, lambda ids, v: (ids, EmbeddingStore.open(s / "store").rows(torch.arange(ITEMS - 1)).numpy())
+            b,
+            lambda ids, v: (
+                ids,
+                EmbeddingStore.open(s / "store").rows(torch.arange(ITEMS - 1)).numpy(),
+            ),
         ),
         None,
         r"store: the vectors of 256 audited items differ",
@@ -283,17 +388,23 @@ SWAPS: dict[str, tuple[Callable[[Path, Path], Any], Callable[[dict[str, Any]], N
         r"store: width 4, this bundle needs 8",
     ),
     "the towers of another model": (
-        lambda b, s: shutil.copyfile(s / "towers/000.safetensors", b / "towers/000.safetensors"),
+        lambda b, s: shutil.copyfile(
+            s / "towers/000.safetensors", b / "towers/000.safetensors"
+        ),
         None,
         r"the query tower is not that of the manifest",
     ),
     "the candidate tower of another model": (
-        lambda b, s: shutil.copyfile(s / "towers/001.safetensors", b / "towers/001.safetensors"),
+        lambda b, s: shutil.copyfile(
+            s / "towers/001.safetensors", b / "towers/001.safetensors"
+        ),
         None,
         r"the candidate tower is not that of the manifest",
     ),
     "the top NN of another model": (
-        lambda b, s: shutil.copyfile(s / "interaction.safetensors", b / "interaction.safetensors"),
+        lambda b, s: shutil.copyfile(
+            s / "interaction.safetensors", b / "interaction.safetensors"
+        ),
         None,
         r"(the audit batch: 256 logits differ|projected: was made by)",
     ),
@@ -307,17 +418,28 @@ SWAPS: dict[str, tuple[Callable[[Path, Path], Any], Callable[[dict[str, Any]], N
         lambda c: c["index"].update(store="0" * 64),
         r"of metric top_nn over store 000000",
     ),
-    "another metric": (lambda b, s: None, lambda c: c.update(metric="dot"), r"the manifest names .* metric dot"),
-    "another candidate": (lambda b, s: None, lambda c: c.update(candidate="user"), r"the manifest names the towers"),
+    "another metric": (
+        lambda b, s: None,
+        lambda c: c.update(metric="dot"),
+        r"the manifest names .* metric dot",
+    ),
+    "another candidate": (
+        lambda b, s: None,
+        lambda c: c.update(candidate="user"),
+        r"the manifest names the towers",
+    ),
     "a table of another type": (
         lambda b, s: save_file(
-            {"weight": load_file(b / "tables/000.safetensors")["weight"].half()}, b / "tables/000.safetensors"
+            {"weight": load_file(b / "tables/000.safetensors")["weight"].half()},
+            b / "tables/000.safetensors",
         ),
         lambda c: c.update(towers=c["towers"]),
         r"(is not that of the manifest|or was cast)",
     ),
     "users of another export": (
-        lambda b, s: other_tables(b, "users/features.arrow", lambda table: table.slice(0, 10)),
+        lambda b, s: other_tables(
+            b, "users/features.arrow", lambda table: table.slice(0, 10)
+        ),
         None,
         r"users: .* they are of different exports",
     ),
@@ -327,26 +449,39 @@ SWAPS: dict[str, tuple[Callable[[Path, Path], Any], Callable[[dict[str, Any]], N
         r"parts of different catalogues",
     ),
     "the audit of another model": (
-        lambda b, s: (shutil.rmtree(b / "audit"), shutil.copytree(s / "audit", b / "audit")),
+        lambda b, s: (
+            shutil.rmtree(b / "audit"),
+            shutil.copytree(s / "audit", b / "audit"),
+        ),
         None,
         r"the audit batch: 256 logits differ",
     ),
     "raw columns of other types": (
-        lambda b, s: change(b, "architecture.json", lambda a: a["types"].update(age="int64")),
+        lambda b, s: change(
+            b, "architecture.json", lambda a: a["types"].update(age="int64")
+        ),
         None,
         r"the query tower is not that of the manifest",
     ),
     "another row for unknown ids": (
-        lambda b, s: change(b, "architecture.json", lambda a: a.update(oov_ids={"user_id": 3})),
+        lambda b, s: change(
+            b, "architecture.json", lambda a: a.update(oov_ids={"user_id": 3})
+        ),
         None,
         r"is not that of the manifest",
     ),
     "a tower fewer": (
-        lambda b, s: change(b, "architecture.json", lambda a: a.update(towers=a["towers"][:1])),
+        lambda b, s: change(
+            b, "architecture.json", lambda a: a.update(towers=a["towers"][:1])
+        ),
         None,
         r"does not describe two towers",
     ),
-    "a manifest without files": (lambda b, s: None, lambda c: c.pop("files"), r"the manifest lacks 'files'"),
+    "a manifest without files": (
+        lambda b, s: None,
+        lambda c: c.pop("files"),
+        r"the manifest lacks 'files'",
+    ),
 }
 
 
@@ -364,7 +499,11 @@ def test_parts_that_do_not_belong_together_are_refused_though_every_digest_fits(
 
 def values_of(folder: Path, name: str, edit: Callable[[np.ndarray], Any]) -> None:
     """Changes a file of the current version of a store, or of the users, under digests that fit."""
-    at = EmbeddingStore.open(folder / name.split("/")[0]).folder if name.startswith("store") else folder / "users"
+    at = (
+        EmbeddingStore.open(folder / name.split("/")[0]).folder
+        if name.startswith("store")
+        else folder / "users"
+    )
     path = at / name.split("/")[1]
     if path.suffix == ".npy":
         array = np.load(path)
@@ -380,22 +519,33 @@ def values_of(folder: Path, name: str, edit: Callable[[np.ndarray], Any]) -> Non
     del listed["digest"]
     listed["files"] = {known: measure_file(at / known) for known in listed["files"]}
     whole = json.dumps(listed, sort_keys=True)
-    (at / "manifest.json").write_text(json.dumps({**listed, "digest": hashlib.sha256(whole.encode()).hexdigest()}))
+    (at / "manifest.json").write_text(
+        json.dumps({**listed, "digest": hashlib.sha256(whole.encode()).hexdigest()})
+    )
 
 
 def lists(table: pa.Table, name: str, row: int, value: Any) -> pa.Table:
     columns = table.to_pydict()
     columns[name][row] = value
-    return pa.table({key: pa.array(column, table.schema.field(key).type) for key, column in columns.items()})
+    return pa.table(
+        {
+            key: pa.array(column, table.schema.field(key).type)
+            for key, column in columns.items()
+        }
+    )
 
 
 def swapped(array: np.ndarray) -> None:
     array[[3, 4]] = array[[4, 3]]
 
 
-VALUES: dict[str, tuple[Callable[[Path], Any], Callable[[dict[str, Any]], None] | None, str]] = {
+VALUES: dict[
+    str, tuple[Callable[[Path], Any], Callable[[dict[str, Any]], None] | None, str]
+] = {
     "a vector of NaN": (
-        lambda b: values_of(b, "store/rows.bin", lambda rows: rows.__setitem__(-1, np.nan)),
+        lambda b: values_of(
+            b, "store/rows.bin", lambda rows: rows.__setitem__(-1, np.nan)
+        ),
         None,
         rf"store: the vector of item {ITEMS - 1} \(row {ITEMS - 2}\) holds NaN or infinity",
     ),
@@ -411,37 +561,53 @@ VALUES: dict[str, tuple[Callable[[Path], Any], Callable[[dict[str, Any]], None] 
         r"(weight '.*', row 0: holds NaN or infinity|projected: was made by tower)",
     ),
     "an item taken by a user beyond the catalogue": (
-        lambda b: other_tables(b, "users/items.arrow", lambda table: lists(table, "seen", 3, [2, ITEMS - 1])),
+        lambda b: other_tables(
+            b,
+            "users/items.arrow",
+            lambda table: lists(table, "seen", 3, [2, ITEMS - 1]),
+        ),
         None,
         rf"users: column 'seen', users 0 to {USERS - 2}: positions \d+ to {ITEMS - 1} and 0 nulls; must be 0 to "
         rf"{ITEMS - 2}",
     ),
     "an item liked at -1": (
-        lambda b: other_tables(b, "users/items.arrow", lambda table: lists(table, "liked", 3, [-1])),
+        lambda b: other_tables(
+            b, "users/items.arrow", lambda table: lists(table, "liked", 3, [-1])
+        ),
         None,
         r"users: column 'liked', .*: positions -1 to",
     ),
     "positions of another type": (
         lambda b: other_tables(
-            b, "users/items.arrow", lambda t: t.set_column(0, "seen", t["seen"].cast(pa.list_(pa.float64())))
+            b,
+            "users/items.arrow",
+            lambda t: t.set_column(0, "seen", t["seen"].cast(pa.list_(pa.float64()))),
         ),
         None,
         r"users/items\.arrow: column 'seen' is list<.*double>, must be lists of positions",
     ),
     "a user's number of NaN": (
-        lambda b: other_tables(b, "users/features.arrow", lambda table: lists(table, "age", 3, float("nan"))),
+        lambda b: other_tables(
+            b,
+            "users/features.arrow",
+            lambda table: lists(table, "age", 3, float("nan")),
+        ),
         None,
         r"users: user 4 \(row 3\): column 'age', row 0: value nan is not finite; .*a request for such a user would be "
         r"refused",
     ),
     "a user's number that is null": (
-        lambda b: other_tables(b, "users/features.arrow", lambda table: lists(table, "age", 5, None)),
+        lambda b: other_tables(
+            b, "users/features.arrow", lambda table: lists(table, "age", 5, None)
+        ),
         None,
         r"users: user 6 \(row 5\): column 'age', row 0: there is no value",
     ),
     "what is known of nobody is infinite": (
         lambda b: other_tables(
-            b, "users/features.arrow", lambda table: lists(table, "age", len(table) - 1, float("inf"))
+            b,
+            "users/features.arrow",
+            lambda table: lists(table, "age", len(table) - 1, float("inf")),
         ),
         None,
         r"users: the user of whom nothing is known: column 'age'",
@@ -452,12 +618,16 @@ VALUES: dict[str, tuple[Callable[[Path], Any], Callable[[dict[str, Any]], None] 
         r"store: ids: entry 4 of the sorted ones is not greater than the one before it",
     ),
     "two users of one id": (
-        lambda b: values_of(b, "users/ids_ids.npy", lambda ids: ids.__setitem__(3, ids[4])),
+        lambda b: values_of(
+            b, "users/ids_ids.npy", lambda ids: ids.__setitem__(3, ids[4])
+        ),
         None,
         r"users: ids: entry 4 of the sorted ones is not greater",
     ),
     "ids of another type": (
-        lambda b: np.save(b / "users/ids_ids.npy", np.load(b / "users/ids_ids.npy").astype(np.float64)),
+        lambda b: np.save(
+            b / "users/ids_ids.npy", np.load(b / "users/ids_ids.npy").astype(np.float64)
+        ),
         None,
         r"id map in '.*users' cannot be read \(its arrays are \{'ids': dtype\('float64'\)\}",
     ),
@@ -499,7 +669,9 @@ def test_a_value_that_cannot_be_served_is_refused_though_every_digest_fits(
         Bundle.load(folder)
 
 
-def test_towers_that_were_changed_under_a_new_name_fail_the_audit(pristine: Path, tmp_path: Path) -> None:
+def test_towers_that_were_changed_under_a_new_name_fail_the_audit(
+    pristine: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(pristine, tmp_path / "bundle")
     stretch(folder, "towers/000.safetensors")
     digest = Bundle.query_digest.func  # type: ignore[attr-defined]
@@ -515,7 +687,8 @@ def test_towers_that_were_changed_under_a_new_name_fail_the_audit(pristine: Path
 
     sealed(folder, with_new_digest)
     with pytest.raises(
-        BundleError, match=r"the audit batch: 256 logits differ by up to .*its towers are not those that were proven"
+        BundleError,
+        match=r"the audit batch: 256 logits differ by up to .*its towers are not those that were proven",
     ):
         Bundle.load(folder)
     Bundle.load(folder, verify=False)  # which promises less
@@ -531,11 +704,22 @@ class Boom:
 
 CRAFTED: dict[str, tuple[str, bytes]] = {
     "a pickle for a table": ("tables/000.safetensors", pickle.dumps(Boom())),
-    "a header longer than the file": ("tables/000.safetensors", (2**62).to_bytes(8, "little") + b"{}"),
+    "a header longer than the file": (
+        "tables/000.safetensors",
+        (2**62).to_bytes(8, "little") + b"{}",
+    ),
     "a tensor beyond the file": (
         "tables/000.safetensors",
         (64).to_bytes(8, "little")
-        + json.dumps({"weight": {"dtype": "F32", "shape": [10**6, 10], "data_offsets": [0, 4 * 10**7]}})
+        + json.dumps(
+            {
+                "weight": {
+                    "dtype": "F32",
+                    "shape": [10**6, 10],
+                    "data_offsets": [0, 4 * 10**7],
+                }
+            }
+        )
         .encode()[:64]
         .ljust(64),
     ),
@@ -565,13 +749,21 @@ CRAFTED: dict[str, tuple[str, bytes]] = {
 
 
 @pytest.mark.parametrize("name", CRAFTED)
-def test_a_crafted_file_is_refused_and_runs_no_code(name: str, pristine: Path, tmp_path: Path) -> None:
+def test_a_crafted_file_is_refused_and_runs_no_code(
+    name: str, pristine: Path, tmp_path: Path
+) -> None:
     file, data = CRAFTED[name]
     folder = shutil.copytree(pristine, tmp_path / "bundle")
     if name == "an npy file of objects":
         np.save(folder / file, np.array([Boom()], dtype=object), allow_pickle=True)
     elif name == "tables outside of the folder":
-        change(folder, file, lambda a: a.update(tables=dict.fromkeys(a["tables"], "../../elsewhere.safetensors")))
+        change(
+            folder,
+            file,
+            lambda a: a.update(
+                tables=dict.fromkeys(a["tables"], "../../elsewhere.safetensors")
+            ),
+        )
     else:
         (folder / file).write_bytes(data)
     sealed(folder)
@@ -589,7 +781,9 @@ def test_a_manifest_that_is_no_plain_file_of_some_size_is_refused_at_once(
     folder = shutil.copytree(pristine, tmp_path / "bundle")
     (folder / "manifest.json").unlink()
     make(folder / "manifest.json")
-    with pytest.raises(BundleError, match=rf"bundle/manifest\.json: cannot be read \(.*({message})"):
+    with pytest.raises(
+        BundleError, match=rf"bundle/manifest\.json: cannot be read \(.*({message})"
+    ):
         Bundle.load(folder)
     shutil.copytree(pristine / "store", tmp_path / "store")
     place = EmbeddingStore.open(tmp_path / "store").folder / "manifest.json"
@@ -611,7 +805,13 @@ bundle = Bundle.load({str(pristine)!r})
 assert not dist.is_initialized()
 print(bundle.embed_query({ROWS!r}).shape[1], bundle.manifest.digest)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert done.stdout.split() == ["8", Manifest.open(pristine).digest], done.stderr
 
 
@@ -623,20 +823,35 @@ def test_tables_are_mapped_and_not_copied(bundle: Bundle) -> None:
 # -- cold start and bad input
 
 
-def test_what_was_never_seen_takes_the_out_of_vocabulary_row_and_is_named(bundle: Bundle) -> None:
-    rows = {"user_id": [5, USERS + 7, -3], "history": [[3], [4, 10**9], []], "age": [0.0, 0.0, 0.0]}
+def test_what_was_never_seen_takes_the_out_of_vocabulary_row_and_is_named(
+    bundle: Bundle,
+) -> None:
+    rows = {
+        "user_id": [5, USERS + 7, -3],
+        "history": [[3], [4, 10**9], []],
+        "age": [0.0, 0.0, 0.0],
+    }
     assert {name: found.tolist() for name, found in bundle.unknown(rows).items()} == {
         "user_id": [False, True, True],
         "history": [False, True, False],
     }
-    known = bundle.embed_query({"user_id": [0, 0], "history": [[4, 0], []], "age": [0.0, 0.0]})
+    known = bundle.embed_query(
+        {"user_id": [0, 0], "history": [[4, 0], []], "age": [0.0, 0.0]}
+    )
     torch.testing.assert_close(bundle.embed_query(rows)[1:], known, rtol=0, atol=1e-7)
     expected = bundle.embed_candidates({"item_id": [0], "price": [0.0]})[0]
     torch.testing.assert_close(bundle.unknown_candidate, expected, rtol=0, atol=1e-7)
 
 
 def test_a_row_that_no_training_row_has_read_is_unknown_too() -> None:
-    tables = [EmbeddingBagConfig(name="items", feature_names=["item", "liked"], num_embeddings=6, embedding_dim=4)]
+    tables = [
+        EmbeddingBagConfig(
+            name="items",
+            feature_names=["item", "liked"],
+            num_embeddings=6,
+            embedding_dim=4,
+        )
+    ]
     columns = Columns(
         BatchSchema.from_tables(tables, oov_ids={"item": 4}),
         {"item": "int64", "liked": "list<int64>"},
@@ -653,27 +868,74 @@ def test_a_row_that_no_training_row_has_read_is_unknown_too() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
-@pytest.mark.parametrize("is_kept", [False, True], ids=["raw", "kept by a preprocessor"])
-def test_a_row_of_plain_numbers_is_read_as_any_other(monkeypatch: pytest.MonkeyPatch, is_kept: bool) -> None:
+@pytest.mark.parametrize(
+    "is_kept", [False, True], ids=["raw", "kept by a preprocessor"]
+)
+def test_a_row_of_plain_numbers_is_read_as_any_other(
+    monkeypatch: pytest.MonkeyPatch, is_kept: bool
+) -> None:
     """Or not by the short way at all: unknown ids, other types and wrong values give the same result or error."""
     tables = [
-        EmbeddingBagConfig(name="items", feature_names=["item", "liked"], num_embeddings=6, embedding_dim=4),
-        EmbeddingBagConfig(name="shops", feature_names=["shop"], num_embeddings=9, embedding_dim=4),
+        EmbeddingBagConfig(
+            name="items",
+            feature_names=["item", "liked"],
+            num_embeddings=6,
+            embedding_dim=4,
+        ),
+        EmbeddingBagConfig(
+            name="shops", feature_names=["shop"], num_embeddings=9, embedding_dim=4
+        ),
     ]
-    schema = BatchSchema.from_tables(tables, dense=["age", "price"], oov_ids={"item": 4})
-    types = {"item": "int64", "liked": "list<int64>", "shop": "int64", "age": "float32", "price": "float64"}
-    preprocessor = FittedPreprocessor(steps=(), keep=tuple(types), raw=types, states=()) if is_kept else None
-    columns = Columns(schema, types, preprocessor, unseen={"item": [2, 5], "liked": [3]}, strict=["shop"])
+    schema = BatchSchema.from_tables(
+        tables, dense=["age", "price"], oov_ids={"item": 4}
+    )
+    types = {
+        "item": "int64",
+        "liked": "list<int64>",
+        "shop": "int64",
+        "age": "float32",
+        "price": "float64",
+    }
+    preprocessor = (
+        FittedPreprocessor(steps=(), keep=tuple(types), raw=types, states=())
+        if is_kept
+        else None
+    )
+    columns = Columns(
+        schema,
+        types,
+        preprocessor,
+        unseen={"item": [2, 5], "liked": [3]},
+        strict=["shop"],
+    )
     assert columns._is_plain
     plain = {"item": 1, "liked": [1, 2], "shop": 8, "age": 0.1, "price": 1e10}
     changes: dict[str, list[Any]] = {
         "item": [0, 2, 4, 5, 6, -1, 2**63, True, 1.0, "1", None, [1]],
         "liked": [[], [1], [3], [0, 1], [7], [1, None], [1, True], 1, None, (1, 2)],
         "shop": [0, 9, -1, None],
-        "age": [1, 1e300, -1e39, 3.5e38, float("nan"), float("inf"), True, None, "1", [1.0]],
+        "age": [
+            1,
+            1e300,
+            -1e39,
+            3.5e38,
+            float("nan"),
+            float("inf"),
+            True,
+            None,
+            "1",
+            [1.0],
+        ],
         "price": [2**60 + 1, 1e300, 0.1],
     }
-    rows = [plain, *({**plain, name: value} for name, values in changes.items() for value in values)]
+    rows = [
+        plain,
+        *(
+            {**plain, name: value}
+            for name, values in changes.items()
+            for value in values
+        ),
+    ]
     short = 0
     for row in rows:
         results: list[Any] = []
@@ -685,12 +947,26 @@ def test_a_row_of_plain_numbers_is_read_as_any_other(monkeypatch: pytest.MonkeyP
                 results.append(str(error))
                 continue
             bags = {
-                name: (bag.values.tolist(), bag.lengths and bag.lengths.tolist()) for name, bag in read.sparse.items()
+                name: (bag.values.tolist(), bag.lengths and bag.lengths.tolist())
+                for name, bag in read.sparse.items()
             }
-            dense = {name: (value.dtype, value.tolist()) for name, value in read.dense.items()}
-            results.append((bags, dense, {name: mask.tolist() for name, mask in read.unknown.items()}, read.size))
+            dense = {
+                name: (value.dtype, value.tolist())
+                for name, value in read.dense.items()
+            }
+            results.append(
+                (
+                    bags,
+                    dense,
+                    {name: mask.tolist() for name, mask in read.unknown.items()},
+                    read.size,
+                )
+            )
         assert results[0] == results[1], row
-        short += columns._read_plain({name: [value] for name, value in row.items()}) is not None
+        short += (
+            columns._read_plain({name: [value] for name, value in row.items()})
+            is not None
+        )
     assert short == 6
 
 
@@ -721,40 +997,63 @@ def test_titles_and_categories_are_by_position(bundle: Bundle) -> None:
 
 def items_with(attribute: Attribute, values: list[Any]) -> list[int]:
     """Positions of the items with one of the values."""
-    return np.flatnonzero(np.unpackbits(attribute.bits(values), bitorder="little")).tolist()
+    return np.flatnonzero(
+        np.unpackbits(attribute.bits(values), bitorder="little")
+    ).tolist()
 
 
 @pytest.mark.parametrize("distinct", [3, 200, 999])
 @pytest.mark.parametrize("as_text", [False, True])
-def test_an_attribute_knows_the_items_of_each_value(distinct: int, as_text: bool) -> None:
+def test_an_attribute_knows_the_items_of_each_value(
+    distinct: int, as_text: bool
+) -> None:
     """Whether all values are frequent, some, or none; as numbers or texts, alone or in lists, or missing."""
     rng = np.random.default_rng(distinct)
-    drawn = [sorted({int(value) for value in (distinct * rng.random(rng.integers(0, 4)) ** 3)}) for _ in range(1_003)]
+    drawn = [
+        sorted(
+            {int(value) for value in (distinct * rng.random(rng.integers(0, 4)) ** 3)}
+        )
+        for _ in range(1_003)
+    ]
     lists = [[f"v{value}" for value in each] if as_text else each for each in drawn]
     firsts = [each[0] if each else None for each in lists]
     kind = pa.string() if as_text else pa.int32()
     for column in (pa.array(lists, pa.list_(kind)), pa.array(firsts, kind)):
         attribute = Attribute(pa.chunked_array([column[:400], column[400:]]))
-        rows = [each if isinstance(each, list) else [each] for each in column.to_pylist()]
+        rows = [
+            each if isinstance(each, list) else [each] for each in column.to_pylist()
+        ]
         values = attribute.values.ids().tolist()
         assert values == sorted({value for row in rows for value in row} - {None})
         for some in ([value] for value in values[::7]):
-            assert items_with(attribute, some) == [row for row, own in enumerate(rows) if some[0] in own]
+            assert items_with(attribute, some) == [
+                row for row, own in enumerate(rows) if some[0] in own
+            ]
         several = values[1::2]
-        assert items_with(attribute, several) == [row for row, own in enumerate(rows) if set(own) & set(several)]
+        assert items_with(attribute, several) == [
+            row for row, own in enumerate(rows) if set(own) & set(several)
+        ]
     assert items_with(Attribute(pa.chunked_array([pa.nulls(5, kind)])), []) == []
 
 
 def test_an_attribute_needs_a_free_name_and_values_to_compare(tmp_path: Path) -> None:
     catalogue = contents()["catalogue"]
     for column, message in (
-        ({"not": [1] * (ITEMS - 1)}, "catalogue: an attribute cannot have the name 'not'"),
+        (
+            {"not": [1] * (ITEMS - 1)},
+            "catalogue: an attribute cannot have the name 'not'",
+        ),
         ({"categories": [1] * (ITEMS - 1)}, "cannot have the name 'categories'"),
-        ({"price": [0.5] * (ITEMS - 1)}, "catalogue: attribute 'price' is double, must be whole numbers, text"),
+        (
+            {"price": [0.5] * (ITEMS - 1)},
+            "catalogue: attribute 'price' is double, must be whole numbers, text",
+        ),
     ):
         changed = replace(catalogue, attributes=pa.table(column))
         with pytest.raises(BundleError, match=message):
-            export(model_of(), tmp_path / "bundle", **{**contents(), "catalogue": changed})
+            export(
+                model_of(), tmp_path / "bundle", **{**contents(), "catalogue": changed}
+            )
     with pytest.raises(BundleError, match="catalogue: 1 attributes for"):
         replace(catalogue, attributes=pa.table({"year": [1]}))
 
@@ -775,8 +1074,12 @@ def test_an_attribute_needs_a_free_name_and_values_to_compare(tmp_path: Path) ->
         ({"age": [0.5]}, "different numbers of rows"),
     ],
 )
-def test_bad_features_are_named(change: dict[str, Any], message: str, bundle: Bundle) -> None:
-    rows = {name: value for name, value in {**ROWS, **change}.items() if value is not None}
+def test_bad_features_are_named(
+    change: dict[str, Any], message: str, bundle: Bundle
+) -> None:
+    rows = {
+        name: value for name, value in {**ROWS, **change}.items() if value is not None
+    }
     with pytest.raises(DataError, match=message):
         bundle.embed_query(rows)
 
@@ -784,25 +1087,36 @@ def test_bad_features_are_named(change: dict[str, Any], message: str, bundle: Bu
 # -- exports that must not be
 
 
-def test_the_audit_is_measured_and_not_assumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_audit_is_measured_and_not_assumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torchrec_ext.retrieval.bundle.audit import LiveModel
 
     honest = LiveModel.of_tower
     monkeypatch.setattr(
-        LiveModel, "of_tower", lambda self, name, dense: {k: v * 1.001 for k, v in honest(self, name, dense).items()}
+        LiveModel,
+        "of_tower",
+        lambda self, name, dense: {
+            k: v * 1.001 for k, v in honest(self, name, dense).items()
+        },
     )
     with pytest.raises(
-        BundleError, match="the towers of the bundle and the model that was trained: 256 logits differ by up to"
+        BundleError,
+        match="the towers of the bundle and the model that was trained: 256 logits differ by up to",
     ):
         export(model_of(), tmp_path / "bundle", **contents())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_export_leaves_the_earlier_bundle_as_it_was(pristine: Path, tmp_path: Path) -> None:
+def test_a_failed_export_leaves_the_earlier_bundle_as_it_was(
+    pristine: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(pristine, tmp_path / "bundle")
     broken = contents()
     ids = broken["catalogue"].ids
-    features = pa.table({"item_id": ids, "price": np.full(len(ids), np.nan, np.float32)})
+    features = pa.table(
+        {"item_id": ids, "price": np.full(len(ids), np.nan, np.float32)}
+    )
     broken["catalogue"] = Catalogue(ids=ids, features=features)
     with pytest.raises(DataError, match="column 'price'"):
         export(model_of(), folder, overwrite=True, **broken)
@@ -812,38 +1126,58 @@ def test_a_failed_export_leaves_the_earlier_bundle_as_it_was(pristine: Path, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
-def test_another_export_replaces_it_whole(pristine: Path, stranger: Path, tmp_path: Path) -> None:
+def test_another_export_replaces_it_whole(
+    pristine: Path, stranger: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(pristine, tmp_path / "bundle")
     export(model_of(seed=1), folder, overwrite=True, **contents())
-    assert Bundle.load(folder).manifest.digest == Manifest.open(stranger).digest != Manifest.open(pristine).digest
+    assert (
+        Bundle.load(folder).manifest.digest
+        == Manifest.open(stranger).digest
+        != Manifest.open(pristine).digest
+    )
 
 
-def test_a_bundle_that_a_killed_export_had_moved_aside_is_found(pristine: Path, tmp_path: Path) -> None:
+def test_a_bundle_that_a_killed_export_had_moved_aside_is_found(
+    pristine: Path, tmp_path: Path
+) -> None:
     shutil.copytree(pristine, tmp_path / ".bundle.old-another-host-17")
-    assert Bundle.load(tmp_path / "bundle").manifest.digest == Manifest.open(pristine).digest
+    assert (
+        Bundle.load(tmp_path / "bundle").manifest.digest
+        == Manifest.open(pristine).digest
+    )
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o007])
-def test_each_file_is_readable_by_whom_the_umask_lets_read(umask: int, tmp_path: Path) -> None:
+def test_each_file_is_readable_by_whom_the_umask_lets_read(
+    umask: int, tmp_path: Path
+) -> None:
     before = os.umask(umask)
     try:
         export(model_of(), tmp_path / "bundle", **contents())
     finally:
         os.umask(before)
     found = {
-        path.relative_to(tmp_path).as_posix(): path.stat().st_mode & 0o777 for path in (tmp_path / "bundle").rglob("*")
+        path.relative_to(tmp_path).as_posix(): path.stat().st_mode & 0o777
+        for path in (tmp_path / "bundle").rglob("*")
     }
-    wanted = {name: (0o777 if (tmp_path / name).is_dir() else 0o666) & ~umask for name in found}
+    wanted = {
+        name: (0o777 if (tmp_path / name).is_dir() else 0o666) & ~umask
+        for name in found
+    }
     assert found == wanted
 
 
 def test_every_trained_id_must_be_servable(tmp_path: Path) -> None:
     short = contents(items=ITEMS - 5)
     everything = Catalogue(
-        ids=short["catalogue"].ids, features=short["catalogue"].features, trained=np.arange(1, ITEMS)
+        ids=short["catalogue"].ids,
+        features=short["catalogue"].features,
+        trained=np.arange(1, ITEMS),
     )
     with pytest.raises(
-        BundleError, match=f"catalogue: 4 ids of the training rows are not in it, {ITEMS - 4} among them"
+        BundleError,
+        match=f"catalogue: 4 ids of the training rows are not in it, {ITEMS - 4} among them",
     ):
         export(model_of(), tmp_path / "bundle", **{**short, "catalogue": everything})
 
@@ -855,22 +1189,31 @@ def test_every_trained_id_must_be_servable(tmp_path: Path) -> None:
         ({"index": "annoy"}, "index='annoy': must be one of exact"),
         ({"store": "bf16"}, "store='bf16': must be one of fp32"),
         ({"recall": 0.0}, "recall=0.0"),
-        ({"candidate": "film"}, "candidate='film': is not a tower of the model; they are user, item"),
+        (
+            {"candidate": "film"},
+            "candidate='film': is not a tower of the model; they are user, item",
+        ),
         ({"users": None}, "queries: there are no rows to audit by"),
     ],
 )
-def test_a_wrong_setting_is_told(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_wrong_setting_is_told(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(BundleError, match=message):
         export(model_of(), tmp_path / "bundle", **{**contents(), **settings})
 
 
 def test_what_is_no_model_of_towers_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="a Linear cannot be exported; give a TowerModel"):
+    with pytest.raises(
+        BundleError, match="a Linear cannot be exported; give a TowerModel"
+    ):
         export(torch.nn.Linear(2, 2), tmp_path / "bundle", **contents())
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
-def test_an_index_of_faiss_says_its_recall_and_belongs_to_its_store(kind: Any, tmp_path: Path) -> None:
+def test_an_index_of_faiss_says_its_recall_and_belongs_to_its_store(
+    kind: Any, tmp_path: Path
+) -> None:
     pytest.importorskip("faiss", reason="needs the extra `retrieval`")
     bundle = bundle_of(tmp_path / "bundle", "dot", index=kind, recall=0.9)
     assert bundle.manifest.recall >= 0.9
@@ -879,7 +1222,10 @@ def test_an_index_of_faiss_says_its_recall_and_belongs_to_its_store(kind: Any, t
     assert found.shape == (2, 3)
     flip(
         bundle.folder,
-        next(path.relative_to(bundle.folder).as_posix() for path in (bundle.folder / "index").iterdir()),
+        next(
+            path.relative_to(bundle.folder).as_posix()
+            for path in (bundle.folder / "index").iterdir()
+        ),
         30,
     )
     with pytest.raises(BundleError, match="does not have the SHA-256"):

@@ -21,20 +21,40 @@ pytestmark = pytest.mark.unit
 
 def table(name: str, *features: str, **options: Any) -> EmbeddingBagConfig:
     given = {"num_embeddings": 50, "embedding_dim": 8, **options}
-    return EmbeddingBagConfig(name=name, feature_names=list(features or [name]), **given)
+    return EmbeddingBagConfig(
+        name=name, feature_names=list(features or [name]), **given
+    )
 
 
 TOWERS: dict[str, Any] = {
-    "sums and means": ([table("user"), table("item", "taken", "liked"), table("tag", pooling=PoolingType.MEAN)], {}),
+    "sums and means": (
+        [
+            table("user"),
+            table("item", "taken", "liked"),
+            table("tag", pooling=PoolingType.MEAN),
+        ],
+        {},
+    ),
     "half": ([table("user"), table("taken", data_type=DataType.FP16)], {}),
-    "layers": ([table("user"), table("taken")], {"normalization": "layer", "residual": True, "dropout": 0.5}),
-    "batch normalisation": ([table("user"), table("taken")], {"normalization": "batch"}),
-    "compressed": ([table("user"), table("taken")], {"compress": Compression(flat=1, dim=4)}),
+    "layers": (
+        [table("user"), table("taken")],
+        {"normalization": "layer", "residual": True, "dropout": 0.5},
+    ),
+    "batch normalisation": (
+        [table("user"), table("taken")],
+        {"normalization": "batch"},
+    ),
+    "compressed": (
+        [table("user"), table("taken")],
+        {"compress": Compression(flat=1, dim=4)},
+    ),
     "no layers": ([table("user"), table("taken")], {"widths": ()}),
 }
 
 
-def columns(features: list[str], rows: int) -> tuple[dict[str, Jagged], dict[str, torch.Tensor]]:
+def columns(
+    features: list[str], rows: int
+) -> tuple[dict[str, Jagged], dict[str, torch.Tensor]]:
     """The user and each row one id; the rest lists, one of them empty."""
     draw = torch.Generator().manual_seed(rows)
     sparse = {}
@@ -42,8 +62,14 @@ def columns(features: list[str], rows: int) -> tuple[dict[str, Jagged], dict[str
         if name == "user":
             sparse[name] = Jagged(torch.randint(50, (rows,), generator=draw))
         else:
-            lengths = torch.arange(rows, dtype=torch.int32) if rows > 1 else torch.tensor([5], dtype=torch.int32)
-            sparse[name] = Jagged(torch.randint(50, (int(lengths.sum()),), generator=draw), lengths)
+            lengths = (
+                torch.arange(rows, dtype=torch.int32)
+                if rows > 1
+                else torch.tensor([5], dtype=torch.int32)
+            )
+            sparse[name] = Jagged(
+                torch.randint(50, (int(lengths.sum()),), generator=draw), lengths
+            )
     return sparse, {"age": torch.rand(rows, generator=draw)}
 
 
@@ -53,24 +79,43 @@ def test_it_equals_the_tower(name: str, rows: int) -> None:
     tables, options = TOWERS[name]
     torch.manual_seed(0)
     tower = Tower(
-        tables, options.get("widths", (16, 16, 4)), dense=["age"], **{k: v for k, v in options.items() if k != "widths"}
+        tables,
+        options.get("widths", (16, 16, 4)),
+        dense=["age"],
+        **{k: v for k, v in options.items() if k != "widths"},
     )
     tower = tower.eval().requires_grad_(False)
     schema = BatchSchema.from_tables(tables, dense=["age"])
     sparse, dense = columns(schema.keys, rows)
     batch = schema.assemble(sparse, dense, labels=torch.zeros(rows))
     assert is_plain(tower)
-    torch.testing.assert_close(PlainTower(tower)(sparse, dense), tower(batch.sparse, batch.dense), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        PlainTower(tower)(sparse, dense),
+        tower(batch.sparse, batch.dense),
+        rtol=0,
+        atol=1e-6,
+    )
 
 
 def test_an_empty_list_of_one_row_is_zeros() -> None:
     tower = Tower([table("taken")], ())
-    empty = {"taken": Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))}
+    empty = {
+        "taken": Jagged(
+            torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+        )
+    }
     assert PlainTower(tower)(empty, {}).tolist() == [[0.0] * 8]
 
 
 def test_attention_weights_and_lent_tables_are_left_to_the_tower() -> None:
-    attention = Tower([EmbeddingConfig(name="t", feature_names=["t"], num_embeddings=5, embedding_dim=4)], (4,))
+    attention = Tower(
+        [
+            EmbeddingConfig(
+                name="t", feature_names=["t"], num_embeddings=5, embedding_dim=4
+            )
+        ],
+        (4,),
+    )
     weighted = Tower([table("taken")], (4,), weights={"taken": "ages"})
     shared = Tower([table("user"), table("taken")], (4,))
     shared.release_tables(["taken"])

@@ -12,7 +12,14 @@ import pytest
 import torch
 from torchrec import EmbeddingBagConfig, PoolingType
 
-from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History, Normalize, Preprocessor, TimeFeatures
+from torchrec_ext.data.preprocess import (
+    Categorify,
+    FittedPreprocessor,
+    History,
+    Normalize,
+    Preprocessor,
+    TimeFeatures,
+)
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.manifest import BundleError
@@ -56,7 +63,11 @@ def model_of(fitted: FittedPreprocessor) -> TowerModel:
     def table(name: str) -> EmbeddingBagConfig:
         rows = fitted.vocab[name]
         return EmbeddingBagConfig(
-            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=4, pooling=PoolingType.MEAN
+            name=name,
+            feature_names=[name],
+            num_embeddings=rows,
+            embedding_dim=4,
+            pooling=PoolingType.MEAN,
         )
 
     torch.manual_seed(0)
@@ -67,7 +78,10 @@ def model_of(fitted: FittedPreprocessor) -> TowerModel:
 def requests(log: Path) -> dict[str, list[Any]]:
     """What is known when each row of the log comes in."""
     rows = pq.read_table(log).to_pydict()
-    before = [[at for at in range(row) if rows["user"][at] == rows["user"][row]] for row in range(ROWS)]
+    before = [
+        [at for at in range(row) if rows["user"][at] == rows["user"][row]]
+        for row in range(ROWS)
+    ]
     return {
         "user": rows["user"],
         "time": rows["time"],
@@ -78,7 +92,9 @@ def requests(log: Path) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def bundle(fitted: FittedPreprocessor, log: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def bundle(
+    fitted: FittedPreprocessor, log: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Bundle:
     folder = tmp_path_factory.mktemp("bundle") / "bundle"
     asked = pa.table(requests(log))
     ids = np.unique(pq.read_table(log)["item"].to_numpy())
@@ -99,23 +115,41 @@ def test_a_request_is_embedded_as_the_row_of_the_file(
     made = pq.read_table(tmp_path / "ready").to_pydict()
     model = model_of(fitted).eval()
     lengths = torch.tensor([len(history) for history in made["history"]])
-    history = torch.tensor([item for items in made["history"] for item in items], dtype=torch.int64)
-    ids = {name: Jagged(torch.tensor(made[name])) for name in ("user", "time_weekday", "item")} | {
-        "history": Jagged(history, lengths)
-    }
-    batch = model.schema().assemble(ids, {"age": torch.tensor(made["age"])}, labels=torch.ones(ROWS))
+    history = torch.tensor(
+        [item for items in made["history"] for item in items], dtype=torch.int64
+    )
+    ids = {
+        name: Jagged(torch.tensor(made[name]))
+        for name in ("user", "time_weekday", "item")
+    } | {"history": Jagged(history, lengths)}
+    batch = model.schema().assemble(
+        ids, {"age": torch.tensor(made["age"])}, labels=torch.ones(ROWS)
+    )
     with torch.no_grad():
         user, item = model.outputs(batch)
-    torch.testing.assert_close(bundle.embed_query(requests(log)), user, rtol=0, atol=1e-6)
-    items = pq.read_table(log)["item"].to_numpy()
-    torch.testing.assert_close(bundle.embed_candidates({"item": items}), item, rtol=0, atol=1e-6)
     torch.testing.assert_close(
-        bundle.store.rows(torch.from_numpy(bundle.store.ids.positions(items))), item, rtol=0, atol=1e-6
+        bundle.embed_query(requests(log)), user, rtol=0, atol=1e-6
+    )
+    items = pq.read_table(log)["item"].to_numpy()
+    torch.testing.assert_close(
+        bundle.embed_candidates({"item": items}), item, rtol=0, atol=1e-6
+    )
+    torch.testing.assert_close(
+        bundle.store.rows(torch.from_numpy(bundle.store.ids.positions(items))),
+        item,
+        rtol=0,
+        atol=1e-6,
     )
 
 
 def test_neither_side_asks_for_the_columns_of_the_other(bundle: Bundle) -> None:
-    assert set(bundle.request_columns) == {"user", "time", "age", "history_items", "history_times"}
+    assert set(bundle.request_columns) == {
+        "user",
+        "time",
+        "age",
+        "history_items",
+        "history_times",
+    }
     assert set(bundle.candidate_columns) == {"item"}
 
 
@@ -133,10 +167,17 @@ def test_names_that_were_never_seen_are_said(bundle: Bundle) -> None:
         "time_weekday": False,
     }
     with pytest.raises(DataError, match=r"column 'user' is missing.*did you mean"):
-        bundle.embed_query({**{name: value for name, value in row.items() if name != "user"}, "usr": ["x"]})
+        bundle.embed_query(
+            {
+                **{name: value for name, value in row.items() if name != "user"},
+                "usr": ["x"],
+            }
+        )
 
 
-def test_another_preprocessing_is_refused(fitted: FittedPreprocessor, log: Path, tmp_path: Path) -> None:
+def test_another_preprocessing_is_refused(
+    fitted: FittedPreprocessor, log: Path, tmp_path: Path
+) -> None:
     """Fitted on half of the rows: the same columns and sizes, other ids for the same names."""
     import shutil
 
@@ -145,10 +186,16 @@ def test_another_preprocessing_is_refused(fitted: FittedPreprocessor, log: Path,
     ids = np.unique(pq.read_table(log)["item"].to_numpy())
     catalogue = Catalogue(ids=ids, features=pa.table({"item": ids}))
     export(
-        model_of(fitted), tmp_path / "bundle", catalogue=catalogue, queries=pa.table(requests(log)), preprocessor=fitted
+        model_of(fitted),
+        tmp_path / "bundle",
+        catalogue=catalogue,
+        queries=pa.table(requests(log)),
+        preprocessor=fitted,
     )
     pq.write_table(pq.read_table(log).slice(ROWS // 2), tmp_path / "half.parquet")
-    other = Preprocessor(fitted.steps, keep=["label"]).fit(str(tmp_path / "half.parquet"))
+    other = Preprocessor(fitted.steps, keep=["label"]).fit(
+        str(tmp_path / "half.parquet")
+    )
     shutil.rmtree(tmp_path / "bundle/preprocessor")
     other.save(tmp_path / "bundle/preprocessor")
     sealed(tmp_path / "bundle")
@@ -156,27 +203,58 @@ def test_another_preprocessing_is_refused(fitted: FittedPreprocessor, log: Path,
         Bundle.load(tmp_path / "bundle")
 
 
-def test_an_export_without_its_preprocessor_is_told(fitted: FittedPreprocessor, log: Path, tmp_path: Path) -> None:
+def test_an_export_without_its_preprocessor_is_told(
+    fitted: FittedPreprocessor, log: Path, tmp_path: Path
+) -> None:
     ids = np.unique(pq.read_table(log)["item"].to_numpy())
     catalogue = Catalogue(ids=ids, features=pa.table({"item": ids}))
-    with pytest.raises(DataError, match="the rows of the export: column 'history' is missing"):
-        export(model_of(fitted), tmp_path / "bundle", catalogue=catalogue, queries=pa.table(requests(log)))
+    with pytest.raises(
+        DataError, match="the rows of the export: column 'history' is missing"
+    ):
+        export(
+            model_of(fitted),
+            tmp_path / "bundle",
+            catalogue=catalogue,
+            queries=pa.table(requests(log)),
+        )
 
 
-def test_users_of_a_preprocessed_bundle_are_raw_rows(fitted: FittedPreprocessor, log: Path, tmp_path: Path) -> None:
+def test_users_of_a_preprocessed_bundle_are_raw_rows(
+    fitted: FittedPreprocessor, log: Path, tmp_path: Path
+) -> None:
     asked = pa.table(requests(log)).take(pa.array(range(ROWS - 8, ROWS)))
     ids = np.unique(pq.read_table(log)["item"].to_numpy())
     none = pa.array([[]] * 8, type=pa.list_(pa.int64()))
-    nobody = {"user": "", "time": 880_000_000, "age": 30.0, "history_items": [], "history_times": []}
+    nobody = {
+        "user": "",
+        "time": 880_000_000,
+        "age": 30.0,
+        "history_items": [],
+        "history_times": [],
+    }
     users = NamedUsers(
-        key="user", ids=np.array([f"p{at}" for at in range(8)]), features=asked, unknown=nobody, seen=none, liked=none
+        key="user",
+        ids=np.array([f"p{at}" for at in range(8)]),
+        features=asked,
+        unknown=nobody,
+        seen=none,
+        liked=none,
     )
     catalogue = Catalogue(ids=ids, features=pa.table({"item": ids}))
-    export(model_of(fitted), tmp_path / "bundle", catalogue=catalogue, users=users, preprocessor=fitted)
+    export(
+        model_of(fitted),
+        tmp_path / "bundle",
+        catalogue=catalogue,
+        users=users,
+        preprocessor=fitted,
+    )
     bundle = Bundle.load(tmp_path / "bundle")
     assert bundle.users is not None
     known = bundle.users.rows(bundle.users.ids.positions(["p3"]))
     expected = bundle.embed_query(
-        {name: [column[3].as_py()] for name, column in zip(asked.column_names, asked.columns, strict=True)}
+        {
+            name: [column[3].as_py()]
+            for name, column in zip(asked.column_names, asked.columns, strict=True)
+        }
     )
     assert torch.equal(bundle.embed_query(known), expected)

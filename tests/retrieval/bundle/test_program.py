@@ -14,7 +14,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchrec_ext.retrieval.bundle.architecture import rebuild
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.operators import _ATEN, run_operator
-from torchrec_ext.retrieval.bundle.program import _DTYPES, MOST_BYTES, Program, ProgramTower
+from torchrec_ext.retrieval.bundle.program import (
+    _DTYPES,
+    MOST_BYTES,
+    Program,
+    ProgramTower,
+)
 
 DRAW = torch.Generator().manual_seed(0)
 
@@ -37,7 +42,14 @@ def cells(gates: int, inputs: int = 3, width: int = 4) -> list[Tensor]:
     return [real(rows, inputs), real(rows, width), real(rows), real(rows)]
 
 
-LAYER = [True, 1, 0.0, False, False, True]  # of a recurrent operator: biased, one layer, batch first
+LAYER = [
+    True,
+    1,
+    0.0,
+    False,
+    False,
+    True,
+]  # of a recurrent operator: biased, one layer, batch first
 X, Y = real(3, 4), real(4)
 ONE = """abs exp expm1 cos sin tan tanh floor round reciprocal relu relu6 rsqrt sigmoid sign silu sqrt square log
 log1p neg log_sigmoid mish selu gelu hardsigmoid hardswish hardtanh elu softplus leaky_relu clone contiguous detach t
@@ -56,7 +68,15 @@ EXAMPLES: dict[str, list[Any]] = {
     **{name: [X, Y] for name in TWO.split()},
     **{name: [X, 1] for name in SCALAR.split()},
     **{name: [X, [1]] for name in OVER.split()},
-    "_native_batch_norm_legit_no_training.default": [X, Y, real(4), real(4), real(4).abs(), 0.1, 1e-5],
+    "_native_batch_norm_legit_no_training.default": [
+        X,
+        Y,
+        real(4),
+        real(4),
+        real(4).abs(),
+        0.1,
+        1e-5,
+    ],
     "_to_copy.default": [X],
     "addmm.default": [real(5), X, real(4, 5)],
     "arange.default": [5],
@@ -79,7 +99,17 @@ EXAMPLES: dict[str, list[Any]] = {
     "einsum.default": ["bij,bjk->bik", [real(2, 3, 4), real(2, 4, 5)]],
     "embedding.default": [real(5, 4), whole(3, 2)],
     "embedding_bag.default": [real(5, 4), whole(6), torch.tensor([0, 2, 4])],
-    "embedding_bag.padding_idx": [real(5, 4), whole(6), torch.tensor([0, 2, 4]), False, 0, False, None, False, 0],
+    "embedding_bag.padding_idx": [
+        real(5, 4),
+        whole(6),
+        torch.tensor([0, 2, 4]),
+        False,
+        0,
+        False,
+        None,
+        False,
+        0,
+    ],
     "expand.default": [real(3, 1), [3, 4]],
     "expand_as.default": [real(3, 1), X],
     "full.default": [[3, 4], 2.0],
@@ -114,7 +144,10 @@ EXAMPLES: dict[str, list[Any]] = {
     "rms_norm.default": [X, [4], Y],
     "rnn_relu.input": [real(2, 5, 3), real(1, 2, 4), cells(1), *LAYER],
     "rnn_tanh.input": [real(2, 5, 3), real(1, 2, 4), cells(1), *LAYER],
-    "scaled_dot_product_attention.default": [*(real(2, 2, 5, 4) for _ in range(3)), real(2, 1, 5, 5)],
+    "scaled_dot_product_attention.default": [
+        *(real(2, 2, 5, 4) for _ in range(3)),
+        real(2, 1, 5, 5),
+    ],
     "select.int": [X, 1, 2],
     "slice.Tensor": [X, 1, 1, 3],
     "split.Tensor": [X, 2, 1],
@@ -148,27 +181,48 @@ def variants(value: Any) -> Iterator[Any]:
         yield from (value - 1, value + 1, 3 * value, 0, -5, 2**40)
     elif isinstance(value, Tensor):
         for dim, size in enumerate(value.shape):
-            yield from (value.narrow(dim, 0, kept) for kept in {0, 1, size // 2, size - 1} if 0 <= kept < size)
+            yield from (
+                value.narrow(dim, 0, kept)
+                for kept in {0, 1, size // 2, size - 1}
+                if 0 <= kept < size
+            )
             yield torch.cat([value, value.narrow(dim, 0, 1)], dim)
             yield torch.cat([value, value, value], dim)
-        yield from (value.flatten(), value[None], value[..., None], value.mT if value.dim() > 1 else value)
+        yield from (
+            value.flatten(),
+            value[None],
+            value[..., None],
+            value.mT if value.dim() > 1 else value,
+        )
         if value.dim():
             yield value[0]
-        yield from (value.to(dtype) for dtype in _DTYPES.values() if dtype != value.dtype)
+        yield from (
+            value.to(dtype) for dtype in _DTYPES.values() if dtype != value.dtype
+        )
         if value.dtype == torch.int64:
-            yield from (value.flip(0) if value.dim() else value, value - 1, value + 2**20)
+            yield from (
+                value.flip(0) if value.dim() else value,
+                value - 1,
+                value + 2**20,
+            )
 
 
 def surrounded(value: Any, by: float) -> Any:
     """A tensor in the middle of others' memory, which holds ``by``."""
     if not isinstance(value, Tensor):
         return value
-    memory = torch.full((value.numel() + 2 * GUARD,), by if value.is_floating_point() else by > 0, dtype=value.dtype)
+    memory = torch.full(
+        (value.numel() + 2 * GUARD,),
+        by if value.is_floating_point() else by > 0,
+        dtype=value.dtype,
+    )
     inner = memory[GUARD : GUARD + value.numel()].view(value.shape)
     return inner.copy_(value)
 
 
-def result(name: str, leaves: list[Any], spec: Any, by: float) -> list[Tensor] | Exception:
+def result(
+    name: str, leaves: list[Any], spec: Any, by: float
+) -> list[Tensor] | Exception:
     arguments, options = tree_unflatten([surrounded(leaf, by) for leaf in leaves], spec)
     try:
         found = tree_flatten(run_operator(name, arguments, options))[0]
@@ -177,21 +231,38 @@ def result(name: str, leaves: list[Any], spec: Any, by: float) -> list[Tensor] |
     return [value.clone() for value in found if isinstance(value, Tensor)]
 
 
-def program(name: str, leaves: list[Any], spec: Any) -> tuple[Program, dict[str, Tensor]]:
+def program(
+    name: str, leaves: list[Any], spec: Any
+) -> tuple[Program, dict[str, Tensor]]:
     """A program of one operator on constants, and their values."""
-    values = {f"${index}": leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    values = {
+        f"${index}": leaf
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor)
+    }
     names = {dtype: reference for reference, dtype in _DTYPES.items()}
     written = [
-        f"${index}" if isinstance(leaf, Tensor) else f"={leaf}" if isinstance(leaf, str) else names.get(leaf, leaf)
+        f"${index}"
+        if isinstance(leaf, Tensor)
+        else f"={leaf}"
+        if isinstance(leaf, str)
+        else names.get(leaf, leaf)
         for index, leaf in enumerate(leaves)
     ]
     arguments, options = tree_unflatten(written, spec)
-    constants = {reference: (value.dtype, tuple(value.shape)) for reference, value in values.items()}
-    made = Program([[name, arguments, options]], {"@x": (torch.float32, ())}, constants, ["@x"])
+    constants = {
+        reference: (value.dtype, tuple(value.shape))
+        for reference, value in values.items()
+    }
+    made = Program(
+        [[name, arguments, options]], {"@x": (torch.float32, ())}, constants, ["@x"]
+    )
     return made, {**values, "@x": torch.zeros(2), "rows": 2}
 
 
-def accepted(name: str, leaves: list[Any], spec: Any) -> tuple[Program, dict[str, Tensor]] | None:
+def accepted(
+    name: str, leaves: list[Any], spec: Any
+) -> tuple[Program, dict[str, Tensor]] | None:
     """The program, or None where it is refused when it is made."""
     refused = f"({re.escape(f'node #0 ({name})')}|the program takes)"
     try:
@@ -223,8 +294,12 @@ def test_an_operator_reads_its_own_memory_alone(name: str) -> None:
             first, second = (result(name, wrong, spec, by) for by in (7.25, -3.5))
             if isinstance(first, Exception):
                 assert type(first) is type(second)
-                if made is not None:  # what depends on values, and kernels that lack a dtype
-                    with pytest.raises(ValueError, match=re.escape(f"node #0 ({name})")):
+                if (
+                    made is not None
+                ):  # what depends on values, and kernels that lack a dtype
+                    with pytest.raises(
+                        ValueError, match=re.escape(f"node #0 ({name})")
+                    ):
                         made[0](made[1])
                 continue
             assert not isinstance(second, Exception)
@@ -232,12 +307,16 @@ def test_an_operator_reads_its_own_memory_alone(name: str) -> None:
                 torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def described(nodes: list[Any], columns: Any = None, weights: Any = None, out: int = 1) -> dict[str, Any]:
+def described(
+    nodes: list[Any], columns: Any = None, weights: Any = None, out: int = 1
+) -> dict[str, Any]:
     arguments = {
         "tables": [],
         "columns": {"mapping": columns or {"x": ["float32", 4]}},
         "weights": {"mapping": weights or {}},
-        "nodes": [[name, given, {"mapping": options}] for name, given, options in nodes],
+        "nodes": [
+            [name, given, {"mapping": options}] for name, given, options in nodes
+        ],
         "outputs": [f"#{len(nodes) - 1}"],
         "out_features": out,
     }
@@ -246,17 +325,40 @@ def described(nodes: list[Any], columns: Any = None, weights: Any = None, out: i
 
 SUM = ["sum.dim_IntList", ["#0", [1]], {}]
 BOMBS: dict[str, tuple[dict[str, Any], str]] = {
-    "a wide column": (described([], {"x": ["float32", 10**12]}), r"column 'x': width 1,000,000,000,000; a row may"),
-    "wide columns": (described([], {f"x{n}": ["float32", 2**17] for n in range(3)}), r"column 'x2': width 131,072"),
-    "zeros": (described([["zeros.default", [[200_000, 200_000]], {}]]), r"takes more than 2,147,483,648 bytes"),
-    "full": (described([["full.default", [["rows", 10**10], 1.0], {}]]), "takes more than"),
+    "a wide column": (
+        described([], {"x": ["float32", 10**12]}),
+        r"column 'x': width 1,000,000,000,000; a row may",
+    ),
+    "wide columns": (
+        described([], {f"x{n}": ["float32", 2**17] for n in range(3)}),
+        r"column 'x2': width 131,072",
+    ),
+    "zeros": (
+        described([["zeros.default", [[200_000, 200_000]], {}]]),
+        r"takes more than 2,147,483,648 bytes",
+    ),
+    "full": (
+        described([["full.default", [["rows", 10**10], 1.0], {}]]),
+        "takes more than",
+    ),
     "one hot": (
         described([["one_hot.default", ["@x", 2**40], {}]], {"x": ["int64", 4]}),
         "takes more than",
     ),
-    "repeated": (described([["repeat_interleave.self_int", ["@x", 2**36, 1], {}]]), "takes more than"),
+    "repeated": (
+        described([["repeat_interleave.self_int", ["@x", 2**36, 1], {}]]),
+        "takes more than",
+    ),
     "arange": (described([["arange.default", [2**45], {}]]), "takes more than"),
-    "expanded": (described([["expand.default", ["@x", [2**40, "rows", 4]], {}], ["sum.default", ["#0"], {}]]), "takes"),
+    "expanded": (
+        described(
+            [
+                ["expand.default", ["@x", [2**40, "rows", 4]], {}],
+                ["sum.default", ["#0"], {}],
+            ]
+        ),
+        "takes",
+    ),
     "products": (
         described(
             [
@@ -266,15 +368,35 @@ BOMBS: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "takes more than",
     ),
-    "a list times a number": (described([["size_mul", [[0], 10**10], {}]]), "list .* is not a size"),
+    "a list times a number": (
+        described([["size_mul", [[0], 10**10], {}]]),
+        "list .* is not a size",
+    ),
     "sizes of sizes": (
-        described([["size_mul", [2**30, 2**30], {}], *(["size_mul", [f"#{n}", f"#{n}"], {}] for n in range(9))]),
+        described(
+            [
+                ["size_mul", [2**30, 2**30], {}],
+                *(["size_mul", [f"#{n}", f"#{n}"], {}] for n in range(9)),
+            ]
+        ),
         "is not a size",
     ),
-    "pieces": (described([["zeros.default", [[10**7]], {}], ["unbind.int", ["#0"], {}]]), "10,000,000 pieces"),
-    "another device": (described([["zeros.default", [[4]], {"device": "=cuda"}]]), "says where its values are"),
-    "fewer rows": (described([["slice.Tensor", ["@x", 0, 1], {}]], out=4), r"result #0 of \d rows is .*as many rows"),
-    "another width": (described([["relu.default", ["@x"], {}]], out=5), r"out_features=5: the outputs are 4 wide"),
+    "pieces": (
+        described([["zeros.default", [[10**7]], {}], ["unbind.int", ["#0"], {}]]),
+        "10,000,000 pieces",
+    ),
+    "another device": (
+        described([["zeros.default", [[4]], {"device": "=cuda"}]]),
+        "says where its values are",
+    ),
+    "fewer rows": (
+        described([["slice.Tensor", ["@x", 0, 1], {}]], out=4),
+        r"result #0 of \d rows is .*as many rows",
+    ),
+    "another width": (
+        described([["relu.default", ["@x"], {}]], out=5),
+        r"out_features=5: the outputs are 4 wide",
+    ),
 }
 
 
@@ -287,21 +409,36 @@ def test_a_program_that_takes_too_much_is_refused_before_it_runs(name: str) -> N
 
 def test_a_weight_of_one_number_for_many_channels_is_refused() -> None:
     nodes = [
-        ["_native_batch_norm_legit_no_training.default", ["@x", "$w", "$w", "$w", "$w", 0.1, 1e-5], {}],
+        [
+            "_native_batch_norm_legit_no_training.default",
+            ["@x", "$w", "$w", "$w", "$w", 0.1, 1e-5],
+            {},
+        ],
         ["item", ["#0", 0], {}],
     ]
     assert rebuild(described(nodes, weights={"w": ["float32", 4]}, out=4))
-    with pytest.raises(BundleError, match=r"node #0 \(_native.*\): weight is \(1,\) torch.float32, must be \(4,\)"):
+    with pytest.raises(
+        BundleError,
+        match=r"node #0 \(_native.*\): weight is \(1,\) torch.float32, must be \(4,\)",
+    ):
         rebuild(described(nodes, weights={"w": ["float32", 1]}, out=4))
 
 
-def test_rows_that_do_not_fit_together_run_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = [["repeat.default", ["@x", [1, 1000]], {}], SUM, ["unsqueeze.default", ["#1", 1], {}]]
+def test_rows_that_do_not_fit_together_run_in_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes = [
+        ["repeat.default", ["@x", [1, 1000]], {}],
+        SUM,
+        ["unsqueeze.default", ["#1", 1], {}],
+    ]
     tower = ProgramTower([], {"x": ["float32", 4]}, {}, nodes, ["#2"], 1)
     dense = torch.randn(70, 4)
     whole_batch = tower(None, dense)  # type: ignore[arg-type]
     assert tower._program.blocks(70) == [70]
-    monkeypatch.setattr("torchrec_ext.retrieval.bundle.program.MOST_BYTES", MOST_BYTES // 2**12)
+    monkeypatch.setattr(
+        "torchrec_ext.retrieval.bundle.program.MOST_BYTES", MOST_BYTES // 2**12
+    )
     tower = ProgramTower([], {"x": ["float32", 4]}, {}, nodes, ["#2"], 1)
     assert tower._program.blocks(70) == [17, 18, 17, 18]
     torch.testing.assert_close(tower(None, dense), whole_batch)  # type: ignore[arg-type]

@@ -26,14 +26,26 @@ from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.schema import DataError
 
 SHARDINGS = (
-    *("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard", "data_parallel"),
+    *(
+        "table_wise",
+        "row_wise",
+        "column_wise",
+        "table_column_wise",
+        "table_row_wise",
+        "grid_shard",
+        "data_parallel",
+    ),
 )
 
 
 def plans(world_size: int) -> dict[str, PlanConfig]:
     """By name; on several ranks also towers on ranks of their own."""
     configs = {kind: PlanConfig(sharding=kind) for kind in SHARDINGS}  # type: ignore[arg-type]
-    return configs if world_size == 1 else {**configs, "towers apart": PlanConfig(towers="user:0,item:1")}
+    return (
+        configs
+        if world_size == 1
+        else {**configs, "towers apart": PlanConfig(towers="user:0,item:1")}
+    )
 
 
 def exported(runtime: Runtime, folder: Path) -> dict[str, str]:
@@ -47,7 +59,12 @@ def exported(runtime: Runtime, folder: Path) -> dict[str, str]:
         sharded, _ = hybrid_parallel(model, runtime, plan=plan, seed=7)
         sharded.train()
         out = folder / f"{name}-{runtime.world_size}"
-        digests[name] = export(sharded, out, details={"ranks": runtime.world_size, "plan": name}, **contents()).digest
+        digests[name] = export(
+            sharded,
+            out,
+            details={"ranks": runtime.world_size, "plan": name},
+            **contents(),
+        ).digest
         assert sharded.training
     return digests
 
@@ -56,7 +73,9 @@ def next_items(runtime: Runtime, folder: Path, tables: ExportTables = "trained")
     torch.manual_seed(0)
     encoder = SessionEncoder(8, 5, heads=2, causal=True)
     table = EmbeddingConfig(name="item_id", num_embeddings=ITEMS, embedding_dim=8)
-    sharded, _ = hybrid_parallel(NextItemModel(table, encoder, device=META), runtime, seed=7)
+    sharded, _ = hybrid_parallel(
+        NextItemModel(table, encoder, device=META), runtime, seed=7
+    )
     items, users = np.arange(1, ITEMS), np.arange(3)
     session = pa.array([[1, 2, 3], [4], [5, 6]], type=pa.list_(pa.int64()))
     none = pa.array([[], [], []], type=pa.list_(pa.int64()))
@@ -70,7 +89,11 @@ def next_items(runtime: Runtime, folder: Path, tables: ExportTables = "trained")
     )
     catalogue = Catalogue(ids=items, features=pa.table({"candidates": items}))
     return export(
-        sharded, folder / f"session-{runtime.world_size}", catalogue=catalogue, users=known, tables=tables
+        sharded,
+        folder / f"session-{runtime.world_size}",
+        catalogue=catalogue,
+        users=known,
+        tables=tables,
     ).digest
 
 
@@ -95,10 +118,15 @@ def everything(runtime: Runtime, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("bundles")
-    return {"folder": folder, **{str(ranks): run_ranks(everything, ranks, folder) for ranks in (1, 2, 4)}}
+    return {
+        "folder": folder,
+        **{str(ranks): run_ranks(everything, ranks, folder) for ranks in (1, 2, 4)},
+    }
 
 
-def test_the_digest_is_one_on_any_ranks_and_under_any_plan(found: dict[str, Any]) -> None:
+def test_the_digest_is_one_on_any_ranks_and_under_any_plan(
+    found: dict[str, Any],
+) -> None:
     digests = {
         (name, ranks): digest
         for ranks in ("1", "2", "4")
@@ -109,29 +137,52 @@ def test_the_digest_is_one_on_any_ranks_and_under_any_plan(found: dict[str, Any]
     assert len(set(digests.values())) == 1, digests
 
 
-def test_and_it_is_that_of_the_plain_model(found: dict[str, Any], tmp_path: Path) -> None:
+def test_and_it_is_that_of_the_plain_model(
+    found: dict[str, Any], tmp_path: Path
+) -> None:
     from torchrec_ext.distributed.tables import initialise_tables
 
     model = small_model()
     initialise_tables(model, seed=7)
-    assert export(model, tmp_path / "bundle", **contents()).digest == found["2"][0]["digests"]["table_wise"]
+    assert (
+        export(model, tmp_path / "bundle", **contents()).digest
+        == found["2"][0]["digests"]["table_wise"]
+    )
 
 
-@pytest.mark.parametrize("name", ["row_wise-4", "column_wise-2", "towers apart-4", "session-2"])
-def test_each_loads_and_was_proven_on_its_own_ranks(name: str, found: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "name", ["row_wise-4", "column_wise-2", "towers apart-4", "session-2"]
+)
+def test_each_loads_and_was_proven_on_its_own_ranks(
+    name: str, found: dict[str, Any]
+) -> None:
     bundle = Bundle.load(found["folder"] / name)
-    assert bundle.manifest.parity["greatest_difference"] <= bundle.manifest.parity["allowed"]
+    assert (
+        bundle.manifest.parity["greatest_difference"]
+        <= bundle.manifest.parity["allowed"]
+    )
     if not name.startswith("session"):
         assert bundle.manifest.certificate["plan"] == name.rpartition("-")[0]
 
 
 def test_sessions_too(found: dict[str, Any]) -> None:
-    digests = {by_rank["session"] for ranks in ("1", "2", "4") for by_rank in found[ranks]}
+    digests = {
+        by_rank["session"] for ranks in ("1", "2", "4") for by_rank in found[ranks]
+    }
     assert len(digests) == 1
     bundle = Bundle.load(found["folder"] / "session-1")
-    assert (bundle.query, bundle.candidate, bundle.metric) == (["session"], "item", "dot")
-    scores, positions = bundle.index.search(bundle.embed_query({"session": [[3, 4]]}), 5)
-    products = bundle.embed_query({"session": [[3, 4]]}) @ bundle.store.rows(torch.arange(ITEMS - 1)).T
+    assert (bundle.query, bundle.candidate, bundle.metric) == (
+        ["session"],
+        "item",
+        "dot",
+    )
+    scores, positions = bundle.index.search(
+        bundle.embed_query({"session": [[3, 4]]}), 5
+    )
+    products = (
+        bundle.embed_query({"session": [[3, 4]]})
+        @ bundle.store.rows(torch.arange(ITEMS - 1)).T
+    )
     assert torch.equal(positions, products.topk(5).indices)
     torch.testing.assert_close(scores, products.topk(5).values)
 

@@ -44,15 +44,26 @@ def both(rows: Tensor, metric: str) -> tuple[ExactIndex, ExactIndex]:
     values=st.integers(1, 40),
     filters=st.integers(0, 3),
 )
-def test_finds_what_all_scores_say_to_the_last_tie(seed: int, queries: int, k: int, values: int, filters: int) -> None:
+def test_finds_what_all_scores_say_to_the_last_tie(
+    seed: int, queries: int, k: int, values: int, filters: int
+) -> None:
     """Of small whole numbers, whose products are exact: scores are equal, and so are the positions."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(-values, values + 1, (1_000, 6), generator=generator).float()
-    asked = torch.randint(-values, values + 1, (queries, 6), generator=generator).float()
+    asked = torch.randint(
+        -values, values + 1, (queries, 6), generator=generator
+    ).float()
     allowed = torch.rand(1_000, generator=generator) < 0.7 if filters & 1 else None
-    excluded = [torch.randperm(1_000, generator=generator)[:50] for _ in range(queries)] if filters & 2 else None
+    excluded = (
+        [torch.randperm(1_000, generator=generator)[:50] for _ in range(queries)]
+        if filters & 2
+        else None
+    )
     plain, quantized = both(rows, "dot")
-    expected, found = (index.search(asked, k, allowed=allowed, excluded=excluded) for index in (plain, quantized))
+    expected, found = (
+        index.search(asked, k, allowed=allowed, excluded=excluded)
+        for index in (plain, quantized)
+    )
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
 
@@ -61,7 +72,12 @@ KINDS = ["normal", "heavy", "scales", "offset", "sparse"]
 
 
 @pytest.mark.parametrize(
-    ("metric", "rows_of"), [("dot", "tiny"), ("dot", "huge"), *((m, k) for m in ("dot", "cosine") for k in KINDS)]
+    ("metric", "rows_of"),
+    [
+        ("dot", "tiny"),
+        ("dot", "huge"),
+        *((m, k) for m in ("dot", "cosine") for k in KINDS),
+    ],
 )
 def test_the_greatest_are_among_the_candidates(metric: str, rows_of: str) -> None:
     """By products in 64 bits; and they are few, where the numbers can be told apart at all."""
@@ -76,8 +92,13 @@ def test_the_greatest_are_among_the_candidates(metric: str, rows_of: str) -> Non
         "offset": 100 + normal,
         "sparse": normal * (torch.rand(3_000, 16, generator=generator) < 0.05),
     }[rows_of]
-    queries = torch.cat([torch.randn(7, 16, generator=generator), torch.ones(1, 16), torch.eye(16)[:1]])
-    exact, asked = (normalize(each.double()) if metric == "cosine" else each.double() for each in (rows, queries))
+    queries = torch.cat(
+        [torch.randn(7, 16, generator=generator), torch.ones(1, 16), torch.eye(16)[:1]]
+    )
+    exact, asked = (
+        normalize(each.double()) if metric == "cosine" else each.double()
+        for each in (rows, queries)
+    )
     scores = asked @ exact.T
     index = both(rows, metric)[1]
     assert index._bounds is not None
@@ -101,13 +122,22 @@ def test_the_greatest_are_among_the_candidates(metric: str, rows_of: str) -> Non
 def test_bounds_of_codes_hold_every_score() -> None:
     """Each score lies between what two bounds say, in units of the query's scale."""
     generator = torch.Generator().manual_seed(2)
-    rows = torch.randn(500, 64, generator=generator) * 10 ** torch.randn(500, 1, generator=generator)
+    rows = torch.randn(500, 64, generator=generator) * 10 ** torch.randn(
+        500, 1, generator=generator
+    )
     made = ScoreBounds.of_rows(rows.split(123), (500, 64))
     for query in torch.randn(20, 64, generator=generator):
         coded = bounds._Query(query.numpy(), 10, made._greatest, made._slack, 500)
         scale = float(query.double().abs().max()) / 127
-        near = (made.codes.double() @ torch.from_numpy(coded.codes)) * made._scales * scale
-        reach = torch.from_numpy(coded.of_errors * made._errors + coded.of_norms * made._norms) * scale
+        near = (
+            (made.codes.double() @ torch.from_numpy(coded.codes)) * made._scales * scale
+        )
+        reach = (
+            torch.from_numpy(
+                coded.of_errors * made._errors + coded.of_norms * made._norms
+            )
+            * scale
+        )
         distance = (near - rows.double() @ query.double()).abs()
         assert bool((distance <= reach).all())
         assert float((reach / rows.norm(dim=1)).max()) < 0.05 * float(query.norm())
@@ -122,7 +152,10 @@ def test_over_a_store_without_its_tombstones(dtype: str, tmp_path: Path) -> None
     for kind in (DotProduct([8, 8]), GeneralizedMF([8, 8])):
         plain, quantized = (ScoredIndex(projection(kind, 8), store) for _ in range(2))
         assert quantized.quantize()
-        expected, found = (index.search(query, 10, excluded=[torch.tensor([3, 5])]) for index in (plain, quantized))
+        expected, found = (
+            index.search(query, 10, excluded=[torch.tensor([3, 5])])
+            for index in (plain, quantized)
+        )
         assert torch.equal(found[1], expected[1])
         assert torch.allclose(found[0], expected[0], atol=1e-5)
 
@@ -130,28 +163,52 @@ def test_over_a_store_without_its_tombstones(dtype: str, tmp_path: Path) -> None
 def test_where_all_are_alike_all_are_computed() -> None:
     plain, quantized = both(torch.ones(1_000, 4), "cosine")
     assert quantized.search(torch.ones(2, 4), 3)[1].tolist() == [[0, 1, 2]] * 2
-    nobody, few = torch.zeros(1_000, dtype=torch.bool), torch.zeros(1_000, dtype=torch.bool)
+    nobody, few = (
+        torch.zeros(1_000, dtype=torch.bool),
+        torch.zeros(1_000, dtype=torch.bool),
+    )
     few[[7, 11]] = True
-    assert quantized.search(torch.ones(1, 4), 2, allowed=nobody)[1].tolist() == [[-1, -1]]
-    assert quantized.search(torch.ones(1, 4), 3, allowed=few)[1].tolist() == [[7, 11, -1]]
-    assert torch.equal(quantized.search(torch.zeros(1, 4), 3)[1], plain.search(torch.zeros(1, 4), 3)[1])
+    assert quantized.search(torch.ones(1, 4), 2, allowed=nobody)[1].tolist() == [
+        [-1, -1]
+    ]
+    assert quantized.search(torch.ones(1, 4), 3, allowed=few)[1].tolist() == [
+        [7, 11, -1]
+    ]
+    assert torch.equal(
+        quantized.search(torch.zeros(1, 4), 3)[1], plain.search(torch.zeros(1, 4), 3)[1]
+    )
     assert quantized.search(torch.ones(1, 4), 999)[1].shape == (1, 999)
 
 
 def test_of_few_that_are_left_in_late_blocks_all_are_computed() -> None:
     generator = torch.Generator().manual_seed(3)
-    rows, query = torch.randn(1_000, 8, generator=generator), torch.randn(1, 8, generator=generator)
+    rows, query = (
+        torch.randn(1_000, 8, generator=generator),
+        torch.randn(1, 8, generator=generator),
+    )
     plain, quantized = both(rows, "dot")
     assert quantized._bounds is not None
-    for left in ([900], [70, 500, 990], list(range(300, 320)), list(range(0, 1_000, 40))):
+    for left in (
+        [900],
+        [70, 500, 990],
+        list(range(300, 320)),
+        list(range(0, 1_000, 40)),
+    ):
         allowed = torch.zeros(1_000, dtype=torch.bool)
         allowed[left] = True
         computed: list[int] = []
-        gathered = lambda places, computed=computed: computed.extend(places) or rows.numpy()[places]  # noqa: E731
-        (told,) = quantized._bounds.greatest(query.numpy(), 5, gathered, allowed.numpy())
+        gathered = lambda places, computed=computed: (  # noqa: E731
+            computed.extend(places) or rows.numpy()[places]
+        )
+        (told,) = quantized._bounds.greatest(
+            query.numpy(), 5, gathered, allowed.numpy()
+        )
         assert told is not None
         assert set(computed) <= set(left)
-        assert torch.equal(quantized.search(query, 5, allowed=allowed)[1], plain.search(query, 5, allowed=allowed)[1])
+        assert torch.equal(
+            quantized.search(query, 5, allowed=allowed)[1],
+            plain.search(query, 5, allowed=allowed)[1],
+        )
 
 
 @pytest.mark.parametrize("metric", ["dot", "cosine"])
@@ -164,24 +221,34 @@ def test_a_filter_changes_no_score_and_loses_no_item(share: float, metric: str) 
     index = both(rows, metric)[1]
     stored = index._gathered(np.arange(4_003))
     for query in torch.randn(5, 1, 16, generator=generator):
-        products = torch.from_numpy(np.einsum("nd,d->n", stored, index.prepared(query)[0].numpy()))
+        products = torch.from_numpy(
+            np.einsum("nd,d->n", stored, index.prepared(query)[0].numpy())
+        )
         allowed = torch.rand(4_003, generator=generator) < share
         if share:
             allowed[3_333] = True
         excluded = [torch.randperm(4_003, generator=generator)[:100]]
         allowed_here = allowed.clone()
         allowed_here[excluded[0]] = False
-        for k in (10, 100, 5_000):  # by the bounds; with too many left to compute; with a K too great for them
+        for k in (
+            10,
+            100,
+            5_000,
+        ):  # by the bounds; with too many left to compute; with a K too great for them
             for left, out in ((allowed, None), (allowed_here, excluded)):
                 found, positions = index.search(query, k, allowed=allowed, excluded=out)
-                best = products.masked_fill(~left, -torch.inf).sort(descending=True, stable=True)
+                best = products.masked_fill(~left, -torch.inf).sort(
+                    descending=True, stable=True
+                )
                 count = min(k, int(left.sum()))
                 assert torch.equal(positions[0, :count], best.indices[:count])
                 assert torch.equal(found[0, :count], best.values[:count])
                 assert bool((positions[0, count:] == -1).all())
 
 
-def test_where_the_sample_says_nothing_of_the_others_all_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_sample_says_nothing_of_the_others_all_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What is drawn are the greatest, fewer than K of them."""
     monkeypatch.setattr(bounds, "_SAMPLE", 8)
     bounds._drawn.cache_clear()
@@ -189,7 +256,9 @@ def test_where_the_sample_says_nothing_of_the_others_all_are_computed(monkeypatc
     rows[:64] += 2
     rows[bounds._drawn(64)] += 2
     plain, quantized = both(rows, "dot")
-    assert torch.equal(quantized.search(torch.ones(1, 2), 20)[1], plain.search(torch.ones(1, 2), 20)[1])
+    assert torch.equal(
+        quantized.search(torch.ones(1, 2), 20)[1], plain.search(torch.ones(1, 2), 20)[1]
+    )
     bounds._drawn.cache_clear()
 
 
@@ -205,7 +274,9 @@ def test_only_of_products_and_of_enough_rows(monkeypatch: pytest.MonkeyPatch) ->
     assert index.quantized
 
 
-def test_where_rows_are_nearly_alike_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_rows_are_nearly_alike_it_does_not_pay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.undo()
     index = ExactIndex(1 + 1e-3 * torch.randn(20_000, 64), "dot")
     assert not index.quantize()

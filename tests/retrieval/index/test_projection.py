@@ -24,30 +24,49 @@ pytestmark = pytest.mark.unit
 ROWS = 7
 
 
-def whole(interaction: nn.Module, query: Tensor, candidates: Tensor, widths: list[int]) -> Tensor:
+def whole(
+    interaction: nn.Module, query: Tensor, candidates: Tensor, widths: list[int]
+) -> Tensor:
     """What the network says of each pair, run as in training."""
-    towers = [part.expand(len(candidates), -1) for part in torch.split(query[None], widths[:-1], dim=1)]
+    towers = [
+        part.expand(len(candidates), -1)
+        for part in torch.split(query[None], widths[:-1], dim=1)
+    ]
     return interaction.eval()([*towers, candidates])
 
 
 def assert_equal(
-    interaction: nn.Module, widths: list[int], projected: bool | None = None, within: float = 1e-6
+    interaction: nn.Module,
+    widths: list[int],
+    projected: bool | None = None,
+    within: float = 1e-6,
 ) -> None:
     """One query and several at once, and in double precision to the last digits."""
     for dtype, tolerance in ((torch.float32, within), (torch.float64, 1e-6 * within)):
         interaction = interaction.to(dtype)
-        query, candidates = torch.randn(3, sum(widths[:-1]), dtype=dtype), torch.randn(ROWS, widths[-1], dtype=dtype)
+        query, candidates = (
+            torch.randn(3, sum(widths[:-1]), dtype=dtype),
+            torch.randn(ROWS, widths[-1], dtype=dtype),
+        )
         made = projection(interaction, widths[-1])
         stored = made.candidates(candidates)
         assert stored.shape == (ROWS, made.width)
-        assert made.projected == (not torch.equal(stored[:, : made.width], candidates[:, : made.width]))
-        expected = torch.stack([whole(interaction, one, candidates, widths) for one in query]).detach()
+        assert made.projected == (
+            not torch.equal(stored[:, : made.width], candidates[:, : made.width])
+        )
+        expected = torch.stack(
+            [whole(interaction, one, candidates, widths) for one in query]
+        ).detach()
         queries = made.query(query)
         single = torch.stack([made.score(one, stored) for one in queries])
         several = made.score(queries, stored.expand(3, -1, -1))
-        in_place = torch.stack([made.score_in_place(one, stored.clone()) for one in queries])
+        in_place = torch.stack(
+            [made.score_in_place(one, stored.clone()) for one in queries]
+        )
         assert torch.equal(in_place, single)
-        torch.testing.assert_close(torch.stack([made.query_of_one(one) for one in query]), queries)
+        torch.testing.assert_close(
+            torch.stack([made.query_of_one(one) for one in query]), queries
+        )
         scale = max(1.0, float(expected.abs().max()))
         assert float((single - expected).abs().max()) <= tolerance * scale
         assert float((several - expected).abs().max()) <= tolerance * scale
@@ -75,7 +94,12 @@ def test_the_top_nn_scores_from_its_halves(data: st.DataObject) -> None:
             nn.init.normal_(module.bias)
     # A layer's norm over few numbers that are nearly equal makes their last digits many times larger.
     narrowest = min(
-        (each.normalized_shape[0] for each in top.modules() if isinstance(each, nn.LayerNorm)), default=None
+        (
+            each.normalized_shape[0]
+            for each in top.modules()
+            if isinstance(each, nn.LayerNorm)
+        ),
+        default=None,
     )
     within = 1e-6
     if narrowest is not None:
@@ -84,11 +108,19 @@ def test_the_top_nn_scores_from_its_halves(data: st.DataObject) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(gmf=st.integers(1, 6), widths=st.lists(st.integers(1, 9), min_size=1, max_size=3), seed=st.integers(0, 99))
+@given(
+    gmf=st.integers(1, 6),
+    widths=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+)
 def test_the_halves_of_ncf(gmf: int, widths: list[int], seed: int) -> None:
     torch.manual_seed(seed)
     width = gmf + widths[0]
-    assert_equal(NCFHead(gmf, widths, activation="tanh", dropout=0.2), [width, width], projected=False)
+    assert_equal(
+        NCFHead(gmf, widths, activation="tanh", dropout=0.2),
+        [width, width],
+        projected=False,
+    )
 
 
 @pytest.mark.parametrize("towers", [2, 3, 4])
@@ -114,13 +146,22 @@ def test_an_interaction_of_ones_own_is_scored_pair_by_pair() -> None:
 
 
 def test_the_narrower_side_is_stored() -> None:
-    assert [projection(TopMLP([9, 16], (width,)), 16).width for width in (4, 16, 17)] == [4, 16, 16]
+    assert [
+        projection(TopMLP([9, 16], (width,)), 16).width for width in (4, 16, 17)
+    ] == [4, 16, 16]
 
 
 def test_what_stays_constant_within_a_request_is_folded_into_the_query() -> None:
     """A pair's work does not grow with the towers of the query: user alone, or user beside three kinds of context."""
-    tops = {len(context): projection(TopMLP([*context, 16], (8,)), 16) for context in ([16], [16, 5, 5, 5])}
-    assert tops[1].query(torch.zeros(16)).shape == tops[4].query(torch.zeros(31)).shape == (8,)
+    tops = {
+        len(context): projection(TopMLP([*context, 16], (8,)), 16)
+        for context in ([16], [16, 5, 5, 5])
+    }
+    assert (
+        tops[1].query(torch.zeros(16)).shape
+        == tops[4].query(torch.zeros(31)).shape
+        == (8,)
+    )
 
 
 def test_later_training_does_not_change_what_was_projected() -> None:
@@ -129,7 +170,9 @@ def test_later_training_does_not_change_what_was_projected() -> None:
     query, candidates = torch.randn(4), torch.randn(3, 4)
     before = made.score(made.query(query), made.candidates(candidates))
     nn.init.normal_(top.mlp[0].weight)
-    assert torch.equal(made.score(made.query(query), made.candidates(candidates)), before)
+    assert torch.equal(
+        made.score(made.query(query), made.candidates(candidates)), before
+    )
 
 
 def test_a_candidate_that_was_trained_in_the_middle() -> None:

@@ -34,7 +34,9 @@ def test_what_comes_while_a_batch_runs_goes_together_and_each_gets_its_own() -> 
     others = [batcher.submit(number) for number in (2, 3, 4, 6)]
     assert len(batcher) == 4
     slow.let.set()
-    assert [future.result(10) for future in (first, others[0], others[2], others[3])] == [0, 4, 8, 12]
+    assert [
+        future.result(10) for future in (first, others[0], others[2], others[3])
+    ] == [0, 4, 8, 12]
     with pytest.raises(ValueError, match="3 is odd"):
         others[1].result(10)
     batcher.close()
@@ -64,7 +66,10 @@ def test_a_wait_gathers_a_batch_and_ends_early_when_it_is_full() -> None:
     slow.let.set()
     batcher = MicroBatcher(slow, max_batch=2, max_wait_ms=60_000)
     start = time.monotonic()
-    assert [future.result(30) for future in [batcher.submit(2), batcher.submit(4)]] == [4, 8]
+    assert [future.result(30) for future in [batcher.submit(2), batcher.submit(4)]] == [
+        4,
+        8,
+    ]
     assert time.monotonic() - start < 30
     assert slow.batches == [[2, 4]]
     batcher.close()
@@ -106,7 +111,9 @@ def test_a_request_that_fails_its_batch_is_the_only_one_that_fails() -> None:
     batcher.close()
 
 
-@pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("max_wait_ms", -1), ("capacity", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_batch", 0), ("max_wait_ms", -1), ("capacity", 0)]
+)
 def test_a_number_out_of_range_is_told(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"^{name}={value}: must be"):
         MicroBatcher(lambda asked: asked, **{name: value})  # type: ignore[arg-type]

@@ -23,7 +23,8 @@ from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 
 pytestmark = pytest.mark.skipif(
-    "TORCHREC_EXT_DATA" not in os.environ, reason="needs MovieLens 100K in $TORCHREC_EXT_DATA"
+    "TORCHREC_EXT_DATA" not in os.environ,
+    reason="needs MovieLens 100K in $TORCHREC_EXT_DATA",
 )
 
 
@@ -36,17 +37,32 @@ def trained(folder: Path, *changes: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interaction", ["top_nn", "dot"])
-def test_hit_rate_through_the_service_is_the_trained_models_to_the_last_hit(interaction: str, tmp_path: Path) -> None:
+def test_hit_rate_through_the_service_is_the_trained_models_to_the_last_hit(
+    interaction: str, tmp_path: Path
+) -> None:
     summary = trained(tmp_path / "run", f"model.interaction={interaction}")
     data = load_config(load_recipe("two_tower").data)
     users, targets = (data.test[name].values for name in ("user_id", "item_id"))
     bundle = Bundle.load(tmp_path / "run" / "bundle")
     with running_server(bundle, log_requests=False) as running:
-        connection, hits = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30), 0
-        for row, (user, target) in enumerate(zip(users.tolist(), targets.tolist(), strict=True)):
+        connection, hits = (
+            http.client.HTTPConnection("127.0.0.1", running.port, timeout=30),
+            0,
+        )
+        for row, (user, target) in enumerate(
+            zip(users.tolist(), targets.tolist(), strict=True)
+        ):
             asked = {"user": {"user_id": user}, "k": 10}
-            connection.request("POST", "/v1/recommend", json.dumps(asked), {"Content-Type": "application/json"})
+            connection.request(
+                "POST",
+                "/v1/recommend",
+                json.dumps(asked),
+                {"Content-Type": "application/json"},
+            )
             answer = json.loads(connection.getresponse().read())
             hits += target in answer["items"]
-            assert not np.isin(answer["items"], data.seen(users[row : row + 1], "train", "validation").values).any()
+            assert not np.isin(
+                answer["items"],
+                data.seen(users[row : row + 1], "train", "validation").values,
+            ).any()
     assert hits / len(users) == pytest.approx(summary["test"]["hr@10"], abs=1e-9)

@@ -28,11 +28,17 @@ INTERACTIONS = {
 QUERIES = {"top": 32, "wide": 32}
 
 
-def case(name: str, folder: Path, dtype: str = "fp32") -> tuple[nn.Module, torch.Tensor, torch.Tensor, EmbeddingStore]:
+def case(
+    name: str, folder: Path, dtype: str = "fp32"
+) -> tuple[nn.Module, torch.Tensor, torch.Tensor, EmbeddingStore]:
     torch.manual_seed(3)
     interaction = INTERACTIONS[name]().eval()
     candidates, query = torch.randn(ITEMS, 16), torch.randn(QUERIES.get(name, 16))
-    store = write_store(folder, [(np.arange(ITEMS), projection(interaction, 16).candidates(candidates))], dtype=dtype)
+    store = write_store(
+        folder,
+        [(np.arange(ITEMS), projection(interaction, 16).candidates(candidates))],
+        dtype=dtype,
+    )
     return interaction, query, candidates, store
 
 
@@ -48,13 +54,19 @@ def test_as_the_whole_network(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), [("top", "fp32"), ("ncf", "int8"), ("dot", "fp16")])
-def test_compiled_as_not_compiled(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("top", "fp32"), ("ncf", "int8"), ("dot", "fp16")]
+)
+def test_compiled_as_not_compiled(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For every count; a result is not overwritten by the next; another time it is loaded, not compiled."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     interaction, query, _, store = case(name, tmp_path, dtype)
     made = projection(interaction, 16)
-    plain, compiled = (CandidateScorer(made, store, compile=mode) for mode in ("off", "auto"))
+    plain, compiled = (
+        CandidateScorer(made, store, compile=mode) for mode in ("off", "auto")
+    )
     if not compiled.compiled:
         pytest.skip("no C++ compiler")
     kept = []
@@ -63,7 +75,10 @@ def test_compiled_as_not_compiled(name: str, dtype: str, tmp_path: Path, monkeyp
         kept.append((compiled(query, positions), plain(query, positions)))
     assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in kept)
     for wrong in (ITEMS, -1, 2**62, -(2**63)):
-        with pytest.raises(ValueError, match=f"positions: {wrong} is not a row of this store, which has 400"):
+        with pytest.raises(
+            ValueError,
+            match=f"positions: {wrong} is not a row of this store, which has 400",
+        ):
             compiled(query, torch.tensor([0, wrong]))
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", None)
     assert CandidateScorer(made, store).compiled
@@ -72,7 +87,9 @@ def test_compiled_as_not_compiled(name: str, dtype: str, tmp_path: Path, monkeyp
             CandidateScorer(projection(INTERACTIONS[name]().eval(), 16), store)
 
 
-def test_without_a_compiler_it_says_so_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_it_says_so_and_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     interaction, query, candidates, store = case("wide", tmp_path)
     made = projection(interaction, 16)
 
@@ -81,7 +98,9 @@ def test_without_a_compiler_it_says_so_and_runs(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fails)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.warns(UserWarning, match="the top NN runs uncompiled: RuntimeError: no compiler$"):
+    with pytest.warns(
+        UserWarning, match="the top NN runs uncompiled: RuntimeError: no compiler$"
+    ):
         scorer = CandidateScorer(made, store)
     assert not scorer.compiled
     expected = interaction.score_all(query[None], candidates)[0].detach()
@@ -96,7 +115,9 @@ def test_compiled_code_is_loaded_from_a_folder_of_this_user_alone(
     cache = tmp_path / "cache"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     monkeypatch.setattr(
-        torch._inductor, "aoti_compile_and_package", lambda *_, **__: pytest.fail("it compiles all the same")
+        torch._inductor,
+        "aoti_compile_and_package",
+        lambda *_, **__: pytest.fail("it compiles all the same"),
     )
     interaction, _, _, store = case("top", tmp_path / "store")
     named = cache if planted == "parent" else cache / "torchrec_ext"
@@ -112,7 +133,8 @@ def test_compiled_code_is_loaded_from_a_folder_of_this_user_alone(
     else:
         named.chmod(0o777)
     with pytest.warns(
-        UserWarning, match=f"compiled code is not loaded from '{named}', user .* remove it, or name another"
+        UserWarning,
+        match=f"compiled code is not loaded from '{named}', user .* remove it, or name another",
     ):
         scorer = CandidateScorer(projection(interaction, 16), store, compile="auto")
     assert not scorer.compiled

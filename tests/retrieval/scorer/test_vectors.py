@@ -49,19 +49,28 @@ def test_files_that_are_cut_under_the_server_are_unavailable(tmp_path: Path) -> 
     vectors = FolderVectors(written(tmp_path / "users", 1.0))
     for path in (tmp_path / "users").rglob("rows.bin"):
         os.truncate(path, 4)
-    with pytest.raises(UnavailableError, match="the files of users' vectors in 'users' were changed in place"):
+    with pytest.raises(
+        UnavailableError,
+        match="the files of users' vectors in 'users' were changed in place",
+    ):
         vectors.find([7], tower="ours")
 
 
 def test_where_a_server_looks(tmp_path: Path) -> None:
     folder = written(tmp_path / "users", 1.0)
     assert user_vectors(None, None, "ours", key=None) == []
-    assert [one.source for one in user_vectors(folder, None, "ours", key="user")] == ["store"]
+    assert [one.source for one in user_vectors(folder, None, "ours", key="user")] == [
+        "store"
+    ]
     with pytest.raises(
-        ValueError, match=r"--vectors .*users: made by tower ours, this bundle's query is by theirs; embed the"
+        ValueError,
+        match=r"--vectors .*users: made by tower ours, this bundle's query is by theirs; embed the",
     ):
         user_vectors(folder, None, "theirs", key="user")
     with pytest.raises(ValueError, match="holds no embedding store"):
         user_vectors(tmp_path / "nowhere", None, "ours", key="user")
-    with pytest.raises(ValueError, match=r"--vectors: the bundle has no users, .*; export it with users=NamedUsers"):
+    with pytest.raises(
+        ValueError,
+        match=r"--vectors: the bundle has no users, .*; export it with users=NamedUsers",
+    ):
         user_vectors(folder, None, "ours", key=None)

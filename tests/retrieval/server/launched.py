@@ -31,7 +31,9 @@ class Launched:
         return Client(self.port)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        lines = [line for line in self.log.read_text().splitlines() if line.startswith("{")]
+        lines = [
+            line for line in self.log.read_text().splitlines() if line.startswith("{")
+        ]
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
     def end(self, number: int = signal.SIGTERM) -> int:
@@ -40,7 +42,9 @@ class Launched:
 
 
 @contextmanager
-def launched(log: Path, *flags: str, begun: Callable[[int], object] = id, **environ: str) -> Iterator[Launched]:
+def launched(
+    log: Path, *flags: str, begun: Callable[[int], object] = id, **environ: str
+) -> Iterator[Launched]:
     """`python -m torchx_apps.serve` on a free port, ready; killed at the end of the block if it still runs.
 
     ``begun`` is called with its process when that has begun.

@@ -44,14 +44,24 @@ class Client:
     def __init__(self, port: int) -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
 
-    def __call__(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-        content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    def __call__(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> Answer:
+        content = (
+            body
+            if body is None or isinstance(body, bytes)
+            else json.dumps(body).encode()
+        )
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         if content is not None:
             named.setdefault("Content-Type", "application/json")
         self.connection.request(method, path, content, named)
         answer = self.connection.getresponse()
-        return Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read())
+        return Answer(
+            answer.status,
+            {name.lower(): value for name, value in answer.getheaders()},
+            answer.read(),
+        )
 
     def post(self, path: str, body: Any, **headers: str) -> Answer:
         return self("POST", path, body, **headers)
@@ -71,10 +81,17 @@ class Running:
 
 
 @contextmanager
-def running_server(bundle: Bundle, *, vectors: Sequence[UserVectors] = (), **settings: Any) -> Iterator[Running]:
+def running_server(
+    bundle: Bundle, *, vectors: Sequence[UserVectors] = (), **settings: Any
+) -> Iterator[Running]:
     """Runs a server with ``bundle`` until the block ends."""
     log = io.StringIO()
-    queued = QueuedScorer(ServerConfig(bundle=Path("unused"), **settings), bundle, vectors=vectors, log=Log(log))
+    queued = QueuedScorer(
+        ServerConfig(bundle=Path("unused"), **settings),
+        bundle,
+        vectors=vectors,
+        log=Log(log),
+    )
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn_config(queued))
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)

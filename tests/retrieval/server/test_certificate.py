@@ -25,7 +25,9 @@ TARGET = Target(p99_ms=5.0, rate=300.0)
 class Measurement:
     """A service that takes as long as its settings say."""
 
-    def __init__(self, settings: ServerConfig, p99: dict[tuple[str, int], float]) -> None:
+    def __init__(
+        self, settings: ServerConfig, p99: dict[tuple[str, int], float]
+    ) -> None:
         self._ms = p99[settings.stage, settings.workers]
         self._recall = 1.0 if settings.stage == "exact" else 0.5
 
@@ -39,7 +41,9 @@ class Measurement:
         return self._recall
 
 
-def certified(p99: dict[tuple[str, int], float], monkeypatch: pytest.MonkeyPatch) -> tuple[ServerConfig, list[str]]:
+def certified(
+    p99: dict[tuple[str, int], float], monkeypatch: pytest.MonkeyPatch
+) -> tuple[ServerConfig, list[str]]:
     @contextmanager
     def serving(settings: ServerConfig) -> Iterator[Measurement]:
         if (settings.stage, settings.workers) not in p99:
@@ -50,7 +54,9 @@ def certified(p99: dict[tuple[str, int], float], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("signal.signal", lambda *_: None)
     said: list[str] = []
     settings = ServerConfig(bundle=Path("bundle"))
-    return certify(choices(settings, [settings.bundle], ["exact", "dot"], 2), TARGET, said.append), said
+    return certify(
+        choices(settings, [settings.bundle], ["exact", "dot"], 2), TARGET, said.append
+    ), said
 
 
 def test_the_first_choice_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +68,13 @@ def test_the_first_choice_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_a_stage_that_misses_items_is_not_taken_and_what_is_reached_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_misses_items_is_not_taken_and_what_is_reached_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     times = {("exact", 1): 18.0, ("exact", 2): 12.0, ("dot", 1): 1.0}
-    with pytest.raises(ValueError, match="--p99 5ms at --qps 300: not reached here") as error:
+    with pytest.raises(
+        ValueError, match="--p99 5ms at --qps 300: not reached here"
+    ) as error:
         certified(times, monkeypatch)
     assert str(error.value).endswith(
         "the best of 3, 2 workers, stage exact, bundle, has 12 ms; it answers 75/s in time"
@@ -89,8 +99,14 @@ def test_a_stage_that_misses_items_is_not_taken_and_what_is_reached_is_said(monk
         (["--p99=5ms", "--qps=nan"], "--qps nan: must be"),
         (["--p99=5ms"], "--p99 and --qps: give both"),
         (["--qps=5"], "--p99 and --qps: give both"),
-        (["--also=another"], "--also and --requests: these choose a bundle by --p99 and --qps"),
-        (["--p99=5ms", "--qps=3", "--requests=no-file"], "--requests no-file: it cannot be read"),
+        (
+            ["--also=another"],
+            "--also and --requests: these choose a bundle by --p99 and --qps",
+        ),
+        (
+            ["--p99=5ms", "--qps=3", "--requests=no-file"],
+            "--requests no-file: it cannot be read",
+        ),
     ],
 )
 def test_a_wrong_certificate_is_refused_in_one_line(

@@ -23,7 +23,9 @@ def bundle(folder: Path, content: str) -> Path:
     return folder
 
 
-def test_large_files_are_linked_and_small_ones_copied_until_the_next_bundle(tmp_path: Path) -> None:
+def test_large_files_are_linked_and_small_ones_copied_until_the_next_bundle(
+    tmp_path: Path,
+) -> None:
     good = LastGood(print)
     there = bundle(tmp_path / "a", "first")
     good.keep(there)
@@ -43,9 +45,13 @@ def test_large_files_are_linked_and_small_ones_copied_until_the_next_bundle(tmp_
     assert {path.name for path in tmp_path.iterdir()} == {"b"}
 
 
-def test_a_server_that_was_killed_leaves_files_that_the_next_one_removes(tmp_path: Path) -> None:
+def test_a_server_that_was_killed_leaves_files_that_the_next_one_removes(
+    tmp_path: Path,
+) -> None:
     there = bundle(tmp_path / "a", "first")
-    leftover, others = (tmp_path / f".a.served.partial-elsewhere-{number}" for number in (1, 2))
+    leftover, others = (
+        tmp_path / f".a.served.partial-elsewhere-{number}" for number in (1, 2)
+    )
     leftover.mkdir()
     others.mkdir()
     handle = os.open(others, os.O_RDONLY)
@@ -57,7 +63,9 @@ def test_a_server_that_was_killed_leaves_files_that_the_next_one_removes(tmp_pat
     os.close(handle)
 
 
-def test_files_that_cannot_be_kept_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_kept_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
     good = LastGood(lambda event, **values: events.append((event, values)))
 

@@ -32,12 +32,26 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.mark.unit
-def test_the_description_has_the_columns_ids_and_limits_of_the_bundle(bundle: Bundle) -> None:
-    found = document(bundle, ServerConfig(bundle=Path("b"), limits=LIMITS, token="t" * 32))
-    body = found["paths"]["/v1/recommend"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert set(body["properties"]["user"]["properties"]) == {"user_id", "age", "history"}
+def test_the_description_has_the_columns_ids_and_limits_of_the_bundle(
+    bundle: Bundle,
+) -> None:
+    found = document(
+        bundle, ServerConfig(bundle=Path("b"), limits=LIMITS, token="t" * 32)
+    )
+    body = found["paths"]["/v1/recommend"]["post"]["requestBody"]["content"][
+        "application/json"
+    ]["schema"]
+    assert set(body["properties"]["user"]["properties"]) == {
+        "user_id",
+        "age",
+        "history",
+    }
     assert body["properties"]["candidates"]["maxItems"] == 40
-    assert body["properties"]["categories"]["items"]["enum"] == ["Comedy", "Drama", "War"]
+    assert body["properties"]["categories"]["items"]["enum"] == [
+        "Comedy",
+        "Drama",
+        "War",
+    ]
     filters = body["properties"]["filter"]["properties"]
     assert list(filters) == ["categories", "year", "studio", "not"]
     assert filters["year"] == {
@@ -65,7 +79,12 @@ def fuzz(running: Running, examples: int) -> int:
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     url = f"http://127.0.0.1:{running.port}"
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
-    checks = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+    checks = [
+        not_a_server_error,
+        status_code_conformance,
+        content_type_conformance,
+        response_schema_conformance,
+    ]
     sent = 0
     for result in schema.get_all_operations():
         operation = result.ok()
@@ -91,28 +110,47 @@ def fuzz(running: Running, examples: int) -> int:
 
 
 @pytest.mark.parametrize("examples", [25, pytest.param(200, marks=pytest.mark.slow)])
-def test_schemathesis_finds_no_5xx_and_no_answer_that_is_not_described(bundle: Bundle, examples: int) -> None:
+def test_schemathesis_finds_no_5xx_and_no_answer_that_is_not_described(
+    bundle: Bundle, examples: int
+) -> None:
     with running_server(bundle, limits=LIMITS) as running:
         assert fuzz(running, examples) > examples
         assert '"status": 5' not in running.log.getvalue()
 
 
 @pytest.mark.unit
-def test_ids_of_people_are_not_told_although_items_have_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_of_people_are_not_told_although_items_have_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As of a log of clicks: its bundle has no table of users, and both kinds of ids count from 1."""
     columns = SimpleNamespace(known_values=lambda name, most: list(range(1, 201)))
     kinds = {"user_id": "int64", "history": "list<int64>"}
-    bundle: Any = SimpleNamespace(users=None, request_columns=kinds, encoders=[SimpleNamespace(columns=columns)])
-    monkeypatch.setattr(openapi, "item_titles", lambda bundle, values: ["a title"] * len(values))
-    assert openapi.known_values(bundle, private=True) == {"history": list(range(1, 201))}
+    bundle: Any = SimpleNamespace(
+        users=None, request_columns=kinds, encoders=[SimpleNamespace(columns=columns)]
+    )
+    monkeypatch.setattr(
+        openapi, "item_titles", lambda bundle, values: ["a title"] * len(values)
+    )
+    assert openapi.known_values(bundle, private=True) == {
+        "history": list(range(1, 201))
+    }
 
 
 @pytest.mark.unit
-def test_few_ids_of_people_are_not_told_to_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_ids_of_people_are_not_told_to_strangers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of a small log: a bundle without a table of users does not say which column they are."""
     tables = [
-        EmbeddingBagConfig(name="person", feature_names=["user", "friend"], num_embeddings=9, embedding_dim=4),
-        EmbeddingBagConfig(name="city", feature_names=["city"], num_embeddings=4, embedding_dim=4),
+        EmbeddingBagConfig(
+            name="person",
+            feature_names=["user", "friend"],
+            num_embeddings=9,
+            embedding_dim=4,
+        ),
+        EmbeddingBagConfig(
+            name="city", feature_names=["city"], num_embeddings=4, embedding_dim=4
+        ),
     ]
     kinds = dict.fromkeys(["user", "friend", "city"], "int64")
     columns = Columns(BatchSchema.from_tables(tables), kinds)
@@ -121,7 +159,11 @@ def test_few_ids_of_people_are_not_told_to_strangers(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(openapi, "item_titles", lambda bundle, values: [])
     assert openapi.known_values(bundle, private=False) == {}
     assert openapi.example_user(bundle, private=False) == dict.fromkeys(kinds, 0)
-    assert list(openapi.known_values(bundle, private=True)) == ["user", "friend", "city"]
+    assert list(openapi.known_values(bundle, private=True)) == [
+        "user",
+        "friend",
+        "city",
+    ]
     bundle.users = SimpleNamespace(key="user", rows=lambda rows: {})
     assert openapi.known_values(bundle, private=False) == {"city": [1, 2, 3]}
     assert openapi.example_user(bundle, private=False) == {"friend": 0, "city": 1}

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.launch
 KNOWN, ELSEWHERE = 7, 5_000  # the second is known to the Redis alone
 
 
-def test_a_redis_that_goes_away_degrades_to_what_is_known_and_recovers(tmp_path: Path) -> None:
+def test_a_redis_that_goes_away_degrades_to_what_is_known_and_recovers(
+    tmp_path: Path,
+) -> None:
     bundle, redis = SmallBundle(tmp_path / "bundle").bundle, RedisServer(tmp_path)
     assert bundle.users is not None
     fresh = 2 * bundle.embed_query(bundle.users.rows([KNOWN - 1, KNOWN]))
@@ -43,8 +45,12 @@ def test_a_redis_that_goes_away_degrades_to_what_is_known_and_recovers(tmp_path:
         with running_server(bundle, vectors=redis_vectors(redis.url)) as running:
 
             def ask(user: int) -> tuple[int, str]:
-                answer = running.client().post("/v1/score", {"user": {"user_id": user}, "items": [1_001]})
-                return answer.status, answer.json.get("vector") or answer.json["error"]["code"]
+                answer = running.client().post(
+                    "/v1/score", {"user": {"user_id": user}, "items": [1_001]}
+                )
+                return answer.status, answer.json.get("vector") or answer.json["error"][
+                    "code"
+                ]
 
             # A busy machine may pass the store's 50 ms now and then; then the fuse lets it rest for a second.
             until(lambda: ask(KNOWN) == (200, "redis"))
@@ -56,7 +62,9 @@ def test_a_redis_that_goes_away_degrades_to_what_is_known_and_recovers(tmp_path:
             assert running.client().get("/readyz").json["vectors"] == {"redis": False}
             start = time.monotonic()
             assert [ask(KNOWN) for _ in range(20)] == [(200, "live")] * 20
-            assert time.monotonic() - start < 20, "requests do not wait for it one by one"
+            assert time.monotonic() - start < 20, (
+                "requests do not wait for it one by one"
+            )
             redis.start()
             fill()
             until(lambda: ask(ELSEWHERE) == (200, "redis"))
@@ -72,26 +80,43 @@ def test_a_malformed_value_is_a_miss_of_its_user_alone(tmp_path: Path) -> None:
     whole = bundle.embed_query(bundle.users.rows(list(range(8))))
     size = 4 * bundle.query_width
     patient = RemoteVectors(
-        lambda tower, width: RedisStore(redis.url, tower=tower, width=width, timeout_s=10), (StoreError,)
+        lambda tower, width: RedisStore(
+            redis.url, tower=tower, width=width, timeout_s=10
+        ),
+        (StoreError,),
     )
     try:
         redis.start()
         store = RedisStore(redis.url, tower=bundle.query_digest, timeout_s=10)
         store.put(users, whole)
         write, key = store._redis, store._keys(users)
-        for user, value in {1: b"\xff" * size, 2: b"odd", 3: bytes(size - 4), 4: bytes(2**25), 5: b""}.items():
+        for user, value in {
+            1: b"\xff" * size,
+            2: b"odd",
+            3: bytes(size - 4),
+            4: bytes(2**25),
+            5: b"",
+        }.items():
             write.set(key[user - 1], value)
         write.delete(key[5])
         write.lpush(key[5], "a list")
         with running_server(bundle, vectors=[patient]) as running:
 
             def ask(user: int) -> tuple[int, str]:
-                answer = running.client().post("/v1/score", {"user": {"user_id": user}, "items": [1_001]})
+                answer = running.client().post(
+                    "/v1/score", {"user": {"user_id": user}, "items": [1_001]}
+                )
                 return answer.status, answer.json["vector"]
 
-            assert [ask(user) for user in users] == [(200, "live")] * 6 + [(200, "redis")] * 2
-            asked = [ScoreRequest(user={"user_id": user}, items=[1_001]) for user in users]
-            together = [answer.cold.vector for answer in running.queued.scorer.answer(asked)]  # type: ignore[union-attr]
+            assert [ask(user) for user in users] == [(200, "live")] * 6 + [
+                (200, "redis")
+            ] * 2
+            asked = [
+                ScoreRequest(user={"user_id": user}, items=[1_001]) for user in users
+            ]
+            together = [
+                answer.cold.vector for answer in running.queued.scorer.answer(asked)
+            ]  # type: ignore[union-attr]
             assert together == ["live"] * 6 + ["redis"] * 2
             assert ask(8) == (200, "redis")
             page = running.client().get("/metrics").content.decode()

@@ -29,15 +29,31 @@ from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.retrieval.server.worker import Watcher
 
 
-def bundle_of_widths(folder: Path, user: int, item: int, items: int, interaction: Interaction) -> Bundle:
+def bundle_of_widths(
+    folder: Path, user: int, item: int, items: int, interaction: Interaction
+) -> Bundle:
     """Towers so wide over a catalogue of so many items, whose user tower reads the history alone."""
     torch.manual_seed(user)
     towers = {
-        "user": Tower([table("history", ITEMS)], (12, user), dense=["age"], device=torch.device("cpu")),
-        "item": Tower([table("item_id", ITEMS)], (item,), dense=["price"], device=torch.device("cpu")),
+        "user": Tower(
+            [table("history", ITEMS)],
+            (12, user),
+            dense=["age"],
+            device=torch.device("cpu"),
+        ),
+        "item": Tower(
+            [table("item_id", ITEMS)],
+            (item,),
+            dense=["price"],
+            device=torch.device("cpu"),
+        ),
     }
     top = interaction_layer(interaction, [user, item], (6,))
-    export(redrawn(TowerModel(towers, top), user, tables=user), folder, **contents(seed=user, items=items))
+    export(
+        redrawn(TowerModel(towers, top), user, tables=user),
+        folder,
+        **contents(seed=user, items=items),
+    )
     return Bundle.load(folder)
 
 
@@ -58,7 +74,9 @@ class Pointed:
     def __init__(self, running: Running, pointer: Path) -> None:
         self.running, self.pointer = running, pointer
         queued = running.queued
-        self.watcher = Watcher(pointer, Bundle.load, queued.swap, queued.refuse, lambda: None, 0.02)
+        self.watcher = Watcher(
+            pointer, Bundle.load, queued.swap, queued.refuse, lambda: None, 0.02
+        )
         self.watcher.start()
 
     def at(self, bundle: Bundle) -> None:
@@ -67,18 +85,27 @@ class Pointed:
         fresh.replace(self.pointer)
 
     def serves(self, bundle: Bundle) -> bool:
-        return bool(self.running.queued.scorer.bundle.manifest.digest == bundle.manifest.digest)
+        return bool(
+            self.running.queued.scorer.bundle.manifest.digest == bundle.manifest.digest
+        )
 
 
 def check_answers(running: Running, bundle: Bundle, stage: Any) -> None:
     """What the server says now is what a scorer says that never had another bundle."""
     client, alone = running.client(), Scorer(bundle, stage=stage)
     for user in range(1, USERS, 17):
-        answer = client.post("/v1/recommend", {"user": {"user_id": user}, "k": 100}).json
+        answer = client.post(
+            "/v1/recommend", {"user": {"user_id": user}, "k": 100}
+        ).json
         expected = alone.recommend(RecommendRequest(user={"user_id": user}, k=100))
-        assert (answer["bundle"], answer["items"]) == (bundle.manifest.digest, expected.items)
+        assert (answer["bundle"], answer["items"]) == (
+            bundle.manifest.digest,
+            expected.items,
+        )
         np.testing.assert_allclose(answer["scores"], expected.scores, atol=1e-5)
-        scores = client.post("/v1/score", {"user": {"user_id": user}, "items": expected.items}).json["scores"]
+        scores = client.post(
+            "/v1/score", {"user": {"user_id": user}, "items": expected.items}
+        ).json["scores"]
         np.testing.assert_allclose(scores, expected.scores, atol=1e-5)
 
 
@@ -106,12 +133,21 @@ def test_a_running_server_takes_bundles_of_other_shapes_or_says_why_not_and_goes
             live = bundles["first"]
             for name in ("wider", "uneven", "dot", "uneven", "first"):
                 pointed.at(bundles[name])
-                if stage == "dot" and name == "uneven":  # has no product of both towers' outputs
+                if (
+                    stage == "dot" and name == "uneven"
+                ):  # has no product of both towers' outputs
                     until(lambda: queued.refused)
-                    assert "the query towers' outputs are 10 wide, the candidate tower's 4" in str(queued.refused)
+                    assert (
+                        "the query towers' outputs are 10 wide, the candidate tower's 4"
+                        in str(queued.refused)
+                    )
                 else:
                     live = bundles[name]
-                    until(lambda live=live: pointed.serves(live) and queued.refused is None)
+                    until(
+                        lambda live=live: (
+                            pointed.serves(live) and queued.refused is None
+                        )
+                    )
                 assert pointed.watcher.is_alive()
                 check_answers(running, live, stage)
         finally:
@@ -119,7 +155,11 @@ def test_a_running_server_takes_bundles_of_other_shapes_or_says_why_not_and_goes
             asking.join(20)
             pointed.watcher.end()
             pointed.watcher.join(20)
-    served = {bundle.manifest.digest for name, bundle in bundles.items() if (stage, name) != ("dot", "uneven")}
+    served = {
+        bundle.manifest.digest
+        for name, bundle in bundles.items()
+        if (stage, name) != ("dot", "uneven")
+    }
     assert {status for status, _ in answers} == {200}
     assert {digest for _, digest in answers} <= served
 
@@ -134,7 +174,9 @@ def test_a_pointer_that_moves_on_while_the_first_bundle_loads_is_seen(
     before = identity(pointer)
     pointer.write_text(str(bundles["dot"].folder))
     served: list[Bundle] = []
-    watcher = Watcher(pointer, Bundle.load, served.append, pytest.fail, lambda: None, 0.02, before)
+    watcher = Watcher(
+        pointer, Bundle.load, served.append, pytest.fail, lambda: None, 0.02, before
+    )
     watcher.start()
     until(lambda: served)
     watcher.end()

@@ -31,7 +31,9 @@ def test_a_folder_a_link_and_a_text_file_lead_to_the_same(tmp_path: Path) -> Non
         assert bundle_folder(tmp_path / name) == there
 
 
-def test_the_folder_of_a_run_leads_to_the_bundle_that_it_ended_with(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_leads_to_the_bundle_that_it_ended_with(
+    tmp_path: Path,
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
     assert bundle_folder(run) == run, "which is then told to be none"
@@ -50,7 +52,9 @@ def test_the_folder_of_a_run_leads_to_the_bundle_that_it_ended_with(tmp_path: Pa
         ("\xff" * 9_000, "not a folder"),
     ],
 )
-def test_what_leads_nowhere_is_told(tmp_path: Path, written: str | None, message: str) -> None:
+def test_what_leads_nowhere_is_told(
+    tmp_path: Path, written: str | None, message: str
+) -> None:
     if written is not None:
         (tmp_path / "pointer").write_text(written)
     with pytest.raises(ValueError, match=message):
@@ -75,7 +79,14 @@ class Events:
     def __init__(self, pointer: Path, every_s: float = 0.01) -> None:
         self.done: list[str] = []
         self.looks = 0
-        self.watcher = Watcher(pointer, self.load, cast(Any, self.done.append), self.done.append, self.tick, every_s)
+        self.watcher = Watcher(
+            pointer,
+            self.load,
+            cast(Any, self.done.append),
+            self.done.append,
+            self.tick,
+            every_s,
+        )
 
     def load(self, there: Path) -> Any:
         content = (there / "manifest.json").read_text()
@@ -94,7 +105,10 @@ class Events:
 
 
 def test_a_change_is_served_once_and_a_broken_one_told_once(tmp_path: Path) -> None:
-    bundles = {content: folder(tmp_path / content, content) for content in ("one", "two", "bad", "worse")}
+    bundles = {
+        content: folder(tmp_path / content, content)
+        for content in ("one", "two", "bad", "worse")
+    }
     pointer = tmp_path / "pointer"
     pointer.write_text("one")
     events = Events(pointer)

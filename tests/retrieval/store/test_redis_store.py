@@ -26,11 +26,17 @@ def store(server: RedisServer, tower: str, **options: object) -> RedisStore:
 
 @pytest.mark.parametrize("batch", [1, 7, 1_000])
 def test_found_as_put_in_any_batches(server: RedisServer, batch: int) -> None:
-    mine, ids, vectors = store(server, f"a{batch}", batch=batch), list(range(50)), torch.randn(50, 6)
+    mine, ids, vectors = (
+        store(server, f"a{batch}", batch=batch),
+        list(range(50)),
+        torch.randn(50, 6),
+    )
     mine.put(ids, vectors)
     found, there = mine.find([3, 999, 49, 3])
     assert there.tolist() == [True, False, True, True]
-    assert torch.equal(found, torch.stack([vectors[3], torch.zeros(6), vectors[49], vectors[3]]))
+    assert torch.equal(
+        found, torch.stack([vectors[3], torch.zeros(6), vectors[49], vectors[3]])
+    )
     mine.put([3], vectors[:1])
     assert torch.equal(mine.find([3])[0], vectors[:1])
     assert mine.delete([3, 4, 999]) == 2
@@ -66,7 +72,9 @@ def test_values_of_two_widths_are_damage(server: RedisServer) -> None:
     mine = store(server, "w")
     mine.put([1], torch.ones(1, 2))
     mine.put([2], torch.ones(1, 3))
-    with pytest.raises(StoreError, match=r"have \[8, 12\] bytes; one tower has one width"):
+    with pytest.raises(
+        StoreError, match=r"have \[8, 12\] bytes; one tower has one width"
+    ):
         mine.find([1, 2])
 
 
@@ -93,9 +101,13 @@ def test_refused(server: RedisServer) -> None:
         store(server, "t").put([1], torch.full((1, 2), torch.nan))
 
 
-def test_a_server_that_goes_away_is_told_at_once_and_one_that_comes_back_is_used_again(tmp_path: Path) -> None:
+def test_a_server_that_goes_away_is_told_at_once_and_one_that_comes_back_is_used_again(
+    tmp_path: Path,
+) -> None:
     server = RedisServer(tmp_path)
-    mine = RedisStore(server.url.replace("//", "//user:secret@"), tower="t", timeout_s=5.0)
+    mine = RedisStore(
+        server.url.replace("//", "//user:secret@"), tower="t", timeout_s=5.0
+    )
     with pytest.raises(StoreUnreachable, match="does not answer") as error:
         mine.find([1])  # before it was ever there
     assert "secret" not in str(error.value)
@@ -111,7 +123,9 @@ def test_a_server_that_goes_away_is_told_at_once_and_one_that_comes_back_is_used
             with pytest.raises(ConnectionError):
                 mine.put([1], torch.ones(1, 2))
             server.start()
-            assert not mine.find([1])[1].any()  # empty, as it came back, and by the same object
+            assert not mine.find([1])[
+                1
+            ].any()  # empty, as it came back, and by the same object
     finally:
         server.stop()
 
@@ -123,10 +137,18 @@ def test_a_wrong_password_is_not_told_as_a_server_that_is_away(tmp_path: Path) -
         admin = RedisStore(server.url, tower="t", timeout_s=5.0)
         admin._redis.config_set("requirepass", "right")
         with pytest.raises(StoreError, match="refuses: ") as error:
-            RedisStore(server.url.replace("//", "//:wrong@"), tower="t", timeout_s=5.0).find([1])
+            RedisStore(
+                server.url.replace("//", "//:wrong@"), tower="t", timeout_s=5.0
+            ).find([1])
         assert not isinstance(error.value, StoreUnreachable)
         assert "wrong@" not in str(error.value)
-        assert not RedisStore(server.url.replace("//", "//:right@"), tower="t", timeout_s=5.0).find([1])[1].any()
+        assert (
+            not RedisStore(
+                server.url.replace("//", "//:right@"), tower="t", timeout_s=5.0
+            )
+            .find([1])[1]
+            .any()
+        )
     finally:
         server.stop()
 

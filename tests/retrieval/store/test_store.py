@@ -17,7 +17,13 @@ import torch
 
 from torchrec_ext import sealed
 from torchrec_ext.retrieval.store import store as store_module
-from torchrec_ext.retrieval.store.row_formats import Dtype, LossMeter, decode, encode, some_of
+from torchrec_ext.retrieval.store.row_formats import (
+    Dtype,
+    LossMeter,
+    decode,
+    encode,
+    some_of,
+)
 from torchrec_ext.retrieval.store.store import EmbeddingStore, refresh_store
 from torchrec_ext.retrieval.store.versions import StoreError, prune_store, versions
 from torchrec_ext.retrieval.store.writer import write_store
@@ -30,12 +36,19 @@ def vectors(rows: int = ROWS, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((rows, WIDTH)).astype(np.float32)
 
 
-def blocks(ids: Any, values: np.ndarray, size: int = 64) -> list[tuple[Any, np.ndarray]]:
-    return [(ids[at : at + size], values[at : at + size]) for at in range(0, len(values), size)]
+def blocks(
+    ids: Any, values: np.ndarray, size: int = 64
+) -> list[tuple[Any, np.ndarray]]:
+    return [
+        (ids[at : at + size], values[at : at + size])
+        for at in range(0, len(values), size)
+    ]
 
 
 def written(folder: Path, dtype: Dtype = "fp32", **options: Any) -> EmbeddingStore:
-    return write_store(folder, blocks(np.arange(ROWS) * 3 + 1, vectors()), dtype=dtype, **options)
+    return write_store(
+        folder, blocks(np.arange(ROWS) * 3 + 1, vectors()), dtype=dtype, **options
+    )
 
 
 @pytest.mark.parametrize("strings", [False, True])
@@ -49,7 +62,14 @@ def test_rows_as_written(strings: bool, tmp_path: Path) -> None:
     assert torch.equal(store.rows(positions), torch.from_numpy(vectors()[[7, 250, 7]]))
     assert torch.equal(store.matrix(), torch.from_numpy(vectors()))
     assert torch.equal(store.block(5, 9), store.matrix()[5:9])
-    assert (len(store), store.width, store.dtype, store.tower, store.live.all(), store.loss) == (
+    assert (
+        len(store),
+        store.width,
+        store.dtype,
+        store.tower,
+        store.live.all(),
+        store.loss,
+    ) == (
         ROWS,
         WIDTH,
         "fp32",
@@ -63,11 +83,30 @@ def test_the_digest_is_of_what_is_stored_and_of_nothing_else(tmp_path: Path) -> 
     """Not of the block size, the folder or the time; of every number, id and the tower."""
     ids, values = np.arange(ROWS), vectors()
     first = write_store(tmp_path / "a", blocks(ids, values), tower="t").digest
-    assert write_store(tmp_path / "b" / "c", blocks(ids, values, size=7), tower="t").digest == first
+    assert (
+        write_store(tmp_path / "b" / "c", blocks(ids, values, size=7), tower="t").digest
+        == first
+    )
     changed = values.copy()
     changed[3, 4] = np.nextafter(changed[3, 4], 9)
-    others = [(ids, values, "u"), (ids, changed, "t"), (ids[::-1], values, "t"), (ids + 1, values, "t")]
-    assert len({first, *(write_store(tmp_path / "d", blocks(i, v), tower=t).digest for i, v, t in others)}) == 5
+    others = [
+        (ids, values, "u"),
+        (ids, changed, "t"),
+        (ids[::-1], values, "t"),
+        (ids + 1, values, "t"),
+    ]
+    assert (
+        len(
+            {
+                first,
+                *(
+                    write_store(tmp_path / "d", blocks(i, v), tower=t).digest
+                    for i, v, t in others
+                ),
+            }
+        )
+        == 5
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "int8"])
@@ -77,11 +116,21 @@ def test_what_fewer_bits_lose_is_in_the_manifest(dtype: Dtype, tmp_path: Path) -
     error = (store.rows(torch.arange(ROWS)) - values).abs()
     assert store.loss["greatest"] == float(error.max()) > 0
     assert store.loss["mean"] == pytest.approx(float(error.double().mean()), rel=1e-9)
-    bound = values.abs().amax(dim=1, keepdim=True) * (2**-11 if dtype == "fp16" else 0.5001 / 127)
+    bound = values.abs().amax(dim=1, keepdim=True) * (
+        2**-11 if dtype == "fp16" else 0.5001 / 127
+    )
     assert bool((error <= bound).all())
     queries = values[:64:1][:64]
-    exact, found = ((queries @ rows.T).topk(100).indices for rows in (values, store.rows(torch.arange(ROWS))))
-    recall = np.mean([len(set(a.tolist()) & set(b.tolist())) / 100 for a, b in zip(exact, found, strict=True)])
+    exact, found = (
+        (queries @ rows.T).topk(100).indices
+        for rows in (values, store.rows(torch.arange(ROWS)))
+    )
+    recall = np.mean(
+        [
+            len(set(a.tolist()) & set(b.tolist())) / 100
+            for a, b in zip(exact, found, strict=True)
+        ]
+    )
     assert store.loss["recall"] == pytest.approx(recall)
     assert recall > 0.97
     meter = LossMeter(some_of(values[:64]))
@@ -92,8 +141,14 @@ def test_what_fewer_bits_lose_is_in_the_manifest(dtype: Dtype, tmp_path: Path) -
 
 
 def test_int8_of_a_zero_row_is_zero(tmp_path: Path) -> None:
-    store = write_store(tmp_path, [([1, 2], np.array([[0.0, 0.0], [1.0, -2.0]]))], dtype="int8")
-    assert torch.allclose(store.rows(torch.tensor([0, 1])), torch.tensor([[0.0, 0.0], [1.0, -2.0]]), atol=1e-2)
+    store = write_store(
+        tmp_path, [([1, 2], np.array([[0.0, 0.0], [1.0, -2.0]]))], dtype="int8"
+    )
+    assert torch.allclose(
+        store.rows(torch.tensor([0, 1])),
+        torch.tensor([[0.0, 0.0], [1.0, -2.0]]),
+        atol=1e-2,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "int8"])
@@ -103,9 +158,19 @@ def test_refresh_changes_appends_and_takes_out(dtype: Dtype, tmp_path: Path) -> 
     before = old.rows(torch.arange(ROWS)).clone()
     more = vectors(4, seed=9) / 2
     new = refresh_store(tmp_path, np.array([1, 900_000, 31, -5]), more, deleted=[4, 7])
-    fresh = write_store(tmp_path / "fresh", [(np.array([1, 900_000, 31, -5]), more)], dtype=dtype)
-    assert new.ids.positions([1, 900_000, 31, -5, 4]).tolist() == [0, ROWS, 10, ROWS + 1, 1]
-    assert torch.equal(new.rows(torch.tensor([0, ROWS, 10, ROWS + 1])), fresh.rows(torch.arange(4)))
+    fresh = write_store(
+        tmp_path / "fresh", [(np.array([1, 900_000, 31, -5]), more)], dtype=dtype
+    )
+    assert new.ids.positions([1, 900_000, 31, -5, 4]).tolist() == [
+        0,
+        ROWS,
+        10,
+        ROWS + 1,
+        1,
+    ]
+    assert torch.equal(
+        new.rows(torch.tensor([0, ROWS, 10, ROWS + 1])), fresh.rows(torch.arange(4))
+    )
     others = torch.tensor([place for place in range(ROWS) if place not in (0, 10)])
     assert torch.equal(new.rows(others), before[others])
     assert np.flatnonzero(~new.live).tolist() == [1, 2]
@@ -116,7 +181,12 @@ def test_refresh_changes_appends_and_takes_out(dtype: Dtype, tmp_path: Path) -> 
     assert back.live[1]
     assert not back.live[2]
     assert len(back) == len(new)
-    assert EmbeddingStore.open(tmp_path, verify=True).digest == back.digest != new.digest != old.digest
+    assert (
+        EmbeddingStore.open(tmp_path, verify=True).digest
+        == back.digest
+        != new.digest
+        != old.digest
+    )
     if dtype != "fp32":
         assert new.loss["rows"] == ROWS + 4
         assert new.loss["greatest"] >= old.loss["greatest"]
@@ -127,21 +197,38 @@ def test_refresh_of_strings(tmp_path: Path) -> None:
     store = refresh_store(tmp_path, ["c", "a"], vectors(2, seed=1), deleted=["b"])
     assert store.ids.ids().tolist() == ["a", "b", "c"]
     assert store.live.tolist() == [True, False, True]
-    assert torch.equal(store.rows(torch.tensor([2, 0])), torch.from_numpy(vectors(2, seed=1)))
+    assert torch.equal(
+        store.rows(torch.tensor([2, 0])), torch.from_numpy(vectors(2, seed=1))
+    )
 
 
 def test_refresh_refuses_what_does_not_belong(tmp_path: Path) -> None:
     written(tmp_path, tower="0123456789abcdef")
     refused: list[tuple[str, Callable[[], object]]] = [
-        ("holds vectors of the tower 0123456789ab", lambda: refresh_store(tmp_path, [1], vectors(1), tower="fedcba")),
-        ("deleted: 2 is not in the store", lambda: refresh_store(tmp_path, [1], vectors(1), deleted=[2])),
-        ("deleted: 1 is also among the ids to write", lambda: refresh_store(tmp_path, [1], vectors(1), deleted=[1])),
-        ("ids: 5 stands at rows 0 and 1", lambda: refresh_store(tmp_path, [5, 5], vectors(2))),
+        (
+            "holds vectors of the tower 0123456789ab",
+            lambda: refresh_store(tmp_path, [1], vectors(1), tower="fedcba"),
+        ),
+        (
+            "deleted: 2 is not in the store",
+            lambda: refresh_store(tmp_path, [1], vectors(1), deleted=[2]),
+        ),
+        (
+            "deleted: 1 is also among the ids to write",
+            lambda: refresh_store(tmp_path, [1], vectors(1), deleted=[1]),
+        ),
+        (
+            "ids: 5 stands at rows 0 and 1",
+            lambda: refresh_store(tmp_path, [5, 5], vectors(2)),
+        ),
         (
             r"vectors: shape \(1, 3\); 1 ids of this store need \(1, 12\)",
             lambda: refresh_store(tmp_path, [1], np.ones((1, 3))),
         ),
-        ("is str, this|are str, this", lambda: refresh_store(tmp_path, ["a"], vectors(1))),
+        (
+            "is str, this|are str, this",
+            lambda: refresh_store(tmp_path, ["a"], vectors(1)),
+        ),
     ]
     for message, call in refused:
         with pytest.raises(ValueError, match=message):
@@ -158,14 +245,22 @@ def test_refresh_refuses_what_does_not_belong(tmp_path: Path) -> None:
             "vectors: 4 wide from row 1 on, 3 before",
         ),
         (
-            [(np.array([1]), np.ones((1, 2))), (np.array([2]), np.array([[1, np.nan]]))],
+            [
+                (np.array([1]), np.ones((1, 2))),
+                (np.array([2]), np.array([[1, np.nan]])),
+            ],
             "row 0, column 1 is nan; must be fin.*row 1",
         ),
         ([(np.array([1, 3, 1]), np.ones((3, 2)))], "ids: 1 stands at rows 0 and 2"),
-        ([(np.array([1]), np.ones((1, 2))), (["a"], np.ones((1, 2)))], "some blocks have int64 ids and others str"),
+        (
+            [(np.array([1]), np.ones((1, 2))), (["a"], np.ones((1, 2)))],
+            "some blocks have int64 ids and others str",
+        ),
     ],
 )
-def test_write_refuses_and_leaves_the_version_before(given: Any, message: str, tmp_path: Path) -> None:
+def test_write_refuses_and_leaves_the_version_before(
+    given: Any, message: str, tmp_path: Path
+) -> None:
     digest = written(tmp_path).digest
     with pytest.raises(ValueError, match=message):
         write_store(tmp_path, given)
@@ -174,15 +269,24 @@ def test_write_refuses_and_leaves_the_version_before(given: Any, message: str, t
 
 
 def test_numbers_beyond_fp16_and_wrong_dtypes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="row 0, column 0 is 70000; fp16 holds up to 65,504; use fp32 or int8"):
+    with pytest.raises(
+        ValueError,
+        match="row 0, column 0 is 70000; fp16 holds up to 65,504; use fp32 or int8",
+    ):
         write_store(tmp_path, [([1], np.array([[7e4]]))], dtype="fp16")
-    with pytest.raises(ValueError, match="dtype='fp8': must be one of fp32, fp16, int8"):
+    with pytest.raises(
+        ValueError, match="dtype='fp8': must be one of fp32, fp16, int8"
+    ):
         write_store(tmp_path, [], dtype="fp8")  # type: ignore[arg-type]
 
 
 def test_an_empty_catalogue(tmp_path: Path) -> None:
     store = write_store(tmp_path, [])
-    assert (len(store), store.ids.positions([1]).tolist(), store.rows(torch.zeros(0, dtype=torch.int64)).shape) == (
+    assert (
+        len(store),
+        store.ids.positions([1]).tolist(),
+        store.rows(torch.zeros(0, dtype=torch.int64)).shape,
+    ) == (
         0,
         [-1],
         (0, 0),
@@ -196,7 +300,8 @@ def test_disk_full_is_told_and_the_version_before_stays(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))
     try:
         with pytest.raises(
-            StoreError, match=r"v00000002.partial' cannot be written: .* \(.* MiB are free there\)"
+            StoreError,
+            match=r"v00000002.partial' cannot be written: .* \(.* MiB are free there\)",
         ) as error:
             written(tmp_path)
     finally:
@@ -232,35 +337,54 @@ def test_damage_is_named(tmp_path: Path) -> None:
         manifest = json.loads((at / "manifest.json").read_text())
         (at / "manifest.json").write_text(json.dumps(manifest | {"tower": "other"}))
 
-    assert "rows.bin' has 14,392 bytes and was written with 14,400" in damaged(cut("rows.bin"))
+    assert "rows.bin' has 14,392 bytes and was written with 14,400" in damaged(
+        cut("rows.bin")
+    )
     assert "ids_ids.npy' has" in damaged(cut("ids_ids.npy"))
-    assert "rows.bin' is damaged: its content does not fit its digest" in damaged(flipped, verify=True)
+    assert "rows.bin' is damaged: its content does not fit its digest" in damaged(
+        flipped, verify=True
+    )
     assert "manifest.json' is damaged: its content does not fit" in damaged(edited)
-    assert "live.npy' cannot be read: No such file" in damaged(lambda at: (at / "live.npy").unlink())
-    assert "was removed or never finished" in damaged(lambda at: (at / "manifest.json").unlink())
+    assert "live.npy' cannot be read: No such file" in damaged(
+        lambda at: (at / "live.npy").unlink()
+    )
+    assert "was removed or never finished" in damaged(
+        lambda at: (at / "manifest.json").unlink()
+    )
     assert "CURRENT' is damaged: it names 'nonsense'" in damaged(
         lambda at: (at.parent / "CURRENT").write_text("nonsense")
     )
     with pytest.raises(
-        StoreError, match="holds no embedding store: it has no file CURRENT; write one with write_store"
+        StoreError,
+        match="holds no embedding store: it has no file CURRENT; write one with write_store",
     ):
         EmbeddingStore.open(tmp_path / "nowhere")
 
 
-def test_a_file_that_is_cut_off_under_its_reader_is_an_error_and_no_crash(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_under_its_reader_is_an_error_and_no_crash(
+    tmp_path: Path,
+) -> None:
     store = written(tmp_path)
     with (store.folder / "rows.bin").open("r+b") as stream:
         stream.truncate(48)
-    with pytest.raises(StoreError, match="has 48 bytes and had 14,400 when it was opened: it was changed in place"):
+    with pytest.raises(
+        StoreError,
+        match="has 48 bytes and had 14,400 when it was opened: it was changed in place",
+    ):
         store.rows(torch.tensor([200]))
 
 
 def test_positions_outside_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"positions: -1 is not a row of this store, which has 300 \(0 to 299\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"positions: -1 is not a row of this store, which has 300 \(0 to 299\)",
+    ):
         written(tmp_path).rows(torch.tensor([0, -1]))
 
 
-def test_old_versions_are_removed_when_asked_and_who_has_one_open_reads_on(tmp_path: Path) -> None:
+def test_old_versions_are_removed_when_asked_and_who_has_one_open_reads_on(
+    tmp_path: Path,
+) -> None:
     first = written(tmp_path)
     expected = first.rows(torch.arange(ROWS)).clone()
     for seed in range(3):
@@ -282,18 +406,23 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
     assert versions(tmp_path) == ["v00000001"]
 
 
-def test_a_file_system_without_locks_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
     monkeypatch.setattr(sealed.fcntl, "flock", refuse)
     with pytest.raises(
-        StoreError, match=r"cannot be locked \(Operation not supported\): .*file system offers none; .*write elsewhere"
+        StoreError,
+        match=r"cannot be locked \(Operation not supported\): .*file system offers none; .*write elsewhere",
     ):
         written(tmp_path)
 
 
-def test_readers_open_whole_versions_while_others_are_written_and_removed(tmp_path: Path) -> None:
+def test_readers_open_whole_versions_while_others_are_written_and_removed(
+    tmp_path: Path,
+) -> None:
     """Each version's rows are all of one value; a reader never sees two."""
     ids, stop, seen = np.arange(50), threading.Event(), set()
     write_store(tmp_path, [(ids, np.zeros((50, 2)))])
@@ -325,16 +454,27 @@ def resident_kib(path: Path) -> int:
     """Memory of this process that is mapped from a file."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
     starts = [number for number, line in enumerate(lines) if line.endswith(str(path))]
-    return sum(int(line.split()[1]) for start in starts for line in lines[start : start + 6] if line.startswith("Rss:"))
+    return sum(
+        int(line.split()[1])
+        for start in starts
+        for line in lines[start : start + 6]
+        if line.startswith("Rss:")
+    )
 
 
 @pytest.mark.parametrize("kernel", ["this one", "an older one"])
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
-def test_populating_maps_every_page(dtype: Dtype, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_populating_maps_every_page(
+    dtype: Dtype, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if kernel == "an older one":
-        monkeypatch.setattr(store_module, "_POPULATE_READ", 9_999)  # refused as older kernels refuse it
+        monkeypatch.setattr(
+            store_module, "_POPULATE_READ", 9_999
+        )  # refused as older kernels refuse it
     monkeypatch.setattr(store_module, "_PIECE", 2**16)
-    values = np.random.default_rng(0).standard_normal((20_000, WIDTH)).astype(np.float32)
+    values = (
+        np.random.default_rng(0).standard_normal((20_000, WIDTH)).astype(np.float32)
+    )
     write_store(tmp_path, [(np.arange(20_000), values)], dtype=dtype)
     store = EmbeddingStore.open(tmp_path)
     rows = store.folder / "rows.bin"
@@ -344,7 +484,9 @@ def test_populating_maps_every_page(dtype: Dtype, kernel: str, tmp_path: Path, m
     assert torch.equal(store.matrix(), EmbeddingStore.open(tmp_path).matrix())
 
 
-def test_rows_of_more_than_half_of_the_memory_stay_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_more_than_half_of_the_memory_stay_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = written(tmp_path)
     size = ROWS * WIDTH * 4
     for left, populated in ((2 * size - 1, False), (2 * size, True)):
@@ -355,7 +497,9 @@ def test_rows_of_more_than_half_of_the_memory_stay_on_disk(tmp_path: Path, monke
 def test_populating_a_store_that_was_cut_off_is_refused(tmp_path: Path) -> None:
     store = written(tmp_path)
     os.truncate(store.folder / "rows.bin", 100)
-    with pytest.raises(StoreError, match="has 100 bytes and had 14,400 when it was opened"):
+    with pytest.raises(
+        StoreError, match="has 100 bytes and had 14,400 when it was opened"
+    ):
         store.populate()
 
 

@@ -23,4 +23,10 @@ def test_a_captured_step_on_the_device_trains_as_an_eager_one_on_the_cpu(
     eager, plain, _ = trained("off", CASES[name])
     assert captured == pytest.approx(eager, rel=1e-5)
     for what, value in plain.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[what].cpu(), value, rtol=1e-3, atol=1e-4, msg=what.__add__)
+        torch.testing.assert_close(
+            model.state_dict()[what].cpu(),
+            value,
+            rtol=1e-3,
+            atol=1e-4,
+            msg=what.__add__,
+        )

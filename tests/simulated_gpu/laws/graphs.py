@@ -19,7 +19,9 @@ def ones() -> Tensor:
     return torch.ones(8, device="cuda")
 
 
-def captured(step: Callable[[], Any], mode: str = "thread_local") -> torch.cuda.CUDAGraph:
+def captured(
+    step: Callable[[], Any], mode: str = "thread_local"
+) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, capture_error_mode=mode):
@@ -46,17 +48,28 @@ VIOLATIONS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "a value is read": ("_local_scalar_dense", lambda ones: ones.sum().item()),
     "a mask": ("aten::nonzero", lambda ones: ones[ones > 0]),
     "a copy to the host": ("copy to the host", lambda ones: ones.cpu()),
-    "a copy from the host": ("copy to the device", lambda ones: ones.copy_(torch.ones(8))),
+    "a copy from the host": (
+        "copy to the device",
+        lambda ones: ones.copy_(torch.ones(8)),
+    ),
     "a copy from pinned memory": (
         "copy to the device",
         lambda ones: ones.copy_(PINNED, non_blocking=True),
     ),
-    "the device is waited for": ("cudaDeviceSynchronize", lambda ones: torch.cuda.synchronize()),
-    "memory outside of the pool": ("outside of the graph's memory pool", lambda ones: elsewhere(lambda: ones + 1)),
+    "the device is waited for": (
+        "cudaDeviceSynchronize",
+        lambda ones: torch.cuda.synchronize(),
+    ),
+    "memory outside of the pool": (
+        "outside of the graph's memory pool",
+        lambda ones: elsewhere(lambda: ones + 1),
+    ),
     "a stream that is not joined": ("unjoined work", without_end),
     "a wait for work outside": (
         "a wait for work outside",
-        lambda ones: torch.cuda.current_stream().wait_stream(torch.cuda.default_stream()),
+        lambda ones: torch.cuda.current_stream().wait_stream(
+            torch.cuda.default_stream()
+        ),
     ),
     "a generator that is not registered": (
         "not in capture mode",
@@ -74,7 +87,9 @@ def test_a_violation_is_found(name: str, ones: Tensor) -> None:
     assert ones.tolist() == [1.0] * 8, "what a capture writes is written by its replays"
 
 
-def test_a_call_of_another_thread_ends_a_capture_of_mode_global_alone(ones: Tensor) -> None:
+def test_a_call_of_another_thread_ends_a_capture_of_mode_global_alone(
+    ones: Tensor,
+) -> None:
     errors: list[Exception] = []
 
     def pin() -> None:
@@ -119,7 +134,9 @@ def test_the_projects_graph_keeps_all_rules(ones: Tensor) -> None:
         noise.record_stream(caller)
         return [weight.add_(noise).sum()]
 
-    run = cuda_graph(step, [weight], [torch.ones(8, device="cuda")])  # the example is freed
+    run = cuda_graph(
+        step, [weight], [torch.ones(8, device="cuda")]
+    )  # the example is freed
     assert not weight.any()
     with simulated_cuda.observed() as events:
         first, second = run([ones])[0], run([ones])[0]

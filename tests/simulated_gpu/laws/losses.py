@@ -14,7 +14,10 @@ EQUAL = {"bst": ("model.dropout=0.0",)}
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_losses_on_the_device_are_those_on_the_cpu(recipe: str, tmp_path: Path) -> None:
     settings = ("train.compile=off", *EQUAL.get(recipe, ()))
-    losses = [train(recipe, tmp_path / device, f"device={device}", *settings) for device in ("cpu", "cuda")]
+    losses = [
+        train(recipe, tmp_path / device, f"device={device}", *settings)
+        for device in ("cpu", "cuda")
+    ]
     if recipe == "bst":
         # Its attention rounds in another order as well, and a transformer makes of it another number later.
         losses = [values[:3] for values in losses]
@@ -24,7 +27,9 @@ def test_losses_on_the_device_are_those_on_the_cpu(recipe: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("dropout", ["0.0", "0.3"])
 @pytest.mark.parametrize("steps", ["off", "require"])
-def test_a_resumed_run_is_the_uninterrupted_one(steps: str, dropout: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(
+    steps: str, dropout: str, tmp_path: Path
+) -> None:
     settings = (
         "device=cuda",
         "loader.device=cuda",
@@ -35,6 +40,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(steps: str, dropout: str, tmp_pa
     whole = train("two_tower", tmp_path / "whole", *settings, "train.epochs=3")
     train("two_tower", tmp_path / "cut", *settings, "train.epochs=2")
     resumed = train(
-        "two_tower", tmp_path / "resumed", *settings, "train.epochs=3", flags=("--resume", str(tmp_path / "cut"))
+        "two_tower",
+        tmp_path / "resumed",
+        *settings,
+        "train.epochs=3",
+        flags=("--resume", str(tmp_path / "cut")),
     )
     assert resumed == pytest.approx(whole, rel=0, abs=1e-6)

@@ -40,7 +40,9 @@ def test_a_stream_that_does_not_wait_is_found(unordered: Any) -> None:
     assert len(unordered()) == 1
 
 
-def test_memory_that_is_freed_while_another_stream_uses_it_is_found(unordered: Any) -> None:
+def test_memory_that_is_freed_while_another_stream_uses_it_is_found(
+    unordered: Any,
+) -> None:
     side = torch.cuda.Stream()
     for recorded in (True, False):
         ones = torch.ones(4, device="cuda")
@@ -65,28 +67,44 @@ def test_operands_on_two_devices_are_refused() -> None:
 
 
 def streamed(folder: Path, *settings: str) -> None:
-    train("n_tower", folder, "device=cuda", "loader.device=cuda", "streams=true", "train.compile=off", *settings)
+    train(
+        "n_tower",
+        folder,
+        "device=cuda",
+        "loader.device=cuda",
+        "streams=true",
+        "train.compile=off",
+        *settings,
+    )
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_towers_on_streams_keep_the_order(plan: str, tmp_path: Path, unordered: Any) -> None:
+def test_towers_on_streams_keep_the_order(
+    plan: str, tmp_path: Path, unordered: Any
+) -> None:
     streamed(tmp_path / "run", plan)
     assert unordered() == []
 
 
-def test_a_captured_step_with_towers_on_streams_keeps_the_order(tmp_path: Path, unordered: Any) -> None:
+def test_a_captured_step_with_towers_on_streams_keeps_the_order(
+    tmp_path: Path, unordered: Any
+) -> None:
     streamed(tmp_path / "run", "train.compile=require")
     assert unordered() == []
 
 
 @pytest.mark.parametrize("fault", ["no wait", "no record_stream", "no join"])
-def test_a_planted_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unordered: Any) -> None:
+def test_a_planted_fault_is_found(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unordered: Any
+) -> None:
     if fault == "no wait":
         monkeypatch.setattr(TowerStreams, "_entering", entering_without_wait)
     if fault == "no record_stream":
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
     if fault == "no join":
-        monkeypatch.setattr(TowerStreams, "_join", lambda streams, *_: streams._running.clear())
+        monkeypatch.setattr(
+            TowerStreams, "_join", lambda streams, *_: streams._running.clear()
+        )
     streamed(tmp_path / "run")
     assert unordered()
 

@@ -7,7 +7,13 @@ import torch.distributed as dist
 
 from torchx_apps import train as train_app
 
-QUICK = ("data.name=planted", "export=never", "train.early_stop.metric=", "train.epochs=1", "train.log_every=4")
+QUICK = (
+    "data.name=planted",
+    "export=never",
+    "train.early_stop.metric=",
+    "train.epochs=1",
+    "train.log_every=4",
+)
 # Sets that are small enough for a run of seconds; the recipes not named here are small as they are.
 SMALL = ("data.users=200", "data.items=100", "loader.batch_size=256")
 SIZES = {
@@ -19,14 +25,22 @@ SIZES = {
 }
 
 
-def train(recipe: str, folder: Path, *settings: str, flags: tuple[str, ...] = ()) -> list[float]:
+def train(
+    recipe: str, folder: Path, *settings: str, flags: tuple[str, ...] = ()
+) -> list[float]:
     """Trains a recipe, and returns the losses of its records."""
-    words = [f"--set={setting}" for setting in (*QUICK, *SIZES.get(recipe, ()), *settings)]
+    words = [
+        f"--set={setting}" for setting in (*QUICK, *SIZES.get(recipe, ()), *settings)
+    ]
     try:
-        code = train_app.main(["--recipe", recipe, "--run-dir", str(folder), *words, *flags])
+        code = train_app.main(
+            ["--recipe", recipe, "--run-dir", str(folder), *words, *flags]
+        )
     finally:
         if dist.is_initialized():  # an error of a run must not fail the next one
             dist.destroy_process_group()
     assert code == 0, f"{recipe} {settings}: exit {code}"
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     return [record["loss"] for record in records if record["kind"] == "train"]

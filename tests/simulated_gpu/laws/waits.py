@@ -17,7 +17,11 @@ from torchrec_ext.train import loop
 from torchx_apps.recipes import RECIPES
 
 FILE = Path(__file__).parents[1] / "waits.json"
-EAGER, CAPTURED, ON_DEVICE = "train.compile=off", "train.compile=require", "loader.device=cuda"
+EAGER, CAPTURED, ON_DEVICE = (
+    "train.compile=off",
+    "train.compile=require",
+    "loader.device=cuda",
+)
 # These two decide by values how long their sequences are, so they have no captured step.
 NEVER_CAPTURED = ("bst", "session")
 # A set in files has no rows on the device, and sequences are dealt out on the host.
@@ -30,12 +34,18 @@ def runs() -> dict[str, tuple[str, ...]]:
         for steps in (EAGER, *(() if recipe in NEVER_CAPTURED else (CAPTURED,))):
             for rows in ((), *(() if recipe in HOST_ROWS else ((ON_DEVICE,),))):
                 kinds[" ".join((recipe, steps, *rows))] = (steps, *rows)
-    kinds["n_tower train.compile=off loader.device=cuda streams=true"] = (EAGER, ON_DEVICE, "streams=true")
+    kinds["n_tower train.compile=off loader.device=cuda streams=true"] = (
+        EAGER,
+        ON_DEVICE,
+        "streams=true",
+    )
     return kinds
 
 
 @pytest.mark.parametrize("name", runs())
-def test_a_step_waits_no_more_often_than_it_did(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_no_more_often_than_it_did(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends: list[int] = []
     after_step = loop._Run._after_step
 
@@ -46,7 +56,13 @@ def test_a_step_waits_no_more_often_than_it_did(name: str, tmp_path: Path, monke
     monkeypatch.setattr(loop._Run, "_after_step", mark)
     recipe = name.split()[0]
     with simulated_cuda.observed() as events:
-        train(recipe, tmp_path / "run", "device=cuda", "train.log_every=1000000", *runs()[name])
+        train(
+            recipe,
+            tmp_path / "run",
+            "device=cuda",
+            "train.log_every=1000000",
+            *runs()[name],
+        )
     # Of the second half, when steps are captured; the last step of an epoch waits for its record.
     first, last = len(ends) // 2, len(ends) - 2
     assert last - first >= 2, f"{len(ends)} steps are too few"
@@ -55,13 +71,24 @@ def test_a_step_waits_no_more_often_than_it_did(name: str, tmp_path: Path, monke
         for kind, what, place in events[ends[first] : ends[last]]
         if kind == "sync"
     )
-    waits = {place: round(count / (last - first), 2) for place, count in sorted(places.items())}
+    waits = {
+        place: round(count / (last - first), 2)
+        for place, count in sorted(places.items())
+    }
     stored = json.loads(FILE.read_text()) if FILE.exists() else {}
     if "SIMULATED_GPU_RENEW" in os.environ:
-        FILE.write_text(json.dumps({**stored, name: waits}, indent=1, sort_keys=True) + "\n")
+        FILE.write_text(
+            json.dumps({**stored, name: waits}, indent=1, sort_keys=True) + "\n"
+        )
         return
-    lines = Counter((what, place) for kind, what, place in events[ends[first] : ends[last]] if kind == "sync")
-    assert waits == stored[name], f"waits a step by line: {lines}; see the docstring of this file"
+    lines = Counter(
+        (what, place)
+        for kind, what, place in events[ends[first] : ends[last]]
+        if kind == "sync"
+    )
+    assert waits == stored[name], (
+        f"waits a step by line: {lines}; see the docstring of this file"
+    )
 
 
 def test_captured_steps_and_towers_on_streams_wait_for_nothing() -> None:

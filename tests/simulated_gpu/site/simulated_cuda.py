@@ -34,7 +34,9 @@ def install() -> None:
 class _Imports(importlib.abc.MetaPathFinder):
     """Acts just before or just after some modules are imported."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> Any:
         """Returns None, so that Python finds the module itself, except for modules to change after their import."""
         if name == "torch":
             _load()
@@ -68,7 +70,9 @@ def observed() -> Iterator[list[tuple[str, str, str]]]:
     memory is not pinned; ``unordered``, two streams use one memory without an order.
     """
     events: list[tuple[str, str, str]] = []
-    listener = _LISTENER(lambda kind, what: events.append((kind.decode(), what.decode(), _line())))
+    listener = _LISTENER(
+        lambda kind, what: events.append((kind.decode(), what.decode(), _line()))
+    )
     _library.simulated_listen(listener)
     try:
         yield events
@@ -105,7 +109,9 @@ class _Graph:
         weakref.finalize(graph, _library.simulated_forget, graph.number)
         return graph
 
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+    def capture_begin(
+        self, pool: Any = None, capture_error_mode: str = "global"
+    ) -> None:
         _ops().capture_begin(self.number, capture_error_mode)
 
     def capture_end(self) -> None:
@@ -126,7 +132,9 @@ def _provide(c: Any) -> None:
 
     class Stream(c.Stream):
         def __new__(cls, priority: int = 0, **numbers: int) -> Any:
-            numbers = numbers or {"device": c.device("cuda", c._accelerator_getDeviceIndex())}
+            numbers = numbers or {
+                "device": c.device("cuda", c._accelerator_getDeviceIndex())
+            }
             return super().__new__(cls, **numbers)
 
         @property
@@ -143,19 +151,31 @@ def _provide(c: Any) -> None:
 
     def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
         c._accelerator_setDeviceIndex(device_index)
-        c._accelerator_setStream(c.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type))
+        c._accelerator_setStream(
+            c.Stream(
+                stream_id=stream_id, device_index=device_index, device_type=device_type
+            )
+        )
 
     def init() -> None:
         torch = sys.modules["torch"]
-        torch.cuda.default_generators = tuple(map(torch.ops.simulated.default_generator, range(count())))
+        torch.cuda.default_generators = tuple(
+            map(torch.ops.simulated.default_generator, range(count()))
+        )
         torch.cuda._get_device_properties = lambda device: properties
 
     def count() -> int:
         return int(os.environ.get("SIMULATED_GPUS", "1"))
 
     def stats(device: int) -> dict[str, Any]:
-        used = {"current": _library.simulated_bytes(0), "peak": _library.simulated_bytes(1)}
-        return {name: {"all": used} for name in ("allocated_bytes", "reserved_bytes", "active_bytes")}
+        used = {
+            "current": _library.simulated_bytes(0),
+            "peak": _library.simulated_bytes(1),
+        }
+        return {
+            name: {"all": used}
+            for name in ("allocated_bytes", "reserved_bytes", "active_bytes")
+        }
 
     properties = SimpleNamespace(
         name="Simulated GPU",
@@ -174,7 +194,10 @@ def _provide(c: Any) -> None:
     )
 
     cudart = ModuleType("cudart")
-    cudart.cudaMemGetInfo = lambda device: (MEMORY - _library.simulated_bytes(0), MEMORY)
+    cudart.cudaMemGetInfo = lambda device: (
+        MEMORY - _library.simulated_bytes(0),
+        MEMORY,
+    )
 
     def nothing(*_: Any) -> None:
         """Does nothing: there is no cache to empty, and no time to pass."""
@@ -192,21 +215,35 @@ def _provide(c: Any) -> None:
         "_cuda_setDevice": c._accelerator_setDeviceIndex,
         "_cuda_exchangeDevice": c._accelerator_exchangeDevice,
         "_cuda_maybeExchangeDevice": c._accelerator_maybeExchangeDevice,
-        "_cuda_synchronize": lambda: c._accelerator_synchronizeDevice(c._accelerator_getDeviceIndex()),
+        "_cuda_synchronize": lambda: c._accelerator_synchronizeDevice(
+            c._accelerator_getDeviceIndex()
+        ),
         "_cuda_getCurrentStream": current_stream,
         "_cuda_getCurrentRawStream": lambda device: current_stream(device)[0],
         "_cuda_getDefaultStream": lambda device: (0, device, 1),
         "_cuda_setStream": set_stream,
         "_cuda_clearCublasWorkspaces": lambda: None,
-        "_cuda_isCurrentStreamCapturing": lambda: bool(_library.simulated_is_capturing()),
+        "_cuda_isCurrentStreamCapturing": lambda: bool(
+            _library.simulated_is_capturing()
+        ),
         "_graph_pool_handle": lambda: (0, 0),
         "_cuda_memoryStats": stats,
         "_cuda_resetPeakMemoryStats": lambda device: _library.simulated_reset_peak(),
-        "_cuda_set_sync_debug_mode": lambda mode: _library.simulated_sync_debug_mode(mode),
+        "_cuda_set_sync_debug_mode": lambda mode: _library.simulated_sync_debug_mode(
+            mode
+        ),
         "_cuda_canDeviceAccessPeer": lambda device, peer: True,
         "_nccl_version": lambda: 22809,
         "_nccl_version_suffix": lambda: b"",
-        **dict.fromkeys(("_cuda_emptyCache", "_host_emptyCache", "_cuda_sleep", "_cuda_ipc_collect"), nothing),
+        **dict.fromkeys(
+            (
+                "_cuda_emptyCache",
+                "_host_emptyCache",
+                "_cuda_sleep",
+                "_cuda_ipc_collect",
+            ),
+            nothing,
+        ),
     }
     for name, function in functions.items():
         setattr(c, name, function)
@@ -221,11 +258,17 @@ def _storages(torch: Any) -> None:
 
     def on_device(cls: Any, *args: Any, device: Any = None, **options: Any) -> Any:
         if device is None or torch.device(device).type != "cuda":
-            return new(cls, *args, **options, **({} if device is None else {"device": device}))
-        return torch.empty(args[0] if args else 0, dtype=torch.uint8, device=device).untyped_storage()
+            return new(
+                cls, *args, **options, **({} if device is None else {"device": device})
+            )
+        return torch.empty(
+            args[0] if args else 0, dtype=torch.uint8, device=device
+        ).untyped_storage()
 
     def cuda(storage: Any, device: Any = None, **_: Any) -> Any:
-        storage = storage if isinstance(storage, torch.UntypedStorage) else storage.untyped()
+        storage = (
+            storage if isinstance(storage, torch.UntypedStorage) else storage.untyped()
+        )
         values = torch.empty(0, dtype=torch.uint8).set_(storage)
         return values.to("cuda" if device is None else device).untyped_storage()
 
@@ -245,13 +288,17 @@ def _nccl(c10d: Any) -> None:
     c10d.ProcessGroupNCCL, c10d._NCCL_AVAILABLE = ProcessGroupNCCL, True
     c10d.__all__.append("ProcessGroupNCCL")
     # DDP times its steps by a class of the CUDA build.
-    sys.modules["torch._C._distributed_c10d"].Logger.set_runtime_stats_and_log = lambda logger: None
+    sys.modules["torch._C._distributed_c10d"].Logger.set_runtime_stats_and_log = (
+        lambda logger: None
+    )
 
 
 def _profiler(profiler: Any) -> None:
     """Has a profiler of CUDA record the CPU alone: torch would write an error with its stack for each operator."""
     states = profiler.ProfilerState.__members__
-    profiler.ProfilerState = SimpleNamespace(**{**states, "KINETO_GPU_FALLBACK": states["KINETO"]})
+    profiler.ProfilerState = SimpleNamespace(
+        **{**states, "KINETO_GPU_FALLBACK": states["KINETO"]}
+    )
 
 
 _CHANGES: dict[str, Callable[[Any], None]] = {
@@ -264,7 +311,10 @@ _CHANGES: dict[str, Callable[[Any], None]] = {
 def _on_host(module: Any) -> None:
     """Has a fused table on the device looked up by FBGEMM's CPU kernels, with their own backward and optimizer."""
     import torch
-    from fbgemm_gpu.split_embedding_codegen_lookup_invokers.lookup_args import CommonArgs, Momentum
+    from fbgemm_gpu.split_embedding_codegen_lookup_invokers.lookup_args import (
+        CommonArgs,
+        Momentum,
+    )
 
     if not hasattr(module, "invoke"):
         return
@@ -278,31 +328,49 @@ def _on_host(module: Any) -> None:
         fields = {name: host(field) for name, field in value._asdict().items()}
         # The CPU's kernels take the rows of one memory, wherever they are.
         if isinstance(value, CommonArgs):
-            fields["host_weights"] = one_of(fields["dev_weights"], fields["uvm_weights"])
+            fields["host_weights"] = one_of(
+                fields["dev_weights"], fields["uvm_weights"]
+            )
         if isinstance(value, Momentum):
             fields["host"] = one_of(fields["dev"], fields["uvm"])
         return type(value)(**fields)
 
     def one_of(*tensors: Any) -> Any:
         tables = [tensor for tensor in tensors if tensor.numel()]
-        assert len(tables) < 2, "the simulated GPU has no group of tables both on the device and in host memory"
+        assert len(tables) < 2, (
+            "the simulated GPU has no group of tables both on the device and in host memory"
+        )
         return tables[0] if tables else tensors[0]
 
     def looked_up(*args: Any, **options: Any) -> Any:
-        common = next(value for value in (*args, *options.values()) if isinstance(value, CommonArgs))
+        common = next(
+            value
+            for value in (*args, *options.values())
+            if isinstance(value, CommonArgs)
+        )
         if not common.indices.is_cuda:
             return invoke(*args, **options)
 
         def on_host(placeholder: Any) -> Any:
             values = [host(value) for value in (*args, *options.values())]
             values = [
-                v._replace(placeholder_autograd_tensor=placeholder) if isinstance(v, CommonArgs) else v for v in values
+                v._replace(placeholder_autograd_tensor=placeholder)
+                if isinstance(v, CommonArgs)
+                else v
+                for v in values
             ]
-            return invoke(*values[: len(args)], **dict(zip(options, values[len(args) :], strict=True)))
+            return invoke(
+                *values[: len(args)],
+                **dict(zip(options, values[len(args) :], strict=True)),
+            )
 
-        tables = [table for table in (common.dev_weights, common.uvm_weights) if table.numel()]
+        tables = [
+            table for table in (common.dev_weights, common.uvm_weights) if table.numel()
+        ]
         return lookup_class().apply(
-            common.placeholder_autograd_tensor, on_host, [*tables, common.indices, common.offsets]
+            common.placeholder_autograd_tensor,
+            on_host,
+            [*tables, common.indices, common.offsets],
         )
 
     module.invoke = looked_up
@@ -318,7 +386,9 @@ def lookup_class() -> Any:
     class Lookup(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, leaf: Any, on_host: Any, reads: Any) -> Any:
-            assert not torch.cuda.is_current_stream_capturing(), "the simulated GPU captures no fused tables"
+            assert not torch.cuda.is_current_stream_capturing(), (
+                "the simulated GPU captures no fused tables"
+            )
             ctx.leaf, ctx.reads = ops.as_host(leaf.detach()).requires_grad_(), reads
             with torch.enable_grad():
                 ctx.output = on_host(ctx.leaf)
@@ -331,7 +401,9 @@ def lookup_class() -> Any:
             # A fused table, whose leaf is a placeholder, is updated by its backward.
             updated = [] if ctx.leaf.numel() else ctx.reads[:1]
             ops.note("fbgemm::lookup_backward", [gradient, *ctx.reads], updated)
-            (of_leaf,) = torch.autograd.grad(ctx.output, ctx.leaf, ops.as_host(gradient), allow_unused=True)
+            (of_leaf,) = torch.autograd.grad(
+                ctx.output, ctx.leaf, ops.as_host(gradient), allow_unused=True
+            )
             return None if of_leaf is None else ops.as_device(of_leaf), None, None
 
     return Lookup
@@ -346,10 +418,18 @@ def _dense_tables(fbgemm_gpu: Any) -> None:
 
     def looked_up(weights: Any, *rest: Any, **options: Any) -> Any:
         def host(value: Any) -> Any:
-            return torch.ops.simulated.as_host(value.detach()) if isinstance(value, torch.Tensor) else value
+            return (
+                torch.ops.simulated.as_host(value.detach())
+                if isinstance(value, torch.Tensor)
+                else value
+            )
 
         def on_host(leaf: Any) -> Any:
-            return lookup(leaf, *map(host, rest), **{name: host(value) for name, value in options.items()})
+            return lookup(
+                leaf,
+                *map(host, rest),
+                **{name: host(value) for name, value in options.items()},
+            )
 
         return lookup_class().apply(weights, on_host, [weights])
 

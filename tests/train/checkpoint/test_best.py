@@ -22,7 +22,11 @@ from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints, counted_from_one
+from torchrec_ext.train.checkpoint.run import (
+    CheckpointConfig,
+    RunCheckpoints,
+    counted_from_one,
+)
 from torchrec_ext.train.config import EarlyStop
 from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
@@ -69,8 +73,12 @@ def run(
     """Trains up to five epochs; ``stop_in`` is the evaluation in whose second block the last rank is asked to stop."""
     optimizers = OptimizerConfig(tables="adam", tables_lr=0.02)
     model = small_model(META)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers)  # type: ignore[arg-type]
-    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizers, seed=3)
+    plan = plan_sharding(
+        model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers
+    )  # type: ignore[arg-type]
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, plan=plan, optimizer=optimizers, seed=3
+    )
     checkpointer = Checkpointer(folder, runtime) if folder is not None else None
     begin = checkpointer.last_good() if checkpointer is not None and resume else None
     states: list[Any] = []
@@ -81,11 +89,19 @@ def run(
         nonlocal asked, evaluations
         evaluations += 1
         states.append(gather_state(parallel))
-        for block in watched(range(5 - 2 * runtime.rank), 5):  # of unequal numbers of blocks
-            asked = asked or (stop_in == evaluations and block == 1 and runtime.rank == runtime.world_size - 1)
+        for block in watched(
+            range(5 - 2 * runtime.rank), 5
+        ):  # of unequal numbers of blocks
+            asked = asked or (
+                stop_in == evaluations
+                and block == 1
+                and runtime.rank == runtime.world_size - 1
+            )
         return {"auc": FIGURES[done + evaluations - 1]}
 
-    config = TrainConfig(epochs=5, log_every=2, **{"early_stop": WATCH, "compile": "off", **options})
+    config = TrainConfig(
+        epochs=5, log_every=2, **{"early_stop": WATCH, "compile": "off", **options}
+    )
     said, message, history = io.StringIO(), "", []
     with contextlib.redirect_stdout(said):
         try:
@@ -98,7 +114,9 @@ def run(
                 evaluate=evaluate,
                 log=logged.append,
                 sync=sync,
-                checkpoints=RunCheckpoints(checkpointer, saves or CheckpointConfig(), resume=begin)
+                checkpoints=RunCheckpoints(
+                    checkpointer, saves or CheckpointConfig(), resume=begin
+                )
                 if checkpointer
                 else None,
                 stop=lambda: asked,
@@ -106,7 +124,10 @@ def run(
         except RunStoppedError as error:
             message = str(error)
     return {
-        "history": [{name: value for name, value in record.items() if name not in TIMES} for record in history],
+        "history": [
+            {name: value for name, value in record.items() if name not in TIMES}
+            for record in history
+        ],
         "logged": [record["kind"] for record in logged],
         "states": states,
         "end": gather_state(parallel),
@@ -132,40 +153,65 @@ def every_way(runtime: Runtime, folder: str) -> dict[str, dict[str, Any]]:
         "saved": run(runtime, f"{folder}/saved"),
         "elsewhere": run(runtime, f"file://{folder}/elsewhere"),
         "not saved": run(runtime, None),
-        "saved seldom": run(runtime, f"{folder}/seldom", saves=CheckpointConfig(epochs=4, keep=1)),
+        "saved seldom": run(
+            runtime, f"{folder}/seldom", saves=CheckpointConfig(epochs=4, keep=1)
+        ),
         "bf16": run(runtime, f"{folder}/bf16", amp="bf16"),
-        "row_wise": run(runtime, f"{folder}/rows", sharding="row_wise" if runtime.world_size == 1 else "table_wise"),
+        "row_wise": run(
+            runtime,
+            f"{folder}/rows",
+            sharding="row_wise" if runtime.world_size == 1 else "table_wise",
+        ),
         "local_sgd": run(runtime, None, sharding="data_parallel", sync=local),
-        "diloco": run(runtime, f"{folder}/diloco", sharding="data_parallel", sync=diloco),
+        "diloco": run(
+            runtime, f"{folder}/diloco", sharding="data_parallel", sync=diloco
+        ),
     }
     if runtime.world_size == 1:
         steps.engine_for = lambda _: (as_it_is, "capturing")
         found["captured"] = run(runtime, f"{folder}/captured", compile="require")
-    found["left"] = run(runtime, None, early_stop=EarlyStop(metric="auc", patience=2, restore=False))
+    found["left"] = run(
+        runtime, None, early_stop=EarlyStop(metric="auc", patience=2, restore=False)
+    )
     found["again"] = run(runtime, f"{folder}/saved", resume=True)
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_ends_with_the_weights_of_its_best_evaluation(world_size: int, tmp_path: Path) -> None:
+def test_a_run_ends_with_the_weights_of_its_best_evaluation(
+    world_size: int, tmp_path: Path
+) -> None:
     found = run_ranks(every_way, world_size, str(tmp_path), timeout_s=300)[0]
     ended = found.pop("again")
     left = found.pop("left")
     for name, way in found.items():
-        assert [record["epoch"] for record in way["history"] if record["kind"] == "eval"] == [1, 2, 3, 4], name
+        assert [
+            record["epoch"] for record in way["history"] if record["kind"] == "eval"
+        ] == [1, 2, 3, 4], name
         assert way["history"][-1]["kind"] == "stop", name
         assert way["history"][-1]["best_epoch"] == 2, name
         assert "restored epoch 2 (auc 0.9000)" in way["said"], name
         assert way["logged"][-1] == "restore", name
-        assert all(torch.equal(way["end"][key], value) for key, value in way["states"][1].items()), name
-        assert not all(torch.equal(way["end"][key], value) for key, value in way["states"][3].items()), name
-    assert all(torch.equal(left["end"][key], value) for key, value in left["states"][3].items())
+        assert all(
+            torch.equal(way["end"][key], value)
+            for key, value in way["states"][1].items()
+        ), name
+        assert not all(
+            torch.equal(way["end"][key], value)
+            for key, value in way["states"][3].items()
+        ), name
+    assert all(
+        torch.equal(left["end"][key], value) for key, value in left["states"][3].items()
+    )
     assert "restored" not in left["said"]
     # A run that had ended early is not trained further, and ends with its best weights again.
     assert ended["evaluations"] == 0
     assert ended["history"] == found["saved"]["history"]
-    assert all(torch.equal(ended["end"][key], value) for key, value in found["saved"]["end"].items())
+    assert all(
+        torch.equal(ended["end"][key], value)
+        for key, value in found["saved"]["end"].items()
+    )
 
 
 def stopped(runtime: Runtime, folder: str) -> list[dict[str, Any]]:
@@ -187,7 +233,10 @@ def test_a_run_stopped_inside_an_evaluation_is_saved_on_every_rank_and_evaluates
         assert cut["evaluations"] + again["evaluations"] == whole["evaluations"] + 1
         assert again["history"] == whole["history"]
         if whole["end"] is not None:
-            assert all(torch.equal(again["end"][key], value) for key, value in whole["end"].items())
+            assert all(
+                torch.equal(again["end"][key], value)
+                for key, value in whole["end"].items()
+            )
 
 
 @pytest.mark.unit
@@ -195,12 +244,19 @@ def test_records_of_earlier_releases_are_counted_from_one_too() -> None:
     content = {
         "position": {
             "epoch": 1,
-            "history": [{"kind": "eval", "epoch": 0, "step": 3}, {"kind": "stop", "epoch": 1, "best_epoch": 0}],
+            "history": [
+                {"kind": "eval", "epoch": 0, "step": 3},
+                {"kind": "stop", "epoch": 1, "best_epoch": 0},
+            ],
         },
         "watch": {"since": 1, "best": {"best": 0.5, "best_epoch": 0, "best_step": 3}},
     }
     found = counted_from_one(content)
     assert [record["epoch"] for record in found["position"]["history"]] == [1, 2]
-    assert found["position"]["history"][1]["best_epoch"] == found["watch"]["best"]["best_epoch"] == 1
+    assert (
+        found["position"]["history"][1]["best_epoch"]
+        == found["watch"]["best"]["best_epoch"]
+        == 1
+    )
     assert found["position"]["epoch"] == 1
     assert counted_from_one({**found, "epochs_from": 1}) == {**found, "epochs_from": 1}

@@ -33,8 +33,19 @@ from torchrec_ext.train.checkpoint import checkpointer as module
 from torchrec_ext.train.checkpoint import folder as manifest
 from torchrec_ext.train.checkpoint import state
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRanks, damage, read_index
-from torchrec_ext.train.checkpoint.state import LoadPlanner, LocalShard, Parts, SavePlanner, model_state
+from torchrec_ext.train.checkpoint.folder import (
+    CheckpointFolder,
+    CheckpointRanks,
+    damage,
+    read_index,
+)
+from torchrec_ext.train.checkpoint.state import (
+    LoadPlanner,
+    LocalShard,
+    Parts,
+    SavePlanner,
+    model_state,
+)
 from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
 
 HERE = Runtime()
@@ -59,7 +70,11 @@ def saved(folder: Path, *steps: int, keep: int = 9) -> list[str]:
 
 
 def values(model: Any) -> set[float]:
-    return {float(value) for parameter in model.parameters() for value in parameter.detach().unique()}
+    return {
+        float(value)
+        for parameter in model.parameters()
+        for value in parameter.detach().unique()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +86,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_flipped_bit_and_every_cut_is_found_and_the_one_before_used(two: Path, tmp_path: Path) -> None:
+def test_every_flipped_bit_and_every_cut_is_found_and_the_one_before_used(
+    two: Path, tmp_path: Path
+) -> None:
     draw = random.Random(0)
     lines: list[str] = []
     for trial in range(100):
@@ -87,7 +104,10 @@ def test_every_flipped_bit_and_every_cut_is_found_and_the_one_before_used(two: P
         else:
             data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
             victim.write_bytes(data)
-        assert checkpointer.last_good(lines.append) == checkpointer.folder.path(1), (trial, victim.name)
+        assert checkpointer.last_good(lines.append) == checkpointer.folder.path(1), (
+            trial,
+            victim.name,
+        )
         if victim.name != manifest.MANIFEST_NAME or victim.exists():
             assert victim.name in lines[-1], lines[-1]
             assert lines[-1].endswith("the one before it is used")
@@ -104,7 +124,9 @@ def test_what_is_saved_is_as_it_was_when_the_save_began(tmp_path: Path) -> None:
     position["step"] = 2
     position["history"].append({"loss": 0.4})  # type: ignore[attr-defined]
     checkpointer.close()
-    saved = checkpointer.load(checkpointer.folder.path(1), model_state(found := filled(0)))
+    saved = checkpointer.load(
+        checkpointer.folder.path(1), model_state(found := filled(0))
+    )
     assert saved["content"]["position"] == {"step": 1, "history": [{"loss": 0.5}]}
     assert values(found) == {1.0}
 
@@ -122,18 +144,25 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
-def test_a_crafted_index_runs_nothing(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crafted_index_runs_nothing(
+    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(two, tmp_path / "c")
     checkpointer = Checkpointer(str(tmp_path / "c"), HERE)
     path = checkpointer.folder.path(2)
     Path(path, ".metadata").write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(CheckpointError, match=r"\.metadata is not the index of a checkpoint: it names posix\.mkdir"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"\.metadata is not the index of a checkpoint: it names posix\.mkdir",
+    ):
         checkpointer.load(path, model_state(filled(0)))
     assert not (tmp_path / "exploded").exists()
 
 
-def test_a_crafted_tensor_runs_nothing(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crafted_tensor_runs_nothing(
+    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(two, tmp_path / "c")
     checkpointer = Checkpointer(str(tmp_path / "c"), HERE)
@@ -145,7 +174,8 @@ def test_a_crafted_tensor_runs_nothing(two: Path, tmp_path: Path, monkeypatch: p
                 file.seek(stored.offset)
                 file.write(pickle.dumps(Bomb()).ljust(stored.length, b"."))
     with pytest.raises(
-        CheckpointError, match=r"step-0000000002' could not be read: UnpicklingError: Weights only load failed"
+        CheckpointError,
+        match=r"step-0000000002' could not be read: UnpicklingError: Weights only load failed",
     ):
         checkpointer.load(path, model_state(filled(0)))
     assert not (tmp_path / "exploded").exists()
@@ -179,20 +209,30 @@ def test_what_is_no_plain_file_of_some_size_is_named_and_the_one_before_used(
     lines: list[str] = []
     checkpointer = Checkpointer(str(folder), HERE)
     assert checkpointer.last_good(lines.append) == str(folder / "step-0000000001")
-    assert re.search(rf"checkpoint step 2: .*manifest\.json cannot be read: .*({message})", lines[0])
+    assert re.search(
+        rf"checkpoint step 2: .*manifest\.json cannot be read: .*({message})", lines[0]
+    )
     if name != "60 MB":
-        part = next(path for path in (folder / "step-0000000001").iterdir() if path.suffix == ".distcp")
+        part = next(
+            path
+            for path in (folder / "step-0000000001").iterdir()
+            if path.suffix == ".distcp"
+        )
         part.unlink()
         make(part)
         assert re.search(
-            rf"distcp cannot be read: {message}", str(damage(str(folder / "step-0000000001"), CheckpointRanks(HERE)))
+            rf"distcp cannot be read: {message}",
+            str(damage(str(folder / "step-0000000001"), CheckpointRanks(HERE))),
         )
     checkpointer.close()
 
 
 def test_a_newer_format_says_so() -> None:
     newer = json.dumps({"format": 99, "sha256": "0"}).encode()
-    with pytest.raises(CheckpointError, match=r"is of format 99, this version reads up to 1: update torchrec-ext"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"is of format 99, this version reads up to 1: update torchrec-ext",
+    ):
         manifest.opened(newer, "m")
 
 
@@ -208,7 +248,9 @@ def test_only_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     assert checkpointer.folder.noted("best.json") == {"step": 2, "auc": 0.9}
 
 
-def test_what_was_never_finished_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
+def test_what_was_never_finished_is_no_checkpoint_and_is_removed(
+    tmp_path: Path,
+) -> None:
     (path,) = saved(tmp_path, 1)
     folder = CheckpointFolder(str(tmp_path))
     shutil.copytree(path, folder.writing(2))
@@ -216,7 +258,10 @@ def test_what_was_never_finished_is_no_checkpoint_and_is_removed(tmp_path: Path)
     Path(folder.path(3), manifest.MANIFEST_NAME).unlink()
     assert folder.steps() == [1]
     assert sorted(folder.clean()) == ["step-0000000002.partial", "step-0000000003"]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["lock", "step-0000000001"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "lock",
+        "step-0000000001",
+    ]
 
 
 def _set_aside(folder: str) -> None:
@@ -236,8 +281,12 @@ def test_killed_at_any_moment_of_a_rollback_all_that_lay_ahead_is_there_or_nothi
         assert seen[-1] in ([3, 2, 1], [1])
         Checkpointer(str(folder), HERE).close()  # the next job's
         assert seen[-1] == CheckpointFolder(str(folder)).steps()
-        moved = sorted(path.parent.name for path in folder.glob("set-aside-1/step-*/manifest.json"))
-        assert moved == ([] if 2 in seen[-1] else ["step-0000000002", "step-0000000003"])
+        moved = sorted(
+            path.parent.name for path in folder.glob("set-aside-1/step-*/manifest.json")
+        )
+        assert moved == (
+            [] if 2 in seen[-1] else ["step-0000000002", "step-0000000003"]
+        )
         assert len(list(folder.glob("set-aside*"))) <= 1, "no leftovers"
         if not ended:
             shutil.rmtree(folder)
@@ -262,13 +311,18 @@ def test_killed_at_any_moment_of_a_rollback_all_that_lay_ahead_is_there_or_nothi
         *("{}", "[]", "3", "null", "", "{", "[" * 100_000),
     ],
 )
-def test_a_note_of_another_form_moves_nothing_and_is_refused_by_name(note: str, tmp_path: Path) -> None:
+def test_a_note_of_another_form_moves_nothing_and_is_refused_by_name(
+    note: str, tmp_path: Path
+) -> None:
     root = tmp_path / "runs" / "checkpoints"
     saved(root, 1)
     (root / "set-aside.json").write_text(note)
     before = sorted(map(str, tmp_path.rglob("*")))
     message = r"checkpoints/set-aside\.json: must name a folder set-aside-NUMBER and a list of steps"
-    for use in (lambda: Checkpointer(str(root), HERE), lambda: CheckpointFolder(str(root)).steps()):
+    for use in (
+        lambda: Checkpointer(str(root), HERE),
+        lambda: CheckpointFolder(str(root)).steps(),
+    ):
         with pytest.raises(CheckpointError, match=message):
             use()
     assert sorted(map(str, tmp_path.rglob("*"))) == before
@@ -280,7 +334,10 @@ def test_a_run_that_begins_anew_where_another_one_has_saved_keeps_its_own(
     saved(tmp_path, 5, 6, 7)
     saved(tmp_path, 1, 2, keep=2)
     assert CheckpointFolder(str(tmp_path)).steps() == [2, 1]
-    assert "set aside: the checkpoints of step 5, 6, 7, which lie ahead of step 1, are in " in capsys.readouterr().out
+    assert (
+        "set aside: the checkpoints of step 5, 6, 7, which lie ahead of step 1, are in "
+        in capsys.readouterr().out
+    )
 
 
 def test_an_address_sets_aside_what_lay_ahead_too() -> None:
@@ -297,7 +354,8 @@ def test_an_address_sets_aside_what_lay_ahead_too() -> None:
     folder.lock()
     assert folder.steps() == [1]
     assert sorted(folder.files.find(f"{folder.root}/set-aside-1")) == [
-        f"{folder.root}/set-aside-1/step-000000000{step}/manifest.json" for step in (2, 3)
+        f"{folder.root}/set-aside-1/step-000000000{step}/manifest.json"
+        for step in (2, 3)
     ]
     assert folder.clean() == []
 
@@ -308,7 +366,9 @@ def _save_again(folder: str) -> None:
     checkpointer.close()
 
 
-def test_killed_while_a_step_is_saved_again_the_first_or_the_second_one_is_there(two: Path, tmp_path: Path) -> None:
+def test_killed_while_a_step_is_saved_again_the_first_or_the_second_one_is_there(
+    two: Path, tmp_path: Path
+) -> None:
     folder, seen = tmp_path / "run", []
     shutil.copytree(two, folder)
     for ended in killed_everywhere(_save_again, str(folder)):
@@ -340,20 +400,28 @@ def test_a_step_saved_again_behind_an_address_stays_until_the_second_one_is_whol
         assert path is not None
         checkpointer.load(path, model_state(model := filled(0)))
         assert values(model) == {float(value)}
-        assert len(checkpointer.folder.files.ls(checkpointer.folder.root)) == 1, "the former one is gone"
+        assert len(checkpointer.folder.files.ls(checkpointer.folder.root)) == 1, (
+            "the former one is gone"
+        )
     checkpointer.folder.begin(7)
     checkpointer.load(checkpointer.folder.path(7), model_state(model := filled(0)))
     assert values(model) == {3.0}
     checkpointer.close()
 
 
-def test_the_best_stays_marked_until_the_next_best_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_stays_marked_until_the_next_best_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpointer = Checkpointer(str(tmp_path), HERE, keep=1)
     checkpointer.save(1, model_state(filled(1)))
     checkpointer.mark_best(1, {"auc": 0.8})
     checkpointer.wait()
     assert checkpointer.folder.noted("best.json") == {"step": 1, "auc": 0.8}
-    monkeypatch.setattr(checkpointer.folder, "commit", lambda *_: exec("raise CheckpointError('disk')", globals()))
+    monkeypatch.setattr(
+        checkpointer.folder,
+        "commit",
+        lambda *_: exec("raise CheckpointError('disk')", globals()),
+    )
     checkpointer.save(2, model_state(filled(2)))
     checkpointer.mark_best(2, {"auc": 0.9})
     with pytest.raises(CheckpointError, match="disk"):
@@ -361,20 +429,26 @@ def test_the_best_stays_marked_until_the_next_best_is_whole(tmp_path: Path, monk
     assert checkpointer.folder.noted("best.json") == {"step": 1, "auc": 0.8}
 
 
-def test_a_file_system_without_locks_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(sealed.fcntl, "flock", refuse)
     with pytest.raises(
-        CheckpointError, match=r"cannot be locked \(No locks available\): .*its file system offers none.*--run-dir"
+        CheckpointError,
+        match=r"cannot be locked \(No locks available\): .*its file system offers none.*--run-dir",
     ):
         Checkpointer(str(tmp_path), HERE)
 
 
 def test_two_jobs_do_not_write_one_folder(tmp_path: Path) -> None:
     first = Checkpointer(str(tmp_path), HERE)
-    with pytest.raises(CheckpointError, match=rf"is being written by process {os.getpid()} on .*--run-dir"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"is being written by process {os.getpid()} on .*--run-dir",
+    ):
         Checkpointer(str(tmp_path), HERE)
     first.close()
 
@@ -387,20 +461,29 @@ def test_another_model_is_refused_by_its_first_differences(tmp_path: Path) -> No
         Checkpointer(str(tmp_path / "other"), HERE).load(path, model_state(model))
     said = str(caught.value)
     assert "dense.towers.user.mlp.0.weight is (20, 33), saved as (16, 33)" in said
-    assert re.search(r"; and \d+ more; if meant: start\.allow=fewer_layers, or load", said)
+    assert re.search(
+        r"; and \d+ more; if meant: start\.allow=fewer_layers, or load", said
+    )
     assert len(said) <= 200
     assert values(model) - {1.0}, "nothing was written"
 
 
-def test_a_full_disk_is_told_in_bytes_and_the_one_before_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_in_bytes_and_the_one_before_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (path,) = saved(tmp_path, 1)
     (tmp_path / "lock").unlink()
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100))
+    monkeypatch.setattr(
+        module.shutil,
+        "disk_usage",
+        lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100),
+    )
     checkpointer = Checkpointer(str(tmp_path), HERE)
     needed = sum(parameter.numel() * 4 for parameter in filled(0).parameters())
     checkpointer.save(2, model_state(filled(2)))
     with pytest.raises(
-        CheckpointError, match=f"no space left for checkpoint .*step-0000000002'.*needs {size_text(needed)}"
+        CheckpointError,
+        match=f"no space left for checkpoint .*step-0000000002'.*needs {size_text(needed)}",
     ):
         checkpointer.wait()
     assert checkpointer.last_good() == path
@@ -428,14 +511,20 @@ def _save_for_ever(folder: str, state: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_the_former_or_the_new_one_is_there(tmp_path: Path) -> None:
+def test_killed_at_any_moment_the_former_or_the_new_one_is_there(
+    tmp_path: Path,
+) -> None:
     draw = random.Random(0)
     found: set[int] = set()
     for trial in range(50):
         folder = tmp_path / str(trial)
-        process = _CONTEXT.Process(target=_save_for_ever, args=(str(folder), {}), daemon=True)
+        process = _CONTEXT.Process(
+            target=_save_for_ever, args=(str(folder), {}), daemon=True
+        )
         process.start()
-        while not list(folder.glob("step-*[0-9]/manifest.json")):  # of a whole one, not of step-0000000001.partial
+        while not list(
+            folder.glob("step-*[0-9]/manifest.json")
+        ):  # of a whole one, not of step-0000000001.partial
             time.sleep(0.01)
         time.sleep(draw.random() * 0.3)
         os.kill(process.pid or 0, signal.SIGKILL)
@@ -456,32 +545,50 @@ def test_killed_at_any_moment_the_former_or_the_new_one_is_there(tmp_path: Path)
 
 
 @pytest.mark.parametrize("address", ["nope://x/y", "s3://a-bucket/x"])
-def test_an_address_without_a_driver_is_refused_in_one_line(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_a_driver_is_refused_in_one_line(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(
-        CheckpointError, match=f"^checkpoint folder '{address}' cannot be opened .*check the address, its driver"
+        CheckpointError,
+        match=f"^checkpoint folder '{address}' cannot be opened .*check the address, its driver",
     ):
         CheckpointFolder(address)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
-def test_a_block_is_written_from_the_memory_that_holds_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+)
+def test_a_block_is_written_from_the_memory_that_holds_it(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(state, "_BLOCK_BYTES", 100 * dtype.itemsize)  # 25 rows
     table = torch.arange(240).view(60, 4).to(dtype)
     planner = SavePlanner()
-    planner.state_dict = {"tables.a.weight": Parts((160, 4), [LocalShard(table, (100, 0))])}
+    planner.state_dict = {
+        "tables.a.weight": Parts((160, 4), [LocalShard(table, (100, 0))])
+    }
     for start, end in ((0, 25), (25, 50), (50, 60)):
-        block = planner.lookup_object(MetadataIndex("tables.a.weight", torch.Size((100 + start, 0))))
+        block = planner.lookup_object(
+            MetadataIndex("tables.a.weight", torch.Size((100 + start, 0)))
+        )
         assert block.dtype == dtype
         assert torch.equal(block, table[start:end])
         assert block.data_ptr() == table[start:end].data_ptr()
-        assert block.untyped_storage().size() == block.nbytes  # torch copies a tensor whose storage holds more
+        assert (
+            block.untyped_storage().size() == block.nbytes
+        )  # torch copies a tensor whose storage holds more
 
 
 @pytest.mark.parametrize("rows", [60, 100, 130])
-@pytest.mark.parametrize("division", [(130,), (40, 90)], ids=["one rank's", "two ranks'"])
+@pytest.mark.parametrize(
+    "division", [(130,), (40, 90)], ids=["one rank's", "two ranks'"]
+)
 def test_a_tensor_of_several_blocks_is_loaded_as_it_was_saved(
-    rows: int, division: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    division: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks are those of the writer; a reader's rectangle may begin where a block does and be larger."""
     monkeypatch.setattr(state, "_BLOCK_BYTES", 25 * 4 * 4)  # 25 rows
@@ -494,12 +601,22 @@ def test_a_tensor_of_several_blocks_is_loaded_as_it_was_saved(
     )
     starts = [0, *itertools.accumulate(division)]
     loaded = torch.full_like(whole, math.nan)
-    parts = [LocalShard(loaded[start:end], (start, 0)) for start, end in itertools.pairwise(starts)]
-    dcp.load({"tables.a.weight": Parts((rows, 4), parts)}, checkpoint_id=tmp_path, planner=LoadPlanner(), no_dist=True)
+    parts = [
+        LocalShard(loaded[start:end], (start, 0))
+        for start, end in itertools.pairwise(starts)
+    ]
+    dcp.load(
+        {"tables.a.weight": Parts((rows, 4), parts)},
+        checkpoint_id=tmp_path,
+        planner=LoadPlanner(),
+        no_dist=True,
+    )
     assert torch.equal(loaded, whole)
 
 
-def test_no_file_is_read_again_for_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_is_read_again_for_its_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def read(*_: object) -> None:
         raise AssertionError("a file was read")
 

@@ -28,7 +28,11 @@ from torchrec_ext.train.checkpoint.vectors import read_vectors
 
 pytestmark = pytest.mark.unit
 SUFFIXES = (".npy", ".npz", ".safetensors", ".parquet")
-EDITS = st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=9), st.integers(0, 9)), min_size=1, max_size=4)
+EDITS = st.lists(
+    st.tuples(st.integers(0, 10**6), st.binary(max_size=9), st.integers(0, 9)),
+    min_size=1,
+    max_size=4,
+)
 
 
 def edited(data: bytes, edits: list[tuple[int, bytes, int]]) -> bytes:
@@ -45,7 +49,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fuzzed(examples: int, *strategies: Any) -> Callable[[Any], Any]:
-    chosen = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    chosen = settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
     return lambda test: chosen(given(*strategies)(test))
 
 
@@ -54,7 +63,9 @@ def index_survives(data: bytes) -> None:
         assert isinstance(read_metadata(data, "i"), Metadata)
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "examples", [100, pytest.param(20_000, marks=pytest.mark.slow)]
+)
 def test_an_index_with_other_bytes_in_it(checkpoint: Path, examples: int) -> None:
     whole = (checkpoint / ".metadata").read_bytes()
     assert isinstance(read_metadata(whole, "i"), Metadata)
@@ -82,29 +93,48 @@ def test_a_crafted_index_takes_no_memory_and_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("lost", ["step", "tables", "row_parts", "files", "layers"])
-def test_a_sealed_manifest_that_lacks_a_part(checkpoint: Path, tmp_path: Path, lost: str) -> None:
+def test_a_sealed_manifest_that_lacks_a_part(
+    checkpoint: Path, tmp_path: Path, lost: str
+) -> None:
     whole = read_checkpoint_manifest(str(checkpoint))
-    for content in ({name: value for name, value in whole.items() if name != lost}, {**whole, lost: "x"}):
+    for content in (
+        {name: value for name, value in whole.items() if name != lost},
+        {**whole, lost: "x"},
+    ):
         (tmp_path / manifest.MANIFEST_NAME).write_bytes(manifest.sealed(content))
-        with pytest.raises(CheckpointError, match=f"is not the manifest of a checkpoint: it lacks {lost}"):
+        with pytest.raises(
+            CheckpointError,
+            match=f"is not the manifest of a checkpoint: it lacks {lost}",
+        ):
             read_checkpoint_manifest(str(tmp_path))
 
 
 @pytest.mark.parametrize("examples", [30, pytest.param(3_000, marks=pytest.mark.slow)])
-def test_tensors_with_other_bytes_in_them(checkpoint: Path, examples: int, tmp_path: Path) -> None:
+def test_tensors_with_other_bytes_in_them(
+    checkpoint: Path, examples: int, tmp_path: Path
+) -> None:
     # Behind the digests, which find every change: as of a file whose manifest was made for it.
     for file in checkpoint.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     victim = next(tmp_path.glob("*.distcp"))
-    whole, checkpointer = victim.read_bytes(), Checkpointer(str(tmp_path / "other"), HERE)
-    places = [place for place in read_index(str(tmp_path)).storage_data.values() if place.relative_path == victim.name]
+    whole, checkpointer = (
+        victim.read_bytes(),
+        Checkpointer(str(tmp_path / "other"), HERE),
+    )
+    places = [
+        place
+        for place in read_index(str(tmp_path)).storage_data.values()
+        if place.relative_path == victim.name
+    ]
     assert places
 
     def survives(edits: list[tuple[int, bytes, int]], number: int) -> None:
         place = places[number % len(places)]
         part = whole[place.offset : place.offset + place.length]
         changed = edited(part, edits)[: len(part)].ljust(len(part), b"\0")
-        victim.write_bytes(whole[: place.offset] + changed + whole[place.offset + place.length :])
+        victim.write_bytes(
+            whole[: place.offset] + changed + whole[place.offset + place.length :]
+        )
         with contextlib.suppress(CheckpointError):
             checkpointer.load(str(tmp_path), model_state(filled(0)))
 
@@ -126,8 +156,12 @@ def vectors(folder: Path, suffix: str) -> Path:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("examples", [100, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_vectors_with_other_bytes_in_them(suffix: str, examples: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "examples", [100, pytest.param(10_000, marks=pytest.mark.slow)]
+)
+def test_vectors_with_other_bytes_in_them(
+    suffix: str, examples: int, tmp_path: Path
+) -> None:
     path = vectors(tmp_path, suffix)
     whole = path.read_bytes()
 
@@ -162,5 +196,7 @@ def test_an_object_among_vectors_does_not_run(tmp_path: Path) -> None:
     for file in bombs(tmp_path):
         with pytest.raises(CheckpointError, match="holds no vectors"):
             list(read_vectors(file))
-    with pytest.raises(CheckpointError, match=r"names builtins\.exec, which no checkpoint needs"):
+    with pytest.raises(
+        CheckpointError, match=r"names builtins\.exec, which no checkpoint needs"
+    ):
         read_metadata(pickle.dumps(Bomb()), "i")

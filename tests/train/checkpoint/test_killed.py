@@ -49,9 +49,21 @@ class Noted:
         state = self._loader.state_dict()
         with self._file.open("a") as file:
             for step, batch in enumerate(self._loader, state["step"]):
-                users, items = (batch.bags(name).to_dense() for name in ("user_id", "item_id"))
-                owners = batch.shared.index.tolist() if batch.shared is not None else range(len(batch))
-                rows = zip(owners, items, batch.labels.tolist(), batch.weights.tolist(), strict=True)
+                users, items = (
+                    batch.bags(name).to_dense() for name in ("user_id", "item_id")
+                )
+                owners = (
+                    batch.shared.index.tolist()
+                    if batch.shared is not None
+                    else range(len(batch))
+                )
+                rows = zip(
+                    owners,
+                    items,
+                    batch.labels.tolist(),
+                    batch.weights.tolist(),
+                    strict=True,
+                )
                 own = [
                     (*users[owner].tolist(), *item.tolist(), int(label))
                     for owner, item, label, weight in rows
@@ -87,14 +99,26 @@ def run(
     torch.manual_seed(3)
     model = build_two_tower(TwoTowerConfig(embedding_dim=8, dropout=0.0), data)
     optimizers = OptimizerConfig(tables="adagrad", tables_lr=rate)
-    chosen = plan_sharding(model, runtime, PlanConfig(sharding=plan), optimizer=optimizers)  # type: ignore[arg-type]
-    parallel, optimizer = hybrid_parallel(model, runtime, plan=chosen, optimizer=optimizers, seed=3)
+    chosen = plan_sharding(
+        model, runtime, PlanConfig(sharding=plan), optimizer=optimizers
+    )  # type: ignore[arg-type]
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, plan=chosen, optimizer=optimizers, seed=3
+    )
     config = LoaderConfig(batch_size=16, negatives=2)
-    loader = training_loader(data, model.schema(), config, rank=runtime.rank, world_size=runtime.world_size)
+    loader = training_loader(
+        data, model.schema(), config, rank=runtime.rank, world_size=runtime.world_size
+    )
     checkpointer = Checkpointer(str(folder / "checkpoints"), runtime, keep=keep)
     if runtime.is_main:
         checkpointer.folder.clean()
-    path = resume if isinstance(resume, str) else checkpointer.last_good() if resume else None
+    path = (
+        resume
+        if isinstance(resume, str)
+        else checkpointer.last_good()
+        if resume
+        else None
+    )
     assert (path is None) != bool(resume)
     history = train(
         parallel,
@@ -111,11 +135,23 @@ def run(
     }
 
 
-def rank(number: int, world_size: int, folder: Path, name: str, plan: str, options: dict[str, Any]) -> None:
+def rank(
+    number: int,
+    world_size: int,
+    folder: Path,
+    name: str,
+    plan: str,
+    options: dict[str, Any],
+) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"{name}.store"), world_size)
     dist.init_process_group("gloo", store=store, rank=number, world_size=world_size)
-    runtime = Runtime(rank=number, local_rank=number, world_size=world_size, local_world_size=world_size)
+    runtime = Runtime(
+        rank=number,
+        local_rank=number,
+        world_size=world_size,
+        local_world_size=world_size,
+    )
     found = run(runtime, folder, name, plan, **options)
     if number == 0:
         (folder / f"{name}.part").write_bytes(pickle.dumps(found))
@@ -126,10 +162,17 @@ def rank(number: int, world_size: int, folder: Path, name: str, plan: str, optio
 class Attempt:
     """Ranks of a run, as processes; with the options of :func:`run`."""
 
-    def __init__(self, folder: Path, name: str, world_size: int, plan: str, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, name: str, world_size: int, plan: str, **options: Any
+    ) -> None:
         self.folder, self.name, self.world_size = folder, name, world_size
-        arguments = [(number, world_size, folder, name, plan, options) for number in range(world_size)]
-        self.processes = [_CONTEXT.Process(target=rank, args=own, daemon=True) for own in arguments]
+        arguments = [
+            (number, world_size, folder, name, plan, options)
+            for number in range(world_size)
+        ]
+        self.processes = [
+            _CONTEXT.Process(target=rank, args=own, daemon=True) for own in arguments
+        ]
         for process in self.processes:
             process.start()
 
@@ -150,7 +193,9 @@ class Attempt:
     def result(self) -> Any:
         """What it came to."""
         self.until(self.over)
-        assert self.ended(), f"ranks of {self.name} ended with {[process.exitcode for process in self.processes]}"
+        assert self.ended(), (
+            f"ranks of {self.name} ended with {[process.exitcode for process in self.processes]}"
+        )
         return pickle.loads((self.folder / f"{self.name}.end").read_bytes())
 
     def kill(self, numbers: list[int]) -> None:
@@ -164,9 +209,18 @@ class Attempt:
         """The rows of each step that every rank has come to, in the order in which it came to them."""
         found: list[dict[Step, Any]] = []
         for number in range(self.world_size):
-            lines = (self.folder / f"{self.name}-{number}.jsonl").read_text().splitlines(keepends=True)
+            lines = (
+                (self.folder / f"{self.name}-{number}.jsonl")
+                .read_text()
+                .splitlines(keepends=True)
+            )
             found.append(
-                {(epoch, step): own for epoch, step, own in (json.loads(line) for line in lines if line.endswith("\n"))}
+                {
+                    (epoch, step): own
+                    for epoch, step, own in (
+                        json.loads(line) for line in lines if line.endswith("\n")
+                    )
+                }
             )
         return {
             step: sorted(tuple(row) for own in found for row in own[step])
@@ -188,14 +242,18 @@ def digest(steps: dict[Step, list[tuple[int, ...]]]) -> str:
 
 
 @pytest.mark.slow
-def test_killed_at_a_random_moment_and_resumed_on_other_ranks_nothing_differs(tmp_path: Path) -> None:
+def test_killed_at_a_random_moment_and_resumed_on_other_ranks_nothing_differs(
+    tmp_path: Path,
+) -> None:
     draw, first_seconds = random.Random(0), {}
     wholes = {}
     for world_size in (1, 2, 4):
         folder = tmp_path / f"whole{world_size}"
         folder.mkdir()
         with Attempt(folder, "whole", world_size, "row_wise", resume=False) as attempt:
-            attempt.until(lambda folder=folder: list((folder / "checkpoints").glob("step-*[0-9]")))
+            attempt.until(
+                lambda folder=folder: list((folder / "checkpoints").glob("step-*[0-9]"))
+            )
             start = time.monotonic()
             wholes[world_size] = attempt.result(), attempt.steps()
             first_seconds[world_size] = time.monotonic() - start
@@ -207,11 +265,17 @@ def test_killed_at_a_random_moment_and_resumed_on_other_ranks_nothing_differs(tm
         before, after = draw.sample([1, 2, 4], 2)
         plans = draw.choices(PLANS, k=2)
         with Attempt(folder, "killed", before, plans[0], resume=False) as attempt:
-            attempt.until(lambda folder=folder: list((folder / "checkpoints").glob("step-*[0-9]/manifest.json")))
+            attempt.until(
+                lambda folder=folder: list(
+                    (folder / "checkpoints").glob("step-*[0-9]/manifest.json")
+                )
+            )
             time.sleep(draw.random() * 0.8 * first_seconds[before])
             if attempt.ended():
                 continue  # too late to be killed: not a trial
-            attempt.kill(list(range(before)) if draw.random() < 0.5 else [draw.randrange(before)])
+            attempt.kill(
+                list(range(before)) if draw.random() < 0.5 else [draw.randrange(before)]
+            )
             lost = attempt.steps()
         with Attempt(folder, "resumed", after, plans[1], resume=True) as attempt:
             found, gone_on = attempt.result(), attempt.steps()
@@ -225,7 +289,13 @@ def test_killed_at_a_random_moment_and_resumed_on_other_ranks_nothing_differs(tm
         )  # on other ranks a record begins anew where it was cut off
         for step, loss in expected["losses"].items():
             if step >= since:
-                assert found["losses"][step] == pytest.approx(loss, rel=1e-4), (trial, before, after, plans, begin)
+                assert found["losses"][step] == pytest.approx(loss, rel=1e-4), (
+                    trial,
+                    before,
+                    after,
+                    plans,
+                    begin,
+                )
         for name, value in expected["state"].items():
             torch.testing.assert_close(found["state"][name], value, rtol=0, atol=1e-4)
         kills += 1

@@ -21,7 +21,13 @@ from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.load import inherited
 from torchrec_ext.train.checkpoint.state import ModelState, Parts, model_state
 
-SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data_parallel")
+SHARDINGS = (
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_column_wise",
+    "data_parallel",
+)
 OPTIMIZERS = ("sgd", "adagrad", "row_wise_adagrad", "adam", "lazy_adam")
 Case = tuple[str, str]
 
@@ -29,21 +35,40 @@ Case = tuple[str, str]
 def made(runtime: Runtime, sharding: str, kind: str) -> Any:
     model = small_model(META)
     optimizer = OptimizerConfig(tables=kind, tables_lr=0.05)  # type: ignore[arg-type]
-    config, copies = PlanConfig(sharding=sharding) if sharding in SHARDINGS else PlanConfig(sharding="row_wise"), 1  # type: ignore[arg-type]
+    config, copies = (
+        PlanConfig(sharding=sharding)
+        if sharding in SHARDINGS
+        else PlanConfig(sharding="row_wise"),
+        1,
+    )  # type: ignore[arg-type]
     if sharding == "placed towers":
         config = PlanConfig(
-            sharding="row_wise", towers="user:0,item:1" if runtime.world_size == 2 else "user:0-2,item:3"
+            sharding="row_wise",
+            towers="user:0,item:1" if runtime.world_size == 2 else "user:0-2,item:3",
         )
     if sharding == "two copies":
         copies = 2
-    plan = plan_sharding(model, runtime, config, optimizer=optimizer, table_copies=copies)
-    return hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, seed=runtime.world_size, table_copies=copies)
+    plan = plan_sharding(
+        model, runtime, config, optimizer=optimizer, table_copies=copies
+    )
+    return hybrid_parallel(
+        model,
+        runtime,
+        plan=plan,
+        optimizer=optimizer,
+        seed=runtime.world_size,
+        table_copies=copies,
+    )
 
 
-def losses(runtime: Runtime, model: Any, optimizer: Any, count: int, seed: int) -> list[float]:
+def losses(
+    runtime: Runtime, model: Any, optimizer: Any, count: int, seed: int
+) -> list[float]:
     """Of ``count`` steps, each the mean over ranks."""
     found = []
-    for batch in batches(count, rank=runtime.rank, world_size=runtime.world_size, seed=seed):
+    for batch in batches(
+        count, rank=runtime.rank, world_size=runtime.world_size, seed=seed
+    ):
         optimizer.zero_grad()
         loss = model(batch)[0]
         loss.backward()
@@ -59,7 +84,10 @@ def losses(runtime: Runtime, model: Any, optimizer: Any, count: int, seed: int) 
 def whole(state: ModelState) -> dict[str, Tensor]:
     """Every tensor as a whole, on every rank."""
     mine = {
-        name: (tuple(held.size()), [(part.offsets, part.tensor.clone()) for part in held.parts])
+        name: (
+            tuple(held.size()),
+            [(part.offsets, part.tensor.clone()) for part in held.parts],
+        )
         if isinstance(held, Parts)
         else ((), [((), held.clone())])
         for name, held in state.everything().items()
@@ -74,14 +102,21 @@ def whole(state: ModelState) -> dict[str, Tensor]:
                     found[name] = tensor
                     continue
                 into = found.setdefault(name, torch.full(size, float("nan")))
-                into[tuple(slice(at, at + length) for at, length in zip(offsets, tensor.shape, strict=True))] = tensor
+                into[
+                    tuple(
+                        slice(at, at + length)
+                        for at, length in zip(offsets, tensor.shape, strict=True)
+                    )
+                ] = tensor
     return found
 
 
 def row_widths(state: ModelState) -> dict[str, tuple[int, ...]]:
     """Of the parts of each row state that some rank holds."""
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, {name: own.widths for name, own in state.row_states.items()})
+    dist.all_gather_object(
+        ranks, {name: own.widths for name, own in state.row_states.items()}
+    )
     return {name: widths for rank in ranks for name, widths in rank.items()}
 
 
@@ -91,17 +126,23 @@ def save_all(runtime: Runtime, cases: list[Case], folder: str) -> Any:
     for sharding, kind in cases:
         model, optimizer = made(runtime, sharding, kind)
         losses(runtime, model, optimizer, 5, seed=1)
-        checkpointer = Checkpointer(f"{folder}/{runtime.world_size}-{sharding}-{kind}", runtime)
+        checkpointer = Checkpointer(
+            f"{folder}/{runtime.world_size}-{sharding}-{kind}", runtime
+        )
         state = model_state(model, optimizer)
         checkpointer.save(5, state, content={"kind": kind})
         saved, widths = whole(state), row_widths(state)
-        after = losses(runtime, model, optimizer, 10, seed=2)  # while it is being written
+        after = losses(
+            runtime, model, optimizer, 10, seed=2
+        )  # while it is being written
         checkpointer.close()
         found[sharding, kind] = saved, widths, after
     return found
 
 
-def load_all(runtime: Runtime, cases: list[Case], sources: list[str], folder: str) -> Any:
+def load_all(
+    runtime: Runtime, cases: list[Case], sources: list[str], folder: str
+) -> Any:
     """Every source of the same optimizer into every case; what was loaded, and the losses after it."""
     found = {}
     for sharding, kind in cases:
@@ -115,21 +156,34 @@ def load_all(runtime: Runtime, cases: list[Case], sources: list[str], folder: st
             state = model_state(model, optimizer)
             assert checkpointer.load(path, state)["content"] == {"kind": kind}
             loaded, widths = whole(state), row_widths(state)
-            found[sharding, kind, source] = loaded, widths, losses(runtime, model, optimizer, 10, seed=2)
+            found[sharding, kind, source] = (
+                loaded,
+                widths,
+                losses(runtime, model, optimizer, 10, seed=2),
+            )
             checkpointer.close()
     return found
 
 
-def pairs(folder: Path, worlds: tuple[int, ...], shardings: tuple[str, ...], kinds: tuple[str, ...]) -> Iterator[Any]:
+def pairs(
+    folder: Path,
+    worlds: tuple[int, ...],
+    shardings: tuple[str, ...],
+    kinds: tuple[str, ...],
+) -> Iterator[Any]:
     """(source, target, saved, loaded) of all pairs of ranks and plans."""
     cases = [(sharding, kind) for kind in kinds for sharding in shardings]
     saved = {
         f"{world}-{sharding}-{kind}": outcome
         for world in worlds
-        for (sharding, kind), outcome in run_ranks(save_all, world, cases, str(folder), timeout_s=600)[0].items()
+        for (sharding, kind), outcome in run_ranks(
+            save_all, world, cases, str(folder), timeout_s=600
+        )[0].items()
     }
     for world in worlds:
-        loaded = run_ranks(load_all, world, cases, list(saved), str(folder), timeout_s=1800)[0]
+        loaded = run_ranks(
+            load_all, world, cases, list(saved), str(folder), timeout_s=1800
+        )[0]
         for (sharding, kind, source), outcome in loaded.items():
             yield source, f"{world}-{sharding}-{kind}", saved[source], outcome
 
@@ -141,10 +195,15 @@ def assert_loaded(source: str, target: str, saved: Any, loaded: Any) -> None:
     split = [name for name, own in widths.items() if own != other_widths[name]]
     for name in before:
         expected = before[name]
-        if name in split:  # the stated rule: each part of the columns is the mean over what its columns had
+        if (
+            name in split
+        ):  # the stated rule: each part of the columns is the mean over what its columns had
             stops = torch.tensor(other_widths[name]).cumsum(0).tolist()
             starts = [0, *stops[:-1]]
-            merged = [inherited(expected, widths[name], start, stop) for start, stop in zip(starts, stops, strict=True)]
+            merged = [
+                inherited(expected, widths[name], start, stop)
+                for start, stop in zip(starts, stops, strict=True)
+            ]
             expected = torch.cat(merged, dim=1)
         assert torch.equal(after[name], expected), (source, target, name)
     if source == target:
@@ -157,7 +216,9 @@ def assert_loaded(source: str, target: str, saved: Any, loaded: Any) -> None:
 
 def test_any_plan_loads_into_any_other(tmp_path: Path) -> None:
     count = 0
-    for pair in pairs(tmp_path, (1, 2), ("column_wise", "data_parallel"), ("row_wise_adagrad",)):
+    for pair in pairs(
+        tmp_path, (1, 2), ("column_wise", "data_parallel"), ("row_wise_adagrad",)
+    ):
         assert_loaded(*pair)
         count += 1
     assert count == 4 * 4
@@ -165,10 +226,18 @@ def test_any_plan_loads_into_any_other(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_copies_of_tables_and_placed_towers_load_as_any_other(world_size: int, tmp_path: Path) -> None:
+def test_copies_of_tables_and_placed_towers_load_as_any_other(
+    world_size: int, tmp_path: Path
+) -> None:
     count = 0
-    kinds = ("row_wise_adagrad",) if world_size == 2 else ("sgd", "adagrad", "row_wise_adagrad")
-    for pair in pairs(tmp_path, (world_size,), ("placed towers", "two copies", "column_wise"), kinds):
+    kinds = (
+        ("row_wise_adagrad",)
+        if world_size == 2
+        else ("sgd", "adagrad", "row_wise_adagrad")
+    )
+    for pair in pairs(
+        tmp_path, (world_size,), ("placed towers", "two copies", "column_wise"), kinds
+    ):
         assert_loaded(*pair)
         count += 1
     assert count == 9 * len(kinds)

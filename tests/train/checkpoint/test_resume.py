@@ -22,7 +22,10 @@ from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint import folder as manifest
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_checkpoint_manifest
+from torchrec_ext.train.checkpoint.folder import (
+    CheckpointFolder,
+    read_checkpoint_manifest,
+)
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.config import EarlyStop, Schedule
 from torchrec_ext.train.guards.finite import RunStoppedError
@@ -46,11 +49,25 @@ class Watched:
         state = self._loader.state_dict()
         step = state["step"]
         for batch in self._loader:
-            users, items = (batch.bags(name).to_dense() for name in ("user_id", "item_id"))
-            owners = batch.shared.index.tolist() if batch.shared is not None else range(len(batch))
-            rows = zip(owners, items, batch.labels.tolist(), batch.weights.tolist(), strict=True)
+            users, items = (
+                batch.bags(name).to_dense() for name in ("user_id", "item_id")
+            )
+            owners = (
+                batch.shared.index.tolist()
+                if batch.shared is not None
+                else range(len(batch))
+            )
+            rows = zip(
+                owners,
+                items,
+                batch.labels.tolist(),
+                batch.weights.tolist(),
+                strict=True,
+            )
             self.rows[state["epoch"], step] = [
-                (*users[owner].tolist(), *item.tolist(), int(label)) for owner, item, label, weight in rows if weight
+                (*users[owner].tolist(), *item.tolist(), int(label))
+                for owner, item, label, weight in rows
+                if weight
             ]
             step += 1
             yield batch
@@ -79,13 +96,31 @@ def run(
     torch.manual_seed(3)
     model = build_two_tower(TwoTowerConfig(embedding_dim=8, dropout=dropout), data)
     optimizers = OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.1)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding="row_wise"), optimizer=optimizers)
-    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizers, seed=3)
+    plan = plan_sharding(
+        model, runtime, PlanConfig(sharding="row_wise"), optimizer=optimizers
+    )
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, plan=plan, optimizer=optimizers, seed=3
+    )
     torch.manual_seed(4 + runtime.rank)
     config = LoaderConfig(batch_size=batch_size, negatives=2)
-    loader = Watched(training_loader(data, model.schema(), config, rank=runtime.rank, world_size=runtime.world_size))
+    loader = Watched(
+        training_loader(
+            data,
+            model.schema(),
+            config,
+            rank=runtime.rank,
+            world_size=runtime.world_size,
+        )
+    )
     checkpointer = Checkpointer(folder, runtime, keep=saving.keep)
-    path = resume if isinstance(resume, str) else checkpointer.last_good() if resume else None
+    path = (
+        resume
+        if isinstance(resume, str)
+        else checkpointer.last_good()
+        if resume
+        else None
+    )
     steps = 0
 
     def stop() -> bool:
@@ -134,26 +169,45 @@ def gather_all(model: Any) -> float:
     return float(total)
 
 
-def attempts(runtime: Runtime, folder: str, stops: list[int], dropout: float) -> list[dict[str, Any]]:
+def attempts(
+    runtime: Runtime, folder: str, stops: list[int], dropout: float
+) -> list[dict[str, Any]]:
     """One run in several attempts."""
     found = []
     for number, stop_after in enumerate([*stops, 0]):
-        found.append(run(runtime, folder, resume=number > 0, stop_after=stop_after, dropout=dropout))
+        found.append(
+            run(
+                runtime,
+                folder,
+                resume=number > 0,
+                stop_after=stop_after,
+                dropout=dropout,
+            )
+        )
         dist.barrier()
     return found
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_stopped_and_resumed_equals_never_stopped_bit_for_bit(world_size: int, tmp_path: Path) -> None:
+def test_stopped_and_resumed_equals_never_stopped_bit_for_bit(
+    world_size: int, tmp_path: Path
+) -> None:
     whole = run_ranks(run, world_size, str(tmp_path / "whole"), False, 0, 0.3)[0]
     assert whole["steps"] == whole["history"][-1]["step"]
     length = whole["steps"] // EPOCHS
-    parts = run_ranks(attempts, world_size, str(tmp_path / "parts"), [2, length, 1], 0.3)[0]
+    parts = run_ranks(
+        attempts, world_size, str(tmp_path / "parts"), [2, length, 1], 0.3
+    )[0]
     said = [part["message"] for part in parts]
-    assert said[0] == "stopped by a signal after step 2 of epoch 1, which is saved; go on with --resume auto"
+    assert (
+        said[0]
+        == "stopped by a signal after step 2 of epoch 1, which is saved; go on with --resume auto"
+    )
     assert all(said[:-1])
     assert not said[-1]
-    assert sum(part["steps"] for part in parts) == whole["steps"], "no step was made twice"
+    assert sum(part["steps"] for part in parts) == whole["steps"], (
+        "no step was made twice"
+    )
     assert parts[-1]["history"] == whole["history"]
     assert parts[-1]["state"].keys() == whole["state"].keys()
     for name, value in whole["state"].items():
@@ -168,7 +222,13 @@ def rolled_back(runtime: Runtime, folder: str, steps: list[int]) -> dict[str, An
     for step in steps:
         dist.barrier()
         with contextlib.redirect_stdout(output):
-            run(runtime, folder, CheckpointFolder(folder).path(step), stop_after=4, saving=saving)
+            run(
+                runtime,
+                folder,
+                CheckpointFolder(folder).path(step),
+                stop_after=4,
+                saving=saving,
+            )
         kept.append(CheckpointFolder(folder).steps())
     dist.barrier()
     return {
@@ -179,7 +239,9 @@ def rolled_back(runtime: Runtime, folder: str, steps: list[int]) -> dict[str, An
     }
 
 
-def test_a_run_that_goes_back_keeps_what_it_saves_and_sets_aside_what_lay_ahead(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_keeps_what_it_saves_and_sets_aside_what_lay_ahead(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
     whole = run_ranks(run, 2, str(tmp_path / "whole"))[0]
     outcome = run_ranks(rolled_back, 2, str(folder), [whole["steps"] - 6])[0]
@@ -202,7 +264,9 @@ def test_a_run_that_goes_back_keeps_what_it_saves_and_sets_aside_what_lay_ahead(
     }
     for content in manifests.values():
         if content["parent"]["step"] in manifests:
-            assert content["parent"]["sha256"] == manifest.manifest_digest(manifests[content["parent"]["step"]])
+            assert content["parent"]["sha256"] == manifest.manifest_digest(
+                manifests[content["parent"]["step"]]
+            )
 
 
 def test_on_other_ranks_the_same_samples_are_seen_once(tmp_path: Path) -> None:
@@ -212,23 +276,32 @@ def test_on_other_ranks_the_same_samples_are_seen_once(tmp_path: Path) -> None:
     # The first two stop between two records, which are of three steps each.
     for world_size, stop_after, resume in ((2, 4, False), (1, 6, True), (4, 0, True)):
         ranks = run_ranks(run, world_size, folder, resume, stop_after)
-        own = list(ranks[0]["rows"])[: ranks[0]["steps"]]  # a pipeline reads ahead of the step at which it stops
+        own = list(ranks[0]["rows"])[
+            : ranks[0]["steps"]
+        ]  # a pipeline reads ahead of the step at which it stops
         for step in own:
             assert step not in seen, "a step was made twice"
             seen[step] = [row for rank in ranks for row in rank["rows"][step]]
     assert digest(seen) == digest(
-        {step: [row for rank in whole for row in rank["rows"][step]] for step in whole[0]["rows"]}
+        {
+            step: [row for rank in whole for row in rank["rows"][step]]
+            for step in whole[0]["rows"]
+        }
     )
     for name, value in whole[0]["state"].items():
         torch.testing.assert_close(ranks[0]["state"][name], value, rtol=0, atol=1e-5)
     for record, other in zip(ranks[0]["history"], whole[0]["history"], strict=True):
         for key in ("kind", "epoch", "step", "rows"):
-            assert record.get(key) == other.get(key), "a record that was begun on other ranks is completed"
+            assert record.get(key) == other.get(key), (
+                "a record that was begun on other ranks is completed"
+            )
         assert record.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=1e-3)
 
 
 def digest(rows: Mapping[tuple[int, int], list[tuple[int, ...]]]) -> str:
-    return hashlib.sha256(repr(sorted((step, sorted(own)) for step, own in rows.items())).encode()).hexdigest()
+    return hashlib.sha256(
+        repr(sorted((step, sorted(own)) for step, own in rows.items())).encode()
+    ).hexdigest()
 
 
 def other_batches(runtime: Runtime, folder: str) -> str:
@@ -238,7 +311,9 @@ def other_batches(runtime: Runtime, folder: str) -> str:
     return str(caught.value)
 
 
-def test_another_batch_size_is_refused_on_every_rank_with_both_values(tmp_path: Path) -> None:
+def test_another_batch_size_is_refused_on_every_rank_with_both_values(
+    tmp_path: Path,
+) -> None:
     for said in run_ranks(other_batches, 2, str(tmp_path)):
         assert "batch_size was 16 and is 20; restore these settings" in said
         assert said.endswith("checkpoint.changed=next_epoch")

@@ -14,7 +14,10 @@ import pytest
 
 from tests.train.checkpoint.test_killed import Attempt
 from torchrec_ext.train.checkpoint import folder as manifest
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_checkpoint_manifest
+from torchrec_ext.train.checkpoint.folder import (
+    CheckpointFolder,
+    read_checkpoint_manifest,
+)
 
 RANKS, PLAN, EPOCHS = 2, "row_wise", 2
 
@@ -28,12 +31,16 @@ def digest(found: Any) -> str:
 
 def lineage(folder: CheckpointFolder) -> list[int]:
     """Steps of the folder, each of which names the one before it as its parent wherever that is still there."""
-    manifests = {step: read_checkpoint_manifest(folder.path(step)) for step in folder.steps()}
+    manifests = {
+        step: read_checkpoint_manifest(folder.path(step)) for step in folder.steps()
+    }
     for step, content in manifests.items():
         parent = content["parent"]
         assert parent is None or parent["step"] < step
         if parent is not None and parent["step"] in manifests:
-            assert parent["sha256"] == manifest.manifest_digest(manifests[parent["step"]]), step
+            assert parent["sha256"] == manifest.manifest_digest(
+                manifests[parent["step"]]
+            ), step
     return list(manifests)
 
 
@@ -43,11 +50,15 @@ def has_saved(folder: CheckpointFolder, step: int) -> bool:
 
 
 @pytest.mark.parametrize("trials", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_gone_back_killed_and_restarted_a_branch_ends_as_if_never_killed(tmp_path: Path, trials: int) -> None:
+def test_gone_back_killed_and_restarted_a_branch_ends_as_if_never_killed(
+    tmp_path: Path, trials: int
+) -> None:
     draw = random.Random(trials)
     here, other = tmp_path / "here", tmp_path / "other"
     here.mkdir()
-    with Attempt(here, "first", RANKS, PLAN, resume=False, keep=9, epochs=EPOCHS) as attempt:
+    with Attempt(
+        here, "first", RANKS, PLAN, resume=False, keep=9, epochs=EPOCHS
+    ) as attempt:
         ends = {digest(attempt.result())}
     folder = CheckpointFolder(str(here / "checkpoints"))
     saved: set[int] = set()  # steps that a killed branch had saved
@@ -55,24 +66,43 @@ def test_gone_back_killed_and_restarted_a_branch_ends_as_if_never_killed(tmp_pat
         steps = folder.steps()
         back = draw.choice(steps[1:])
         # Another branch, for it learns at another rate; with fewer to keep it prunes.
-        settings = {"rate": draw.uniform(0.02, 0.3), "keep": draw.choice([5, 7, 9]), "epochs": EPOCHS}
+        settings = {
+            "rate": draw.uniform(0.02, 0.3),
+            "keep": draw.choice([5, 7, 9]),
+            "epochs": EPOCHS,
+        }
         shutil.rmtree(other, ignore_errors=True)
         shutil.copytree(here / "checkpoints", other / "checkpoints")
         unkilled = CheckpointFolder(str(other / "checkpoints"))
-        with Attempt(other, "unkilled", RANKS, PLAN, resume=unkilled.path(back), **settings) as attempt:
+        with Attempt(
+            other, "unkilled", RANKS, PLAN, resume=unkilled.path(back), **settings
+        ) as attempt:
             expected = digest(attempt.result())
-        with Attempt(here, f"killed{trial}", RANKS, PLAN, resume=folder.path(back), **settings) as attempt:
-            attempt.until(lambda trial=trial: (here / f"checkpoints/set-aside-{trial}").exists())
-            attempt.until(partial(has_saved, folder, back + draw.randrange(steps[0] - back)))
+        with Attempt(
+            here, f"killed{trial}", RANKS, PLAN, resume=folder.path(back), **settings
+        ) as attempt:
+            attempt.until(
+                lambda trial=trial: (here / f"checkpoints/set-aside-{trial}").exists()
+            )
+            attempt.until(
+                partial(has_saved, folder, back + draw.randrange(steps[0] - back))
+            )
             time.sleep(draw.random() * 0.05)
-            attempt.kill(list(range(RANKS)) if draw.random() < 0.5 else [draw.randrange(RANKS)])
+            attempt.kill(
+                list(range(RANKS)) if draw.random() < 0.5 else [draw.randrange(RANKS)]
+            )
             ended = attempt.ended()
         left = folder.steps()
-        with Attempt(here, f"again{trial}", RANKS, PLAN, resume=True, **settings) as attempt:
+        with Attempt(
+            here, f"again{trial}", RANKS, PLAN, resume=True, **settings
+        ) as attempt:
             found = digest(attempt.result())
         assert found == expected, (trial, back, left)
         assert lineage(folder) == lineage(unkilled), (trial, back, left)
-        aside = [int(path.name[-10:]) for path in here.glob(f"checkpoints/set-aside-{trial}/step-*")]
+        aside = [
+            int(path.name[-10:])
+            for path in here.glob(f"checkpoints/set-aside-{trial}/step-*")
+        ]
         assert sorted(aside, reverse=True) == [step for step in steps if step > back]
         ends.add(found)
         saved.add(left[0] - back)

@@ -20,7 +20,9 @@ from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 
 
-def saved_as_on_a_host_of_its_own(runtime: Runtime, folder: str, checkpoints: str) -> str:
+def saved_as_on_a_host_of_its_own(
+    runtime: Runtime, folder: str, checkpoints: str
+) -> str:
     """Saves a step where each rank stands in another folder; what went wrong."""
     shared_folder._LATE_S = 0.5
     home = Path(folder, f"host{runtime.rank}")
@@ -35,8 +37,12 @@ def saved_as_on_a_host_of_its_own(runtime: Runtime, folder: str, checkpoints: st
     return "saved"
 
 
-def test_a_folder_of_each_host_is_refused_on_all_ranks_with_the_remedy(tmp_path: Path) -> None:
-    for told in run_ranks(saved_as_on_a_host_of_its_own, 2, str(tmp_path), "runs/a/checkpoints"):
+def test_a_folder_of_each_host_is_refused_on_all_ranks_with_the_remedy(
+    tmp_path: Path,
+) -> None:
+    for told in run_ranks(
+        saved_as_on_a_host_of_its_own, 2, str(tmp_path), "runs/a/checkpoints"
+    ):
         assert "folder 'runs/a/checkpoints': rank 1 on " in told
         assert "cannot see what rank 0 on " in told
         assert "give a folder that all hosts share: --run_dir" in told
@@ -45,9 +51,14 @@ def test_a_folder_of_each_host_is_refused_on_all_ranks_with_the_remedy(tmp_path:
 
 
 def test_a_folder_that_all_see_is_taken(tmp_path: Path) -> None:
-    found = run_ranks(saved_as_on_a_host_of_its_own, 2, str(tmp_path), str(tmp_path / "shared"))
+    found = run_ranks(
+        saved_as_on_a_host_of_its_own, 2, str(tmp_path), str(tmp_path / "shared")
+    )
     assert found == ["saved", "saved"]
-    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["lock", "step-0000000001"]
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == [
+        "lock",
+        "step-0000000001",
+    ]
 
 
 @pytest.mark.unit
@@ -57,17 +68,24 @@ def test_what_a_network_file_system_shows_late_is_waited_for(tmp_path: Path) -> 
     def gathered(value: object) -> list[object]:
         return [next(first), value]
 
-    threading.Thread(target=lambda: (time.sleep(0.3), (tmp_path / ".shared-late").touch())).start()
+    threading.Thread(
+        target=lambda: (time.sleep(0.3), (tmp_path / ".shared-late").touch())
+    ).start()
     shared_folder.check_shared(str(tmp_path), 1, gathered)
 
 
 @pytest.mark.unit
-def test_an_address_that_cannot_be_written_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_cannot_be_written_is_refused_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("AccessDenied")  # as a driver's own error, which is no OSError
+        raise RuntimeError(
+            "AccessDenied"
+        )  # as a driver's own error, which is no OSError
 
     monkeypatch.setattr(MemoryFileSystem, "_open", refuse)
     with pytest.raises(
-        CheckpointError, match=r"^folder 'memory://x' cannot be written: RuntimeError\(AccessDenied\); check the "
+        CheckpointError,
+        match=r"^folder 'memory://x' cannot be written: RuntimeError\(AccessDenied\); check the ",
     ):
         Checkpointer("memory://x", Runtime())

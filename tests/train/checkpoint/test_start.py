@@ -28,10 +28,16 @@ from torchx_apps.publish import main
 COLD = 3
 
 
-def sharded(runtime: Runtime, model: Any, sharding: Any, kind: Any = "row_wise_adagrad") -> Any:
+def sharded(
+    runtime: Runtime, model: Any, sharding: Any, kind: Any = "row_wise_adagrad"
+) -> Any:
     optimizers = OptimizerConfig(tables=kind, tables_lr=0.05)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers)
-    return hybrid_parallel(model, runtime, plan=plan, optimizer=optimizers, seed=runtime.world_size)
+    plan = plan_sharding(
+        model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers
+    )
+    return hybrid_parallel(
+        model, runtime, plan=plan, optimizer=optimizers, seed=runtime.world_size
+    )
 
 
 def grown_model(users: int = USERS + 30) -> Any:
@@ -64,24 +70,51 @@ def begun(runtime: Runtime, path: str, sharding: str) -> Any:
     refusals: dict[Any, str] = {}
     for allow in ((), ("more_rows", "new_tables")):
         with pytest.raises(CheckpointError) as caught:
-            begin_with(path, model, optimizer, together, StartConfig(path=path, allow=allow), {"user_id": COLD})
+            begin_with(
+                path,
+                model,
+                optimizer,
+                together,
+                StartConfig(path=path, allow=allow),
+                {"user_id": COLD},
+            )
         refusals[allow] = str(caught.value)
     smaller, its_optimizer = sharded(runtime, grown_model(USERS - 1), sharding)
     with pytest.raises(CheckpointError) as caught:
-        begin_with(path, smaller, its_optimizer, together, StartConfig(path=path), {"user_id": COLD})
+        begin_with(
+            path,
+            smaller,
+            its_optimizer,
+            together,
+            StartConfig(path=path),
+            {"user_id": COLD},
+        )
     refusals["fewer_rows"] = str(caught.value)
     untouched = gather_state(model)
-    with pytest.raises(CheckpointError, match=r"start\.allow=fewer_tables,more_rows,new_tables, or load\(allow=...\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"start\.allow=fewer_tables,more_rows,new_tables, or load\(allow=...\)",
+    ):
         checkpointer.load(path, model_state(model, optimizer))
     config = StartConfig(path=path, allow=("more_rows", "new_tables", "fewer_tables"))
     said = begin_with(path, model, optimizer, together, config, {"user_id": COLD})
     state = whole(model_state(model, optimizer))
-    manifest = checkpointer.load(path, model_state(model, optimizer), allow=config.allow)
+    manifest = checkpointer.load(
+        path, model_state(model, optimizer), allow=config.allow
+    )
     assert manifest["step"] == 5
-    return {"first": first, "untouched": untouched, "refusals": refusals, "state": state, "said": said}
+    return {
+        "first": first,
+        "untouched": untouched,
+        "refusals": refusals,
+        "state": state,
+        "said": said,
+    }
 
 
-@pytest.mark.parametrize(("before", "after"), [("column_wise", "row_wise"), ("row_wise", "data_parallel")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("column_wise", "row_wise"), ("row_wise", "data_parallel")]
+)
 def test_new_rows_begin_as_the_row_for_unknown_ids_and_old_ones_as_they_were(
     before: str, after: str, tmp_path: Path
 ) -> None:
@@ -89,38 +122,56 @@ def test_new_rows_begin_as_the_row_for_unknown_ids_and_old_ones_as_they_were(
     path = str(tmp_path / "step-0000000005")
     found = run_ranks(begun, 2, path, after)[0]
     users, old = found["state"]["tables.user_id.weight"], was["tables.user_id.weight"]
-    assert f"table 'user_id' had {USERS} rows, the others begin as row {COLD}" in found["said"]
+    assert (
+        f"table 'user_id' had {USERS} rows, the others begin as row {COLD}"
+        in found["said"]
+    )
     assert "tables.country.weight was not saved" in found["said"]
     assert torch.equal(users[:USERS], old)
     assert torch.equal(users[USERS:], old[COLD].expand(30, DIM))
-    assert torch.equal(found["state"]["tables.item_id.weight"], was["tables.item_id.weight"])
+    assert torch.equal(
+        found["state"]["tables.item_id.weight"], was["tables.item_id.weight"]
+    )
     sums = found["state"]["tables.user_id.sum"]
     assert torch.equal(sums[:USERS].mean(dim=1), was["tables.user_id.sum"].mean(dim=1))
     assert not sums[USERS:].any()
     name = next(name for name in found["first"] if name.endswith("country.weight"))
     assert torch.equal(found["state"]["tables.country.weight"], found["first"][name])
-    assert torch.equal(found["state"]["dense.interaction.mlp.0.weight"], was["dense.interaction.mlp.0.weight"])
-    assert all(torch.equal(value, found["untouched"][key]) for key, value in found["first"].items()), (
-        "a refusal wrote something"
+    assert torch.equal(
+        found["state"]["dense.interaction.mlp.0.weight"],
+        was["dense.interaction.mlp.0.weight"],
     )
+    assert all(
+        torch.equal(value, found["untouched"][key])
+        for key, value in found["first"].items()
+    ), "a refusal wrote something"
     said = found["refusals"]
     assert max(map(len, said.values())) <= 200
     assert "tables.user_id.weight is (131, 16), saved as (101, 16)" in said[()]
     assert "start.allow=fewer_tables,more_rows,new_tables" in said[()]
-    assert "a table may only grow: give it the saved number of rows or more" in said["fewer_rows"]
-    assert "tables.history.weight is not in this model" in said["more_rows", "new_tables"]
+    assert (
+        "a table may only grow: give it the saved number of rows or more"
+        in said["fewer_rows"]
+    )
+    assert (
+        "tables.history.weight is not in this model" in said["more_rows", "new_tables"]
+    )
 
 
 def test_a_published_file_is_the_unsharded_models_state_dict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, trained = run_ranks(saved, 2, str(tmp_path / "run" / "checkpoints"), "column_wise")[0]
+    _, trained = run_ranks(
+        saved, 2, str(tmp_path / "run" / "checkpoints"), "column_wise"
+    )[0]
     file = tmp_path / "model.safetensors"
     assert main([str(tmp_path / "run"), "--out", str(file)]) == 0
     assert "tensors of" in capsys.readouterr().out
     model = small_model(torch.device("cpu"))
     model.load_state_dict(load_file(file), strict=True)
-    assert {name: tuple(value.shape) for name, value in model.named_parameters()}.keys() == trained.keys()
+    assert {
+        name: tuple(value.shape) for name, value in model.named_parameters()
+    }.keys() == trained.keys()
     for name, value in model.named_parameters():
         assert torch.equal(value, trained[name]), name
     assert main([str(tmp_path / "nothing"), "--out", str(file)]) == 1
@@ -131,14 +182,25 @@ def test_publishing_holds_one_block_at_a_time(tmp_path: Path) -> None:
     rows = 2_000_000
     model = torch.nn.Module()
     model.towers = two_tower(
-        [table("user_id", rows, pooling=PoolingType.SUM)], [table("item_id", 10)], device=torch.device("cpu")
+        [table("user_id", rows, pooling=PoolingType.SUM)],
+        [table("item_id", 10)],
+        device=torch.device("cpu"),
     )
     checkpointer = Checkpointer(str(tmp_path), Runtime())
     checkpointer.save(1, model_state(model))
     checkpointer.close()
     seen: list[int] = []
-    publish_weights(checkpointer.folder.path(1), tmp_path / "m.safetensors", progress=seen.append)
+    publish_weights(
+        checkpointer.folder.path(1), tmp_path / "m.safetensors", progress=seen.append
+    )
     assert max(seen) <= 32 * 2**20
     assert sum(seen) >= rows * DIM * 4
-    found: Tensor = load_file(tmp_path / "m.safetensors")["towers.towers.user.embeddings.embedding_bags.user_id.weight"]
-    assert torch.equal(found, model.towers.towers["user"].embeddings.embedding_bags["user_id"].weight.detach())  # type: ignore[union-attr, index, operator]
+    found: Tensor = load_file(tmp_path / "m.safetensors")[
+        "towers.towers.user.embeddings.embedding_bags.user_id.weight"
+    ]
+    assert torch.equal(
+        found,
+        model.towers.towers["user"]
+        .embeddings.embedding_bags["user_id"]
+        .weight.detach(),
+    )  # type: ignore[union-attr, index, operator]

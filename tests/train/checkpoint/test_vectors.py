@@ -29,7 +29,9 @@ def write(folder: Path, suffix: str, ids: Any = IDS, vectors: Any = VECTORS) -> 
     if suffix == ".npz":
         np.savez(path, ids=ids, vectors=vectors)
     elif suffix == ".safetensors":
-        save_file({"ids": torch.from_numpy(ids), "vectors": torch.from_numpy(vectors)}, path)
+        save_file(
+            {"ids": torch.from_numpy(ids), "vectors": torch.from_numpy(vectors)}, path
+        )
     else:
         pq.write_table(pa.table({"id": ids, "vector": list(vectors)}), path)
     return path
@@ -37,23 +39,33 @@ def write(folder: Path, suffix: str, ids: Any = IDS, vectors: Any = VECTORS) -> 
 
 def loaded(runtime: Runtime, paths: list[Path]) -> Any:
     found = []
-    for path, sharding in zip(paths, ("row_wise", "column_wise", "data_parallel"), strict=True):
+    for path, sharding in zip(
+        paths, ("row_wise", "column_wise", "data_parallel"), strict=True
+    ):
         model = small_model(META)
         plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
         parallel, _ = hybrid_parallel(model, runtime, plan=plan)
         before = gather_state(parallel)
-        found.append((load_vectors(parallel, "user_id", path), before, gather_state(parallel)))
+        found.append(
+            (load_vectors(parallel, "user_id", path), before, gather_state(parallel))
+        )
     return found
 
 
-def test_each_vector_stands_in_the_row_of_its_id_and_no_other_row_moves(tmp_path: Path) -> None:
+def test_each_vector_stands_in_the_row_of_its_id_and_no_other_row_moves(
+    tmp_path: Path,
+) -> None:
     paths = [write(tmp_path, suffix) for suffix in (".npz", ".safetensors", ".parquet")]
     for count, before, after in run_ranks(loaded, 2, paths)[0]:
         assert count == 4
         expected = before[WEIGHT].clone()
         expected[torch.from_numpy(IDS)] = torch.from_numpy(VECTORS)
         assert torch.equal(after[WEIGHT], expected)
-        assert all(torch.equal(value, before[name]) for name, value in after.items() if name != WEIGHT)
+        assert all(
+            torch.equal(value, before[name])
+            for name, value in after.items()
+            if name != WEIGHT
+        )
 
 
 @pytest.mark.unit
@@ -61,20 +73,36 @@ def test_rows_of_a_matrix_are_ids_in_order(tmp_path: Path) -> None:
     np.save(tmp_path / "v.npy", VECTORS)
     model = small_model(torch.device("cpu"))
     assert load_vectors(model, "user_id", tmp_path / "v.npy") == 4
-    assert torch.equal(dict(model.named_parameters())[WEIGHT][:4].detach(), torch.from_numpy(VECTORS))
+    assert torch.equal(
+        dict(model.named_parameters())[WEIGHT][:4].detach(), torch.from_numpy(VECTORS)
+    )
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("ids", "vectors", "told"),
     [
-        (np.array([3, USERS]), VECTORS[:2], f"id {USERS} in row 1 is no row of table 'user_id', which has {USERS}"),
+        (
+            np.array([3, USERS]),
+            VECTORS[:2],
+            f"id {USERS} in row 1 is no row of table 'user_id', which has {USERS}",
+        ),
         (np.array([3, -1]), VECTORS[:2], "id -1 in row 1 is no row of table 'user_id'"),
-        (np.array([3]), VECTORS[:1, :8].copy(), f"vectors are 8 wide, and table 'user_id' has embedding_dim={DIM}"),
-        (np.array([3]), np.full((1, DIM), np.nan, np.float32), "the vector of id 3 is not finite"),
+        (
+            np.array([3]),
+            VECTORS[:1, :8].copy(),
+            f"vectors are 8 wide, and table 'user_id' has embedding_dim={DIM}",
+        ),
+        (
+            np.array([3]),
+            np.full((1, DIM), np.nan, np.float32),
+            "the vector of id 3 is not finite",
+        ),
     ],
 )
-def test_what_does_not_belong_is_refused_by_name(ids: Any, vectors: Any, told: str, tmp_path: Path) -> None:
+def test_what_does_not_belong_is_refused_by_name(
+    ids: Any, vectors: Any, told: str, tmp_path: Path
+) -> None:
     for suffix in (".npz", ".safetensors", ".parquet"):
         path = write(tmp_path, suffix, ids, vectors)
         with pytest.raises(CheckpointError) as caught:
@@ -89,5 +117,7 @@ def test_a_file_that_is_none_is_refused(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"v{suffix}"
     for content in (b"", b"x" * 300):
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"holds no vectors|vectors are read from"):
+        with pytest.raises(
+            CheckpointError, match=r"holds no vectors|vectors are read from"
+        ):
             load_vectors(small_model(torch.device("cpu")), "user_id", path)

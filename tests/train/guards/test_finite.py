@@ -52,12 +52,21 @@ def spoil_weights(fault: str, model: nn.Module) -> None:
     if fault == "layer":
         dict(model.named_parameters())["interaction.mlp.0.weight"].data[0, 0] = NAN
     else:
-        next(shard.tensor for shard in local_shards(model) if shard.config.name == "item_id")[7] = NAN
+        next(
+            shard.tensor
+            for shard in local_shards(model)
+            if shard.config.name == "item_id"
+        )[7] = NAN
 
 
 def made(runtime: Runtime, sharding: Any) -> Any:
     model = small_model(META)
-    return hybrid_parallel(model, runtime, plan=plan_sharding(model, runtime, PlanConfig(sharding=sharding)), seed=3)
+    return hybrid_parallel(
+        model,
+        runtime,
+        plan=plan_sharding(model, runtime, PlanConfig(sharding=sharding)),
+        seed=3,
+    )
 
 
 def spoiled(runtime: Runtime) -> dict[str, Any]:
@@ -66,19 +75,31 @@ def spoiled(runtime: Runtime) -> dict[str, Any]:
     for fault in [*IN_DATA, *IN_WEIGHTS]:
         # Rows of other ranks too would take up a bad gradient where tables are sharded; replicas let rank 1 alone have
         # bad weights.
-        parallel, optimizer = made(runtime, "row_wise" if fault in IN_DATA else "data_parallel")
+        parallel, optimizer = made(
+            runtime, "row_wise" if fault in IN_DATA else "data_parallel"
+        )
         loader = Batches(runtime, 4 if fault in IN_DATA else 2)
         if fault in IN_DATA and runtime.rank == 1:
             spoil_data(fault, list(loader)[2])
         records: list[Any] = []
 
-        def between(fault: str = fault, parallel: nn.Module = parallel) -> dict[str, Any]:
+        def between(
+            fault: str = fault, parallel: nn.Module = parallel
+        ) -> dict[str, Any]:
             if fault in IN_WEIGHTS and runtime.rank == 1:
                 spoil_weights(fault, parallel)
             return {}
 
         with pytest.raises(TrainingDivergedError) as error:
-            train(parallel, optimizer, loader, runtime, TrainConfig(epochs=3), evaluate=between, log=records.append)
+            train(
+                parallel,
+                optimizer,
+                loader,
+                runtime,
+                TrainConfig(epochs=3),
+                evaluate=between,
+                log=records.append,
+            )
         told[fault] = {
             "told": str(error.value),
             "step": error.value.step,
@@ -96,14 +117,21 @@ def ranks() -> Any:
 
 
 @pytest.mark.parametrize("fault", [*IN_DATA, *IN_WEIGHTS])
-def test_every_rank_tells_the_same_step_rank_and_column_at_once(ranks: Any, fault: str) -> None:
+def test_every_rank_tells_the_same_step_rank_and_column_at_once(
+    ranks: Any, fault: str
+) -> None:
     first, second = (rank[fault] for rank in ranks)
     assert first["told"] == second["told"]
     epoch = 1 if fault in IN_DATA else 2
     start = f"the loss is nan on rank(s) [1] at step 3 of epoch {epoch}: "
     assert first["told"].startswith(start + {**IN_DATA, **IN_WEIGHTS}[fault])
     assert (first["step"], second["step"]) == (3, 3)
-    assert first["records"][-1] == {"kind": "error", "epoch": epoch, "step": 3, "message": first["told"]}
+    assert first["records"][-1] == {
+        "kind": "error",
+        "epoch": epoch,
+        "step": 3,
+        "message": first["told"],
+    }
     assert second["records"] == []
 
 
@@ -122,15 +150,26 @@ def bad_gradient(runtime: Runtime) -> Any:
     def between() -> dict[str, Any]:
         states.append(gather_state(parallel))
         if runtime.rank == 1:
-            dict(parallel.named_parameters())["towers.user.mlp.0.bias"].register_hook(lambda gradient: gradient / 0)
+            dict(parallel.named_parameters())["towers.user.mlp.0.bias"].register_hook(
+                lambda gradient: gradient / 0
+            )
         return {}
 
     with pytest.raises(TrainingDivergedError) as error:
-        train(parallel, optimizer, Batches(runtime, 2), runtime, TrainConfig(epochs=2), evaluate=between)
+        train(
+            parallel,
+            optimizer,
+            Batches(runtime, 2),
+            runtime,
+            TrainConfig(epochs=2),
+            evaluate=between,
+        )
     return str(error.value), states[0], gather_state(parallel)
 
 
-def test_a_gradient_that_is_no_number_ends_the_run_on_every_rank_before_it_is_written() -> None:
+def test_a_gradient_that_is_no_number_ends_the_run_on_every_rank_before_it_is_written() -> (
+    None
+):
     (told, before, after), (also_told, *_) = run_ranks(bad_gradient, 2)
     assert told == also_told
     assert told.startswith(
@@ -177,18 +216,38 @@ def test_an_answer_that_is_read_late_still_names_its_own_step() -> None:
 def left_out(runtime: Runtime) -> dict[str, Any]:
     """Weights after four batches, of which the third is bad on rank 1 and skipped, and after the three others alone."""
     found = {}
-    for sharding, kind in (("row_wise", "adagrad"), ("row_wise", "adam"), ("data_parallel", "adam")):
+    for sharding, kind in (
+        ("row_wise", "adagrad"),
+        ("row_wise", "adam"),
+        ("data_parallel", "adam"),
+    ):
         for bad in (True, False):
-            model, optimizers = small_model(META), OptimizerConfig(tables=kind, tables_lr=0.05)  # type: ignore[arg-type]
-            plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers)  # type: ignore[arg-type]
-            parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizers, seed=3)
+            model, optimizers = (
+                small_model(META),
+                OptimizerConfig(tables=kind, tables_lr=0.05),
+            )  # type: ignore[arg-type]
+            plan = plan_sharding(
+                model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers
+            )  # type: ignore[arg-type]
+            parallel, optimizer = hybrid_parallel(
+                model, runtime, plan=plan, optimizer=optimizers, seed=3
+            )
             loader = Batches(runtime, 4)
             if not bad:
                 del loader._own[2]
             elif runtime.rank == 1:
                 spoil_data("label", list(loader)[2])
-            history = train(parallel, optimizer, loader, runtime, TrainConfig(epochs=2, on_nan="skip"))
-            found[sharding, kind, bad] = {"state": gather_state(parallel), "history": history}
+            history = train(
+                parallel,
+                optimizer,
+                loader,
+                runtime,
+                TrainConfig(epochs=2, on_nan="skip"),
+            )
+            found[sharding, kind, bad] = {
+                "state": gather_state(parallel),
+                "history": history,
+            }
     return found
 
 
@@ -200,11 +259,15 @@ def test_a_skipped_step_is_as_if_its_batch_were_not_there() -> None:
         without = found[sharding, kind, False]["state"]
         for name, value in with_it["state"].items():
             assert torch.equal(value, without[name]), (sharding, kind, name)
-        skipped = [record for record in with_it["history"] if record["kind"] == "left_out"]
+        skipped = [
+            record for record in with_it["history"] if record["kind"] == "left_out"
+        ]
         assert [record["step"] for record in skipped] == [3, 7]
         assert IN_DATA["label"] in skipped[0]["message"]
         assert all(
-            torch.isfinite(torch.tensor(record["loss"])) for record in with_it["history"] if record["kind"] == "train"
+            torch.isfinite(torch.tensor(record["loss"]))
+            for record in with_it["history"]
+            if record["kind"] == "train"
         )
 
 

@@ -28,7 +28,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "mixed": {"sharding": "table_wise", "tables": ("history=data_parallel",)},
     "placed": {"sharding": "table_wise", "towers": "user:0,item:1"},
 }
-REPLICAS: Case = "replicas", "adagrad", SyncConfig()  # no kernel moves a table, so there is no gate
+REPLICAS: Case = (
+    "replicas",
+    "adagrad",
+    SyncConfig(),
+)  # no kernel moves a table, so there is no gate
 OPTIMIZERS = {
     "adagrad": OptimizerConfig(tables="adagrad", tables_lr=0.05),
     "adam": OptimizerConfig(tables="adam", tables_lr=0.05),
@@ -56,8 +60,17 @@ def made(runtime: Runtime, case: Case) -> Any:
     plan, kind, sync = case
     model, optimizers = small_model(META), OPTIMIZERS[kind]
     config = PlanConfig(**PLANS.get(plan, {"sharding": "data_parallel"}))
-    chosen = plan_sharding(model, runtime, config, optimizer=optimizers, table_copies=sync.table_copies)
-    return hybrid_parallel(model, runtime, plan=chosen, optimizer=optimizers, seed=3, table_copies=sync.table_copies)
+    chosen = plan_sharding(
+        model, runtime, config, optimizer=optimizers, table_copies=sync.table_copies
+    )
+    return hybrid_parallel(
+        model,
+        runtime,
+        plan=chosen,
+        optimizer=optimizers,
+        seed=3,
+        table_copies=sync.table_copies,
+    )
 
 
 def spoil(model: nn.Module, step: int, where: str) -> None:
@@ -76,10 +89,14 @@ def spoil(model: nn.Module, step: int, where: str) -> None:
         dict(model.named_parameters())["interaction.mlp.0.bias"].register_hook(spoilt)  # type: ignore[no-untyped-call]
     else:
         ends = ("towers.user.mlp", "towers.item.mlp")
-        next(module for name, module in model.named_modules() if name.endswith(ends)).register_forward_pre_hook(into)
+        next(
+            module for name, module in model.named_modules() if name.endswith(ends)
+        ).register_forward_pre_hook(into)
 
 
-def trained(runtime: Runtime, case: Case, bad: int, where: str, count: int, **settings: Any) -> dict[str, Any]:
+def trained(
+    runtime: Runtime, case: Case, bad: int, where: str, count: int, **settings: Any
+) -> dict[str, Any]:
     """The state after ``count`` steps, of which ``bad`` has a gradient that is no number on rank 1; 0 for none."""
     parallel, optimizer = made(runtime, case)
     if bad and runtime.rank == 1:
@@ -87,12 +104,22 @@ def trained(runtime: Runtime, case: Case, bad: int, where: str, count: int, **se
     told, history = "", []
     try:
         history = train(
-            parallel, optimizer, Batches(runtime, count), runtime, TrainConfig(epochs=1, **settings), sync=case[2]
+            parallel,
+            optimizer,
+            Batches(runtime, count),
+            runtime,
+            TrainConfig(epochs=1, **settings),
+            sync=case[2],
         )
     except TrainingDivergedError as error:
         told = str(error)
     shards = [shard.tensor.clone() for shard in local_shards(parallel)]
-    return {"told": told, "history": history, "state": gather_state(parallel), "shards": shards}
+    return {
+        "told": told,
+        "history": history,
+        "state": gather_state(parallel),
+        "shards": shards,
+    }
 
 
 def stopped(runtime: Runtime) -> Any:
@@ -111,16 +138,28 @@ def ranks() -> Any:
 
 
 @pytest.mark.parametrize("where", ["vectors", "layer"])
-@pytest.mark.parametrize("number", range(len(STOPS)), ids=["-".join((*case[:2], case[2].mode)) for case in STOPS])
-def test_the_run_ends_on_every_rank_with_every_table_as_it_was(ranks: Any, number: int, where: str) -> None:
+@pytest.mark.parametrize(
+    "number",
+    range(len(STOPS)),
+    ids=["-".join((*case[:2], case[2].mode)) for case in STOPS],
+)
+def test_the_run_ends_on_every_rank_with_every_table_as_it_was(
+    ranks: Any, number: int, where: str
+) -> None:
     first, second = (rank[number, where] for rank in ranks)
     assert first["told"] == second["told"]
-    assert " at step 4 of epoch 1; nothing was written by this step; lower optimizer.tables_lr" in first["told"]
+    assert (
+        " at step 4 of epoch 1; nothing was written by this step; lower optimizer.tables_lr"
+        in first["told"]
+    )
     part = "vectors of towers." if where == "vectors" else "interaction.mlp.0.bias"
     assert first["told"].startswith(f"the gradient of {part}")
     for rank in ranks:
         before, after = rank[number, "before"], rank[number, where]
-        assert all(torch.equal(*pair) for pair in zip(before["shards"], after["shards"], strict=True))
+        assert all(
+            torch.equal(*pair)
+            for pair in zip(before["shards"], after["shards"], strict=True)
+        )
     before, after = ranks[0][number, "before"]["state"], first["state"]
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
@@ -130,7 +169,9 @@ def test_without_the_gate_tables_of_all_ranks_take_it_up(ranks: Any) -> None:
     assert not all(torch.isfinite(tensor).all() for tensor in ranks[0]["off"]["shards"])
 
 
-def skipped(runtime: Runtime, cases: list[Case], bad_steps: list[tuple[int, str]]) -> Any:
+def skipped(
+    runtime: Runtime, cases: list[Case], bad_steps: list[tuple[int, str]]
+) -> Any:
     found = {}
     for number, case in enumerate(cases):
         for bad, where in bad_steps:
@@ -138,7 +179,14 @@ def skipped(runtime: Runtime, cases: list[Case], bad_steps: list[tuple[int, str]
             parallel, optimizer = made(runtime, case)
             loader = Batches(runtime, 5)
             del loader._own[bad - 1]
-            train(parallel, optimizer, loader, runtime, TrainConfig(epochs=1, on_nan="skip"), sync=case[2])
+            train(
+                parallel,
+                optimizer,
+                loader,
+                runtime,
+                TrainConfig(epochs=1, on_nan="skip"),
+                sync=case[2],
+            )
             found[number, bad, where] = with_it, gather_state(parallel)
     return found
 
@@ -159,9 +207,15 @@ def test_a_step_that_is_left_out_is_as_if_its_batch_were_not_there(
         assert not with_it["told"], key
         for name, value in without.items():
             assert torch.equal(with_it["state"][name], value), (key, name)
-        left_out = [record for record in with_it["history"] if record["kind"] == "left_out"]
+        left_out = [
+            record for record in with_it["history"] if record["kind"] == "left_out"
+        ]
         assert [record["step"] for record in left_out] == [key[1]], key
-        assert left_out == [record for record in second[key][0]["history"] if record["kind"] == "left_out"]
+        assert left_out == [
+            record
+            for record in second[key][0]["history"]
+            if record["kind"] == "left_out"
+        ]
 
 
 def all_reduces(runtime: Runtime) -> dict[str, list[int]]:
@@ -173,7 +227,11 @@ def all_reduces(runtime: Runtime) -> dict[str, list[int]]:
         calls[0] += 1
         return real(*args, **options)
 
-    for name, case in (("kernels", STOPS[0]), ("semi-sync", STOPS[5]), ("replicas", REPLICAS)):
+    for name, case in (
+        ("kernels", STOPS[0]),
+        ("semi-sync", STOPS[5]),
+        ("replicas", REPLICAS),
+    ):
         parallel, optimizer = made(runtime, case)
         steps: list[int] = []
 
@@ -198,7 +256,9 @@ def all_reduces(runtime: Runtime) -> dict[str, list[int]]:
 
 def test_one_all_reduce_a_step_compares_loss_gradients_and_stops() -> None:
     for counts in run_ranks(all_reduces, 2):
-        assert counts == {key: [1, 1, 1, 1] for key in ("kernels", "semi-sync", "replicas")}
+        assert counts == {
+            key: [1, 1, 1, 1] for key in ("kernels", "semi-sync", "replicas")
+        }
 
 
 def bad_loss(runtime: Runtime) -> Any:
@@ -211,16 +271,30 @@ def bad_loss(runtime: Runtime) -> Any:
             loader._own[2].labels[3] = NAN
         told, history = "", []
         try:
-            history = train(parallel, optimizer, loader, runtime, TrainConfig(epochs=1, on_nan=on_nan))
+            history = train(
+                parallel,
+                optimizer,
+                loader,
+                runtime,
+                TrainConfig(epochs=1, on_nan=on_nan),
+            )
         except TrainingDivergedError as error:
             told = str(error)
-        results.append((told, [one["message"] for one in history if one["kind"] == "left_out"], gather_state(parallel)))
+        results.append(
+            (
+                told,
+                [one["message"] for one in history if one["kind"] == "left_out"],
+                gather_state(parallel),
+            )
+        )
     parallel, optimizer = made(runtime, STOPS[0])
     train(parallel, optimizer, Batches(runtime, 2), runtime, TrainConfig(epochs=1))
     return results, gather_state(parallel)
 
 
-def test_a_loss_that_is_no_number_is_told_as_such_although_its_gradients_are_none_either() -> None:
+def test_a_loss_that_is_no_number_is_told_as_such_although_its_gradients_are_none_either() -> (
+    None
+):
     (first, before), (second, _) = run_ranks(bad_loss, 2)
     assert [one[:2] for one in first] == [one[:2] for one in second]
     message = (

@@ -38,7 +38,9 @@ def trained(runtime: Runtime, **options: Any) -> tuple[Any, list[float]]:
     given = Twice(list(batches(30, rank=runtime.rank, world_size=runtime.world_size)))
     config = TrainConfig(epochs=1, log_every=10, **{"compile": "off", **options})
     return gather_state(model), [
-        one["loss"] for one in train(model, optimizer, given, runtime, config) if one["kind"] == "train"
+        one["loss"]
+        for one in train(model, optimizer, given, runtime, config)
+        if one["kind"] == "train"
     ]
 
 
@@ -47,14 +49,29 @@ def overflown(runtime: Runtime) -> tuple[float, float, float]:
     model, optimizer = made(runtime)
     scaling = LossScaling(optimizer, runtime.device, first=2.0**50)
     context = forward_context("fp16", runtime.device)
-    step = PlainStep(model, optimizer, FiniteLoss(model, runtime, 60), context=context, scaling=scaling)
+    step = PlainStep(
+        model,
+        optimizer,
+        FiniteLoss(model, runtime, 60),
+        context=context,
+        scaling=scaling,
+    )
     states, factors = [], []
     for at, batch in enumerate(batches(60)):
         if at in (0, 1):
-            states.append({name: value.clone() for name, value in (gather_state(model) or {}).items()})
+            states.append(
+                {
+                    name: value.clone()
+                    for name, value in (gather_state(model) or {}).items()
+                }
+            )
         step(batch)
         factors.append(scaling.factor)
-    return factors[0] / 2.0**50, farthest(*states), farthest(states[0], gather_state(model))
+    return (
+        factors[0] / 2.0**50,
+        farthest(*states),
+        farthest(states[0], gather_state(model)),
+    )
 
 
 def refused(runtime: Runtime) -> list[str]:
@@ -77,8 +94,14 @@ def refused(runtime: Runtime) -> list[str]:
 
 
 def laws(runtime: Runtime) -> dict[str, Any]:
-    ways: dict[str, dict[str, Any]] = {"fp32": {}, "plain": {"amp": "fp16"}, "piped": {"amp": "fp16", "trace_steps": 2}}
-    found: dict[str, Any] = {name: trained(runtime, **options) for name, options in ways.items()}
+    ways: dict[str, dict[str, Any]] = {
+        "fp32": {},
+        "plain": {"amp": "fp16"},
+        "piped": {"amp": "fp16", "trace_steps": 2},
+    }
+    found: dict[str, Any] = {
+        name: trained(runtime, **options) for name, options in ways.items()
+    }
     if runtime.world_size > 1 or runtime.device.type != "cpu":
         return found
     return {**found, "overflown": overflown(runtime), "refused": refused(runtime)}
@@ -110,7 +133,9 @@ def test_plain_steps_scale_as_the_pipeline_does(found: dict[str, Any]) -> None:
     assert farthest(found["plain"][0], found["piped"][0]) < 1e-3
 
 
-def test_a_step_whose_gradients_overflow_moves_nothing_and_halves_the_factor(found: dict[str, Any]) -> None:
+def test_a_step_whose_gradients_overflow_moves_nothing_and_halves_the_factor(
+    found: dict[str, Any],
+) -> None:
     halved, moved, later = found["overflown"]
     assert halved == 0.5
     assert moved == 0
@@ -122,7 +147,10 @@ def test_what_cannot_be_scaled_is_refused(found: dict[str, Any]) -> None:
     assert "train.amp=fp16: table 'user_id' is sharded" in sharded
     assert "plan.sharding=data_parallel" in sharded
     assert "train.amp=fp16 with sync.mode=local_sgd and train.on_nan=stop" in apart
-    assert "train.compile=require: the training step cannot be captured: train.amp=fp16 leaves out steps" in captured
+    assert (
+        "train.compile=require: the training step cannot be captured: train.amp=fp16 leaves out steps"
+        in captured
+    )
 
 
 @pytest.mark.gpu

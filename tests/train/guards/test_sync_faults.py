@@ -52,10 +52,14 @@ def spoiled(runtime: Runtime, fault: str, sharding: str) -> dict[str, Any]:
             calls.append(1)
             return gradient / 0 if len(calls) == 4 else gradient
 
-        dict(parallel.named_parameters())["towers.user.mlp.0.bias"].register_hook(infinite_at_step_4)
+        dict(parallel.named_parameters())["towers.user.mlp.0.bias"].register_hook(
+            infinite_at_step_4
+        )
     with pytest.raises(TrainingDivergedError) as error:
         train(parallel, optimizer, loader, runtime, TrainConfig(epochs=2), sync=LOCAL)
-    finite = all(bool(torch.isfinite(tensor).all()) for tensor in whole(parallel, optimizer))
+    finite = all(
+        bool(torch.isfinite(tensor).all()) for tensor in whole(parallel, optimizer)
+    )
     return {"told": str(error.value), "step": error.value.step, "finite": finite}
 
 
@@ -73,7 +77,9 @@ def test_a_label_that_is_no_number_on_one_rank_ends_all_before_it_is_written(
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_a_gradient_that_is_no_number_on_one_rank_ends_all_and_names_it(two_ranks: list[Any], sharding: str) -> None:
+def test_a_gradient_that_is_no_number_on_one_rank_ends_all_and_names_it(
+    two_ranks: list[Any], sharding: str
+) -> None:
     first, second = (rank[f"gradient, {sharding}"] for rank in two_ranks)
     assert first == second
     assert (first["step"], first["finite"]) == (4, True)
@@ -107,7 +113,11 @@ def evaluated(runtime: Runtime) -> list[list[Tensor]]:
 def test_evaluations_and_the_caller_find_equal_ranks(two_ranks: list[Any]) -> None:
     first, second = (rank["evaluated"] for rank in two_ranks)
     assert len(first) == 3
-    assert all(torch.equal(*pair) for tensors in zip(first, second, strict=True) for pair in zip(*tensors, strict=True))
+    assert all(
+        torch.equal(*pair)
+        for tensors in zip(first, second, strict=True)
+        for pair in zip(*tensors, strict=True)
+    )
 
 
 def uneven(runtime: Runtime) -> dict[str, str]:
@@ -116,16 +126,26 @@ def uneven(runtime: Runtime) -> dict[str, str]:
     for mode in ("every_step", "local_sgd"):
         parallel, optimizer = made(runtime, "row_wise")
         with pytest.raises(UnevenStepsError) as error:
-            train(parallel, optimizer, Batches(runtime, 3 + runtime.rank), runtime, sync=SyncConfig(mode=mode))  # type: ignore[arg-type]
+            train(
+                parallel,
+                optimizer,
+                Batches(runtime, 3 + runtime.rank),
+                runtime,
+                sync=SyncConfig(mode=mode),
+            )  # type: ignore[arg-type]
         told[mode] = str(error.value)
     return told
 
 
-def test_loaders_of_unequal_length_are_told_on_every_rank_before_the_first_step(two_ranks: list[Any]) -> None:
+def test_loaders_of_unequal_length_are_told_on_every_rank_before_the_first_step(
+    two_ranks: list[Any],
+) -> None:
     first, second = (rank["uneven"] for rank in two_ranks)
     assert first == second
     for told in first.values():
-        assert told.startswith("loader: ranks have unequal numbers of batches in an epoch, rank 0: 3, rank 1: 4; pad")
+        assert told.startswith(
+            "loader: ranks have unequal numbers of batches in an epoch, rank 0: 3, rank 1: 4; pad"
+        )
 
 
 def own_loop(runtime: Runtime) -> str:
@@ -141,7 +161,9 @@ def own_loop(runtime: Runtime) -> str:
     return "no error"
 
 
-def test_unequal_steps_of_a_loop_of_ones_own_are_told_where_ranks_meet(two_ranks: list[Any]) -> None:
+def test_unequal_steps_of_a_loop_of_ones_own_are_told_where_ranks_meet(
+    two_ranks: list[Any],
+) -> None:
     for rank in two_ranks:
         assert rank["own loop"].startswith(
             "ranks have taken unequal numbers of steps, rank 0: 5, rank 1: 7: every rank's loader"
@@ -150,14 +172,19 @@ def test_unequal_steps_of_a_loop_of_ones_own_are_told_where_ranks_meet(two_ranks
 
 def clipped(runtime: Runtime) -> dict[str, Any]:
     """By how much a step of a rank of its own moves what it holds whole, at a rate of 1."""
-    config = OptimizerConfig(tables="sgd", tables_lr=1.0, dense="sgd", dense_lr=1.0, clip_norm=0.01)
+    config = OptimizerConfig(
+        tables="sgd", tables_lr=1.0, dense="sgd", dense_lr=1.0, clip_norm=0.01
+    )
     parallel, optimizer = made(runtime, "data_parallel", config)
     with LocalSGD(parallel, optimizer, every=9):
         step = steps(runtime, parallel, optimizer, SyncConfig())
         step()
         before = whole(parallel, optimizer)
         step()
-        moved = [after - tensor for after, tensor in zip(whole(parallel, optimizer), before, strict=True)]
+        moved = [
+            after - tensor
+            for after, tensor in zip(whole(parallel, optimizer), before, strict=True)
+        ]
     return {"norm": float(torch.cat([tensor.reshape(-1) for tensor in moved]).norm())}
 
 
@@ -179,8 +206,13 @@ class Promised:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(("given", "told"), [(2, "only 2 batches"), (4, "more batches")])
+@pytest.mark.parametrize(
+    ("given", "told"), [(2, "only 2 batches"), (4, "more batches")]
+)
 def test_a_loader_that_breaks_its_word_ends_its_rank(given: int, told: str) -> None:
     assert len(list(exactly(Promised(3, 3)))) == 3
-    with pytest.raises(UnevenStepsError, match=rf"^loader: len\(loader\) is 3, but it gave {told}: other ranks count"):
+    with pytest.raises(
+        UnevenStepsError,
+        match=rf"^loader: len\(loader\) is 3, but it gave {told}: other ranks count",
+    ):
         list(exactly(Promised(3, given)))

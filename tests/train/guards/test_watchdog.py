@@ -31,7 +31,8 @@ def test_a_rank_that_hangs_names_its_line_and_leaves_its_stacks(tmp_path: Path) 
         watchdog.beat("step 7 of epoch 0")
         said = stuck_in_a_loader(ends)
     expected = (
-        r"rank 3 has made no step for \d+ s since step 7 of epoch 0: it waits for no other rank; its last line is "
+        r"rank 3 has made no step for \d+ s since step 7 of epoch 0: it waits for no "
+        r"other rank; its last line is "
     )
     assert re.match(expected, said)
     assert "in stuck_in_a_loader" in said
@@ -110,7 +111,9 @@ def waiting(runtime: Runtime, folder: str) -> Any:
             watchdog.beat("step 1 of epoch 0")
             if paused:
                 watchdog.pause()
-            for _ in range(40 if paused else 1):  # longer than one that waits is left alone
+            for _ in range(
+                40 if paused else 1
+            ):  # longer than one that waits is left alone
                 time.sleep(0.1)
                 dist.all_reduce(torch.zeros(1))
             if runtime.rank == 0:
@@ -128,7 +131,10 @@ def test_the_rank_that_others_wait_for_is_the_first_to_say_so(tmp_path: Path) ->
     (cause,), (other, in_pause) = run_ranks(waiting, 2, str(tmp_path))
     assert "it waits for no other rank" in cause
     assert "it waits for other ranks in all_reduce" in other
-    assert int(other.split("no step for ")[1].split(" s")[0]) >= 3, "its report leaves the cause time to be told"
+    assert int(other.split("no step for ")[1].split(" s")[0]) >= 3, (
+        "its report leaves the cause time to be told"
+    )
     assert re.match(
-        r"rank 1 has stood still for \d+ s since step 1 of epoch 0: it waits for other ranks in all_reduce", in_pause
+        r"rank 1 has stood still for \d+ s since step 1 of epoch 0: it waits for other ranks in all_reduce",
+        in_pause,
     )

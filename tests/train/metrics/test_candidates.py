@@ -28,23 +28,38 @@ QUERIES, ITEMS, NEGATIVES = 21, 30, 9
 
 @pytest.mark.unit
 def test_ranks_by_hand(device: torch.device) -> None:
-    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 1, 2], [5, 6, -1, -1], [0, 7, 8, 7]], device=device)
+    ids = torch.tensor(
+        [[1, 2, 3, 4], [1, 2, 1, 2], [5, 6, -1, -1], [0, 7, 8, 7]], device=device
+    )
     scores = torch.tensor(
-        [[1.0, 2.0, 1.0, 0.0], [3.0, 9.0, 3.0, 9.0], [2.0, 2.0, 2.0, 9.0], [0.5, 0.6, 0.4, 0.7]], device=device
+        [
+            [1.0, 2.0, 1.0, 0.0],
+            [3.0, 9.0, 3.0, 9.0],
+            [2.0, 2.0, 2.0, 9.0],
+            [0.5, 0.6, 0.4, 0.7],
+        ],
+        device=device,
     )
     better, ties, queries = ranks_among(scores, ids)
-    assert better.tolist() == [1, 1, 0, 1], "an id that repeats counts once, an absent one not at all"
+    assert better.tolist() == [1, 1, 0, 1], (
+        "an id that repeats counts once, an absent one not at all"
+    )
     assert ties.tolist() == [1, 0, 1, 0], "the target does not tie with itself"
     assert queries is None
 
 
 @pytest.mark.unit
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match=r"scores: shape \(4,\), ids: \(1, 4\).*\.view\(-1, 1 \+ N\)"):
+    with pytest.raises(
+        ValueError, match=r"scores: shape \(4,\), ids: \(1, 4\).*\.view\(-1, 1 \+ N\)"
+    ):
         ranks_among(torch.zeros(4), torch.zeros(1, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"ids: torch.float32, must be int64"):
         ranks_among(torch.zeros(1, 4), torch.zeros(1, 4))
-    with pytest.raises(ValueError, match=r"row 1: target -1 with score 0.0; the first id of a row must be an item"):
+    with pytest.raises(
+        ValueError,
+        match=r"row 1: target -1 with score 0.0; the first id of a row must be an item",
+    ):
         ranks_among(torch.zeros(2, 2), torch.tensor([[0, 1], [-1, 1]]))
     with pytest.raises(ValueError, match=r"row 0: target 3 with score nan.*diverged"):
         ranks_among(torch.tensor([[torch.nan, 0.0]]), torch.tensor([[3, 1]]))
@@ -81,30 +96,48 @@ class Vectors:
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    users, items = torch.randn(QUERIES, 6, generator=generator), torch.randn(ITEMS, 6, generator=generator)
-    return users, items, torch.randint(-1, ITEMS, (QUERIES, 1 + NEGATIVES), generator=generator).abs_()
+    users, items = (
+        torch.randn(QUERIES, 6, generator=generator),
+        torch.randn(ITEMS, 6, generator=generator),
+    )
+    return (
+        users,
+        items,
+        torch.randint(-1, ITEMS, (QUERIES, 1 + NEGATIVES), generator=generator).abs_(),
+    )
 
 
 def ranked(runtime: Runtime, towers: tuple[str, ...]) -> list[list[list[int]]]:
     """Among given candidates, and among all."""
     users, items, ids = drawn()
     parts = [
-        [(Vectors(rows[share.rows]), share.keep) for share in own_share(len(rows), runtime, block=4)]
+        [
+            (Vectors(rows[share.rows]), share.keep)
+            for share in own_share(len(rows), runtime, block=4)
+        ]
         for rows in (users, items)
     ]
     among = candidate_ranks(Lookup(), runtime, *parts, ids, towers=towers)  # type: ignore[arg-type]
     nothing = torch.zeros(0, dtype=torch.int64)
-    question = Question(targets=ids[:, 0], seen_rows=nothing, seen_items=nothing, not_items=())
+    question = Question(
+        targets=ids[:, 0], seen_rows=nothing, seen_items=nothing, not_items=()
+    )
     whole = catalogue_ranks(Lookup(), runtime, *parts, question, towers=towers)  # type: ignore[arg-type]
     return [[part.tolist() for part in ranks[:2]] for ranks in (among, whole)]
 
 
 @pytest.mark.parametrize("towers", [("user", "item"), ("user", "context", "item")])
-def test_any_number_of_ranks_and_towers_ranks_like_a_plain_loop(towers: tuple[str, ...]) -> None:
+def test_any_number_of_ranks_and_towers_ranks_like_a_plain_loop(
+    towers: tuple[str, ...],
+) -> None:
     users, items, ids = drawn()
     among, whole = [], []
     for user, own in zip(users, ids.tolist(), strict=True):
-        better = {other for other in range(ITEMS) if float(user @ items[other]) > float(user @ items[own[0]])}
+        better = {
+            other
+            for other in range(ITEMS)
+            if float(user @ items[other]) > float(user @ items[own[0]])
+        }
         whole.append(len(better))
         among.append(len(better & set(own)))
     assert len(set(among)) > 4
@@ -121,14 +154,17 @@ def test_too_few_queries_are_told() -> None:
     few, all_items = [(Vectors(users[:20]), 20)], [(Vectors(items), ITEMS)]
     for function, asked in ((candidate_ranks, ids), (catalogue_ranks, question)):
         with pytest.raises(
-            ValueError, match=r"queries: 20 rows on rank 0, must be 21 of 21; make a batch for each share"
+            ValueError,
+            match=r"queries: 20 rows on rank 0, must be 21 of 21; make a batch for each share",
         ):
             function(Lookup(), Runtime(), few, all_items, asked)  # type: ignore[operator]
 
 
 def gathered(runtime: Runtime) -> list[list[int]]:
     own = [torch.arange(5), torch.arange(0)][runtime.rank]
-    return [part.tolist() for part in gather_ranks(TargetRanks(own, own + 1), runtime)[:2]]
+    return [
+        part.tolist() for part in gather_ranks(TargetRanks(own, own + 1), runtime)[:2]
+    ]
 
 
 def test_a_rank_without_queries_gets_those_of_the_others() -> None:
@@ -138,22 +174,37 @@ def test_a_rank_without_queries_gets_those_of_the_others() -> None:
 def test_popularity_on_the_split_of_the_ncf_paper() -> None:
     """Published: .4531 and .2542. The paper's evaluator lists the target last, so it loses every tie."""
     folder = Path(os.environ.get("TORCHREC_EXT_DATA") or "") / "ml-1m-ncf"
-    if not os.environ.get("TORCHREC_EXT_DATA") or not (folder / "test_negatives.parquet").exists():
+    if (
+        not os.environ.get("TORCHREC_EXT_DATA")
+        or not (folder / "test_negatives.parquet").exists()
+    ):
         pytest.skip(
             "needs the split of MovieLens 1M: set TORCHREC_EXT_DATA to a folder with ml-1m-ncf/test_negatives.parquet"
         )
-    train, test, negatives = (pq.read_table(folder / f"{name}.parquet") for name in ("train", "test", "test_negatives"))
+    train, test, negatives = (
+        pq.read_table(folder / f"{name}.parquet")
+        for name in ("train", "test", "test_negatives")
+    )
     targets = test["item"].to_numpy()
     drawn = negatives["negative"].to_numpy().reshape(len(targets), 99)
-    assert (negatives["user"].to_numpy().reshape(len(targets), 99) == test["user"].to_numpy()[:, None]).all()
-    assert (drawn == targets[:, None]).any(1).sum() == 156, "test items among their own negatives"
+    assert (
+        negatives["user"].to_numpy().reshape(len(targets), 99)
+        == test["user"].to_numpy()[:, None]
+    ).all()
+    assert (drawn == targets[:, None]).any(1).sum() == 156, (
+        "test items among their own negatives"
+    )
     popularity = torch.from_numpy(np.bincount(train["item"].to_numpy(), minlength=3706))
     ids = torch.from_numpy(np.concatenate([targets[:, None], drawn], axis=1)).long()
     ranks = ranks_among(popularity[ids], ids)
     none = torch.zeros_like(ranks.ties)
     lost, shared, won = (
         ranking_metrics(r)
-        for r in (TargetRanks(ranks.better + ranks.ties, none), ranks, TargetRanks(ranks.better, none))
+        for r in (
+            TargetRanks(ranks.better + ranks.ties, none),
+            ranks,
+            TargetRanks(ranks.better, none),
+        )
     )
     assert lost == pytest.approx({"hr@10": 0.4531, "ndcg@10": 0.2541}, abs=1e-4)
     assert shared == pytest.approx({"hr@10": 0.45348, "ndcg@10": 0.25427}, abs=1e-5)

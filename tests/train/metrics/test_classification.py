@@ -10,7 +10,11 @@ from torch import Tensor
 
 from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.metrics import ClassificationMetrics, auc, classification_metrics
+from torchrec_ext.train.metrics import (
+    ClassificationMetrics,
+    auc,
+    classification_metrics,
+)
 from torchrec_ext.train.metrics.classification import BITS
 
 HERE = Runtime()
@@ -34,11 +38,19 @@ def by_pairs(logits: Tensor, labels: Tensor, weights: Tensor) -> float:
 
 def share(runtime: Runtime, *columns: Tensor) -> list[Tensor]:
     """A rank's rows: the first rank has a quarter, the last the rest; padding of NaN at the end."""
-    cuts = [0, *[len(columns[0]) // 4 * (rank + 1) for rank in range(runtime.world_size - 1)], len(columns[0])]
+    cuts = [
+        0,
+        *[len(columns[0]) // 4 * (rank + 1) for rank in range(runtime.world_size - 1)],
+        len(columns[0]),
+    ]
     own = slice(cuts[runtime.rank], cuts[runtime.rank + 1])
     logits, labels, weights, *others = [column[own] for column in columns]
     pad = torch.full((3,), torch.nan)
-    padded = [torch.cat([logits, pad]), torch.cat([labels, pad]), torch.cat([weights, torch.zeros(3)])]
+    padded = [
+        torch.cat([logits, pad]),
+        torch.cat([labels, pad]),
+        torch.cat([weights, torch.zeros(3)]),
+    ]
     return padded + [torch.cat([other, other.new_full((3,), -7)]) for other in others]
 
 
@@ -58,7 +70,9 @@ def test_the_exact_auc_counts_pairs_of_all_ranks_and_no_padding() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([-3.0, -0.5, -0.0, 0.0, 0.5, 200.0]), st.sampled_from([0, 0.3, 1]), st.integers(0, 2)
+            st.sampled_from([-3.0, -0.5, -0.0, 0.0, 0.5, 200.0]),
+            st.sampled_from([0, 0.3, 1]),
+            st.integers(0, 2),
         ),
         min_size=1,
     )
@@ -74,7 +88,9 @@ def test_auc_by_definition(drawn: list[tuple[float, float, int]]) -> None:
         assert math.isnan(streamed)
     else:
         assert exact == pytest.approx(expected, abs=1e-9)
-        assert streamed == pytest.approx(expected, abs=1e-9), "no two of these values share a bin"
+        assert streamed == pytest.approx(expected, abs=1e-9), (
+            "no two of these values share a bin"
+        )
 
 
 def noisy(count: int = 4001) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,49 +115,82 @@ def test_log_loss_entropy_and_calibration_by_definition() -> None:
     entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
     assert found["log_loss"] == pytest.approx(loss, rel=1e-12)
     assert found["ne"] == pytest.approx(loss / entropy, rel=1e-12)
-    assert found["calibration"] == pytest.approx(float((w * p).sum() / (w * y).sum()), rel=1e-12)
+    assert found["calibration"] == pytest.approx(
+        float((w * p).sum() / (w * y).sum()), rel=1e-12
+    )
     states = get_ne_states(y[None], p[None].clone(), w[None], 1e-12)
     theirs = compute_ne(
-        *(states[n] for n in ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")), 1e-12
+        *(
+            states[n]
+            for n in (
+                "cross_entropy_sum",
+                "weighted_num_samples",
+                "pos_labels",
+                "neg_labels",
+            )
+        ),
+        1e-12,
     )
     assert found["ne"] == pytest.approx(float(theirs), rel=1e-9)
-    assert float(states["cross_entropy_sum"] / w.sum()) * math.log(2) == pytest.approx(loss, rel=1e-9)
+    assert float(states["cross_entropy_sum"] / w.sum()) * math.log(2) == pytest.approx(
+        loss, rel=1e-9
+    )
     assert found["calibration"] == pytest.approx(
-        float(compute_calibration(*get_calibration_states(y[None], p[None], w[None]).values())), rel=1e-9
+        float(
+            compute_calibration(
+                *get_calibration_states(y[None], p[None], w[None]).values()
+            )
+        ),
+        rel=1e-9,
     )
 
 
 def streamed(runtime: Runtime, *columns: Tensor) -> dict[str, float]:
     """In blocks of unequal length, asked twice."""
     made = ClassificationMetrics()
-    for block in zip(*(column.split(321) for column in share(runtime, *columns)), strict=True):
+    for block in zip(
+        *(column.split(321) for column in share(runtime, *columns)), strict=True
+    ):
         made.update(*block)
     made.compute(runtime)
     return made.compute(runtime)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_streamed_over_blocks_and_ranks_equals_exact_within_its_bins(world_size: int) -> None:
+def test_streamed_over_blocks_and_ranks_equals_exact_within_its_bins(
+    world_size: int,
+) -> None:
     expected = classification_metrics(*noisy(), HERE)
     for found in run_ranks(streamed, world_size, *noisy()):
         error = found.pop("auc_error")
         assert 0 < error < 1e-3
         assert abs(found.pop("auc") - expected["auc"]) <= error
-        assert found == pytest.approx({name: value for name, value in expected.items() if name != "auc"}, rel=1e-12)
+        assert found == pytest.approx(
+            {name: value for name, value in expected.items() if name != "auc"},
+            rel=1e-12,
+        )
 
 
 @pytest.mark.unit
 def test_bins_follow_the_order_of_the_logits(device: torch.device) -> None:
     """Numbers in the order of their bins: one bin apart, every pair is right; a bin is at most a 512th of a logit."""
-    logits = torch.tensor([-3e38, -100.2, -100.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 1.002, 3e38], device=device)
+    logits = torch.tensor(
+        [-3e38, -100.2, -100.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 1.002, 3e38], device=device
+    )
     for cut in range(1, len(logits)):
         made = ClassificationMetrics(device)
-        made.update(logits, (torch.arange(len(logits), device=device) >= cut).float(), torch.ones_like(logits))
+        made.update(
+            logits,
+            (torch.arange(len(logits), device=device) >= cut).float(),
+            torch.ones_like(logits),
+        )
         assert made.compute(HERE)["auc"] == 1.0
     one = torch.tensor([1.0, 1.0 + 2.0 ** (9 - BITS) * 0.99])
     made = ClassificationMetrics()
     made.update(one, torch.tensor([0.0, 1.0]), torch.ones(2))
-    assert made.compute(HERE) | {"auc_error": 0.5, "auc": 0.5} == made.compute(HERE), "in one bin"
+    assert made.compute(HERE) | {"auc_error": 0.5, "auc": 0.5} == made.compute(HERE), (
+        "in one bin"
+    )
 
 
 @pytest.mark.unit
@@ -161,21 +210,34 @@ def test_what_is_undefined_is_nan() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"logits": torch.zeros(4, 1)}, r"logits \(4, 1\), labels \(4,\), weights \(4,\): must all be \(B,\)"),
+        (
+            {"logits": torch.zeros(4, 1)},
+            r"logits \(4, 1\), labels \(4,\), weights \(4,\): must all be \(B,\)",
+        ),
         (
             {"logits": torch.tensor([0, torch.nan, 0, 0])},
             r"logits: nan in 1 of 4 rows; must be finite: has training diverged",
         ),
-        ({"logits": torch.tensor([0, torch.inf, 0, torch.inf])}, r"logits: inf in 2 of 4 rows"),
+        (
+            {"logits": torch.tensor([0, torch.inf, 0, torch.inf])},
+            r"logits: inf in 2 of 4 rows",
+        ),
         (
             {"labels": torch.tensor([0.0, 1.0, 5.0, 3.0])},
             r"labels: 5.0 in 2 of 4 rows; must be 0 to 1: turn ratings into 0 and 1",
         ),
-        ({"weights": torch.tensor([1.0, -1.0, 1.0, 1.0])}, r"weights: -1.0 in 1 of 4 rows; must be 0 or more"),
+        (
+            {"weights": torch.tensor([1.0, -1.0, 1.0, 1.0])},
+            r"weights: -1.0 in 1 of 4 rows; must be 0 or more",
+        ),
     ],
 )
 def test_wrong_rows_are_named(options: dict[str, Tensor], message: str) -> None:
-    columns = {"logits": torch.zeros(4), "labels": torch.ones(4), "weights": torch.ones(4)} | options
+    columns = {
+        "logits": torch.zeros(4),
+        "labels": torch.ones(4),
+        "weights": torch.ones(4),
+    } | options
     with pytest.raises(ValueError, match=message):
         auc(**columns, runtime=HERE)
     with pytest.raises(ValueError, match=message):

@@ -8,7 +8,11 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.metrics import Coverage
 
 LISTS = torch.tensor(
-    [[-torch.inf, 5.0, 4.0, 1.0, 0.0], [-torch.inf, 5.0, 1.0, 0.0, 4.0], [-torch.inf, 1.0, -torch.inf, 0.0, -torch.inf]]
+    [
+        [-torch.inf, 5.0, 4.0, 1.0, 0.0],
+        [-torch.inf, 5.0, 1.0, 0.0, 4.0],
+        [-torch.inf, 1.0, -torch.inf, 0.0, -torch.inf],
+    ]
 )
 
 
@@ -32,10 +36,14 @@ def test_by_hand(device: torch.device) -> None:
     made.update(LISTS[:1].to(device))
     assert made.compute(Runtime()) == {"coverage@2": 0.5}
     made.update(torch.full((1, 5), -torch.inf, device=device))
-    assert made.compute(Runtime()) == {"coverage@2": 0.5}, "what is left out is not shown"
+    assert made.compute(Runtime()) == {"coverage@2": 0.5}, (
+        "what is left out is not shown"
+    )
     whole = Coverage(5, k=10, not_items=(0, 3))
     whole.update(LISTS[:1])
-    assert whole.compute(Runtime()) == {"coverage@10": 1.0}, "a list may be longer than the catalogue"
+    assert whole.compute(Runtime()) == {"coverage@10": 1.0}, (
+        "a list may be longer than the catalogue"
+    )
 
 
 @pytest.mark.unit

@@ -10,9 +10,23 @@ from torchrec_ext.train.report.progress import RunFolder, RunFolderError
 pytestmark = pytest.mark.unit
 
 RECORDS = [
-    {"kind": "train", "epoch": 0, "step": 5, "loss": 0.7, "rows": 80, "rows_per_s": 1000.0},
+    {
+        "kind": "train",
+        "epoch": 0,
+        "step": 5,
+        "loss": 0.7,
+        "rows": 80,
+        "rows_per_s": 1000.0,
+    },
     {"kind": "eval", "epoch": 0, "step": 5, "auc": 0.6, "hr@10": 0.2},
-    {"kind": "train", "epoch": 1, "step": 10, "loss": 0.5, "rows": 80, "rows_per_s": 1200.0},
+    {
+        "kind": "train",
+        "epoch": 1,
+        "step": 10,
+        "loss": 0.5,
+        "rows": 80,
+        "rows_per_s": 1200.0,
+    },
     {"kind": "eval", "epoch": 1, "step": 10, "auc": 0.7, "hr@10": 0.3},
 ]
 
@@ -28,20 +42,30 @@ def events(folder: Path) -> dict[str, dict[int, float]]:
 
     found = EventAccumulator(str(folder))
     found.Reload()
-    return {tag: {event.step: event.value for event in found.Scalars(tag)} for tag in found.Tags()["scalars"]}
+    return {
+        tag: {event.step: event.value for event in found.Scalars(tag)}
+        for tag in found.Tags()["scalars"]
+    }
 
 
 def test_a_run_can_be_read_back(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a" / "b", {"seed": 3, "path": Path("x")})
     for record in RECORDS:
         folder.log(record)
-        assert json.loads((folder.path / "metrics.jsonl").read_text().splitlines()[-1]) == record, (
-            "not later than it is known"
-        )
+        assert (
+            json.loads((folder.path / "metrics.jsonl").read_text().splitlines()[-1])
+            == record
+        ), "not later than it is known"
     folder.write("plan.txt", "every rank")
     picture = folder.close({"hr@10": 0.1})
-    assert json.loads((folder.path / "config.json").read_text()) == {"seed": 3, "path": "x"}
-    assert [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()] == RECORDS
+    assert json.loads((folder.path / "config.json").read_text()) == {
+        "seed": 3,
+        "path": "x",
+    }
+    assert [
+        json.loads(line)
+        for line in (folder.path / "metrics.jsonl").read_text().splitlines()
+    ] == RECORDS
     assert (folder.path / "plan.txt").read_text() == "every rank\n"
     width, height = png_size(picture)
     assert width > 2.5 * height, "the loss and two figures beside it"
@@ -51,7 +75,9 @@ def test_a_run_can_be_read_back(tmp_path: Path) -> None:
     assert found["eval/hr@10"] == {5: pytest.approx(0.2), 10: pytest.approx(0.3)}
 
 
-def test_a_run_that_was_never_evaluated_has_a_picture_of_its_loss(tmp_path: Path) -> None:
+def test_a_run_that_was_never_evaluated_has_a_picture_of_its_loss(
+    tmp_path: Path,
+) -> None:
     folder = RunFolder(tmp_path, {})
     folder.log(RECORDS[0])
     width, height = png_size(folder.close())
@@ -71,19 +97,25 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_flag(tmp_path: Path) -> 
 
 def test_a_folder_with_another_run_is_left_alone(tmp_path: Path) -> None:
     RunFolder(tmp_path, {"first": True}).close()
-    with pytest.raises(RunFolderError, match=f"run folder '{tmp_path}' holds another run .*--run-dir"):
+    with pytest.raises(
+        RunFolderError, match=f"run folder '{tmp_path}' holds another run .*--run-dir"
+    ):
         RunFolder(tmp_path, {"second": True})
     assert json.loads((tmp_path / "config.json").read_text()) == {"first": True}
     RunFolder(tmp_path, {"restarted": True}, replace=True).close()
     assert json.loads((tmp_path / "config.json").read_text()) == {"restarted": True}
 
 
-def test_a_run_that_diverged_leaves_what_it_knew_and_why_it_ended(tmp_path: Path) -> None:
+def test_a_run_that_diverged_leaves_what_it_knew_and_why_it_ended(
+    tmp_path: Path,
+) -> None:
     folder = RunFolder(tmp_path, {})
     error = {"kind": "error", "epoch": 0, "step": 6, "message": "the loss is nan"}
     for record in [*RECORDS[:2], error]:
         folder.log(record)
     # Nobody closes the folder: the error that ends the run is on its way up.
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1]) == error
+    assert (
+        json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1]) == error
+    )
     assert events(tmp_path / "tensorboard")["train/loss"] == {5: pytest.approx(0.7)}
     assert png_size(tmp_path / "training.png")[0] > 100

@@ -22,7 +22,12 @@ MS = r"[\d.e+]+ ms"
 
 
 def records(
-    runtime: Runtime, *, pays: float = 60.0, count: int = 40, sync: SyncConfig | None = None, **options: Any
+    runtime: Runtime,
+    *,
+    pays: float = 60.0,
+    count: int = 40,
+    sync: SyncConfig | None = None,
+    **options: Any,
 ) -> list[Any]:
     """The records of kind ``steps``."""
     policy.PAYS_S, steps.engine_for = {"cpu": pays}, lambda _: (as_it_is, "capturing")
@@ -31,7 +36,13 @@ def records(
     parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)
     logged: list[Any] = []
     train(
-        parallel, optimizer, Few([24] * count), runtime, TrainConfig(epochs=1, **options), sync=sync, log=logged.append
+        parallel,
+        optimizer,
+        Few([24] * count),
+        runtime,
+        TrainConfig(epochs=1, **options),
+        sync=sync,
+        log=logged.append,
     )
     return [record for record in logged if record["kind"] == "steps"]
 
@@ -55,7 +66,11 @@ def check(results: dict[str, list[Any]], patterns: dict[str, str]) -> None:
     for name, pattern in patterns.items():
         (record,) = results[name]
         assert re.fullmatch(pattern, record["message"]), (name, record["message"])
-        assert record["captured"] == ("captured_ms" in record) == record["message"].startswith("captured")
+        assert (
+            record["captured"]
+            == ("captured_ms" in record)
+            == record["message"].startswith("captured")
+        )
         assert record["eager_ms"] > 0
         assert {"epoch", "step"} <= record.keys()
 
@@ -79,6 +94,15 @@ def test_how_steps_go_is_said_once_with_its_reason_and_what_a_step_takes() -> No
 
 def test_on_two_ranks_rank_0_tells_it() -> None:
     first, second = run_ranks(by_setting, 2)
-    check(first, {**ALWAYS, "waiting": rf"eager: 2 ranks wait for each other in every step; {MS} a step"})
-    check(first, {"auto": rf"eager: 2 ranks wait for each other in every step; {MS} a step"})
+    check(
+        first,
+        {
+            **ALWAYS,
+            "waiting": rf"eager: 2 ranks wait for each other in every step; {MS} a step",
+        },
+    )
+    check(
+        first,
+        {"auto": rf"eager: 2 ranks wait for each other in every step; {MS} a step"},
+    )
     assert all(logged == [] for logged in second.values())

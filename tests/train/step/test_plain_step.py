@@ -31,8 +31,16 @@ from torchrec_ext.train.step.plain import PlainStep, _one_each
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "adam": OptimizerConfig(tables="adam", tables_lr=0.01, tables_l2=0.01),
-    "sgd": OptimizerConfig(tables="sgd", tables_lr=0.1, dense="sgd", tables_weight_decay=0.1, dense_weight_decay=0.1),
-    "adagrad": OptimizerConfig(tables="adagrad", tables_lr=0.01, dense="adagrad", clip_norm=0.1),
+    "sgd": OptimizerConfig(
+        tables="sgd",
+        tables_lr=0.1,
+        dense="sgd",
+        tables_weight_decay=0.1,
+        dense_weight_decay=0.1,
+    ),
+    "adagrad": OptimizerConfig(
+        tables="adagrad", tables_lr=0.01, dense="adagrad", clip_norm=0.1
+    ),
     "lazy_adam": OptimizerConfig(tables="lazy_adam", tables_lr=0.01),
 }
 
@@ -43,18 +51,30 @@ class Weighted(nn.Module):
     def __init__(self, pooling: PoolingType = PoolingType.SUM) -> None:
         super().__init__()
         weighted, plain = (
-            EmbeddingBagConfig(name=name, feature_names=["history"], num_embeddings=ITEMS, embedding_dim=4, pooling=how)
+            EmbeddingBagConfig(
+                name=name,
+                feature_names=["history"],
+                num_embeddings=ITEMS,
+                embedding_dim=4,
+                pooling=how,
+            )
             for name, how in (("weighted", pooling), ("plain", PoolingType.MEAN))
         )
-        self.weighted = EmbeddingBagCollection(tables=[weighted], is_weighted=True, device=META)
+        self.weighted = EmbeddingBagCollection(
+            tables=[weighted], is_weighted=True, device=META
+        )
         self.plain = EmbeddingBagCollection(tables=[plain], device=META)
         self.head = nn.Linear(4, 1)
 
     def forward(self, batch: TowerBatch) -> Any:
-        pooled = self.weighted(batch.weighted).values() + self.plain(batch.sparse)["history"]
+        pooled = (
+            self.weighted(batch.weighted).values() + self.plain(batch.sparse)["history"]
+        )
         logits = self.head(pooled).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
-        return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)
+        return loss, Prediction(
+            loss.detach(), logits.detach(), batch.labels, batch.weights
+        )
 
 
 def weighted_batches(count: int) -> Iterator[TowerBatch]:
@@ -63,34 +83,55 @@ def weighted_batches(count: int) -> Iterator[TowerBatch]:
         sparse = batch.sparse
         weights = torch.rand(sparse.values().shape, generator=generator)
         batch.weighted = type(sparse)(
-            keys=sparse.keys(), values=sparse.values(), lengths=sparse.lengths(), weights=weights
+            keys=sparse.keys(),
+            values=sparse.values(),
+            lengths=sparse.lengths(),
+            weights=weights,
         )
         yield batch
 
 
-def compared(runtime: Runtime, made: Any, given: list[TowerBatch], config: OptimizerConfig) -> dict[str, float]:
+def compared(
+    runtime: Runtime, made: Any, given: list[TowerBatch], config: OptimizerConfig
+) -> dict[str, float]:
     """How far losses, weights and state of plain steps are from those of the sharded model."""
     found = []
     for plain in (False, True):
         torch.manual_seed(0)
         unsharded = made()
-        plan = plan_sharding(unsharded, runtime, PlanConfig(sharding="data_parallel"), optimizer=config)
-        model, optimizer = hybrid_parallel(unsharded, runtime, plan=plan, optimizer=config)
+        plan = plan_sharding(
+            unsharded, runtime, PlanConfig(sharding="data_parallel"), optimizer=config
+        )
+        model, optimizer = hybrid_parallel(
+            unsharded, runtime, plan=plan, optimizer=config
+        )
         if plain:
             step = PlainStep(model, optimizer, FiniteLoss(model, runtime, len(given)))
             step.begin()
             losses = [step(batch).loss for batch in given[:-1]]
-            losses.append(stepped(model, optimizer, given[-1]))  # and the sharded model goes on from there
+            losses.append(
+                stepped(model, optimizer, given[-1])
+            )  # and the sharded model goes on from there
         else:
             losses = [stepped(model, optimizer, batch) for batch in given]
-        states = {name: optimizer.state.get(parameter, {}) for name, parameter in optimizer.params.items()}
+        states = {
+            name: optimizer.state.get(parameter, {})
+            for name, parameter in optimizer.params.items()
+        }
         found.append((losses, gather_state(model), states))
     (losses, state, own), (other_losses, other_state, others) = found
-    pairs = [(own[name][part], others[name][part]) for name in own for part in own[name]]
+    pairs = [
+        (own[name][part], others[name][part]) for name in own for part in own[name]
+    ]
     return {
-        "loss": max(abs(float(one - other)) for one, other in zip(losses, other_losses, strict=True)),
+        "loss": max(
+            abs(float(one - other))
+            for one, other in zip(losses, other_losses, strict=True)
+        ),
         "weights": farthest(state, other_state),
-        "state": max((distance(whole(one), whole(other)) for one, other in pairs), default=0.0),
+        "state": max(
+            (distance(whole(one), whole(other)) for one, other in pairs), default=0.0
+        ),
     }
 
 
@@ -110,13 +151,22 @@ class Twice:
         pass
 
 
-def bad_batch(runtime: Runtime) -> tuple[str, dict[str, Tensor] | None, dict[str, Tensor] | None]:
+def bad_batch(
+    runtime: Runtime,
+) -> tuple[str, dict[str, Tensor] | None, dict[str, Tensor] | None]:
     """A label that is no number: the error, and the state before and after its step."""
-    model, optimizer = hybrid_parallel(small_model(META), runtime, optimizer=OPTIMIZERS["adam"])
-    step, (batch, bad) = PlainStep(model, optimizer, FiniteLoss(model, runtime, 2)), batches(2)
+    model, optimizer = hybrid_parallel(
+        small_model(META), runtime, optimizer=OPTIMIZERS["adam"]
+    )
+    step, (batch, bad) = (
+        PlainStep(model, optimizer, FiniteLoss(model, runtime, 2)),
+        batches(2),
+    )
     step.begin()
     step(batch)
-    before = {name: value.clone() for name, value in (gather_state(model) or {}).items()}
+    before = {
+        name: value.clone() for name, value in (gather_state(model) or {}).items()
+    }
     bad.labels[3] = float("nan")
     with pytest.raises(TrainingDivergedError) as told:
         step(bad)
@@ -127,11 +177,18 @@ def of_a_run(runtime: Runtime) -> tuple[Any, Any, str]:
     """The same run with plain steps and with the pipeline's, of which a run with a timeline consists."""
     found, said = [], io.StringIO()
     for options in ({}, {"trace_steps": 2}):
-        model, optimizer = hybrid_parallel(small_model(META), runtime, optimizer=OPTIMIZERS["adam"])
+        model, optimizer = hybrid_parallel(
+            small_model(META), runtime, optimizer=OPTIMIZERS["adam"]
+        )
         config = TrainConfig(epochs=2, compile="off", **options)  # type: ignore[arg-type]
         with contextlib.redirect_stderr(said):
             history = train(model, optimizer, Twice(list(batches(8))), runtime, config)
-        found.append((gather_state(model), [record["loss"] for record in history if record["kind"] == "train"]))
+        found.append(
+            (
+                gather_state(model),
+                [record["loss"] for record in history if record["kind"] == "train"],
+            )
+        )
     return *found, said.getvalue()
 
 
@@ -139,10 +196,17 @@ def laws(runtime: Runtime) -> dict[str, Any]:
     given = list(batches(200))
     return {
         "by optimizer": {
-            name: compared(runtime, lambda: small_model(META), given if name == "adam" else given[:30], config)
+            name: compared(
+                runtime,
+                lambda: small_model(META),
+                given if name == "adam" else given[:30],
+                config,
+            )
             for name, config in OPTIMIZERS.items()
         },
-        "weighted": compared(runtime, Weighted, list(weighted_batches(20)), OPTIMIZERS["adagrad"]),
+        "weighted": compared(
+            runtime, Weighted, list(weighted_batches(20)), OPTIMIZERS["adagrad"]
+        ),
         "bad": bad_batch(runtime),
         "run": of_a_run(runtime),
         "refused": refused(runtime),
@@ -151,7 +215,10 @@ def laws(runtime: Runtime) -> dict[str, Any]:
 
 def refused(runtime: Runtime) -> list[str]:
     found = []
-    for model, sharding in ((small_model(META), "table_wise"), (Weighted(PoolingType.MEAN), "data_parallel")):
+    for model, sharding in (
+        (small_model(META), "table_wise"),
+        (Weighted(PoolingType.MEAN), "data_parallel"),
+    ):
         plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
         parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)
         with pytest.raises(CannotCaptureError) as told:
@@ -166,7 +233,9 @@ def found() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_plain_steps_equal_those_of_the_sharded_model_200_with_adam(found: dict[str, Any], name: str) -> None:
+def test_plain_steps_equal_those_of_the_sharded_model_200_with_adam(
+    found: dict[str, Any], name: str
+) -> None:
     assert max(found["by optimizer"][name].values()) < 1e-5
 
 
@@ -176,7 +245,10 @@ def test_weighted_bags_are_what_torchrec_makes_of_them(found: dict[str, Any]) ->
 
 def test_a_loss_that_is_no_number_writes_nothing(found: dict[str, Any]) -> None:
     told, before, after = found["bad"]
-    assert "the label is nan in row 3 of the batch on rank 0; nothing was written by this step" in told
+    assert (
+        "the label is nan in row 3 of the batch on rank 0; nothing was written by this step"
+        in told
+    )
     assert farthest(before, after) == 0
 
 
@@ -188,15 +260,26 @@ def test_a_run_of_plain_steps_is_the_pipelines(found: dict[str, Any]) -> None:
 
 
 def test_what_kernels_do_otherwise_is_left_to_them(found: dict[str, Any]) -> None:
-    assert found["refused"] == ["table 'user_id' is sharded, or not fp32", "'weighted' takes means of weighted rows"]
+    assert found["refused"] == [
+        "table 'user_id' is sharded, or not fp32",
+        "'weighted' takes means of weighted rows",
+    ]
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("lengths", "weights", "expected"),
-    [([1, 1], None, True), ([2, 0], None, False), ([1, 0], None, False), ([], None, True), ([1, 1], [1.0, 1.0], False)],
+    [
+        ([1, 1], None, True),
+        ([2, 0], None, False),
+        ([1, 0], None, False),
+        ([], None, True),
+        ([1, 1], [1.0, 1.0], False),
+    ],
 )
-def test_bags_of_one_id_each_are_known_by_their_lengths(lengths: list[int], weights: Any, expected: bool) -> None:
+def test_bags_of_one_id_each_are_known_by_their_lengths(
+    lengths: list[int], weights: Any, expected: bool
+) -> None:
     bags = KeyedJaggedTensor(
         keys=["a"],
         values=torch.zeros(sum(lengths), dtype=torch.int64),

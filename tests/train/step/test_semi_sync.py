@@ -21,9 +21,15 @@ from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 STEPS = 8
 OPTIMIZERS = {
     "sgd": OptimizerConfig(tables="sgd", tables_lr=5.0, dense="sgd", dense_lr=0.5),
-    "adam": OptimizerConfig(tables="adam", tables_lr=0.02, dense="sgd", dense_lr=0.5),  # a table's by ShardedAdam
+    "adam": OptimizerConfig(
+        tables="adam", tables_lr=0.02, dense="sgd", dense_lr=0.5
+    ),  # a table's by ShardedAdam
 }
-CASES = {"sgd, dense at once": ("sgd", False), "sgd, stashed": ("sgd", True), "adam, dense at once": ("adam", False)}
+CASES = {
+    "sgd, dense at once": ("sgd", False),
+    "sgd, stashed": ("sgd", True),
+    "adam, dense at once": ("adam", False),
+}
 
 
 def one_step_old(kind: str, stash: bool) -> dict[str, Any]:
@@ -32,7 +38,9 @@ def one_step_old(kind: str, stash: bool) -> dict[str, Any]:
     initialise_tables(model, seed=7)
     tables = [p for name, p in model.named_parameters() if "embedding_bags" in name]
     dense = [p for name, p in model.named_parameters() if "embedding_bags" not in name]
-    (make, arguments), *_ = (choice.unfused() for choice in OPTIMIZERS[kind].for_tables(model).values())
+    (make, arguments), *_ = (
+        choice.unfused() for choice in OPTIMIZERS[kind].for_tables(model).values()
+    )
     of_tables, of_dense = make(tables, **arguments), torch.optim.SGD(dense, lr=0.5)
     logits, before = [], [table.detach().clone() for table in tables]
     for number, batch in enumerate(batches(STEPS)):
@@ -53,7 +61,10 @@ def one_step_old(kind: str, stash: bool) -> dict[str, Any]:
             of_dense.step()
         for parameter, gradient in zip(dense, fresh, strict=True):
             parameter.grad = gradient
-    return {"logits": logits, "state": {name: p.detach() for name, p in model.named_parameters()}}
+    return {
+        "logits": logits,
+        "state": {name: p.detach() for name, p in model.named_parameters()},
+    }
 
 
 def written(tables: list[torch.nn.Parameter], values: list[Tensor]) -> list[Tensor]:
@@ -68,10 +79,17 @@ def semi_sync(runtime: Runtime) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (kind, stash) in CASES.items():
         model = small_model(META)
-        plan = plan_sharding(model, runtime, PlanConfig(sharding="row_wise"), optimizer=OPTIMIZERS[kind])
-        parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=OPTIMIZERS[kind], seed=7)
+        plan = plan_sharding(
+            model, runtime, PlanConfig(sharding="row_wise"), optimizer=OPTIMIZERS[kind]
+        )
+        parallel, keyed = hybrid_parallel(
+            model, runtime, plan=plan, optimizer=OPTIMIZERS[kind], seed=7
+        )
         pipeline = make_pipeline(
-            parallel, keyed, runtime.device, sync=SyncConfig(mode="semi_sync", stash_gradients=stash)
+            parallel,
+            keyed,
+            runtime.device,
+            sync=SyncConfig(mode="semi_sync", stash_gradients=stash),
         )
         own = batches(STEPS, rank=runtime.rank, world_size=runtime.world_size)
         logits = [pipeline.progress(own).logits for _ in range(STEPS)]
@@ -80,16 +98,31 @@ def semi_sync(runtime: Runtime) -> dict[str, Any]:
             "state": gather_state(parallel),
             "unpipelined": unpipelined(pipeline, parallel),
         }
-        found[name]["dense"] = [parameter.detach().clone() for parameter in keyed.dense_parameters]
+        found[name]["dense"] = [
+            parameter.detach().clone() for parameter in keyed.dense_parameters
+        ]
     model = small_model(META)
     replicated, keyed = hybrid_parallel(
-        model, runtime, plan=plan_sharding(model, runtime, PlanConfig(sharding="data_parallel"))
+        model,
+        runtime,
+        plan=plan_sharding(model, runtime, PlanConfig(sharding="data_parallel")),
     )
     with pytest.raises(ValueError, match="semi_sync: table") as refused:
-        make_pipeline(replicated, keyed, runtime.device, sync=SyncConfig(mode="semi_sync"))
-    sharded, keyed = hybrid_parallel(small_model(META), runtime, plan=plan, optimizer=OPTIMIZERS["adam"])
-    with pytest.raises(ValueError, match=r"^sync.stash_gradients: no kernel runs this device's adam"):
-        make_pipeline(sharded, keyed, runtime.device, sync=SyncConfig(mode="semi_sync", stash_gradients=True))
+        make_pipeline(
+            replicated, keyed, runtime.device, sync=SyncConfig(mode="semi_sync")
+        )
+    sharded, keyed = hybrid_parallel(
+        small_model(META), runtime, plan=plan, optimizer=OPTIMIZERS["adam"]
+    )
+    with pytest.raises(
+        ValueError, match=r"^sync.stash_gradients: no kernel runs this device's adam"
+    ):
+        make_pipeline(
+            sharded,
+            keyed,
+            runtime.device,
+            sync=SyncConfig(mode="semi_sync", stash_gradients=True),
+        )
     return {**found, "refused": str(refused.value)}
 
 
@@ -99,7 +132,9 @@ def two_ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_semi_sync_is_its_definition_of_one_step_of_staleness(two_ranks: list[dict[str, Any]], name: str) -> None:
+def test_semi_sync_is_its_definition_of_one_step_of_staleness(
+    two_ranks: list[dict[str, Any]], name: str
+) -> None:
     expected = one_step_old(*CASES[name])
     for step, logits in enumerate(expected["logits"]):
         both = torch.cat([rank[name]["logits"][step] for rank in two_ranks])
@@ -108,9 +143,14 @@ def test_semi_sync_is_its_definition_of_one_step_of_staleness(two_ranks: list[di
     assert two_ranks[0][name]["unpipelined"] == []
 
 
-def test_dense_layers_are_the_same_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
+def test_dense_layers_are_the_same_on_every_rank(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     for name in CASES:
-        assert all(torch.equal(*pair) for pair in zip(*(rank[name]["dense"] for rank in two_ranks), strict=True))
+        assert all(
+            torch.equal(*pair)
+            for pair in zip(*(rank[name]["dense"] for rank in two_ranks), strict=True)
+        )
 
 
 def test_a_replicated_table_is_refused_by_name(two_ranks: list[dict[str, Any]]) -> None:

@@ -27,7 +27,9 @@ def test_every_item_is_trained_on_once_in_order_and_the_fastest_number_stays(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    monkeypatch.setattr("torchrec_ext.train.step.choose.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(
+        "torchrec_ext.train.step.choose.time.perf_counter", lambda: clock[0]
+    )
 
     def run(items: Iterable[int]) -> Iterator[int]:
         for item in items:
@@ -45,7 +47,12 @@ def test_every_item_is_trained_on_once_in_order_and_the_fastest_number_stays(
 
 
 def test_what_is_tried_ends_with_all_cores() -> None:
-    assert [numbers(cores) for cores in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
+    assert [numbers(cores) for cores in (1, 2, 3, 8)] == [
+        [1],
+        [1, 2],
+        [1, 2, 3],
+        [1, 2, 4, 8],
+    ]
 
 
 def pinned(runtime: Runtime) -> tuple[list[int], set[int]]:
@@ -61,7 +68,9 @@ def test_processes_of_a_host_are_pinned_to_cores_of_their_own() -> None:
     assert not set(first) & set(second)
 
 
-def test_an_epoch_that_is_over_before_anything_was_measured_leaves_the_number_as_it_was() -> None:
+def test_an_epoch_that_is_over_before_anything_was_measured_leaves_the_number_as_it_was() -> (
+    None
+):
     torch.set_num_threads(2)
     said: list[str] = []
     assert list(with_best_threads(iter(range(3)), iter, Runtime(), said.append)) == [
@@ -70,4 +79,6 @@ def test_an_epoch_that_is_over_before_anything_was_measured_leaves_the_number_as
         2,
     ]  # what is slow once takes them all
     assert torch.get_num_threads() == 2
-    assert said[0].startswith("threads: 2 (as before: the epoch was over before a step could be measured)")
+    assert said[0].startswith(
+        "threads: 2 (as before: the epoch was over before a step could be measured)"
+    )

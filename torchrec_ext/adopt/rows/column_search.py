@@ -17,7 +17,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, Ids, held_by, is_frame, seed_everything, words
+from torchrec_ext.adopt.rows.reading import (
+    GETITEMS,
+    DatasetReader,
+    Ids,
+    held_by,
+    is_frame,
+    seed_everything,
+    words,
+)
 from torchrec_ext.adopt.rows.rereads import MOST_NUMBERS, ROUNDS, Rereads, differs
 
 COMPARED = 4096  # rows that are compared if reading all would take too long
@@ -87,7 +95,11 @@ def _array(value: Any) -> Tensor | None:
             return None
         return value.detach()
     try:
-        if isinstance(value, list | tuple) and len(value) and isinstance(value[0], Tensor):
+        if (
+            isinstance(value, list | tuple)
+            and len(value)
+            and isinstance(value[0], Tensor)
+        ):
             return torch.stack([item.detach() for item in value])
         array = value.to_numpy() if hasattr(value, "to_numpy") else np.asarray(value)
     except (ValueError, TypeError, RuntimeError, AttributeError, OverflowError):
@@ -106,7 +118,9 @@ def _sources(dataset: Any, rows: int) -> list[_Source]:
         if isinstance(value, np.ndarray | Tensor):
             has_rows = value.ndim > 0
         else:
-            has_rows = isinstance(value, list | tuple) or (hasattr(value, "iloc") and not is_frame(value))
+            has_rows = isinstance(value, list | tuple) or (
+                hasattr(value, "iloc") and not is_frame(value)
+            )
         if has_rows:
             values.append((path, value))
     direct = [_Source(path, value) for path, value in values if len(value) == rows]
@@ -128,7 +142,12 @@ def _order(source: _Source) -> Tensor | None:
     if not source.path.endswith("indices"):
         return None
     values = source.whole()
-    if values is None or values.dim() != 1 or values.is_floating_point() or values.dtype == torch.bool:
+    if (
+        values is None
+        or values.dim() != 1
+        or values.is_floating_point()
+        or values.dtype == torch.bool
+    ):
         return None
     return values.long() if int(values.min()) >= 0 else None
 
@@ -157,7 +176,9 @@ class Slot:
         """The number of integers that are drawn."""
         return self.pieces.count(None)
 
-    def build(self, pieces: Mapping[str, Tensor], draws: Tensor | None, size: int) -> Tensor:
+    def build(
+        self, pieces: Mapping[str, Tensor], draws: Tensor | None, size: int
+    ) -> Tensor:
         """Returns the values of a batch of B = ``size`` rows, (B, *S).
 
         Args:
@@ -178,7 +199,9 @@ class Slot:
                 index += run
             else:
                 numbers.append(pieces[run].reshape(-1, 1).expand(size, 1))
-        return torch.cat([number.to(self.dtype) for number in numbers], dim=1).view(size, *self.shape)
+        return torch.cat([number.to(self.dtype) for number in numbers], dim=1).view(
+            size, *self.shape
+        )
 
     def _runs(self) -> list[str | int]:
         """Returns the names of the pieces in order, with the length of each run of draws between them."""
@@ -204,8 +227,16 @@ class Slot:
             return "drawn"
         if name in constants:
             values = constants[name].reshape(-1).tolist()
-            return f"constant {values}" if len(values) <= 8 else f"constant {values[:4]} and so on"
-        return f"column `{name}` {self.repeat} times" if self.repeat else f"column `{name}`"
+            return (
+                f"constant {values}"
+                if len(values) <= 8
+                else f"constant {values[:4]} and so on"
+            )
+        return (
+            f"column `{name}` {self.repeat} times"
+            if self.repeat
+            else f"column `{name}`"
+        )
 
 
 @dataclass(frozen=True)
@@ -248,18 +279,24 @@ class Reading:
 
     def values(self, rows: Tensor) -> dict[str, Tensor]:
         """Returns the rows (B,) of all columns, and the constants, by name."""
-        return {name: column[rows] for name, column in self.columns.items()} | self.constants
+        return {
+            name: column[rows] for name, column in self.columns.items()
+        } | self.constants
 
     def wrong(self, rows: Tensor, slot_values: Sequence[Tensor]) -> SlotPiece | None:
         """Compares ``slot_values`` of ``rows`` (B,) with columns and constants; returns a differing piece, or None."""
         pieces = self.values(rows)
-        for index, (slot, values) in enumerate(zip(self.slots, slot_values, strict=True)):
+        for index, (slot, values) in enumerate(
+            zip(self.slots, slot_values, strict=True)
+        ):
             if len(slot.pieces) == 1 and not slot.drawn:
                 if not equal(slot.build(pieces, None, len(rows)), values):
                     return SlotPiece(index, "repeat" if slot.repeat else "all")
                 continue
             for number, name in enumerate(slot.pieces):
-                if name is not None and not equal(pieces[name].reshape(-1), values.flatten(1)[:, number]):
+                if name is not None and not equal(
+                    pieces[name].reshape(-1), values.flatten(1)[:, number]
+                ):
                     return SlotPiece(index, number)
         return None
 
@@ -288,7 +325,9 @@ class ColumnSearch:
         speaks: announce a long pass over all rows, and show its progress on a terminal.
     """
 
-    def __init__(self, reader: DatasetReader, compared: int | None, speaks: bool) -> None:
+    def __init__(
+        self, reader: DatasetReader, compared: int | None, speaks: bool
+    ) -> None:
         self._reader = reader
         self._speaks = speaks
         self._random = np.random.default_rng(0)
@@ -305,7 +344,9 @@ class ColumnSearch:
                 continue
             self._sources.append(source)
             if values.dim() == 2 and values.shape[1] <= _MOST_COLUMNS:
-                self._sources += [_MatrixColumn(source, index) for index in range(values.shape[1])]
+                self._sources += [
+                    _MatrixColumn(source, index) for index in range(values.shape[1])
+                ]
         self._refuted: set[SlotPiece] = set()
 
     def sample(self) -> Reading:
@@ -316,7 +357,9 @@ class ColumnSearch:
         """
         start = time.perf_counter()
         self._read()
-        self._seconds_of_all = (time.perf_counter() - start) / len(self._rows) * self._reader.num_rows
+        self._seconds_of_all = (
+            (time.perf_counter() - start) / len(self._rows) * self._reader.num_rows
+        )
         self._solve()
         # Rows in which two candidates for a slot differ decide between them.
         while len(rows := np.setdiff1d(self._disputes, self._rows.numpy())):
@@ -333,7 +376,9 @@ class ColumnSearch:
     @property
     def own_columns(self) -> dict[str, Tensor]:
         """Values that are in no attribute, (C, ...) by name."""
-        return {name: piece.of(self._values) for name, piece in self._own_columns.items()}
+        return {
+            name: piece.of(self._values) for name, piece in self._own_columns.items()
+        }
 
     def run(self) -> Reading:
         """Returns what all rows are made of, after :meth:`sample`.
@@ -342,7 +387,11 @@ class ColumnSearch:
             CannotAdopt: they cannot be written as columns, constants and draws.
         """
         # All rows are compared if that is quick, also where nothing has to be written.
-        all_too = self._quickly and self._seconds_of_all < _SECONDS and len(self._rows) < self._reader.num_rows
+        all_too = (
+            self._quickly
+            and self._seconds_of_all < _SECONDS
+            and len(self._rows) < self._reader.num_rows
+        )
         if self._own_columns and self._seconds_of_all > _LONG_S and self._speaks:
             print(
                 f"rows: {', '.join(self._own_columns)} in no attribute of {self._reader.kind}: writing "
@@ -350,12 +399,16 @@ class ColumnSearch:
                 "set each as an attribute with a value for each row in __init__",
                 flush=True,
             )
-        while (self._own_columns or all_too) and (refuted := self._wrong_after_writing()):
+        while (self._own_columns or all_too) and (
+            refuted := self._wrong_after_writing()
+        ):
             self._refuted.add(refuted)
             self._solve()
         # A batch is as large as what a column gives for it, so there must be one.
         if not self._result.columns:
-            self._result.columns["row"] = torch.zeros(self._reader.num_rows, dtype=torch.bool)
+            self._result.columns["row"] = torch.zeros(
+                self._reader.num_rows, dtype=torch.bool
+            )
         return self._result
 
     def _read(self) -> None:
@@ -365,8 +418,14 @@ class ColumnSearch:
         if self._compared < rows:
             # A random sample alone would miss the one row in which an attribute differs.
             some = self._random.choice(rows, self._compared, replace=False)
-            rows_read = np.unique(np.concatenate([[0, rows - 1], some, self._extremes()]))
-        again = np.sort(self._random.choice(len(rows_read), min(len(rows_read), _READ_AGAIN), replace=False))
+            rows_read = np.unique(
+                np.concatenate([[0, rows - 1], some, self._extremes()])
+            )
+        again = np.sort(
+            self._random.choice(
+                len(rows_read), min(len(rows_read), _READ_AGAIN), replace=False
+            )
+        )
         seed_everything(0)
         self._rows = torch.from_numpy(rows_read)
         self._values = self._reader.rows(rows_read)
@@ -391,7 +450,10 @@ class ColumnSearch:
             values = whole.numpy(force=True)
             is_nan = values != values
             rows.append(np.array([values.argmin(), values.argmax(), is_nan.argmax()]))
-            if values.dtype.kind in "biu" and int(values.max()) - int(values.min()) < _MOST_COLUMNS:
+            if (
+                values.dtype.kind in "biu"
+                and int(values.max()) - int(values.min()) < _MOST_COLUMNS
+            ):
                 rows.append(np.unique(values, return_index=True)[1])
         return np.concatenate(rows)
 
@@ -407,14 +469,20 @@ class ColumnSearch:
     def _slot(self, slot: int) -> Slot:
         values = self._values[slot]
         draw_mask = self._draw_masks[slot].flatten().tolist()
-        repeat = values.dim() > 1 and values.shape[1] > 1 and equal(values, values[:, :1].expand_as(values))
+        repeat = (
+            values.dim() > 1
+            and values.shape[1] > 1
+            and equal(values, values[:, :1].expand_as(values))
+        )
         pieces: tuple[str | None, ...]
         times = 0
         if any(draw_mask):
             numbers: list[str | None] = []
             for index, varies in enumerate(draw_mask):
                 piece = SlotPiece(slot, index)
-                numbers.append(None if varies else self._known(piece) or self._to_write(piece))
+                numbers.append(
+                    None if varies else self._known(piece) or self._to_write(piece)
+                )
             pieces = tuple(numbers)
         else:
             whole = SlotPiece(slot, "repeat" if repeat else "all")
@@ -422,13 +490,22 @@ class ColumnSearch:
             pieces = (column,)
             # What is no column as a whole may be several columns beside each other.
             if column is None and not repeat and 1 < values[0].numel() <= MOST_NUMBERS:
-                pieces = tuple(self._known(SlotPiece(slot, index)) for index in range(values[0].numel()))
+                pieces = tuple(
+                    self._known(SlotPiece(slot, index))
+                    for index in range(values[0].numel())
+                )
             if None in pieces:
                 pieces = (self._to_write(whole),)
             if repeat and pieces[0] in self._result.columns:
                 times = values.shape[1]
         name = self._shown(slot, pieces)
-        return Slot(name=name, dtype=values.dtype, shape=values.shape[1:], pieces=pieces, repeat=times)
+        return Slot(
+            name=name,
+            dtype=values.dtype,
+            shape=values.shape[1:],
+            pieces=pieces,
+            repeat=times,
+        )
 
     def _shown(self, slot: int, pieces: tuple[str | None, ...]) -> str:
         name = self._reader.names[slot]
@@ -449,7 +526,9 @@ class ColumnSearch:
         name = self._piece_name(piece)
         self._own_columns[name] = piece
         shape = piece.of(self._values).shape[1:]
-        self._result.columns[name] = torch.empty((0, *shape), dtype=self._values[piece.slot].dtype)
+        self._result.columns[name] = torch.empty(
+            (0, *shape), dtype=self._values[piece.slot].dtype
+        )
         return name
 
     def _known(self, piece: SlotPiece) -> str | None:
@@ -492,7 +571,9 @@ class ColumnSearch:
         path_and_dtype = (source.path, values.dtype)
         if path_and_dtype not in self._paths:
             # The name that a user would give it: the row's key, else the attribute's last name or key.
-            key = None if isinstance(piece.index, int) else self._reader.names[piece.slot]
+            key = (
+                None if isinstance(piece.index, int) else self._reader.names[piece.slot]
+            )
             short = source.path.rpartition(".")[2]
             if short.endswith("']"):
                 short = short.rpartition("['")[2].removesuffix("']")
@@ -510,7 +591,9 @@ class ColumnSearch:
         self._check_memory()
         for name in self._own_columns:
             column = self._result.columns[name]
-            self._result.columns[name] = column.new_empty((reader.num_rows, *column.shape[1:]))
+            self._result.columns[name] = column.new_empty(
+                (reader.num_rows, *column.shape[1:])
+            )
         for block in self._blocks():
             slot_values = reader.rows(block)
             rows = torch.from_numpy(block)
@@ -526,7 +609,9 @@ class ColumnSearch:
         names = []
         for name, piece in self._own_columns.items():
             column = self._result.columns[name]
-            names.append(f"{self._reader.slot_name(piece.slot)} ({words(column.dtype, column.shape[1:])})")
+            names.append(
+                f"{self._reader.slot_name(piece.slot)} ({words(column.dtype, column.shape[1:])})"
+            )
         self._result.notes.append(
             f"rows: {', '.join(names)} in no attribute of {reader.kind}: written in one pass over "
             f"{reader.num_rows:,} rows ({time.perf_counter() - start:.1f} s)"
@@ -538,7 +623,9 @@ class ColumnSearch:
         if self._own_columns:
             title = f"rows: writing {', '.join(self._own_columns)}"
         options: dict[str, Any] = {"delay": 2.0, "unit": "row", "leave": False}
-        options["disable"] = None if self._speaks else True  # None: if this is no terminal
+        options["disable"] = (
+            None if self._speaks else True
+        )  # None: if this is no terminal
         with tqdm(total=self._reader.num_rows, desc=title, **options) as progress:
             for start in range(0, self._reader.num_rows, COMPARED):
                 block = np.arange(start, min(start + COMPARED, self._reader.num_rows))
@@ -548,7 +635,11 @@ class ColumnSearch:
     def _check_steady(self) -> None:
         for name, piece in self._own_columns.items():
             # Rows of the sample have been read a second time now.
-            changed = self._rows[~_equal_rows(self._result.columns[name][self._rows], piece.of(self._values))]
+            changed = self._rows[
+                ~_equal_rows(
+                    self._result.columns[name][self._rows], piece.of(self._values)
+                )
+            ]
             if len(changed):
                 raise CannotAdopt(
                     f"{self._reader.where} returns rows that change from call to call: "
@@ -557,7 +648,12 @@ class ColumnSearch:
                 )
 
     def _check_memory(self) -> None:
-        size = sum(piece.of(self._values)[0].nbytes for piece in self._own_columns.values()) * self._reader.num_rows
+        size = (
+            sum(
+                piece.of(self._values)[0].nbytes for piece in self._own_columns.values()
+            )
+            * self._reader.num_rows
+        )
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if size > memory / 2:
             raise CannotAdopt(
@@ -578,7 +674,9 @@ def _equal_rows(first: Tensor, second: Tensor) -> Tensor:
     return same.flatten(1).all(dim=1) if same.dim() > 1 else same
 
 
-def drawn_rows(reader: DatasetReader, slot: Slot, index: int, calls: int, among: Ids) -> tuple[Ids, Ids]:
+def drawn_rows(
+    reader: DatasetReader, slot: Slot, index: int, calls: int, among: Ids
+) -> tuple[Ids, Ids]:
     """Reads what some rows draw, each row eight times.
 
     Args:
@@ -593,13 +691,17 @@ def drawn_rows(reader: DatasetReader, slot: Slot, index: int, calls: int, among:
     """
     generator = np.random.default_rng(1)
     # Several calls of each row show whether it draws from the same few items each time.
-    rows = generator.choice(among, min(len(among), max(calls // _CALLS, 1)), replace=False)
+    rows = generator.choice(
+        among, min(len(among), max(calls // _CALLS, 1)), replace=False
+    )
     again = max(_CALLS, calls // len(rows))
     rows = np.sort(rows).repeat(again).astype(np.int64)
     seed_everything(ROUNDS)
     mask = torch.tensor([piece is None for piece in slot.pieces])
     draws = torch.empty((len(rows), slot.drawn), dtype=torch.int64)
     title = "rows: reading what is drawn"
-    for call, row in enumerate(tqdm(rows, desc=title, delay=2.0, unit="row", leave=False, disable=None)):
+    for call, row in enumerate(
+        tqdm(rows, desc=title, delay=2.0, unit="row", leave=False, disable=None)
+    ):
         draws[call] = reader.leaves(int(row))[index].flatten()[mask]
     return rows, draws.numpy()

@@ -14,7 +14,14 @@ from torch.utils.data import default_collate
 
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.rows.column_search import ColumnSearch, Reading, equal
-from torchrec_ext.adopt.rows.evidence import UNSEEN, Evidence, evidence_of, p_values, read_draws, with_enough_draws
+from torchrec_ext.adopt.rows.evidence import (
+    UNSEEN,
+    Evidence,
+    evidence_of,
+    p_values,
+    read_draws,
+    with_enough_draws,
+)
 from torchrec_ext.adopt.rows.law import Law, NegativeDraws, integers, is_key
 from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, Ids
 
@@ -74,11 +81,17 @@ class ReadDataset:
 
     def _check_kind(self, law: Any, reading: Reading) -> None:
         if reading.drawn is None and law is not None:
-            raise CannotAdopt(f"negatives={law!r}: {self.reader.where} draws nothing; leave negatives out")
+            raise CannotAdopt(
+                f"negatives={law!r}: {self.reader.where} draws nothing; leave negatives out"
+            )
         if law is not None and law != "check" and not isinstance(law, Law):
-            raise CannotAdopt(f"negatives={law!r}: must be Uniform(...), Popular(...) or 'check'")
+            raise CannotAdopt(
+                f"negatives={law!r}: must be Uniform(...), Popular(...) or 'check'"
+            )
 
-    def _check_early(self, law: Law, sample: Reading, own: dict[str, Tensor], draws: tuple[Ids, Ids]) -> None:
+    def _check_early(
+        self, law: Law, sample: Reading, own: dict[str, Tensor], draws: tuple[Ids, Ids]
+    ) -> None:
         """Checks the names of a law, and the law itself if it reads nothing but attributes of the Dataset.
 
         Args:
@@ -87,21 +100,29 @@ class ReadDataset:
             own: (C, ...) values of columns in no attribute, in these rows.
             draws: rows and ids that the Dataset has drawn.
         """
-        attributes = {name: column for name, column in sample.columns.items() if name not in own}
+        attributes = {
+            name: column for name, column in sample.columns.items() if name not in own
+        }
         names = law.column_names()
         for argument, name in names:
             integers({**attributes, **own}, name, argument)
         # A range of ids and the column of a mapping's keys are looked for in all columns of integers.
-        looks = law.items is None or (law.by is None and isinstance(law.exclude, Mapping))
+        looks = law.items is None or (
+            law.by is None and isinstance(law.exclude, Mapping)
+        )
         needs_own = not own.keys().isdisjoint(name for _, name in names)
         if looks and any(map(is_key, own.values())):
             needs_own = True
         if attributes and not needs_own:
             # The draws that were read already, against a law that needs no row more.
-            evidence = evidence_of(self.reader, replace(sample, columns=attributes), draws, self._call)
+            evidence = evidence_of(
+                self.reader, replace(sample, columns=attributes), draws, self._call
+            )
             evidence.refuse(evidence.draws_by(law))
 
-    def confirm(self, law: Law | None, seed: int) -> tuple[NegativeDraws, list[str]] | None:
+    def confirm(
+        self, law: Law | None, seed: int
+    ) -> tuple[NegativeDraws, list[str]] | None:
         """Returns draws by the user's sampling distribution, and lines with the evidence for it; None without draws.
 
         Raises:
@@ -115,16 +136,23 @@ class ReadDataset:
         draws = evidence.draws_by(law, seed)
         findings = evidence.refuse(draws)
         tested = p_values(findings)
-        unseen = [finding.text for finding in findings if finding.text.startswith(UNSEEN)]
+        unseen = [
+            finding.text for finding in findings if finding.text.startswith(UNSEEN)
+        ]
         least = "no test could be made"
         if tested:
             least = f"least p={min(tested):.2g} of {len(tested)} tests"
-        return draws, [f"{evidence.size} of {self.reader.kind} do not contradict it ({least})", *unseen]
+        return draws, [
+            f"{evidence.size} of {self.reader.kind} do not contradict it ({least})",
+            *unseen,
+        ]
 
     def check(self, seed: int, epoch: int) -> None:
         """Reads a few rows of the Dataset again: it may have been written anew since."""
         reader = self.reader
-        rows = np.random.default_rng([seed, epoch]).integers(0, reader.num_rows, _SPOT_CHECK)
+        rows = np.random.default_rng([seed, epoch]).integers(
+            0, reader.num_rows, _SPOT_CHECK
+        )
         rows[:2] = 0, reader.num_rows - 1
         change = ""
         if len(reader.dataset) != reader.num_rows:
@@ -154,13 +182,21 @@ class SlotLayout:
         repeats: how often a tensor repeats a row's value, by its name; those that do not repeat are not there.
     """
 
-    def __init__(self, reader: DatasetReader, reading: Reading, collate_fn: Callable[[list[Any]], Any] | None) -> None:
+    def __init__(
+        self,
+        reader: DatasetReader,
+        reading: Reading,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> None:
         self._slots = reading.slots
         choices: list[set[tuple[int, str]]] = []
         spec: Any = None
         # A batch of one size could fit by chance.
         for size in (2, 3, 5):
-            values, batch = reader.batch([row % reader.num_rows for row in range(size)], collate_fn or default_collate)
+            values, batch = reader.batch(
+                [row % reader.num_rows for row in range(size)],
+                collate_fn or default_collate,
+            )
             leaves, structure = pytree.tree_flatten(batch)
             able = [_ways(leaf, values) for leaf in leaves]
             if spec is not None and structure != spec:
@@ -218,4 +254,8 @@ def _ways(leaf: Any, values: list[Tensor]) -> set[tuple[int, str]]:
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    return first.dtype == second.dtype and first.shape == second.shape and equal(first, second)
+    return (
+        first.dtype == second.dtype
+        and first.shape == second.shape
+        and equal(first, second)
+    )

@@ -42,7 +42,9 @@ _DRAWS = 24_000
 _FEWEST_CALLS = 2000
 _MOST_DRAWS = 400_000
 _MOST_CALLS = 100_000
-_EXPECTED = 30.0  # known pairs that should be expected, where so many calls can show them
+_EXPECTED = (
+    30.0  # known pairs that should be expected, where so many calls can show them
+)
 _MOST_KEYS = 6  # columns that are tried as the key of known pairs
 
 
@@ -79,7 +81,9 @@ class Evidence:
     call: str
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.what} by a law that must be signed.", *self.proposal()])
+        return "\n".join(
+            [f"{self.what} by a law that must be signed.", *self.proposal()]
+        )
 
     def draws_by(self, law: Law, seed: int = 0) -> NegativeDraws:
         """Returns draws by a law over the rows of the Dataset, as many a row as its own.
@@ -87,7 +91,9 @@ class Evidence:
         Raises:
             CannotAdopt: the law does not fit the columns.
         """
-        return NegativeDraws(law, self.columns, self.positive, self.ids.shape[1], seed, self.exclusions)
+        return NegativeDraws(
+            law, self.columns, self.positive, self.ids.shape[1], seed, self.exclusions
+        )
 
     def refuse(self, draws: NegativeDraws) -> list[LawTest]:
         """Returns the tests of a law that the draws do not contradict.
@@ -96,7 +102,11 @@ class Evidence:
             CannotAdopt: they contradict it.
         """
         findings = self.against(draws)
-        against = [finding for finding in findings if finding.p is not None and finding.p < UNLIKELY]
+        against = [
+            finding
+            for finding in findings
+            if finding.p is not None and finding.p < UNLIKELY
+        ]
         if against:
             lines = [f"negatives: {self.what}, and not {draws.describe()}:"]
             lines += [f"  {finding}" for finding in against]
@@ -126,7 +136,12 @@ class Evidence:
             *self._ends(draws, numbers),
             *self._excluded(draws),
             self._binned("by popularity", draws, numbers, self._by_popularity(draws)),
-            self._binned("by id", draws, numbers, _equal_bins(len(draws.ids), self._bins(draws, 1))),
+            self._binned(
+                "by id",
+                draws,
+                numbers,
+                _equal_bins(len(draws.ids), self._bins(draws, 1)),
+            ),
             *self._repeats(draws, numbers),
             *self._dependence(draws, numbers),
         ]
@@ -140,7 +155,9 @@ class Evidence:
     def _by_popularity(self, draws: NegativeDraws) -> Ids:
         counts = np.zeros(len(draws.ids) + 1, np.int64)
         if self.positive is not None:
-            numbers, there = numbers_of(draws.ids, integers(self.columns, self.positive, "positive"))
+            numbers, there = numbers_of(
+                draws.ids, integers(self.columns, self.positive, "positive")
+            )
             counts = np.bincount(numbers[there], minlength=len(counts))
         # From the rarest item on; equally rare ones by their ids.
         order = 1 + counts[1:].argsort(kind="stable")
@@ -154,7 +171,10 @@ class Evidence:
         index = np.arange(len(draws.ids) + 1)
         least = numbers.min()
         greatest = numbers.max()
-        ends = [("below the least", least, index < least), ("above the greatest", greatest, index > greatest)]
+        ends = [
+            ("below the least", least, index < least),
+            ("above the greatest", greatest, index > greatest),
+        ]
         for words, number, beyond in ends:
             # Number 0 is no item.
             if beyond[1:].any():
@@ -186,11 +206,15 @@ class Evidence:
             findings.append(LawTest(None, text))
         return findings
 
-    def _binned(self, name: str, draws: NegativeDraws, numbers: Ids, bins: Ids) -> LawTest:
+    def _binned(
+        self, name: str, draws: NegativeDraws, numbers: Ids, bins: Ids
+    ) -> LawTest:
         count = int(bins.max()) + 1
         observed = np.bincount(bins[numbers].reshape(-1), minlength=count)
         expected = draws.chances(self.rows, bins, count).sum(axis=0) * self.ids.shape[1]
-        return LawTest(_chi_square(observed, expected), f"chi-square {name}, {count} bins")
+        return LawTest(
+            _chi_square(observed, expected), f"chi-square {name}, {count} bins"
+        )
 
     def _repeats(self, draws: NegativeDraws, numbers: Ids) -> list[LawTest]:
         """Tests the number of equal pairs of draws, within a call and between the calls of one row."""
@@ -206,10 +230,17 @@ class Evidence:
                 p = 0.0 if within else None
                 findings.append(LawTest(p, text))
             else:
-                spread = _pairs_variance(np.full(len(self.rows), count), second, third).sum()
+                spread = _pairs_variance(
+                    np.full(len(self.rows), count), second, third
+                ).sum()
                 findings.append(LawTest(_tail(within, expected, spread), text))
             if expected < _SEEN:
-                findings.append(LawTest(None, f"{UNSEEN} in {self.size}: whether a row's draws can repeat"))
+                findings.append(
+                    LawTest(
+                        None,
+                        f"{UNSEEN} in {self.size}: whether a row's draws can repeat",
+                    )
+                )
         between = _equal_pairs(np.searchsorted(rows, self.rows), numbers) - within
         totals = calls * count
         pairs = totals * (totals - 1) // 2 - calls * math.comb(count, 2)
@@ -231,28 +262,58 @@ class Evidence:
         def test(name: str, groups: Ids, bins_seen: Ids, expected: Floats) -> None:
             size = int(groups.max()) + 1
             observed = np.bincount(groups * width + bins_seen, minlength=size * width)
-            of_groups = np.stack([expected[groups == group].sum(axis=0) for group in range(size)])
+            of_groups = np.stack(
+                [expected[groups == group].sum(axis=0) for group in range(size)]
+            )
             p = _chi_square(observed, of_groups.reshape(-1))
-            findings.append(LawTest(p, f"chi-square against {name}, {size} x {width} bins"))
+            findings.append(
+                LawTest(p, f"chi-square against {name}, {size} x {width} bins")
+            )
 
         count = self.ids.shape[1]
         every = np.repeat(chances, count, axis=0)
         if count > 1:
-            test("the index of the draw", np.tile(np.arange(count) % _GROUPS, calls), binned.reshape(-1), every)
+            test(
+                "the index of the draw",
+                np.tile(np.arange(count) % _GROUPS, calls),
+                binned.reshape(-1),
+                every,
+            )
             before = binned[:, :-1].reshape(-1)
             after = binned[:, 1:].reshape(-1)
             following = np.repeat(chances, count - 1, axis=0)
             if not draws.law.replace:
                 # The draw before is not drawn again, and one item fewer is free.
-                free = np.repeat(draws.known.free(draws.keys[self.rows]), count - 1)[:, None]
-                following = (following * free - (before[:, None] == np.arange(width))) / np.maximum(free - 1, 1)
+                free = np.repeat(draws.known.free(draws.keys[self.rows]), count - 1)[
+                    :, None
+                ]
+                following = (
+                    following * free - (before[:, None] == np.arange(width))
+                ) / np.maximum(free - 1, 1)
             test("the draw before", before, after, following)
-        test("the call before", np.repeat(binned[:-1, 0], count), binned[1:].reshape(-1), every[count:])
-        test("the row's number", np.repeat(_quantile_bins(self.rows), count), binned.reshape(-1), every)
+        test(
+            "the call before",
+            np.repeat(binned[:-1, 0], count),
+            binned[1:].reshape(-1),
+            every[count:],
+        )
+        test(
+            "the row's number",
+            np.repeat(_quantile_bins(self.rows), count),
+            binned.reshape(-1),
+            every,
+        )
         for name, column in list(self.columns.items())[:_MOST_COLUMNS]:
             # Of a row of several numbers, by the first.
-            values = column.reshape(len(column), -1)[torch.from_numpy(self.rows), 0].numpy(force=True)
-            test(f"'{name}'", np.repeat(_quantile_bins(values), count), binned.reshape(-1), every)
+            values = column.reshape(len(column), -1)[
+                torch.from_numpy(self.rows), 0
+            ].numpy(force=True)
+            test(
+                f"'{name}'",
+                np.repeat(_quantile_bins(values), count),
+                binned.reshape(-1),
+                every,
+            )
         return findings
 
     def proposal(self) -> list[str]:
@@ -269,13 +330,21 @@ class Evidence:
             if least >= UNLIKELY:
                 break
         if not trials:
-            return [f"{self.size}, of the ids {self.ids.min():,} to {self.ids.max():,}: no law here could be tried."]
+            return [
+                f"{self.size}, of the ids {self.ids.min():,} to {self.ids.max():,}: no law here could be tried."
+            ]
         p, law, code, findings = max(trials, key=lambda case: case[0])
-        lines = [f"From {self.size} in {len(self.rows):,} calls, ids {self.ids.min():,} to {self.ids.max():,}:"]
+        lines = [
+            f"From {self.size} in {len(self.rows):,} calls, ids {self.ids.min():,} to {self.ids.max():,}:"
+        ]
         lines += [f"  {finding}" for finding in findings]
         if p < UNLIKELY:
             worst = [f"{other.text()}: p={least:.2g}" for least, other, _, _ in trials]
-            return [*lines, f"None of the laws tried fits ({'; '.join(worst)}).", GETITEMS]
+            return [
+                *lines,
+                f"None of the laws tried fits ({'; '.join(worst)}).",
+                GETITEMS,
+            ]
         return [
             *lines,
             "  cannot be seen by any test of draws: what changes with the time, the epoch or the worker",
@@ -294,16 +363,26 @@ class Evidence:
         code = pairs.code
         laws: list[tuple[Law, str]] = [
             (Uniform(whole, exclude, by), f"Uniform({text}, {code})"),
-            (Uniform(whole, exclude, by, replace=False), f"Uniform({text}, {code}, replace=False)"),
+            (
+                Uniform(whole, exclude, by, replace=False),
+                f"Uniform({text}, {code}, replace=False)",
+            ),
         ]
         name = self.positive
         if name is None:
             return laws
         laws.append((Uniform(name, exclude, by), f'Uniform("{name}", {code})'))
-        laws.append((Uniform(name, exclude, by, replace=False), f'Uniform("{name}", {code}, replace=False)'))
+        laws.append(
+            (
+                Uniform(name, exclude, by, replace=False),
+                f'Uniform("{name}", {code}, replace=False)',
+            )
+        )
         for exponent in (0.75, 1.0, 0.5):
             law = Popular(whole, exclude, by, counted=name, exponent=exponent)
-            laws.append((law, f'Popular({text}, {code}, counted="{name}", exponent={exponent})'))
+            laws.append(
+                (law, f'Popular({text}, {code}, counted="{name}", exponent={exponent})')
+            )
         return laws
 
     def _left_out(self, draws: NegativeDraws, least: float = _SEEN) -> Exclusion | None:
@@ -329,7 +408,9 @@ class Evidence:
     def _range(self) -> range:
         values = self.ids.reshape(-1)
         if self.positive is not None:
-            values = np.concatenate([values, integers(self.columns, self.positive, "positive")])
+            values = np.concatenate(
+                [values, integers(self.columns, self.positive, "positive")]
+            )
         return range(int(values.min()), int(values.max()) + 1)
 
     def hits(self, draws: NegativeDraws, other: Exclusion) -> tuple[float, int]:
@@ -355,7 +436,9 @@ def _quantile_bins(values: NDArray[Any]) -> Ids:
     """Returns up to 16 bins of values, (C,), about equally full; equal values share a bin."""
     ordered = np.nan_to_num(values.astype(np.float64))
     edges = np.unique(np.quantile(ordered, np.linspace(0, 1, _GROUPS + 1)[1:-1]))
-    return np.unique(edges.searchsorted(ordered, side="right"), return_inverse=True)[1].astype(np.int64)
+    return np.unique(edges.searchsorted(ordered, side="right"), return_inverse=True)[
+        1
+    ].astype(np.int64)
 
 
 def _equal_pairs(groups: Ids, numbers: Ids) -> int:
@@ -369,11 +452,17 @@ def _pairs_variance(counts: Ids, second: Floats, third: Floats) -> Floats:
     """Returns the variance of the number of equal pairs among draws, from sums of powers of probabilities."""
     # Two pairs that share a draw depend on each other unless all items are as likely.
     pairs = counts * (counts - 1) / 2
-    return pairs * second * (1 - second) + 2 * pairs * (counts - 2) * np.maximum(third - second**2, 0)
+    return pairs * second * (1 - second) + 2 * pairs * (counts - 2) * np.maximum(
+        third - second**2, 0
+    )
 
 
 def _gamma(function: Callable[[Tensor, Tensor], Tensor], a: float, x: float) -> float:
-    return float(function(torch.tensor(a, dtype=torch.float64), torch.tensor(x, dtype=torch.float64)))
+    return float(
+        function(
+            torch.tensor(a, dtype=torch.float64), torch.tensor(x, dtype=torch.float64)
+        )
+    )
 
 
 def _chi_square(observed: Ids, expected: Floats) -> float | None:
@@ -384,7 +473,9 @@ def _chi_square(observed: Ids, expected: Floats) -> float | None:
     cells = expected >= _CELL
     if cells.sum() < 2:
         return None
-    statistic = float(((observed[cells] - expected[cells]) ** 2 / expected[cells]).sum())
+    statistic = float(
+        ((observed[cells] - expected[cells]) ** 2 / expected[cells]).sum()
+    )
     return _gamma(torch.special.gammaincc, (int(cells.sum()) - 1) / 2, statistic / 2)
 
 
@@ -403,7 +494,9 @@ def _tail(observed: int, expected: float, variance: float) -> float:
     return math.erfc(abs(observed - expected) / math.sqrt(2 * variance))
 
 
-def read_draws(reader: DatasetReader, reading: Reading, among: Ids, calls: int = 0) -> tuple[Ids, Ids]:
+def read_draws(
+    reader: DatasetReader, reading: Reading, among: Ids, calls: int = 0
+) -> tuple[Ids, Ids]:
     """Reads what a Dataset draws.
 
     Args:
@@ -422,7 +515,9 @@ def read_draws(reader: DatasetReader, reading: Reading, among: Ids, calls: int =
     return drawn_rows(reader, slot, reading.slots.index(slot), calls, among)
 
 
-def evidence_of(reader: DatasetReader, reading: Reading, draws: tuple[Ids, Ids], call: str) -> Evidence:
+def evidence_of(
+    reader: DatasetReader, reading: Reading, draws: tuple[Ids, Ids], call: str
+) -> Evidence:
     """Returns what draws say.
 
     Args:
@@ -446,14 +541,18 @@ def evidence_of(reader: DatasetReader, reading: Reading, draws: tuple[Ids, Ids],
     )
 
 
-def with_enough_draws(reader: DatasetReader, reading: Reading, evidence: Evidence) -> Evidence:
+def with_enough_draws(
+    reader: DatasetReader, reading: Reading, evidence: Evidence
+) -> Evidence:
     """Returns evidence of as many calls as are needed to see whether known pairs are left out."""
     few = evidence.expected()
     if few is None or few >= _EXPECTED:
         return evidence
     calls = len(evidence.rows)
     count = evidence.ids.shape[1]
-    more = min(_MOST_CALLS, _MOST_DRAWS // count, int(calls * _EXPECTED / max(few, 1e-9)))
+    more = min(
+        _MOST_CALLS, _MOST_DRAWS // count, int(calls * _EXPECTED / max(few, 1e-9))
+    )
     # Where even the most calls would show nothing, none are made.
     if more <= calls or few * more / calls <= _SEEN:
         return evidence
@@ -468,19 +567,29 @@ def _positive(reading: Reading, ids: Ids) -> str | None:
     if len(columns_beside) == 1:
         return columns_beside.pop()
     best = None
-    most = 0.5  # most of the draws, or ids of something else share a few numbers with them
+    most = (
+        0.5  # most of the draws, or ids of something else share a few numbers with them
+    )
     for name, column in reading.columns.items():
         if is_key(column):
-            share = float(np.isin(ids, integers(reading.columns, name, "positive")).mean())
+            share = float(
+                np.isin(ids, integers(reading.columns, name, "positive")).mean()
+            )
             if share > most:
                 best = name
                 most = share
     return best
 
 
-def _exclusions(reader: DatasetReader, reading: Reading, positive: str | None) -> Iterator[Exclusion]:
+def _exclusions(
+    reader: DatasetReader, reading: Reading, positive: str | None
+) -> Iterator[Exclusion]:
     """Returns the pairs that draws may leave out: of the Dataset's mappings, and of a column with the positives."""
-    keys = [name for name, column in reading.columns.items() if is_key(column) and name != positive][:_MOST_KEYS]
+    keys = [
+        name
+        for name, column in reading.columns.items()
+        if is_key(column) and name != positive
+    ][:_MOST_KEYS]
     for path, value in held_by(reader.dataset):
         pairs = value
         code = f"dataset.{path}"
@@ -505,5 +614,12 @@ def _maps_ids(pairs: Mapping[Any, Any]) -> bool:
     if not pairs:
         return False
     key, items = next(iter(pairs.items()))
-    able = isinstance(items, set | frozenset | list | tuple | np.ndarray) and len(items) > 0
-    return isinstance(key, int | np.integer) and able and isinstance(next(iter(items)), int | np.integer)
+    able = (
+        isinstance(items, set | frozenset | list | tuple | np.ndarray)
+        and len(items) > 0
+    )
+    return (
+        isinstance(key, int | np.integer)
+        and able
+        and isinstance(next(iter(items)), int | np.integer)
+    )

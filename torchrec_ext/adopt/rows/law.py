@@ -21,7 +21,12 @@ from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.rows.reading import Ids
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.random import stream, uniform
-from torchrec_ext.data.negatives.samplers import PROPOSED, PopularityNegatives, RejectionNegatives, UniformNegatives
+from torchrec_ext.data.negatives.samplers import (
+    PROPOSED,
+    PopularityNegatives,
+    RejectionNegatives,
+    UniformNegatives,
+)
 
 Floats = NDArray[np.float64]
 TensorColumns: TypeAlias = Mapping[str, Tensor]  # of a Dataset, (N, ...) each, by name
@@ -50,7 +55,9 @@ class Law(ABC):
         return [(argument, name) for argument, name in names if isinstance(name, str)]
 
     @abstractmethod
-    def sampler(self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns) -> RejectionNegatives:
+    def sampler(
+        self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns
+    ) -> RejectionNegatives:
         """Returns what draws the numbers 1 to I of the catalogue ``ids`` (I,).
 
         Args:
@@ -81,7 +88,9 @@ class Uniform(Law):
         repeats = "with" if self.replace else "without"
         return f"uniform, {repeats} repeats in a row"
 
-    def sampler(self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns) -> RejectionNegatives:
+    def sampler(
+        self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns
+    ) -> RejectionNegatives:
         """See :meth:`Law.sampler`."""
         return UniformNegatives(len(ids), users, items)
 
@@ -112,14 +121,23 @@ class Popular(Law):
         """See :meth:`Law.text`."""
         return f"by popularity in '{self.counted}', (count + {self.smoothing:g}) ** {self.exponent:g}"
 
-    def sampler(self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns) -> RejectionNegatives:
+    def sampler(
+        self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns
+    ) -> RejectionNegatives:
         """See :meth:`Law.sampler`."""
         if not self.replace:
-            raise CannotAdopt("Popular(replace=False): draws by popularity repeat; use Uniform, or __getitems__")
+            raise CannotAdopt(
+                "Popular(replace=False): draws by popularity repeat; use Uniform, or __getitems__"
+            )
         numbers, there = numbers_of(ids, integers(columns, self.counted, "counted"))
         counts = np.bincount(numbers[there], minlength=len(ids) + 1)
         return PopularityNegatives(
-            len(ids), users, items, exponent=self.exponent, smoothing=self.smoothing, counts=counts
+            len(ids),
+            users,
+            items,
+            exponent=self.exponent,
+            smoothing=self.smoothing,
+            counts=counts,
         )
 
 
@@ -133,7 +151,9 @@ def integers(columns: TensorColumns, name: str, argument: str) -> Ids:
     if name not in able:
         remedy = ""
         if name.isidentifier() and name not in columns:
-            remedy = f"; if your Dataset has no attribute equal to it, set self.{name} = ..."
+            remedy = (
+                f"; if your Dataset has no attribute equal to it, set self.{name} = ..."
+            )
         raise CannotAdopt(
             f"{argument}='{name}': must be a column of one integer a row: {', '.join(able) or 'none'}{remedy}"
         )
@@ -142,7 +162,11 @@ def integers(columns: TensorColumns, name: str, argument: str) -> Ids:
 
 def is_key(column: Tensor) -> bool:
     """Says whether a column (N, ...) holds one integer a row."""
-    return column.numel() == len(column) and not column.is_floating_point() and column.dtype != torch.bool
+    return (
+        column.numel() == len(column)
+        and not column.is_floating_point()
+        and column.dtype != torch.bool
+    )
 
 
 def numbers_of(ids: Ids, values: Ids) -> tuple[Ids, NDArray[np.bool_]]:
@@ -172,7 +196,12 @@ class Exclusion(NamedTuple):
     text: str
 
 
-def excluded(law: Law, columns: TensorColumns, positive: str | None, exclusions: Sequence[Exclusion] = ()) -> Exclusion:
+def excluded(
+    law: Law,
+    columns: TensorColumns,
+    positive: str | None,
+    exclusions: Sequence[Exclusion] = (),
+) -> Exclusion:
     """Returns the excluded pairs of ``law``, one of ``exclusions`` if possible.
 
     Raises:
@@ -183,15 +212,31 @@ def excluded(law: Law, columns: TensorColumns, positive: str | None, exclusions:
         # Of no row: a key below 0 has no pairs.
         none = np.zeros(0, np.int64)
         rows = len(next(iter(columns.values())))
-        return Exclusion(np.full(rows, -1), none, none, None, None, "exclude=None", "nothing excluded")
+        return Exclusion(
+            np.full(rows, -1),
+            none,
+            none,
+            None,
+            None,
+            "exclude=None",
+            "nothing excluded",
+        )
     # Pairs of the Dataset itself were read before, under the name that the user knows.
-    same = [other for other in exclusions if other.exclude is pairs and law.by in (None, other.by)]
+    same = [
+        other
+        for other in exclusions
+        if other.exclude is pairs and law.by in (None, other.by)
+    ]
     if len(same) == 1:
         return same[0]
     if isinstance(pairs, Mapping):
         by = law.by or _holder(pairs, columns, positive)
         return of_mapping(pairs, columns, by, "the mapping")
-    if isinstance(pairs, tuple) and len(pairs) == 2 and all(isinstance(name, str) for name in pairs):
+    if (
+        isinstance(pairs, tuple)
+        and len(pairs) == 2
+        and all(isinstance(name, str) for name in pairs)
+    ):
         return of_columns(columns, *pairs)
     raise CannotAdopt(
         f"exclude is a {type(pairs).__name__}: must be two names of columns such as ('user', 'item'), a mapping such "
@@ -207,10 +252,14 @@ def of_columns(columns: TensorColumns, user: str, item: str) -> Exclusion:
         keys = np.unique(keys, return_inverse=True)[1].astype(np.int64)
     text = f"without the items that stand in '{item}' with the same '{user}'"
     items = integers(columns, item, "exclude")
-    return Exclusion(keys, keys, items, (user, item), None, f'exclude=("{user}", "{item}")', text)
+    return Exclusion(
+        keys, keys, items, (user, item), None, f'exclude=("{user}", "{item}")', text
+    )
 
 
-def of_mapping(pairs: Mapping[Any, Collection[int]], columns: TensorColumns, by: str, name: str) -> Exclusion:
+def of_mapping(
+    pairs: Mapping[Any, Collection[int]], columns: TensorColumns, by: str, name: str
+) -> Exclusion:
     """Returns the pairs of a mapping from the values of the column ``by`` to items.
 
     Raises:
@@ -219,7 +268,9 @@ def of_mapping(pairs: Mapping[Any, Collection[int]], columns: TensorColumns, by:
     users = _keys(pairs)
     try:
         lengths = np.fromiter(map(len, pairs.values()), np.int64, len(pairs))
-        items = np.fromiter(itertools.chain.from_iterable(pairs.values()), np.int64, int(lengths.sum()))
+        items = np.fromiter(
+            itertools.chain.from_iterable(pairs.values()), np.int64, int(lengths.sum())
+        )
     except (TypeError, ValueError) as error:
         raise CannotAdopt(_NO_MAPPING + f" ({error})") from None
     values = integers(columns, by, "by")
@@ -230,7 +281,9 @@ def of_mapping(pairs: Mapping[Any, Collection[int]], columns: TensorColumns, by:
         keys = np.where(there, order[numbers - 1], -1)
     text = f"without the items that {name} has for the row's '{by}'"
     of_pairs = np.arange(len(users)).repeat(lengths)
-    return Exclusion(keys, of_pairs, items, pairs, by, f'exclude={name}, by="{by}"', text)
+    return Exclusion(
+        keys, of_pairs, items, pairs, by, f'exclude={name}, by="{by}"', text
+    )
 
 
 _LOOKED_AT = 1000  # rows by which columns are told apart
@@ -244,12 +297,18 @@ def _keys(pairs: Mapping[Any, Any]) -> Ids:
         raise CannotAdopt(f"{_NO_MAPPING} ({error})") from None
 
 
-def _holder(pairs: Mapping[Any, Collection[int]], columns: TensorColumns, positive: str | None) -> str:
+def _holder(
+    pairs: Mapping[Any, Collection[int]], columns: TensorColumns, positive: str | None
+) -> str:
     """Returns the column that holds a mapping's keys: its values are keys, and the rows' positives are their items."""
     users = _keys(pairs)
     names = []
     for name, tensor in columns.items():
-        if is_key(tensor) and name != positive and np.isin(integers(columns, name, "by"), users).all():
+        if (
+            is_key(tensor)
+            and name != positive
+            and np.isin(integers(columns, name, "by"), users).all()
+        ):
             names.append(name)
     # Of several columns with such values, the one whose rows have their positives in the mapping.
     if positive is not None and len(names) > 1:
@@ -262,11 +321,15 @@ def _holder(pairs: Mapping[Any, Collection[int]], columns: TensorColumns, positi
                 names.append(name)
     if len(names) != 1:
         many = f"each of {', '.join(names)}" if names else "no column"
-        raise CannotAdopt(f"exclude is a mapping, and {many} could hold its keys: name the column, by='user'")
+        raise CannotAdopt(
+            f"exclude is a mapping, and {many} could hold its keys: name the column, by='user'"
+        )
     return names[0]
 
 
-def _hold(pairs: Mapping[Any, Collection[int]], keys: list[int], items: list[int]) -> bool:
+def _hold(
+    pairs: Mapping[Any, Collection[int]], keys: list[int], items: list[int]
+) -> bool:
     """Says whether a mapping has each of the items (C,) under its key."""
     return all(item in pairs[key] for key, item in zip(keys, items, strict=True))
 
@@ -303,7 +366,9 @@ class NegativeDraws:
         self.exclusion = excluded(law, columns, positive, exclusions)
         self.ids = _catalogue(law.items, columns, positive, self.exclusion)
         numbers, there = numbers_of(self.ids, self.exclusion.items)
-        self._sampler = law.sampler(self.ids, self.exclusion.users[there], numbers[there], columns)
+        self._sampler = law.sampler(
+            self.ids, self.exclusion.users[there], numbers[there], columns
+        )
         self._sampler.seed = seed
         self.known: KnownPairs = self._sampler.known
         # A key above those of the pairs reads the row of the users who have taken nothing, as -1 does.
@@ -324,12 +389,18 @@ class NegativeDraws:
         if self.law.replace:
             return self.ids[self._sampler.draw(keys, rows, epoch, self.count).ids - 1]
         # Draws the j-th item among the free ones left by the draws before it; every order is as likely.
-        numbers = uniform(stream(self._sampler.seed, epoch, PROPOSED), rows[:, None], np.arange(self.count))
+        numbers = uniform(
+            stream(self._sampler.seed, epoch, PROPOSED),
+            rows[:, None],
+            np.arange(self.count),
+        )
         free = self.known.free(keys)
         ranks = np.empty((len(rows), self.count), np.int64)
         for index in range(self.count):
             free_left = free - index
-            rank = np.minimum((numbers[:, index] * free_left).astype(np.int64), free_left - 1)
+            rank = np.minimum(
+                (numbers[:, index] * free_left).astype(np.int64), free_left - 1
+            )
             # From the least on: each item drawn before moves the free ones above it down by one.
             for before in np.sort(ranks[:, :index], axis=1).T:
                 rank += rank >= before
@@ -353,18 +424,31 @@ class NegativeDraws:
         sums = []
         for power in (1, 2, 3):
             weights = self.share**power
-            sums.append(weights.sum() - np.bincount(users, weights[items], size)[self.known.row_of(self.keys[rows])])
+            sums.append(
+                weights.sum()
+                - np.bincount(users, weights[items], size)[
+                    self.known.row_of(self.keys[rows])
+                ]
+            )
         return np.stack([sums[0], sums[1] / sums[0] ** 2, sums[2] / sums[0] ** 3])
 
     def chances(self, rows: Ids, bins: Ids, count: int) -> Floats:
         """Returns (C, count), the probability of each bin in ``rows`` (C,); ``bins`` (I + 1,) are those of numbers."""
-        keys, inverse = np.unique(self.known.row_of(self.keys[rows]), return_inverse=True)
+        keys, inverse = np.unique(
+            self.known.row_of(self.keys[rows]), return_inverse=True
+        )
         users, items = self.known.of(keys)
-        known_shares = np.bincount(users * count + bins[items], self.share[items], len(keys) * count)
-        free_shares = np.bincount(bins[1:], self.share[1:], count) - known_shares.reshape(len(keys), count)
+        known_shares = np.bincount(
+            users * count + bins[items], self.share[items], len(keys) * count
+        )
+        free_shares = np.bincount(
+            bins[1:], self.share[1:], count
+        ) - known_shares.reshape(len(keys), count)
         # What rounding leaves of a bin without a free item is no probability.
         free_shares = np.where(free_shares < 1e-12, 0.0, free_shares)
-        chances: Floats = (free_shares / free_shares.sum(axis=1, keepdims=True))[inverse.reshape(-1)]
+        chances: Floats = (free_shares / free_shares.sum(axis=1, keepdims=True))[
+            inverse.reshape(-1)
+        ]
         return chances
 
     def expected(self, rows: Ids, other: Exclusion) -> tuple[KnownPairs, Floats]:
@@ -381,7 +465,9 @@ class NegativeDraws:
 
     def describe(self) -> str:
         """Returns the law in words, with its items."""
-        return f"{self.law.text()}, over {describe_ids(self.ids)}, {self.exclusion.text}"
+        return (
+            f"{self.law.text()}, over {describe_ids(self.ids)}, {self.exclusion.text}"
+        )
 
 
 def describe_ids(ids: Ids) -> str:
@@ -391,7 +477,9 @@ def describe_ids(ids: Ids) -> str:
     return f"{len(ids):,} ids from {ids[0]:,} to {ids[-1]:,}"
 
 
-def _catalogue(items: Items, columns: TensorColumns, positive: str | None, pairs: Exclusion) -> Ids:
+def _catalogue(
+    items: Items, columns: TensorColumns, positive: str | None, pairs: Exclusion
+) -> Ids:
     if items is None:
         if positive is None:
             raise CannotAdopt(
@@ -402,12 +490,16 @@ def _catalogue(items: Items, columns: TensorColumns, positive: str | None, pairs
     count = items if isinstance(items, int) else len(items)
     # True is an int in Python.
     if isinstance(items, bool) or count < 1:
-        raise CannotAdopt(f"items={items}: must be a number of 1 or more, a range, ids, or the name of a column")
+        raise CannotAdopt(
+            f"items={items}: must be a number of 1 or more, a range, ids, or the name of a column"
+        )
     if isinstance(items, int):
         return np.arange(items, dtype=np.int64)
     if isinstance(items, str):
         return np.unique(integers(columns, items, "items"))
     values = np.asarray(items)
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
-        raise CannotAdopt(f"items is an array of {values.dtype} {values.shape}: must be (I,) integers")
+        raise CannotAdopt(
+            f"items is an array of {values.dtype} {values.shape}: must be (I,) integers"
+        )
     return np.unique(values).astype(np.int64)

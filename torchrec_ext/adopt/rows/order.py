@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.rows.reading import DatasetReader, seed_everything
@@ -33,8 +38,12 @@ class RowOrder:
     def __post_init__(self) -> None:
         check_positive(batch_size=self.batch_size, ranks=self.ranks)
         if not 0 <= self.rank < self.ranks:
-            raise ValueError(f"rank={self.rank}: must be 0 to ranks - 1 = {self.ranks - 1}")
-        if self.num_rows < self.ranks or (self.drop_last and self.num_rows < self.ranks * self.batch_size):
+            raise ValueError(
+                f"rank={self.rank}: must be 0 to ranks - 1 = {self.ranks - 1}"
+            )
+        if self.num_rows < self.ranks or (
+            self.drop_last and self.num_rows < self.ranks * self.batch_size
+        ):
             least = self.batch_size if self.drop_last else 1
             raise ValueError(
                 f"{self.num_rows} rows are not a batch of {least} for each of "
@@ -96,18 +105,25 @@ class LoaderOrder:
             # numpy's seed has 32 bits.
             seed_everything(seed % 2**32)
             # A sampler may draw from a generator of its own, also the one inside a BatchSampler.
-            samplers: tuple[Any, ...] = (self.sampler, getattr(self.sampler, "sampler", None))
+            samplers: tuple[Any, ...] = (
+                self.sampler,
+                getattr(self.sampler, "sampler", None),
+            )
             for sampler in samplers:
                 generator = getattr(sampler, "generator", None)
                 if isinstance(generator, torch.Generator):
                     generator.manual_seed(seed)
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
-            batches = [torch.tensor(list(rows), dtype=torch.int64) for rows in self.sampler]
+            batches = [
+                torch.tensor(list(rows), dtype=torch.int64) for rows in self.sampler
+            ]
         rows = torch.cat([torch.zeros(0, dtype=torch.int64), *batches])
         outside = rows[(rows < 0) | (rows >= self.reader.num_rows)]
         if len(outside):
-            raise CannotAdopt(f"the loader's sampler gives row {outside[0]}: must be 0 to {self.reader.num_rows - 1}")
+            raise CannotAdopt(
+                f"the loader's sampler gives row {outside[0]}: must be 0 to {self.reader.num_rows - 1}"
+            )
         # Draws are a function of the row and the epoch.
         if self.draws and len(rows) > len(set(rows.tolist())):
             raise CannotAdopt(
@@ -118,7 +134,10 @@ class LoaderOrder:
 
 
 def _epoch_seed(seed: int, epoch: int) -> int:
-    return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return int(
+        np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0]
+        >> np.uint64(1)
+    )
 
 
 def check_positive(**numbers: int | None) -> None:
@@ -128,7 +147,9 @@ def check_positive(**numbers: int | None) -> None:
             raise ValueError(f"{name}={value!r}: must be a whole number of 1 or more")
 
 
-def sampler_of(loader: DataLoader[Any], settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def sampler_of(
+    loader: DataLoader[Any], settings: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Returns a loader's sampler of batches, None where ``shuffle`` says the same, and the settings of its rows.
 
     Args:
@@ -140,13 +161,21 @@ def sampler_of(loader: DataLoader[Any], settings: dict[str, Any]) -> tuple[Any, 
     """
     for name in ("batch_size", "collate_fn", "shuffle", "drop_last"):
         if settings.pop(name, None) is not None:
-            raise CannotAdopt(f"Rows.of(loader, {name}=...): the DataLoader has its own {name}; leave this one out")
+            raise CannotAdopt(
+                f"Rows.of(loader, {name}=...): the DataLoader has its own {name}; leave this one out"
+            )
     sampler = loader.sampler
     batches = loader.batch_sampler
     size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
     # Of torch's own samplers, by the class itself: one derived from them may do anything.
-    shuffles = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size
-    if loader.batch_size is not None and (shuffles or type(sampler) is SequentialSampler):
+    shuffles = (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == size
+    )
+    if loader.batch_size is not None and (
+        shuffles or type(sampler) is SequentialSampler
+    ):
         return None, {**settings, "shuffle": shuffles, "drop_last": loader.drop_last}
     kind = type(batches if loader.batch_size is None else sampler).__name__
     try:
@@ -155,7 +184,11 @@ def sampler_of(loader: DataLoader[Any], settings: dict[str, Any]) -> tuple[Any, 
         fixed = False
     # An IterableDataset is refused for what it is, by DatasetReader.
     if not fixed and not isinstance(loader.dataset, IterableDataset):
-        raise CannotAdopt(f"Rows.of(loader): its {kind} makes batches of no fixed size; give it batch_size, __len__")
+        raise CannotAdopt(
+            f"Rows.of(loader): its {kind} makes batches of no fixed size; give it batch_size, __len__"
+        )
     if settings.get("ranks", 1) > 1:
-        raise CannotAdopt(f"Rows.of(loader, ranks=...): its {kind} does not say whose rows are whose; leave ranks out")
+        raise CannotAdopt(
+            f"Rows.of(loader, ranks=...): its {kind} does not say whose rows are whose; leave ranks out"
+        )
     return batches, settings

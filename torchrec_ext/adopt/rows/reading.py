@@ -55,7 +55,9 @@ class DatasetReader:
         try:
             self.num_rows = len(dataset)
         except (TypeError, NotImplementedError) as error:
-            raise CannotAdopt(f"{kind} has no __len__ ({error}): Rows.of needs the number of rows") from None
+            raise CannotAdopt(
+                f"{kind} has no __len__ ({error}): Rows.of needs the number of rows"
+            ) from None
         if self.num_rows < 2:
             rows = "1 row" if self.num_rows == 1 else f"{self.num_rows} rows"
             raise CannotAdopt(
@@ -84,10 +86,16 @@ class DatasetReader:
             self._spec = spec
             self._kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
             if not tensors:
-                raise CannotAdopt(f"{self.where} returns a row without a value: {value!r}")
+                raise CannotAdopt(
+                    f"{self.where} returns a row without a value: {value!r}"
+                )
         if spec != self._spec:
-            raise CannotAdopt(f"{self.where} returns rows of different structure: row {row} is {spec}. {GETITEMS}")
-        for index, (tensor, (dtype, shape)) in enumerate(zip(tensors, self._kinds, strict=True)):
+            raise CannotAdopt(
+                f"{self.where} returns rows of different structure: row {row} is {spec}. {GETITEMS}"
+            )
+        for index, (tensor, (dtype, shape)) in enumerate(
+            zip(tensors, self._kinds, strict=True)
+        ):
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise CannotAdopt(
                     f"{self.where} returns rows of different shapes: slot {index} of row {row} is "
@@ -101,10 +109,15 @@ class DatasetReader:
         before = _reads()
         for index, row in enumerate(rows):
             leaves = self.leaves(int(row))
-            slots = slots or [torch.empty((len(rows), *leaf.shape), dtype=leaf.dtype) for leaf in leaves]
+            slots = slots or [
+                torch.empty((len(rows), *leaf.shape), dtype=leaf.dtype)
+                for leaf in leaves
+            ]
             for target, leaf in zip(slots, leaves, strict=True):
                 target[index] = leaf
-        self._file_reads.append((_reads() - before - 1) / len(rows))  # one read is of the counter itself
+        self._file_reads.append(
+            (_reads() - before - 1) / len(rows)
+        )  # one read is of the counter itself
         return slots
 
     @property
@@ -120,11 +133,16 @@ class DatasetReader:
         """Returns the key of a value of a row, or its number."""
         return self.names[slot] or f"slot {slot}"
 
-    def batch(self, rows: Sequence[int], collate: Callable[[list[Any]], Any]) -> tuple[list[Tensor], Any]:
+    def batch(
+        self, rows: Sequence[int], collate: Callable[[list[Any]], Any]
+    ) -> tuple[list[Tensor], Any]:
         """Returns the values of ``rows`` slot by slot, and what ``collate`` makes of the same rows."""
         values = [self.dataset[row] for row in rows]
         slots = zip(*map(pytree.tree_leaves, values), strict=True)
-        stacked = [torch.stack([self._tensor(value, index) for value in slot]) for index, slot in enumerate(slots)]
+        stacked = [
+            torch.stack([self._tensor(value, index) for value in slot])
+            for index, slot in enumerate(slots)
+        ]
         return stacked, collate(values)
 
     def _tensor(self, value: Any, slot: int) -> Tensor:
@@ -176,7 +194,9 @@ class DatasetReader:
 
 def _flat(row: Any) -> tuple[list[Any], Any]:
     """Returns the values of a row and its structure; most rows are a plain tuple of them."""
-    if type(row) in (tuple, list) and not any(isinstance(value, _CONTAINERS) for value in row):
+    if type(row) in (tuple, list) and not any(
+        isinstance(value, _CONTAINERS) for value in row
+    ):
         return list(row), (type(row), len(row))
     return pytree.tree_flatten(row)
 
@@ -211,7 +231,9 @@ class _Opened:
     def __enter__(self) -> _Opened:
         self.names: list[str] = []
         self._thread = threading.get_ident()
-        self._functions = [(module, name, getattr(module, name)) for module, name in _OPENERS]
+        self._functions = [
+            (module, name, getattr(module, name)) for module, name in _OPENERS
+        ]
         for module, name, function in self._functions:
             setattr(module, name, self._noting(function))
         return self
@@ -223,7 +245,9 @@ class _Opened:
     def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def noting(file: Any, *rest: Any, **options: Any) -> Any:
             # What other threads open meanwhile is not the Dataset's.
-            if threading.get_ident() == self._thread and not str(file).endswith(_NOT_NOTED):
+            if threading.get_ident() == self._thread and not str(file).endswith(
+                _NOT_NOTED
+            ):
                 self.names.append(str(file))
             return function(file, *rest, **options)
 
@@ -253,18 +277,26 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields the values of an object, each with the text after the object's name."""
     if isinstance(value, Mapping | list | tuple):
         if len(value) <= _MANY:
-            items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)
+            items: Iterable[tuple[Any, Any]] = (
+                value.items() if isinstance(value, Mapping) else enumerate(value)
+            )
             for key, item in items:
                 yield f"[{key!r}]", item
     elif is_frame(value):
         for name in value.columns:
             yield f"[{name!r}]", value[name]
-    elif not isinstance(value, type | Tensor | np.ndarray) and not callable(value) and not hasattr(value, "iloc"):
+    elif (
+        not isinstance(value, type | Tensor | np.ndarray)
+        and not callable(value)
+        and not hasattr(value, "iloc")
+    ):
         for name, item in getattr(value, "__dict__", {}).items():
             yield f".{name}", item
 
 
-def held_by(value: Any, path: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+def held_by(
+    value: Any, path: str = "", depth: int = _DEPTH
+) -> Iterator[tuple[str, Any]]:
     """Yields the values of an object, up to three steps away, each with its path.
 
     It looks for columns: it follows tables of pandas and objects of any library, but no classes, methods and closures.
@@ -307,7 +339,11 @@ class _Snapshot:
         elif isinstance(value, Tensor):
             # Its version tells of a write, without a copy.
             self._arrays.append((path, value, value._version))
-        elif isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= _MOST_BYTES:
+        elif (
+            isinstance(value, np.ndarray)
+            and value.dtype != object
+            and value.nbytes <= _MOST_BYTES
+        ):
             self._arrays.append((path, value, value.copy()))
         elif not callable(value) and not is_frame(value) and hasattr(value, "__dict__"):
             self._objects.append((path, value, dict(vars(value))))
@@ -316,13 +352,21 @@ class _Snapshot:
         """Returns the names of what changed."""
         for put_back in self._generators:
             put_back()
-        return [*self._restored_objects(), *self._restored_containers(), *self._restored_arrays()]
+        return [
+            *self._restored_objects(),
+            *self._restored_containers(),
+            *self._restored_arrays(),
+        ]
 
     def _restored_objects(self) -> Iterator[str]:
         for path, value, before in self._objects:
             after = vars(value)
             # This object stands for an attribute that is not there, because None may be a value.
-            changed = [name for name in {**before, **after} if before.get(name, self) is not after.get(name, self)]
+            changed = [
+                name
+                for name in {**before, **after}
+                if before.get(name, self) is not after.get(name, self)
+            ]
             if changed:
                 after.clear()
                 after.update(before)
@@ -362,5 +406,7 @@ def _alike(value: Any, before: Any) -> bool:
     if isinstance(value, set):
         return bool(value == before)
     if isinstance(value, dict):
-        return all(map(operator.is_, value, before)) and all(map(operator.is_, value.values(), before.values()))
+        return all(map(operator.is_, value, before)) and all(
+            map(operator.is_, value.values(), before.values())
+        )
     return all(map(operator.is_, value, before))

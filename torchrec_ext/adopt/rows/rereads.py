@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, Ids, seed_everything, words
+from torchrec_ext.adopt.rows.reading import (
+    GETITEMS,
+    DatasetReader,
+    Ids,
+    seed_everything,
+    words,
+)
 
 ROUNDS = 4
 MOST_NUMBERS = 32  # of a vector that are looked at one by one
@@ -31,7 +37,9 @@ class Rereads:
         masks: (*S) numbers of each slot that are drawn.
     """
 
-    def __init__(self, reader: DatasetReader, rows: Ids, values: Sequence[Tensor]) -> None:
+    def __init__(
+        self, reader: DatasetReader, rows: Ids, values: Sequence[Tensor]
+    ) -> None:
         self._reader = reader
         self._rows = rows
         self._values = [values, *self._read(rows, range(1, ROUNDS))]
@@ -40,7 +48,10 @@ class Rereads:
         self._slots = [slot for slot, mask in enumerate(self.masks) if mask.any()]
         self._ids = []
         for slot in self._slots:
-            if not values[slot].is_floating_point() and values[slot].dtype != torch.bool:
+            if (
+                not values[slot].is_floating_point()
+                and values[slot].dtype != torch.bool
+            ):
                 self._ids.append(slot)
 
     def _read(self, rows: Ids, seeds: Iterable[int]) -> list[list[Tensor]]:
@@ -105,7 +116,9 @@ class Rereads:
 
     def _that_stay(self, changes: Sequence[Tensor]) -> NDArray[np.bool_]:
         """Returns which rows (C,) have drawn ids, and the same ones in each reading."""
-        changed = torch.cat([changes[slot].reshape(len(changes[slot]), -1) for slot in self._ids], dim=1)
+        changed = torch.cat(
+            [changes[slot].reshape(len(changes[slot]), -1) for slot in self._ids], dim=1
+        )
         return ~changed.any(dim=1).numpy()
 
     def _check_features(self) -> None:
@@ -128,7 +141,9 @@ class Rereads:
             return False
         values = values.reshape(keys.numel(), -1)
         # Each value is compared with the one that its id came with first.
-        _, first, groups = np.unique(keys.flatten().numpy(), return_index=True, return_inverse=True)
+        _, first, groups = np.unique(
+            keys.flatten().numpy(), return_index=True, return_inverse=True
+        )
         same = not differs(values, values[torch.from_numpy(first[groups])]).any()
         return same and len(groups) - len(first) >= _REPEATED
 

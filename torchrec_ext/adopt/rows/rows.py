@@ -14,7 +14,12 @@ from torchrec_ext.adopt.rows.column_search import COMPARED
 from torchrec_ext.adopt.rows.dataset import ReadDataset
 from torchrec_ext.adopt.rows.evidence import Evidence
 from torchrec_ext.adopt.rows.law import Law, NegativeDraws
-from torchrec_ext.adopt.rows.order import LoaderOrder, RowOrder, check_positive, sampler_of
+from torchrec_ext.adopt.rows.order import (
+    LoaderOrder,
+    RowOrder,
+    check_positive,
+    sampler_of,
+)
 
 Make = Callable[[dict[str, Tensor]], Any]
 
@@ -86,11 +91,17 @@ class Rows:
         for name, column in columns.items():
             lengths[name] = len(column) if column.dim() else 0
         if len(set(lengths.values())) != 1 or 0 in lengths.values():
-            raise ValueError(f"columns have {lengths} rows: must be one number of 1 or more, the same for all")
+            raise ValueError(
+                f"columns have {lengths} rows: must be one number of 1 or more, the same for all"
+            )
         self.num_rows = next(iter(lengths.values()))
-        order = RowOrder(self.num_rows, batch_size, seed, shuffle, drop_last, ranks, rank)
+        order = RowOrder(
+            self.num_rows, batch_size, seed, shuffle, drop_last, ranks, rank
+        )
         if (negatives is not None) != (draws > 0):
-            raise ValueError(f"draws={draws}, negatives={negatives}: a law and a number of draws go together")
+            raise ValueError(
+                f"draws={draws}, negatives={negatives}: a law and a number of draws go together"
+            )
         self.columns = dict(columns)
         self.batch_size = batch_size
         self._make = make
@@ -99,7 +110,9 @@ class Rows:
         self._constants: dict[str, Tensor] = {}
         self._negatives: NegativeDraws | None = None
         if negatives is not None:
-            self._negatives = NegativeDraws(negatives, self.columns, positive, draws, seed)
+            self._negatives = NegativeDraws(
+                negatives, self.columns, positive, draws, seed
+            )
         self._notes: list[str] = []
         self._dataset: ReadDataset | None = None
         self._epoch = -1
@@ -110,11 +123,23 @@ class Rows:
 
     @overload
     @classmethod
-    def of(cls, dataset: Any, batch_size: int | None, negatives: Literal["check"], **settings: Any) -> Evidence: ...
+    def of(
+        cls,
+        dataset: Any,
+        batch_size: int | None,
+        negatives: Literal["check"],
+        **settings: Any,
+    ) -> Evidence: ...
 
     @overload
     @classmethod
-    def of(cls, dataset: Any, batch_size: int | None = None, negatives: Law | None = None, **settings: Any) -> Rows: ...
+    def of(
+        cls,
+        dataset: Any,
+        batch_size: int | None = None,
+        negatives: Law | None = None,
+        **settings: Any,
+    ) -> Rows: ...
 
     @classmethod
     def of(
@@ -155,11 +180,17 @@ class Rows:
         if isinstance(dataset, DataLoader):
             loader = dataset
             call = "Rows.of(loader"
-            sampler, settings = sampler_of(loader, dict(settings, batch_size=batch_size, collate_fn=collate_fn))
-            batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+            sampler, settings = sampler_of(
+                loader, dict(settings, batch_size=batch_size, collate_fn=collate_fn)
+            )
+            batch_size = loader.batch_size or getattr(
+                loader.batch_sampler, "batch_size", None
+            )
             dataset = loader.dataset
             collate_fn = loader.collate_fn
-        check_positive(batch_size=batch_size, compared=COMPARED if compared is None else compared)
+        check_positive(
+            batch_size=batch_size, compared=COMPARED if compared is None else compared
+        )
         assert batch_size is not None
         # All ranks read the same rows, and one of them says what it finds.
         speaks = not settings.get("rank", 0)
@@ -175,10 +206,16 @@ class Rows:
         if confirmation is not None:
             rows._negatives, rows._notes = confirmation
             if speaks:
-                print("rows:", "\nrows: ".join([rows._negatives.describe(), *rows._notes]), flush=True)
+                print(
+                    "rows:",
+                    "\nrows: ".join([rows._negatives.describe(), *rows._notes]),
+                    flush=True,
+                )
         # Its sampler decides the order, seeded anew in each epoch.
         if sampler is not None:
-            rows._order = LoaderOrder(sampler, source.reader, seed, draws=rows._negatives is not None)
+            rows._order = LoaderOrder(
+                sampler, source.reader, seed, draws=rows._negatives is not None
+            )
         rows._dataset = source
         rows._constants = source.reading.constants
         rows.names = source.layout.names
@@ -194,7 +231,10 @@ class Rows:
         return {**self.columns, **self._constants}
 
     def assemble(
-        self, indices: Tensor, draws: Tensor | None = None, tensors: Mapping[str, Tensor] | None = None
+        self,
+        indices: Tensor,
+        draws: Tensor | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> tuple[Any, ...]:
         """Makes the batch of a step by torch ops alone; returns the arguments of the step.
 
@@ -203,10 +243,14 @@ class Rows:
             draws: (B, n) negatives, see :meth:`draw`.
             tensors: :attr:`tensors`, or what stands for them while a step is captured.
         """
-        batch = self._batch(indices, draws, self.tensors if tensors is None else tensors)
+        batch = self._batch(
+            indices, draws, self.tensors if tensors is None else tensors
+        )
         return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
-    def _batch(self, indices: Tensor, draws: Tensor | None, tensors: Mapping[str, Tensor]) -> Any:
+    def _batch(
+        self, indices: Tensor, draws: Tensor | None, tensors: Mapping[str, Tensor]
+    ) -> Any:
         pieces = {name: tensors[name].index_select(0, indices) for name in self.columns}
         pieces |= {name: tensors[name] for name in self._constants}
         if draws is not None:
@@ -236,7 +280,10 @@ class Rows:
         ahead = 1
         # One call of numpy draws for several steps.
         if self._negatives is not None:
-            ahead = min(max(1, _DRAWN_AHEAD // (self.batch_size * self._negatives.count)), _STEPS_AHEAD)
+            ahead = min(
+                max(1, _DRAWN_AHEAD // (self.batch_size * self._negatives.count)),
+                _STEPS_AHEAD,
+            )
         for start in range(0, len(batches), ahead):
             some = batches[start : start + ahead]
             draws_ahead = self.draw(torch.cat(some), epoch)
@@ -278,11 +325,17 @@ class Rows:
         """Describes in lines the source of each tensor of a batch, and the rows compared."""
         kind = "rows"
         if self._dataset is None:
-            lines = [f"{name}: {tuple(column.shape)}, {column.dtype}" for name, column in self.columns.items()]
+            lines = [
+                f"{name}: {tuple(column.shape)}, {column.dtype}"
+                for name, column in self.columns.items()
+            ]
         else:
             kind = f"rows of {self._dataset.reader.kind}"
             reading = self._dataset.reading
-            lines = [f"{slot.name}: {slot.describe(self._constants)}" for slot in reading.slots]
+            lines = [
+                f"{slot.name}: {slot.describe(self._constants)}"
+                for slot in reading.slots
+            ]
             lines.append(reading.seen(self.num_rows))
         if self._negatives is not None:
             lines.append(f"negatives: {self._negatives.describe()}")

@@ -45,14 +45,23 @@ class StepTimes:
             f"process, without the optimizer: {self.one_process / self.step:.2f}x at {split.rows} rows"
         ]
         for rank, each in enumerate(phases):
-            names = ", ".join(tower.path for tower in split.towers if tower.rank == rank) or "no tower"
-            lines.append(f"  rank {rank}: {names} {each['towers']:.2f} ms, its rows of the rest {each['top']:.2f} ms")
-        lines.append(f"  exchange {exchange:.2f} ms, {exchange / self.step:.0%} of a step")
+            names = (
+                ", ".join(tower.path for tower in split.towers if tower.rank == rank)
+                or "no tower"
+            )
+            lines.append(
+                f"  rank {rank}: {names} {each['towers']:.2f} ms, its rows of the rest {each['top']:.2f} ms"
+            )
+        lines.append(
+            f"  exchange {exchange:.2f} ms, {exchange / self.step:.0%} of a step"
+        )
         if len(phases) > 1:
             least = min((load for load in loads if load > 0), default=1.0)
             ratio = " : ".join(f"{load / least:.2f}" for load in loads)
             slowest = loads.index(max(loads))
-            lines.append(f"  the ranks' towers are as {ratio}: a step is as long as that of rank {slowest}")
+            lines.append(
+                f"  the ranks' towers are as {ratio}: a step is as long as that of rank {slowest}"
+            )
         computed = [tower.path for tower in split.towers if tower.computed]
         if computed:
             lines.append(
@@ -60,9 +69,13 @@ class StepTimes:
                 "the whole batch first"
             )
         if split.draws_random:
-            lines.append("  the loss draws random numbers: each rank draws its own, not those of one process")
+            lines.append(
+                "  the loss draws random numbers: each rank draws its own, not those of one process"
+            )
         if len(phases) > 1 and self.one_process < self.step:
-            lines.append("  slower than one process: the exchange costs more than the towers save; try larger batches")
+            lines.append(
+                "  slower than one process: the exchange costs more than the towers save; try larger batches"
+            )
         return "\n".join(lines)
 
 
@@ -96,14 +109,19 @@ def compare_with_one_process(local: LocalTowers, example: Sequence[Any]) -> Step
     medians = {}
     for name in phases[0]:
         medians[name] = 1e3 * statistics.median(each[name] for each in phases)
-    medians_of_steps = 1e3 * statistics.median(one_process), 1e3 * statistics.median(step)
+    medians_of_steps = (
+        1e3 * statistics.median(one_process),
+        1e3 * statistics.median(step),
+    )
     every: list[Any] = [None] * split.runtime.world_size
     dist.all_gather_object(every, (*medians_of_steps, medians))
     one_process_ms, step_ms, phases_ms = zip(*every, strict=True)
     return StepTimes(min(one_process_ms), max(step_ms), phases_ms)
 
 
-def _plain_gradients(split: TowerSplit, example: Sequence[Any]) -> dict[str, Tensor | None]:
+def _plain_gradients(
+    split: TowerSplit, example: Sequence[Any]
+) -> dict[str, Tensor | None]:
     """Returns the gradients of one process by the names of the parameters."""
     _forget(split)
     split.loss(*example)[0].backward()  # type: ignore[no-untyped-call]
@@ -132,7 +150,9 @@ def _refuse_differences(split: TowerSplit, plain: Mapping[str, Tensor | None]) -
     local = set(map(id, split.top))
     for tower in split.local:
         local.update(map(id, tower.module.parameters()))
-    greatest = max((float(_dense(each).abs().max()) for each in plain.values()), default=0.0)
+    greatest = max(
+        (float(_dense(each).abs().max()) for each in plain.values()), default=0.0
+    )
     for name, gradient in plain.items():
         parameter = parameters[name]
         if id(parameter) not in local:

@@ -23,7 +23,9 @@ from torchrec_ext.distributed.runtime import Runtime
 
 STEP = 0.0
 SETTLE = 1.0
-_SMALL = 2**18  # numbers that travel beside the outputs' gradients, to all ranks together
+_SMALL = (
+    2**18
+)  # numbers that travel beside the outputs' gradients, to all ranks together
 _NEAR = 1e-4  # of a tensor's greatest number: rounding is below
 
 Result = TypeVar("Result")
@@ -60,11 +62,15 @@ class _Record:
         assert self.next is not None
         message, arrived = self.messages[self.next]
         self.next += 1
-        for piece, before in zip(pieces, torch.split(message, [len(piece) for piece in pieces]), strict=True):
+        for piece, before in zip(
+            pieces, torch.split(message, [len(piece) for piece in pieces]), strict=True
+        ):
             # The head is bits and no number: equal, or other ranks would not have gone on.
             far = torch.nan_to_num(piece - before).abs()
             # Only the first difference is named: all that follow come of it.
-            if len(piece) and float(far.max()) > _NEAR * float(torch.nan_to_num(piece).abs().max()):
+            if len(piece) and float(far.max()) > _NEAR * float(
+                torch.nan_to_num(piece).abs().max()
+            ):
                 self.difference = self.difference or name
         return arrived
 
@@ -87,7 +93,12 @@ class OutputExchange:
     """
 
     def __init__(
-        self, runtime: Runtime, towers: Sequence[Subnetwork], top: Sequence[nn.Parameter], dtype: torch.dtype, rows: int
+        self,
+        runtime: Runtime,
+        towers: Sequence[Subnetwork],
+        top: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        rows: int,
     ) -> None:
         self._runtime = runtime
         self._towers = towers
@@ -103,7 +114,10 @@ class OutputExchange:
             self._widths[tower.rank] += tower.width
         self._width = self._widths[self._rank]
         self.grow(rows)
-        self._total_sizes = [2 + len(self._top), *(parameter.numel() for parameter in self._top)]
+        self._total_sizes = [
+            2 + len(self._top),
+            *(parameter.numel() for parameter in self._top),
+        ]
         self._total = sum(self._total_sizes)
         self.small = self._total * self._ranks <= _SMALL and self._sum_dtype == dtype
         # A small total stands in front of the outputs' gradients in their messages.
@@ -144,7 +158,9 @@ class OutputExchange:
     def weight(self, rows: int) -> float:
         """Returns the share of this rank's rows in a batch of so many."""
         # Not by shares(): a rank without rows has one there, and none here.
-        return (rows * (self._rank + 1) // self._ranks - rows * self._rank // self._ranks) / rows
+        return (
+            rows * (self._rank + 1) // self._ranks - rows * self._rank // self._ranks
+        ) / rows
 
     def fits(self, rows: int) -> bool:
         """Whether an exchange has room for a batch of so many rows."""
@@ -161,12 +177,18 @@ class OutputExchange:
     def header(self, header: OutputHeader) -> Tensor:
         """Returns the head of an exchange of outputs, in the dtype of the outputs."""
         # Its bits in place of its numbers, which 16 bits could not hold.
-        return torch.tensor(header, dtype=torch.float64).view(self.dtype).to(self._runtime.device)
+        return (
+            torch.tensor(header, dtype=torch.float64)
+            .view(self.dtype)
+            .to(self._runtime.device)
+        )
 
     @property
     def message_sizes(self) -> list[int]:
         """Numbers of an exchange of outputs that come from each rank."""
-        header = len(OutputHeader._fields) * torch.float64.itemsize // self.dtype.itemsize
+        header = (
+            len(OutputHeader._fields) * torch.float64.itemsize // self.dtype.itemsize
+        )
         return [header + self.capacity * width for width in self._widths]
 
     def blanks(self, rows: int, *, late: bool) -> list[Tensor]:
@@ -177,7 +199,9 @@ class OutputExchange:
             return [outputs, gradients]
         norm = self.zero()
         if not self.small:
-            norm = torch.zeros(1 + self._total, dtype=self._sum_dtype, device=self._runtime.device)
+            norm = torch.zeros(
+                1 + self._total, dtype=self._sum_dtype, device=self._runtime.device
+            )
         return [outputs, gradients, norm]
 
     def zero(self) -> Tensor:
@@ -190,25 +214,35 @@ class OutputExchange:
         size = self.counts(rows)[self._rank]
         leaves = []
         for tower in self._towers:
-            leaves += [self.empty(size * shape.numel()).zero_() for shape in tower.shapes]
+            leaves += [
+                self.empty(size * shape.numel()).zero_() for shape in tower.shapes
+            ]
         self.exchange_gradients(self.returning(leaves, total), rows)
         if not self.small:
             self.sum_ended(self.sum_begun(total))
 
-    def outgoing(self, header: Tensor, outputs: Sequence[Tensor], rows: int) -> list[Tensor]:
+    def outgoing(
+        self, header: Tensor, outputs: Sequence[Tensor], rows: int
+    ) -> list[Tensor]:
         """Splits the outputs (B, ...) of this rank's towers into pieces of messages; without outputs, zeros."""
         pieces = []
         for share in self.shares(rows):
             filled = (share.stop - share.start) * self._width if outputs else 0
             padding = self.empty(self.capacity * self._width - filled).zero_()
-            pieces += [header, *(output.detach()[share].reshape(-1) for output in outputs), padding]
+            pieces += [
+                header,
+                *(output.detach()[share].reshape(-1) for output in outputs),
+                padding,
+            ]
         return pieces
 
     def received(self, flat: Tensor, rows: int) -> list[Tensor]:
         """Returns the outputs of all towers for this rank's rows, (b, ...) each, as leaves that take gradients."""
         size = self.counts(rows)[self._rank]
         of_ranks = []
-        for rank, (piece, width) in enumerate(zip(torch.split(flat, self.message_sizes), self._widths, strict=True)):
+        for rank, (piece, width) in enumerate(
+            zip(torch.split(flat, self.message_sizes), self._widths, strict=True)
+        ):
             # In front stands the header, and behind the rows the room for a larger batch.
             body = piece[len(piece) - self.capacity * width :]
             of_ranks.append(iter(self._split(rank, body[: size * width], size)))
@@ -218,11 +252,21 @@ class OutputExchange:
                 leaves.append(next(of_ranks[tower.rank]).detach().requires_grad_())
         return leaves
 
-    def total(self, loss: Tensor, gradients: Sequence[Tensor | None], *, failed: bool = False) -> Tensor:
+    def total(
+        self, loss: Tensor, gradients: Sequence[Tensor | None], *, failed: bool = False
+    ) -> Tensor:
         """Returns the flat all-reduce buffer: the loss, flags, and the gradients of all outside of the towers."""
-        flags = [float(failed), *(float(gradient is not None) for gradient in gradients)]
-        pieces = [loss.detach().reshape(1), torch.tensor(flags, device=self._runtime.device)]
-        pieces += [summand.reshape(-1) for summand in zeros_for_none(gradients, self._top)]
+        flags = [
+            float(failed),
+            *(float(gradient is not None) for gradient in gradients),
+        ]
+        pieces = [
+            loss.detach().reshape(1),
+            torch.tensor(flags, device=self._runtime.device),
+        ]
+        pieces += [
+            summand.reshape(-1) for summand in zeros_for_none(gradients, self._top)
+        ]
         return torch.cat([piece.to(self._sum_dtype) for piece in pieces])
 
     def returning(self, gradients: Sequence[Tensor], total: Tensor) -> list[Tensor]:
@@ -239,20 +283,30 @@ class OutputExchange:
         """Returns the gradients (B, ...) of this rank's outputs from all ranks, and the sum of a small total."""
         by_rank = torch.split(flat, self._gradient_sizes(rows))
         shapes = self._shapes(self._rank)
-        gradients = [self.empty(rows * shape.numel()).zero_().view(rows, *shape) for shape in shapes]
+        gradients = [
+            self.empty(rows * shape.numel()).zero_().view(rows, *shape)
+            for shape in shapes
+        ]
         for share, piece in zip(self.shares(rows), by_rank, strict=True):
-            leaves = self._split(self._rank, piece[self._start :], share.stop - share.start)
+            leaves = self._split(
+                self._rank, piece[self._start :], share.stop - share.start
+            )
             for gradient, each in zip(gradients, leaves, strict=True):
                 # Added, because ranks without rows of their own read the first row, with weight 0.
                 gradient[share] += each
         if not self.small:
             return gradients, None
-        return gradients, torch.stack([piece[: self._start] for piece in by_rank]).sum(0)
+        return gradients, torch.stack([piece[: self._start] for piece in by_rank]).sum(
+            0
+        )
 
     def split_total(self, total: Tensor) -> list[Tensor]:
         """Returns the gradients of everything outside of the towers from a total."""
         pieces = torch.split(total, self._total_sizes)[1:]
-        return [piece.view_as(p).to(p.dtype) for p, piece in zip(self._top, pieces, strict=True)]
+        return [
+            piece.view_as(p).to(p.dtype)
+            for p, piece in zip(self._top, pieces, strict=True)
+        ]
 
     def numbers(self, total: Tensor) -> list[float]:
         """Returns the loss of the whole batch, how many ranks have failed, and how many have each of the gradients."""
@@ -263,7 +317,9 @@ class OutputExchange:
         pieces = torch.split(flat, self._gradient_sizes(rows))
         return torch.stack([piece[: self._total_sizes[0]] for piece in pieces]).sum(0)
 
-    def exchange_outputs(self, pieces: Sequence[Tensor], problem: Exception | None = None) -> Tensor:
+    def exchange_outputs(
+        self, pieces: Sequence[Tensor], problem: Exception | None = None
+    ) -> Tensor:
         """Sends :meth:`outgoing`, and compares what all ranks are about to do. Collective.
 
         Raises:
@@ -271,13 +327,17 @@ class OutputExchange:
         """
         self.met = True
         sizes = self.message_sizes
-        flat = self._exchange(pieces, sizes, [sizes[self._rank]] * len(sizes), "the outputs of its towers")
+        flat = self._exchange(
+            pieces, sizes, [sizes[self._rank]] * len(sizes), "the outputs of its towers"
+        )
         if self._record.next is None:
             size = len(self.header(OutputHeader()))
             headers = []
             for piece in torch.split(flat, sizes):
                 # A copy, because a view as float64 needs an aligned offset.
-                headers.append(OutputHeader(*piece[:size].clone().view(torch.float64).tolist()))
+                headers.append(
+                    OutputHeader(*piece[:size].clone().view(torch.float64).tolist())
+                )
             self.due = any(header.due for header in headers)
             _refuse_different(headers, problem, self.step)
         return flat
@@ -286,7 +346,12 @@ class OutputExchange:
         """Sends :meth:`returning`. Collective."""
         size = self.counts(rows)[self._rank]
         counts_sent = [self._start + size * width for width in self._widths]
-        return self._exchange(pieces, self._gradient_sizes(rows), counts_sent, "the gradients of the outputs")
+        return self._exchange(
+            pieces,
+            self._gradient_sizes(rows),
+            counts_sent,
+            "the gradients of the outputs",
+        )
 
     def _gradient_sizes(self, rows: int) -> list[int]:
         """Returns the numbers of an exchange of gradients that come from each rank."""
@@ -336,7 +401,9 @@ class OutputExchange:
         """Returns numbers of the outputs' dtype, not initialised, (size,)."""
         return torch.empty(size, dtype=self.dtype, device=self._runtime.device)
 
-    def _exchange(self, pieces: Sequence[Tensor], sizes: list[int], counts: list[int], name: str) -> Tensor:
+    def _exchange(
+        self, pieces: Sequence[Tensor], sizes: list[int], counts: list[int], name: str
+    ) -> Tensor:
         if self._record.next is not None:
             return self._record.answer(pieces, name)
         message = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
@@ -356,14 +423,25 @@ class OutputExchange:
     def _split(self, rank: int, flat: Tensor, rows: int) -> list[Tensor]:
         """Returns the leaves of the outputs of a rank's towers for so many rows, (rows, ...) each."""
         shapes = self._shapes(rank)
-        pieces = torch.split(flat, [rows * shape.numel() for shape in shapes]) if shapes else ()
-        return [piece.view(rows, *shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        pieces = (
+            torch.split(flat, [rows * shape.numel() for shape in shapes])
+            if shapes
+            else ()
+        )
+        return [
+            piece.view(rows, *shape)
+            for piece, shape in zip(pieces, shapes, strict=True)
+        ]
 
 
-def _refuse_different(headers: Sequence[OutputHeader], problem: Exception | None, step: int) -> None:
+def _refuse_different(
+    headers: Sequence[OutputHeader], problem: Exception | None, step: int
+) -> None:
     """Raises alike on all ranks where they are about to do different things, or some cannot."""
     if len({header.call for header in headers}) > 1:
-        names = ", ".join("settle()" if header.call == SETTLE else "a step" for header in headers)
+        names = ", ".join(
+            "settle()" if header.call == SETTLE else "a step" for header in headers
+        )
         raise CannotAdopt(
             f"step {step}: ranks came to different calls ({names}): every rank makes the same number of steps, and "
             "calls settle() after the same one"
@@ -378,7 +456,9 @@ def _refuse_different(headers: Sequence[OutputHeader], problem: Exception | None
         )
 
 
-def zeros_for_none(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor]:
+def zeros_for_none(
+    gradients: Sequence[Tensor | None], tensors: Sequence[Tensor]
+) -> list[Tensor]:
     """Returns the gradients of tensors, zeros where one has none: each has a place in a message."""
     summands = []
     for gradient, tensor in zip(gradients, tensors, strict=True):
@@ -418,4 +498,6 @@ def raise_together(problem: Exception | None, world_size: int, step: int) -> Non
         raise problem
     for rank, text in enumerate(texts):
         if text is not None:
-            raise CannotAdopt(f"step {step}: rank {rank} raised {text}; no weight was changed")
+            raise CannotAdopt(
+                f"step {step}: rank {rank} raised {text}; no weight was changed"
+            )

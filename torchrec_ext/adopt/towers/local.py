@@ -14,7 +14,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from torchrec_ext.adopt.checks import ForwardWatch
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.towers.exchange import OutputExchange, OutputHeader, zeros_for_none
+from torchrec_ext.adopt.towers.exchange import (
+    OutputExchange,
+    OutputHeader,
+    zeros_for_none,
+)
 from torchrec_ext.adopt.towers.split import TowerSplit, fingerprint
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError
 
@@ -33,7 +37,9 @@ class LocalTowers:
 
     def __init__(self, split: TowerSplit) -> None:
         self.split = split
-        self.exchange = OutputExchange(split.runtime, split.towers, split.top, split.dtype, split.rows)
+        self.exchange = OutputExchange(
+            split.runtime, split.towers, split.top, split.dtype, split.rows
+        )
         self.is_writing = False
         self.seconds: dict[str, float] = {}
         self._is_due = False
@@ -48,18 +54,24 @@ class LocalTowers:
     def header(self, batch: Sequence[Any]) -> OutputHeader:
         """Returns the head of the exchange of outputs of a batch, which must be like the example."""
         if self._has_failed:
-            raise CannotAdopt("an earlier step failed on this rank alone, and its weights are behind: start anew")
+            raise CannotAdopt(
+                "an earlier step failed on this rank alone, and its weights are behind: start anew"
+            )
         leaves, spec = tree_flatten(tuple(batch))
         rows = self.split.rows_of(leaves, spec, self.exchange.step)
         # Ranks of which some train and others evaluate have different fingerprints too.
         print_ = fingerprint(leaves) + self.split.model.training
-        return OutputHeader(rows=float(rows), fingerprint=print_, due=float(self._is_due))
+        return OutputHeader(
+            rows=float(rows), fingerprint=print_, due=float(self._is_due)
+        )
 
     def before_writing(self, loss: float) -> None:
         """Raises if the loss of the whole batch is not finite; otherwise notes that weights are written next."""
         if not math.isfinite(loss):
             step = self.exchange.step
-            raise GradientNotFiniteError(f"the loss of step {step} is {loss}; no weight was changed", step=step)
+            raise GradientNotFiniteError(
+                f"the loss of step {step} is {loss}; no weight was changed", step=step
+            )
         self.is_writing = True
 
     def fail(self) -> None:
@@ -69,16 +81,22 @@ class LocalTowers:
     def arguments(self, batch: Sequence[Any], rows: int) -> list[tuple[Any, Any]]:
         """Returns the positional and the keyword arguments of each of this rank's towers for a whole batch."""
         towers = self.split.local
-        computed = self.split.loss.read_inputs(batch, rows, [tower for tower in towers if tower.computed])
+        computed = self.split.loss.read_inputs(
+            batch, rows, [tower for tower in towers if tower.computed]
+        )
         leaves = tree_leaves(tuple(batch))
-        return [tower.arguments_of(leaves, computed.get(tower.path)) for tower in towers]
+        return [
+            tower.arguments_of(leaves, computed.get(tower.path)) for tower in towers
+        ]
 
     def share_of(self, batch: Sequence[Any], rows: int) -> tuple[Any, ...]:
         """Returns the batch of this rank's rows."""
         share = self.exchange.share(rows)
         return tree_map_only(Tensor, lambda leaf: leaf[share], tuple(batch))  # type: ignore[no-any-return]
 
-    def gradients(self, batch: Sequence[Any], watch: ForwardWatch | None = None) -> tuple[Tensor, Any]:
+    def gradients(
+        self, batch: Sequence[Any], watch: ForwardWatch | None = None
+    ) -> tuple[Tensor, Any]:
         """Gives this rank's parameters the gradients of the whole batch's loss; returns the loss, and aux. Collective.
 
         Args:
@@ -97,7 +115,9 @@ class LocalTowers:
             rows = int(header.rows)
             clock("exchange")
             with watch or nullcontext():
-                for tower, arguments in zip(self.split.local, self.arguments(batch, rows), strict=True):
+                for tower, arguments in zip(
+                    self.split.local, self.arguments(batch, rows), strict=True
+                ):
                     outputs += tower.run(arguments, rows)
             clock("towers")
         except Exception as error:
@@ -105,7 +125,9 @@ class LocalTowers:
             problem = error
             outputs = []
             header = header._replace(failed=1.0)
-        received = exchange.received(self.exchange_outputs(outputs, header, problem), rows)
+        received = exchange.received(
+            self.exchange_outputs(outputs, header, problem), rows
+        )
         clock("exchange")
         weight = exchange.weight(rows)
         loss = torch.zeros((), device=self.split.runtime.device)
@@ -134,7 +156,11 @@ class LocalTowers:
         clock("exchange")
         try:
             # An output of frozen weights has no backward.
-            pairs = [pair for pair in zip(outputs, of_outputs, strict=True) if pair[0].requires_grad]
+            pairs = [
+                pair
+                for pair in zip(outputs, of_outputs, strict=True)
+                if pair[0].requires_grad
+            ]
             if pairs:
                 tensors, gradients_of_tensors = zip(*pairs, strict=True)
                 torch.autograd.backward(tensors, gradients_of_tensors)
@@ -148,7 +174,9 @@ class LocalTowers:
         _, failed, *used = exchange.numbers(summed)
         if failed:
             exchange.raise_together(problem)
-        for parameter, ranks, gradient in zip(top, used, exchange.split_total(summed), strict=True):
+        for parameter, ranks, gradient in zip(
+            top, used, exchange.split_total(summed), strict=True
+        ):
             # One without a gradient on any rank has none in one process, which optimizers tell from zero.
             parameter.grad = gradient if ranks else None
         clock("exchange")
@@ -163,7 +191,9 @@ class LocalTowers:
                         "use the optimizer's weight_decay, or leave this tower out of towers="
                     )
 
-    def exchange_outputs(self, outputs: list[Tensor], header: OutputHeader, problem: Exception | None) -> Tensor:
+    def exchange_outputs(
+        self, outputs: list[Tensor], header: OutputHeader, problem: Exception | None
+    ) -> Tensor:
         """Sends the outputs (B, ...) of this rank's towers, and returns what has arrived. Collective.
 
         Sizes must be known to both ends of an exchange before it, so each share of rows is padded to that of the
@@ -172,9 +202,13 @@ class LocalTowers:
         exchange = self.exchange
         rows = int(header.rows)
         if not exchange.fits(rows):
-            exchange.exchange_outputs(exchange.outgoing(exchange.header(header), [], rows), problem)
+            exchange.exchange_outputs(
+                exchange.outgoing(exchange.header(header), [], rows), problem
+            )
             exchange.grow(rows)
-        return exchange.exchange_outputs(exchange.outgoing(exchange.header(header), outputs, rows), problem)
+        return exchange.exchange_outputs(
+            exchange.outgoing(exchange.header(header), outputs, rows), problem
+        )
 
 
 class _Clock:

@@ -74,13 +74,19 @@ class TowerSplit:
         inside: set[int] = set()
         for tower in self.towers:
             inside.update(map(id, tower.module.parameters()))
-        self.top = [each for each in self.moved_parameters() if id(each) not in inside and each.requires_grad]
+        self.top = [
+            each
+            for each in self.moved_parameters()
+            if id(each) not in inside and each.requires_grad
+        ]
         leaves, self._spec = tree_flatten(tuple(example))
         self.rows = batch_rows(leaves)
         self._kinds = list(map(_kind, leaves))
         # UserLoss.refuse_sums() compares the losses of two rows and two others with that of all four.
         if self.rows < 4:
-            raise CannotAdopt(f"the example has {self.rows} row(s): give a real batch, of 4 rows or more")
+            raise CannotAdopt(
+                f"the example has {self.rows} row(s): give a real batch, of 4 rows or more"
+            )
         self.draws_random = self._draws_at_random(example)
         if self.draws_random:
             # Without dropout the gradients can be compared with those of one process; nothing_moves() restores the
@@ -96,7 +102,9 @@ class TowerSplit:
         dtypes = sorted({str(output.dtype) for output in outputs})
         # One message holds the outputs of all towers of a rank.
         if len(dtypes) > 1:
-            raise CannotAdopt(f"the towers return {' and '.join(dtypes)}, which travel together: return one dtype")
+            raise CannotAdopt(
+                f"the towers return {' and '.join(dtypes)}, which travel together: return one dtype"
+            )
         self.loss.refuse_sums(leaves, self._spec, outputs, self.rows)
 
     def moved_parameters(self) -> list[Any]:
@@ -131,23 +139,40 @@ class TowerSplit:
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         facts = [("towers", str({tower.path: tower.rank for tower in self.towers}))]
         facts.append(("the number of parameters and buffers", str(len(tensors))))
-        facts += [(f"the shape of '{name}'", f"{tuple(value.shape)} {value.dtype}") for name, value in tensors.items()]
-        facts += [(f"requires_grad of '{name}'", str(value.requires_grad)) for name, value in tensors.items()]
-        facts += [(f"the values of '{name}'", _digest(value)) for name, value in tensors.items()]
+        facts += [
+            (f"the shape of '{name}'", f"{tuple(value.shape)} {value.dtype}")
+            for name, value in tensors.items()
+        ]
+        facts += [
+            (f"requires_grad of '{name}'", str(value.requires_grad))
+            for name, value in tensors.items()
+        ]
+        facts += [
+            (f"the values of '{name}'", _digest(value))
+            for name, value in tensors.items()
+        ]
         for optimizer in self.optimizers:
             counts = [len(group["params"]) for group in optimizer.param_groups]
-            facts.append(("the optimizer", f"{type(optimizer).__name__} of {counts} parameters"))
+            facts.append(
+                ("the optimizer", f"{type(optimizer).__name__} of {counts} parameters")
+            )
             for number, group in enumerate(optimizer.param_groups):
                 for setting, value in group.items():
                     if setting != "params":
-                        facts.append((f"{setting} of parameter group {number}", str(value)))
+                        facts.append(
+                            (f"{setting} of parameter group {number}", str(value))
+                        )
         values = fingerprint(tree_flatten(tuple(example))[0])
-        facts.append(("the example", f"{self.rows} rows, {self._kinds}, values {values!r}"))
+        facts.append(
+            ("the example", f"{self.rows} rows, {self._kinds}, values {values!r}")
+        )
         facts.append(("the mode", f"training={self.model.training}"))
         every: list[Any] = [None] * self.runtime.world_size
         dist.all_gather_object(every, facts)
         for rank, others in enumerate(every):
-            for first, other in itertools.zip_longest(every[0], others, fillvalue=("", "none")):
+            for first, other in itertools.zip_longest(
+                every[0], others, fillvalue=("", "none")
+            ):
                 if first != other:
                     raise CannotAdopt(
                         f"ranks 0 and {rank} differ in {first[0] or other[0]}: {first[1]} and {other[1]}; all ranks "
@@ -156,16 +181,23 @@ class TowerSplit:
                     )
 
     def _refuse_kinds(self) -> None:
-        device = next((parameter.device for parameter in self.model.parameters()), self.runtime.device)
+        device = next(
+            (parameter.device for parameter in self.model.parameters()),
+            self.runtime.device,
+        )
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            raise CannotAdopt("the model is a DistributedDataParallel, which sums all gradients: give its model.module")
+            raise CannotAdopt(
+                "the model is a DistributedDataParallel, which sums all gradients: give its model.module"
+            )
         if device.type != self.runtime.device.type:
             raise CannotAdopt(
                 f"the model is on {device}, but this rank's device is {self.runtime.device}: call "
                 "model.to(runtime.device) before the optimizer is made"
             )
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
-            raise CannotAdopt("the optimizer is LBFGS, which calls the loss several times in a step: take another")
+            raise CannotAdopt(
+                "the optimizer is LBFGS, which calls the loss several times in a step: take another"
+            )
 
     def _draws_at_random(self, example: Sequence[Any]) -> bool:
         """Runs the loss twice, and returns whether it depends on a seed; refuses what a forward changes."""
@@ -179,7 +211,9 @@ class TowerSplit:
             with torch.no_grad():
                 losses.append(float(self.loss(*example)[0]))
         if not all(map(math.isfinite, losses)):
-            raise CannotAdopt(f"the loss of the example is {losses[0]}: give a batch whose loss is finite")
+            raise CannotAdopt(
+                f"the loss of the example is {losses[0]}: give a batch whose loss is finite"
+            )
         changed = changed_attribute(state, python_attributes(self.model))
         if changed is not None:
             raise CannotAdopt(

@@ -18,8 +18,18 @@ from torchrec_ext.adopt.captures import Captures, Check, weakly
 from torchrec_ext.adopt.checks import ForwardWatch
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfStepError
 from torchrec_ext.adopt.graph import ForwardGraph, TracedCall, traced_forward
-from torchrec_ext.adopt.source import AdoptedSource, AnyBatch, CapturedUpdate, GivenBatch, GraphCall
-from torchrec_ext.adopt.towers.exchange import OutputHeader, squared_norm, zeros_for_none
+from torchrec_ext.adopt.source import (
+    AdoptedSource,
+    AnyBatch,
+    CapturedUpdate,
+    GivenBatch,
+    GraphCall,
+)
+from torchrec_ext.adopt.towers.exchange import (
+    OutputHeader,
+    squared_norm,
+    zeros_for_none,
+)
 from torchrec_ext.adopt.towers.local import LocalTowers
 from torchrec_ext.adopt.user_step import RankStep
 from torchrec_ext.capture.captured import CapturedStep, RareShapeError, StepInputs
@@ -68,7 +78,9 @@ class TowerRankStep(RankStep):
         compile_: see :func:`adopt_towers`.
     """
 
-    def __init__(self, local: LocalTowers, *, clip_norm: float, compile_: Compile) -> None:
+    def __init__(
+        self, local: LocalTowers, *, clip_norm: float, compile_: Compile
+    ) -> None:
         split = local.split
         super().__init__(split.model, split.optimizers, split.loss.function)
         self._local = local
@@ -77,7 +89,11 @@ class TowerRankStep(RankStep):
         self.clips_tables = bool(clip_norm)
         top = set(map(id, split.top))
         reason = "outside of the towers, where its gradient is summed over the ranks"
-        self.dense_tables = {name: reason for name, parameter in self.model.named_parameters() if id(parameter) in top}
+        self.dense_tables = {
+            name: reason
+            for name, parameter in self.model.named_parameters()
+            if id(parameter) in top
+        }
 
     def check(self) -> None:
         """Raises CannotCaptureError if the step has no captured form, such as towers on a GPU."""
@@ -85,7 +101,9 @@ class TowerRankStep(RankStep):
         if self.device.type != "cpu":
             raise CannotAdopt(f"towers on {self.device} have no captured form yet")
 
-    def eager(self, batch: AnyBatch, watch: ForwardWatch | None = None) -> tuple[Tensor, Any]:
+    def eager(
+        self, batch: AnyBatch, watch: ForwardWatch | None = None
+    ) -> tuple[Tensor, Any]:
         """Makes this rank's part by the user's own code. Collective."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -113,7 +131,9 @@ class TowerRankStep(RankStep):
                 gradients = of_top if id(parameter) in top else of_towers
                 gradients.append(parameter.grad)
         # Only towers differ by rank: gradients outside of them are sums over the ranks already.
-        squares = exchange.sum_of(squared_norm(of_towers, exchange)) + squared_norm(of_top, exchange)
+        squares = exchange.sum_of(squared_norm(of_towers, exchange)) + squared_norm(
+            of_top, exchange
+        )
         norm = squares.sqrt().squeeze(0)
         # As torch.nn.utils.clip_grad_norm_ does.
         factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -148,7 +168,9 @@ class TowerRankStep(RankStep):
 
     def note(self, text: str) -> None:
         """Prints a line on any rank, because ranks may differ in it."""
-        print(f"adopt_towers: rank {self._local.split.runtime.rank}: {text}", flush=True)
+        print(
+            f"adopt_towers: rank {self._local.split.runtime.rank}: {text}", flush=True
+        )
 
 
 class TowersTrace:
@@ -160,15 +182,23 @@ class TowersTrace:
         selects: whether the forward selects by masks.
     """
 
-    def __init__(self, captures: Captures, local: LocalTowers, *, selects: bool) -> None:
+    def __init__(
+        self, captures: Captures, local: LocalTowers, *, selects: bool
+    ) -> None:
         self._captures = captures
         self._local = local
         self._towers = TracedCall(_outputs_of, weakly(self._take_towers))
-        self._top = traced_forward(local.split.loss.function, weakly(self._take_top), masks=selects)
+        self._top = traced_forward(
+            local.split.loss.function, weakly(self._take_top), masks=selects
+        )
         self._tower_graphs: dict[int, tuple[ForwardGraph, Check]] = {}
         self._top_graphs: dict[int, tuple[ForwardGraph, Check, int]] = {}
-        self._received: dict[int, list[Tensor]] = {}  # stand-ins for the outputs of all towers, by the batch's rows
-        self._updates: dict[tuple[int, ...], CapturedUpdate] = {}  # by the numbers of both graphs
+        self._received: dict[
+            int, list[Tensor]
+        ] = {}  # stand-ins for the outputs of all towers, by the batch's rows
+        self._updates: dict[
+            tuple[int, ...], CapturedUpdate
+        ] = {}  # by the numbers of both graphs
 
     def __call__(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Trains on one batch; returns the loss of the whole batch, and this rank's output. Collective."""
@@ -181,7 +211,9 @@ class TowersTrace:
             raise RareShapeError("a batch of more rows than any before")
         # Dynamo guards on the same stand-ins in each step; the captured one reads what arrives in their place.
         if rows not in self._received:
-            self._received[rows] = exchange.received(exchange.blanks(rows, late=False)[0], rows)
+            self._received[rows] = exchange.received(
+                exchange.blanks(rows, late=False)[0], rows
+            )
         received = self._received[rows]
         towers = [tower.module for tower in local.split.local]
         share = local.share_of(args, rows)
@@ -193,13 +225,17 @@ class TowersTrace:
             outputs = self._captures.call_traced(self._towers, towers, arguments)
             # Dynamo orders a graph's outputs as it likes: where the towers return each blank shows which it is.
             blanks = list(map(id, self._blanks))
-            self._places = tuple(blanks.index(id(output)) for output in tree_leaves(outputs))
+            self._places = tuple(
+                blanks.index(id(output)) for output in tree_leaves(outputs)
+            )
         self._batch = GivenBatch((*share, *received))
         with local.split.loss.standing_in(received):
             _, output = self._captures.call_traced(self._top, *share)
         return self._whole_loss, output
 
-    def _take_towers(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Any]]:
+    def _take_towers(
+        self, module: GraphModule, examples: list[Tensor]
+    ) -> Callable[..., Sequence[Any]]:
         """Receives the graph of this rank's towers."""
         graph, check = self._captures.graph(module, examples, self._batch)
         self._tower_graphs[graph.number] = graph, check
@@ -210,18 +246,26 @@ class TowersTrace:
         check(tensors)
         self._tower_call = GraphCall(graph, self._batch, tensors)
         # Stand for the outputs until the step is made; Dynamo puts them where the towers return them.
-        self._blanks = [torch.empty(output.shape, dtype=output.dtype) for output in graph.outputs]
+        self._blanks = [
+            torch.empty(output.shape, dtype=output.dtype) for output in graph.outputs
+        ]
         return self._blanks
 
-    def _take_top(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Any]]:
+    def _take_top(
+        self, module: GraphModule, examples: list[Tensor]
+    ) -> Callable[..., Sequence[Any]]:
         """Receives the graph of the loss."""
         received = self._received[int(self._header.rows)]
         share = self._batch.args()[: -len(received)]
         with torch._guards.tracing(None), torch.no_grad(), torch.random.fork_rng():
             leaves, spec = tree_flatten(share)
-            self._local.split.loss.with_outputs(leaves, spec, received)  # refuses towers that are called in another way
+            self._local.split.loss.with_outputs(
+                leaves, spec, received
+            )  # refuses towers that are called in another way
         count = len(leaves)
-        graph, check = self._captures.graph(module, examples, self._batch, range(count, count + len(received)))
+        graph, check = self._captures.graph(
+            module, examples, self._batch, range(count, count + len(received))
+        )
         self._top_graphs[graph.number] = graph, check, count
         return weakly(self._call_top, graph.number)
 
@@ -245,7 +289,10 @@ class TowersTrace:
 def _pieces(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:
     """Splits tensors into pieces of the given counts, and the rest."""
     ends = [0, *itertools.accumulate(counts)]
-    return [*(tensors[start:stop] for start, stop in itertools.pairwise(ends)), tensors[ends[-1] :]]
+    return [
+        *(tensors[start:stop] for start, stop in itertools.pairwise(ends)),
+        tensors[ends[-1] :],
+    ]
 
 
 def _outputs_of(towers: Sequence[nn.Module], arguments: Sequence[Any]) -> list[Any]:
@@ -270,11 +317,16 @@ class TowersSource(AdoptedSource):
 
     whole_loss: Tensor
 
-    def __init__(self, local: LocalTowers, memory: StepMemory, clip_norm: float) -> None:
+    def __init__(
+        self, local: LocalTowers, memory: StepMemory, clip_norm: float
+    ) -> None:
         super().__init__(local.split.model, memory, clip_norm)
         self._local = local
         self._exchange = local.exchange
-        names = {id(parameter): name for name, parameter in local.split.model.named_parameters()}
+        names = {
+            id(parameter): name
+            for name, parameter in local.split.model.named_parameters()
+        }
         self._top = [names[id(parameter)] for parameter in local.split.top]
         updated = {each.name for each in memory.parameters}
         self._used = [name in updated for name in self._top]
@@ -306,7 +358,9 @@ class TowersSource(AdoptedSource):
 
         def make(resident: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
             *values, (self._head, *self._arrived) = _pieces(tensors, counts)
-            values_of_graphs = [each.make((), piece) for each, piece in zip(inputs, values, strict=True)]
+            values_of_graphs = [
+                each.make((), piece) for each, piece in zip(inputs, values, strict=True)
+            ]
             towers = values_of_graphs[0] if item.towers else None
             return towers, item.places, values_of_graphs[-1], item.first_received, rows
 
@@ -338,7 +392,9 @@ class TowersSource(AdoptedSource):
             _, outputs = super().run(tensors, towers)
         self._rows = rows
         self._outputs = [outputs[index] for index in places]
-        self._messages = [torch.cat(self._exchange.outgoing(self._head, self._outputs, rows))]
+        self._messages = [
+            torch.cat(self._exchange.outgoing(self._head, self._outputs, rows))
+        ]
         self._received = self._exchange.received(self._arrived[0], rows)
         self._weight = self._exchange.weight(rows)
         inputs_of_top = dict(top.tensors)
@@ -348,7 +404,9 @@ class TowersSource(AdoptedSource):
         loss, aux = super().run(tensors, top._replace(tensors=inputs_of_top))
         return loss, (self._messages, tree_map_only(Tensor, Tensor.detach, aux))
 
-    def gradients(self, loss: Tensor, leaves: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor | None]]:
+    def gradients(
+        self, loss: Tensor, leaves: Mapping[str, list[Tensor]]
+    ) -> dict[str, list[Tensor | None]]:
         """Returns the gradients of the whole batch's loss, by the names of the parameters."""
         names = []
         flat = []
@@ -363,7 +421,9 @@ class TowersSource(AdoptedSource):
             if name in of_top:
                 of_top[name] = grad
             elif grad is not None:
-                raise CannotAdopt(f"{module_line(self._model, name)} is read outside of its tower")
+                raise CannotAdopt(
+                    f"{module_line(self._model, name)} is read outside of its tower"
+                )
         total = self._exchange.total(loss, list(of_top.values()))
         returned = zeros_for_none(of_received, self._received)
         self._messages += [total, torch.cat(self._exchange.returning(returned, total))]
@@ -376,10 +436,14 @@ class TowersSource(AdoptedSource):
                 grads_of_outputs.append(grad)
         of_towers: Sequence[Tensor | None] = [None] * len(flat)
         if outputs and flat:
-            of_towers = torch.autograd.grad(outputs, flat, grads_of_outputs, allow_unused=True)
+            of_towers = torch.autograd.grad(
+                outputs, flat, grads_of_outputs, allow_unused=True
+            )
         if len(self.cuts) > 2:
             if self.clip_norm:
-                norm = squared_norm([grad for grad in of_towers if grad is not None], self._exchange)
+                norm = squared_norm(
+                    [grad for grad in of_towers if grad is not None], self._exchange
+                )
             else:
                 norm = self._exchange.zero()
             self._messages.append(norm)
@@ -431,7 +495,9 @@ class TowersSource(AdoptedSource):
         # The others wait for this rank's outputs or gradients; after these they make the step without it.
         if cut == 0 and not self._exchange.met:
             head = self._exchange.header(self._header._replace(failed=1.0))
-            self._exchange.exchange_outputs(self._exchange.outgoing(head, [], self._rows), error)
+            self._exchange.exchange_outputs(
+                self._exchange.outgoing(head, [], self._rows), error
+            )
         elif cut == 1:
             self._exchange.give_up(self._rows)
             self._exchange.raise_together(error)
@@ -468,15 +534,25 @@ class _InParts(StepEngine):
         super().__init__(device)
         self.source = source
 
-    def __call__(self, step: Callable[..., list[Tensor]], memory: list[Tensor], inputs: list[Tensor]) -> Run:
+    def __call__(
+        self,
+        step: Callable[..., list[Tensor]],
+        memory: list[Tensor],
+        inputs: list[Tensor],
+    ) -> Run:
         """Captures the step."""
         source = self.source
         input_count = len(memory) + len(inputs)
         graph, _ = self.trace(step, [*memory, *inputs])
         pieces, results = split_at(graph, source.cuts)
-        compiled = [self.compile(piece.graph, unaliased(piece.examples)) for piece in pieces]
+        compiled = [
+            self.compile(piece.graph, unaliased(piece.examples)) for piece in pieces
+        ]
         # Room for the inputs and for what the pieces give to one another, by its number.
-        count = 1 + max(input_count, *itertools.chain.from_iterable(piece.outputs for piece in pieces))
+        count = 1 + max(
+            input_count,
+            *itertools.chain.from_iterable(piece.outputs for piece in pieces),
+        )
         # What arrives takes the place of the last inputs, which are blank.
         first_arrived = input_count - len(source.cuts)
 

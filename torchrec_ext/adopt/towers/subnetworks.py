@@ -36,11 +36,15 @@ def python_attributes(model: nn.Module) -> dict[str, Any]:
                 continue
             # A container that grows is seen by its length: its entries are not copied.
             is_container = isinstance(value, list | dict | set)
-            attributes[f"{path}.{name}".lstrip(".")] = (value, len(value)) if is_container else value
+            attributes[f"{path}.{name}".lstrip(".")] = (
+                (value, len(value)) if is_container else value
+            )
     return attributes
 
 
-def changed_attribute(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+def changed_attribute(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> str | None:
     """Returns the path of a changed attribute, such as ``user.calls``; None if there is none."""
     for name in {**before, **after}:
         if not _same(before.get(name), after.get(name)):
@@ -49,7 +53,11 @@ def changed_attribute(before: Mapping[str, Any], after: Mapping[str, Any]) -> st
 
 
 def _same(before: Any, after: Any) -> bool:
-    if isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after):
+    if (
+        isinstance(before, tuple)
+        and isinstance(after, tuple)
+        and len(before) == len(after)
+    ):
         return all(_same(*pair) for pair in zip(before, after, strict=True))
     if isinstance(before, int | float | str | bytes) and type(before) is type(after):
         return bool(before == after)
@@ -97,7 +105,9 @@ class Subnetwork:
         """Numbers of its output for one row."""
         return sum(shape.numel() for shape in self.shapes)
 
-    def arguments_of(self, leaves: Sequence[Any], computed: Sequence[Any] | None) -> tuple[Any, Any]:
+    def arguments_of(
+        self, leaves: Sequence[Any], computed: Sequence[Any] | None
+    ) -> tuple[Any, Any]:
         """Returns the positional and the keyword arguments for a whole batch.
 
         Args:
@@ -119,7 +129,9 @@ class Subnetwork:
         positional, keywords = arguments
         output, spec = tree_flatten(self.module(*positional, **keywords))
         shapes = [leaf.shape[1:] for leaf in output]
-        if (shapes, spec) != (self.shapes, self.outputs) or any(len(leaf) != rows for leaf in output):
+        if (shapes, spec) != (self.shapes, self.outputs) or any(
+            len(leaf) != rows for leaf in output
+        ):
             raise CannotAdopt(
                 f"tower '{self.path}' returned {[tuple(leaf.shape) for leaf in output]} for {rows} rows, but "
                 f"{[('rows', *shape) for shape in self.shapes]} on the example; its outputs must keep their shapes"
@@ -127,7 +139,9 @@ class Subnetwork:
         return output
 
 
-def subnetworks(model: nn.Module, ranks: Mapping[str, int], world_size: int) -> list[Subnetwork]:
+def subnetworks(
+    model: nn.Module, ranks: Mapping[str, int], world_size: int
+) -> list[Subnetwork]:
     """Returns the modules at the given paths; refuses those that cannot run on a rank of their own.
 
     Args:
@@ -139,28 +153,45 @@ def subnetworks(model: nn.Module, ranks: Mapping[str, int], world_size: int) -> 
         CannotAdopt: a path, a rank, a hook, a tensor that modules of two ranks hold, or batch normalisation outside.
     """
     if not ranks:
-        raise CannotAdopt("towers={}: name a sub-network and its rank, as in {'user': 0, 'item': 1}")
+        raise CannotAdopt(
+            "towers={}: name a sub-network and its rank, as in {'user': 0, 'item': 1}"
+        )
     towers = []
     # A module at two paths may be named by either.
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, rank in ranks.items():
         if path not in modules or not path:
             names = ", ".join(name for name in modules if name and "." not in name)
-            raise CannotAdopt(f"towers: the model has no module '{path}'; it has {names}, and what is in them")
+            raise CannotAdopt(
+                f"towers: the model has no module '{path}'; it has {names}, and what is in them"
+            )
         if not isinstance(rank, int) or not 0 <= rank < world_size:
-            raise CannotAdopt(f"towers: '{path}' is on rank {rank!r}, but the job has ranks 0 to {world_size - 1}")
+            raise CannotAdopt(
+                f"towers: '{path}' is on rank {rank!r}, but the job has ranks 0 to {world_size - 1}"
+            )
         for outer in ranks:
             if path.startswith(f"{outer}."):
-                raise CannotAdopt(f"towers: '{path}' is within '{outer}': name one of them")
+                raise CannotAdopt(
+                    f"towers: '{path}' is within '{outer}': name one of them"
+                )
         module = modules[path]
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            raise CannotAdopt(f"tower '{path}' has hooks, which would run on every rank: put them on a module in it")
+        if (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+        ):
+            raise CannotAdopt(
+                f"tower '{path}' has hooks, which would run on every rank: put them on a module in it"
+            )
         towers.append(Subnetwork(path, module, rank))
     _refuse_shared(modules, towers)
     return towers
 
 
-def _refuse_shared(modules: Mapping[str, nn.Module], towers: Sequence[Subnetwork]) -> None:
+def _refuse_shared(
+    modules: Mapping[str, nn.Module], towers: Sequence[Subnetwork]
+) -> None:
     readers: dict[int, tuple[str, int | None]] = {}
     for path, module in modules.items():
         rank = None  # of what is outside of the towers
@@ -172,7 +203,10 @@ def _refuse_shared(modules: Mapping[str, nn.Module], towers: Sequence[Subnetwork
                 f"'{path}' is a {type(module).__name__} outside of the towers, where each rank would normalise its own "
                 "rows: move it into a tower, or take LayerNorm"
             )
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        for name, tensor in (
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ):
             full = f"{path}.{name}".lstrip(".")
             first, other = readers.setdefault(id(tensor), (full, rank))
             if other != rank:
@@ -185,17 +219,25 @@ def _refuse_shared(modules: Mapping[str, nn.Module], towers: Sequence[Subnetwork
 def outer_buffers(model: nn.Module, towers: Sequence[Subnetwork]) -> dict[str, Tensor]:
     """Returns copies of the buffers that are in no tower, by name."""
     inside = tuple(f"{tower.path}." for tower in towers)
-    return {name: value.clone() for name, value in model.named_buffers() if not name.startswith(inside)}
+    return {
+        name: value.clone()
+        for name, value in model.named_buffers()
+        if not name.startswith(inside)
+    }
 
 
 def batch_rows(leaves: Sequence[Any]) -> int:
     """Returns B, which the first dimension of every tensor of a batch must be."""
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     if first is None:
-        raise CannotAdopt("the batch has no tensor: give tensors with one row for each row of the batch")
+        raise CannotAdopt(
+            "the batch has no tensor: give tensors with one row for each row of the batch"
+        )
     rows = len(first) if first.dim() else 0
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != rows or rows == 0):
+        if isinstance(leaf, Tensor) and (
+            leaf.dim() == 0 or len(leaf) != rows or rows == 0
+        ):
             raise CannotAdopt(
                 f"leaf {index} of the batch has the shape {tuple(leaf.shape)}, the first has {rows} rows: every "
                 "tensor of a batch has one row for each row; keep others in the model, as buffers"
@@ -233,7 +275,9 @@ class UserLoss:
         towers: sub-networks of the model.
     """
 
-    def __init__(self, function: Callable[..., Any], towers: Sequence[Subnetwork]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], towers: Sequence[Subnetwork]
+    ) -> None:
         self.function = function
         self._towers = towers
         self._finished: dict[str, list[Tensor]] = {}
@@ -243,10 +287,18 @@ class UserLoss:
         """Returns the loss and aux of a batch, as the user computes them."""
         # The loss, (), and what the user's function returned beside it.
         result = self.function(*batch)
-        loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        loss, aux = (
+            result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        )
         if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-            what = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise CannotAdopt(f"the loss function returns {what}, must be the loss, (), or (loss, anything else)")
+            what = (
+                f"a tensor {tuple(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else f"a {type(loss).__name__}"
+            )
+            raise CannotAdopt(
+                f"the loss function returns {what}, must be the loss, (), or (loss, anything else)"
+            )
         return loss, aux
 
     def observe(self, leaves: Sequence[Any], spec: TreeSpec, rows: int) -> list[Tensor]:
@@ -264,16 +316,24 @@ class UserLoss:
             CannotAdopt: a tower is not called once, reads what the model computes, or returns what has no rows.
         """
         outputs: dict[str, list[Tensor]] = {}
-        numbers = {id(leaf): index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        numbers = {
+            id(leaf): index
+            for index, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor)
+        }
 
         def observed(tower: Subnetwork, run: _Forward) -> _Forward:
             def forward(*positional: Any, **keywords: Any) -> Any:
                 tower.lines.append(user_line())
                 arguments, tower.inputs = tree_flatten((positional, keywords))
-                tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+                tensors = [
+                    argument for argument in arguments if isinstance(argument, Tensor)
+                ]
                 if any(tensor.requires_grad for tensor in tensors):
                     raise _reads_computed(tower)
-                tower.arguments = [_Leaf(numbers[id(a)]) if id(a) in numbers else a for a in arguments]
+                tower.arguments = [
+                    _Leaf(numbers[id(a)]) if id(a) in numbers else a for a in arguments
+                ]
                 tower.computed = any(id(tensor) not in numbers for tensor in tensors)
                 device = tensors[0].device.type if tensors else "cpu"
                 # Towers run before the loss, and outside of its contexts.
@@ -288,34 +348,56 @@ class UserLoss:
 
             return forward
 
-        with standing({tower.module: observed(tower, tower.module.forward) for tower in self._towers}):
+        with standing(
+            {
+                tower.module: observed(tower, tower.module.forward)
+                for tower in self._towers
+            }
+        ):
             self(*tree_unflatten(leaves, spec))
         for tower in self._towers:
             _refuse_calls(tower)
             _refuse_outputs(tower, outputs[tower.path], rows)
             tower.shapes = [leaf.shape[1:] for leaf in outputs[tower.path]]
         self._refuse_dependent(leaves, spec, rows)
-        in_order = itertools.chain.from_iterable(outputs[tower.path] for tower in self._towers)
+        in_order = itertools.chain.from_iterable(
+            outputs[tower.path] for tower in self._towers
+        )
         return [leaf.detach() for leaf in in_order]
 
-    def _refuse_dependent(self, leaves: Sequence[Any], spec: TreeSpec, rows: int) -> None:
+    def _refuse_dependent(
+        self, leaves: Sequence[Any], spec: TreeSpec, rows: int
+    ) -> None:
         """Refuses a tower that reads other values if the towers before it return zeros."""
         computed = [tower for tower in self._towers if tower.computed]
         inputs = self.read_inputs(tree_unflatten(leaves, spec), rows, computed)
         for tower in computed:
-            for value, expected in zip(inputs.get(tower.path, ()), tower.arguments, strict=False):
+            for value, expected in zip(
+                inputs.get(tower.path, ()), tower.arguments, strict=False
+            ):
                 if isinstance(expected, Tensor) and not torch.equal(value, expected):
                     raise _reads_computed(tower)
             # They are of the example alone: each batch has its own, see read_inputs().
-            tower.arguments = [None if isinstance(each, Tensor) else each for each in tower.arguments]
+            tower.arguments = [
+                None if isinstance(each, Tensor) else each for each in tower.arguments
+            ]
 
     @torch.no_grad()
-    def read_inputs(self, batch: Sequence[Any], rows: int, towers: Sequence[Subnetwork]) -> dict[str, list[Any]]:
+    def read_inputs(
+        self, batch: Sequence[Any], rows: int, towers: Sequence[Subnetwork]
+    ) -> dict[str, list[Any]]:
         """Runs the user's forward up to where ``towers`` have their arguments; returns the leaves of these by path."""
         inputs: dict[str, list[Any]] = {}
         if not towers:
             return inputs
-        device = next((leaf.device for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)), None)
+        device = next(
+            (
+                leaf.device
+                for leaf in tree_flatten(batch)[0]
+                if isinstance(leaf, Tensor)
+            ),
+            None,
+        )
 
         def reading(tower: Subnetwork) -> _Forward:
             def forward(*positional: Any, **keywords: Any) -> Any:
@@ -323,7 +405,9 @@ class UserLoss:
                 if all(each.path in inputs for each in towers):
                     raise _InputsRead
                 # This tower is not asked for: what is read may not depend on it, see _refuse_dependent().
-                zeros = [torch.zeros(rows, *shape, device=device) for shape in tower.shapes]
+                zeros = [
+                    torch.zeros(rows, *shape, device=device) for shape in tower.shapes
+                ]
                 return tree_unflatten(zeros, tower.outputs)  # type: ignore[arg-type]
 
             return forward
@@ -333,7 +417,9 @@ class UserLoss:
             self.function(*batch)
         return inputs
 
-    def with_outputs(self, leaves: Sequence[Any], spec: TreeSpec, outputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
+    def with_outputs(
+        self, leaves: Sequence[Any], spec: TreeSpec, outputs: Sequence[Tensor]
+    ) -> tuple[Tensor, Any]:
         """Returns the loss and aux of some rows, from finished outputs of the towers.
 
         Args:
@@ -352,7 +438,10 @@ class UserLoss:
                 calls[tower.path] += 1
                 arguments = tree_flatten((positional, keywords))[0]
                 for argument, expected in zip(arguments, tower.arguments, strict=False):
-                    if isinstance(expected, _Leaf) and argument is not leaves[expected.index]:
+                    if (
+                        isinstance(expected, _Leaf)
+                        and argument is not leaves[expected.index]
+                    ):
                         raise CannotAdopt(
                             f"{user_line()}: tower '{tower.path}' reads another tensor than on the example, where "
                             f"it was leaf {expected.index} of the batch"
@@ -366,7 +455,9 @@ class UserLoss:
         # One that is not called, or twice, would get wrong gradients without a word.
         for path, count in calls.items():
             if count != 1:
-                raise CannotAdopt(f"tower '{path}' was called {count} times, and once on the example")
+                raise CannotAdopt(
+                    f"tower '{path}' was called {count} times, and once on the example"
+                )
         return result
 
     def standing_in(self, outputs: Sequence[Tensor]) -> AbstractContextManager[None]:
@@ -384,7 +475,10 @@ class UserLoss:
     def _by_tower(self, outputs: Sequence[Tensor]) -> dict[str, list[Tensor]]:
         """Returns the leaves of each tower's output, of those of all towers, by its path."""
         leaves = iter(outputs)
-        return {tower.path: list(itertools.islice(leaves, len(tower.shapes))) for tower in self._towers}
+        return {
+            tower.path: list(itertools.islice(leaves, len(tower.shapes)))
+            for tower in self._towers
+        }
 
     def _stand_in(self, tower: Subnetwork) -> _Forward:
         finished = self._finished
@@ -397,7 +491,13 @@ class UserLoss:
         return forward
 
     @torch.no_grad()
-    def refuse_sums(self, leaves: Sequence[Any], spec: TreeSpec, outputs: Sequence[Tensor], rows: int) -> None:
+    def refuse_sums(
+        self,
+        leaves: Sequence[Any],
+        spec: TreeSpec,
+        outputs: Sequence[Tensor],
+        rows: int,
+    ) -> None:
         """Refuses a loss that is not the mean over rows, by losses of two pieces of rows and of both together.
 
         Raises:
@@ -412,15 +512,21 @@ class UserLoss:
 
         def loss_of(index: Tensor) -> float:
             index = index.to(outputs[0].device)
-            rows_of_batch = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            loss, _ = self.with_outputs(rows_of_batch, spec, [output[index] for output in outputs])
+            rows_of_batch = [
+                leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves
+            ]
+            loss, _ = self.with_outputs(
+                rows_of_batch, spec, [output[index] for output in outputs]
+            )
             return float(loss)
 
         for first, second in splits:
             both = loss_of(torch.cat([first, second]))
             first_loss = loss_of(first)
             second_loss = loss_of(second)
-            mean = (first_loss * len(first) + second_loss * len(second)) / (len(first) + len(second))
+            mean = (first_loss * len(first) + second_loss * len(second)) / (
+                len(first) + len(second)
+            )
             allowed = 1e-5 * max(abs(both), abs(first_loss), abs(second_loss)) + 1e-7
             if abs(both - mean) > allowed:
                 many = f"{len(first)} and {len(second)} rows"
@@ -458,8 +564,17 @@ def _refuse_calls(tower: Subnetwork) -> None:
 
 def _refuse_outputs(tower: Subnetwork, leaves: Sequence[Any], rows: int) -> None:
     for leaf in leaves or [None]:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0 or len(leaf) != rows:
-            what = f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+        if (
+            not isinstance(leaf, Tensor)
+            or not leaf.is_floating_point()
+            or leaf.dim() == 0
+            or len(leaf) != rows
+        ):
+            what = (
+                f"{tuple(leaf.shape)} {leaf.dtype}"
+                if isinstance(leaf, Tensor)
+                else f"a {type(leaf).__name__}"
+            )
             raise CannotAdopt(
                 f"{tower.lines[0]}: tower '{tower.path}' returns {what}, must be a float tensor ({rows}, ...) with a "
                 "row for each row of the batch, or a tuple or dict of them"

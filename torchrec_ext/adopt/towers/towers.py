@@ -81,7 +81,10 @@ def adopt_towers(
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     with nothing_moves(model, optimizers):
-        split = together(runtime, lambda: TowerSplit(model, optimizers, loss, runtime, towers, example))
+        split = together(
+            runtime,
+            lambda: TowerSplit(model, optimizers, loss, runtime, towers, example),
+        )
         split.refuse_different_ranks(example)
         local = LocalTowers(split)
         times = compare_with_one_process(local, example)
@@ -101,7 +104,9 @@ class TowersApart:
         adopted: this rank's steps, eager or captured.
     """
 
-    def __init__(self, local: LocalTowers, adopted: AdoptedStep, times: StepTimes) -> None:
+    def __init__(
+        self, local: LocalTowers, adopted: AdoptedStep, times: StepTimes
+    ) -> None:
         self.split = local.split
         self.adopted = adopted
         self._local = local
@@ -193,7 +198,9 @@ class TowerWeights:
     def __init__(self, split: TowerSplit) -> None:
         self._split = split
         others = [tower for tower in split.towers if tower not in split.local]
-        names = " and ".join(f"{tower.path!r} (trained on rank {tower.rank})" for tower in others)
+        names = " and ".join(
+            f"{tower.path!r} (trained on rank {tower.rank})" for tower in others
+        )
         self.guard = _Guard(
             f"rank {split.runtime.rank} has old weights of {names}: call step.settle() on all ranks after the last "
             "step, before one of them evaluates or saves"
@@ -213,7 +220,9 @@ class TowerWeights:
             for tensor in (*tower.module.parameters(), *tower.module.buffers()):
                 self._broadcast(tensor.data, tower.rank)
             for optimizer in self._split.optimizers:
-                self._broadcast_state(optimizer, list(tower.module.parameters()), tower.rank)
+                self._broadcast_state(
+                    optimizer, list(tower.module.parameters()), tower.rank
+                )
         self.guard.stale = False
 
     def _broadcast(self, tensor: Tensor, rank: int) -> None:
@@ -222,7 +231,9 @@ class TowerWeights:
         if message is not tensor:
             tensor.copy_(message)
 
-    def _broadcast_state(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], rank: int) -> None:
+    def _broadcast_state(
+        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], rank: int
+    ) -> None:
         """Broadcasts the state that an optimizer has of some parameters."""
         runtime = self._split.runtime
         # First what there is: numbers themselves, and the forms of tensors.
@@ -247,11 +258,15 @@ class TowerWeights:
                     shape, dtype, device = value
                     # Adam counts its steps on the CPU, also for parameters on a GPU.
                     place = "cpu" if device == "cpu" else parameter.device
-                    optimizer.state[parameter][key] = torch.empty(shape, dtype=dtype, device=place)
+                    optimizer.state[parameter][key] = torch.empty(
+                        shape, dtype=dtype, device=place
+                    )
                 self._broadcast(optimizer.state[parameter][key], rank)
 
 
-def _adopted(local: LocalTowers, clip_norm: float, compile_: Compile, verify: int) -> AdoptedStep:
+def _adopted(
+    local: LocalTowers, clip_norm: float, compile_: Compile, verify: int
+) -> AdoptedStep:
     """Returns this rank's steps, after a check of the user's settings."""
     check_arguments(clip_norm, compile_, verify=verify)
     rank_step = TowerRankStep(local, clip_norm=float(clip_norm), compile_=compile_)
@@ -259,4 +274,6 @@ def _adopted(local: LocalTowers, clip_norm: float, compile_: Compile, verify: in
     def trace(captures: Captures, selects: bool) -> TowersTrace:
         return TowersTrace(captures, local, selects=selects)
 
-    return AdoptedStep(rank_step, trace, rows=None, compile_=compile_, verify=verify, patience=PATIENCE)
+    return AdoptedStep(
+        rank_step, trace, rows=None, compile_=compile_, verify=verify, patience=PATIENCE
+    )

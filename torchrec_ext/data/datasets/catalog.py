@@ -49,7 +49,9 @@ class Download:
     sha256: str
 
 
-def fetch(source: Download, target: Path, *, licence: str, progress: bool) -> str | None:
+def fetch(
+    source: Download, target: Path, *, licence: str, progress: bool
+) -> str | None:
     """Downloads and verifies a file; it is whole once it is at ``target``.
 
     Args:
@@ -97,7 +99,13 @@ def _copy(source: Download, target: Path, licence: str, progress: bool) -> None:
     with (
         urllib.request.urlopen(source.url, timeout=20) as stream,
         target.open("wb") as out,
-        tqdm(total=source.size, unit="B", unit_scale=True, desc=target.name, disable=not progress) as bar,
+        tqdm(
+            total=source.size,
+            unit="B",
+            unit_scale=True,
+            desc=target.name,
+            disable=not progress,
+        ) as bar,
     ):
         if progress:
             # Only now: without a connection there is nothing to license.
@@ -145,7 +153,9 @@ ML_100K_PARQUET = {
 }
 
 
-def load_dataset(name: str = "ml-100k", *, progress: bool = True, **settings: Any) -> InteractionData:
+def load_dataset(
+    name: str = "ml-100k", *, progress: bool = True, **settings: Any
+) -> InteractionData:
     """Loads a set by name; ``settings`` are those of :class:`DataConfig`, and :func:`load_config` has the steps."""
     return load_config(DataConfig(name=name, **settings), progress=progress)
 
@@ -166,7 +176,11 @@ def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData
     """
     if config.name == "ml-100k":
         try:
-            path = find_ml_100k(data_folder(config.name, config.folder), offline=config.offline, progress=progress)
+            path = find_ml_100k(
+                data_folder(config.name, config.folder),
+                offline=config.offline,
+                progress=progress,
+            )
         except DatasetUnavailable as error:
             # Added here, because preprocessing looks for the same file and has no data.name.
             raise DatasetUnavailable(f"{error}, or set data.name=planted") from None
@@ -176,7 +190,11 @@ def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData
     if config.name not in GENERATED:
         return _from_folder(config)
     generate = synthetic.planted if config.name == PLANTED else synthetic.checkerboard
-    return generate(history_length=config.history_length, seed=config.seed, **generated_sizes(config))
+    return generate(
+        history_length=config.history_length,
+        seed=config.seed,
+        **generated_sizes(config),
+    )
 
 
 def data_folder(name: str, folder: str | None) -> Path | None:
@@ -187,7 +205,10 @@ def data_folder(name: str, folder: str | None) -> Path | None:
 
 def cache_folder() -> Path:
     """Returns ``$XDG_CACHE_HOME/torchrec_ext``, or ``~/.cache/torchrec_ext``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchrec_ext"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "torchrec_ext"
+    )
 
 
 def _ml_100k(config: DataConfig, tables: Tables) -> InteractionData:
@@ -198,7 +219,12 @@ def _ml_100k(config: DataConfig, tables: Tables) -> InteractionData:
     else:
         protocol = _recbole(config, tables[0])
     tables = (protocol.ratings, *tables[1:])
-    return movielens_100k(tables, config.history_length, split=protocol.split, evaluation=protocol.evaluation)
+    return movielens_100k(
+        tables,
+        config.history_length,
+        split=protocol.split,
+        evaluation=protocol.evaluation,
+    )
 
 
 def _recbole(config: DataConfig, ratings: Chunk) -> Protocol:
@@ -219,7 +245,9 @@ def _from_folder(config: DataConfig) -> InteractionData:
     if folder is None or not is_folder_of_interactions(folder):
         recbole_files = [] if folder is None else sorted(folder.glob("*.inter"))
         if recbole_files:
-            raise DataError(f"{recbole_files[0]}: is RecBole's; write it as parquet, as in docs/from/recbole.md")
+            raise DataError(
+                f"{recbole_files[0]}: is RecBole's; write it as parquet, as in docs/from/recbole.md"
+            )
         place = folder or "data.folder, which is not set"
         if config.name not in NAMES:
             raise DataError(
@@ -244,7 +272,9 @@ def _from_folder(config: DataConfig) -> InteractionData:
     )
 
 
-def find_ml_100k(folder: Path | None, *, offline: bool = False, progress: bool = True) -> Path:
+def find_ml_100k(
+    folder: Path | None, *, offline: bool = False, progress: bool = True
+) -> Path:
     """Finds MovieLens 100K, a folder with its parquet files or the publisher's zip; downloads it if it is nowhere.
 
     Args:

@@ -88,7 +88,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_choice("data.split", self.split, get_args(Split100K))
         # Of the other sets, times or a file say which rows are held out.
-        if not self.validation and (self.name in GENERATED or (self.name == "ml-100k" and self.split != "tfrs")):
+        if not self.validation and (
+            self.name in GENERATED or (self.name == "ml-100k" and self.split != "tfrs")
+        ):
             raise ValueError(
                 f"data.validation=False: {self.name} split by {self.split} always has validation rows; leave it out"
             )
@@ -142,7 +144,9 @@ class LabelledConfig:
             )
         for key in ("user_features", "item_features"):
             if getattr(self, key) and self.name == PLANTED:
-                raise ValueError(f"data.{key}: of a folder of your own; the rows of {PLANTED} have none: leave it out")
+                raise ValueError(
+                    f"data.{key}: of a folder of your own; the rows of {PLANTED} have none: leave it out"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

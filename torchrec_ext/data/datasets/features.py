@@ -51,19 +51,26 @@ TIME = "timestamp[us]"
 OF_TIMES: tuple[Feature, ...] = ("hour", "weekday")
 # Features of a column in which every time is midnight: its hour says nothing.
 OF_DATES: tuple[Feature, ...] = ("weekday", "month")
-_OTHER_DATE = re.compile(r"(\d{4}[./]\d{1,2}[./]\d{1,2}|\d{1,2}[./-]\d{1,2}[./-]\d{4})(\D.*)?")
+_OTHER_DATE = re.compile(
+    r"(\d{4}[./]\d{1,2}[./]\d{1,2}|\d{1,2}[./-]\d{1,2}[./-]\d{4})(\D.*)?"
+)
 RawColumns = Mapping[str, pa.Array]
 # By tower: the names of its columns of ids, and of those of numbers.
 TowerColumns = dict[str, tuple[Sequence[str], Sequence[str]]]
 
 
-def owned_columns(owner: str, names: Iterable[str], described: Collection[str | None]) -> list[str]:
+def owned_columns(
+    owner: str, names: Iterable[str], described: Collection[str | None]
+) -> list[str]:
     """Returns the columns of the ``owner``, user or item: those in ``described``, and all that begin with its name."""
     return [name for name in names if name in described or name.startswith(f"{owner}_")]
 
 
 def columns_by_tower(
-    order: Sequence[str], features: Sequence[str], dense: Sequence[str], owners: Mapping[str, str]
+    order: Sequence[str],
+    features: Sequence[str],
+    dense: Sequence[str],
+    owners: Mapping[str, str],
 ) -> TowerColumns:
     """Returns the columns of each tower in ``order``, without towers that have none.
 
@@ -75,8 +82,12 @@ def columns_by_tower(
     """
     towers: TowerColumns = {}
     for tower in order:
-        own_features = tuple(name for name in features if owners.get(name, "context") == tower)
-        own_dense = tuple(name for name in dense if owners.get(name, "context") == tower)
+        own_features = tuple(
+            name for name in features if owners.get(name, "context") == tower
+        )
+        own_dense = tuple(
+            name for name in dense if owners.get(name, "context") == tower
+        )
         if own_features or own_dense:
             towers[tower] = (own_features, own_dense)
     return towers
@@ -99,7 +110,9 @@ class RowContext:
         {'device': [2, 1], 'price': [-1.0, 1.0]}
     """
 
-    steps: FittedPreprocessor = field(default_factory=lambda: FittedPreprocessor.of((), {}))
+    steps: FittedPreprocessor = field(
+        default_factory=lambda: FittedPreprocessor.of((), {})
+    )
 
     @classmethod
     def of(cls, columns: Sequence[ColumnSteps]) -> RowContext:
@@ -107,10 +120,20 @@ class RowContext:
         pairs: list[tuple[Step, Any]] = []
         for column in columns:
             pairs += column.pairs
-        return cls(steps=FittedPreprocessor.of(pairs, {column.name: column.raw for column in columns}))
+        return cls(
+            steps=FittedPreprocessor.of(
+                pairs, {column.name: column.raw for column in columns}
+            )
+        )
 
     @classmethod
-    def fit(cls, rows: RawColumns, *, filled: Collection[str] = (), separator: str | None = None) -> RowContext:
+    def fit(
+        cls,
+        rows: RawColumns,
+        *,
+        filled: Collection[str] = (),
+        separator: str | None = None,
+    ) -> RowContext:
         """Fits vocabularies and scales to raw columns, as :func:`raw_column` returns them.
 
         Args:
@@ -127,12 +150,18 @@ class RowContext:
         for name, column in rows.items():
             values = column.drop_null()
             if not len(values):
-                raise DataError(f"column '{name}': all {len(column):,} values are missing; leave the column out")
+                raise DataError(
+                    f"column '{name}': all {len(column):,} values are missing; leave the column out"
+                )
             if pa.types.is_floating(values.type):
                 floats = values.to_numpy()
                 # A constant column has deviation 0, by which nothing can be divided.
                 deviation = float(floats.std()) or 1.0
-                numbers.append(number_steps(name, float(floats.mean()), deviation, filled=name in filled))
+                numbers.append(
+                    number_steps(
+                        name, float(floats.mean()), deviation, filled=name in filled
+                    )
+                )
             elif pa.types.is_timestamp(values.type):
                 times.append(_time_steps(name, values))
             else:
@@ -150,23 +179,39 @@ class RowContext:
     @cached_property
     def vocabularies(self) -> dict[str, Vocabulary]:
         """Values of each column of text or whole numbers, from row 1 on; any other value is row 0."""
-        return {step.column: state for step, state in self.steps.pairs if isinstance(step, Categorify)}
+        return {
+            step.column: state
+            for step, state in self.steps.pairs
+            if isinstance(step, Categorify)
+        }
 
     @cached_property
     def scales(self) -> dict[str, tuple[float, float]]:
         """Mean and standard deviation of each column of fractions."""
-        scaled = {step.column: state for step, state in self.steps.pairs if isinstance(step, Normalize)}
+        scaled = {
+            step.column: state
+            for step, state in self.steps.pairs
+            if isinstance(step, Normalize)
+        }
         return {name: (state["mean"], state["std"]) for name, state in scaled.items()}
 
     @cached_property
     def separators(self) -> dict[str, str]:
         """Separator of the values in each column of texts with lists."""
-        return {step.column: str(step.separator) for step in self.steps.steps if isinstance(step, Lists)}
+        return {
+            step.column: str(step.separator)
+            for step in self.steps.steps
+            if isinstance(step, Lists)
+        }
 
     @cached_property
     def times(self) -> dict[str, tuple[str, ...]]:
         """Names of the id columns made of each column of times."""
-        return {step.column: step.writes for step in self.steps.steps if isinstance(step, TimeFeatures)}
+        return {
+            step.column: step.writes
+            for step in self.steps.steps
+            if isinstance(step, TimeFeatures)
+        }
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -192,14 +237,22 @@ class RowContext:
 
     def raw(self, rows: Chunk) -> dict[str, pa.Array]:
         """Maps ids and numbers back to raw values, as in a file or a request; null for the unknown."""
-        values = {name: self._words(name, rows[name]) for name in self.vocabularies if name in rows}
+        values = {
+            name: self._words(name, rows[name])
+            for name in self.vocabularies
+            if name in rows
+        }
         for name, (mean, deviation) in self.scales.items():
             if name in rows:
-                values[name] = pa.array(rows[name].values.astype(np.float64) * deviation + mean)
+                values[name] = pa.array(
+                    rows[name].values.astype(np.float64) * deviation + mean
+                )
         for name in self.times:
             if name in rows:
                 moments = rows[name].values
-                values[name] = pa.array(moments, mask=moments == MISSING_TIME).cast(pa.timestamp("us", "UTC"))
+                values[name] = pa.array(moments, mask=moments == MISSING_TIME).cast(
+                    pa.timestamp("us", "UTC")
+                )
         return values
 
     def raw_type(self, name: str) -> str:
@@ -222,18 +275,24 @@ class RowContext:
 
     def steps_of(self, name: str) -> list[tuple[Step, Any]]:
         """Returns the steps on a raw column, with their states."""
-        return [(step, state) for step, state in self.steps.pairs if step.reads == (name,)]
+        return [
+            (step, state) for step, state in self.steps.pairs if step.reads == (name,)
+        ]
 
     def joined(self, other: RowContext) -> RowContext:
         """Returns one mapping of both mappings' columns, which must differ."""
         pairs = [*self.steps.pairs, *other.steps.pairs]
-        return RowContext(steps=FittedPreprocessor.of(pairs, {**self.steps.raw, **other.steps.raw}))
+        return RowContext(
+            steps=FittedPreprocessor.of(pairs, {**self.steps.raw, **other.steps.raw})
+        )
 
     def _words(self, name: str, column: Column) -> pa.Array:
         ids = column.values
         words = self.vocabularies[name].values.take(pa.array(ids - 1, mask=ids == 0))
         if name in self.separators:
-            lists = pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), words.fill_null(_UNKNOWN))
+            lists = pa.ListArray.from_arrays(
+                pa.array(column.offsets, pa.int32()), words.fill_null(_UNKNOWN)
+            )
             return pc.binary_join(lists, self.separators[name])
         if self.raw_type(name) == "bool":
             # Its vocabulary holds 0 and 1.
@@ -254,12 +313,18 @@ def id_steps(name: str, words: Vocabulary, separator: str | None = None) -> Colu
     pairs: list[tuple[Step, Any]] = [(Categorify(column=name), words)]
     if separator is None:
         return ColumnSteps(name, str(words.values.type), pairs)
-    return ColumnSteps(name, "string", [(Lists(column=name, separator=separator), {}), *pairs])
+    return ColumnSteps(
+        name, "string", [(Lists(column=name, separator=separator), {}), *pairs]
+    )
 
 
-def number_steps(name: str, mean: float, deviation: float, *, filled: bool = False) -> ColumnSteps:
+def number_steps(
+    name: str, mean: float, deviation: float, *, filled: bool = False
+) -> ColumnSteps:
     """Returns the steps from fractions to numbers of mean 0 and deviation 1; ``filled`` puts the mean for null."""
-    pairs: list[tuple[Step, Any]] = [(Normalize(column=name), {"mean": mean, "std": deviation})]
+    pairs: list[tuple[Step, Any]] = [
+        (Normalize(column=name), {"mean": mean, "std": deviation})
+    ]
     if filled:
         pairs.insert(0, (FillMissing(column=name, statistic="mean"), {"value": mean}))
     return ColumnSteps(name, "float64", pairs)
@@ -272,26 +337,41 @@ def _time_steps(name: str, values: pa.Array) -> ColumnSteps:
     features = OF_DATES if is_midnight.all() else OF_TIMES
     starts, offsets = offsets_of("UTC")
     state = {"starts": list(starts), "offsets": list(offsets)}
-    return ColumnSteps(name, TIME, [(TimeFeatures(column=name, features=features), state)])
+    return ColumnSteps(
+        name, TIME, [(TimeFeatures(column=name, features=features), state)]
+    )
 
 
-def _id_steps_of_values(name: str, values: pa.Array, separator: str | None) -> ColumnSteps:
+def _id_steps_of_values(
+    name: str, values: pa.Array, separator: str | None
+) -> ColumnSteps:
     """Returns the steps from text or whole numbers to ids from 1 on, in the order of the values."""
     if pa.types.is_boolean(values.type):
-        return id_steps(name, _vocabulary_with_counts(values.cast(pa.int64())))._replace(raw="bool")
-    has_lists = separator and pa.types.is_string(values.type) and pc.any(pc.match_substring(values, separator)).as_py()
+        return id_steps(
+            name, _vocabulary_with_counts(values.cast(pa.int64()))
+        )._replace(raw="bool")
+    has_lists = (
+        separator
+        and pa.types.is_string(values.type)
+        and pc.any(pc.match_substring(values, separator)).as_py()
+    )
     if not has_lists:
         return id_steps(name, _vocabulary_with_counts(values))
     words = pc.list_flatten(pc.split_pattern(values, separator))
     # Two separators in a row, and an empty text, hold no value.
-    return id_steps(name, _vocabulary_with_counts(words.filter(pc.not_equal(words, ""))), separator)
+    return id_steps(
+        name, _vocabulary_with_counts(words.filter(pc.not_equal(words, ""))), separator
+    )
 
 
 def _vocabulary_with_counts(values: pa.Array) -> Vocabulary:
     """Returns the distinct values, in sorted order, with the number of rows of each."""
     value_counts = pc.value_counts(values)
     order = pc.sort_indices(value_counts.field("values"))
-    return Vocabulary(value_counts.field("values").take(order), value_counts.field("counts").take(order))
+    return Vocabulary(
+        value_counts.field("values").take(order),
+        value_counts.field("counts").take(order),
+    )
 
 
 def raw_column(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -320,9 +400,19 @@ def raw_column(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.
     first = ""
     if pa.types.is_string(kind):
         first = next((text for text in column[:_PROBE_ROWS].to_pylist() if text), "")
-    if is_iso(first) or _OTHER_DATE.fullmatch(first) or pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+    if (
+        is_iso(first)
+        or _OTHER_DATE.fullmatch(first)
+        or pa.types.is_date(kind)
+        or pa.types.is_timestamp(kind)
+    ):
         return times_in(path, name, column)
-    if pa.types.is_string(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind) or is_list_type(kind):
+    if (
+        pa.types.is_string(kind)
+        or pa.types.is_boolean(kind)
+        or pa.types.is_null(kind)
+        or is_list_type(kind)
+    ):
         return column
     raise DataError(
         f"{path}: column '{name}' is {kind}; must be text, whole numbers, fractions or dates: convert it where it is "
@@ -355,7 +445,9 @@ def refuse_lists(path: Path, name: str, column: pa.Array) -> None:
         DataError: the column holds lists.
     """
     if is_list_type(column.type):
-        raise DataError(f"{path}: column '{name}' holds lists, must hold one value per row; write a row for each event")
+        raise DataError(
+            f"{path}: column '{name}' holds lists, must hold one value per row; write a row for each event"
+        )
 
 
 def times_in(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -366,7 +458,11 @@ def times_in(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Ar
     """
     column = _plain_text(column)
     kind = column.type
-    if not (pa.types.is_string(kind) or pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
+    if not (
+        pa.types.is_string(kind)
+        or pa.types.is_date(kind)
+        or pa.types.is_timestamp(kind)
+    ):
         raise DataError(
             f"{path}: column '{name}' is {kind}; times must be whole numbers, timestamps, dates or text in ISO 8601; "
             "convert it where it is written"
@@ -400,7 +496,9 @@ def spelled(path: Path, spellings: Mapping[str, Sequence[str]]) -> dict[str, str
     for name, choices in spellings.items():
         word = next((word for word in choices if word in available), None)
         if word is None and available:
-            raise DataError(f"{path}: no column {' or '.join(choices)}; the file has {listed(available)}")
+            raise DataError(
+                f"{path}: no column {' or '.join(choices)}; the file has {listed(available)}"
+            )
         words[name] = word or choices[0]
     return words
 
@@ -413,7 +511,9 @@ def names_in(path: Path) -> list[str]:
         return []
 
 
-def read_ids(path: Path, words: Mapping[str, str], reason: str, **converters: Convert) -> dict[str, pa.Array]:
+def read_ids(
+    path: Path, words: Mapping[str, str], reason: str, **converters: Convert
+) -> dict[str, pa.Array]:
     """Reads columns of ids, and others by their converters, without a missing value.
 
     Args:
@@ -464,12 +564,16 @@ def same_types(columns: Mapping[Path, RawColumns]) -> list[dict[str, pa.Array]]:
                     f"{path}: column '{name}' is missing, {first.name} has it and {path.name} {sorted(arrays)}; write "
                     "the same columns to all files"
                 )
-            converted_columns[name] = _as_type(path, name, arrays[name], first, array.type)
+            converted_columns[name] = _as_type(
+                path, name, arrays[name], first, array.type
+            )
         aligned.append(converted_columns)
     return aligned
 
 
-def _as_type(path: Path, name: str, array: pa.Array, first: Path, expected: pa.DataType) -> pa.Array:
+def _as_type(
+    path: Path, name: str, array: pa.Array, first: Path, expected: pa.DataType
+) -> pa.Array:
     if array.type == expected:
         return array
     if pa.types.is_timestamp(expected) and pa.types.is_string(array.type):
@@ -563,7 +667,11 @@ def side_features(
         columns = [name for name in arrays if _describes(arrays[name])]
     raw = {name: arrays[name] for name in columns}
     if words is None:
-        words = RowContext.fit(raw, filled=[name for name in columns if raw[name].null_count], separator=SEPARATOR)
+        words = RowContext.fit(
+            raw,
+            filled=[name for name in columns if raw[name].null_count],
+            separator=SEPARATOR,
+        )
     # A missing time has a mark of its own, because 0 is a time, too: 1970.
     missing = dict.fromkeys(words.times, MISSING_TIME)
     feature_columns = {}
@@ -608,7 +716,10 @@ def _describes(column: pa.Array) -> bool:
         return False
     if pa.types.is_floating(column.type) or pa.types.is_timestamp(column.type):
         return True
-    return bool(pc.count_distinct(column).as_py() <= MOST_DISTINCT * (len(column) - column.null_count))
+    return bool(
+        pc.count_distinct(column).as_py()
+        <= MOST_DISTINCT * (len(column) - column.null_count)
+    )
 
 
 def _by_id(ids: Int64, column: Column, size: int, missing: int) -> Column:

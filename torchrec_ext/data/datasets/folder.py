@@ -142,7 +142,9 @@ def _owned(file: Path, rows: list[list[str]], name: str) -> Chunk:
     items: list[str] = []
     for fields in rows:
         items += fields[1:]
-    return Chunk({"user_id": Column(users), name: Column(np.array(items, dtype=np.int64))})
+    return Chunk(
+        {"user_id": Column(users), name: Column(np.array(items, dtype=np.int64))}
+    )
 
 
 # The folder that `rec.data.preprocess` writes next to the rows. Id 0 of these rows is the unknown value.
@@ -160,7 +162,11 @@ _SPELLINGS = {
 def is_folder_of_interactions(folder: Path) -> bool:
     """Says whether a folder has the files of one of the layouts."""
     pairs = all((folder / f"{part}.parquet").exists() for part in ("train", "test"))
-    return pairs or (folder / "inter.parquet").exists() or bool(ncf_files(folder) or line_files(folder))
+    return (
+        pairs
+        or (folder / "inter.parquet").exists()
+        or bool(ncf_files(folder) or line_files(folder))
+    )
 
 
 def from_folder(
@@ -212,8 +218,17 @@ def from_folder(
     ids, ratings, split = _numbered(files, pairs, split)
     users, _ = _side(files, "users", "user_id", ids.users, columns.get("users"))
     user_names = {"user_id", *users.columns}
-    items, titles = _side(files, "items", "item_id", ids.items, columns.get("items"), user_names=user_names)
-    if ambiguous := [word for word in context if word in {*users.columns, *items.columns}]:
+    items, titles = _side(
+        files,
+        "items",
+        "item_id",
+        ids.items,
+        columns.get("items"),
+        user_names=user_names,
+    )
+    if ambiguous := [
+        word for word in context if word in {*users.columns, *items.columns}
+    ]:
         raise DataError(
             f"{folder}: data.context names {ambiguous}, which users.parquet or items.parquet has too; rename one of "
             "the columns"
@@ -265,7 +280,9 @@ def _read_files(folder: Path, context: Sequence[str]) -> _Files:
             f"data.context={','.join(context)}: the text files in {folder} have users and items alone; leave it out"
         )
     if (folder / "valid.parquet").exists():
-        raise DataError(f"{folder}: valid.parquet is not read under this name; rename it to validation.parquet")
+        raise DataError(
+            f"{folder}: valid.parquet is not read under this name; rename it to validation.parquet"
+        )
     paths: dict[str, Path] = {}
     chunks: dict[str, Chunk] = {}
     columns: dict[str, Sequence[str]] = {}
@@ -305,7 +322,9 @@ def _read_files(folder: Path, context: Sequence[str]) -> _Files:
 
 
 def _without_texts(
-    folder: Path, paths: Mapping[str, Path], tables: Mapping[str, Mapping[str, pa.Array]]
+    folder: Path,
+    paths: Mapping[str, Path],
+    tables: Mapping[str, Mapping[str, pa.Array]],
 ) -> tuple[dict[str, Chunk], dict[str, pa.Array]]:
     """Replaces text ids by their index among the sorted texts; returns the texts by key, too.
 
@@ -319,8 +338,12 @@ def _without_texts(
             for name in names & table.keys():
                 ids[file] = table[name]
         if len({array.type for array in ids.values()}) > 1:
-            type_list = ", ".join(f"{array.type} in {paths[file].name}" for file, array in ids.items())
-            raise DataError(f"{folder}: the ids in '{key}' are {type_list}; write one type to all files")
+            type_list = ", ".join(
+                f"{array.type} in {paths[file].name}" for file, array in ids.items()
+            )
+            raise DataError(
+                f"{folder}: the ids in '{key}' are {type_list}; write one type to all files"
+            )
         if pa.types.is_string(next(iter(ids.values())).type):
             texts[key] = pc.unique(pa.chunked_array(list(ids.values()))).sort()
     chunks = {}
@@ -349,12 +372,20 @@ class _Interactions(NamedTuple):
     evaluation: Evaluation
 
 
-def _pairs_of(files: _Files, context: Sequence[str], *, validation: bool, seed: int) -> _Interactions:
+def _pairs_of(
+    files: _Files, context: Sequence[str], *, validation: bool, seed: int
+) -> _Interactions:
     """Returns the pairs of all parts, one part after the other."""
     if "inter" in files.tables:
         columns = _context([files.paths["inter"]], context)
-        return _Interactions(files.tables["inter"], columns, None, [TRAIN], Evaluation())
-    parts = {part: files.tables[name] for part, name in _NAMES.items() if name in files.tables}
+        return _Interactions(
+            files.tables["inter"], columns, None, [TRAIN], Evaluation()
+        )
+    parts = {
+        part: files.tables[name]
+        for part, name in _NAMES.items()
+        if name in files.tables
+    }
     # Without a file of its own, validation is taken from the rows of train.parquet.
     trained = [TRAIN] if VALIDATION in parts else [TRAIN, VALIDATION]
     columns = _context([files.paths[_NAMES[part]] for part in parts], context)
@@ -386,7 +417,9 @@ class _Ids(NamedTuple):
     outside: int
 
 
-def _split(pairs: Chunk, part: NDArray[np.int8] | None, history_length: int, seed: int) -> Split:
+def _split(
+    pairs: Chunk, part: NDArray[np.int8] | None, history_length: int, seed: int
+) -> Split:
     """Splits pairs with any ids; histories hold the index of each item among the sorted items of ``pairs``."""
     _, user = np.unique(pairs["user_id"].values, return_inverse=True)
     _, item = np.unique(pairs["item_id"].values, return_inverse=True)
@@ -395,7 +428,9 @@ def _split(pairs: Chunk, part: NDArray[np.int8] | None, history_length: int, see
     return with_profiles(user, item, part, history_length, seed)
 
 
-def _numbered(files: _Files, pairs: _Interactions, split: Split) -> tuple[_Ids, Chunk, Split]:
+def _numbered(
+    files: _Files, pairs: _Interactions, split: Split
+) -> tuple[_Ids, Chunk, Split]:
     """Replaces the ids of pairs and histories by rows; items of the parts ``trained`` make the catalogue."""
     user = pairs.rows["user_id"].values
     item = pairs.rows["item_id"].values
@@ -414,8 +449,13 @@ def _numbered(files: _Files, pairs: _Interactions, split: Split) -> tuple[_Ids, 
     in_history = rows_among(ids.items, np.unique(item))
     # A model has no row for an item outside the catalogue.
     in_history[in_history > len(catalogue)] = 0
-    split = split._replace(history=split.history.with_pool(in_history[split.history.pool]))
-    rows = {"user_id": Column(rows_among(ids.users, user)), "item_id": Column(rows_among(ids.items, item))}
+    split = split._replace(
+        history=split.history.with_pool(in_history[split.history.pool])
+    )
+    rows = {
+        "user_id": Column(rows_among(ids.users, user)),
+        "item_id": Column(rows_among(ids.items, item)),
+    }
     return ids, pairs.rows.with_columns(rows), split
 
 
@@ -436,7 +476,9 @@ def _as_text(ids: Int64, texts: pa.Array | None) -> Array:
     """Returns the ids (rows,) as in the files; if these are text, None for row 0."""
     if texts is None:
         return ids
-    words: Array = texts.take(pa.array(ids, mask=ids < 0)).to_numpy(zero_copy_only=False)
+    words: Array = texts.take(pa.array(ids, mask=ids < 0)).to_numpy(
+        zero_copy_only=False
+    )
     return words
 
 
@@ -478,7 +520,9 @@ def _context_in(path: Path, names: Sequence[str]) -> dict[str, pa.Array]:
             raise DataError(
                 f"{path}: column '{name}' holds lists; context is one value per row: name another in data.context"
             )
-        columns[name] = column.cast(pa.int64()) if pa.types.is_boolean(column.type) else column
+        columns[name] = (
+            column.cast(pa.int64()) if pa.types.is_boolean(column.type) else column
+        )
     return columns
 
 
@@ -490,7 +534,9 @@ def _read(path: Path, *names: str) -> dict[str, pa.Array]:
             nor a date.
     """
     words = spelled(path, {name: _SPELLINGS[name] for name in names})
-    return read_ids(path, words, f"a row needs {', '.join(words.values())}", timestamp=_whole_times)
+    return read_ids(
+        path, words, f"a row needs {', '.join(words.values())}", timestamp=_whole_times
+    )
 
 
 def _whole_times(path: Path, name: str, column: pa.ChunkedArray) -> pa.Array:
@@ -533,7 +579,9 @@ def _side(
     if not has_titles:
         return features, None
     titles = ["(unknown)"] * len(ids)
-    for row, title in zip(rows.tolist(), table.column("title").to_pylist(), strict=True):
+    for row, title in zip(
+        rows.tolist(), table.column("title").to_pylist(), strict=True
+    ):
         if title is not None:
             titles[row] = str(title)
     return features, titles
@@ -547,18 +595,28 @@ def _one_of_each(user: Int64, part: NDArray[np.int8], seed: int) -> Int64:
     return rows[first[count > 1]]
 
 
-def _with_candidates(data: InteractionData, ids: _Ids, negatives: Chunk, seed: int) -> InteractionData:
+def _with_candidates(
+    data: InteractionData, ids: _Ids, negatives: Chunk, seed: int
+) -> InteractionData:
     owners = rows_among(ids.users, negatives["user_id"].values)
     items = rows_among(ids.items, negatives["negative"].values)
-    candidates = {"test": candidates_by_user(data.test["user_id"].values, ids.users, owners, items)}
+    candidates = {
+        "test": candidates_by_user(
+            data.test["user_id"].values, ids.users, owners, items
+        )
+    }
     if data.validation.num_rows:
         user_pairs = data.pairs("train", "validation")
         users = data.validation["user_id"].values
-        candidates["validation"] = untaken_items(data.num_items, user_pairs, users, candidates["test"].shape[1], seed)
+        candidates["validation"] = untaken_items(
+            data.num_items, user_pairs, users, candidates["test"].shape[1], seed
+        )
     return dataclasses.replace(data, evaluation=Evaluation(candidates=candidates))
 
 
-def candidates_by_user(users: Int64, ids: Int64, owners: Int64, negatives: Int64) -> Int64:
+def candidates_by_user(
+    users: Int64, ids: Int64, owners: Int64, negatives: Int64
+) -> Int64:
     """Returns (U, N) the negatives of each user, filled up with -1.
 
     Args:

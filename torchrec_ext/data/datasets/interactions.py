@@ -37,7 +37,9 @@ class Split(NamedTuple):
     history: Column
 
 
-def leave_one_out(user: Int64, item: Int64, timestamp: Array, history_length: int) -> Split:
+def leave_one_out(
+    user: Int64, item: Int64, timestamp: Array, history_length: int
+) -> Split:
     """Splits each user's items by time: the last is for test, the one before it for validation, the rest for training.
 
     Equal times keep the order of the input. Of a pair that occurs more than once only the first is kept, so that no
@@ -69,11 +71,15 @@ def leave_one_out(user: Int64, item: Int64, timestamp: Array, history_length: in
     part[past_last - first < 3] = TRAIN
     # A history ends before the first row of the same time.
     same_time, _ = _runs(user, timestamp)
-    history = Column.from_windows(item, Windows(np.maximum(first, same_time - history_length), same_time))
+    history = Column.from_windows(
+        item, Windows(np.maximum(first, same_time - history_length), same_time)
+    )
     return Split(rows, part.astype(np.int8), history)
 
 
-def with_profiles(user: Int64, item: Int64, part: NDArray[np.int8], length: int, seed: int = 0) -> Split:
+def with_profiles(
+    user: Int64, item: Int64, part: NDArray[np.int8], length: int, seed: int = 0
+) -> Split:
     """Splits rows by given parts, for events in an unknown order.
 
     A pair that occurs more than once in a part is kept once.
@@ -95,7 +101,9 @@ def with_profiles(user: Int64, item: Int64, part: NDArray[np.int8], length: int,
     """
     # One number for each pair and part, so that np.unique compares both. A pair may be in several parts.
     pair = (user * (item.max(initial=0) + 1) + item) * 3 + part
-    shuffled = np.random.default_rng(seed).permutation(np.unique(pair, return_index=True)[1])
+    shuffled = np.random.default_rng(seed).permutation(
+        np.unique(pair, return_index=True)[1]
+    )
     rows = shuffled[np.lexsort((part[shuffled], user[shuffled]))].astype(np.int64)
     user = user[rows]
     item = item[rows]
@@ -153,10 +161,14 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if not self.at or min(self.at) < 1:
-            raise ValueError(f"at={self.at}: must be one number of places or more, each 1 or more")
+            raise ValueError(
+                f"at={self.at}: must be one number of places or more, each 1 or more"
+            )
         unknown = sorted(set(self.figures) - set(get_args(_Figure)))
         if unknown or not self.figures:
-            raise ValueError(f"figures={self.figures}: must be some of {', '.join(get_args(_Figure))}")
+            raise ValueError(
+                f"figures={self.figures}: must be some of {', '.join(get_args(_Figure))}"
+            )
 
 
 # A rating of so many stars or more says that the user liked the item.
@@ -243,7 +255,9 @@ class InteractionData:
         """The values behind each column's ids, in the order of the ids; no entry if values are the ids."""
         if self.prepared is not None:
             return dict(self.prepared.id_values)
-        values: dict[str, Any] = self.context.steps.id_values | self.sides.steps.id_values
+        values: dict[str, Any] = (
+            self.context.steps.id_values | self.sides.steps.id_values
+        )
         if self.user_ids is not None:
             values["user_id"] = self.user_ids
         if self.item_ids is not None:
@@ -253,16 +267,22 @@ class InteractionData:
     @property
     def users_by_row(self) -> Array:
         """The files' id of the user in each row, (users + 1,); [0] is no user's."""
-        return np.arange(self.vocab["user_id"]) if self.user_ids is None else self.user_ids
+        return (
+            np.arange(self.vocab["user_id"]) if self.user_ids is None else self.user_ids
+        )
 
     @property
     def items_by_row(self) -> Array:
         """The files' id of the item in each row, (rows of ``items``,); [0] is no item's."""
-        return np.arange(self.items.num_rows) if self.item_ids is None else self.item_ids
+        return (
+            np.arange(self.items.num_rows) if self.item_ids is None else self.item_ids
+        )
 
     def popularity(self) -> Int64:
         """Counts the training rows by item id, (rows of ``items``,); held-out rows are not counted."""
-        return np.bincount(self.known.items, minlength=self.items.num_rows).astype(np.int64)
+        return np.bincount(self.known.items, minlength=self.items.num_rows).astype(
+            np.int64
+        )
 
     def pairs(self, *parts: str) -> Pairs:
         """Returns the (user, item) pairs of the parts named, or of all; items outside the catalogue are left out."""
@@ -275,7 +295,9 @@ class InteractionData:
     def seen(self, users: Int64, *parts: str) -> Column:
         """Returns the items to mask for each of ``users`` (B,): a ragged column of item ids in ``parts`` (train)."""
         pairs = self.pairs(*parts) if parts else self.known
-        return Column.grouped(pairs.items, pairs.users, 1 + int(users.max(initial=0))).take(users)
+        return Column.grouped(
+            pairs.items, pairs.users, 1 + int(users.max(initial=0))
+        ).take(users)
 
 
 def from_ratings(
@@ -317,11 +339,15 @@ def from_ratings(
         _check_known(name, column, ratings[column].values, table.num_rows)
     user = ratings["user_id"].values
     item = ratings["item_id"].values
-    split = split or leave_one_out(user, item, ratings["timestamp"].values, history_length)
+    split = split or leave_one_out(
+        user, item, ratings["timestamp"].values, history_length
+    )
     fitted, context_columns = _context_of(context, split.rows[split.part == TRAIN])
     ratings = ratings.with_columns(context_columns)
     names = tuple(context_columns)
-    train, validation, test = (_part(split, part, ratings, users, names) for part in (TRAIN, VALIDATION, TEST))
+    train, validation, test = (
+        _part(split, part, ratings, users, names) for part in (TRAIN, VALIDATION, TEST)
+    )
     # Without stars, an item that was taken is an item that was liked.
     liked = split.rows[split.part != TEST]
     if "rating" in ratings:
@@ -387,7 +413,9 @@ def from_sides(
     )
 
 
-def _context_of(context: RawColumns | None, rows: Int64) -> tuple[RowContext, dict[str, Column]]:
+def _context_of(
+    context: RawColumns | None, rows: Int64
+) -> tuple[RowContext, dict[str, Column]]:
     """Fits context to the training rows ``rows``; returns the mapping, and all rows under it."""
     if not context:
         return RowContext(), {}
@@ -398,12 +426,20 @@ def _context_of(context: RawColumns | None, rows: Int64) -> tuple[RowContext, di
     return fitted, fitted.transform(context)
 
 
-def _part(split: Split, part: int, ratings: Chunk, users: Chunk, context: tuple[str, ...]) -> Chunk:
+def _part(
+    split: Split, part: int, ratings: Chunk, users: Chunk, context: tuple[str, ...]
+) -> Chunk:
     indices = np.flatnonzero(split.part == part)
     rows = split.rows[indices]
-    columns = {name: ratings[name].take(rows) for name in ("item_id", "timestamp", *context) if name in ratings}
+    columns = {
+        name: ratings[name].take(rows)
+        for name in ("item_id", "timestamp", *context)
+        if name in ratings
+    }
     described_users = users.take(ratings["user_id"].values[rows])
-    return described_users.with_columns({"history": split.history.take(indices), **columns})
+    return described_users.with_columns(
+        {"history": split.history.take(indices), **columns}
+    )
 
 
 def _check_known(name: str, column: str, ids: Int64, size: int) -> None:
@@ -424,7 +460,9 @@ def rows_among(ids: Int64, values: Int64) -> Int64:
     return np.where(ids[order][indices] == values, order[indices], -1)
 
 
-def untaken_items(num_items: int, pairs: Pairs, users: Int64, count: int, seed: int) -> Int64:
+def untaken_items(
+    num_items: int, pairs: Pairs, users: Int64, count: int, seed: int
+) -> Int64:
     """Draws items for each of ``users`` (Q,) uniformly from 1 to ``num_items``, outside of ``pairs``; (Q, ``count``).
 
     The draws are functions of the seed and of the row.
@@ -433,7 +471,9 @@ def untaken_items(num_items: int, pairs: Pairs, users: Int64, count: int, seed: 
     return sampler.draw(users, np.arange(len(users)), 0, count).ids
 
 
-def labelled_rows(data: InteractionData, part: str = "validation", *, negatives: int = 4) -> Chunk:
+def labelled_rows(
+    data: InteractionData, part: str = "validation", *, negatives: int = 4
+) -> Chunk:
     """Returns the positives of a part with negatives, and a ``label`` column: rows for AUC and log loss.
 
     Negatives are the same at every call and avoid all pairs of the set, held-out ones too. The rows are loaded with
@@ -445,7 +485,9 @@ def labelled_rows(data: InteractionData, part: str = "validation", *, negatives:
         negatives: N, the number of negatives per positive.
     """
     chunk: Chunk = getattr(data, part)
-    negative_ids = untaken_items(data.num_items, data.pairs(), chunk["user_id"].values, negatives, seed=0)
+    negative_ids = untaken_items(
+        data.num_items, data.pairs(), chunk["user_id"].values, negatives, seed=0
+    )
     labels = np.zeros((chunk.num_rows, 1 + negatives), dtype=np.float32)
     labels[:, 0] = 1.0
     ids = np.concatenate([chunk["item_id"].values[:, None], negative_ids], axis=1)

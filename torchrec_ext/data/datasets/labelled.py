@@ -125,7 +125,12 @@ class LabelledData:
         """Names of the sparse columns."""
         if self.prepared is not None:
             return tuple(self.prepared.features)
-        names = (*_NAMES.values(), *self.user_features, *self.item_features, *self.context)
+        names = (
+            *_NAMES.values(),
+            *self.user_features,
+            *self.item_features,
+            *self.context,
+        )
         return tuple(name for name in names if name in self.vocab)
 
     @property
@@ -135,7 +140,9 @@ class LabelledData:
             return dict(self.prepared.towers)
         owners = dict.fromkeys(("user_id", *self.user_features), "user")
         owners |= dict.fromkeys(("item_id", *self.item_features), "item")
-        towers = columns_by_tower(("user", "item", "context"), self.features, self.dense, owners)
+        towers = columns_by_tower(
+            ("user", "item", "context"), self.features, self.dense, owners
+        )
         return towers or {"context": ((), ())}
 
     def described(self, key: str, rows: Int64) -> Chunk:
@@ -156,7 +163,9 @@ class LabelledData:
         fillers = {**self.oov_ids, **dict.fromkeys(self.words.times, MISSING_TIME)}
         columns = {key: Column(rows)}
         for name in dict.fromkeys((*names, *self.words.sources(names))):
-            columns[name] = _fill_outside(last_rows[name], is_trained, fillers.get(name, 0))
+            columns[name] = _fill_outside(
+                last_rows[name], is_trained, fillers.get(name, 0)
+            )
         return Chunk(columns)
 
     def trained(self, name: str) -> Int64:
@@ -181,7 +190,11 @@ def load_labelled(config: LabelledConfig) -> LabelledData:
         DataError: a file or a column is missing or damaged, a label is neither 0 nor 1, or a column is of one type in
             one file and of another one in another.
     """
-    data = planted_context(seed=config.seed) if config.name == PLANTED else _from_folder(config)
+    data = (
+        planted_context(seed=config.seed)
+        if config.name == PLANTED
+        else _from_folder(config)
+    )
     return data if config.context else without_context(data)
 
 
@@ -212,14 +225,18 @@ def planted_context(*, rows: int = 60_000, seed: int = 0) -> LabelledData:
     chance = 1 / (1 + np.exp(-logits))
     label = (rng.random(rows) < chance).astype(np.float32)
     numbers = {"label": label, "weight": (1 + ids["weekday"] % 2).astype(np.float32)}
-    everything = Chunk({name: Column(values) for name, values in (ids | numbers).items()})
+    everything = Chunk(
+        {name: Column(values) for name, values in (ids | numbers).items()}
+    )
     tenth = rows // 10
     test = slice(rows - tenth, rows)
     train = everything.slice(0, rows - 2 * tenth)
     return LabelledData(
         name=PLANTED,
         train=train,
-        validation=_untrained_unknown(everything.slice(rows - 2 * tenth, rows - tenth), train, sizes),
+        validation=_untrained_unknown(
+            everything.slice(rows - 2 * tenth, rows - tenth), train, sizes
+        ),
         test=_untrained_unknown(everything.slice(rows - tenth, rows), train, sizes),
         vocab={name: size + 1 for name, size in sizes.items()},
         context=("hour", "weekday"),
@@ -237,19 +254,38 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
             f"{folder or 'any folder: set TORCHREC_EXT_DATA or data.folder'}; put files as in docs/recipes.md there, "
             "or set data.name=planted"
         )
-    raw = dict(zip(PARTS, same_types({file: _read(file) for file in files.values()}), strict=True))
+    raw = dict(
+        zip(
+            PARTS,
+            same_types({file: _read(file) for file in files.values()}),
+            strict=True,
+        )
+    )
     descriptions = _descriptions(folder, files["train"], raw["train"])
     # Before the vocabularies are fitted: what users.parquet and items.parquet say is read from there alone.
-    raw = {part: _without_described(files[part], columns, descriptions) for part, columns in raw.items()}
+    raw = {
+        part: _without_described(files[part], columns, descriptions)
+        for part, columns in raw.items()
+    }
     sizes, words = _words(raw, is_preprocessed=(folder / PREPROCESSOR).is_dir())
     chunks = {part: _numbered(columns, sizes, words) for part, columns in raw.items()}
-    sparse = [name for name in words.derived(raw["train"]) if name in sizes or name in words.vocab]
-    owned = {owner: _columns_of_owner(config, raw["train"], words, owner) for owner in _NAMES}
+    sparse = [
+        name
+        for name in words.derived(raw["train"])
+        if name in sizes or name in words.vocab
+    ]
+    owned = {
+        owner: _columns_of_owner(config, raw["train"], words, owner) for owner in _NAMES
+    }
     for key, about in descriptions.items():
         if clash := sorted(set(chunks["train"]) & set(about.features.columns)):
-            raise DataError(f"{about.path}: '{clash[0]}' is there, and is a column made of dates, too; rename a column")
+            raise DataError(
+                f"{about.path}: '{clash[0]}' is there, and is a column made of dates, too; rename a column"
+            )
         for part, rows in chunks.items():
-            chunks[part] = rows.with_columns(about.features.columns.take(about.rows_of(raw[part][key])))
+            chunks[part] = rows.with_columns(
+                about.features.columns.take(about.rows_of(raw[part][key]))
+            )
         words = words.joined(about.words)
         owned[about.name] = (*owned[about.name], *about.words.names)
         sparse += about.words.vocab
@@ -257,7 +293,10 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
     unknown = dict(sizes)
     for columns_of_times in words.times.values():
         unknown |= dict.fromkeys(columns_of_times, 0)
-    chunks = {part: _untrained_unknown(rows, chunks["train"], unknown) for part, rows in chunks.items()}
+    chunks = {
+        part: _untrained_unknown(rows, chunks["train"], unknown)
+        for part, rows in chunks.items()
+    }
     vocab = {name: size + 1 for name, size in sizes.items()} | words.vocab
     owned_names = {*_NAMES.values(), *owned["user"], *owned["item"]}
     return LabelledData(
@@ -291,11 +330,15 @@ class _Descriptions(NamedTuple):
 
     def rows_of(self, ids: pa.Array) -> Int64:
         """Returns (B,) the row of each id, counted from 1; 0 for a null and for an id outside the file."""
-        rows: Int64 = pc.index_in(ids, self.ids).fill_null(-1).to_numpy().astype(np.int64) + 1
+        rows: Int64 = (
+            pc.index_in(ids, self.ids).fill_null(-1).to_numpy().astype(np.int64) + 1
+        )
         return rows
 
 
-def _descriptions(folder: Path, train: Path, rows: RawColumns) -> dict[str, _Descriptions]:
+def _descriptions(
+    folder: Path, train: Path, rows: RawColumns
+) -> dict[str, _Descriptions]:
     """Reads users.parquet and items.parquet if they exist; returns them by ``user_id`` and ``item_id``.
 
     Args:
@@ -330,9 +373,13 @@ def _descriptions(folder: Path, train: Path, rows: RawColumns) -> dict[str, _Des
                 # Users and items both have it, and a batch has one column of a name.
                 short = f"{name}_{short}"
             if short in _RESERVED:
-                raise DataError(f"{path}: column '{short}' has a meaning of its own in the rows; rename it here")
+                raise DataError(
+                    f"{path}: column '{short}' has a meaning of its own in the rows; rename it here"
+                )
             if short in table:
-                raise DataError(f"{path}: two columns are '{short}', of which one is written '{word}'; rename one")
+                raise DataError(
+                    f"{path}: two columns are '{short}', of which one is written '{word}'; rename one"
+                )
             table[short] = raw_column(path, word, file.column(word))
         # Row 0 is for the ids that the file does not have.
         features = side_features(np.arange(1, len(file) + 1), table, len(file) + 1)
@@ -358,8 +405,13 @@ def _without_described(
                 continue
             row_values = row_columns.pop(name)
             # Null for an id that the file does not have, and so equal to nothing.
-            file_values = about.table[name].take(pa.array(file_rows - 1, mask=file_rows == 0))
-            wrong = pc.and_(row_values.is_valid(), pc.invert(_equal(row_values, _plain(file_values))))
+            file_values = about.table[name].take(
+                pa.array(file_rows - 1, mask=file_rows == 0)
+            )
+            wrong = pc.and_(
+                row_values.is_valid(),
+                pc.invert(_equal(row_values, _plain(file_values))),
+            )
             row = wrong.index(True).as_py()
             if row >= 0:
                 says = f"says {file_values[row].as_py()}"
@@ -383,10 +435,16 @@ def _equal(first: pa.Array, second: pa.Array) -> pa.Array:
     return pc.equal(first, second).fill_null(False)
 
 
-def _columns_of_owner(config: LabelledConfig, rows: RawColumns, words: RowContext, owner: str) -> tuple[str, ...]:
+def _columns_of_owner(
+    config: LabelledConfig, rows: RawColumns, words: RowContext, owner: str
+) -> tuple[str, ...]:
     """Returns the columns made for the ``owner``, user or item, chosen by their names or the settings."""
-    setting_names = [name.replace(".", "_") for name in getattr(config, f"{owner}_features")]
-    if unknown := [name for name in setting_names if name not in rows or name in _RESERVED]:
+    setting_names = [
+        name.replace(".", "_") for name in getattr(config, f"{owner}_features")
+    ]
+    if unknown := [
+        name for name in setting_names if name not in rows or name in _RESERVED
+    ]:
         article = "an" if owner == "item" else "a"
         raise DataError(
             f"data.{owner}_features={','.join(setting_names)}: the rows of '{config.name}' have no column "
@@ -404,7 +462,9 @@ def _fill_outside(column: Column, mask: NDArray[np.bool_], filler: float) -> Col
     return column.windowed(starts, np.where(mask, stops, starts))
 
 
-def _words(raw: Mapping[str, RawColumns], *, is_preprocessed: bool) -> tuple[dict[str, int], RowContext]:
+def _words(
+    raw: Mapping[str, RawColumns], *, is_preprocessed: bool
+) -> tuple[dict[str, int], RowContext]:
     """Fits the mapping of all columns but the label to the training rows.
 
     Args:
@@ -422,9 +482,15 @@ def _words(raw: Mapping[str, RawColumns], *, is_preprocessed: bool) -> tuple[dic
             continue
         if is_preprocessed and name in _NAMES.values():
             # Not a value of the vocabulary: 0 in a held-out row becomes the unknown, too.
-            inputs[name] = pc.if_else(pc.equal(column, 0), pa.scalar(None, column.type), column)
+            inputs[name] = pc.if_else(
+                pc.equal(column, 0), pa.scalar(None, column.type), column
+            )
             continue
-        ids = np.unique(np.concatenate([columns[name].drop_null().to_numpy() for columns in raw.values()]))
+        ids = np.unique(
+            np.concatenate(
+                [columns[name].drop_null().to_numpy() for columns in raw.values()]
+            )
+        )
         if len(ids) and ids[0] == 0 and ids[-1] == len(ids) - 1:
             # They are table rows as they are, without a vocabulary.
             sizes[name] = len(ids)
@@ -436,15 +502,31 @@ def _words(raw: Mapping[str, RawColumns], *, is_preprocessed: bool) -> tuple[dic
     return sizes, RowContext.fit(inputs, filled=filled)
 
 
-def _numbered(columns: RawColumns, sizes: Mapping[str, int], words: RowContext) -> Chunk:
+def _numbered(
+    columns: RawColumns, sizes: Mapping[str, int], words: RowContext
+) -> Chunk:
     """Maps the raw columns of a part; a missing id of a column in ``sizes`` is the row after the last."""
-    ids = {name: Column(columns[name].fill_null(size).to_numpy()) for name, size in sizes.items()}
-    return Chunk({**ids, **words.transform(columns), "label": Column(columns["label"].to_numpy())})
+    ids = {
+        name: Column(columns[name].fill_null(size).to_numpy())
+        for name, size in sizes.items()
+    }
+    return Chunk(
+        {
+            **ids,
+            **words.transform(columns),
+            "label": Column(columns["label"].to_numpy()),
+        }
+    )
 
 
 def _untrained_unknown(rows: Chunk, train: Chunk, unknown: Mapping[str, int]) -> Chunk:
     """Replaces ids without a training row by the column's row in ``unknown``."""
-    return rows.with_columns({name: rows[name].restricted(train[name].values, row) for name, row in unknown.items()})
+    return rows.with_columns(
+        {
+            name: rows[name].restricted(train[name].values, row)
+            for name, row in unknown.items()
+        }
+    )
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -469,11 +551,15 @@ def _read(path: Path) -> dict[str, pa.Array]:
         # Tables are named like their columns, and a module's name has no dot.
         role = _NAMES.get(name, name.replace(".", "_"))
         if role in columns:
-            raise DataError(f"{path}: two columns are '{role}', of which one is written '{name}'; rename one")
+            raise DataError(
+                f"{path}: two columns are '{role}', of which one is written '{name}'; rename one"
+            )
         convert = raw_ids if role in _NAMES.values() else raw_column
         column = convert(path, name, table.column(name))
         if is_list_type(column.type):
-            raise DataError(f"{path}: column '{name}' holds lists; must be one value per row: leave it out")
+            raise DataError(
+                f"{path}: column '{name}' holds lists; must be one value per row: leave it out"
+            )
         columns[role] = _plain(column)
     columns["label"] = _labels(path, columns["label"])
     return columns
@@ -496,7 +582,9 @@ def _labels(path: Path, column: pa.Array) -> pa.Array:
         column = column.cast(pa.float64(), safe=False)
         row = pc.invert(pc.is_in(column, pa.array([0.0, 1.0]))).index(True).as_py()
     if row >= 0:
-        raise DataError(f"{path}: column 'label', row {row}: {column[row].as_py()}; must be 0 or 1")
+        raise DataError(
+            f"{path}: column 'label', row {row}: {column[row].as_py()}; must be 0 or 1"
+        )
     return column.cast(pa.float32())
 
 
@@ -513,12 +601,18 @@ def without_context(data: LabelledData) -> LabelledData:
     def cleared(chunk: Chunk) -> Chunk:
         columns = {}
         for name in names:
-            columns[name] = Column(np.zeros_like(chunk[name].values), chunk[name].offsets)
+            columns[name] = Column(
+                np.zeros_like(chunk[name].values), chunk[name].offsets
+            )
         for name in times:
             columns[name] = Column(np.full_like(chunk[name].values, MISSING_TIME))
         return chunk.with_columns(columns)
 
     # The best figures are those of a prediction that knows the context.
     return dataclasses.replace(
-        data, train=cleared(data.train), validation=cleared(data.validation), test=cleared(data.test), best={}
+        data,
+        train=cleared(data.train),
+        validation=cleared(data.validation),
+        test=cleared(data.test),
+        best={},
     )

@@ -101,7 +101,11 @@ ITEM_COLUMNS = ("movie_title", "release_year", "class")
 
 
 def movielens_100k(
-    tables: Tables, history_length: int, *, split: Split | None = None, evaluation: Evaluation | None = None
+    tables: Tables,
+    history_length: int,
+    *,
+    split: Split | None = None,
+    evaluation: Evaluation | None = None,
 ) -> InteractionData:
     """Builds the set of interactions, every rating a positive.
 
@@ -118,8 +122,13 @@ def movielens_100k(
     ratings, people, movies = tables
     user_ids = np.unique(people["user_id"].values)
     item_ids = np.unique(movies["item_id"].values)
-    ratings = ratings.with_columns({name: Column(ratings[name].values.astype(np.int64)) for name in ratings})
-    rows = {"user_id": _rows("user_id", user_ids, ratings), "item_id": _rows("item_id", item_ids, ratings)}
+    ratings = ratings.with_columns(
+        {name: Column(ratings[name].values.astype(np.int64)) for name in ratings}
+    )
+    rows = {
+        "user_id": _rows("user_id", user_ids, ratings),
+        "item_id": _rows("item_id", item_ids, ratings),
+    }
     if split is not None:
         # Its histories hold the publisher's ids.
         pool = item_ids.searchsorted(split.history.pool).astype(np.int64) + 1
@@ -131,13 +140,20 @@ def movielens_100k(
     categories: list[list[str]] = [[]] * size
     years = np.zeros(movies.num_rows, np.int64)
     texts = [movies[name].values for name in ITEM_COLUMNS]
-    for index, (row, title, year, genres) in enumerate(zip(item_rows.tolist(), *texts, strict=True)):
+    for index, (row, title, year, genres) in enumerate(
+        zip(item_rows.tolist(), *texts, strict=True)
+    ):
         titles[row], years[index] = split_title(title, year)
         categories[row] = genres.split()
-    raw = {"release_year": pa.array(years, mask=years == 0), "genres": pa.array(movies["class"].values)}
+    raw = {
+        "release_year": pa.array(years, mask=years == 0),
+        "genres": pa.array(movies["class"].values),
+    }
     year_steps = id_steps("release_year", vocabulary_of(np.unique(years[years > 0])))
     genre_steps = id_steps("genres", vocabulary_of(GENRES), " ")
-    items = side_features(item_rows, raw, size, words=RowContext.of([year_steps, genre_steps]))
+    items = side_features(
+        item_rows, raw, size, words=RowContext.of([year_steps, genre_steps])
+    )
     return from_sides(
         name="ml-100k",
         ratings=ratings.with_columns(rows),
@@ -157,7 +173,9 @@ def movielens_100k(
 def _users(people: Chunk, user_ids: Int64) -> SideFeatures:
     """Returns the features of the users, a row for each of the ascending ``user_ids`` after that of the unknown one."""
     rows = user_ids.searchsorted(people["user_id"].values) + 1
-    raw = {name: pa.array(people[name].values) for name in ("gender", "occupation", "age")}
+    raw = {
+        name: pa.array(people[name].values) for name in ("gender", "occupation", "age")
+    }
     prefixes = []
     for code in people["zip_code"].values:
         prefixes.append("Canada" if code[:1].isalpha() else code[:1])
@@ -202,7 +220,11 @@ def features_of_items(columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
         >>> {name: values.to_pylist() for name, values in features.items()}
         {'release_year': [1995], 'genres': ['Animation Comedy']}
     """
-    pairs = zip(columns["movie_title"].to_pylist(), columns["release_year"].to_pylist(), strict=True)
+    pairs = zip(
+        columns["movie_title"].to_pylist(),
+        columns["release_year"].to_pylist(),
+        strict=True,
+    )
     years = []
     for title, text in pairs:
         _, year = split_title(title or "", text or "")
@@ -212,8 +234,19 @@ def features_of_items(columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
 
 _COLUMNS: Mapping[str, Mapping[str, Kind]] = {
     "inter": {"user_id": "int", "item_id": "int", "rating": "int", "timestamp": "int"},
-    "users": {"user_id": "int", "age": "int", "gender": "string", "occupation": "string", "zip_code": "string"},
-    "items": {"item_id": "int", "movie_title": "string", "release_year": "string", "class": "string"},
+    "users": {
+        "user_id": "int",
+        "age": "int",
+        "gender": "string",
+        "occupation": "string",
+        "zip_code": "string",
+    },
+    "items": {
+        "item_id": "int",
+        "movie_title": "string",
+        "release_year": "string",
+        "class": "string",
+    },
 }
 
 
@@ -223,7 +256,10 @@ def from_parquet(folder: Path) -> Tables:
     Raises:
         DataError: a file or a column is missing or damaged, or a user or an item is described twice.
     """
-    ratings, users, items = (read_parquet(folder / f"{name}.parquet", kinds) for name, kinds in _COLUMNS.items())
+    ratings, users, items = (
+        read_parquet(folder / f"{name}.parquet", kinds)
+        for name, kinds in _COLUMNS.items()
+    )
     check_described(folder / "users.parquet", "user_id", users["user_id"].values)
     check_described(folder / "items.parquet", "item_id", items["item_id"].values)
     return ratings, users, items
@@ -243,17 +279,24 @@ def from_zip(path: Path) -> Tables:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            texts = {name: archive.read(f"ml-100k/{name}").decode("latin-1") for name in _TEXTS}
+            texts = {
+                name: archive.read(f"ml-100k/{name}").decode("latin-1")
+                for name in _TEXTS
+            }
     except (zipfile.BadZipFile, KeyError) as error:
         raise DataError(
             f"{path}: not the publisher's ml-100k.zip ({error}); delete it and download it again"
         ) from error
-    ratings, people, movies = (_fields(path, name, text) for name, text in texts.items())
+    ratings, people, movies = (
+        _fields(path, name, text) for name, text in texts.items()
+    )
     names = ("unknown", *GENRES)
     items = []
     for item, title, _, _, _, *flags in movies:
         plain_title, year = split_title(title)
-        genres = " ".join(name for name, flag in zip(names, flags, strict=True) if flag == "1")
+        genres = " ".join(
+            name for name, flag in zip(names, flags, strict=True) if flag == "1"
+        )
         items.append([item, plain_title, str(year or ""), genres])
     return _table(ratings, "inter"), _table(people, "users"), _table(items, "items")
 
@@ -276,7 +319,9 @@ def _table(rows: Sequence[Sequence[str]], name: str) -> Chunk:
     columns = {}
     for index, (column, kind) in enumerate(_COLUMNS[name].items()):
         values = [fields[index] for fields in rows]
-        columns[column] = Column(np.array(values, dtype=np.int64 if kind == "int" else object))
+        columns[column] = Column(
+            np.array(values, dtype=np.int64 if kind == "int" else object)
+        )
     return Chunk(columns)
 
 
@@ -325,21 +370,31 @@ def recbole(ratings: Chunk, file: Path, history_length: int) -> Protocol:
     table = read_parquet(file, {"user_id": "int", "item_id": "int", "split": "string"})
     # A pair becomes one number, user * many + item.
     many = int(max(ratings["item_id"].values.max(), table["item_id"].values.max())) + 1
-    rating_keys = ratings["user_id"].values.astype(np.int64) * many + ratings["item_id"].values
-    table_keys = table["user_id"].values.astype(np.int64) * many + table["item_id"].values
+    rating_keys = (
+        ratings["user_id"].values.astype(np.int64) * many + ratings["item_id"].values
+    )
+    table_keys = (
+        table["user_id"].values.astype(np.int64) * many + table["item_id"].values
+    )
     indices = rows_among(table_keys, rating_keys)
     if len(table_keys) != len(rating_keys) or (indices < 0).any():
         raise DataError(
             f"{file}: {len(table_keys):,} pairs, which are not the {len(rating_keys):,} of the ratings, each once; "
             "get both anew"
         )
-    part_of_pair = np.array([_PARTS[str(name)] for name in table["split"].values], dtype=np.int8)
+    part_of_pair = np.array(
+        [_PARTS[str(name)] for name in table["split"].values], dtype=np.int8
+    )
     part = part_of_pair[indices]
-    split = with_profiles(ratings["user_id"].values, ratings["item_id"].values, part, history_length)
+    split = with_profiles(
+        ratings["user_id"].values, ratings["item_id"].values, part, history_length
+    )
     return Protocol(ratings, split, Evaluation(figures=("recall", "ndcg"), by="user"))
 
 
-def tfrs(tables: tuple[Chunk, Chunk, Chunk], history_length: int, *, validation: bool) -> Protocol:
+def tfrs(
+    tables: tuple[Chunk, Chunk, Chunk], history_length: int, *, validation: bool
+) -> Protocol:
     """Returns the protocol of TensorFlow Recommenders' retrieval tutorial: 80,000 random ratings train, 20,000 test.
 
     Movies of one title are one, that of the smallest id. Each test rating is ranked among all titles, those that the
@@ -353,11 +408,15 @@ def tfrs(tables: tuple[Chunk, Chunk, Chunk], history_length: int, *, validation:
     ratings, _, movies = tables
     # The year is a part of the title, as the publisher writes it.
     titles = movies["movie_title"].values + " " + movies["release_year"].values
-    _, first, of_title = np.unique(titles.astype(str), return_index=True, return_inverse=True)
+    _, first, of_title = np.unique(
+        titles.astype(str), return_index=True, return_inverse=True
+    )
     ids = movies["item_id"].values.astype(np.int64)
     by_id = np.zeros(ids.max() + 1, dtype=np.int64)
     by_id[ids] = ids[first[of_title]]
-    ratings = ratings.with_columns({"item_id": Column(by_id[ratings["item_id"].values])})
+    ratings = ratings.with_columns(
+        {"item_id": Column(by_id[ratings["item_id"].values])}
+    )
     # The tutorial's seed.
     order = np.random.default_rng(42).permutation(ratings.num_rows)
     tenth = ratings.num_rows // 10
@@ -366,5 +425,14 @@ def tfrs(tables: tuple[Chunk, Chunk, Chunk], history_length: int, *, validation:
     if validation:
         # A tenth of the eight tenths that are left for training.
         part[order[2 * tenth : 2 * tenth + 8 * tenth // 10]] = VALIDATION
-    split = with_profiles(ratings["user_id"].values.astype(np.int64), ratings["item_id"].values, part, history_length)
-    return Protocol(ratings, split, Evaluation(at=(1, 5, 10, 50, 100), figures=("hr",), keep_seen=True))
+    split = with_profiles(
+        ratings["user_id"].values.astype(np.int64),
+        ratings["item_id"].values,
+        part,
+        history_length,
+    )
+    return Protocol(
+        ratings,
+        split,
+        Evaluation(at=(1, 5, 10, 50, 100), figures=("hr",), keep_seen=True),
+    )

@@ -15,10 +15,20 @@ import numpy as np
 import pyarrow as pa
 
 from torchrec_ext.data.columns import Array, Column, Int64
-from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable, data_folder
+from torchrec_ext.data.datasets.catalog import (
+    FOLDER_VARIABLE,
+    DatasetUnavailable,
+    data_folder,
+)
 from torchrec_ext.data.datasets.config import PLANTED, generated_sizes
 from torchrec_ext.data.datasets.config import SequenceConfig as SequenceConfig
-from torchrec_ext.data.datasets.features import raw_column, read_ids, refuse_lists, spelled, times_in
+from torchrec_ext.data.datasets.features import (
+    raw_column,
+    read_ids,
+    refuse_lists,
+    spelled,
+    times_in,
+)
 from torchrec_ext.data.datasets.folder import candidates_by_user
 from torchrec_ext.data.datasets.interactions import Pairs, untaken_items
 from torchrec_ext.schema import DataError
@@ -106,7 +116,9 @@ class SequenceData:
         return {} if self.item_ids is None else {"item_id": self.item_ids}
 
     def _check_times(self, times: Column) -> None:
-        if not times.ragged or not np.array_equal(times.lengths, self.sequences.lengths):
+        if not times.ragged or not np.array_equal(
+            times.lengths, self.sequences.lengths
+        ):
             raise DataError(
                 f"set '{self.name}': times are {times}; must be ragged, one for each item of {self.sequences}"
             )
@@ -166,7 +178,9 @@ class SequenceData:
 
     def popularity(self) -> Int64:
         """Counts how often each item is in :meth:`training`, (num_items + 1,)."""
-        return np.bincount(self.training().values, minlength=self.num_items + 1).astype(np.int64)
+        return np.bincount(self.training().values, minlength=self.num_items + 1).astype(
+            np.int64
+        )
 
 
 def training_windows(sequences: Column, max_targets: int) -> Column:
@@ -185,7 +199,9 @@ def training_windows(sequences: Column, max_targets: int) -> Column:
         [[1, 2], [2, 3, 4], [4, 5, 6]]
     """
     if not sequences.ragged or max_targets < 1:
-        raise ValueError(f"max_targets={max_targets} of {sequences}: must be 1 or more, of a ragged column")
+        raise ValueError(
+            f"max_targets={max_targets} of {sequences}: must be 1 or more, of a ragged column"
+        )
     targets = np.maximum(sequences.lengths - 1, 0)
     pieces = -(-targets // max_targets)
     rows = np.arange(len(pieces)).repeat(pieces)
@@ -199,12 +215,16 @@ def training_windows(sequences: Column, max_targets: int) -> Column:
 def most_recent(sequences: Column, limit: int) -> Column:
     """Returns the last ``limit`` items of each row; all items of a shorter row."""
     if not sequences.ragged or limit < 1:
-        raise ValueError(f"limit={limit} of {sequences}: must be 1 or more, of a ragged column")
+        raise ValueError(
+            f"limit={limit} of {sequences}: must be 1 or more, of a ragged column"
+        )
     starts, stops = sequences.windows
     return sequences.windowed(np.maximum(starts, stops - limit), stops)
 
 
-def from_rows(name: str, user: Array, item: Array, order: Array, *, times: bool = False) -> SequenceData:
+def from_rows(
+    name: str, user: Array, item: Array, order: Array, *, times: bool = False
+) -> SequenceData:
     """Builds sequences from one row per event, in any order; users and items may have any ids.
 
     Args:
@@ -230,7 +250,11 @@ def from_rows(name: str, user: Array, item: Array, order: Array, *, times: bool 
 
 # Length of the longest planted sequence.
 LONGEST = 20
-_SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id"), "order": ("position", "timestamp", "time")}
+_SPELLINGS = {
+    "user": ("user", "user_id"),
+    "item": ("item", "item_id"),
+    "order": ("position", "timestamp", "time"),
+}
 
 
 def load_sequences(config: SequenceConfig) -> SequenceData:
@@ -244,7 +268,9 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
         data = planted_sequences(seed=config.seed, **generated_sizes(config))
         # The best figures are known of one test item alone.
         best = data.best if config.test_items == 1 else {}
-        return dataclasses.replace(data, max_length=config.max_length, test_items=config.test_items, best=best)
+        return dataclasses.replace(
+            data, max_length=config.max_length, test_items=config.test_items, best=best
+        )
     folder = data_folder(config.name, config.folder)
     if folder is None:
         raise DatasetUnavailable(
@@ -254,10 +280,14 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
     file = _file_in(folder, config.name)
     # Rows may have any order, and ids may be whole numbers or text.
     words = spelled(file, _SPELLINGS)
-    columns = read_ids(file, words, "an event has a user, an item and an order", order=_order)
+    columns = read_ids(
+        file, words, "an event has a user, an item and an order", order=_order
+    )
     values = (column.to_numpy(zero_copy_only=False) for column in columns.values())
     data = from_rows(config.name, *values, times=words["order"] != "position")
-    data = dataclasses.replace(data, max_length=config.max_length, test_items=config.test_items)
+    data = dataclasses.replace(
+        data, max_length=config.max_length, test_items=config.test_items
+    )
     return _with_candidates(data, file.parent, config.seed)
 
 
@@ -283,18 +313,26 @@ def _with_candidates(data: SequenceData, folder: Path, seed: int) -> SequenceDat
     files = {split: folder / f"{split}_negatives.parquet" for split in HELD_OUT}
     if not files["test"].exists():
         if files["validation"].exists():
-            raise DataError(f"{files['validation']}: there is no test_negatives.parquet beside it; write one, too")
+            raise DataError(
+                f"{files['validation']}: there is no test_negatives.parquet beside it; write one, too"
+            )
         return data
     if data.test_items > 1:
         raise DataError(
             f"data.test_items={data.test_items} with {files['test']}: its candidates are those of one "
             "test item of a user; leave data.test_items out, or take the file away"
         )
-    candidates = {split: _negatives(data, split, file) for split, file in files.items() if file.exists()}
+    candidates = {
+        split: _negatives(data, split, file)
+        for split, file in files.items()
+        if file.exists()
+    }
     if "validation" not in candidates:
         users = data.held_out("validation").users
         user_pairs = Pairs(data.sequences.owners, data.sequences.values)
-        candidates["validation"] = untaken_items(data.num_items, user_pairs, users, candidates["test"].shape[1], seed)
+        candidates["validation"] = untaken_items(
+            data.num_items, user_pairs, users, candidates["test"].shape[1], seed
+        )
     return dataclasses.replace(data, candidates=candidates)
 
 
@@ -303,7 +341,9 @@ def _negatives(data: SequenceData, split: str, file: Path) -> Int64:
     assert data.user_ids is not None
     assert data.item_ids is not None
     items = data.item_ids[1:]
-    words = spelled(file, {"user": _SPELLINGS["user"], "negative": ("negative", "item_id", "item")})
+    words = spelled(
+        file, {"user": _SPELLINGS["user"], "negative": ("negative", "item_id", "item")}
+    )
     arrays = read_ids(file, words, "a candidate has a user and an item")
     columns: dict[str, Array] = {}
     kinds = {"i": "numbers", "O": "text"}
@@ -325,11 +365,15 @@ def _negatives(data: SequenceData, split: str, file: Path) -> Int64:
     in_sequences = np.isin(columns["user"], data.user_ids)
     owners = data.user_ids.searchsorted(columns["user"][in_sequences])
     negatives = items.searchsorted(columns["negative"][in_sequences]) + 1
-    return candidates_by_user(data.held_out(split).users, data.user_ids, owners, negatives)
+    return candidates_by_user(
+        data.held_out(split).users, data.user_ids, owners, negatives
+    )
 
 
 def _file_in(folder: Path, name: str) -> Path:
-    files = sorted(folder.glob("*sequences.parquet")) or sorted(folder.glob("inter.parquet"))
+    files = sorted(folder.glob("*sequences.parquet")) or sorted(
+        folder.glob("inter.parquet")
+    )
     if len(files) == 1:
         return files[0]
     what = "has no such file" if folder.exists() else "is not there"
@@ -341,7 +385,9 @@ def _file_in(folder: Path, name: str) -> Path:
     )
 
 
-def planted_sequences(*, users: int = 4_000, items: int = 400, seed: int = 0) -> SequenceData:
+def planted_sequences(
+    *, users: int = 4_000, items: int = 400, seed: int = 0
+) -> SequenceData:
     """Generates sequences: with probability .7 an item's fixed successor follows, else any item.
 
     No item is taken twice. The answer: rank the successor of the last item first, if it has not been taken, and the

@@ -20,17 +20,42 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows, concatenate_rows
-from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable, data_folder
+from torchrec_ext.data.columns import (
+    Array,
+    Chunk,
+    Column,
+    Int64,
+    Windows,
+    concatenate_rows,
+)
+from torchrec_ext.data.datasets.catalog import (
+    FOLDER_VARIABLE,
+    DatasetUnavailable,
+    data_folder,
+)
 from torchrec_ext.data.datasets.config import NAMES, PARTS, PLANTED, StreamConfig
-from torchrec_ext.data.datasets.features import TowerColumns, columns_by_tower, owned_columns, vocabulary_of
+from torchrec_ext.data.datasets.features import (
+    TowerColumns,
+    columns_by_tower,
+    owned_columns,
+    vocabulary_of,
+)
 from torchrec_ext.data.datasets.folder import PREPROCESSOR
 from torchrec_ext.data.datasets.interactions import InteractionData, Pairs
-from torchrec_ext.data.datasets.labelled import LabelledData, planted_context, without_context
+from torchrec_ext.data.datasets.labelled import (
+    LabelledData,
+    planted_context,
+    without_context,
+)
 from torchrec_ext.data.datasets.synthetic import best_prediction, planted_log
 from torchrec_ext.data.files.arrow import Kind, as_arrow
 from torchrec_ext.data.files.sources import ParquetSource
-from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History, Vocabulary
+from torchrec_ext.data.preprocess import (
+    Categorify,
+    FittedPreprocessor,
+    History,
+    Vocabulary,
+)
 from torchrec_ext.data.preprocess.fitted import DIGEST
 from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.schema import DataError
@@ -43,7 +68,11 @@ RAW_REQUESTS = "raw/requests.parquet"
 RAW_ITEMS = "raw/items.parquet"
 # A row for each user: the user's columns and latest events as a request has them.
 RAW_USERS = "raw/users.parquet"
-_KINDS: dict[str, tuple[Kind, ...]] = {"int64": ("int",), "list<int64>": ("ints",), "float32": ("float",)}
+_KINDS: dict[str, tuple[Kind, ...]] = {
+    "int64": ("int",),
+    "list<int64>": ("ints",),
+    "float32": ("float",),
+}
 # Kinds of labels and weights.
 _NUMBERS: tuple[Kind, ...] = ("int", "float", "bool")
 # Rows of a row group of generated data: a small set still has several groups.
@@ -109,7 +138,10 @@ class StreamedData:
     temporary: Any = None
 
     def __post_init__(self) -> None:
-        kinds = {name: _KINDS[self.preprocessor.outputs[name]] for name in (*self.features, *self.dense)}
+        kinds = {
+            name: _KINDS[self.preprocessor.outputs[name]]
+            for name in (*self.features, *self.dense)
+        }
         numbers = (self.roles.label, *self.roles.tasks, self.roles.weight)
         for source in self.splits.values():
             source.require(kinds)
@@ -138,22 +170,36 @@ class StreamedData:
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the columns of ids."""
-        return tuple(name for name in self.vocab if name not in (self.roles.label, self.roles.weight))
+        return tuple(
+            name
+            for name in self.vocab
+            if name not in (self.roles.label, self.roles.weight)
+        )
 
     @property
     def dense(self) -> tuple[str, ...]:
         """Names of the columns of numbers."""
-        return tuple(name for name in self.preprocessor.dense if name not in (self.roles.label, self.roles.weight))
+        return tuple(
+            name
+            for name in self.preprocessor.dense
+            if name not in (self.roles.label, self.roles.weight)
+        )
 
     @cached_property
     def towers(self) -> TowerColumns:
         """Names of the features and of the dense columns of each usual tower: the item's is the last."""
         roles = self.roles
         columns = (*self.features, *self.dense)
-        owners = dict.fromkeys(owned_columns("item", columns, (roles.item, *roles.item_features)), "item")
+        owners = dict.fromkeys(
+            owned_columns("item", columns, (roles.item, *roles.item_features)), "item"
+        )
         # The user's come last: a column that both could have is the user's.
-        owners |= dict.fromkeys(owned_columns("user", columns, (roles.user, *roles.user_features)), "user")
-        return columns_by_tower(("user", "context", "item"), self.features, self.dense, owners)
+        owners |= dict.fromkeys(
+            owned_columns("user", columns, (roles.user, *roles.user_features)), "user"
+        )
+        return columns_by_tower(
+            ("user", "context", "item"), self.features, self.dense, owners
+        )
 
     def chunks(self, split: str, names: Sequence[str]) -> Iterator[Chunk]:
         """Yields the columns ``names`` of a split, a part of a row group at a time, in the order of the files."""
@@ -178,7 +224,10 @@ class StreamedData:
         Raises:
             DataError: all rows of a split have weight 0.
         """
-        return {split: (sums.every[0], sums.total) for split, sums in self._label_sums.items()}
+        return {
+            split: (sums.every[0], sums.total)
+            for split, sums in self._label_sums.items()
+        }
 
     @property
     def task_positives(self) -> dict[str, dict[str, tuple[float, float]]]:
@@ -205,7 +254,9 @@ class StreamedData:
             clicked = np.zeros(len(names))
             total = 0.0
             for chunk in self.chunks(split, columns):
-                labels = np.stack([chunk[name].values.astype(np.float64) for name in names])
+                labels = np.stack(
+                    [chunk[name].values.astype(np.float64) for name in names]
+                )
                 weights = np.ones(chunk.num_rows)
                 if weight:
                     weights = chunk[weight].values.astype(np.float64)
@@ -249,7 +300,9 @@ class StreamedData:
 
     def _item(self) -> str:
         if self.roles.item is None:
-            raise ValueError(f"set '{self.name}': its preprocessing names no item column")
+            raise ValueError(
+                f"set '{self.name}': its preprocessing names no item column"
+            )
         return self.roles.item
 
     @cached_property
@@ -280,12 +333,19 @@ class StreamedData:
             low, high = rows.searchsorted([start, start + chunk.num_rows])
             piece = chunk.take(rows[low:high] - start)
             # By value, since windows would keep all lists of the chunk in memory.
-            pieces.append({name: Column(piece[name].values, piece[name].offsets) for name in names})
+            pieces.append(
+                {
+                    name: Column(piece[name].values, piece[name].offsets)
+                    for name in names
+                }
+            )
             start += chunk.num_rows
         table = concatenate_rows(pieces, names)
         ids = np.arange(self.vocab[item])
         nearest = item_rows[np.minimum(item_rows.searchsorted(ids), len(item_rows) - 1)]
-        return item_rows, table.take(rows.searchsorted(last[nearest])).with_columns({item: Column(ids)})
+        return item_rows, table.take(rows.searchsorted(last[nearest])).with_columns(
+            {item: Column(ids)}
+        )
 
     def _last_rows(self, name: str) -> Int64:
         """Returns the number of the last training row of each id of a column, (V,); -1 for an id without one."""
@@ -322,13 +382,19 @@ def prepared_folder(name: str, root: str | None) -> Path | None:
     for folder in (Path(name), data_folder(name, root)):
         if folder is None or not (folder / "train").is_dir():
             continue
-        if not (folder / "train.parquet").exists() and not (folder / "inter.parquet").exists():
+        if (
+            not (folder / "train.parquet").exists()
+            and not (folder / "inter.parquet").exists()
+        ):
             return folder
     return None
 
 
 def load_streamed(
-    config: StreamConfig, *, labels: bool = True, generate: Callable[..., dict[str, float]] | None = None
+    config: StreamConfig,
+    *,
+    labels: bool = True,
+    generate: Callable[..., dict[str, float]] | None = None,
 ) -> StreamedData:
     """Opens the preprocessed rows named by ``config``; only metadata are read.
 
@@ -353,7 +419,11 @@ def load_streamed(
     if not folder.is_dir():
         folder = data_folder(config.name, config.folder) or folder
     if not folder.is_dir():
-        place = f"nor in {folder}" if config.folder else f"and neither data.folder nor {FOLDER_VARIABLE} has it"
+        place = (
+            f"nor in {folder}"
+            if config.folder
+            else f"and neither data.folder nor {FOLDER_VARIABLE} has it"
+        )
         raise DatasetUnavailable(
             f"data.name={config.name}: there is no such folder, {place}; write one from your log by `torchx run "
             f"rec.data.preprocess --recipe ... --out {config.name}`, or use generated rows: data.name={PLANTED}"
@@ -361,7 +431,9 @@ def load_streamed(
     return _open(folder, config, labels)
 
 
-def _open(folder: Path, config: StreamConfig, labels: bool, **details: Any) -> StreamedData:
+def _open(
+    folder: Path, config: StreamConfig, labels: bool, **details: Any
+) -> StreamedData:
     path = folder / SUMMARY
     if not path.is_file() or not (folder / PREPROCESSOR).is_dir():
         missing = SUMMARY if not path.is_file() else f"{PREPROCESSOR}/"
@@ -372,7 +444,9 @@ def _open(folder: Path, config: StreamConfig, labels: bool, **details: Any) -> S
     try:
         summary: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
-        raise DataError(f"{path}: is damaged ({error}); preprocess the log again") from None
+        raise DataError(
+            f"{path}: is damaged ({error}); preprocess the log again"
+        ) from None
     preprocessor = FittedPreprocessor.load(folder / PREPROCESSOR)
     for split in ("train", "test"):
         if not (folder / split).is_dir():
@@ -389,7 +463,11 @@ def _open(folder: Path, config: StreamConfig, labels: bool, **details: Any) -> S
             )
     return StreamedData(
         name=config.name,
-        splits={split: ParquetSource(folder / split) for split in PARTS if (folder / split).is_dir()},
+        splits={
+            split: ParquetSource(folder / split)
+            for split in PARTS
+            if (folder / split).is_dir()
+        },
         preprocessor=preprocessor,
         roles=roles,
         folder=folder,
@@ -398,7 +476,12 @@ def _open(folder: Path, config: StreamConfig, labels: bool, **details: Any) -> S
     )
 
 
-def _roles(folder: Path, summary: Mapping[str, Any], preprocessor: FittedPreprocessor, labels: bool) -> Roles:
+def _roles(
+    folder: Path,
+    summary: Mapping[str, Any],
+    preprocessor: FittedPreprocessor,
+    labels: bool,
+) -> Roles:
     """Reads the columns' roles from the summary; an older one has none, and its label is the column ``label``."""
     saved_roles = summary.get("roles", {})
     roles = {**saved_roles, "label": saved_roles.get("label") or "label"}
@@ -453,7 +536,9 @@ def labelled_rows_of(data: StreamedData, *, context: bool = True) -> LabelledDat
     described = {}
     for tower in ("user", "item"):
         features, dense = data.towers.get(tower, ((), ()))
-        described[tower] = tuple(name for name in (*features, *dense) if name != getattr(data.roles, tower))
+        described[tower] = tuple(
+            name for name in (*features, *dense) if name != getattr(data.roles, tower)
+        )
     labelled = LabelledData(
         name=data.name,
         train=chunks["train"],
@@ -522,12 +607,16 @@ def interactions_of(data: StreamedData) -> InteractionData:
             stacklevel=2,
         )
     if not training_rows.num_rows:
-        raise DataError(f"{data.folder}: no training row is a positive: with label 1, and a known user and item")
+        raise DataError(
+            f"{data.folder}: no training row is a positive: with label 1, and a known user and item"
+        )
     outside = len(item_rows) + 1
     for split in ("validation", "test"):
         ids = rows[split]["item_id"].values
         # An unknown item becomes one outside the catalogue, so that a model cannot find it.
-        rows[split] = rows[split].with_columns({"item_id": Column(np.where(ids > 0, ids, outside))})
+        rows[split] = rows[split].with_columns(
+            {"item_id": Column(np.where(ids > 0, ids, outside))}
+        )
     # The row outside has the columns of row 0, the unknown item.
     items = concatenate_rows([table, table.take(np.zeros(1, np.int64))], table)
     pairs = Pairs(training_rows["user_id"].values, training_rows["item_id"].values)
@@ -570,7 +659,9 @@ def _values_of(preprocessor: FittedPreprocessor, name: str, rows: int) -> Array 
     return np.concatenate([nobody, values, nobody])[:rows]
 
 
-def planted_folder(folder: Path, *, seed: int = 0, rows: int = 60_000) -> dict[str, float]:
+def planted_folder(
+    folder: Path, *, seed: int = 0, rows: int = 60_000
+) -> dict[str, float]:
     """Writes the rows of :func:`planted_context` as rec.data.preprocess would, and returns the best possible figures.
 
     Args:
@@ -581,7 +672,9 @@ def planted_folder(folder: Path, *, seed: int = 0, rows: int = 60_000) -> dict[s
     data = planted_context(rows=rows, seed=seed)
     numbers = ("label", "weight")
     names = [name for name in data.train if name not in numbers]
-    pairs = [(Categorify(column=name), vocabulary_of(data.trained(name))) for name in names]
+    pairs = [
+        (Categorify(column=name), vocabulary_of(data.trained(name))) for name in names
+    ]
     raw = dict.fromkeys(names, "int64") | dict.fromkeys(numbers, "float32")
     fitted = FittedPreprocessor.of(pairs, raw, numbers)
     rows_of = {}
@@ -614,15 +707,21 @@ def _write_planted(
         (folder / split).mkdir()
         table = pa.table({name: as_arrow(column) for name, column in columns.items()})
         path = folder / split / "part-00000.parquet"
-        pq.write_table(table, path, row_group_size=_GROUP_ROWS, write_page_checksum=True)
+        pq.write_table(
+            table, path, row_group_size=_GROUP_ROWS, write_page_checksum=True
+        )
         counts[split] = len(table)
     (folder / "raw").mkdir()
     for name, table in raw_tables.items():
         pq.write_table(table, folder / name)
-    (folder / SUMMARY).write_text(json.dumps({"recipe": PLANTED, "rows": counts, "roles": roles}) + "\n")
+    (folder / SUMMARY).write_text(
+        json.dumps({"recipe": PLANTED, "rows": counts, "roles": roles}) + "\n"
+    )
 
 
-def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) -> dict[str, float]:
+def planted_log_folder(
+    folder: Path, *, seed: int = 0, sessions: bool = True
+) -> dict[str, float]:
     """Writes the rows of :func:`planted_log` as the preprocessing recipe taobao would, with one drawn item a click.
 
     Args:
@@ -635,7 +734,9 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
         The best possible figures of the labels ``click`` and ``conversion`` on the test rows.
     """
     follows, favourite = (0.7, 0.6) if sessions else (0.0, 0.8)
-    log = planted_log(users=150, items=120, visits=20, follows=follows, favourite=favourite, seed=seed)
+    log = planted_log(
+        users=150, items=120, visits=20, follows=follows, favourite=favourite, seed=seed
+    )
     length = 10
     columns = log.columns
     size = len(log.bought)
@@ -667,19 +768,34 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     for split, start, stop in zip(PARTS, cuts[:-1], cuts[1:], strict=True):
         splits[split] = {name: values[start:stop] for name, values in rows.items()}
     steps = (
-        History(user="user_id", item="item_id", time="timestamp", length=length, also=("category_id",), gaps=GAPS),
+        History(
+            user="user_id",
+            item="item_id",
+            time="timestamp",
+            length=length,
+            also=("category_id",),
+            gaps=GAPS,
+        ),
         Categorify(column="item_id", also=("history",)),
         Categorify(column="category_id", also=("history_category_id",)),
         Categorify(column="user_id"),
     )
-    vocabularies = [vocabulary_of(np.unique(splits["train"][step.writes[0]])) for step in steps[1:]]
+    vocabularies = [
+        vocabulary_of(np.unique(splits["train"][step.writes[0]])) for step in steps[1:]
+    ]
     labels = ("click", "conversion")
     numbers = (*labels, "weight")
     raw = dict.fromkeys(columns, "int64") | dict.fromkeys(numbers, "float32")
-    fitted = FittedPreprocessor(steps=steps, keep=numbers, raw=raw, states=({}, *vocabularies))
+    fitted = FittedPreprocessor(
+        steps=steps, keep=numbers, raw=raw, states=({}, *vocabularies)
+    )
     names = fitted.request_columns
     # A request lists its candidates separately, so its rows have no item.
-    requests = {name: splits["train"][name][-1_000:] for name in names if name not in ("item_id", "category_id")}
+    requests = {
+        name: splits["train"][name][-1_000:]
+        for name in names
+        if name not in ("item_id", "category_id")
+    }
     training_items = np.unique(splits["train"]["item_id"])
     roles = {
         "label": labels[0],
@@ -694,14 +810,21 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     is_training_user = np.isin(users, splits["train"]["user_id"])
     raw_tables = {
         RAW_REQUESTS: pa.table(requests),
-        RAW_ITEMS: pa.table({"item_id": training_items, "category_id": training_items % categories}),
-        RAW_USERS: pa.table({"user_id": users, **latest}).filter(pa.array(is_training_user)),
+        RAW_ITEMS: pa.table(
+            {"item_id": training_items, "category_id": training_items % categories}
+        ),
+        RAW_USERS: pa.table({"user_id": users, **latest}).filter(
+            pa.array(is_training_user)
+        ),
     }
     _write_planted(folder, fitted, splits, raw_tables, roles)
     test = slice(cuts[2], cuts[3])
     odds = log.odds(clicks[test], shown_items[test])
     click_chance = odds / (1 + odds)
-    chances = {"click": click_chance, "conversion": click_chance * log.buys(shown_items[test])}
+    chances = {
+        "click": click_chance,
+        "conversion": click_chance * log.buys(shown_items[test]),
+    }
     # Those of the click stand under their plain names, too, since the click is the label.
     best = best_prediction(click_chance, click_chance, click[test])
     for name, chance in chances.items():
@@ -710,7 +833,9 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     return best
 
 
-def _past(columns: Mapping[str, Int64], clicks: Int64, length: int, itself: int = 0) -> dict[str, pa.Array]:
+def _past(
+    columns: Mapping[str, Int64], clicks: Int64, length: int, itself: int = 0
+) -> dict[str, pa.Array]:
     """Lists each row's latest earlier clicks as a request does, a few more than are read.
 
     With ``itself=1`` the row's own click is the last of them.
@@ -720,9 +845,13 @@ def _past(columns: Mapping[str, Int64], clicks: Int64, length: int, itself: int 
     order = np.argsort(users, kind="stable")
     place = np.argsort(order)[clicks]
     first = users[order].searchsorted(users[clicks])
-    past = Column.from_windows(order, Windows(np.maximum(first, place - length - 2), place + itself))
+    past = Column.from_windows(
+        order, Windows(np.maximum(first, place - length - 2), place + itself)
+    )
     sources = {"items": "item_id", "times": "timestamp", "category_id": "category_id"}
     histories = {}
     for name, column in sources.items():
-        histories[f"history_{name}"] = as_arrow(Column(columns[column][past.values], past.offsets))
+        histories[f"history_{name}"] = as_arrow(
+            Column(columns[column][past.values], past.offsets)
+        )
     return histories

@@ -21,7 +21,9 @@ GENDERS, OCCUPATIONS, ZIP_PREFIXES, YEARS, GENRES = 2, 21, 11, 20, 18
 MOST_CELLS = 100_000_000
 
 
-def checkerboard(*, users: int = 64, items: int = 64, history_length: int = 50, seed: int = 0) -> InteractionData:
+def checkerboard(
+    *, users: int = 64, items: int = 64, history_length: int = 50, seed: int = 0
+) -> InteractionData:
     """Generates users u who take item i if and only if u + i is even, in a random order; other features are noise.
 
     The answer: once a user's training and validation items are masked, only the test item of the right colour is left.
@@ -35,11 +37,18 @@ def checkerboard(*, users: int = 64, items: int = 64, history_length: int = 50, 
         seed: seed of the order and the noise.
     """
     if users < 2 or items < 6:
-        raise ValueError(f"checkerboard of users={users}, items={items}: needs at least 2 users and 6 items")
+        raise ValueError(
+            f"checkerboard of users={users}, items={items}: needs at least 2 users and 6 items"
+        )
     rng = np.random.default_rng([seed, users, items])
     user, item = (np.indices((users, items)).reshape(2, -1) + 1).astype(np.int64)
     shuffled = rng.permutation(np.flatnonzero((user + item) % 2 == 0))
-    ratings = _ratings(user[shuffled], item[shuffled], np.arange(len(shuffled)), np.full(len(shuffled), 5))
+    ratings = _ratings(
+        user[shuffled],
+        item[shuffled],
+        np.arange(len(shuffled)),
+        np.full(len(shuffled), 5),
+    )
     titles = ["(unknown)"]
     for number in range(1, items + 1):
         colour = "black" if number % 2 else "white"
@@ -47,7 +56,12 @@ def checkerboard(*, users: int = 64, items: int = 64, history_length: int = 50, 
     data = from_ratings(
         name="checkerboard",
         ratings=ratings,
-        users=_users(rng, users, occupation=rng.integers(1, OCCUPATIONS + 1, users), age=rng.normal(size=users)),
+        users=_users(
+            rng,
+            users,
+            occupation=rng.integers(1, OCCUPATIONS + 1, users),
+            age=rng.normal(size=users),
+        ),
         items=_items(rng, items, genre=rng.integers(1, GENRES + 1, items)),
         vocab=_vocab(users, items),
         dense=("age",),
@@ -83,7 +97,9 @@ def planted(
         history_length: greatest length of a history.
         seed: seed of the generator.
     """
-    preferences = planted_preferences(users=users, items=items, clusters=clusters, seed=seed)
+    preferences = planted_preferences(
+        users=users, items=items, clusters=clusters, seed=seed
+    )
     rng = np.random.default_rng([seed, users, items, clusters, 1])
     # Drawn anew: the same seed gives the clusters of the preferences.
     taste, kind = _clusters(users, items, clusters, seed)
@@ -91,7 +107,9 @@ def planted(
     matching = taste[user] == kind[item]
     ratings = _ratings(user, item, _times(rng, user), np.where(matching, 5, 3))
     is_right = rng.random(users) < 0.9
-    visible_taste = np.where(is_right, taste[1:], rng.integers(clusters, size=users)) + 1
+    visible_taste = (
+        np.where(is_right, taste[1:], rng.integers(clusters, size=users)) + 1
+    )
     age = (taste[1:] / clusters - 0.5) * 3 + rng.normal(scale=0.5, size=users)
     data = from_ratings(
         name="planted",
@@ -101,12 +119,15 @@ def planted(
         vocab=_vocab(users, items),
         dense=("age",),
         history_length=history_length,
-        titles=["(unknown)"] + [f"item {i}, kind {kind[i] + 1}" for i in range(1, items + 1)],
+        titles=["(unknown)"]
+        + [f"item {i}, kind {kind[i] + 1}" for i in range(1, items + 1)],
     )
     return dataclasses.replace(data, best=_best(preferences, data))
 
 
-def planted_preferences(*, users: int = 2_000, items: int = 800, clusters: int = 12, seed: int = 0) -> _Floats:
+def planted_preferences(
+    *, users: int = 2_000, items: int = 800, clusters: int = 12, seed: int = 0
+) -> _Floats:
     """Returns (users + 1, items + 1) the probabilities of a user's first item in :func:`planted`.
 
     Row 0 and column 0 are 0.
@@ -114,7 +135,12 @@ def planted_preferences(*, users: int = 2_000, items: int = 800, clusters: int =
     An item's weight falls as 1 / rank**0.7 within its kind, times 60 if its kind is the user's taste and 10 in the
     next kind.
     """
-    if not 2 <= clusters <= GENRES or items < 50 or users < 1 or users * items > MOST_CELLS:
+    if (
+        not 2 <= clusters <= GENRES
+        or items < 50
+        or users < 1
+        or users * items > MOST_CELLS
+    ):
         raise ValueError(
             f"planted of users={users}, items={items}, clusters={clusters}: needs 2 to {GENRES} clusters, at least 50 "
             f"items, and users x items of at most {MOST_CELLS:,}"
@@ -139,7 +165,9 @@ def _ranks(items: int, seed: int) -> Int64:
 
 def _clusters(users: int, items: int, clusters: int, seed: int) -> tuple[Int64, Int64]:
     """Draws the taste of each user id and the kind of each item id; index 0 is not used."""
-    taste = np.random.default_rng([seed, users, clusters]).integers(clusters, size=users + 1)
+    taste = np.random.default_rng([seed, users, clusters]).integers(
+        clusters, size=users + 1
+    )
     return taste, np.concatenate([[0], _ranks(items, seed) % clusters])
 
 
@@ -177,11 +205,18 @@ def _best(preferences: _Floats, data: InteractionData) -> Mapping[str, float]:
 
 def _ratings(user: Int64, item: Int64, time: Int64, rating: Int64) -> Chunk:
     return Chunk(
-        {"user_id": Column(user), "item_id": Column(item), "timestamp": Column(time), "rating": Column(rating)}
+        {
+            "user_id": Column(user),
+            "item_id": Column(item),
+            "timestamp": Column(time),
+            "rating": Column(rating),
+        }
     )
 
 
-def _users(rng: np.random.Generator, users: int, *, occupation: Int64, age: _Floats) -> Chunk:
+def _users(
+    rng: np.random.Generator, users: int, *, occupation: Int64, age: _Floats
+) -> Chunk:
     return Chunk(
         {
             "user_id": Column(np.arange(users + 1)),
@@ -227,7 +262,9 @@ def _vocab(users: int, items: int) -> dict[str, int]:
     }
 
 
-def best_prediction(scores: _Floats, chances: _Floats, labels: _Floats) -> dict[str, float]:
+def best_prediction(
+    scores: _Floats, chances: _Floats, labels: _Floats
+) -> dict[str, float]:
     """Returns the figures of the true ``chances`` of (B,) labels, which no prediction beats: AUC and log loss.
 
     Args:
@@ -299,18 +336,32 @@ def planted_log(
             category = 0
             for click in range(int(rng.integers(3, 8))):
                 follow = click > 0 and rng.random() < follows
-                other = user % categories if rng.random() < favourite else int(rng.integers(categories))
+                other = (
+                    user % categories
+                    if rng.random() < favourite
+                    else int(rng.integers(categories))
+                )
                 category = (category + 1) % categories if follow else other
                 item = category + categories * int(rng.integers(items // categories))
                 # Ids begin at 1: item 0, which is of category 0, becomes the last multiple of ``categories``.
-                rows.append((now, user, item or categories * (items // categories), category, click > 0))
+                rows.append(
+                    (
+                        now,
+                        user,
+                        item or categories * (items // categories),
+                        category,
+                        click > 0,
+                    )
+                )
                 now += int(rng.integers(60, 300))
             now += int(rng.integers(86_400, 2 * 86_400))
     times, owners, item_ids, kinds, in_visit = np.array(sorted(rows), dtype=np.int64).T
     # The category of the user's previous click, if it is of the same visit; else -1.
     before = np.full(len(rows), -1)
     last = dict.fromkeys(range(users + 1), -1)
-    for row, (user, category) in enumerate(zip(owners.tolist(), kinds.tolist(), strict=True)):
+    for row, (user, category) in enumerate(
+        zip(owners.tolist(), kinds.tolist(), strict=True)
+    ):
         before[row] = last[user] if in_visit[row] else -1
         last[user] = category
 
@@ -320,9 +371,22 @@ def planted_log(
     def odds(clicks: Int64, candidates: Int64) -> NDArray[np.float64]:
         following = candidates % categories == (before[clicks] + 1) % categories
         alone: NDArray[np.float64] = (
-            1 - favourite + favourite * categories * (owners[clicks] % categories == candidates % categories)
+            1
+            - favourite
+            + favourite
+            * categories
+            * (owners[clicks] % categories == candidates % categories)
         )
-        return np.where(before[clicks] < 0, alone, (1 - follows) * alone + follows * categories * following)
+        return np.where(
+            before[clicks] < 0,
+            alone,
+            (1 - follows) * alone + follows * categories * following,
+        )
 
-    columns = {"user_id": owners, "item_id": item_ids, "category_id": kinds, "timestamp": times}
+    columns = {
+        "user_id": owners,
+        "item_id": item_ids,
+        "category_id": kinds,
+        "timestamp": times,
+    }
     return PlantedLog(columns, rng.random(len(rows)) < buys(item_ids), odds, buys)

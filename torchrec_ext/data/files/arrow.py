@@ -32,12 +32,20 @@ def kind_of(dtype: pa.DataType) -> Kind | None:
         return "float"
     if pa.types.is_boolean(dtype):
         return "bool"
-    return "string" if pa.types.is_string(dtype) or pa.types.is_large_string(dtype) else None
+    return (
+        "string"
+        if pa.types.is_string(dtype) or pa.types.is_large_string(dtype)
+        else None
+    )
 
 
 def is_list_type(dtype: pa.DataType) -> bool:
     """Says whether a row of this type has several values."""
-    return bool(pa.types.is_list(dtype) or pa.types.is_large_list(dtype) or pa.types.is_fixed_size_list(dtype))
+    return bool(
+        pa.types.is_list(dtype)
+        or pa.types.is_large_list(dtype)
+        or pa.types.is_fixed_size_list(dtype)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +61,9 @@ class ColumnRules:
     fill: Mapping[str, Any] = field(default_factory=dict)
     max_length: Mapping[str, int] = field(default_factory=dict)
 
-    def column(self, where: str, name: str, data: pa.Array | pa.ChunkedArray, first: int = 0) -> Column:
+    def column(
+        self, where: str, name: str, data: pa.Array | pa.ChunkedArray, first: int = 0
+    ) -> Column:
         """Checks a column and returns it as numpy arrays.
 
         Args:
@@ -71,11 +81,15 @@ class ColumnRules:
         if not is_list_type(array.type):
             return Column(_numpy(self._filled(name, array)))
         # A null list has no length; it becomes an empty one.
-        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(
+            zero_copy_only=False
+        )
         # Unlike array.values, flatten leaves out null lists and the values outside a slice.
         values = array.flatten()
         if values.null_count and name not in self.fill:
-            row = int(np.searchsorted(np.cumsum(lengths), _first_null(values), side="right"))
+            row = int(
+                np.searchsorted(np.cumsum(lengths), _first_null(values), side="right")
+            )
             raise _null(where, name, values, first + row)
         self._check_lengths(where, name, lengths, first)
         return Column.from_lengths(_numpy(self._filled(name, values)), lengths)
@@ -198,5 +212,7 @@ class Source(Protocol):
     def read(self, group: RowGroup, names: Sequence[str]) -> Chunk:
         """Reads and checks the columns ``names`` of one group; views of Arrow's memory if the layout allows."""
 
-    def parts(self, group: RowGroup, names: Sequence[str], start: int, size: int) -> Iterator[Chunk]:
+    def parts(
+        self, group: RowGroup, names: Sequence[str], start: int, size: int
+    ) -> Iterator[Chunk]:
         """Reads a group from row ``start`` on in parts ending at multiples of ``size``, never all of it at once."""

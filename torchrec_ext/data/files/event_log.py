@@ -62,7 +62,12 @@ class Events:
         labels = values.get(columns.label, np.ones(len(users)))
         times = values.get(columns.time, np.full(len(users), np.nan))
         items = values.get(columns.item, users)
-        return cls(users=users, items=items, labels=labels.astype(np.float32), times=times.astype(np.float64))
+        return cls(
+            users=users,
+            items=items,
+            labels=labels.astype(np.float32),
+            times=times.astype(np.float64),
+        )
 
     @classmethod
     def joined(cls, pieces: Sequence[Events]) -> Events:
@@ -77,7 +82,9 @@ class Events:
 
     def rows(self, start: int, stop: int) -> Events:
         """Returns events ``start`` to ``stop``."""
-        return Events(**{name: column[start:stop] for name, column in vars(self).items()})
+        return Events(
+            **{name: column[start:stop] for name, column in vars(self).items()}
+        )
 
 
 NO_EVENTS = Events.of(EventsConfig(), {})
@@ -103,7 +110,9 @@ class EventLog:
         self._file: _EventFile | None = None
         self._last = ""
         if not columns.folder or not self.folder.is_dir():
-            raise DataError(f"--log {columns.folder}: no such folder; name the folder in which the log's files lie")
+            raise DataError(
+                f"--log {columns.folder}: no such folder; name the folder in which the log's files lie"
+            )
 
     def read(self, most: int) -> Events:
         """Returns the next events that are there, at most ``most`` of them.
@@ -116,7 +125,11 @@ class EventLog:
         names: list[str] = []
         while count < most:
             is_last = not names or names[-1] == self._last
-            piece = NO_EVENTS if self._file is None else self._file.take(most - count, is_last=is_last)
+            piece = (
+                NO_EVENTS
+                if self._file is None
+                else self._file.take(most - count, is_last=is_last)
+            )
             if len(piece):
                 pieces.append(piece)
                 count += len(piece)
@@ -134,7 +147,11 @@ class EventLog:
         sizes = {}
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                if entry.name[0] not in "._" and Path(entry.name).suffix in _FILES and entry.is_file():
+                if (
+                    entry.name[0] not in "._"
+                    and Path(entry.name).suffix in _FILES
+                    and entry.is_file()
+                ):
                     sizes[entry.name] = entry.stat().st_size
         for name, size in self._sizes.items():
             if sizes.get(name, size) != size:
@@ -172,7 +189,11 @@ class EventLog:
         """Returns the position: the file and the place in it, for JSON."""
         place = None if self._file is None else self._file.state_dict()
         # Files that were removed need not be compared again.
-        sizes = {name: size for name, size in self._sizes.items() if (self.folder / name).exists()}
+        sizes = {
+            name: size
+            for name, size in self._sizes.items()
+            if (self.folder / name).exists()
+        }
         return {"file": self._last, "place": place, "sizes": sizes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -227,7 +248,10 @@ class _EventFile(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place after the last event that was taken."""
-        return {"place": self.place, "seal": hashlib.sha256(self.evidence()).hexdigest()}
+        return {
+            "place": self.place,
+            "seal": hashlib.sha256(self.evidence()).hexdigest(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at a place; raises a DataError if the bytes before it have changed."""
@@ -268,7 +292,10 @@ class _LineFile(_EventFile):
             # Arrow takes several JSON objects in a line, which would be several events.
             if nulls or table.num_rows > len(_line_ends(lines)) + 1:
                 raise self._fault(lines, "some line has no value, or several events")
-            events = Events.of(self.columns, {name: table[name].to_numpy() for name in self.columns.kinds})
+            events = Events.of(
+                self.columns,
+                {name: table[name].to_numpy() for name in self.columns.kinds},
+            )
             if not ((events.labels >= 0) & (events.labels <= 1)).all():
                 raise self._fault(lines, f"'{self.columns.label}' must be from 0 to 1")
             self._skip(len(lines))
@@ -284,7 +311,9 @@ class _LineFile(_EventFile):
             self._buffer += block
             ends = _line_ends(self._buffer)
             if len(self._buffer) > _LONGEST_LINE and not len(ends):
-                raise DataError(f"{self.path}: a line has more than {_LONGEST_LINE:,} bytes; write an event a line")
+                raise DataError(
+                    f"{self.path}: a line has more than {_LONGEST_LINE:,} bytes; write an event a line"
+                )
         if len(ends) < most and not is_last:
             # A later file exists, so this one is complete, and its last line may have no end.
             return self._buffer
@@ -299,7 +328,9 @@ class _LineFile(_EventFile):
     def _next_block(self) -> bytes:
         """Returns further bytes of the file, none if there are none yet; what was read before must be as it was."""
         last_bytes = (self._tail + self._buffer)[-_TAIL:]
-        data = self._bytes(self.place + len(self._buffer) - len(last_bytes), len(last_bytes) + _BLOCK)
+        data = self._bytes(
+            self.place + len(self._buffer) - len(last_bytes), len(last_bytes) + _BLOCK
+        )
         if not data.startswith(last_bytes):
             raise self.changed()
         return data[len(last_bytes) :]
@@ -327,7 +358,9 @@ class _LineFile(_EventFile):
         missing = [name for name in self.columns.kinds if name not in self._header]
         if missing:
             columns = ", ".join(self._header)[:80]
-            raise DataError(f"{self.path}: has no column '{missing[0]}', but {columns}; set data.user, data.item")
+            raise DataError(
+                f"{self.path}: has no column '{missing[0]}', but {columns}; set data.user, data.item"
+            )
         if not self.place:
             self._buffer = line + end
             self._skip(len(self._buffer))
@@ -339,9 +372,13 @@ class _LineFile(_EventFile):
         types = {"int": pa.int64(), "float": pa.float64()}
         columns = {name: types[kind] for name, kind in self.columns.kinds.items()}
         if self._header is None:
-            parsing = pa.json.ParseOptions(explicit_schema=pa.schema(columns), unexpected_field_behavior="ignore")
+            parsing = pa.json.ParseOptions(
+                explicit_schema=pa.schema(columns), unexpected_field_behavior="ignore"
+            )
             return pa.json.read_json(data, pa.json.ReadOptions(**options), parsing)
-        converting = pa.csv.ConvertOptions(column_types=columns, include_columns=list(columns))
+        converting = pa.csv.ConvertOptions(
+            column_types=columns, include_columns=list(columns)
+        )
         reading = pa.csv.ReadOptions(column_names=self._header, **options)
         return pa.csv.read_csv(data, reading, convert_options=converting)
 
@@ -353,7 +390,9 @@ class _LineFile(_EventFile):
         for number, line in enumerate(lines.split(b"\n"), before + 1):
             if line.strip() and (fault := self._fault_of_line(line)):
                 return DataError(f"{self.path}: line {number}: {fault}; mend the line")
-        return DataError(f"{self.path}: a line from {before + 1} on is no event: {reason[:80]}")
+        return DataError(
+            f"{self.path}: a line from {before + 1} on is no event: {reason[:80]}"
+        )
 
     def _fault_of_line(self, line: bytes) -> str:
         """Describes what keeps a line from being an event; empty if nothing does."""
@@ -365,7 +404,9 @@ class _LineFile(_EventFile):
             number = values.get(name)
             if not number:
                 return f"it has no '{name}'"
-            if kind == "int" and not (re.fullmatch(r"-?\d+", number) and -(2**63) <= int(number) < 2**63):
+            if kind == "int" and not (
+                re.fullmatch(r"-?\d+", number) and -(2**63) <= int(number) < 2**63
+            ):
                 rule = "must be a whole number of 64 bits with sign; string_ids() makes them of texts"
                 return f"'{name}' is {number[:30]}, {rule}"
             if name == self.columns.label and not _is_share(number):
@@ -377,13 +418,19 @@ class _LineFile(_EventFile):
         if self._header is not None:
             fields = next(csv.reader([line.decode()]))
             if len(fields) != len(self._header):
-                raise ValueError(f"it has {len(fields)} values, and the header has {len(self._header)}")
+                raise ValueError(
+                    f"it has {len(fields)} values, and the header has {len(self._header)}"
+                )
             return dict(zip(self._header, fields, strict=True))
         event = json.loads(line)
         if not isinstance(event, dict):
             return {}
         # Written anew, a text stands in quotes, by which it is no number.
-        return {name: json.dumps(value) for name, value in event.items() if value not in (None, "")}
+        return {
+            name: json.dumps(value)
+            for name, value in event.items()
+            if value not in (None, "")
+        }
 
 
 class _PartFile(_EventFile):
@@ -423,7 +470,10 @@ class _PartFile(_EventFile):
         if not pq.read_metadata(self.path).num_rows:
             return NO_EVENTS
         source = ParquetSource(self.path)
-        kinds: dict[str, tuple[Kind, ...]] = {"int": ("int",), "float": ("float", "int", "bool")}
+        kinds: dict[str, tuple[Kind, ...]] = {
+            "int": ("int",),
+            "float": ("float", "int", "bool"),
+        }
         source.require({name: kinds[kind] for name, kind in self.columns.kinds.items()})
         pieces = []
         for group in source.groups:

@@ -39,10 +39,14 @@ class EventsConfig:
 
     def __post_init__(self) -> None:
         if not self.user or not self.item:
-            raise ValueError(f"data.user={self.user!r}, data.item={self.item!r}: name the columns of both ids")
+            raise ValueError(
+                f"data.user={self.user!r}, data.item={self.item!r}: name the columns of both ids"
+            )
         for name in ("batch_s", "until_idle_s", "events"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"data.{name}={getattr(self, name)}: must be 0 or more")
+                raise ValueError(
+                    f"data.{name}={getattr(self, name)}: must be 0 or more"
+                )
 
     @property
     def kinds(self) -> Mapping[str, Literal["int", "float"]]:

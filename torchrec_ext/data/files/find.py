@@ -80,7 +80,9 @@ class DataFile:
             )
 
 
-def find_files(paths: PathLike | Sequence[PathLike], endings: Sequence[str]) -> list[DataFile]:
+def find_files(
+    paths: PathLike | Sequence[PathLike], endings: Sequence[str]
+) -> list[DataFile]:
     """Finds the data files named by paths, sorted within each folder and pattern.
 
     Args:
@@ -130,7 +132,10 @@ def _local(path: str, endings: Sequence[str]) -> list[DataFile]:
             unique_names.update(_below(match, endings))
         names = sorted(unique_names)
         _check_twins(names)
-        files = [DataFile(name, name, _partitions(path, name), None, _stamp(name)) for name in names]
+        files = [
+            DataFile(name, name, _partitions(path, name), None, _stamp(name))
+            for name in names
+        ]
     except OSError as error:
         raise DataError(
             f"{error.filename or path}: cannot be read ({error.strerror or error}), and the rows there would be "
@@ -153,7 +158,9 @@ def _matches(path: str) -> list[str]:
     for index, segment in enumerate(segments[first:], start=first):
         # ** stands for the folder itself and for all below it.
         inside = (segment, "") if segment == "**" else ("",)
-        for folder in glob.glob(os.path.join(".", *segments[:index], *inside), recursive=True):
+        for folder in glob.glob(
+            os.path.join(".", *segments[:index], *inside), recursive=True
+        ):
             if glob.has_magic(segment):
                 # Raises if the folder may not be listed; a glob would find nothing there.
                 os.scandir(folder).close()
@@ -205,7 +212,9 @@ def _check_link(path: Path) -> None:
         )
     for above in path.parents:
         if path.samefile(above):
-            raise DataError(f"{path}: a link to {above}, a folder above it, which would be read again; remove the link")
+            raise DataError(
+                f"{path}: a link to {above}, a folder above it, which would be read again; remove the link"
+            )
 
 
 def _check_twins(names: Sequence[str]) -> None:
@@ -214,7 +223,9 @@ def _check_twins(names: Sequence[str]) -> None:
     for name in names:
         other = first_names.setdefault(os.path.realpath(name), name)
         if other != name:
-            raise DataError(f"{name}: the same file as {other}, so its rows would count twice; remove the link")
+            raise DataError(
+                f"{name}: the same file as {other}, so its rows would count twice; remove the link"
+            )
 
 
 def _raise(error: OSError) -> None:
@@ -225,14 +236,20 @@ def _remote(path: str, endings: Sequence[str]) -> list[DataFile]:
     try:
         import fsspec.implementations.local  # type: ignore[import-untyped, import-not-found, unused-ignore]
     except ImportError as error:
-        raise DataError(f"{path}: addresses need fsspec; pip install 'torchrec-ext[data]'") from error
+        raise DataError(
+            f"{path}: addresses need fsspec; pip install 'torchrec-ext[data]'"
+        ) from error
     try:
         system, inner = fsspec.core.url_to_fs(path)
         if isinstance(system, fsspec.implementations.local.LocalFileSystem):
             # A file:// address gets the checks of local files.
             files = []
             for file in _local(inner, endings):
-                files.append(replace(file, name=system.unstrip_protocol(file.path), remote=system))
+                files.append(
+                    replace(
+                        file, name=system.unstrip_protocol(file.path), remote=system
+                    )
+                )
             return files
         unique_names: set[str] = set()
         for match in system.glob(inner) if glob.has_magic(inner) else [inner]:
@@ -245,16 +262,25 @@ def _remote(path: str, endings: Sequence[str]) -> list[DataFile]:
             f"{path}: cannot be read ({type(error).__name__}: {error}); check address, rights and network"
         ) from error
     if not unique_names:
-        raise DataError(f"{path}: no file that ends in {' or '.join(endings)}; check the address")
+        raise DataError(
+            f"{path}: no file that ends in {' or '.join(endings)}; check the address"
+        )
     names = sorted(unique_names)
-    return [DataFile(system.unstrip_protocol(name), name, _partitions(inner, name), system) for name in names]
+    return [
+        DataFile(system.unstrip_protocol(name), name, _partitions(inner, name), system)
+        for name in names
+    ]
 
 
 def _below_remote(system: Any, path: str, endings: Sequence[str]) -> list[str]:
     if system.isfile(path):
         return [path]
     root = path.rstrip("/")
-    return [name for name in _listed(system, root) if _is_data(name.removeprefix(root).lstrip("/"), endings)]
+    return [
+        name
+        for name in _listed(system, root)
+        if _is_data(name.removeprefix(root).lstrip("/"), endings)
+    ]
 
 
 def _listed(system: Any, root: str) -> Iterator[str]:

@@ -70,5 +70,7 @@ def read_columns(path: PathLike, names: Sequence[str] | None = None) -> pa.Table
         source.type_of(name)
     # The source decodes a group in one thread, as a loader wants it; here nothing else runs meanwhile.
     with ThreadPoolExecutor() as pool:
-        tables = list(pool.map(lambda group: source.table(group, table_names), source.groups))
+        tables = list(
+            pool.map(lambda group: source.table(group, table_names), source.groups)
+        )
     return pa.concat_tables(tables).combine_chunks()

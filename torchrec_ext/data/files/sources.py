@@ -27,7 +27,13 @@ from torchrec_ext.data.columns import Chunk, Column, with_elements
 from torchrec_ext.data.files.arrow import ColumnRules, Kind, kind_of
 from torchrec_ext.data.files.arrow import RowGroup as RowGroup
 from torchrec_ext.data.files.arrow import Source as Source
-from torchrec_ext.data.files.find import NULL_PARTITION, DataFile, PathLike, check_partitions, find_files
+from torchrec_ext.data.files.find import (
+    NULL_PARTITION,
+    DataFile,
+    PathLike,
+    check_partitions,
+    find_files,
+)
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.features import element_of
 from torchrec_ext.schema.validation import listed
@@ -72,16 +78,22 @@ class FileSource(ABC):
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
             self._openings = list(pool.map(self.open_file, self.files))
         groups = []
-        for index, (file, opening) in enumerate(zip(self.files, self._openings, strict=True)):
+        for index, (file, opening) in enumerate(
+            zip(self.files, self._openings, strict=True)
+        ):
             check_partitions(file, opening.schema.names)
             for number, rows in enumerate(opening.rows):
                 if rows:
                     name = f"{file.name}: row group {number}"
-                    groups.append(RowGroup(name=name, file=index, number=number, rows=rows))
+                    groups.append(
+                        RowGroup(name=name, file=index, number=number, rows=rows)
+                    )
         self._partitions = _partition_types(self.files)
         self.groups: Sequence[RowGroup] = tuple(groups)
         if not self.groups:
-            raise DataError(f"{self.files[0].name}: zero rows, as in all {len(self.files)} files; write at least one")
+            raise DataError(
+                f"{self.files[0].name}: zero rows, as in all {len(self.files)} files; write at least one"
+            )
 
     def digest(self) -> str:
         """See :meth:`Source.digest`; from footers, and from blocks of local files."""
@@ -104,7 +116,9 @@ class FileSource(ABC):
         """Reads the file's metadata."""
 
     @abstractmethod
-    def read_group(self, group: RowGroup, names: list[str]) -> pa.Table | pa.RecordBatch:
+    def read_group(
+        self, group: RowGroup, names: list[str]
+    ) -> pa.Table | pa.RecordBatch:
         """Reads columns of one group."""
 
     @abstractmethod
@@ -136,7 +150,9 @@ class FileSource(ABC):
             if name in opening.schema.names:
                 hint = f"{other.name} has it"
                 break
-        raise DataError(f"{self.files[file].name}: column '{name}' is missing, the file has {schema.names}; {hint}")
+        raise DataError(
+            f"{self.files[file].name}: column '{name}' is missing, the file has {schema.names}; {hint}"
+        )
 
     def require(self, columns: Mapping[str, Sequence[Kind]]) -> dict[str, Kind]:
         """See :meth:`Source.require`; a column must also have the same type in all files."""
@@ -184,9 +200,13 @@ class FileSource(ABC):
         Raises:
             DataError: the file is gone, changed or damaged; the message names file, row group and column.
         """
-        return self._table(group, list(names), lambda stored: self.read_group(group, stored))
+        return self._table(
+            group, list(names), lambda stored: self.read_group(group, stored)
+        )
 
-    def parts(self, group: RowGroup, names: Sequence[str], start: int, size: int) -> Iterator[Chunk]:
+    def parts(
+        self, group: RowGroup, names: Sequence[str], start: int, size: int
+    ) -> Iterator[Chunk]:
         """See :meth:`Source.parts`; warns if the file's layout keeps much of a group in memory for a part.
 
         Raises:
@@ -211,21 +231,34 @@ class FileSource(ABC):
             yield chunk_slot.pop()
 
     def _stored(self, names: Sequence[str]) -> list[str]:
-        return list(dict.fromkeys(self._column(name) for name in names if name not in self._partitions))
+        return list(
+            dict.fromkeys(
+                self._column(name) for name in names if name not in self._partitions
+            )
+        )
 
     def _chunk(
-        self, part: RowGroup, names: Sequence[str], read_table: Callable[[list[str]], pa.Table | pa.RecordBatch]
+        self,
+        part: RowGroup,
+        names: Sequence[str],
+        read_table: Callable[[list[str]], pa.Table | pa.RecordBatch],
     ) -> Chunk:
         stored = self._stored(names)
         table = self._table(part, stored, read_table)
-        columns = {name: self.rules.column(part.name, name, table.column(name), part.first) for name in stored}
+        columns = {
+            name: self.rules.column(part.name, name, table.column(name), part.first)
+            for name in stored
+        }
         for name in names:
             if name in self._partitions:
                 columns[name] = self._partition(part, name)
         return with_elements(Chunk(columns), names, part.name, part.first)
 
     def _table(
-        self, part: RowGroup, names: list[str], read_table: Callable[[list[str]], pa.Table | pa.RecordBatch]
+        self,
+        part: RowGroup,
+        names: list[str],
+        read_table: Callable[[list[str]], pa.Table | pa.RecordBatch],
     ) -> pa.Table | pa.RecordBatch:
         """Reads columns of a group or a part of it, and blames the damaged column where this fails."""
         file = self.files[part.file]
@@ -257,7 +290,12 @@ class FileSource(ABC):
     def _partition(self, group: RowGroup, name: str) -> Column:
         text = self.files[group.file].partitions[name]
         if text == NULL_PARTITION:
-            return self.rules.column(group.name, name, pa.nulls(group.rows, self._partitions[name]), group.first)
+            return self.rules.column(
+                group.name,
+                name,
+                pa.nulls(group.rows, self._partitions[name]),
+                group.first,
+            )
         if pa.types.is_integer(self._partitions[name]):
             return Column(np.full(group.rows, int(text)))
         return Column(np.full(group.rows, text, dtype=object))
@@ -298,7 +336,11 @@ def warn_of_parquet(name: str, path: str | Path, metadata: pq.FileMetaData) -> N
     """
     if "parquet" not in _warned and metadata.num_row_groups and metadata.num_columns:
         column = metadata.row_group(0).column(0)
-        start = column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset
+        start = (
+            column.dictionary_page_offset
+            if column.has_dictionary_page
+            else column.data_page_offset
+        )
         with open(path, "rb") as stream:
             stream.seek(start)
             header = stream.read(_HEADER)
@@ -382,18 +424,29 @@ class ParquetSource(FileSource):
         files = self.files if self._footers else self.files[:1]
         for file in files:
             if self.warns and file.remote is None:
-                warn_of_parquet(file.name, file.path, self._footers.get(file.path) or self._file(file).metadata)
+                warn_of_parquet(
+                    file.name,
+                    file.path,
+                    self._footers.get(file.path) or self._file(file).metadata,
+                )
 
     def open_file(self, file: DataFile) -> _Opening:
         """See :meth:`FileSource.open_file`."""
         metadata = self._file(file).metadata
         if len(self.files) <= _FOOTER_LIMIT:
             self._footers[file.path] = metadata
-        rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        rows = [
+            metadata.row_group(number).num_rows
+            for number in range(metadata.num_row_groups)
+        ]
         stream = pa.BufferOutputStream()
         # The footer has sizes and statistics of all columns, so its digest stands for the content.
         metadata.write_metadata_file(stream)
-        return _Opening(metadata.schema.to_arrow_schema(), rows, hashlib.sha256(stream.getvalue()).digest())
+        return _Opening(
+            metadata.schema.to_arrow_schema(),
+            rows,
+            hashlib.sha256(stream.getvalue()).digest(),
+        )
 
     def _file(self, file: DataFile, *, in_parts: bool = False) -> pq.ParquetFile:
         # 0 reads all bytes of a column at once.
@@ -417,10 +470,17 @@ class ParquetSource(FileSource):
         with self._file(self.files[group.file]) as file:
             return file.read_row_group(group.number, columns=names, use_threads=False)
 
-    def read_parts(self, group: RowGroup, names: list[str], start: int, size: int) -> Iterator[pa.Table]:
+    def read_parts(
+        self, group: RowGroup, names: list[str], start: int, size: int
+    ) -> Iterator[pa.Table]:
         """See :meth:`FileSource.read_parts`."""
         with self._file(self.files[group.file], in_parts=True) as file:
-            batches = file.iter_batches(_piece(size), row_groups=[group.number], columns=names, use_threads=False)
+            batches = file.iter_batches(
+                _piece(size),
+                row_groups=[group.number],
+                columns=names,
+                use_threads=False,
+            )
             for first in range(0, group.rows, size):
                 rows = min(size, group.rows - first)
                 # The table gets no name, since it would live on in this frame, one for each lane.
@@ -451,7 +511,13 @@ class ArrowSource(FileSource):
         "compression, which are mapped"
     )
 
-    def __init__(self, paths: PathLike | Sequence[PathLike], *, memory_map: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        paths: PathLike | Sequence[PathLike],
+        *,
+        memory_map: bool = True,
+        **options: Any,
+    ) -> None:
         self._map = pa.memory_map if memory_map else pa.OSFile
         super().__init__(paths, **options)
         # Warn of an Arrow IPC file: the format has no checksums.
@@ -460,7 +526,10 @@ class ArrowSource(FileSource):
     def open_file(self, file: DataFile) -> _Opening:
         """See :meth:`FileSource.open_file`."""
         with self._reader(file) as reader:
-            rows = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
+            rows = [
+                reader.get_batch(number).num_rows
+                for number in range(reader.num_record_batches)
+            ]
             return _Opening(reader.schema, rows, b"")
 
     def _reader(self, file: DataFile, indices: list[int] | None = None) -> Any:
@@ -482,7 +551,9 @@ class ArrowSource(FileSource):
         batch.validate(full=True)
         return batch
 
-    def read_parts(self, group: RowGroup, names: list[str], start: int, size: int) -> Iterator[pa.RecordBatch]:
+    def read_parts(
+        self, group: RowGroup, names: list[str], start: int, size: int
+    ) -> Iterator[pa.RecordBatch]:
         """See :meth:`FileSource.read_parts`."""
         batch = self.read_group(group, names)
         for first in [start, *range((start // size + 1) * size, group.rows, size)]:
@@ -491,7 +562,14 @@ class ArrowSource(FileSource):
 
 def _piece(size: int) -> int:
     """Returns the number of rows to decode at a time for parts of ``size``: its greatest moderate divisor, if any."""
-    return next((rows for rows in range(min(size, _PIECE), _PIECE // 4, -1) if size % rows == 0), size)
+    return next(
+        (
+            rows
+            for rows in range(min(size, _PIECE), _PIECE // 4, -1)
+            if size % rows == 0
+        ),
+        size,
+    )
 
 
 def _joined(batches: Iterator[pa.RecordBatch], rows: int) -> pa.Table:

@@ -52,12 +52,16 @@ class BatchBuilder:
     def user_batch(self, users: Chunk) -> TowerBatch:
         """Builds B rows with the user's features alone; labels are 0."""
         users = with_elements(users, self._user_names)
-        return self._assemble(self._user_columns(users, 1), np.arange(users.num_rows), 1, {}, {})
+        return self._assemble(
+            self._user_columns(users, 1), np.arange(users.num_rows), 1, {}, {}
+        )
 
     def item_batch(self, item_ids: Int64) -> TowerBatch:
         """Builds B rows with the features of the items ``item_ids`` (B,) alone; labels are 0."""
         row_numbers = np.arange(len(item_ids))
-        return self._assemble(self._item_columns(item_ids, row_numbers), row_numbers, 1, {}, {})
+        return self._assemble(
+            self._item_columns(item_ids, row_numbers), row_numbers, 1, {}, {}
+        )
 
     def pairs(
         self,
@@ -104,27 +108,40 @@ class BatchBuilder:
                 dense[names] = matrix
         columns = self._user_columns(users, width, dense)
         if candidates is not None:
-            columns |= self._item_columns(np.ascontiguousarray(candidates).reshape(-1), row_numbers)
+            columns |= self._item_columns(
+                np.ascontiguousarray(candidates).reshape(-1), row_numbers
+            )
         # A batch without weights counts all of its rows, but padding must count for nothing.
         if weights is None and padded_rows and padded_rows > users.num_rows:
             weights = np.ones(users.num_rows * width, np.float32)
         vectors = {"labels": labels, "weights": weights, "log_q": log_q}
         if self.schema.tasks:
             vectors["targets"] = targets
-        return self._assemble(columns, row_numbers, width, vectors, dense, total_weight, padded_rows)
+        return self._assemble(
+            columns, row_numbers, width, vectors, dense, total_weight, padded_rows
+        )
 
-    def _user_columns(self, users: Chunk, times: int, matrices: Collection[Sequence[str]] = ()) -> dict[str, _Repeated]:
+    def _user_columns(
+        self, users: Chunk, times: int, matrices: Collection[Sequence[str]] = ()
+    ) -> dict[str, _Repeated]:
         """Returns the user's columns, without those in ``matrices``."""
         left_out = set(chain.from_iterable(matrices))
         columns = {}
         for name in self._user_names:
             if name not in left_out and name in users:
-                columns[name] = _Repeated(users[name], 1 if name in self.schema.shared else times)
+                columns[name] = _Repeated(
+                    users[name], 1 if name in self.schema.shared else times
+                )
         return columns
 
-    def _item_columns(self, item_ids: Int64, row_numbers: Int64) -> dict[str, _Repeated]:
+    def _item_columns(
+        self, item_ids: Int64, row_numbers: Int64
+    ) -> dict[str, _Repeated]:
         item_ids = known_items(self.schema, self.items.num_rows, item_ids, row_numbers)
-        return {name: _Repeated(self.items[name].take(item_ids)) for name in self._item_names}
+        return {
+            name: _Repeated(self.items[name].take(item_ids))
+            for name in self._item_names
+        }
 
     def _assemble(
         self,
@@ -143,9 +160,13 @@ class BatchBuilder:
         """
         users = len(row_numbers)
         if not matrices and columns.keys().isdisjoint(self._user_names):
-            columns |= {name: self._nothing(name, users, width) for name in self._user_names}
+            columns |= {
+                name: self._nothing(name, users, width) for name in self._user_names
+            }
         if columns.keys().isdisjoint(self._item_names):
-            columns |= {name: self._nothing(name, users, width) for name in self._item_names}
+            columns |= {
+                name: self._nothing(name, users, width) for name in self._item_names
+            }
         padded_users = padded_users or users
         size = padded_users * width
         floats = {}
@@ -153,7 +174,9 @@ class BatchBuilder:
             if values is not None:
                 # (B, N) becomes (B x N,), and the further tasks' labels (B, N, tasks) become (B x N, tasks).
                 rows = values.reshape(-1, *values.shape[2:])
-                floats[name] = padded(as_tensor(rows.astype(np.float32, copy=False)), size)
+                floats[name] = padded(
+                    as_tensor(rows.astype(np.float32, copy=False)), size
+                )
         if "labels" not in floats:
             floats["labels"] = torch.zeros(size)
         if self.schema.tasks and "targets" not in floats:
@@ -162,12 +185,16 @@ class BatchBuilder:
         bags = {}
         for name in self.schema.keys:
             if name in columns:
-                bags[name] = self._jagged(name, columns, pad if name in self.schema.shared else pad * width)
+                bags[name] = self._jagged(
+                    name, columns, pad if name in self.schema.shared else pad * width
+                )
         batch = self.schema.assemble(
             bags,
             Dense(
                 self._dense(columns, self.schema.row_dense, size, width, matrices),
-                self._dense(columns, self.schema.shared_dense, padded_users, 1, matrices),
+                self._dense(
+                    columns, self.schema.shared_dense, padded_users, 1, matrices
+                ),
             ),
             labels=floats["labels"],
             weights=floats.get("weights"),
@@ -196,7 +223,9 @@ class BatchBuilder:
             return torch.from_numpy(user_matrix.astype(np.float32))
         matrix = np.zeros((size, len(names)), np.float32)
         if user_matrix is not None:
-            matrix.reshape(-1, width, len(names))[: len(user_matrix)] = user_matrix[:, None]
+            matrix.reshape(-1, width, len(names))[: len(user_matrix)] = user_matrix[
+                :, None
+            ]
             return torch.from_numpy(matrix)
         for index, name in enumerate(names):
             if name not in columns:
@@ -206,7 +235,9 @@ class BatchBuilder:
             if times == 1:
                 matrix[: len(values), index] = values
             else:
-                matrix.reshape(-1, times, len(names))[: len(values), :, index] = values[:, None]
+                matrix.reshape(-1, times, len(names))[: len(values), :, index] = values[
+                    :, None
+                ]
         return torch.from_numpy(matrix)
 
     def _nothing(self, name: str, users: int, width: int) -> _Repeated:
@@ -215,7 +246,11 @@ class BatchBuilder:
         if name in self.schema.dense:
             return _Repeated(Column(np.zeros(size, dtype=np.float32)))
         # Weights have this type too: they are cast to float32 when they are packed.
-        return _Repeated(Column.from_lengths(np.zeros(0, dtype=np.int64), np.zeros(size, dtype=np.int64)))
+        return _Repeated(
+            Column.from_lengths(
+                np.zeros(0, dtype=np.int64), np.zeros(size, dtype=np.int64)
+            )
+        )
 
     def _jagged(self, name: str, columns: Mapping[str, _Repeated], pad: int) -> Jagged:
         feature = self.schema.feature(name)
@@ -245,7 +280,9 @@ def _jagged(name: str, repeated: _Repeated, weights: Array | None, pad: int) -> 
     column, times = repeated
     # What torch has no tensor of; the schema refuses floats, in batches that were built elsewhere as well.
     if column.pool.dtype.kind not in "iufb":
-        raise DataError(f"column '{name}' is {column.pool.dtype}, ids must be integers; map the values to ids first")
+        raise DataError(
+            f"column '{name}' is {column.pool.dtype}, ids must be integers; map the values to ids first"
+        )
     weighing: Tensor | None = None
     if weights is not None:
         weighing = as_tensor(weights.astype(np.float32, copy=False))
@@ -255,7 +292,11 @@ def _jagged(name: str, repeated: _Repeated, weights: Array | None, pad: int) -> 
         if weighing is not None:
             weighing = weighing.repeat_interleave(times)
         # One id in each bag needs no lengths, unless padding adds empty bags.
-        lengths = padded(torch.ones(len(values), dtype=torch.int32), len(values) + pad) if pad else None
+        lengths = (
+            padded(torch.ones(len(values), dtype=torch.int32), len(values) + pad)
+            if pad
+            else None
+        )
         return Jagged(values, lengths, weighing)
     values = as_tensor(column.values)
     lengths = torch.from_numpy(column.lengths.astype(np.int32))
@@ -286,10 +327,18 @@ def padded(rows: Tensor, size: int) -> Tensor:
 
 def as_tensor(array: Array) -> Tensor:
     """Converts an array, with a copy if needed: Arrow's memory is read-only, and torch takes no negative strides."""
-    return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
+    return torch.from_numpy(
+        array if array.flags.writeable and array.flags.c_contiguous else array.copy()
+    )
 
 
-def known_items(schema: BatchSchema, num_rows: int, ids: Int64, row_numbers: Int64, name: str = "item_id") -> Int64:
+def known_items(
+    schema: BatchSchema,
+    num_rows: int,
+    ids: Int64,
+    row_numbers: Int64,
+    name: str = "item_id",
+) -> Int64:
     """Checks item ids and returns them; ``out_of_range="oov"`` replaces ids without features by the ``oov_id``.
 
     Args:

@@ -56,7 +56,13 @@ class BlockLayout:
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, schema: BatchSchema, config: LoaderConfig, ids: Sequence[str], without: Sequence[str]) -> BlockLayout:
+    def of(
+        cls,
+        schema: BatchSchema,
+        config: LoaderConfig,
+        ids: Sequence[str],
+        without: Sequence[str],
+    ) -> BlockLayout:
         """Builds the layout of the schema's columns without ``without``, of further ids, and of label and weight.
 
         Args:
@@ -76,7 +82,9 @@ class BlockLayout:
             names.append(config.weight)
             bounds[config.weight] = (0.0, math.inf)
         # Features last, so that an id of the schema is checked against its table.
-        features: dict[str, SparseFeature | None] = dict.fromkeys([*ids, *schema.identities])
+        features: dict[str, SparseFeature | None] = dict.fromkeys(
+            [*ids, *schema.identities]
+        )
         features |= {feature.name: feature for feature in schema.sparse}
         for name in without:
             features.pop(name, None)
@@ -86,7 +94,11 @@ class BlockLayout:
                 weights[feature.name] = feature.weights
         return cls(
             features=features,
-            floats=tuple(dict.fromkeys(name for name in (*schema.dense, *names) if name not in without)),
+            floats=tuple(
+                dict.fromkeys(
+                    name for name in (*schema.dense, *names) if name not in without
+                )
+            ),
             out_of_range=schema.out_of_range,
             weights=weights,
             bounds=bounds,
@@ -95,7 +107,9 @@ class BlockLayout:
     @property
     def names(self) -> list[str]:
         """Names of the columns to read; a column may be both an id and a label."""
-        return list(dict.fromkeys([*self.features, *self.floats, *self.weights.values()]))
+        return list(
+            dict.fromkeys([*self.features, *self.floats, *self.weights.values()])
+        )
 
     @property
     def ids(self) -> list[str]:
@@ -113,19 +127,42 @@ class BlockLayout:
                 source.require({name: NUMBER_KINDS})
             except DataError as error:
                 raise DataError(f"{config.setting_of(name)}{error}") from None
-        source.require(dict.fromkeys(self.weights, LISTS) | dict.fromkeys(self.weights.values(), WEIGHTS))
-        kinds = source.require({name: ID_KINDS if feature else SCALAR for name, feature in self.features.items()})
+        source.require(
+            dict.fromkeys(self.weights, LISTS)
+            | dict.fromkeys(self.weights.values(), WEIGHTS)
+        )
+        kinds = source.require(
+            {
+                name: ID_KINDS if feature else SCALAR
+                for name, feature in self.features.items()
+            }
+        )
         return frozenset(name for name, kind in kinds.items() if kind == "ints")
 
     def only(self, name: str) -> BlockLayout:
         """Returns the layout of one float column alone."""
-        return BlockLayout(features={}, floats=(name,), out_of_range=self.out_of_range, bounds=self.bounds)
+        return BlockLayout(
+            features={},
+            floats=(name,),
+            out_of_range=self.out_of_range,
+            bounds=self.bounds,
+        )
 
-    def checked(self, group: RowGroup, chunk: Chunk) -> tuple[dict[str, Column], dict[str, Array]]:
+    def checked(
+        self, group: RowGroup, chunk: Chunk
+    ) -> tuple[dict[str, Column], dict[str, Array]]:
         """Checks the rows of a group or of a part of one; returns ids (int64) by name and floats (float32) by name."""
-        ids = {name: self._ids(group, name, chunk[name], feature) for name, feature in self.features.items()}
-        ids |= {column: _weights(group, name, column, chunk) for name, column in self.weights.items()}
-        return ids, {name: self._numbers(group, name, chunk[name]) for name in self.floats}
+        ids = {
+            name: self._ids(group, name, chunk[name], feature)
+            for name, feature in self.features.items()
+        }
+        ids |= {
+            column: _weights(group, name, column, chunk)
+            for name, column in self.weights.items()
+        }
+        return ids, {
+            name: self._numbers(group, name, chunk[name]) for name in self.floats
+        }
 
     def _numbers(self, group: RowGroup, name: str, column: Column) -> Float32:
         floats = _finite(group, name, column)
@@ -143,7 +180,9 @@ class BlockLayout:
             )
         return floats
 
-    def _ids(self, group: RowGroup, name: str, column: Column, feature: SparseFeature | None) -> Column:
+    def _ids(
+        self, group: RowGroup, name: str, column: Column, feature: SparseFeature | None
+    ) -> Column:
         if feature and self.out_of_range == "oov":
             # A value beyond int64 becomes negative, and so out of vocabulary as well.
             values = column.values.astype(np.int64, copy=False)
@@ -166,7 +205,9 @@ class BlockLayout:
         return Column(values, column.offsets)
 
 
-def _out_of_range(group: RowGroup, feature: SparseFeature, column: Column, values: Int64, bad: Array) -> DataError:
+def _out_of_range(
+    group: RowGroup, feature: SparseFeature, column: Column, values: Int64, bad: Array
+) -> DataError:
     first = int(bad.argmax())
     row = column.row_of(first)
     tables = listed(f"'{table}'" for table in feature.tables)
@@ -214,7 +255,9 @@ class Memory:
         # The reading thread takes, and the one that builds batches gives.
         self._lock = threading.Lock()
 
-    def take(self, columns: int, rows: int, dtype: np.dtype[np.generic]) -> tuple[Array, Array]:
+    def take(
+        self, columns: int, rows: int, dtype: np.dtype[np.generic]
+    ) -> tuple[Array, Array]:
         """Returns an uninitialised (columns, rows) matrix, and the buffer to :meth:`give` back for it."""
         size = columns * rows * dtype.itemsize
         buffer = None
@@ -293,7 +336,12 @@ class Assembler:
     """
 
     def __init__(
-        self, schema: BatchSchema, layout: BlockLayout, ragged: frozenset[str], label: str | None, weight: str | None
+        self,
+        schema: BatchSchema,
+        layout: BlockLayout,
+        ragged: frozenset[str],
+        label: str | None,
+        weight: str | None,
     ) -> None:
         self.schema = schema
         self._layout = layout
@@ -303,7 +351,9 @@ class Assembler:
         self._label = label
         self._weight = weight
 
-    def batch(self, slices: Sequence[Slice], size: int, total_weight: float) -> TowerBatch:
+    def batch(
+        self, slices: Sequence[Slice], size: int, total_weight: float
+    ) -> TowerBatch:
         """Builds a batch of the rows of ``slices``, padded to ``size`` rows with rows of weight 0 and empty bags.
 
         Args:
@@ -333,7 +383,9 @@ class Assembler:
             index=index,
         )
 
-    def _identities(self, slices: Sequence[Slice], size: int, name: str | None) -> Tensor | None:
+    def _identities(
+        self, slices: Sequence[Slice], size: int, name: str | None
+    ) -> Tensor | None:
         """Returns (size,) the ids of a column with one for each row, and zeros after them."""
         if name not in self._scalar:
             return None
@@ -343,7 +395,9 @@ class Assembler:
         """Returns all columns of the rows of ``slices``, for batches with items from elsewhere."""
         columns = {}
         for name, index in self._float.items():
-            vectors = [piece.rows.floats[index][piece.start : piece.stop] for piece in slices]
+            vectors = [
+                piece.rows.floats[index][piece.start : piece.stop] for piece in slices
+            ]
             columns[name] = Column(joined(vectors, np.float32))
         # After the floats: a column that is both an id and a label is read as an id, exactly.
         for name, index in self._scalar.items():
@@ -375,7 +429,9 @@ class Assembler:
             weights = torch.from_numpy(self._weights(slices, keys, totals))
         return KeyedIds(values, lengths.view(-1), weights)
 
-    def _weights(self, slices: Sequence[Slice], keys: Keys, totals: Sequence[int]) -> Array:
+    def _weights(
+        self, slices: Sequence[Slice], keys: Keys, totals: Sequence[int]
+    ) -> Array:
         """Returns (sum of lengths,) the weight of each id of the keys' features; 1 for features without weights."""
         arrays = []
         for name, total in zip(keys.features, totals, strict=True):
@@ -387,7 +443,12 @@ class Assembler:
         return joined(arrays, np.float32)
 
     def _fill(
-        self, slices: Sequence[Slice], names: Sequence[str | None], values: Int64, lengths: Array, count: int
+        self,
+        slices: Sequence[Slice],
+        names: Sequence[str | None],
+        values: Int64,
+        lengths: Array,
+        count: int,
     ) -> None:
         """Writes the ids of ``names`` into ``values``, and the lengths of ragged columns into ``lengths``."""
         start = 0
@@ -409,7 +470,9 @@ class Assembler:
                     start += ids.size
                     lengths[run.start, place] = np.diff(offsets)
 
-    def _matrix(self, slices: Sequence[Slice], size: int, names: Sequence[str]) -> Tensor:
+    def _matrix(
+        self, slices: Sequence[Slice], size: int, names: Sequence[str]
+    ) -> Tensor:
         dense = torch.zeros(size, len(names))
         count = _count(slices)
         for run in _runs(names, self._float):
@@ -427,7 +490,9 @@ class Assembler:
             vector[: _count(slices)] = 1
         else:
             for place, piece in _places(slices):
-                vector.numpy()[place] = piece.rows.floats[self._float[name]][piece.start : piece.stop]
+                vector.numpy()[place] = piece.rows.floats[self._float[name]][
+                    piece.start : piece.stop
+                ]
         return vector
 
 
@@ -438,7 +503,9 @@ def summed_weights(slices: Sequence[Slice], name: str) -> float:
         # Not at the column's usual place: of other ranks' rows a block may hold the weights alone.
         column = piece.rows.float_names.index(name)
         # In float64, as for rows in memory and on a device: all three divide the loss by one number.
-        total += float(piece.rows.floats[column][piece.start : piece.stop].sum(dtype=np.float64))
+        total += float(
+            piece.rows.floats[column][piece.start : piece.stop].sum(dtype=np.float64)
+        )
     return total
 
 
@@ -455,7 +522,11 @@ def _runs(names: Sequence[str | None], positions: Mapping[str, int]) -> Iterator
     run: _Run | None = None
     for index, name in enumerate(names):
         first = positions.get(name or "")
-        if run is not None and run.first is not None and first == run.first + len(run.names):
+        if (
+            run is not None
+            and run.first is not None
+            and first == run.first + len(run.names)
+        ):
             run.names.append(name)
             continue
         if run is not None:
@@ -493,4 +564,7 @@ def joined(arrays: Sequence[Array], dtype: type[np.generic]) -> Array:
 
 
 def _joined_ids(slices: Sequence[Slice], index: int) -> Array:
-    return joined([piece.rows.scalars[index][piece.start : piece.stop] for piece in slices], np.int64)
+    return joined(
+        [piece.rows.scalars[index][piece.start : piece.stop] for piece in slices],
+        np.int64,
+    )

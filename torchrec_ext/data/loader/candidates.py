@@ -58,7 +58,11 @@ class Pairing(Protocol):
 
 
 def identified(
-    batch: TowerBatch, schema: BatchSchema, rows: StepRows, width: int = 1, candidates: Int64 | None = None
+    batch: TowerBatch,
+    schema: BatchSchema,
+    rows: StepRows,
+    width: int = 1,
+    candidates: Int64 | None = None,
 ) -> TowerBatch:
     """Adds the user and the item of each row to ``batch``, if ``schema`` names their columns.
 
@@ -82,7 +86,9 @@ def identified(
         feature = schema.feature(name)
         # As in the batch's bags: an id outside its table is the unknown one, and dynamic ids are any numbers.
         if feature is not None and not feature.dynamic:
-            ids = np.where((ids < 0) | (ids >= feature.num_embeddings), feature.oov_id, ids)
+            ids = np.where(
+                (ids < 0) | (ids >= feature.num_embeddings), feature.oov_id, ids
+            )
         columns[name] = padded(torch.from_numpy(ids), len(batch))
     return dataclasses.replace(
         batch,
@@ -104,7 +110,12 @@ class OwnCandidates:
     """
 
     def __init__(
-        self, schema: BatchSchema, config: LoaderConfig, items: Chunk | None, negatives: Negatives | None, share: Share
+        self,
+        schema: BatchSchema,
+        config: LoaderConfig,
+        items: Chunk | None,
+        negatives: Negatives | None,
+        share: Share,
     ) -> None:
         # Negatives are drawn for a user, to avoid the user's own items.
         self.ids = ("user_id", "item_id") if config.negatives else ("item_id",)
@@ -129,12 +140,16 @@ class OwnCandidates:
         del step
         width = 1 + self._config.negatives
         labels = np.zeros((len(rows.numbers), width), dtype=np.float32)
-        labels[:, 0] = rows.chunk[self._config.label].values if self._config.label else 1.0
+        labels[:, 0] = (
+            rows.chunk[self._config.label].values if self._config.label else 1.0
+        )
         # The labels of further tasks, 0 for negatives as well.
         targets = np.zeros((*labels.shape, len(self._schema.tasks)), dtype=np.float32)
         for index, name in enumerate(self._schema.tasks):
             targets[:, 0, index] = rows.chunk[name].values
-        candidates = rows.candidates or self._candidates(rows.chunk, rows.numbers, epoch)
+        candidates = rows.candidates or self._candidates(
+            rows.chunk, rows.numbers, epoch
+        )
         ids = log_q = None
         if candidates is not None:
             ids, log_q = candidates
@@ -216,8 +231,12 @@ class SharedCandidates:
         chunk = rows.chunk
         queries = self._share.rows(self._config.batch_size)
         (key,) = self.ids
-        positives = known_items(self._schema, self._items.num_rows, chunk[key].values, rows.numbers, key)
-        padded_extra = self._candidates.draw(epoch, step, rank=self._share.rank, world_size=self._share.world_size)
+        positives = known_items(
+            self._schema, self._items.num_rows, chunk[key].values, rows.numbers, key
+        )
+        padded_extra = self._candidates.draw(
+            epoch, step, rank=self._share.rank, world_size=self._share.world_size
+        )
         size = queries + len(padded_extra)
         # Items count from 1: 0 fills a rank's share up.
         extra = padded_extra[padded_extra > 0]
@@ -225,7 +244,10 @@ class SharedCandidates:
         for name in [*self._schema.keys, *self._schema.dense]:
             if name in self._items:
                 column = self._items[name]
-                columns[name] = [(column.take(positives), queries), (column.take(extra), len(padded_extra))]
+                columns[name] = [
+                    (column.take(positives), queries),
+                    (column.take(extra), len(padded_extra)),
+                ]
             elif name in chunk:
                 columns[name] = [(chunk[name], queries)]
                 # Extra candidates have no user.
@@ -233,7 +255,9 @@ class SharedCandidates:
                     columns[name].append((None, len(padded_extra)))
         ids = np.concatenate([positives, extra])
         # The rows of the ids in the padded batch: positives from 0 on, extra candidates behind the padded queries.
-        indices = np.concatenate([np.arange(len(positives)), queries + np.arange(len(extra))])
+        indices = np.concatenate(
+            [np.arange(len(positives)), queries + np.arange(len(extra))]
+        )
         items = np.zeros(size, np.int64)
         items[indices] = ids
         labels = weights = np.ones(len(positives))
@@ -249,8 +273,16 @@ class SharedCandidates:
             shared_size = queries
             index = torch.from_numpy(np.arange(size) * (np.arange(size) < queries))
         batch = self._schema.assemble(
-            {name: _jagged(sections) for name, sections in columns.items() if name in self._schema.keys},
-            {name: _vector(sections) for name, sections in columns.items() if name in self._schema.dense},
+            {
+                name: _jagged(sections)
+                for name, sections in columns.items()
+                if name in self._schema.keys
+            },
+            {
+                name: _vector(sections)
+                for name, sections in columns.items()
+                if name in self._schema.dense
+            },
             labels=_spread(labels, size),
             weights=_spread(weights, size),
             log_q=_spread(self._candidates.log_q(ids), size, indices),
@@ -271,13 +303,18 @@ def _jagged(sections: Sections) -> Jagged:
             section[: len(column)] = column.lengths
             values.append(column.values)
         lengths.append(section)
-    return Jagged(torch.from_numpy(np.concatenate(values)), torch.from_numpy(np.concatenate(lengths)))
+    return Jagged(
+        torch.from_numpy(np.concatenate(values)),
+        torch.from_numpy(np.concatenate(lengths)),
+    )
 
 
 def _vector(sections: Sections) -> Tensor:
     vectors = []
     for column, size in sections:
-        vectors.append(torch.zeros(size) if column is None else _spread(column.values, size))
+        vectors.append(
+            torch.zeros(size) if column is None else _spread(column.values, size)
+        )
     return torch.cat(vectors)
 
 

@@ -156,19 +156,27 @@ class LoaderConfig:
                 "and shared_negatives to 1 or more"
             )
         if self.shared_negatives and not sampler.shared:
-            sharing = " or ".join(repr(name) for name in NEGATIVES if NEGATIVES.facts(name).shared)
+            sharing = " or ".join(
+                repr(name) for name in NEGATIVES if NEGATIVES.facts(name).shared
+            )
             raise ValueError(
                 f"loader.shared_negatives={self.shared_negatives} with loader.sampling={self.sampling!r}: set "
                 f"sampling={sharing}"
             )
         # The default may stand there without being asked for, so it is no contradiction.
-        if self.sampling != LoaderConfig.sampling and not sampler.shared and not self.negatives:
+        if (
+            self.sampling != LoaderConfig.sampling
+            and not sampler.shared
+            and not self.negatives
+        ):
             raise ValueError(
                 f"loader.sampling={self.sampling!r} with loader.negatives=0: it would do nothing; leave "
                 "loader.sampling out, or set loader.negatives to 1 or more"
             )
         if self.device and sampler.host_only:
-            on_device = " or ".join(name for name in NEGATIVES if not NEGATIVES.facts(name).host_only)
+            on_device = " or ".join(
+                name for name in NEGATIVES if not NEGATIVES.facts(name).host_only
+            )
             raise ValueError(
                 f"loader.device={self.device!r} with loader.sampling={self.sampling!r}: {sampler.host_only} on the "
                 f"host; leave loader.device out, or choose loader.sampling={on_device}"

@@ -61,10 +61,16 @@ class DynamicIdLoader:
     ) -> None:
         self._loader = loader
         self._schema = schema
-        self._tables = {name: _tables(schema, name, policy) for name, policy in features.items()}
+        self._tables = {
+            name: _tables(schema, name, policy) for name, policy in features.items()
+        }
         self._space_of: dict[str, str] = {}
         for feature in schema.sparse:
-            spaces = [name for name, tables in self._tables.items() if not tables.isdisjoint(feature.tables)]
+            spaces = [
+                name
+                for name, tables in self._tables.items()
+                if not tables.isdisjoint(feature.tables)
+            ]
             if len(spaces) > 1:
                 raise ValueError(
                     f"features '{spaces[0]}' and '{spaces[1]}' share table {feature.readers}, whose rows belong to one "
@@ -114,7 +120,9 @@ class DynamicIdLoader:
             for piece, ids in zip(part.pieces, pieces[name], strict=True):
                 space = self._space_of.get(piece.feature)
                 if space is not None:
-                    ids_by_space.setdefault(space, []).append(self._raw(piece.feature, ids))
+                    ids_by_space.setdefault(space, []).append(
+                        self._raw(piece.feature, ids)
+                    )
         # One call for all features: on several ranks each call is an exchange.
         raw = {space: torch.cat(ids) for space, ids in ids_by_space.items()}
         fresh: tuple[Fresh, ...] | None = None
@@ -123,7 +131,10 @@ class DynamicIdLoader:
             notes_by_table: list[Fresh] = []
             for note in notes:
                 # Sorted: a set of names has another order in each process.
-                notes_by_table += [note._replace(table=table) for table in sorted(self._tables[note.table])]
+                notes_by_table += [
+                    note._replace(table=table)
+                    for table in sorted(self._tables[note.table])
+                ]
             fresh = tuple(notes_by_table)
         else:
             rows = self.ids.rows(raw)
@@ -179,7 +190,10 @@ class DynamicIdLoader:
 
         No batch may be under way: an id that the next batch has admitted already would not be fresh after a resume.
         """
-        return {"loader": self._loader.state_dict(step=step), "ids": self.ids.state_dict()}
+        return {
+            "loader": self._loader.state_dict(step=step),
+            "ids": self.ids.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at the saved position with the saved ids, on any number of ranks.
@@ -199,14 +213,20 @@ class DynamicIdLoader:
             IdsChangedError: the state has no ids, or those of other tables.
         """
         if "ids" not in state:
-            raise IdsChangedError("it was trained without dynamic ids; begin a new run with it: start.path=")
+            raise IdsChangedError(
+                "it was trained without dynamic ids; begin a new run with it: start.path="
+            )
         try:
             self.ids.load_state_dict(state["ids"])
         except ValueError as error:
             raise IdsChangedError(str(error)) from None
-        self._reported = torch.tensor([self.ids.counts["lookups"], self.ids.counts["unknown"]])
+        self._reported = torch.tensor(
+            [self.ids.counts["lookups"], self.ids.counts["unknown"]]
+        )
 
-    def fit_state(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    def fit_state(
+        self, state: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
         """Fits a saved state to tables of fewer rows, see :func:`resized`.
 
         Returns:
@@ -242,20 +262,32 @@ class DynamicIdLoader:
                 )
             count = torch.zeros(len(ids), dtype=torch.int32)
             none = ids.new_empty(0)
-            tables[name] = {"ids": ids, "score": count.float(), "seen": count, "sightings": count, "used": len(ids)}
+            tables[name] = {
+                "ids": ids,
+                "score": count.float(),
+                "seen": count,
+                "sightings": count,
+                "used": len(ids),
+            }
             tables[name] |= {"candidates": none, "candidate_values": none}
         counts = dict.fromkeys(self.ids.counts, 0)
         waiting = torch.empty(0, 3, dtype=torch.int64)
-        self.load_ids({"ids": {"now": 0, "counts": counts, "waiting": waiting, "tables": tables}})
+        self.load_ids(
+            {"ids": {"now": 0, "counts": counts, "waiting": waiting, "tables": tables}}
+        )
 
 
 def _tables(schema: BatchSchema, name: str, policy: Dynamic) -> set[str]:
     """Returns the tables of a feature and of those that share one with it."""
     feature = schema.feature(name)
     if feature is None:
-        raise ValueError(f"'{name}' is no sparse feature of the schema; the features are {listed(schema.keys)}")
+        raise ValueError(
+            f"'{name}' is no sparse feature of the schema; the features are {listed(schema.keys)}"
+        )
     if not feature.dynamic:
-        raise ValueError(f"feature '{name}': the schema checks its ids; make it by schema.with_dynamic(['{name}'])")
+        raise ValueError(
+            f"feature '{name}': the schema checks its ids; make it by schema.with_dynamic(['{name}'])"
+        )
     if policy.capacity != feature.num_embeddings:
         raise ValueError(
             f"feature '{name}': capacity={policy.capacity:,}, but table {feature.readers} has "

@@ -123,7 +123,10 @@ class StreamPlan:
     @cached_property
     def lane_slots(self) -> list[int]:
         """The S + 1 boundaries of the lanes' slots in a batch."""
-        return [lane * self.batch_size // self.num_lanes for lane in range(self.num_lanes + 1)]
+        return [
+            lane * self.batch_size // self.num_lanes
+            for lane in range(self.num_lanes + 1)
+        ]
 
     @cached_property
     def lane_ends(self) -> list[int]:
@@ -132,14 +135,18 @@ class StreamPlan:
         if self.drop_last:
             rest = 0
         # Of the last step, which is not full, each lane has its share, rounded down as Share.part() rounds a rank's.
-        return [whole * slot + slot * rest // self.batch_size for slot in self.lane_slots]
+        return [
+            whole * slot + slot * rest // self.batch_size for slot in self.lane_slots
+        ]
 
     def permutation(self, epoch: int, block: Block) -> Int64 | None:
         """Returns the order of a block's rows; None without shuffle."""
         if not self.shuffle:
             return None
         # Keys (epoch, 0, 0) order the row groups; those of a lane begin with 1.
-        return self._random(epoch, 1 + block.lane, block.number).permutation(block.stop - block.start)
+        return self._random(epoch, 1 + block.lane, block.number).permutation(
+            block.stop - block.start
+        )
 
     def blocks(self, epoch: int) -> list[list[Block]]:
         """Returns the blocks of each lane in an epoch."""
@@ -156,7 +163,13 @@ class StreamPlan:
         return lanes
 
     def pieces(
-        self, lanes: Sequence[Sequence[Block]], step: int, rank: int, world_size: int, *, everyone: bool = False
+        self,
+        lanes: Sequence[Sequence[Block]],
+        step: int,
+        rank: int,
+        world_size: int,
+        *,
+        everyone: bool = False,
     ) -> Iterator[Piece]:
         """Yields the rows of one step in the order of the slots: this rank's, or those of all ranks.
 
@@ -169,12 +182,16 @@ class StreamPlan:
         """
         low, high = self.slots(rank, world_size)
         # A rank that needs its own rows alone does not look at the other lanes, of which there may be hundreds.
-        lane_numbers = range(self.num_lanes) if everyone else self.lanes_of(rank, world_size)
+        lane_numbers = (
+            range(self.num_lanes) if everyone else self.lanes_of(rank, world_size)
+        )
         for lane in lane_numbers:
             first = self.lane_slots[lane]
             last = self.lane_slots[lane + 1]
             # This rank's slots in the lane, and the others' before and after them.
-            cuts = sorted({first, min(max(low, first), last), min(max(high, first), last), last})
+            cuts = sorted(
+                {first, min(max(low, first), last), min(max(high, first), last), last}
+            )
             for start, stop in pairwise(cuts):
                 mine = low <= start < high
                 if mine or everyone:
@@ -188,7 +205,9 @@ class StreamPlan:
         # A rank without a slot, as there are with more ranks than rows in a batch.
         if low == high:
             return range(0)
-        return range(bisect_right(self.lane_slots, low) - 1, bisect_left(self.lane_slots, high))
+        return range(
+            bisect_right(self.lane_slots, low) - 1, bisect_left(self.lane_slots, high)
+        )
 
     def reads(self, block: Block, rank: int, world_size: int) -> bool:
         """Says whether a rank has rows of a block in some step of the epoch."""
@@ -203,13 +222,17 @@ class StreamPlan:
 
     def slots(self, rank: int, world_size: int) -> tuple[int, int]:
         """Returns the first slot of a rank in each batch, and the slot after its last."""
-        return rank * self.batch_size // world_size, (rank + 1) * self.batch_size // world_size
+        return rank * self.batch_size // world_size, (
+            rank + 1
+        ) * self.batch_size // world_size
 
     def _random(self, *key: int) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64([self.seed, *key]))
 
 
-def _lane(lane: int, begin: int, end: int, order: Int64, starts: Int64, least: int, most: int) -> list[Block]:
+def _lane(
+    lane: int, begin: int, end: int, order: Int64, starts: Int64, least: int, most: int
+) -> list[Block]:
     """Builds a lane's blocks of at least ``least`` rows; segments end at multiples of ``most`` rows in a row group."""
     blocks: list[Block] = []
     segments: list[Segment] = []
@@ -227,7 +250,11 @@ def _lane(lane: int, begin: int, end: int, order: Int64, starts: Int64, least: i
         index += stop == past_last
         if position - start >= least or position == end:
             block = Block(
-                lane=lane, number=len(blocks), start=start - begin, stop=position - begin, segments=tuple(segments)
+                lane=lane,
+                number=len(blocks),
+                start=start - begin,
+                stop=position - begin,
+                segments=tuple(segments),
             )
             blocks.append(block)
             segments = []

@@ -48,7 +48,10 @@ class Share:
 
     def part(self, count: int) -> slice:
         """Returns the rank's rows in a global batch of ``count`` rows."""
-        return slice(self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size)
+        return slice(
+            self.rank * count // self.world_size,
+            (self.rank + 1) * count // self.world_size,
+        )
 
     def rows(self, batch_size: int) -> int:
         """Returns the number of rows of the rank's batch, padding included: the same on every rank."""
@@ -75,7 +78,12 @@ def prefetched(source: Iterator[T], depth: int) -> Iterator[T]:
     ready: queue.Queue[tuple[object, BaseException | None]] = queue.Queue(maxsize=depth)
     stop = threading.Event()
     # A daemon: an iterator that nobody closes does not keep the process alive.
-    thread = threading.Thread(target=_fill, args=(source, ready, stop), name="torchrec_ext-prefetch", daemon=True)
+    thread = threading.Thread(
+        target=_fill,
+        args=(source, ready, stop),
+        name="torchrec_ext-prefetch",
+        daemon=True,
+    )
     thread.start()
     try:
         while True:
@@ -94,7 +102,11 @@ def prefetched(source: Iterator[T], depth: int) -> Iterator[T]:
             thread.join(0.001)
 
 
-def _fill(source: Iterator[T], ready: queue.Queue[tuple[object, BaseException | None]], stop: threading.Event) -> None:
+def _fill(
+    source: Iterator[T],
+    ready: queue.Queue[tuple[object, BaseException | None]],
+    stop: threading.Event,
+) -> None:
     try:
         for element in source:
             if stop.is_set():
@@ -140,7 +152,9 @@ class BuiltAhead:
             for depth in depths:
                 start = time.perf_counter()
                 count = 0
-                for count, element in enumerate(prefetched(islice(source, self.STEPS), depth), start=1):  # noqa: B007
+                for count, element in enumerate(  # noqa: B007
+                    prefetched(islice(source, self.STEPS), depth), start=1
+                ):
                     yield element
                 # The epoch is over: a turn that it cuts short says nothing.
                 if count < self.STEPS:
@@ -231,7 +245,11 @@ class Epochs(ABC):
                 it; by default it is the number of batches handed out (those that the prefetch thread has built
                 do not count).
         """
-        return {"epoch": self._epoch, "step": self._step if step is None else step, "stream": self.stream_facts()}
+        return {
+            "epoch": self._epoch,
+            "step": self._step if step is None else step,
+            "stream": self.stream_facts(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at the saved position, on any number of ranks.

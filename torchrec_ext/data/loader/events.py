@@ -43,7 +43,9 @@ class EventRows(NamedTuple):
     def drawn(cls, events: Events, negatives: int, seed: Sequence[int]) -> EventRows:
         """Draws negatives from the items of the events, each event's as likely as another's."""
         count = len(events)
-        _, places, sizes = np.unique(events.items, return_inverse=True, return_counts=True)
+        _, places, sizes = np.unique(
+            events.items, return_inverse=True, return_counts=True
+        )
         log_q = np.log(sizes / count).astype(np.float32)[places]
         # A generator of its own for each batch, so that a resumed run draws the same.
         draws = np.random.default_rng(seed).integers(count, size=(count, negatives))
@@ -115,7 +117,9 @@ class EventLoader:
             self._position = self._log.state_dict()
             self.events += len(events)
             self.newest = float(events.times[-1])
-            self.last = EventRows.drawn(events, self._negatives, (self._seed, self._batches))
+            self.last = EventRows.drawn(
+                events, self._negatives, (self._seed, self._batches)
+            )
             self._batches += 1
             yield self._batch(self.last)
         self._is_over = True
@@ -161,7 +165,10 @@ class EventLoader:
         if self._log_q:
             log_q = torch.from_numpy(rows.log_q.reshape(-1))
         return self._schema.assemble(
-            {USER: Jagged(users), ITEM: Jagged(torch.from_numpy(rows.items.reshape(-1)))},
+            {
+                USER: Jagged(users),
+                ITEM: Jagged(torch.from_numpy(rows.items.reshape(-1))),
+            },
             labels=torch.from_numpy(rows.labels.reshape(-1)),
             weights=torch.from_numpy(rows.weights.reshape(-1)),
             log_q=log_q,
@@ -179,7 +186,9 @@ class EventLoader:
             ValueError: ``step`` is not the number of batches so far, because the loader has run ahead.
         """
         if step not in (None, self._batches):
-            raise ValueError(f"step={step}: the log is at batch {self._batches}; save when no batch is under way")
+            raise ValueError(
+                f"step={step}: the log is at batch {self._batches}; save when no batch is under way"
+            )
         return {"log": self._position, "events": self.events, "batches": self._batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

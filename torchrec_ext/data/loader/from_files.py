@@ -65,7 +65,9 @@ class LaneReader:
         else:
             open_group, row = self._next
             if open_group != segment.group or row > segment.start:
-                self._parts = self._source.parts(group, self.layout.names, segment.start, self._part_rows)
+                self._parts = self._source.parts(
+                    group, self.layout.names, segment.start, self._part_rows
+                )
                 row = segment.start
             # Skips other ranks' parts: to begin anew would decode all that lies before them.
             while row < segment.start:
@@ -73,7 +75,9 @@ class LaneReader:
             chunk = next(self._parts)
             first = segment.start
             self._next = (segment.group, first + chunk.num_rows)
-        ids, floats = self.layout.checked(dataclasses.replace(group, first=first, rows=chunk.num_rows), chunk)
+        ids, floats = self.layout.checked(
+            dataclasses.replace(group, first=first, rows=chunk.num_rows), chunk
+        )
         # A lane may begin or end inside of what was read.
         if segment.stop - segment.start < chunk.num_rows:
             start = segment.start - first
@@ -83,7 +87,9 @@ class LaneReader:
         return ids, floats
 
 
-def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int64, memory: Memory) -> BlockRows:
+def load_block(
+    lane: LaneReader, block: Block, order: Int64 | None, firsts: Int64, memory: Memory
+) -> BlockRows:
     """Reads, checks and shuffles a block.
 
     Args:
@@ -97,7 +103,12 @@ def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int6
     numbers = np.zeros(0, np.int64)
     # Rows of other ranks, of which the weights alone are read, are in no batch of this one.
     if lane.layout.features:
-        numbers = np.concatenate([np.arange(start, stop) + firsts[group] for group, start, stop in block.segments])
+        numbers = np.concatenate(
+            [
+                np.arange(start, stop) + firsts[group]
+                for group, start, stop in block.segments
+            ]
+        )
         if order is not None:
             numbers = numbers.take(order)
     scalars = []
@@ -126,7 +137,11 @@ def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int6
 
 
 def _shuffled_vectors(
-    vectors: list[Array], dtype: type[np.generic], order: Int64 | None, memory: Memory, buffers: list[Array]
+    vectors: list[Array],
+    dtype: type[np.generic],
+    order: Int64 | None,
+    memory: Memory,
+    buffers: list[Array],
 ) -> Vectors:
     if order is None:
         return vectors
@@ -199,7 +214,9 @@ class Stream:
         """Returns the sizes of the source behind the order of rows; the loader's settings come on top."""
         plan = self.plan
         # Little-endian, so that a position that was saved on one machine is one on any other.
-        counts = hashlib.sha256(np.array(plan.group_rows, dtype="<i8").tobytes()).hexdigest()[:16]
+        counts = hashlib.sha256(
+            np.array(plan.group_rows, dtype="<i8").tobytes()
+        ).hexdigest()[:16]
         sizes: dict[str, Any] = {"rows": plan.num_rows, "row_groups": counts}
         # Without a shuffle the rows have one order, whatever the buffer.
         if plan.shuffle:
@@ -216,7 +233,9 @@ class Stream:
         loaded_blocks: dict[tuple[int, int], BlockRows] = {}
         for step in range(start, self.plan.steps):
             pieces = self._pieces(lanes, step)
-            keys = dict.fromkeys((piece.block.lane, piece.block.number) for piece in pieces)
+            keys = dict.fromkeys(
+                (piece.block.lane, piece.block.number) for piece in pieces
+            )
             # A lane goes forward only, so a block that this step does not need is not needed again.
             for key in loaded_blocks.keys() - keys:
                 memory.give(loaded_blocks.pop(key))
@@ -231,11 +250,21 @@ class Stream:
                 slices.append(Slice(rows, piece.start, piece.stop))
                 if piece.mine:
                     local.append(slices[-1])
-            num_rows = min(self.plan.batch_size, self.plan.num_rows - step * self.plan.batch_size)
+            num_rows = min(
+                self.plan.batch_size, self.plan.num_rows - step * self.plan.batch_size
+            )
             yield BatchRows(local, slices, num_rows)
 
     def _pieces(self, lanes: list[list[Block]], step: int) -> list[Piece]:
-        return list(self.plan.pieces(lanes, step, self._rank, self._world_size, everyone=self._weight is not None))
+        return list(
+            self.plan.pieces(
+                lanes,
+                step,
+                self._rank,
+                self._world_size,
+                everyone=self._weight is not None,
+            )
+        )
 
     def _load(self, epoch: int, start: int, memory: Memory) -> Iterator[BlockRows]:
         """Yields each block once, in the order of its first use."""
@@ -243,7 +272,9 @@ class Stream:
         last: dict[int, int] = {}
         readers: dict[tuple[int, bool], LaneReader] = {}
         for step in range(start, self.plan.steps):
-            for block in dict.fromkeys(piece.block for piece in self._pieces(lanes, step)):
+            for block in dict.fromkeys(
+                piece.block for piece in self._pieces(lanes, step)
+            ):
                 # Loaded for an earlier step.
                 if last.get(block.lane, -1) >= block.number:
                     continue
@@ -254,9 +285,13 @@ class Stream:
                     layout = self._layout
                     if self._weight is not None and not mine:
                         layout = layout.only(self._weight)
-                    readers[block.lane, mine] = LaneReader(self._source, layout, self.plan.part_rows)
+                    readers[block.lane, mine] = LaneReader(
+                        self._source, layout, self.plan.part_rows
+                    )
                 order = self.plan.permutation(epoch, block)
-                yield load_block(readers[block.lane, mine], block, order, self._firsts, memory)
+                yield load_block(
+                    readers[block.lane, mine], block, order, self._firsts, memory
+                )
 
 
 class StreamedRows:
@@ -303,7 +338,9 @@ class StreamedRows:
             seed=config.seed,
             places=share.world_size if own_lane else None,
         )
-        self._assembler = Assembler(schema, layout, layout.require(source, config), config.label, config.weight)
+        self._assembler = Assembler(
+            schema, layout, layout.require(source, config), config.label, config.weight
+        )
         self._stream = Stream(
             source,
             layout,
@@ -333,11 +370,22 @@ class StreamedRows:
         size = self._share.rows(self._config.batch_size)
         weight = self._config.weight
         for number, step in enumerate(self._stream.steps(epoch, start), start=start):
-            total = summed_weights(step.everyone, weight) if weight else float(step.num_rows)
+            total = (
+                summed_weights(step.everyone, weight)
+                if weight
+                else float(step.num_rows)
+            )
             if self._pairing is None:
-                yield self._assembler.batch(step.mine, size, total / self._share.world_size)
+                yield self._assembler.batch(
+                    step.mine, size, total / self._share.world_size
+                )
                 continue
             chunk = self._assembler.chunk(step.mine)
-            numbers = joined([piece.rows.numbers[piece.start : piece.stop] for piece in step.mine], np.int64)
+            numbers = joined(
+                [piece.rows.numbers[piece.start : piece.stop] for piece in step.mine],
+                np.int64,
+            )
             weights = chunk[weight].values if weight else None
-            yield self._pairing.batch(StepRows(chunk, numbers, weights, total), epoch, number)
+            yield self._pairing.batch(
+                StepRows(chunk, numbers, weights, total), epoch, number
+            )

@@ -49,7 +49,12 @@ class IdDropout:
     """
 
     def __init__(
-        self, loader: ResumableLoader, schema: BatchSchema, rates: Mapping[str, float], *, seed: int = 0
+        self,
+        loader: ResumableLoader,
+        schema: BatchSchema,
+        rates: Mapping[str, float],
+        *,
+        seed: int = 0,
     ) -> None:
         if rates and isinstance(loader, SessionLoader):
             feature, rate = next(iter(rates.items()))
@@ -63,7 +68,9 @@ class IdDropout:
                     f"rates names '{name}', which is no sparse feature; the features are {listed(schema.keys)}"
                 )
             if not 0 <= rate < 1:
-                raise ValueError(f"rates: {name}={rate}: must be at least 0 and below 1; 0.1 to 0.3 is usual")
+                raise ValueError(
+                    f"rates: {name}={rate}: must be at least 0 and below 1; 0.1 to 0.3 is usual"
+                )
         self._loader = loader
         self._schema = schema
         self._rates = {name: rate for name, rate in rates.items() if rate}
@@ -75,7 +82,9 @@ class IdDropout:
 
     def __iter__(self) -> Iterator[TowerBatch]:
         for batch in self._loader:
-            yield drop_ids(batch, self._schema, self._rates, stream(self._seed, self._epoch))
+            yield drop_ids(
+                batch, self._schema, self._rates, stream(self._seed, self._epoch)
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step."""
@@ -92,7 +101,9 @@ class IdDropout:
         self._loader.load_state_dict(state)
 
 
-def drop_ids(batch: TowerBatch, schema: BatchSchema, rates: Mapping[str, float], key: int) -> TowerBatch:
+def drop_ids(
+    batch: TowerBatch, schema: BatchSchema, rates: Mapping[str, float], key: int
+) -> TowerBatch:
     """Replaces whole bags of the features in ``rates``, chosen by ``key`` and each row's ids."""
     if not rates:
         return batch
@@ -104,7 +115,9 @@ def drop_ids(batch: TowerBatch, schema: BatchSchema, rates: Mapping[str, float],
         if feature is not None:
             rows = numbers[name in schema.shared]
             # A stream for each feature, so that one is dropped whether or not another is.
-            uniform = device_uniform(stream(key, _salt(name)), rows, torch.zeros_like(rows))
+            uniform = device_uniform(
+                stream(key, _salt(name)), rows, torch.zeros_like(rows)
+            )
             dropped[name] = (uniform < rate, feature.oov_id)
     new_ids = {name: _replace_bags(part, dropped) for name, part in parts.items()}
     # A loader of the user's own may leave `items` to the ids of the batch, which are dropped now.
@@ -119,7 +132,11 @@ def with_parts(batch: TowerBatch, ids: Mapping[str, KeyedJaggedTensor]) -> Tower
     if shared is not None and "shared" in ids:
         shared = dataclasses.replace(shared, sparse=ids["shared"])
     return dataclasses.replace(
-        batch, sparse=ids["sparse"], shared=shared, joint=ids.get("joint"), weighted=ids.get("weighted")
+        batch,
+        sparse=ids["sparse"],
+        shared=shared,
+        joint=ids.get("joint"),
+        weighted=ids.get("weighted"),
     )
 
 
@@ -133,7 +150,9 @@ def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
     trained = train[feature.name].values
     # An id outside of the table has no row, trained or not.
     trained = trained[(trained >= 0) & (trained < feature.num_embeddings)]
-    return rows.with_columns({feature.name: rows[feature.name].restricted(trained, feature.oov_id)})
+    return rows.with_columns(
+        {feature.name: rows[feature.name].restricted(trained, feature.oov_id)}
+    )
 
 
 class BagRange(NamedTuple):
@@ -157,14 +176,20 @@ class BatchBags:
         """The bag of each id."""
         lengths = self.ids.lengths().long()
         numbers = torch.arange(len(lengths), device=lengths.device)
-        return torch.repeat_interleave(numbers, lengths, output_size=len(self.ids.values()))
+        return torch.repeat_interleave(
+            numbers, lengths, output_size=len(self.ids.values())
+        )
 
     def ids_by_piece(self) -> list[Tensor]:
         """Returns the ids of each piece, in their order; together they are all ids."""
         if not self.pieces:
             return []
         offsets = self.ids.offsets()
-        starts = torch.tensor([piece.start for piece in self.pieces[1:]], dtype=torch.int64, device=offsets.device)
+        starts = torch.tensor(
+            [piece.start for piece in self.pieces[1:]],
+            dtype=torch.int64,
+            device=offsets.device,
+        )
         # Places to cut at are read on the host, so one copy brings all of them.
         return list(self.ids.values().tensor_split(offsets[starts].long().cpu()))
 
@@ -172,13 +197,24 @@ class BatchBags:
 def parts_of(batch: TowerBatch, schema: BatchSchema) -> dict[str, BatchBags]:
     """Returns the KeyedJaggedTensors of a batch by name: ``sparse``, ``shared``, ``joint`` and ``weighted``."""
     rows = len(batch)
-    parts = {"sparse": _part(batch.sparse, [(name, False, rows) for name in batch.sparse.keys()])}  # noqa: SIM118
+    parts = {
+        "sparse": _part(
+            batch.sparse,
+            [(name, False, rows) for name in batch.sparse.keys()],  # noqa: SIM118
+        )
+    }
     queries = 0
     if batch.shared is not None:
         shared = batch.shared.sparse
         queries = shared.stride()
-        parts["shared"] = _part(shared, [(name, True, queries) for name in shared.keys()])  # noqa: SIM118
-    for name, ids, pairs in (("joint", batch.joint, schema.joint), ("weighted", batch.weighted, schema.weighted)):
+        parts["shared"] = _part(
+            shared,
+            [(name, True, queries) for name in shared.keys()],  # noqa: SIM118
+        )
+    for name, ids, pairs in (
+        ("joint", batch.joint, schema.joint),
+        ("weighted", batch.weighted, schema.weighted),
+    ):
         if ids is not None:
             halves: list[tuple[str | None, bool, int]] = []
             for pair in pairs:
@@ -188,7 +224,9 @@ def parts_of(batch: TowerBatch, schema: BatchSchema) -> dict[str, BatchBags]:
     return parts
 
 
-def _part(ids: KeyedJaggedTensor, features: Sequence[tuple[str | None, bool, int]]) -> BatchBags:
+def _part(
+    ids: KeyedJaggedTensor, features: Sequence[tuple[str | None, bool, int]]
+) -> BatchBags:
     """Splits a KeyedJaggedTensor into pieces.
 
     ``features`` are those whose bags follow one another: name, whether it is shared, and its number of bags.
@@ -202,7 +240,9 @@ def _part(ids: KeyedJaggedTensor, features: Sequence[tuple[str | None, bool, int
     return BatchBags(ids, pieces)
 
 
-def _row_numbers(batch: TowerBatch, parts: Mapping[str, BatchBags]) -> dict[bool, Tensor]:
+def _row_numbers(
+    batch: TowerBatch, parts: Mapping[str, BatchBags]
+) -> dict[bool, Tensor]:
     """Hashes the ids of each row: False -> (B,) for the batch's rows, True -> (Q,) for shared rows.
 
     Each depends on the ids of the other too, so that a user is not dropped for a whole epoch or not at all.
@@ -217,21 +257,30 @@ def _row_numbers(batch: TowerBatch, parts: Mapping[str, BatchBags]) -> dict[bool
         # A sum of hashes: the order of the ids in a bag does not matter, and an id of 0 counts.
         sums.index_add_(0, part.bags, mixed(part.ids.values().long() + 1))
         for piece in part.pieces:
-            numbers[piece.shared].add_(sums[piece.start : piece.stop], alpha=_salt(piece.feature))
+            numbers[piece.shared].add_(
+                sums[piece.start : piece.stop], alpha=_salt(piece.feature)
+            )
     if batch.shared is None:
         return numbers
     index = batch.shared.index
     rows = mixed(rows)
-    return {False: rows + numbers[True][index], True: mixed(numbers[True]).index_add(0, index, rows)}
+    return {
+        False: rows + numbers[True][index],
+        True: mixed(numbers[True]).index_add(0, index, rows),
+    }
 
 
-def _replace_bags(part: BatchBags, dropped: Mapping[str, tuple[Tensor, int]]) -> KeyedJaggedTensor:
+def _replace_bags(
+    part: BatchBags, dropped: Mapping[str, tuple[Tensor, int]]
+) -> KeyedJaggedTensor:
     pieces = [piece for piece in part.pieces if piece.feature in dropped]
     if not pieces:
         return part.ids
     values = part.ids.values()
     # -1 for a bag that stays; no out-of-vocabulary row has that number.
-    oov_of_bag = torch.full((part.ids.lengths().numel(),), -1, dtype=values.dtype, device=values.device)
+    oov_of_bag = torch.full(
+        (part.ids.lengths().numel(),), -1, dtype=values.dtype, device=values.device
+    )
     for piece in pieces:
         rows, oov_id = dropped[piece.feature]
         oov_of_bag[piece.start : piece.stop] = torch.where(rows, oov_id, -1)
@@ -258,4 +307,7 @@ def with_values(ids: KeyedJaggedTensor, values: Tensor) -> KeyedJaggedTensor:
 def _salt(name: str) -> int:
     """Returns an odd number within int64 for the name of a feature."""
     # Odd, so that a product with it modulo 2^64 loses no bit. Python's own hash of a text differs from run to run.
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little") | 1
+    return (
+        int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
+        | 1
+    )

@@ -23,7 +23,9 @@ def order_of(config: LoaderConfig, num_rows: int, epoch: int) -> Int64:
     """Returns (num_rows,) the row numbers of a set in memory, in the order of ``epoch``."""
     if not config.shuffle:
         return np.arange(num_rows)
-    return np.random.Generator(np.random.PCG64([config.seed, epoch])).permutation(num_rows)
+    return np.random.Generator(np.random.PCG64([config.seed, epoch])).permutation(
+        num_rows
+    )
 
 
 class MemoryRows:
@@ -60,10 +62,15 @@ class MemoryRows:
             config.label,
             config.weight,
         }
-        config.check_columns(filter(None, (config.label, config.weight, *schema.tasks, schema.query)), chunk)
+        config.check_columns(
+            filter(None, (config.label, config.weight, *schema.tasks, schema.query)),
+            chunk,
+        )
         self.num_rows = chunk.num_rows
         # Dense columns come first and in the schema's order: a batch reads them as one matrix each.
-        dense = [name for name in (*schema.row_dense, *schema.shared_dense) if name in chunk]
+        dense = [
+            name for name in (*schema.row_dense, *schema.shared_dense) if name in chunk
+        ]
         others = [name for name in chunk if name in used_columns]
         self._rows = PackedRows(chunk.select(list(dict.fromkeys([*dense, *others]))))
         self._weights = chunk[config.weight].values if config.weight else None
@@ -81,7 +88,10 @@ class MemoryRows:
         """See :meth:`Batches.batches`."""
         order = order_of(self._config, self.num_rows, epoch)
         size = self._config.batch_size
-        steps = [order[step * size : (step + 1) * size] for step in range(self._config.num_steps(self.num_rows))]
+        steps = [
+            order[step * size : (step + 1) * size]
+            for step in range(self._config.num_steps(self.num_rows))
+        ]
         if self._observer:
             self._observer.begin(epoch)
         step_rows = self._gather_steps(steps[start:], epoch)
@@ -119,5 +129,7 @@ class MemoryRows:
                     log_q = candidates_ahead.log_q[start:stop]
                     # Copies, so that a batch owns its memory.
                     candidates = Candidates(ids.copy(), log_q.copy())
-                yield StepRows(chunk.slice(start, stop), rows, weights, total, candidates)
+                yield StepRows(
+                    chunk.slice(start, stop), rows, weights, total, candidates
+                )
                 start = stop

@@ -65,11 +65,18 @@ def training_negatives(data: InteractionData, config: LoaderConfig) -> Sampler |
     if not kind.shared and not config.negatives:
         return None
     counts = data.popularity()[: data.num_items + 1]
-    sampled = SampledData(num_items=data.num_items, users=data.known.users, items=data.known.items, counts=counts)
+    sampled = SampledData(
+        num_items=data.num_items,
+        users=data.known.users,
+        items=data.known.items,
+        counts=counts,
+    )
     return kind.configured(config, sampled)  # type: ignore[return-value]  # each has the methods that `shared` implies
 
 
-def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: bool) -> None:
+def check_sampler(
+    config: LoaderConfig, sampler: Sampler | None, *, has_items: bool
+) -> None:
     """Checks that a sampler fits ``config``.
 
     Raises:
@@ -86,7 +93,9 @@ def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: b
         setting = f"loader.negatives={config.negatives}"
         required_kind = "a sampler with draw(users, positions, epoch, n)"
     if sampler is None and (shared or config.negatives):
-        raise ValueError(f"{setting}, but no sampler was given; pass negatives=, or set it to 0")
+        raise ValueError(
+            f"{setting}, but no sampler was given; pass negatives=, or set it to 0"
+        )
     if sampler is not None and isinstance(sampler, MixedCandidates) != shared:
         raise ValueError(
             f"loader.sampling={config.sampling!r} with negatives={type(sampler).__name__}: must be {required_kind}"
@@ -194,19 +203,31 @@ def batches_on_device(
     """
     where = f"device={device} with loader."
     if isinstance(sampler, MixedCandidates | CatalogueCandidates):
-        raise ValueError(f"{where}sampling={config.sampling!r}: its candidates are drawn on the host; leave device out")
+        raise ValueError(
+            f"{where}sampling={config.sampling!r}: its candidates are drawn on the host; leave device out"
+        )
     if config.negatives and items is None:
-        raise ValueError(f"{where}negatives={config.negatives} without items: drawn items need features; pass items=")
+        raise ValueError(
+            f"{where}negatives={config.negatives} without items: drawn items need features; pass items="
+        )
     ids: tuple[str, ...] = ()
     if config.negatives:
         ids = ("user_id", "item_id")
     elif items is not None:
         ids = ("item_id",)
     if not isinstance(chunk, Chunk):
-        chunk = read_all(chunk, schema, config, ids, [name for name in items or () if name not in ids])
+        chunk = read_all(
+            chunk,
+            schema,
+            config,
+            ids,
+            [name for name in items or () if name not in ids],
+        )
     candidates = None
     if items is not None:
-        candidates = DeviceCandidates(schema, chunk, items, sampler, config.negatives, device)
+        candidates = DeviceCandidates(
+            schema, chunk, items, sampler, config.negatives, device
+        )
     return ResidentRows(chunk, schema, config, candidates, share, device)
 
 
@@ -290,7 +311,9 @@ class ChunkLoader(Epochs):
         share = Share(rank=rank, world_size=world_size)
         check_sampler(config, negatives, has_items=items is not None)
         if refresh is not None and not isinstance(negatives, Refreshable):
-            refreshed = " and ".join(kind.__name__ for kind in NEGATIVES.values() if kind.refreshed)
+            refreshed = " and ".join(
+                kind.__name__ for kind in NEGATIVES.values() if kind.refreshed
+            )
             raise ValueError(
                 f"refresh with negatives={type(negatives).__name__}: only {refreshed} are refreshed; leave it out"
             )
@@ -307,11 +330,29 @@ class ChunkLoader(Epochs):
         if items is not None:
             items = with_elements(items, schema.dense)
         # Padding up to a batch that no epoch fills would cost its time and memory.
-        fitting_config = dataclasses.replace(config, batch_size=min(config.batch_size, max(rows, 1)))
+        fitting_config = dataclasses.replace(
+            config, batch_size=min(config.batch_size, max(rows, 1))
+        )
         if device is None:
-            self._rows = on_host(chunk, schema, fitting_config, items, negatives, share, in_order=in_order)
+            self._rows = on_host(
+                chunk,
+                schema,
+                fitting_config,
+                items,
+                negatives,
+                share,
+                in_order=in_order,
+            )
         else:
-            self._rows = batches_on_device(chunk, schema, fitting_config, items, negatives, share, torch.device(device))
+            self._rows = batches_on_device(
+                chunk,
+                schema,
+                fitting_config,
+                items,
+                negatives,
+                share,
+                torch.device(device),
+            )
         super().__init__(config, self._rows.num_rows, "rows")
         # Rows on a device: there is nothing for a thread to hide, and no copy to pin memory for.
         if not self._rows.ahead:
@@ -324,7 +365,11 @@ class ChunkLoader(Epochs):
         # An epoch that was resumed on another number of ranks keeps its order; the next one has this number's.
         if isinstance(self._rows, StreamedRows):
             self._rows.follow(None)
-        if epoch and self._refresh is not None and isinstance(self._sampler, Refreshable):
+        if (
+            epoch
+            and self._refresh is not None
+            and isinstance(self._sampler, Refreshable)
+        ):
             self._sampler.refresh(self._refresh(epoch))
 
     def epoch_batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
@@ -338,7 +383,9 @@ class ChunkLoader(Epochs):
             return
         start = self._start
         self._start = 0
-        for step, item in enumerate(self._rows.drawn(self._epoch, start), start=start + 1):
+        for step, item in enumerate(
+            self._rows.drawn(self._epoch, start), start=start + 1
+        ):
             self._step = step
             yield item
 
@@ -371,7 +418,11 @@ class ChunkLoader(Epochs):
 
     @cached_property
     def _content(self) -> str:
-        return sample_digest(self._chunk) if isinstance(self._chunk, Chunk) else self._chunk.digest()
+        return (
+            sample_digest(self._chunk)
+            if isinstance(self._chunk, Chunk)
+            else self._chunk.digest()
+        )
 
 
 def training_loader(

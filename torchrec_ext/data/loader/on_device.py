@@ -16,7 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_ext.batch import DrawnStep, Jagged, KeyedIds, Keys, Resident, TowerBatch, concatenated, pack
+from torchrec_ext.batch import (
+    DrawnStep,
+    Jagged,
+    KeyedIds,
+    Keys,
+    Resident,
+    TowerBatch,
+    concatenated,
+    pack,
+)
 from torchrec_ext.data.columns import Array, Chunk, Column, concatenate_rows
 from torchrec_ext.data.files.arrow import RowGroup, Source
 from torchrec_ext.data.loader.batch_builder import as_tensor, known_items, padded
@@ -48,7 +57,11 @@ class DeviceTable:
     """
 
     def __init__(
-        self, ids: Mapping[str, Column], floats: Mapping[str, Array], num_rows: int, device: torch.device
+        self,
+        ids: Mapping[str, Column],
+        floats: Mapping[str, Array],
+        num_rows: int,
+        device: torch.device,
     ) -> None:
         self.num_rows = num_rows
         self._device = device
@@ -86,7 +99,9 @@ class DeviceTable:
         table._numbers = numbers
         return table
 
-    def bags(self, rows: Tensor, names: Iterable[str], totals: Mapping[str, int]) -> dict[str, Jagged]:
+    def bags(
+        self, rows: Tensor, names: Iterable[str], totals: Mapping[str, int]
+    ) -> dict[str, Jagged]:
         """Gathers the bags of ``rows`` in the columns ``names``, without columns of other tables.
 
         Args:
@@ -125,8 +140,13 @@ def _gather_bags(column: _Ragged, rows: Tensor, total: int) -> Jagged:
     lengths = column.lengths.index_select(0, rows)
     ends = lengths.long().cumsum(0)
     # The index of each id: its place in the result, moved by its row's distance from there.
-    shift = (column.starts.index_select(0, rows) - ends + lengths).repeat_interleave(lengths, output_size=total)
-    return Jagged(column.values.index_select(0, shift + torch.arange(total, device=rows.device)), lengths)
+    shift = (column.starts.index_select(0, rows) - ends + lengths).repeat_interleave(
+        lengths, output_size=total
+    )
+    return Jagged(
+        column.values.index_select(0, shift + torch.arange(total, device=rows.device)),
+        lengths,
+    )
 
 
 # Rows drawn at a time while an epoch's bags are counted.
@@ -168,13 +188,21 @@ class DeviceCandidates:
         self.ids = ("user_id", "item_id") if negatives else ("item_id",)
         self.features = [name for name in items if name != "item_id"]
         layout = BlockLayout(
-            features={feature.name: feature for feature in schema.sparse if feature.name in items},
+            features={
+                feature.name: feature
+                for feature in schema.sparse
+                if feature.name in items
+            },
             floats=tuple(name for name in schema.dense if name in items),
             out_of_range=schema.out_of_range,
         )
-        where = RowGroup(name="the features of the items", file=0, number=0, rows=items.num_rows)
+        where = RowGroup(
+            name="the features of the items", file=0, number=0, rows=items.num_rows
+        )
         self.table = DeviceTable(*layout.checked(where, items), items.num_rows, device)
-        positives = known_items(schema, items.num_rows, rows["item_id"].values, np.arange(rows.num_rows))
+        positives = known_items(
+            schema, items.num_rows, rows["item_id"].values, np.arange(rows.num_rows)
+        )
         self._positives = torch.from_numpy(positives.astype(np.int64)).to(device)
         self._count = negatives
         self._sampler = None
@@ -195,7 +223,9 @@ class DeviceCandidates:
             host_draw = self._host.draw(users.numpy(), rows.numpy(), epoch, self._count)
             ids = torch.from_numpy(host_draw.ids)
             log_q = torch.from_numpy(host_draw.log_q)
-            positive_log_q = torch.from_numpy(self._host.log_q(users.numpy(), positives.clamp(min=1).numpy()))
+            positive_log_q = torch.from_numpy(
+                self._host.log_q(users.numpy(), positives.clamp(min=1).numpy())
+            )
         else:
             ids, log_q = self._sampler.draw(users, rows, epoch, self._count)
             positive_log_q = self._sampler.log_q(users, positives.clamp(min=1))
@@ -213,7 +243,9 @@ class DeviceCandidates:
         for block in torch.split(rows, _ROWS_AT_ONCE):
             ids = self.draw(block, epoch).ids
             for name, parts in blocks.items():
-                parts.append(self.table.lengths(name, ids.reshape(-1)).view(ids.shape).sum(dim=1))
+                parts.append(
+                    self.table.lengths(name, ids.reshape(-1)).view(ids.shape).sum(dim=1)
+                )
         return {name: torch.cat(parts) for name, parts in blocks.items()}
 
 
@@ -280,7 +312,9 @@ class ResidentRows:
             without = candidates.features
         layout = BlockLayout.of(schema, config, ids, without)
         config.check_columns(layout.names, rows)
-        where = RowGroup(name="the rows in memory", file=0, number=0, rows=rows.num_rows)
+        where = RowGroup(
+            name="the rows in memory", file=0, number=0, rows=rows.num_rows
+        )
         self._table = DeviceTable(*layout.checked(where, rows), rows.num_rows, device)
         ragged.update(self._table.ragged)
         self._width = 1 + config.negatives
@@ -290,7 +324,9 @@ class ResidentRows:
         for keys in filter(None, schema.layout):
             halves = len(keys.features) // max(len(keys.keys), 1)
             for index, key in enumerate(keys.keys):
-                if not ragged.isdisjoint(keys.features[index * halves : (index + 1) * halves]):
+                if not ragged.isdisjoint(
+                    keys.features[index * halves : (index + 1) * halves]
+                ):
                     lists.append(key)
         self._lists = tuple(lists)
 
@@ -304,7 +340,9 @@ class ResidentRows:
 
     def _order(self, epoch: int) -> Tensor:
         """Returns (N,) the numbers of all rows in the order of an epoch."""
-        return torch.from_numpy(order_of(self._config, self.num_rows, epoch)).to(self._device)
+        return torch.from_numpy(order_of(self._config, self.num_rows, epoch)).to(
+            self._device
+        )
 
     def _batches(self, numbers: Tensor, epoch: int, start: int) -> Iterator[TowerBatch]:
         """Yields the batches of the rows ``numbers``, an epoch's order, from step ``start`` on."""
@@ -313,22 +351,30 @@ class ResidentRows:
         global_rows = [numbers[step * size : (step + 1) * size] for step in steps]
         local_rows = [rows[self._share.part(len(rows))] for rows in global_rows]
         counts_of_steps = self._counts(local_rows, epoch)
-        for rows, local, counts in zip(global_rows, local_rows, counts_of_steps, strict=True):
+        for rows, local, counts in zip(
+            global_rows, local_rows, counts_of_steps, strict=True
+        ):
             candidates = None
             if self._candidates is not None:
                 candidates = self._candidates.draw(local, epoch)
-            batch = self._batch(self._tables, local, candidates, counts.totals, self._total_weight(rows))
+            batch = self._batch(
+                self._tables, local, candidates, counts.totals, self._total_weight(rows)
+            )
             # A session's buckets depend on its lengths: known on the host, they spare a wait for the device.
             if self._device.type != "cpu":
                 batch.host_lengths = {}
                 for name, lengths in counts.lengths.items():
-                    batch.host_lengths[name] = padded(lengths.repeat_interleave(self._width), len(batch))
+                    batch.host_lengths[name] = padded(
+                        lengths.repeat_interleave(self._width), len(batch)
+                    )
             yield batch
 
     @property
     def fixed(self) -> bool:
         """Whether each bag of every column holds one id, as :meth:`drawn` requires."""
-        return not self._table.ragged and not (self._candidates and self._candidates.table.ragged)
+        return not self._table.ragged and not (
+            self._candidates and self._candidates.table.ragged
+        )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -350,16 +396,24 @@ class ResidentRows:
             last = min(first + _STEPS_AHEAD, full)
             global_rows = numbers[first * size : last * size].view(-1, size)
             local_rows = global_rows[:, part].contiguous()
-            total_weights = torch.stack([self._total_weight(rows) for rows in global_rows])
+            total_weights = torch.stack(
+                [self._total_weight(rows) for rows in global_rows]
+            )
             columns = [local_rows, total_weights]
             if self._candidates is not None:
                 candidates = self._candidates.draw(local_rows.view(-1), epoch)
-                columns += [tensor.view(*local_rows.shape, -1) for tensor in candidates if tensor is not None]
+                columns += [
+                    tensor.view(*local_rows.shape, -1)
+                    for tensor in candidates
+                    if tensor is not None
+                ]
             for step in zip(*(stacked.unbind() for stacked in columns), strict=True):
                 yield DrawnStep(step, self)
         yield from self._batches(numbers, epoch, max(start, full))
 
-    def assemble(self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]) -> TowerBatch:
+    def assemble(
+        self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]
+    ) -> TowerBatch:
         """See :class:`Resident`; ``drawn`` holds the rows' numbers, the global batch's weight, and the candidates."""
         rows, total_weight, *candidate_tensors = drawn
         items: DeviceTable | None = None
@@ -369,7 +423,13 @@ class ResidentRows:
         # The ids of the candidates, and their log q if some of them are drawn.
         if candidate_tensors:
             candidates = Drawn(*candidate_tensors)
-        return self._batch(_Tables(self._table.over(*tensors[:2]), items), rows, candidates, {}, total_weight)
+        return self._batch(
+            _Tables(self._table.over(*tensors[:2]), items),
+            rows,
+            candidates,
+            {},
+            total_weight,
+        )
 
     def together(self, others: Sequence[Resident]) -> ResidentRows | None:
         """See :class:`Resident`; draws may differ, as by their seed."""
@@ -381,7 +441,9 @@ class ResidentRows:
             if not all(map(torch.equal, self.tensors, other.tensors)):
                 return None
         combined = copy.copy(self)
-        combined._config = dataclasses.replace(self._config, batch_size=(1 + len(others)) * self._config.batch_size)
+        combined._config = dataclasses.replace(
+            self._config, batch_size=(1 + len(others)) * self._config.batch_size
+        )
         return combined
 
     @property
@@ -397,7 +459,9 @@ class ResidentRows:
         counts = [_Counts({}, {}) for _ in local_rows]
         if self.fixed:
             return counts
-        rows = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *local_rows])
+        rows = torch.cat(
+            [torch.empty(0, dtype=torch.int64, device=self._device), *local_rows]
+        )
         sizes = [len(local) for local in local_rows]
         # Of the whole epoch: one copy from the device for each column, not for each step.
         for name in self._table.ragged:
@@ -410,7 +474,9 @@ class ResidentRows:
                     count.lengths[name] = part
         if self._candidates is not None:
             for name, of_rows in self._candidates.lengths(rows, epoch).items():
-                for count, part in zip(counts, torch.split(of_rows.cpu(), sizes), strict=True):
+                for count, part in zip(
+                    counts, torch.split(of_rows.cpu(), sizes), strict=True
+                ):
                     count.totals[name] = int(part.sum())
         return counts
 
@@ -418,12 +484,23 @@ class ResidentRows:
         """Returns the weight of the global batch divided by R, () on the device."""
         ranks = self._share.world_size
         if self._config.weight is None:
-            return torch.full((), len(global_rows) * self._width / ranks, device=self._device)
+            return torch.full(
+                (), len(global_rows) * self._width / ranks, device=self._device
+            )
         # In float64 up to the end, since a GPU divides a float32 by multiplying with the rounded reciprocal.
-        return (self._table.numbers(global_rows)[self._config.weight].double().sum() * self._width / ranks).float()
+        return (
+            self._table.numbers(global_rows)[self._config.weight].double().sum()
+            * self._width
+            / ranks
+        ).float()
 
     def _batch(
-        self, tables: _Tables, rows: Tensor, candidates: Drawn | None, totals: Mapping[str, int], total_weight: Tensor
+        self,
+        tables: _Tables,
+        rows: Tensor,
+        candidates: Drawn | None,
+        totals: Mapping[str, int],
+        total_weight: Tensor,
     ) -> TowerBatch:
         users = self._share.rows(self._config.batch_size)
         width = self._width
@@ -431,13 +508,19 @@ class ResidentRows:
         shared_dense = index = targets = None
         if self._schema.shared:
             shared_dense = self._dense(numbers, users, self._schema.shared_dense)
-            index = torch.arange(users, device=self._device).repeat_interleave(width, output_size=users * width)
+            index = torch.arange(users, device=self._device).repeat_interleave(
+                width, output_size=users * width
+            )
         labels = torch.zeros(users, width, device=self._device)
         weights = torch.zeros(users, width, device=self._device)
         row_users, row_items = self._identities(tables, rows, candidates)
         columns = tables.rows.numbers(rows)
-        labels[: len(rows), 0] = columns[self._config.label] if self._config.label else 1.0
-        weights[: len(rows)] = columns[self._config.weight][:, None] if self._config.weight else 1.0
+        labels[: len(rows), 0] = (
+            columns[self._config.label] if self._config.label else 1.0
+        )
+        weights[: len(rows)] = (
+            columns[self._config.weight][:, None] if self._config.weight else 1.0
+        )
         if self._schema.tasks:
             targets = self._targets(columns, users)
         return pack(
@@ -464,8 +547,13 @@ class ResidentRows:
         """Returns (B,) the user and (B,) the item of each row, 0 for padding; None if the schema has no such column."""
         size = self._share.rows(self._config.batch_size) * self._width
         repeated = self._repeat(rows)
-        single = [name for name in self._schema.identities if name not in tables.rows.ragged]
-        columns = {name: bags.values for name, bags in tables.rows.bags(repeated, single, {}).items()}
+        single = [
+            name for name in self._schema.identities if name not in tables.rows.ragged
+        ]
+        columns = {
+            name: bags.values
+            for name, bags in tables.rows.bags(repeated, single, {}).items()
+        }
         if candidates is not None:
             columns["item_id"] = candidates.ids.reshape(-1)
         users = columns.get(self._schema.query or "")
@@ -485,21 +573,31 @@ class ResidentRows:
 
     def _targets(self, columns: Mapping[str, Tensor], users: int) -> Tensor:
         """Returns the labels of the further tasks, 0 for negatives and padding."""
-        targets = torch.zeros(users, self._width, len(self._schema.tasks), device=self._device)
+        targets = torch.zeros(
+            users, self._width, len(self._schema.tasks), device=self._device
+        )
         for index, name in enumerate(self._schema.tasks):
             targets[: len(columns[name]), 0, index] = columns[name]
         return targets.flatten(0, 1)
 
     def _columns(
-        self, tables: _Tables, rows: Tensor, candidates: Drawn | None, totals: Mapping[str, int]
+        self,
+        tables: _Tables,
+        rows: Tensor,
+        candidates: Drawn | None,
+        totals: Mapping[str, int],
     ) -> tuple[dict[str, Jagged], dict[str, Tensor], Tensor | None]:
         """Gathers (bags, numbers, log_q) of the rows and of their candidates, before padding."""
         names = [*self._schema.keys, *self._schema.weight_columns]
         shared = self._schema.shared
         repeated = self._repeat(rows)
-        bags = tables.rows.bags(repeated, [name for name in names if name not in shared], totals)
+        bags = tables.rows.bags(
+            repeated, [name for name in names if name not in shared], totals
+        )
         if shared:
-            bags |= tables.rows.bags(rows, [name for name in names if name in shared], totals)
+            bags |= tables.rows.bags(
+                rows, [name for name in names if name in shared], totals
+            )
         numbers = tables.rows.numbers(repeated)
         for name, values in tables.rows.numbers(rows).items():
             if name in shared:
@@ -514,7 +612,9 @@ class ResidentRows:
                 log_q = padded(candidates.log_q.reshape(-1), size)
         return bags, numbers, log_q
 
-    def _ids(self, bags: Mapping[str, Jagged], keys: Keys, sizes: Sequence[int]) -> KeyedIds:
+    def _ids(
+        self, bags: Mapping[str, Jagged], keys: Keys, sizes: Sequence[int]
+    ) -> KeyedIds:
         columns = {}
         # A key may join the bags of two features; told its ids, the KeyedJaggedTensor does not wait for the device.
         counts = [0] * len(keys.keys)
@@ -528,16 +628,24 @@ class ResidentRows:
                 weights = bags[feature.weights].values
             columns[name] = bags[name]._replace(weights=weights)
             counts[index // halves] += len(columns[name].values)
-        return concatenated(keys, sizes, columns, self._device)._replace(length_per_key=counts)
+        return concatenated(keys, sizes, columns, self._device)._replace(
+            length_per_key=counts
+        )
 
-    def _dense(self, numbers: Mapping[str, Tensor], size: int, names: Sequence[str]) -> Tensor:
+    def _dense(
+        self, numbers: Mapping[str, Tensor], size: int, names: Sequence[str]
+    ) -> Tensor:
         if not names:
             return torch.empty(size, 0, device=self._device)
         return padded(torch.stack([numbers[name] for name in names], dim=1), size)
 
 
 def read_all(
-    source: Source, schema: BatchSchema, config: LoaderConfig, ids: Sequence[str], without: Sequence[str]
+    source: Source,
+    schema: BatchSchema,
+    config: LoaderConfig,
+    ids: Sequence[str],
+    without: Sequence[str],
 ) -> Chunk:
     """Reads all rows of a source into memory.
 

@@ -70,7 +70,11 @@ class SessionLoader(Epochs):
 
     def stream_facts(self) -> dict[str, Any]:
         """Returns the settings and sizes behind the stream, without the epoch."""
-        facts: dict[str, Any] = {"sequences": len(self._sequences), "items": self._num_items, "content": self._content}
+        facts: dict[str, Any] = {
+            "sequences": len(self._sequences),
+            "items": self._num_items,
+            "content": self._content,
+        }
         for name in ("batch_size", "negatives", "shuffle", "drop_last", "seed"):
             facts[name] = getattr(self.config, name)
         return facts
@@ -88,7 +92,9 @@ class SessionLoader(Epochs):
 
     def _batch(self, global_rows: Int64, epoch: int, step: int) -> TowerBatch:
         lengths = self._lengths[global_rows]
-        local_rows = global_rows[deal(lengths, self._share.world_size) == self._share.rank]
+        local_rows = global_rows[
+            deal(lengths, self._share.world_size) == self._share.rank
+        ]
         size = self._share.rows(self._size)
         candidates = self._candidates(epoch, step)
         session = Jagged(
@@ -96,11 +102,18 @@ class SessionLoader(Epochs):
             padded(torch.from_numpy(self._lengths[local_rows]), size).int(),
         )
         # Candidates belong to the step, but TorchRec wants them as bags of its rows, here of equal lengths.
-        lengths_of_candidates = torch.diff(torch.arange(size + 1) * len(candidates) // size).int()
+        lengths_of_candidates = torch.diff(
+            torch.arange(size + 1) * len(candidates) // size
+        ).int()
         # The targets of all ranks: every item of a sequence but the first. Each rank divides its loss by them.
         targets = float((lengths - 1).sum())
         return self._schema.assemble(
-            {"session": session, "candidates": Jagged(torch.from_numpy(candidates), lengths_of_candidates)},
+            {
+                "session": session,
+                "candidates": Jagged(
+                    torch.from_numpy(candidates), lengths_of_candidates
+                ),
+            },
             labels=torch.ones(size),
             weights=(torch.arange(size) < len(local_rows)).float(),
             total_weight=targets / self._share.world_size,
@@ -113,10 +126,16 @@ class SessionLoader(Epochs):
             everything = np.arange(1, self._num_items + 1)
         else:
             # The same seed on every rank: all draw the candidates of the step, and each takes its part of them.
-            generator = np.random.Generator(np.random.PCG64([self.config.seed, epoch, step, 1]))
-            everything = generator.integers(1, self._num_items + 1, size=self._size * self.config.negatives)
+            generator = np.random.Generator(
+                np.random.PCG64([self.config.seed, epoch, step, 1])
+            )
+            everything = generator.integers(
+                1, self._num_items + 1, size=self._size * self.config.negatives
+            )
         candidates = CatalogueCandidates(everything)
-        return candidates.draw(epoch, step, rank=self._share.rank, world_size=self._share.world_size)
+        return candidates.draw(
+            epoch, step, rank=self._share.rank, world_size=self._share.world_size
+        )
 
 
 def deal(lengths: Int64, world_size: int) -> Int64:
@@ -147,7 +166,9 @@ def deal(lengths: Int64, world_size: int) -> Int64:
 def _check(config: LoaderConfig) -> None:
     for name in ("label", "weight"):
         if getattr(config, name):
-            raise ValueError(f"loader.{name}={getattr(config, name)!r}: sequences have no such column; leave it out")
+            raise ValueError(
+                f"loader.{name}={getattr(config, name)!r}: sequences have no such column; leave it out"
+            )
     if NEGATIVES[config.sampling] is not UniformNegatives:
         raise ValueError(
             f"loader.sampling={config.sampling!r}: candidates that all targets share are drawn "

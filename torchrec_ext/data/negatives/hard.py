@@ -47,7 +47,9 @@ class HardNegatives(TrainingSampler):
     refreshed = True
     host_only = "the model ranks items"
 
-    def __init__(self, easy: UniformNegatives, *, k: int = 100, share: float = 0.5) -> None:
+    def __init__(
+        self, easy: UniformNegatives, *, k: int = 100, share: float = 0.5
+    ) -> None:
         check_least("k", k)
         if not 0 < share < 1:
             raise ValueError(
@@ -63,9 +65,15 @@ class HardNegatives(TrainingSampler):
     @classmethod
     def configured(cls, config: SamplingSettings, data: SampledData) -> Self:
         """See :meth:`TrainingSampler.configured`."""
-        return cls(UniformNegatives.configured(config, data), k=config.hard_k, share=config.hard_share)
+        return cls(
+            UniformNegatives.configured(config, data),
+            k=config.hard_k,
+            share=config.hard_share,
+        )
 
-    def refresh(self, index: Index, users: Int64 | None = None, *, block: int = 1024) -> None:
+    def refresh(
+        self, index: Index, users: Int64 | None = None, *, block: int = 1024
+    ) -> None:
         """Asks an index for each user's best items.
 
         Args:
@@ -87,18 +95,27 @@ class HardNegatives(TrainingSampler):
             owners.append(block_owners)
             items.append(block_items)
         # Replaced as a whole, because a thread that prefetches may be drawing.
-        self._hard = KnownPairs(self.easy.known.num_items, np.concatenate(owners), np.concatenate(items))
+        self._hard = KnownPairs(
+            self.easy.known.num_items, np.concatenate(owners), np.concatenate(items)
+        )
         self.refreshes += 1
 
-    def draw(self, users: Int64, positions: Int64, epoch: int, n: int) -> NegativeSample:
+    def draw(
+        self, users: Int64, positions: Int64, epoch: int, n: int
+    ) -> NegativeSample:
         """See :meth:`Negatives.draw`."""
         # One object for the whole draw, whatever another thread refreshes.
         hard = self._hard
         ids = self.easy.draw(users, positions, epoch, n).ids
         counts = hard.known(users)
-        kinds = uniform(stream(self.easy.seed, epoch, KIND), positions[:, None], np.arange(n))
+        kinds = uniform(
+            stream(self.easy.seed, epoch, KIND), positions[:, None], np.arange(n)
+        )
         rows, draws = np.nonzero((kinds < self.share) & (counts > 0)[:, None])
-        ranks = uniform(stream(self.easy.seed, epoch, PLACE), positions[rows], draws) * counts[rows]
+        ranks = (
+            uniform(stream(self.easy.seed, epoch, PLACE), positions[rows], draws)
+            * counts[rows]
+        )
         # Rounding can make a number below 1, times the count, the count itself.
         ranks_below = np.minimum(ranks.astype(np.int64), counts[rows] - 1)
         ids[rows, draws] = hard.nth_known(users[rows], ranks_below)
@@ -111,11 +128,17 @@ class HardNegatives(TrainingSampler):
     def state_dict(self, epoch: int | None = None) -> dict[str, Any]:
         """Returns the K best items of the last refresh, as pairs of a user and an item, and the number of refreshes."""
         users, items = self._hard.pairs
-        return {"users": torch.from_numpy(users), "items": torch.from_numpy(items), "refreshes": self.refreshes}
+        return {
+            "users": torch.from_numpy(users),
+            "items": torch.from_numpy(items),
+            "refreshes": self.refreshes,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the hard items of ``state``, and with them its draws."""
-        self._hard = KnownPairs(self.easy.known.num_items, state["users"].numpy(), state["items"].numpy())
+        self._hard = KnownPairs(
+            self.easy.known.num_items, state["users"].numpy(), state["items"].numpy()
+        )
         self.refreshes = int(state["refreshes"])
 
     def _log_q(self, hard: KnownPairs, users: Int64, items: Int64) -> Float32:
@@ -142,6 +165,8 @@ class HardNegatives(TrainingSampler):
                 "the ids of the data, not places in the index, and 0 where there is none"
             )
         # Items below 1 stand for none. They are clipped, because contains() takes no negative ids.
-        good = (best > 0) & ~self.easy.known.contains(users[:, None], np.maximum(best, 0))
+        good = (best > 0) & ~self.easy.known.contains(
+            users[:, None], np.maximum(best, 0)
+        )
         rows, ranks = np.nonzero(good & (np.cumsum(good, axis=1) <= self.k))
         return users[rows], best[rows, ranks]

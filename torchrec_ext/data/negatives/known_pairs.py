@@ -59,7 +59,9 @@ class KnownPairs:
         counts = np.bincount(owners, minlength=self.num_users + 1).astype(np.int64)
         self.starts = np.cumsum(counts) - counts
         self.num_free = num_items - counts
-        self._log_free = np.log(self.num_free, where=self.num_free > 0, out=np.full(len(counts), -np.inf))
+        self._log_free = np.log(
+            self.num_free, where=self.num_free > 0, out=np.full(len(counts), -np.inf)
+        )
         # For each pair the number of not taken items below it: ascending within a user, so a search finds the r-th one
         # not taken.
         self.below = self.keys - 1 - (np.arange(len(self.keys)) - self.starts[owners])
@@ -118,7 +120,9 @@ class KnownPairs:
         candidates = np.nonzero(is_known)
         if len(self.keys):
             candidate_keys = keys[candidates]
-            index = np.minimum(self.keys.searchsorted(candidate_keys), len(self.keys) - 1)
+            index = np.minimum(
+                self.keys.searchsorted(candidate_keys), len(self.keys) - 1
+            )
             is_known[candidates] = self.keys[index] == candidate_keys
         return is_known
 

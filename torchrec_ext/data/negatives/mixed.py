@@ -20,7 +20,12 @@ from typing_extensions import Self
 
 from torchrec_ext.data.columns import Float32, Int64
 from torchrec_ext.data.negatives.random import mixed, signed, stream, uniform
-from torchrec_ext.data.negatives.samplers import SHARED, SampledData, SamplingSettings, TrainingSampler
+from torchrec_ext.data.negatives.samplers import (
+    SHARED,
+    SampledData,
+    SamplingSettings,
+    TrainingSampler,
+)
 from torchrec_ext.schema.validation import check_least
 
 
@@ -37,7 +42,9 @@ class MixedNegatives:
         seed: seed of the draws.
     """
 
-    def __init__(self, num_items: int, extra: int, batch_size: int, seed: int = 0) -> None:
+    def __init__(
+        self, num_items: int, extra: int, batch_size: int, seed: int = 0
+    ) -> None:
         check_least("num_items", num_items)
         check_least("extra", extra)
         check_least("batch_size", batch_size)
@@ -46,12 +53,16 @@ class MixedNegatives:
         self.batch_size = batch_size
         self.seed = seed
 
-    def draw(self, epoch: int, step: int, *, rank: int = 0, world_size: int = 1) -> Int64:
+    def draw(
+        self, epoch: int, step: int, *, rank: int = 0, world_size: int = 1
+    ) -> Int64:
         """Returns (ceil(N / R),) items: this rank's part of the step's N, filled up with 0, which is no item."""
         share = -(-self.extra // world_size)
         places = np.arange(rank * share, (rank + 1) * share)
         numbers = uniform(stream(self.seed, epoch, SHARED), np.array([step]), places)
-        return np.where(places < self.extra, (numbers * self.num_items).astype(np.int64) + 1, 0)
+        return np.where(
+            places < self.extra, (numbers * self.num_items).astype(np.int64) + 1, 0
+        )
 
     def log_q(self, in_batch: Tensor) -> Tensor:
         """Returns (C,) the log-probability of each item as one of the batch's and the extra candidates.
@@ -63,7 +74,9 @@ class MixedNegatives:
         # Of B + N candidates, B are drawn like the batch's and N uniformly: log((B p + N / I) / (B + N)).
         from_batch = in_batch + math.log(self.batch_size)
         from_all = torch.full_like(in_batch, math.log(self.extra / self.num_items))
-        return torch.logaddexp(from_batch, from_all) - math.log(self.batch_size + self.extra)
+        return torch.logaddexp(from_batch, from_all) - math.log(
+            self.batch_size + self.extra
+        )
 
 
 _SIGNED = 1 << 63
@@ -102,16 +115,29 @@ class StreamingFrequency:
         check_least("buckets", buckets)
         check_least("hashes", hashes)
         if not 0 < rate <= 1:
-            raise ValueError(f"rate={rate}: must be above 0 and at most 1; 0.01 to 0.1 is usual")
+            raise ValueError(
+                f"rate={rate}: must be above 0 and at most 1; 0.01 to 0.1 is usual"
+            )
         if not initial_gap >= 1:
             raise ValueError(f"initial_gap={initial_gap}: must be 1 step or more")
-        self._settings = {"buckets": buckets, "rate": rate, "initial_gap": initial_gap, "hashes": hashes, "seed": seed}
+        self._settings = {
+            "buckets": buckets,
+            "rate": rate,
+            "initial_gap": initial_gap,
+            "hashes": hashes,
+            "seed": seed,
+        }
         keys = [signed(stream(seed, number)) for number in range(hashes)]
         self._keys = torch.tensor(keys, device=device)[:, None]
         self._rows = torch.arange(hashes, device=device)[:, None]
         # One bucket more, for what is not to be counted.
         self.last = torch.zeros(hashes, buckets + 1, dtype=torch.int64, device=device)
-        self.gap = torch.full((hashes, buckets + 1), float(initial_gap), dtype=torch.float64, device=device)
+        self.gap = torch.full(
+            (hashes, buckets + 1),
+            float(initial_gap),
+            dtype=torch.float64,
+            device=device,
+        )
         self.step = 0
 
     def update(self, ids: Tensor) -> None:
@@ -121,17 +147,30 @@ class StreamingFrequency:
         buckets = self._places(ids)
         # Equal places write equal values, so their order does not matter.
         newest = self.step - self.last[self._rows, buckets]
-        self.gap[self._rows, buckets] = (1 - rate) * self.gap[self._rows, buckets] + rate * newest
+        self.gap[self._rows, buckets] = (1 - rate) * self.gap[
+            self._rows, buckets
+        ] + rate * newest
         # A plain number would first be copied from the host.
         self.last[self._rows, buckets] = torch.full_like(buckets, self.step)
 
     def log_q(self, ids: Tensor) -> Tensor:
         """Returns (C,) float32 the log of each item's estimated probability to be in a batch."""
-        return -self.gap[self._rows, self._places(ids)].amax(dim=0).clamp(min=1.0).log().float()
+        return (
+            -self.gap[self._rows, self._places(ids)]
+            .amax(dim=0)
+            .clamp(min=1.0)
+            .log()
+            .float()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the arrays, the step and the settings."""
-        return {"last": self.last.clone(), "gap": self.gap.clone(), "step": self.step, "settings": dict(self._settings)}
+        return {
+            "last": self.last.clone(),
+            "gap": self.gap.clone(),
+            "step": self.step,
+            "settings": dict(self._settings),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from ``state``.
@@ -181,7 +220,9 @@ class MixedCandidates(TrainingSampler):
     host_only = "candidates are drawn"
 
     def __init__(self, mixed: MixedNegatives, counts: Int64 | None = None) -> None:
-        if counts is not None and (counts.shape != (mixed.num_items + 1,) or not counts[1:].sum() > 0):
+        if counts is not None and (
+            counts.shape != (mixed.num_items + 1,) or not counts[1:].sum() > 0
+        ):
             raise ValueError(
                 f"counts: shape {counts.shape} with sum {counts.sum()}, must be (num_items + 1,) = "
                 f"({mixed.num_items + 1},) with a count above 0: row i counts the training rows of item i"
@@ -191,10 +232,14 @@ class MixedCandidates(TrainingSampler):
         self._frequency: StreamingFrequency | None = None
         self._saved: dict[str, Any] | None = None
         if counts is None:
-            self._frequency = StreamingFrequency(_BUCKETS * (mixed.num_items + 1), seed=mixed.seed)
+            self._frequency = StreamingFrequency(
+                _BUCKETS * (mixed.num_items + 1), seed=mixed.seed
+            )
             self._saved = self._frequency.state_dict()
         else:
-            self._log_p = torch.from_numpy(np.maximum(counts, 0) / counts[1:].sum()).log()
+            self._log_p = torch.from_numpy(
+                np.maximum(counts, 0) / counts[1:].sum()
+            ).log()
         self._epoch = 0
         self._counts = False
         # The state at the end of the epoch, which a prefetch thread reaches before the caller.
@@ -203,7 +248,9 @@ class MixedCandidates(TrainingSampler):
     @classmethod
     def configured(cls, config: SamplingSettings, data: SampledData) -> Self:
         """See :meth:`TrainingSampler.configured`."""
-        mixed = MixedNegatives(data.num_items, config.shared_negatives, config.batch_size, config.seed)
+        mixed = MixedNegatives(
+            data.num_items, config.shared_negatives, config.batch_size, config.seed
+        )
         return cls(mixed, data.counts if config.frequency == "counted" else None)
 
     @property
@@ -211,7 +258,9 @@ class MixedCandidates(TrainingSampler):
         """Whether :meth:`observe` must be called with the items of each global batch."""
         return self._frequency is not None
 
-    def draw(self, epoch: int, step: int, *, rank: int = 0, world_size: int = 1) -> Int64:
+    def draw(
+        self, epoch: int, step: int, *, rank: int = 0, world_size: int = 1
+    ) -> Int64:
         """See :meth:`MixedNegatives.draw`."""
         return self.mixed.draw(epoch, step, rank=rank, world_size=world_size)
 
@@ -220,7 +269,9 @@ class MixedCandidates(TrainingSampler):
         items = torch.from_numpy(ids)
         if self._frequency is not None:
             # The estimate is of a batch; a candidate is one of its B.
-            in_batch = self._frequency.log_q(items).double() - math.log(self.mixed.batch_size)
+            in_batch = self._frequency.log_q(items).double() - math.log(
+                self.mixed.batch_size
+            )
         else:
             assert self._log_p is not None
             in_batch = self._log_p[items]
@@ -281,7 +332,9 @@ class CatalogueCandidates:
     def __init__(self, items: Int64) -> None:
         self.items = items
 
-    def draw(self, epoch: int, step: int, *, rank: int = 0, world_size: int = 1) -> Int64:
+    def draw(
+        self, epoch: int, step: int, *, rank: int = 0, world_size: int = 1
+    ) -> Int64:
         """Returns (ceil(I / R),) items: this rank's part of all, filled up with 0, which is no item."""
         del epoch, step
         share = -(-len(self.items) // world_size)

@@ -60,7 +60,9 @@ def stream(seed: int, *numbers: int) -> int:
     key = seed & _MASK
     for number in numbers:
         # An array of one number, because _mixed works in place and uint64 arrays wrap around in silence.
-        key = int(_mixed(np.array([(key * _GOLDEN + number + 1) & _MASK], dtype=np.uint64))[0])
+        key = int(
+            _mixed(np.array([(key * _GOLDEN + number + 1) & _MASK], dtype=np.uint64))[0]
+        )
     return key
 
 

@@ -13,10 +13,14 @@ NEGATIVES = Registry(
         "uniform": entry("torchrec_ext.data.negatives.samplers:UniformNegatives"),
         "popularity": entry("torchrec_ext.data.negatives.samplers:PopularityNegatives"),
         "hard": entry(
-            "torchrec_ext.data.negatives.hard:HardNegatives", refreshed=True, host_only="the model ranks items"
+            "torchrec_ext.data.negatives.hard:HardNegatives",
+            refreshed=True,
+            host_only="the model ranks items",
         ),
         "mixed": entry(
-            "torchrec_ext.data.negatives.mixed:MixedCandidates", shared=True, host_only="candidates are drawn"
+            "torchrec_ext.data.negatives.mixed:MixedCandidates",
+            shared=True,
+            host_only="candidates are drawn",
         ),
     },
     shared=False,

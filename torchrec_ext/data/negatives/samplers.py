@@ -35,7 +35,9 @@ class FreeMass:
         rows = known.num_users + 1
         # Whole numbers up to 2 ** 52 are exact in float64; 2 ** 62 / rows keeps the sum over all users in int64.
         largest_sum = min(1 << 52, (1 << 62) // rows)
-        units = np.maximum(np.rint(weights * (largest_sum / weights.sum())), 1).astype(np.int64)
+        units = np.maximum(np.rint(weights * (largest_sum / weights.sum())), 1).astype(
+            np.int64
+        )
         self.known = known
         # By item: its weight and those of the items before.
         self.sums = np.concatenate([[0], np.cumsum(units)])
@@ -75,7 +77,9 @@ class NegativeSample(NamedTuple):
 class Negatives(Protocol):
     """A sampler of negatives for each positive, as a loader needs it."""
 
-    def draw(self, users: Int64, positions: Int64, epoch: int, n: int) -> NegativeSample:
+    def draw(
+        self, users: Int64, positions: Int64, epoch: int, n: int
+    ) -> NegativeSample:
         """Draws N = ``n`` items for each of B rows, with replacement, never item 0 nor a known item of the row's user.
 
         Args:
@@ -176,7 +180,9 @@ class RejectionNegatives(TrainingSampler):
         seed: seed of the draws.
     """
 
-    def __init__(self, num_items: int, users: Int64, items: Int64, seed: int = 0) -> None:
+    def __init__(
+        self, num_items: int, users: Int64, items: Int64, seed: int = 0
+    ) -> None:
         self.known = KnownPairs(num_items, users, items)
         self.seed = seed
 
@@ -192,15 +198,22 @@ class RejectionNegatives(TrainingSampler):
     def draw_untaken(self, users: Int64, numbers: Float64) -> Int64:
         """Draws an item from q for each of ``users`` (B,), by a number in [0, 1) for each."""
 
-    def draw(self, users: Int64, positions: Int64, epoch: int, n: int) -> NegativeSample:
+    def draw(
+        self, users: Int64, positions: Int64, epoch: int, n: int
+    ) -> NegativeSample:
         """See :meth:`Negatives.draw`."""
         # Raises if a user has taken every item.
         self.known.free(users)
-        ids = self.propose(uniform(stream(self.seed, epoch, PROPOSED), positions[:, None], np.arange(n)))
+        ids = self.propose(
+            uniform(
+                stream(self.seed, epoch, PROPOSED), positions[:, None], np.arange(n)
+            )
+        )
         rows, draws = np.nonzero(self.known.contains(users[:, None], ids))
         if len(rows):
             ids[rows, draws] = self.draw_untaken(
-                users[rows], uniform(stream(self.seed, epoch, FROM_REST), positions[rows], draws)
+                users[rows],
+                uniform(stream(self.seed, epoch, FROM_REST), positions[rows], draws),
             )
         return NegativeSample(ids, self.log_q(users[:, None], ids))
 
@@ -215,9 +228,13 @@ class UniformNegatives(RejectionNegatives):
         seed: seed of the draws.
     """
 
-    def __init__(self, num_items: int, users: Int64, items: Int64, seed: int = 0) -> None:
+    def __init__(
+        self, num_items: int, users: Int64, items: Int64, seed: int = 0
+    ) -> None:
         super().__init__(num_items, users, items, seed)
-        self.log_q_of = (-self.known.log_free(np.arange(self.known.num_users + 1))).astype(np.float32)
+        self.log_q_of = (
+            -self.known.log_free(np.arange(self.known.num_users + 1))
+        ).astype(np.float32)
 
     @classmethod
     def configured(cls, config: SamplingSettings, data: SampledData) -> Self:
@@ -239,7 +256,9 @@ class UniformNegatives(RejectionNegatives):
         """See :meth:`RejectionNegatives.draw_untaken`."""
         free = self.known.free(users)
         # Rounding can make a number below 1, times the count, the count itself.
-        return self.known.nth_free(users, np.minimum((numbers * free).astype(np.int64), free - 1))
+        return self.known.nth_free(
+            users, np.minimum((numbers * free).astype(np.int64), free - 1)
+        )
 
 
 class PopularityNegatives(RejectionNegatives):
@@ -274,23 +293,35 @@ class PopularityNegatives(RejectionNegatives):
                 f"smoothing={smoothing}: must be greater than 0, or items without a rating could never be drawn"
             )
         super().__init__(num_items, users, items, seed)
-        counts = np.bincount(items, minlength=num_items + 1) if counts is None else counts
+        counts = (
+            np.bincount(items, minlength=num_items + 1) if counts is None else counts
+        )
         weights = np.power(counts[1:] + smoothing, exponent, dtype=np.float64)
         self.free_mass = FreeMass(self.known, weights)
         p = self.free_mass.share
         self.log_p = np.log(p, where=p > 0, out=np.full(num_items + 1, -np.inf))
         # A user who has taken all items has mass 0, and no draws.
-        self.log_left = np.log(np.maximum(self.free_mass.mass, 1) / self.free_mass.total)
+        self.log_left = np.log(
+            np.maximum(self.free_mass.mass, 1) / self.free_mass.total
+        )
         self.accept, self.alias = alias_table(p[1:])
 
     @classmethod
     def configured(cls, config: SamplingSettings, data: SampledData) -> Self:
         """See :meth:`TrainingSampler.configured`."""
-        return cls(data.num_items, data.users, data.items, config.seed, exponent=config.popularity_exponent)
+        return cls(
+            data.num_items,
+            data.users,
+            data.items,
+            config.seed,
+            exponent=config.popularity_exponent,
+        )
 
     def log_q(self, users: Int64, items: Int64) -> Float32:
         """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
-        log_q: Float32 = (self.log_p[items] - self.log_left[self.known.row_of(users)]).astype(np.float32)
+        log_q: Float32 = (
+            self.log_p[items] - self.log_left[self.known.row_of(users)]
+        ).astype(np.float32)
         return log_q
 
     def propose(self, numbers: Float64) -> Int64:
@@ -302,4 +333,6 @@ class PopularityNegatives(RejectionNegatives):
     def draw_untaken(self, users: Int64, numbers: Float64) -> Int64:
         """See :meth:`RejectionNegatives.draw_untaken`."""
         mass = self.free_mass.mass[self.known.row_of(users)]
-        return self.free_mass.item_at(users, np.minimum((numbers * mass).astype(np.int64), mass - 1))
+        return self.free_mass.item_at(
+            users, np.minimum((numbers * mass).astype(np.int64), mass - 1)
+        )

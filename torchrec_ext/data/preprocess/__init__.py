@@ -1,10 +1,20 @@
 """Preprocessing, fitted once on training rows, applied alike to files (DuckDB, Spark) and to requests (numpy)."""
 
-from torchrec_ext.data.preprocess.categorical import Categorify, Cross, HashBucket, Vocabulary
+from torchrec_ext.data.preprocess.categorical import (
+    Categorify,
+    Cross,
+    HashBucket,
+    Vocabulary,
+)
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.history import History
 from torchrec_ext.data.preprocess.lists import Lists
-from torchrec_ext.data.preprocess.numeric import Bucketize, FillMissing, LogClip, Normalize
+from torchrec_ext.data.preprocess.numeric import (
+    Bucketize,
+    FillMissing,
+    LogClip,
+    Normalize,
+)
 from torchrec_ext.data.preprocess.preprocessor import Preprocessor
 from torchrec_ext.data.preprocess.step import Step
 from torchrec_ext.data.preprocess.times import TimeFeatures

@@ -31,7 +31,13 @@ from torchrec_ext.data.preprocess.columns import (
     is_list_column,
     map_texts,
 )
-from torchrec_ext.data.preprocess.step import ColumnStep, Step, StepContext, StepState, Table
+from torchrec_ext.data.preprocess.step import (
+    ColumnStep,
+    Step,
+    StepContext,
+    StepState,
+    Table,
+)
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import check_least
 
@@ -75,7 +81,9 @@ class Vocabulary:
             rows = np.flatnonzero((places < ends) & (result == 0))
             candidates = ids[places[rows]]
             # Equal hashes do not make equal texts.
-            candidate_texts = self.values.take(pa.array(candidates - 1)).to_numpy(zero_copy_only=False)
+            candidate_texts = self.values.take(pa.array(candidates - 1)).to_numpy(
+                zero_copy_only=False
+            )
             same = candidate_texts == values[rows]
             result[rows[same]] = candidates[same]
             places += 1
@@ -107,7 +115,9 @@ def _hashes_of(texts: pa.Array) -> Int64:
     """Returns Python's hash of each text, from as many objects at a time as a block has."""
     hashes = np.empty(len(texts), dtype=np.int64)
     for start in range(0, len(texts), _TEXTS_AT_ONCE):
-        hashes[start : start + _TEXTS_AT_ONCE] = _hashes(texts.slice(start, _TEXTS_AT_ONCE).to_pylist())
+        hashes[start : start + _TEXTS_AT_ONCE] = _hashes(
+            texts.slice(start, _TEXTS_AT_ONCE).to_pylist()
+        )
     return hashes
 
 
@@ -162,7 +172,9 @@ class Categorify(Step):
 
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns integers, as many per row as there were values."""
-        remedy = "bucket a number with Bucketize, or cast the column where it is written"
+        remedy = (
+            "bucket a number with Bucketize, or cast the column where it is written"
+        )
         results = {}
         for name, output in zip(self.reads, self.writes, strict=True):
             kind = types.need(self, name, IDS | ID_LISTS, remedy)
@@ -190,19 +202,28 @@ class Categorify(Step):
             counts = counts.limit(self.max_size)
         counted = run.engine.collect(counts)
         kind = pa.int64() if element(types[self.column]) == "int64" else pa.string()
-        return Vocabulary(_as_one_array(counted["value"], kind), _as_one_array(counted["count"], pa.int64()))
+        return Vocabulary(
+            _as_one_array(counted["value"], kind),
+            _as_one_array(counted["count"], pa.int64()),
+        )
 
-    def transform(self, table: Table, types: Types, state: Vocabulary, run: StepContext) -> Table:
+    def transform(
+        self, table: Table, types: Types, state: Vocabulary, run: StepContext
+    ) -> Table:
         """Joins with the vocabulary."""
         vocabulary = run.engine.register(state.table("__value__", "__id__"))
         for name, output in zip(self.reads, self.writes, strict=True):
             if is_list_column(types[name]):
-                table = _replace_elements(table, name, output, vocabulary, run.column(name))
+                table = _replace_elements(
+                    table, name, output, vocabulary, run.column(name)
+                )
             else:
                 table = _replace(table, name, output, vocabulary)
         return table
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: Vocabulary) -> Mapping[str, Cells]:
+    def online(
+        self, cells: Mapping[str, Cells], types: Types, state: Vocabulary
+    ) -> Mapping[str, Cells]:
         """Looks the values up."""
         results = {}
         for name, output in zip(self.reads, self.writes, strict=True):
@@ -232,26 +253,45 @@ def _as_one_array(data: pa.ChunkedArray, dtype: pa.DataType) -> pa.Array:
 
 def _replace(table: Table, name: str, output: str, vocabulary: Table) -> Table:
     joined = table.left_join(vocabulary, table[name] == vocabulary["__value__"])
-    return joined.mutate({output: joined["__id__"].fill_null(0)}).drop("__value__", "__id__")
+    return joined.mutate({output: joined["__id__"].fill_null(0)}).drop(
+        "__value__", "__id__"
+    )
 
 
-def _replace_elements(table: Table, name: str, output: str, vocabulary: Table, lists: Table) -> Table:
+def _replace_elements(
+    table: Table, name: str, output: str, vocabulary: Table, lists: Table
+) -> Table:
     """Looks up the elements of each distinct list in ``lists`` once, since no engine can look up inside a list."""
     import ibis
 
-    elements = lists.select(__list__=lists[name]).distinct().mutate(__element__=lambda t: t["__list__"])
+    elements = (
+        lists.select(__list__=lists[name])
+        .distinct()
+        .mutate(__element__=lambda t: t["__list__"])
+    )
     elements = elements.unnest("__element__", offset="__place__")
-    looked_up = elements.left_join(vocabulary, elements["__element__"] == vocabulary["__value__"])
+    looked_up = elements.left_join(
+        vocabulary, elements["__element__"] == vocabulary["__value__"]
+    )
     looked_up = looked_up.select(
-        "__list__", __pair__=ibis.struct({"place": looked_up["__place__"], "id": looked_up["__id__"].fill_null(0)})
+        "__list__",
+        __pair__=ibis.struct(
+            {"place": looked_up["__place__"], "id": looked_up["__id__"].fill_null(0)}
+        ),
     )
     # Pairs to be sorted, since Spark cannot collect in an order.
-    ids = looked_up.group_by("__list__").aggregate(__pairs__=looked_up["__pair__"].collect())
-    ids = ids.select("__list__", __ids__=ids["__pairs__"].sort().map(lambda pair: pair["id"]))
+    ids = looked_up.group_by("__list__").aggregate(
+        __pairs__=looked_up["__pair__"].collect()
+    )
+    ids = ids.select(
+        "__list__", __ids__=ids["__pairs__"].sort().map(lambda pair: pair["id"])
+    )
     joined = table.left_join(ids, table[name] == ids["__list__"])
     # An empty list has no elements to unnest, and so no row in `ids`.
     empty = ibis.literal([], type="array<int64>")
-    return joined.mutate({output: ibis.coalesce(joined["__ids__"], empty)}).drop("__list__", "__ids__")
+    return joined.mutate({output: ibis.coalesce(joined["__ids__"], empty)}).drop(
+        "__list__", "__ids__"
+    )
 
 
 # Hexadecimal ones: 60 bits are never negative as int64.
@@ -279,7 +319,9 @@ def hashed_id_expression(text: Any, buckets: int, salt: str, engine: Engine) -> 
         import ibis
 
         text = ibis.literal(salt) + text
-    return (engine.hex_to_int(text.hexdigest("md5").substr(0, _DIGITS)) % buckets + 1).cast("int64")
+    return (
+        engine.hex_to_int(text.hexdigest("md5").substr(0, _DIGITS)) % buckets + 1
+    ).cast("int64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,20 +346,32 @@ class HashBucket(ColumnStep):
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns integers, as many per row as there were values."""
         remedy = "bucket a number with Bucketize, or cast it where it is written"
-        return {self.writes[0]: id_type(types.need(self, self.column, IDS | ID_LISTS, remedy))}
+        return {
+            self.writes[0]: id_type(
+                types.need(self, self.column, IDS | ID_LISTS, remedy)
+            )
+        }
 
-    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
+    def transform(
+        self, table: Table, types: Types, state: StepState, run: StepContext
+    ) -> Table:
         """Hashes each value, or each element."""
 
         def hashed(value: Table) -> Table:
-            return hashed_id_expression(value.cast("string"), self.buckets, self.salt, run.engine).fill_null(0)
+            return hashed_id_expression(
+                value.cast("string"), self.buckets, self.salt, run.engine
+            ).fill_null(0)
 
         column = table[self.column]
         # A null element keeps its place in a list, as id 0.
-        ids = column.map(hashed) if is_list_column(types[self.column]) else hashed(column)
+        ids = (
+            column.map(hashed) if is_list_column(types[self.column]) else hashed(column)
+        )
         return table.mutate({self.writes[0]: ids})
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
+    def online(
+        self, cells: Mapping[str, Cells], types: Types, state: StepState
+    ) -> Mapping[str, Cells]:
         """Computes the same hash."""
         values = cells[self.column]
         ids = map_texts(values, lambda text: hashed_id(text, self.buckets, self.salt))
@@ -364,17 +418,25 @@ class Cross(Step):
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns integers."""
         for name in self.columns:
-            types.need(self, name, IDS, "bucket a number first; a list cannot be crossed")
+            types.need(
+                self, name, IDS, "bucket a number first; a list cannot be crossed"
+            )
         return {self.writes[0]: "int64"}
 
-    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
+    def transform(
+        self, table: Table, types: Types, state: StepState, run: StepContext
+    ) -> Table:
         """Hashes the columns' digests: of one length, they keep ("ab", "c") and ("a", "bc") apart."""
         digests = [table[name].cast("string").hexdigest("md5") for name in self.columns]
         # Null if a column is null, as a concatenation with null is null.
-        ids = hashed_id_expression(functools.reduce(operator.add, digests), self.buckets, self.salt, run.engine)
+        ids = hashed_id_expression(
+            functools.reduce(operator.add, digests), self.buckets, self.salt, run.engine
+        )
         return table.mutate({self.writes[0]: ids.fill_null(0)})
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
+    def online(
+        self, cells: Mapping[str, Cells], types: Types, state: StepState
+    ) -> Mapping[str, Cells]:
         """Computes the same hash."""
         columns = [cells[name] for name in self.columns]
         valid = np.logical_and.reduce([column.valid for column in columns])

@@ -49,7 +49,11 @@ def raw_type(dtype: pa.DataType) -> str | None:
     types = pa.types
     if types.is_dictionary(dtype):
         return raw_type(dtype.value_type)
-    if types.is_list(dtype) or types.is_large_list(dtype) or types.is_fixed_size_list(dtype):
+    if (
+        types.is_list(dtype)
+        or types.is_large_list(dtype)
+        or types.is_fixed_size_list(dtype)
+    ):
         inner = raw_type(dtype.value_type)
         # No step and no batch reads lists of lists.
         if inner is None or is_list_column(inner):
@@ -123,7 +127,9 @@ def check_case(names: Collection[str]) -> None:
 def missing_column(where: str, name: str, names: Collection[str]) -> DataError:
     """Returns the error for a missing column, with the nearest name."""
     hint = did_you_mean(name, names, "rename the column, or write it")
-    return DataError(f"{where}: column '{name}' is missing, it has {sorted(names)}; {hint}")
+    return DataError(
+        f"{where}: column '{name}' is missing, it has {sorted(names)}; {hint}"
+    )
 
 
 class Types(dict[str, str]):
@@ -188,7 +194,13 @@ def _plain_reading(raw: str) -> _Plain | None:
     if kind not in NUMBERS | {"float32"}:
         return None
     takes: set[type] = {int} if kind == "int64" else {int, float}
-    return _Plain(is_list_column(raw), takes, np.dtype(kind), np.dtype(working_type(kind)), _EXACT.get(kind))
+    return _Plain(
+        is_list_column(raw),
+        takes,
+        np.dtype(kind),
+        np.dtype(working_type(kind)),
+        _EXACT.get(kind),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -209,7 +221,9 @@ class Cells:
     @classmethod
     def full(cls, values: Array, lengths: Int64 | None = None) -> Cells:
         """Builds cells without a null."""
-        return cls(values=values, valid=np.ones(len(values), dtype=bool), lengths=lengths)
+        return cls(
+            values=values, valid=np.ones(len(values), dtype=bool), lengths=lengths
+        )
 
     def with_values(self, values: Array, valid: Mask | None = None) -> Cells:
         """Returns the same rows with other values; by default none of them is null."""
@@ -232,7 +246,11 @@ class Cells:
 
     def column(self) -> Column:
         """Returns the cells as a column of a chunk."""
-        return Column(self.values) if self.lengths is None else Column.from_lengths(self.values, self.lengths)
+        return (
+            Column(self.values)
+            if self.lengths is None
+            else Column.from_lengths(self.values, self.lengths)
+        )
 
 
 def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
@@ -250,7 +268,9 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
     if plain is not None:
         return plain
     if isinstance(data, str | bytes | Mapping) or not hasattr(data, "__iter__"):
-        raise DataError(f"column '{name}': {short_text(data)} is one value; give a list with one entry per row")
+        raise DataError(
+            f"column '{name}': {short_text(data)} is one value; give a list with one entry per row"
+        )
     # A set or a generator has no rows to name in a message.
     if not hasattr(data, "__getitem__"):
         data = list(data)
@@ -261,7 +281,11 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
     lengths = None
     if is_list_column(raw):
         # A null list is empty; flatten() leaves its values out as well.
-        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+        lengths = (
+            pc.fill_null(pc.list_value_length(array), 0)
+            .to_numpy(zero_copy_only=False)
+            .astype(np.int64)
+        )
         array = array.flatten()
     valid = array.is_valid().to_numpy(zero_copy_only=False)
     return Cells(values=_numpy(array, element(raw)), valid=valid, lengths=lengths)
@@ -290,7 +314,9 @@ def _plain(data: list[Any], raw: str) -> Cells | None:
         except OverflowError:
             return None
     # So is one without an exact float.
-    elif int in kinds and not all(-most <= value <= most for value in data if type(value) is int):
+    elif int in kinds and not all(
+        -most <= value <= most for value in data if type(value) is int
+    ):
         return None
     else:
         # Beyond float32 is infinite, as to Arrow.
@@ -323,7 +349,9 @@ def _typed(data: Sequence[Any], raw: str) -> pa.Array:
     target_type = arrow_type(raw)
     if array.type == target_type:
         return array
-    if raw in TIMES and (pa.types.is_string(array.type) or pa.types.is_date(array.type)):
+    if raw in TIMES and (
+        pa.types.is_string(array.type) or pa.types.is_date(array.type)
+    ):
         return as_times(array).cast(target_type, safe=False)
     if not _stands_for(array.type, raw):
         raise TypeError(f"it is {array.type}")
@@ -356,7 +384,9 @@ def as_times(array: pa.Array) -> pa.Array:
         if pa.types.is_date(array.type) or array.type.tz is None:
             array = array.cast(pa.timestamp("us"), safe=False)
         return array.cast(target_type, safe=False)
-    wrong = pc.fill_null(pc.invert(pc.match_substring_regex(array, _ISO_8601)), fill_value=False)
+    wrong = pc.fill_null(
+        pc.invert(pc.match_substring_regex(array, _ISO_8601)), fill_value=False
+    )
     row = pc.index(wrong, True).as_py()
     if row < 0:
         try:
@@ -373,8 +403,12 @@ def as_times(array: pa.Array) -> pa.Array:
 
 def _from_iso(array: pa.Array) -> pa.Array:
     # Arrow reads a time with a zone only: a date becomes its midnight, and both are in UTC unless a zone is written.
-    zone = pc.if_else(pc.equal(pc.utf8_length(array), len("2024-02-29")), "T00:00Z", "Z")
-    zone = pc.if_else(pc.match_substring_regex(array, r"[T ].*(Z|[+-]\d{2}(:?\d{2})?)$"), "", zone)
+    zone = pc.if_else(
+        pc.equal(pc.utf8_length(array), len("2024-02-29")), "T00:00Z", "Z"
+    )
+    zone = pc.if_else(
+        pc.match_substring_regex(array, r"[T ].*(Z|[+-]\d{2}(:?\d{2})?)$"), "", zone
+    )
     return pc.binary_join_element_wise(array, zone, "").cast(pa.timestamp("us", "UTC"))
 
 

@@ -62,7 +62,9 @@ class Engine(Protocol):
 
 
 @contextmanager
-def connected(engine: Any, *, threads: int | None = None, memory: str | None = None) -> Iterator[Engine]:
+def connected(
+    engine: Any, *, threads: int | None = None, memory: str | None = None
+) -> Iterator[Engine]:
     """Opens an engine for the time of the block.
 
     Args:
@@ -124,10 +126,14 @@ class DuckDB:
 
     name = "duckdb"
 
-    def __init__(self, *, threads: int | None = None, memory: str | None = None) -> None:
+    def __init__(
+        self, *, threads: int | None = None, memory: str | None = None
+    ) -> None:
         ibis = need_ibis()
         # Removed at the latest with this object, or when Python ends.
-        self._spill = tempfile.TemporaryDirectory(prefix="torchrec_ext_duckdb_", ignore_cleanup_errors=True)
+        self._spill = tempfile.TemporaryDirectory(
+            prefix="torchrec_ext_duckdb_", ignore_cleanup_errors=True
+        )
         self.ibis = ibis.duckdb.connect()
         self._names = itertools.count()
 
@@ -137,7 +143,12 @@ class DuckDB:
             raise NotImplementedError
 
         self._isfinite = isfinite
-        settings = {"temp_directory": self._spill.name, "TimeZone": "UTC", "threads": threads, "memory_limit": memory}
+        settings = {
+            "temp_directory": self._spill.name,
+            "TimeZone": "UTC",
+            "threads": threads,
+            "memory_limit": memory,
+        }
         # Thousands of small batches pass through the stream: with the default, 1 MB, its two sides wait for each other.
         settings["streaming_buffer_size"] = "64MB"
         for name, value in settings.items():
@@ -147,7 +158,9 @@ class DuckDB:
             try:
                 self.ibis.con.execute(f"SET {name}={text}")
             except Exception as error:
-                raise DataError(f"DuckDB refuses {name}={value!r} ({error}); choose another") from error
+                raise DataError(
+                    f"DuckDB refuses {name}={value!r} ({error}); choose another"
+                ) from error
 
     def __enter__(self) -> DuckDB:
         return self
@@ -158,7 +171,11 @@ class DuckDB:
     def read(self, files: Files) -> Table:
         """Opens files as a table with its rows in order."""
         # A file system is registered once for all of its files.
-        remotes = {id(file.remote): file.remote for file in files.files if file.remote is not None}
+        remotes = {
+            id(file.remote): file.remote
+            for file in files.files
+            if file.remote is not None
+        }
         for system in remotes.values():
             self.ibis.con.register_filesystem(system)
         clashing = sorted({"file_index", "file_row_number"} & set(files.schema))
@@ -200,7 +217,9 @@ class DuckDB:
     def stage(self, expression: Table) -> Table:
         """Makes a temporary view."""
         name = f"stage_{next(self._names)}"
-        self.ibis.con.execute(f"CREATE TEMP VIEW {name} AS {self.ibis.compile(expression)}")
+        self.ibis.con.execute(
+            f"CREATE TEMP VIEW {name} AS {self.ibis.compile(expression)}"
+        )
         return self.ibis.table(name)
 
     def collect(self, expression: Table) -> pa.Table:
@@ -218,7 +237,9 @@ class DuckDB:
         # Not Ibis's to_pyarrow_batches: Ibis 12 calls a method that DuckDB 2.0 has dropped.
         sql = self.ibis.compile(expression)
         result = self.ibis.con.sql(sql)
-        open_reader = getattr(result, "to_arrow_reader", None) or result.fetch_arrow_reader
+        open_reader = (
+            getattr(result, "to_arrow_reader", None) or result.fetch_arrow_reader
+        )
         reader: pa.RecordBatchReader = open_reader(ROW_GROUP)
         return reader
 
@@ -355,7 +376,10 @@ class Spark:
         self.session = session
         if isinstance(session, str):
             # With a session active, Spark's builder returns that one, whatever the master.
-            if active is not None and session not in ("spark", active.conf.get("spark.master", session)):
+            if active is not None and session not in (
+                "spark",
+                active.conf.get("spark.master", session),
+            ):
                 raise DataError(
                     f"engine={session!r}: a Spark session is active here with the master "
                     f"{active.conf.get('spark.master')}, and a process has one; give engine='spark' to use it, or "
@@ -425,7 +449,10 @@ class Spark:
     def write(self, expression: Table, sink: Sink) -> int:
         """Lets the executors write, with page checksums, and then checks the result."""
         frame = self._frame(expression)
-        columns = [frame[f"`{name}`"].cast(_spark_type(kind)) for name, kind in sink.columns.items()]
+        columns = [
+            frame[f"`{name}`"].cast(_spark_type(kind))
+            for name, kind in sink.columns.items()
+        ]
         frame = frame.select(*columns)
         options = {
             "parquet.page.write-checksum.enabled": "true",
@@ -433,14 +460,18 @@ class Spark:
             "maxRecordsPerFile": str(GROUPS_PER_FILE * ROW_GROUP),
         }
         # To append, since the folder is there already, empty.
-        frame.write.options(**options).mode("append").parquet(_address(str(sink.folder)))
+        frame.write.options(**options).mode("append").parquet(
+            _address(str(sink.folder))
+        )
         return self._look_over(sink)
 
     def _look_over(self, sink: Sink) -> int:
         from pyspark.sql import functions as f
 
         # With a schema, since Spark cannot infer one without a file. transform() then reports the missing rows.
-        fields = ", ".join(f"`{name}` {_spark_type(kind)}" for name, kind in sink.columns.items())
+        fields = ", ".join(
+            f"`{name}` {_spark_type(kind)}" for name, kind in sink.columns.items()
+        )
         output = self.session.read.schema(fields).parquet(_pattern(str(sink.folder)))
 
         def bad(name: str, kind: str) -> Any:
@@ -508,7 +539,9 @@ def _address(name: str) -> str:
 
 
 def _start(master: str, session: Any) -> Any:
-    builder = session.builder.appName("torchrec_ext preprocessing").config("spark.ui.showConsoleProgress", "false")
+    builder = session.builder.appName("torchrec_ext preprocessing").config(
+        "spark.ui.showConsoleProgress", "false"
+    )
     if master != "spark":
         builder = builder.master(master)
     try:

@@ -58,7 +58,9 @@ class Files:
     def where(self) -> str:
         """Name of the files in messages."""
         first = self.files[0].name
-        return first if len(self.files) == 1 else f"{first} and {len(self.files) - 1} more"
+        return (
+            first if len(self.files) == 1 else f"{first} and {len(self.files) - 1} more"
+        )
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
@@ -92,10 +94,15 @@ def scan(paths: PathLike | Sequence[PathLike]) -> Files:
                     f"{file.name}: column '{name}' is {other}, in {source.files[0].name} it is {dtype}; give files "
                     "with the same types"
                 )
-    return Files(source=source, schema={**schema, **dict.fromkeys(source.files[0].partitions, pa.string())})
+    return Files(
+        source=source,
+        schema={**schema, **dict.fromkeys(source.files[0].partitions, pa.string())},
+    )
 
 
-def raw_types(where: str, schema: Mapping[str, pa.DataType], names: Collection[str]) -> dict[str, str]:
+def raw_types(
+    where: str, schema: Mapping[str, pa.DataType], names: Collection[str]
+) -> dict[str, str]:
     """Returns the raw types of some columns.
 
     Raises:
@@ -138,14 +145,20 @@ class Sink:
     """
 
     def __init__(
-        self, folder: Path, columns: Mapping[str, str], remedies: Mapping[str, str], progress: Progress | None = None
+        self,
+        folder: Path,
+        columns: Mapping[str, str],
+        remedies: Mapping[str, str],
+        progress: Progress | None = None,
     ) -> None:
         self.folder = folder
         self.columns = dict(columns)
         self.remedies = remedies
         self.rows = 0
         self._progress = progress
-        self._schema = pa.schema([(name, arrow_type(kind)) for name, kind in columns.items()])
+        self._schema = pa.schema(
+            [(name, arrow_type(kind)) for name, kind in columns.items()]
+        )
 
     @contextmanager
     def writer(self) -> Iterator[Callable[[pa.RecordBatch], None]]:
@@ -197,7 +210,9 @@ class Sink:
         table = table.slice(0, rows)
         with disk_errors(self.folder):
             for start in range(0, rows, ROW_GROUP):
-                self._writer_of_group(table.schema).write_table(table.slice(start, ROW_GROUP), row_group_size=ROW_GROUP)
+                self._writer_of_group(table.schema).write_table(
+                    table.slice(start, ROW_GROUP), row_group_size=ROW_GROUP
+                )
 
     def _writer_of_group(self, schema: pa.Schema) -> pq.ParquetWriter:
         if self._writer is None or self._groups % GROUPS_PER_FILE == 0:
@@ -221,7 +236,9 @@ def _encoding(schema: pa.Schema) -> dict[str, Any]:
             texts.append(field.name)
         elif pa.types.is_integer(field.type):
             packed[field.name] = "DELTA_BINARY_PACKED"
-        elif pa.types.is_list(field.type) and pa.types.is_integer(field.type.value_type):
+        elif pa.types.is_list(field.type) and pa.types.is_integer(
+            field.type.value_type
+        ):
             # Parquet's own name of the elements of a list.
             packed[f"{field.name}.list.element"] = "DELTA_BINARY_PACKED"
     return {

@@ -26,7 +26,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Chunk
-from torchrec_ext.data.preprocess.categorical import Categorify, Cross, HashBucket, Vocabulary
+from torchrec_ext.data.preprocess.categorical import (
+    Categorify,
+    Cross,
+    HashBucket,
+    Vocabulary,
+)
 from torchrec_ext.data.preprocess.columns import (
     TIMES,
     Cells,
@@ -37,12 +42,23 @@ from torchrec_ext.data.preprocess.columns import (
     short_text,
     working_type,
 )
-from torchrec_ext.data.preprocess.engines import FLOAT32_MAX, ROW, Engine, as_float32, connected
+from torchrec_ext.data.preprocess.engines import (
+    FLOAT32_MAX,
+    ROW,
+    Engine,
+    as_float32,
+    connected,
+)
 from torchrec_ext.data.preprocess.files import Progress, Sink, Source
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.history import History
 from torchrec_ext.data.preprocess.lists import Lists
-from torchrec_ext.data.preprocess.numeric import Bucketize, FillMissing, LogClip, Normalize
+from torchrec_ext.data.preprocess.numeric import (
+    Bucketize,
+    FillMissing,
+    LogClip,
+    Normalize,
+)
 from torchrec_ext.data.preprocess.step import Chain, Step, StepState, Table
 from torchrec_ext.data.preprocess.tables import Opened, open_sources
 from torchrec_ext.data.preprocess.times import TimeFeatures, per_second, whole_seconds
@@ -69,11 +85,19 @@ class FittedPreprocessor:
 
     @classmethod
     def of(
-        cls, pairs: Sequence[tuple[Step, StepState]], raw: Mapping[str, str], keep: Sequence[str] = ()
+        cls,
+        pairs: Sequence[tuple[Step, StepState]],
+        raw: Mapping[str, str],
+        keep: Sequence[str] = (),
     ) -> FittedPreprocessor:
         """Builds the preprocessor of steps with their states; see the class for the other arguments."""
         steps = tuple(step for step, _ in pairs)
-        return cls(steps=steps, keep=tuple(keep), raw=raw, states=tuple(state for _, state in pairs))
+        return cls(
+            steps=steps,
+            keep=tuple(keep),
+            raw=raw,
+            states=tuple(state for _, state in pairs),
+        )
 
     @cached_property
     def pairs(self) -> list[tuple[Step, StepState]]:
@@ -82,7 +106,9 @@ class FittedPreprocessor:
 
     def state_of(self, name: str) -> StepState | None:
         """Returns the state of the last step that writes a column; None if no step does."""
-        return next((state for step, state in reversed(self.pairs) if name in step.writes), None)
+        return next(
+            (state for step, state in reversed(self.pairs) if name in step.writes), None
+        )
 
     @cached_property
     def types(self) -> list[Types]:
@@ -127,12 +153,19 @@ class FittedPreprocessor:
             for name in step.vocab(state):
                 vocabulary_of[name] = number if isinstance(state, Vocabulary) else name
         first_columns: dict[int | str, str] = {}
-        return {name: first_columns.setdefault(vocabulary, name) for name, vocabulary in vocabulary_of.items()}
+        return {
+            name: first_columns.setdefault(vocabulary, name)
+            for name, vocabulary in vocabulary_of.items()
+        }
 
     @property
     def id_values(self) -> dict[str, pa.Array]:
         """The values of each vocabulary, in the order of their ids from 1 on, by its first column."""
-        return {step.writes[0]: state.values for step, state in self.pairs if isinstance(state, Vocabulary)}
+        return {
+            step.writes[0]: state.values
+            for step, state in self.pairs
+            if isinstance(state, Vocabulary)
+        }
 
     @cached_property
     def origins(self) -> dict[str, str]:
@@ -151,7 +184,11 @@ class FittedPreprocessor:
     @property
     def dense(self) -> tuple[str, ...]:
         """Names of the number columns of the result, without those of ``keep``."""
-        return tuple(name for name, kind in self.outputs.items() if kind == "float32" and name not in self.keep)
+        return tuple(
+            name
+            for name, kind in self.outputs.items()
+            if kind == "float32" and name not in self.keep
+        )
 
     @cached_property
     def request_columns(self) -> dict[str, str]:
@@ -198,9 +235,14 @@ class FittedPreprocessor:
                 full.
         """
         out = Path(out)
-        with whole_folder(out, overwrite=overwrite, mark="part-*.parquet") as staging, connected(engine) as opened:
+        with (
+            whole_folder(out, overwrite=overwrite, mark="part-*.parquet") as staging,
+            connected(engine) as opened,
+        ):
             columns = list(dict.fromkeys([*self.raw, *order_by]))
-            event_columns = list(dict.fromkeys(name for step in self.steps for name in step.event_reads))
+            event_columns = list(
+                dict.fromkeys(name for step in self.steps for name in step.event_reads)
+            )
             data, past = open_sources(source, events, columns, event_columns, opened)
             data.check_types(self.raw, "in fitting")
             # The folder `out` is replaced at the end: no file in it may be a source.
@@ -239,16 +281,24 @@ class FittedPreprocessor:
             if name not in rows:
                 raise missing_column("the request", name, rows.keys())
             cells[name] = read_cells(name, rows[name], kind)
-        kept_cells = {name: read_cells(name, rows[name], self.raw[name]) for name in self.keep if name in rows}
+        kept_cells = {
+            name: read_cells(name, rows[name], self.raw[name])
+            for name in self.keep
+            if name in rows
+        }
         _check_sizes({**cells, **kept_cells})
-        for step, types, state in zip(self.steps, self.types, self.states, strict=False):
+        for step, types, state in zip(
+            self.steps, self.types, self.states, strict=False
+        ):
             cells.update(step.online(cells, types, state))
         # A step may read a column of `keep`; the result has it as it was sent.
         for name in self.keep:
             cells.pop(name, None)
         for name, column in kept_cells.items():
             if self.raw[name] in TIMES:
-                column = column.with_values(column.values // per_second(self.raw[name]), column.valid)
+                column = column.with_values(
+                    column.values // per_second(self.raw[name]), column.valid
+                )
             cells[name] = column
         columns = {}
         # Columns of `keep` may be missing, such as the label.
@@ -259,8 +309,13 @@ class FittedPreprocessor:
 
     def remedies(self) -> dict[str, str]:
         """Returns the remedy for a missing value, by column of the result."""
-        remedies = {name: f"put FillMissing(column='{name}', ...) before it" for name in self.outputs}
-        kept_remedy = "it is kept as it is: fill it where it is written, or do not keep it"
+        remedies = {
+            name: f"put FillMissing(column='{name}', ...) before it"
+            for name in self.outputs
+        }
+        kept_remedy = (
+            "it is kept as it is: fill it where it is written, or do not keep it"
+        )
         return remedies | dict.fromkeys(self.keep, kept_remedy)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
@@ -277,11 +332,21 @@ class FittedPreprocessor:
                     f"{listed(STEPS)}"
                 )
         with whole_folder(folder, overwrite=overwrite, mark=_MAIN) as staging:
-            steps = [_save_step(number, *pair, staging) for number, pair in enumerate(self.pairs)]
-            main = {"version": VERSION, "keep": list(self.keep), "columns": dict(self.raw), "steps": steps}
+            steps = [
+                _save_step(number, *pair, staging)
+                for number, pair in enumerate(self.pairs)
+            ]
+            main = {
+                "version": VERSION,
+                "keep": list(self.keep),
+                "columns": dict(self.raw),
+                "steps": steps,
+            }
             text = json.dumps(main, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
             (staging / _MAIN).write_text(text)
-            (staging / DIGEST).write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
+            (staging / DIGEST).write_text(
+                hashlib.sha256(text.encode()).hexdigest() + "\n"
+            )
 
     @classmethod
     def load(cls, folder: str | Path) -> FittedPreprocessor:
@@ -332,7 +397,9 @@ def _check_sizes(cells: Mapping[str, Cells]) -> None:
         )
 
 
-def _result_cells(name: str, cells: Cells, kind: str, fitted: FittedPreprocessor) -> Cells:
+def _result_cells(
+    name: str, cells: Cells, kind: str, fitted: FittedPreprocessor
+) -> Cells:
     """Casts values to the result's type; raises a DataError if one is missing."""
     values = cells.values
     valid = cells.valid
@@ -357,9 +424,16 @@ def _result_cells(name: str, cells: Cells, kind: str, fitted: FittedPreprocessor
 _STEPS_PER_STAGE = 8
 
 
-def _apply_steps(fitted: FittedPreprocessor, data: Opened, events: Table, engine: Engine) -> Table:
+def _apply_steps(
+    fitted: FittedPreprocessor, data: Opened, events: Table, engine: Engine
+) -> Table:
     chain = Chain(
-        steps=fitted.steps, types=fitted.types, states=fitted.states, engine=engine, table=data.table, events=events
+        steps=fitted.steps,
+        types=fitted.types,
+        states=fitted.states,
+        engine=engine,
+        table=data.table,
+        events=events,
     )
     # A step may replace a column in place that `keep` or `order_by` need as it was.
     raw = {f"__raw_{name}__": data.table[name] for name in data.raw}
@@ -387,7 +461,9 @@ def _apply_steps(fitted: FittedPreprocessor, data: Opened, events: Table, engine
     return table.select(**results, **{name: table[name] for name in raw})
 
 
-def _check_rows(data: Opened, table: Table, predicate: Any, column: str, rule: str, engine: Engine) -> None:
+def _check_rows(
+    data: Opened, table: Table, predicate: Any, column: str, rule: str, engine: Engine
+) -> None:
     """Raises a DataError for a row refused by a step."""
     bad = table.filter(predicate)
     has_order = ROW in table.columns
@@ -398,7 +474,9 @@ def _check_rows(data: Opened, table: Table, predicate: Any, column: str, rule: s
         return
     # The column holds the file's index times 2**40 and the row in the file.
     row = f", row {rows[0][ROW] % 2**40}" if has_order else ""
-    raise DataError(f"{data.where}: column '{column}'{row}: {short_text(rows[0][column])}: {rule}")
+    raise DataError(
+        f"{data.where}: column '{column}'{row}: {short_text(rows[0][column])}: {rule}"
+    )
 
 
 def _ordering(data: Opened, table: Table, name: str) -> Any:
@@ -443,22 +521,38 @@ def _from_json(folder: Path, main: Any) -> FittedPreprocessor:
     return FittedPreprocessor.of(pairs, dict(main["columns"]), main["keep"])
 
 
-def _save_step(number: int, step: Step, state: StepState, folder: Path) -> dict[str, Any]:
-    entry: dict[str, Any] = {"step": type(step).__name__, "fields": dataclasses.asdict(step)}  # type: ignore[call-overload]
+def _save_step(
+    number: int, step: Step, state: StepState, folder: Path
+) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "step": type(step).__name__,
+        "fields": dataclasses.asdict(step),  # type: ignore[call-overload]
+    }
     if not isinstance(state, Vocabulary):
         return {**entry, "state": state}
     name = f"vocabulary-{number:03}.parquet"
     table = pa.table({"value": state.values, "count": state.counts})
     # Values are distinct, so a dictionary of them would take longer and save nothing.
-    pq.write_table(table, folder / name, write_page_checksum=True, use_dictionary=["count"])
-    return {**entry, "vocabulary": name, "rows": len(table), "sha256": measure_file(folder / name)["sha256"]}
+    pq.write_table(
+        table, folder / name, write_page_checksum=True, use_dictionary=["count"]
+    )
+    return {
+        **entry,
+        "vocabulary": name,
+        "rows": len(table),
+        "sha256": measure_file(folder / name)["sha256"],
+    }
 
 
 def _load_step(folder: Path, entry: Mapping[str, Any]) -> tuple[Step, StepState]:
     name = entry["step"]
     if name not in STEPS:
-        hint = did_you_mean(name, STEPS, "install the version of torchrec_ext that wrote it")
-        raise DataError(f"{folder / _MAIN}: there is no step {name!r}, known are {listed(STEPS)}; {hint}")
+        hint = did_you_mean(
+            name, STEPS, "install the version of torchrec_ext that wrote it"
+        )
+        raise DataError(
+            f"{folder / _MAIN}: there is no step {name!r}, known are {listed(STEPS)}; {hint}"
+        )
     fields = dict(entry["fields"])
     # JSON has no tuples.
     for key, value in fields.items():
@@ -467,7 +561,9 @@ def _load_step(folder: Path, entry: Mapping[str, Any]) -> tuple[Step, StepState]
     try:
         step = STEPS[name](**fields)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{folder / _MAIN}: step {name}: {error}; fit it again") from error
+        raise DataError(
+            f"{folder / _MAIN}: step {name}: {error}; fit it again"
+        ) from error
     if "vocabulary" in entry:
         return step, _vocabulary(folder, entry)
     return step, entry["state"]
@@ -477,15 +573,21 @@ def _vocabulary(folder: Path, entry: Mapping[str, Any]) -> Vocabulary:
     # The name alone: a path in the file cannot lead out of the folder.
     path = folder / Path(entry["vocabulary"]).name
     if not path.exists():
-        raise DataError(f"{path}: no such file, {_MAIN} names it; copy the whole folder")
+        raise DataError(
+            f"{path}: no such file, {_MAIN} names it; copy the whole folder"
+        )
     if measure_file(path)["sha256"] != entry["sha256"]:
-        raise DataError(f"{path}: does not have the SHA-256 in {_MAIN}: it was changed or damaged; copy it again")
+        raise DataError(
+            f"{path}: does not have the SHA-256 in {_MAIN}: it was changed or damaged; copy it again"
+        )
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         _check_size(path, file.metadata, entry["rows"])
         table = file.read().combine_chunks()
     # combine_chunks() has made one chunk of each column; of an empty one there is none to take.
     if not len(table):
-        return Vocabulary(table["value"].combine_chunks(), table["count"].combine_chunks())
+        return Vocabulary(
+            table["value"].combine_chunks(), table["count"].combine_chunks()
+        )
     return Vocabulary(table["value"].chunk(0), table["count"].chunk(0))
 
 
@@ -497,12 +599,24 @@ def _check_size(path: Path, footer: pq.FileMetaData, rows: int) -> None:
     """
     columns = []
     for group in range(footer.num_row_groups):
-        columns += [footer.row_group(group).column(index) for index in range(footer.num_columns)]
-    is_own_format = all(column.compression in _CODECS and _ENCODINGS.issuperset(column.encodings) for column in columns)
+        columns += [
+            footer.row_group(group).column(index) for index in range(footer.num_columns)
+        ]
+    is_own_format = all(
+        column.compression in _CODECS and _ENCODINGS.issuperset(column.encodings)
+        for column in columns
+    )
     limit = _MAX_EXPANSION * path.stat().st_size + _ALLOWANCE
     # 16 bytes a row: a count of int64, and a value of int64 or the offset of a text.
-    packed = sum(column.total_uncompressed_size for column in columns) + footer.num_rows * 16
-    if footer.num_rows != rows or not is_own_format or packed > limit or _unpacked_texts(path, footer, limit) > limit:
+    packed = (
+        sum(column.total_uncompressed_size for column in columns) + footer.num_rows * 16
+    )
+    if (
+        footer.num_rows != rows
+        or not is_own_format
+        or packed > limit
+        or _unpacked_texts(path, footer, limit) > limit
+    ):
         size = path.stat().st_size
         raise DataError(
             f"{path}: {footer.num_rows:,} rows in {size:,} bytes, which unpack to more than the {limit:,} that are "
@@ -517,14 +631,22 @@ def _unpacked_texts(path: Path, footer: pq.FileMetaData, limit: int) -> int:
             return 0
         longest = 0
         for group in range(footer.num_row_groups):
-            for batch in file.iter_batches(1, row_groups=[group], columns=["value"], use_threads=False):
-                longest = max(longest, pc.max(pc.binary_length(batch.column(0).dictionary)).as_py() or 0)
+            for batch in file.iter_batches(
+                1, row_groups=[group], columns=["value"], use_threads=False
+            ):
+                longest = max(
+                    longest,
+                    pc.max(pc.binary_length(batch.column(0).dictionary)).as_py() or 0,
+                )
                 break  # the first row has all of its group's dictionary
         if longest * footer.num_rows <= limit:
             return int(longest * footer.num_rows)
         total = 0
         for chunk in file.read(columns=["value"], use_threads=False)["value"].chunks:
-            total += pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0
+            total += (
+                pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py()
+                or 0
+            )
         return int(total)
 
 
@@ -532,6 +654,10 @@ def _text(path: Path) -> str:
     try:
         return path.read_text()
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file; name the folder that FittedPreprocessor.save wrote") from None
+        raise DataError(
+            f"{path}: no such file; name the folder that FittedPreprocessor.save wrote"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); copy the folder again") from error
+        raise DataError(
+            f"{path}: cannot be read ({error}); copy the folder again"
+        ) from error

@@ -13,9 +13,21 @@ from pathlib import Path
 
 from torchrec_ext.data.files.find import DataFile
 from torchrec_ext.schema import DataError
-from torchrec_ext.sealed import make_hidden, remove_leftovers, replace_folder, visible_name
+from torchrec_ext.sealed import (
+    make_hidden,
+    remove_leftovers,
+    replace_folder,
+    visible_name,
+)
 
-_FULL = ("no space left", "disk full", "out of disk", "disk quota", "not enough disk", "max_temp_directory_size")
+_FULL = (
+    "no space left",
+    "disk full",
+    "out of disk",
+    "disk quota",
+    "not enough disk",
+    "max_temp_directory_size",
+)
 
 
 @contextmanager
@@ -77,14 +89,18 @@ def keep_sources(out: Path, files: Iterable[DataFile]) -> None:
     for file in files:
         # Resolved, because either path may lead over a link.
         if not file.remote and out.resolve() in Path(file.path).resolve().parents:
-            raise DataError(f"{out}: holds {file.name}, which is being read; choose another folder for the result")
+            raise DataError(
+                f"{out}: holds {file.name}, which is being read; choose another folder for the result"
+            )
 
 
 def _check_free(out: Path, overwrite: bool, mark: str) -> None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
-        raise DataError(f"{out}: there is something already; choose another folder, or allow it to be overwritten")
+        raise DataError(
+            f"{out}: there is something already; choose another folder, or allow it to be overwritten"
+        )
     if not any(out.glob(mark)):
         raise DataError(
             f"{out}: is not the folder of an earlier result (it has no {mark}), and is not replaced; choose another one"
@@ -106,7 +122,10 @@ def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
     except Exception as error:
         folder = visible_name(out)
         # Engines wrap the system's error, so its number may be gone and only its words are left.
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = isinstance(error, OSError) and error.errno in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+        )
         if full or any(word in str(error).lower() for word in _FULL):
             raise DataError(
                 f"{folder}: the disk is full ({_free(out)}); free space, or choose another disk (TMPDIR for the "

@@ -17,7 +17,9 @@ from torchrec_ext.schema.validation import check_least
 
 # Starts of buckets of gaps in seconds, for History.gaps: 1, 2, 4 and so on to two years.
 GAPS = tuple(2**power for power in range(27))
-_FARTHEST = 2**61  # of an integer time from 1970, so that no difference of two is beyond 64 bits
+_FARTHEST = (
+    2**61
+)  # of an integer time from 1970, so that no difference of two is beyond 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,9 @@ class History(Step):
     def __post_init__(self) -> None:
         check_least(f"History('{self.output}'): length", self.length)
         if list(self.gaps) != sorted(set(self.gaps)) or min(self.gaps, default=1) < 1:
-            raise ValueError(f"History('{self.output}'): gaps={self.gaps}: must rise, from 1 on")
+            raise ValueError(
+                f"History('{self.output}'): gaps={self.gaps}: must rise, from 1 on"
+            )
         names = [*self.sent, f"{self.output}_gap"]
         for name in names:
             if names.count(name) > 1:
@@ -110,18 +114,35 @@ class History(Step):
         """Returns lists of ids."""
         types.need(self, self.user, IDS, "give the column of user ids")
         items = types.need(self, self.item, IDS, "give the column of item ids")
-        types.need(self, self.time, TIMES | {"int64"}, "convert it to a timestamp, or to seconds since 1970")
+        types.need(
+            self,
+            self.time,
+            TIMES | {"int64"},
+            "convert it to a timestamp, or to seconds since 1970",
+        )
         if self.where:
             types.need(self, self.where, NUMBERS, "give a column of numbers")
-        kinds = [items, *(types.need(self, name, IDS, "give a column of ids") for name in self.also), "int64"]
+        kinds = [
+            items,
+            *(
+                types.need(self, name, IDS, "give a column of ids")
+                for name in self.also
+            ),
+            "int64",
+        ]
         # `writes` is in the order of the events' columns: item, those of `also`, and the gap if there is one.
-        return {name: f"list<{kind}>" for name, kind in zip(self.writes, kinds, strict=False)}
+        return {
+            name: f"list<{kind}>"
+            for name, kind in zip(self.writes, kinds, strict=False)
+        }
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns the number of buckets of the gaps + 1, row 0 included."""
         return {f"{self.output}_gap": len(self.gaps) + 2} if self.gaps else {}
 
-    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
+    def transform(
+        self, table: Table, types: Types, state: StepState, run: StepContext
+    ) -> Table:
         """Numbers each user's events, counts for each (user, time) how many came before, and joins the two."""
         import ibis
 
@@ -131,26 +152,43 @@ class History(Step):
         moments = moments.filter(moments.user.notnull() & moments.time.notnull())
         tails = [name for name in events.columns if name not in ("user", "time")]
         histories = _histories(moments, events, self.length, tails)
-        same_moment = [table[self.user] == histories["__user__"], table[self.time] == histories["__time__"]]
+        same_moment = [
+            table[self.user] == histories["__user__"],
+            table[self.time] == histories["__time__"],
+        ]
         joined = table.left_join(histories, same_moment)
         # `writes` is in the order of the events' columns: item, those of `also`, and the second of a gap.
-        lists = {name: joined[f"__{tail}__"] for name, tail in zip(self.writes, tails, strict=True)}
+        lists = {
+            name: joined[f"__{tail}__"]
+            for name, tail in zip(self.writes, tails, strict=True)
+        }
         if self.gaps:
             now = _seconds(joined[self.time], types[self.time])
             values = range(1, len(self.gaps) + 2)
             gap = self.writes[-1]
-            lists[gap] = lists[gap].map(lambda second: step_function(now - second, self.gaps, values))
+            lists[gap] = lists[gap].map(
+                lambda second: step_function(now - second, self.gaps, values)
+            )
         # Rows without a history have empty lists; Ibis calls a list an array.
         for name, kind in self.types(types).items():
             empty = ibis.literal([], type=kind.replace("list", "array"))
             lists[name] = ibis.coalesce(lists[name], empty)
-        return joined.mutate(lists).select(*dict.fromkeys([*input_columns, *self.writes]))
+        return joined.mutate(lists).select(
+            *dict.fromkeys([*input_columns, *self.writes])
+        )
 
     def _events(self, run: StepContext, types: Types) -> Table:
         rows = run.events
         if self.where:
-            rows = rows.filter(number(rows[self.where], types[self.where], run.engine) >= exact(self.at_least))
-        columns = {"user": rows[self.user], "time": rows[self.time], "item": rows[self.item]}
+            rows = rows.filter(
+                number(rows[self.where], types[self.where], run.engine)
+                >= exact(self.at_least)
+            )
+        columns = {
+            "user": rows[self.user],
+            "time": rows[self.time],
+            "item": rows[self.item],
+        }
         columns |= {f"also_{index}": rows[name] for index, name in enumerate(self.also)}
         if self.gaps:
             columns["second"] = _seconds(rows[self.time], types[self.time])
@@ -163,7 +201,9 @@ class History(Step):
             kinds[name] = f"list<{raw[column]}>"
         return kinds
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
+    def online(
+        self, cells: Mapping[str, Cells], types: Types, state: StepState
+    ) -> Mapping[str, Cells]:
         """Computes the same from the events in the request."""
         now = cells[self.time]
         lists = [cells[name] for name in self.sent]
@@ -171,7 +211,13 @@ class History(Step):
         # An event counts if none of its values is null.
         is_event = np.logical_and.reduce([each.valid for each in lists])
         event_masks = lists[0].with_values(is_event).rows()
-        rows = zip(now.values.tolist(), now.valid.tolist(), event_masks, *(each.rows() for each in lists), strict=True)
+        rows = zip(
+            now.values.tolist(),
+            now.valid.tolist(),
+            event_masks,
+            *(each.rows() for each in lists),
+            strict=True,
+        )
         events: list[Any] = []
         lengths = np.zeros(len(now.values), dtype=np.int64)
         for index, fields in enumerate(rows):
@@ -181,30 +227,44 @@ class History(Step):
         # The columns of the events in the order in which a tail is sorted; of no events there are none to transpose.
         times, items, *also = list(zip(*events, strict=True)) or [()] * len(lists)
         results = {}
-        for name, values, each in zip(self.ids, [items, *also], [lists[0], *lists[2:]], strict=True):
-            results[name] = Cells.full(np.array(values, dtype=each.values.dtype), lengths)
+        for name, values, each in zip(
+            self.ids, [items, *also], [lists[0], *lists[2:]], strict=True
+        ):
+            results[name] = Cells.full(
+                np.array(values, dtype=each.values.dtype), lengths
+            )
         if self.gaps:
             size = per_second(types[self.time])
             row_times = now.values.repeat(lengths) // size
             event_times = np.array(times, dtype=np.int64) // size
             # Clipped as `transform` does, so that no difference is beyond 64 bits.
-            gaps = np.clip(row_times, -_FARTHEST, _FARTHEST) - np.clip(event_times, -_FARTHEST, _FARTHEST)
+            gaps = np.clip(row_times, -_FARTHEST, _FARTHEST) - np.clip(
+                event_times, -_FARTHEST, _FARTHEST
+            )
             buckets = np.searchsorted(np.array(self.gaps), gaps, side="right") + 1
-            results[self.writes[-1]] = Cells.full(buckets.astype(np.int64, copy=False), lengths)
+            results[self.writes[-1]] = Cells.full(
+                buckets.astype(np.int64, copy=False), lengths
+            )
         return results
 
-    def _tail(self, now: int, valid: bool, event_mask: Any, items: Any, times: Any, *also: Any) -> list[Any]:
+    def _tail(
+        self, now: int, valid: bool, event_mask: Any, items: Any, times: Any, *also: Any
+    ) -> list[Any]:
         """Returns the latest events of a row, oldest first, each as (time, item, columns of ``also``)."""
         if not valid:
             return []
         before = event_mask & (times < now)
-        events = zip(*(values[before].tolist() for values in (times, items, *also)), strict=True)
+        events = zip(
+            *(values[before].tolist() for values in (times, items, *also)), strict=True
+        )
         return sorted(events)[-self.length :]
 
 
 def _seconds(column: Any, kind: str) -> Any:
     """Returns times in whole seconds, integers in their own unit."""
-    return whole_seconds(column) if kind in TIMES else column.clip(-_FARTHEST, _FARTHEST)
+    return (
+        whole_seconds(column) if kind in TIMES else column.clip(-_FARTHEST, _FARTHEST)
+    )
 
 
 def _check_lengths(names: Sequence[str], lists: Sequence[Cells]) -> None:
@@ -221,17 +281,22 @@ def _check_lengths(names: Sequence[str], lists: Sequence[Cells]) -> None:
             )
 
 
-def _histories(moments: Table, events: Table, length: int, columns: Sequence[str]) -> Table:
+def _histories(
+    moments: Table, events: Table, length: int, columns: Sequence[str]
+) -> Table:
     """Returns (__user__, __time__, __COLUMN__ ...) of each moment with earlier events, one list per column."""
     import ibis
 
     # By time and then by the ids, so that the order does not depend on the engine or on the files.
     order = [events[name] for name in events.columns if name not in ("user", "second")]
     # The list at an event's number is the history of a moment with so many events before it.
-    latest = ibis.window(group_by=events.user, order_by=order, preceding=length - 1, following=0)
+    latest = ibis.window(
+        group_by=events.user, order_by=order, preceding=length - 1, following=0
+    )
     tails = events.select(
         "user",
-        number=ibis.row_number().over(ibis.window(group_by=events.user, order_by=order)) + 1,
+        number=ibis.row_number().over(ibis.window(group_by=events.user, order_by=order))
+        + 1,
         **{f"__{name}__": events[name].collect().over(latest) for name in columns},
     )
     # A moment is sorted before the events of its own time (0 before 1), so these are not counted.
@@ -239,9 +304,16 @@ def _histories(moments: Table, events: Table, length: int, columns: Sequence[str
         moments.mutate(event=ibis.literal(0, type="int64")),
         events.select("user", "time", event=ibis.literal(1, type="int64")),
     )
-    upto = ibis.window(group_by=both.user, order_by=[both.time, both.event], preceding=None, following=0)
+    upto = ibis.window(
+        group_by=both.user,
+        order_by=[both.time, both.event],
+        preceding=None,
+        following=0,
+    )
     counted = both.mutate(before=both.event.sum().over(upto))
     counted = counted.filter((counted.event == 0) & (counted.before > 0))
-    joined = counted.inner_join(tails, [counted.user == tails.user, counted.before == tails.number])
+    joined = counted.inner_join(
+        tails, [counted.user == tails.user, counted.before == tails.number]
+    )
     lists = [tails[f"__{name}__"] for name in columns]
     return joined.select(*lists, __user__=counted.user, __time__=counted.time)

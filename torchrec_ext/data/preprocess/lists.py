@@ -39,18 +39,33 @@ class Lists(ColumnStep):
 
     def __post_init__(self) -> None:
         check_least(f"Lists('{self.column}'): max_length", self.max_length)
-        check_choice(f"Lists('{self.column}'): too_long", self.too_long, get_args(TooLong))
+        check_choice(
+            f"Lists('{self.column}'): too_long", self.too_long, get_args(TooLong)
+        )
         if self.separator == "":
-            raise ValueError(f"Lists('{self.column}'): separator='': must be one character or more")
+            raise ValueError(
+                f"Lists('{self.column}'): separator='': must be one character or more"
+            )
 
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns a list of the same elements."""
         if self.separator is not None:
-            types.need(self, self.column, {"string"}, "leave separator out for a column that is a list already")
+            types.need(
+                self,
+                self.column,
+                {"string"},
+                "leave separator out for a column that is a list already",
+            )
             return {self.writes[0]: "list<string>"}
-        return {self.writes[0]: types.need(self, self.column, _TYPES, "give separator to split a string")}
+        return {
+            self.writes[0]: types.need(
+                self, self.column, _TYPES, "give separator to split a string"
+            )
+        }
 
-    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
+    def transform(
+        self, table: Table, types: Types, state: StepState, run: StepContext
+    ) -> Table:
         """Splits, filters and cuts."""
         table = table.mutate({self.writes[0]: self._uncut(table)})
         if self.max_length is None:
@@ -68,21 +83,31 @@ class Lists(ColumnStep):
         if self.separator is None:
             return column.filter(lambda value: value.notnull())
         # A pattern, since Spark knows no other way to split.
-        elements = column.re_split(re.escape(self.separator)).filter(lambda element: element != "")
+        elements = column.re_split(re.escape(self.separator)).filter(
+            lambda element: element != ""
+        )
         return ibis.coalesce(elements, ibis.literal([], type="array<string>"))
 
     def problems(self, table: Table, types: Types) -> list[tuple[Any, str, str]]:
         """Returns the condition of rows that are too long, if these are refused."""
         if self.too_long == "recent" or self.max_length is None:
             return []
-        return [(self._uncut(table).length() > self.max_length, self.column, self._rule())]
+        return [
+            (self._uncut(table).length() > self.max_length, self.column, self._rule())
+        ]
 
     def _rule(self) -> str:
         return f"a list longer than max_length={self.max_length}; cut it where it is written, or set too_long='recent'"
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
+    def online(
+        self, cells: Mapping[str, Cells], types: Types, state: StepState
+    ) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
-        lists = cells[self.column] if self.separator is None else self._split(cells[self.column])
+        lists = (
+            cells[self.column]
+            if self.separator is None
+            else self._split(cells[self.column])
+        )
         assert lists.lengths is not None
         # The row of each element that is not null, and the number of these in each row.
         row = np.repeat(np.arange(len(lists.lengths)), lists.lengths)[lists.valid]
@@ -108,7 +133,13 @@ class Lists(ColumnStep):
     def _cut_lengths(self, lengths: Int64) -> Int64:
         if self.max_length is None:
             return lengths
-        if self.too_long == "error" and len(lengths) and lengths.max() > self.max_length:
+        if (
+            self.too_long == "error"
+            and len(lengths)
+            and lengths.max() > self.max_length
+        ):
             row = int((lengths > self.max_length).argmax())
-            raise DataError(f"column '{self.column}', row {row}: {lengths[row]} elements, {self._rule()}")
+            raise DataError(
+                f"column '{self.column}', row {row}: {lengths[row]} elements, {self._rule()}"
+            )
         return np.minimum(lengths, self.max_length)

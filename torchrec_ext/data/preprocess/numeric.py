@@ -18,7 +18,12 @@ import numpy as np
 import pyarrow as pa
 
 from torchrec_ext.data.preprocess.columns import NUMBERS, Cells, Types
-from torchrec_ext.data.preprocess.engines import count_rows, exact, number, step_function
+from torchrec_ext.data.preprocess.engines import (
+    count_rows,
+    exact,
+    number,
+    step_function,
+)
 from torchrec_ext.data.preprocess.step import ColumnStep, StepContext, StepState, Table
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import check_choice, check_least
@@ -40,26 +45,36 @@ def rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS - 1}e}")
 
 
-def mean_and_std(step: Any, values: Values, where: str, engine: Engine) -> tuple[float, float]:
+def mean_and_std(
+    step: Any, values: Values, where: str, engine: Engine
+) -> tuple[float, float]:
     """Computes the mean and the population standard deviation.
 
     Raises:
         DataError: no value is a number, or the sum overflows.
     """
     values = values.filter(values.x.notnull())
-    statistics = values.aggregate(n=values.count(), mean=values.x.mean(), std=values.x.std(how="pop"))
+    statistics = values.aggregate(
+        n=values.count(), mean=values.x.mean(), std=values.x.std(how="pop")
+    )
     row = engine.collect(statistics).to_pylist()[0]
     _check_not_empty(step, row["n"], where)
     mean = row["mean"]
     std = row["std"]
     # An engine answers an overflow with infinity, NaN or null.
     if mean is None or std is None or not math.isfinite(mean) or not math.isfinite(std):
-        raise DataError(f"{where}: {step}: the sum of its values is beyond float64; clip the column first with LogClip")
+        raise DataError(
+            f"{where}: {step}: the sum of its values is beyond float64; clip the column first with LogClip"
+        )
     return rounded(mean), rounded(std)
 
 
 def quantiles_of(
-    step: Any, values: Values, shares: Sequence[float | Fraction], where: str, engine: Engine
+    step: Any,
+    values: Values,
+    shares: Sequence[float | Fraction],
+    where: str,
+    engine: Engine,
 ) -> list[float]:
     """Returns, for each share, the smallest value with at least this share of the rows at or below it.
 
@@ -76,12 +91,16 @@ def quantiles_of(
     import ibis
 
     # The number of rows with a value up to x. Counts are exact in every engine; quantile functions may interpolate.
-    upto = counts.n.sum().over(ibis.window(order_by=counts.x, preceding=None, following=0))
+    upto = counts.n.sum().over(
+        ibis.window(order_by=counts.x, preceding=None, following=0)
+    )
     counts = counts.mutate(upto=upto)
     needs = [max(1, math.ceil(share * size)) for share in shares]
     places = engine.register(pa.table({"place": sorted(set(needs))}))
     # Each place is reached by one value: the first with so many rows up to it.
-    reached = counts.inner_join(places, [counts.upto >= places.place, counts.upto - counts.n < places.place])
+    reached = counts.inner_join(
+        places, [counts.upto >= places.place, counts.upto - counts.n < places.place]
+    )
     rows = engine.collect(reached.select("place", "x")).to_pylist()
     values_at = {row["place"]: float(row["x"]) for row in rows}
     return [values_at[need] for need in needs]
@@ -95,7 +114,9 @@ def most_common(step: Any, values: Values, where: str, engine: Engine) -> Any:
     """
     values = values.filter(values.x.notnull())
     counts = values.group_by("x").aggregate(n=lambda t: t.count())
-    rows = engine.collect(counts.order_by(counts.n.desc(), counts.x.asc()).limit(1))["x"].to_pylist()
+    rows = engine.collect(counts.order_by(counts.n.desc(), counts.x.asc()).limit(1))[
+        "x"
+    ].to_pylist()
     _check_not_empty(step, len(rows), where)
     return rows[0]
 
@@ -137,7 +158,9 @@ class Bucketize(_NumberStep):
 
     def __post_init__(self) -> None:
         if (self.boundaries is None) == (self.quantiles is None):
-            raise ValueError(f"Bucketize('{self.column}'): give either boundaries or quantiles")
+            raise ValueError(
+                f"Bucketize('{self.column}'): give either boundaries or quantiles"
+            )
         check_least(f"Bucketize('{self.column}'): quantiles", self.quantiles, 2)
         edges = list(self.boundaries or ())
         # NaN is not in order with any number, so it is looked for first.
@@ -153,30 +176,51 @@ class Bucketize(_NumberStep):
 
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns integers."""
-        types.need(self, self.column, NUMBERS, "give it numbers; Categorify takes strings")
+        types.need(
+            self, self.column, NUMBERS, "give it numbers; Categorify takes strings"
+        )
         return {self.writes[0]: "int64"}
 
     def fit(self, table: Table, types: Types, run: StepContext) -> StepState:
         """Fits the boundaries."""
         if self.quantiles is None:
             return {"boundaries": [float(edge) for edge in self.boundaries or ()]}
-        shares = [Fraction(bucket, self.quantiles) for bucket in range(1, self.quantiles)]
+        shares = [
+            Fraction(bucket, self.quantiles) for bucket in range(1, self.quantiles)
+        ]
         values = table.select(x=self._number(table, types, run))
         boundaries = quantiles_of(self, values, shares, types.where, run.engine)
         return {"boundaries": sorted(set(boundaries))}
 
-    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
+    def transform(
+        self, table: Table, types: Types, state: StepState, run: StepContext
+    ) -> Table:
         """Bisects the boundaries by nested conditions."""
         x = self._number(table, types, run)
         edges = state["boundaries"]
-        bucket = step_function(x, [exact(edge) for edge in edges], range(1, len(edges) + 2))
-        return table.mutate({self.writes[0]: x.isnull().ifelse(0, bucket).cast("int64")})
+        bucket = step_function(
+            x, [exact(edge) for edge in edges], range(1, len(edges) + 2)
+        )
+        return table.mutate(
+            {self.writes[0]: x.isnull().ifelse(0, bucket).cast("int64")}
+        )
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
+    def online(
+        self, cells: Mapping[str, Cells], types: Types, state: StepState
+    ) -> Mapping[str, Cells]:
         """Bisects the boundaries."""
         x, is_number = cells[self.column].numbers()
-        buckets = np.searchsorted(np.array(state["boundaries"], dtype=np.float64), x, side="right") + 1
-        return {self.writes[0]: cells[self.column].with_values(np.where(is_number, buckets, 0).astype(np.int64))}
+        buckets = (
+            np.searchsorted(
+                np.array(state["boundaries"], dtype=np.float64), x, side="right"
+            )
+            + 1
+        )
+        return {
+            self.writes[0]: cells[self.column].with_values(
+                np.where(is_number, buckets, 0).astype(np.int64)
+            )
+        }
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns the number of buckets + 1, row 0 included."""
@@ -211,7 +255,9 @@ class LogClip(_NumberStep):
                 f"LogClip('{self.column}'): low={self.low}, high={self.high}: must be finite, low at most high"
             )
 
-    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
+    def transform(
+        self, table: Table, types: Types, state: StepState, run: StepContext
+    ) -> Table:
         """Clips by conditions and takes the logarithm."""
         x = self._number(table, types, run)
         x = (x < exact(self.low)).ifelse(exact(self.low), x)
@@ -221,7 +267,9 @@ class LogClip(_NumberStep):
             x = (x - exact(self.low) + exact(1.0)).ln().cast("float32").cast("float64")
         return table.mutate({self.writes[0]: x})
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
+    def online(
+        self, cells: Mapping[str, Cells], types: Types, state: StepState
+    ) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
         x, is_number = cells[self.column].numbers()
         x = np.clip(np.where(is_number, x, self.low), self.low, self.high)
@@ -257,16 +305,26 @@ class Normalize(_NumberStep):
         # It is 0 for a column with one value.
         return {"mean": mean, "std": std or 1.0}
 
-    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
+    def transform(
+        self, table: Table, types: Types, state: StepState, run: StepContext
+    ) -> Table:
         """Subtracts the mean and divides by the deviation."""
         x = self._number(table, types, run)
-        return table.mutate({self.writes[0]: (x - exact(state["mean"])) / exact(state["std"])})
+        return table.mutate(
+            {self.writes[0]: (x - exact(state["mean"])) / exact(state["std"])}
+        )
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
+    def online(
+        self, cells: Mapping[str, Cells], types: Types, state: StepState
+    ) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
         x, is_number = cells[self.column].numbers()
         with np.errstate(all="ignore"):
-            return {self.writes[0]: cells[self.column].with_values((x - state["mean"]) / state["std"], is_number)}
+            return {
+                self.writes[0]: cells[self.column].with_values(
+                    (x - state["mean"]) / state["std"], is_number
+                )
+            }
 
 
 Statistic = Literal["mean", "median", "most_common"]
@@ -296,13 +354,22 @@ class FillMissing(ColumnStep):
                 f"{', '.join(get_args(Statistic))}"
             )
         if self.statistic is not None:
-            check_choice(f"FillMissing('{self.column}'): statistic", self.statistic, get_args(Statistic))
+            check_choice(
+                f"FillMissing('{self.column}'): statistic",
+                self.statistic,
+                get_args(Statistic),
+            )
         # An integer too, since a column of floats takes it.
-        if isinstance(self.value, int | float) and not abs(self.value) <= sys.float_info.max:
+        if (
+            isinstance(self.value, int | float)
+            and not abs(self.value) <= sys.float_info.max
+        ):
             text = str(self.value)
             if len(text) >= 40:
                 text = f"{text[:20]}... of {len(text)} digits"
-            raise ValueError(f"FillMissing('{self.column}'): value={text}: must be finite")
+            raise ValueError(
+                f"FillMissing('{self.column}'): value={text}: must be finite"
+            )
 
     @property
     def fit_reads(self) -> tuple[str, ...]:
@@ -313,15 +380,23 @@ class FillMissing(ColumnStep):
         """Returns the column's own type; float for a mean or a median."""
         numeric = self.statistic in ("mean", "median")
         allowed = NUMBERS if numeric else NUMBERS | {"string"}
-        kind = types.need(self, self.column, allowed, "choose another value or statistic")
+        kind = types.need(
+            self, self.column, allowed, "choose another value or statistic"
+        )
         fits: Any = {"string": str, "int64": int, "float64": (int, float)}[kind]
         # To Python a bool is an int.
-        if self.value is not None and (isinstance(self.value, bool) or not isinstance(self.value, fits)):
+        if self.value is not None and (
+            isinstance(self.value, bool) or not isinstance(self.value, fits)
+        ):
             raise DataError(
                 f"{types.where}: column '{self.column}' is {kind}, {self} has value={self.value!r}; give a value of "
                 "that type"
             )
-        if kind == "int64" and isinstance(self.value, int) and not -(2**63) <= self.value < 2**63:
+        if (
+            kind == "int64"
+            and isinstance(self.value, int)
+            and not -(2**63) <= self.value < 2**63
+        ):
             raise DataError(
                 f"{types.where}: {self} has value={self.value}, which does not fit 64 bits; give a smaller one"
             )
@@ -343,7 +418,9 @@ class FillMissing(ColumnStep):
             return {"value": mean_and_std(self, values, types.where, run.engine)[0]}
         return {"value": quantiles_of(self, values, [0.5], types.where, run.engine)[0]}
 
-    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
+    def transform(
+        self, table: Table, types: Types, state: StepState, run: StepContext
+    ) -> Table:
         """Replaces the missing values of the column."""
         kind = self.types(types)[self.writes[0]]
         value = state["value"]
@@ -354,7 +431,9 @@ class FillMissing(ColumnStep):
             value = exact(value)
         return table.mutate({self.writes[0]: column.fill_null(value)})
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
+    def online(
+        self, cells: Mapping[str, Cells], types: Types, state: StepState
+    ) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
         column = cells[self.column]
         values = column.values

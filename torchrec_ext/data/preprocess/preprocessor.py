@@ -54,7 +54,9 @@ class Preprocessor:
         for step in self.steps:
             late = sorted(step_columns.intersection(step.event_reads))
             if late:
-                raise ValueError(f"{step} reads {late}, which an earlier step replaces; put it first")
+                raise ValueError(
+                    f"{step} reads {late}, which an earlier step replaces; put it first"
+                )
             step_columns.update(step.writes)
         both = sorted(step_columns.intersection(self.keep))
         if both:
@@ -72,14 +74,21 @@ class Preprocessor:
         step_columns: set[str] = set()
         for step in self.steps:
             # A column that an earlier step wrote comes from there.
-            file_columns.update(dict.fromkeys(name for name in step.reads if name not in step_columns))
+            file_columns.update(
+                dict.fromkeys(name for name in step.reads if name not in step_columns)
+            )
             step_columns.update(step.writes)
-        return (*file_columns, *(name for name in self.keep if name not in file_columns))
+        return (
+            *file_columns,
+            *(name for name in self.keep if name not in file_columns),
+        )
 
     @property
     def event_columns(self) -> tuple[str, ...]:
         """Names of the required columns of the events behind histories."""
-        return tuple(dict.fromkeys(name for step in self.steps for name in step.event_reads))
+        return tuple(
+            dict.fromkeys(name for step in self.steps for name in step.event_reads)
+        )
 
     def fit(
         self,
@@ -102,11 +111,18 @@ class Preprocessor:
             DataError: the files or a column do not allow it; the message names file, column and remedy.
         """
         with connected(engine) as opened:
-            data, past = open_sources(source, events, self.raw_columns, self.event_columns, opened)
+            data, past = open_sources(
+                source, events, self.raw_columns, self.event_columns, opened
+            )
             types = stages(self.steps, data.where, data.raw)
             states: list[StepState] = []
             chain = Chain(
-                steps=self.steps, types=types, states=states, engine=opened, table=data.table, events=past.table
+                steps=self.steps,
+                types=types,
+                states=states,
+                engine=opened,
+                table=data.table,
+                events=past.table,
             )
             with past.blaming(), data.blaming():
                 for number, step in enumerate(self.steps):
@@ -115,4 +131,9 @@ class Preprocessor:
                     # Only the steps behind the columns of this one are run again over the rows.
                     table = chain.before(number, step.fit_reads)
                     states.append(step.fit(table, types[number], chain.run(number)))
-        return FittedPreprocessor(steps=tuple(self.steps), keep=tuple(self.keep), raw=data.raw, states=tuple(states))
+        return FittedPreprocessor(
+            steps=tuple(self.steps),
+            keep=tuple(self.keep),
+            raw=data.raw,
+            states=tuple(states),
+        )

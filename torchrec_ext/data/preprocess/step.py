@@ -71,7 +71,9 @@ class Step(ABC):
         return {}
 
     @abstractmethod
-    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
+    def transform(
+        self, table: Table, types: Types, state: StepState, run: StepContext
+    ) -> Table:
         """Returns the table with ``writes`` added or replaced; other columns and the number of rows stay."""
 
     def request_types(self, raw: Mapping[str, str]) -> Mapping[str, str]:
@@ -79,7 +81,9 @@ class Step(ABC):
         return {name: raw[name] for name in self.reads if name in raw}
 
     @abstractmethod
-    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
+    def online(
+        self, cells: Mapping[str, Cells], types: Types, state: StepState
+    ) -> Mapping[str, Cells]:
         """Computes ``writes`` for a request's rows, value for value as ``transform`` does."""
 
     def problems(self, table: Table, types: Types) -> list[tuple[Any, str, str]]:
@@ -138,11 +142,17 @@ class Chain:
     def run(self, number: int) -> StepContext:
         """Returns the context of step number ``number``."""
         # A function, since most steps need no part of their table.
-        return StepContext(engine=self.engine, events=self.events, column=lambda name: self.before(number, (name,)))
+        return StepContext(
+            engine=self.engine,
+            events=self.events,
+            column=lambda name: self.before(number, (name,)),
+        )
 
     def apply(self, number: int, table: Table) -> Table:
         """Returns the table after step number ``number``."""
-        return self.steps[number].transform(table, self.types[number], self.states[number], self.run(number))
+        return self.steps[number].transform(
+            table, self.types[number], self.states[number], self.run(number)
+        )
 
     def before(self, number: int, columns: Collection[str]) -> Table:
         """Returns the rows before step number ``number``, with only the steps needed for ``columns`` applied."""
@@ -152,7 +162,9 @@ class Chain:
         return table
 
 
-def ancestors(steps: Sequence[Step], number: int, columns: Collection[str]) -> list[int]:
+def ancestors(
+    steps: Sequence[Step], number: int, columns: Collection[str]
+) -> list[int]:
     """Returns the numbers of the steps before ``number`` needed to make the columns.
 
     Example:

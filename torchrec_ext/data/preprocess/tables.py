@@ -55,7 +55,11 @@ class Opened:
 
 
 def open_sources(
-    source: Source, events: Source | None, columns: Sequence[str], event_columns: Sequence[str], engine: Engine
+    source: Source,
+    events: Source | None,
+    columns: Sequence[str],
+    event_columns: Sequence[str],
+    engine: Engine,
 ) -> tuple[Opened, Opened]:
     """Opens the rows, and the events behind histories: the same rows if no others are given or needed.
 
@@ -66,7 +70,9 @@ def open_sources(
     if events is None or not event_columns:
         return data, data
     past = open_source(events, event_columns, engine)
-    past.check_types({name: data.raw[name] for name in event_columns}, f"in {data.where}")
+    past.check_types(
+        {name: data.raw[name] for name in event_columns}, f"in {data.where}"
+    )
     return data, past
 
 
@@ -85,7 +91,9 @@ def open_source(source: Source, columns: Sequence[str], engine: Engine) -> Opene
         files = None
         where = "the table"
         table = source
-        schema = dict(zip(source.columns, source.schema().to_pyarrow().types, strict=True))
+        schema = dict(
+            zip(source.columns, source.schema().to_pyarrow().types, strict=True)
+        )
     else:
         files = scan(source)
         where = files.where

@@ -44,11 +44,17 @@ def offsets_of(zone: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     try:
         zone_info = zoneinfo.ZoneInfo(zone)
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
-        otherwise = "write a name such as UTC or Europe/Berlin (pip install tzdata has them)"
+        otherwise = (
+            "write a name such as UTC or Europe/Berlin (pip install tzdata has them)"
+        )
         hint = did_you_mean(zone, zoneinfo.available_timezones(), otherwise)
         raise ValueError(f"zone={zone!r}: there is no such time zone; {hint}") from None
-    begin = int(datetime.datetime(_FIRST_ZONES, 1, 1, tzinfo=datetime.timezone.utc).timestamp())
-    end = int(datetime.datetime(_LAST_ZONES, 1, 1, tzinfo=datetime.timezone.utc).timestamp())
+    begin = int(
+        datetime.datetime(_FIRST_ZONES, 1, 1, tzinfo=datetime.timezone.utc).timestamp()
+    )
+    end = int(
+        datetime.datetime(_LAST_ZONES, 1, 1, tzinfo=datetime.timezone.utc).timestamp()
+    )
     starts: list[int] = []
     offsets = [_offset(zone_info, begin)]
     # A day that ends with another offset than it begins with has a change, found by bisection.
@@ -106,7 +112,10 @@ class TimeFeatures(Step):
     unit: Unit = "s"
 
     def __post_init__(self) -> None:
-        for name, values, allowed in (("features", self.features, Feature), ("unit", (self.unit,), Unit)):
+        for name, values, allowed in (
+            ("features", self.features, Feature),
+            ("unit", (self.unit,), Unit),
+        ):
             wrong = sorted(set(values) - set(get_args(allowed)))
             if wrong or not values:
                 raise ValueError(
@@ -126,7 +135,12 @@ class TimeFeatures(Step):
 
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns integers."""
-        types.need(self, self.column, TIMES | {"int64"}, "convert it to a timestamp, or to seconds since 1970")
+        types.need(
+            self,
+            self.column,
+            TIMES | {"int64"},
+            "convert it to a timestamp, or to seconds since 1970",
+        )
         return dict.fromkeys(self.writes, "int64")
 
     def fit(self, table: Table, types: Types, run: StepContext) -> StepState:
@@ -134,10 +148,14 @@ class TimeFeatures(Step):
         starts, offsets = offsets_of(self.zone)
         return {"starts": list(starts), "offsets": list(offsets)}
 
-    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
+    def transform(
+        self, table: Table, types: Types, state: StepState, run: StepContext
+    ) -> Table:
         """Computes in whole numbers; the calendar is the engine's."""
         input_columns = table.columns
-        table = table.mutate(__second__=second_of(table[self.column], types[self.column], self.unit))
+        table = table.mutate(
+            __second__=second_of(table[self.column], types[self.column], self.unit)
+        )
         offset = step_function(table["__second__"], state["starts"], state["offsets"])
         # A stage, so that the query has the zone's hundred conditions once and not in every feature.
         table = run.engine.stage(table.mutate(__local__=table["__second__"] + offset))
@@ -145,9 +163,13 @@ class TimeFeatures(Step):
         features = {}
         for name, feature in zip(self.writes, self.features, strict=True):
             features[name] = _expression(feature, local).cast("int64").fill_null(0)
-        return table.mutate(**features).select(*dict.fromkeys([*input_columns, *self.writes]))
+        return table.mutate(**features).select(
+            *dict.fromkeys([*input_columns, *self.writes])
+        )
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
+    def online(
+        self, cells: Mapping[str, Cells], types: Types, state: StepState
+    ) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
         times = cells[self.column]
         second = times.values // per_second(types[self.column], self.unit)
@@ -159,12 +181,17 @@ class TimeFeatures(Step):
         local = second + offsets[np.searchsorted(starts, second, side="right")]
         results = {}
         for name, feature in zip(self.writes, self.features, strict=True):
-            results[name] = times.with_values(np.where(in_range, _numbers(feature, local), 0))
+            results[name] = times.with_values(
+                np.where(in_range, _numbers(feature, local), 0)
+            )
         return results
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns the number of values of each feature + 1, row 0 included."""
-        return {name: SIZES[feature] + 1 for name, feature in zip(self.writes, self.features, strict=True)}
+        return {
+            name: SIZES[feature] + 1
+            for name, feature in zip(self.writes, self.features, strict=True)
+        }
 
 
 def per_second(kind: str, unit: Unit = "s") -> int:
@@ -191,7 +218,9 @@ def whole_seconds(times: Any) -> Any:
     return times.truncate("s").epoch_seconds().cast("int64")
 
 
-def _of_the_week(feature: Feature, local: Any, div: Callable[..., Any], mod: Callable[..., Any]) -> Any:
+def _of_the_week(
+    feature: Feature, local: Any, div: Callable[..., Any], mod: Callable[..., Any]
+) -> Any:
     """Returns a feature that needs no calendar, by an engine's or numpy's divisions rounded down; None for others."""
     if feature == "hour":
         return div(mod(local, _DAY), 3600) + 1
@@ -212,7 +241,9 @@ def _expression(feature: Feature, local: Any) -> Any:
 
 
 def _numbers(feature: Feature, local: Int64) -> Int64:
-    numbers: Int64 | None = _of_the_week(feature, local, operator.floordiv, operator.mod)
+    numbers: Int64 | None = _of_the_week(
+        feature, local, operator.floordiv, operator.mod
+    )
     if numbers is not None:
         return numbers
     seconds: Any = local.astype("datetime64[s]")

@@ -49,7 +49,9 @@ class BatchSource:
         try:
             self._ahead = [next(self._iterator)]
         except StopIteration:
-            raise ValueError(f"batches: {type(batches).__name__} gives no batch; give at least one") from None
+            raise ValueError(
+                f"batches: {type(batches).__name__} gives no batch; give at least one"
+            ) from None
         if self.kind == "iterator":
             # What is taken of an iterator is kept, to be handed back.
             self._history += self._ahead
@@ -117,7 +119,9 @@ class BatchSource:
         is_stream = isinstance(loader.dataset, IterableDataset)
         by_row = not is_stream and loader.batch_sampler is not None
         if not by_row or hasattr(loader.dataset, "__getitems__") or workers:
-            return LoaderFacts(kind=self.kind, dataset=name, workers=workers, is_stream=is_stream)
+            return LoaderFacts(
+                kind=self.kind, dataset=name, workers=workers, is_stream=is_stream
+            )
         rows = list(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]
         before = bytes_read()
         counted = bytes_read()
@@ -151,7 +155,9 @@ def loader_with(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     return changed
 
 
-def worker_turns(loader: DataLoader[Any], call: Callable[[Any], object]) -> list[tuple[float, float]]:
+def worker_turns(
+    loader: DataLoader[Any], call: Callable[[Any], object]
+) -> list[tuple[float, float]]:
     """Times a batch and its step with the loader as it is and with a real worker, by turns.
 
     Returns:
@@ -200,7 +206,9 @@ def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object
         inspect.signature(fn).bind(*batch)
     except TypeError:
         return fn
-    except ValueError:  # a function in C may have no signature: it is tried with the entries
+    except (
+        ValueError
+    ):  # a function in C may have no signature: it is tried with the entries
         pass
     return lambda entries: fn(*entries)
 
@@ -219,7 +227,9 @@ def _leaves(batch: Any) -> Iterator[Any]:
 def row_count(batch: Any) -> int:
     """Returns the rows of a batch, B; 0 unless it consists of tensors (B, ...)."""
     leaves = list(_leaves(batch))
-    if not leaves or not all(isinstance(each, Tensor) and each.dim() for each in leaves):
+    if not leaves or not all(
+        isinstance(each, Tensor) and each.dim() for each in leaves
+    ):
         return 0
     sizes = {len(each) for each in leaves}
     return sizes.pop() if len(sizes) == 1 else 0
@@ -228,7 +238,9 @@ def row_count(batch: Any) -> int:
 def _mapped(function: Callable[..., Any], *batches: Any) -> Any:
     first = batches[0]
     if isinstance(first, Mapping):
-        return {key: _mapped(function, *(batch[key] for batch in batches)) for key in first}
+        return {
+            key: _mapped(function, *(batch[key] for batch in batches)) for key in first
+        }
     if isinstance(first, list | tuple):
         entries = [_mapped(function, *each) for each in zip(*batches, strict=True)]
         if hasattr(first, "_fields"):

@@ -118,7 +118,9 @@ class Collectives:
             that C++ waits for raises it as a RuntimeError.
     """
 
-    def __init__(self, failures: Failures, moment: Callable[[], Any] = time.perf_counter) -> None:
+    def __init__(
+        self, failures: Failures, moment: Callable[[], Any] = time.perf_counter
+    ) -> None:
         self.calls: list[Call] = []
         self.failures = failures
         self._moment = moment
@@ -221,10 +223,23 @@ class Collectives:
                 else:
                     self._complete(work)
                 if self._mode == "trace":
-                    ranks = tuple(dist.get_process_group_ranks(ProcessGroup.unbox(_group(args))))
+                    ranks = tuple(
+                        dist.get_process_group_ranks(ProcessGroup.unbox(_group(args)))
+                    )
                     # A barrier's tensor is a stand-in of c10d's own.
-                    count = 0 if name == "barrier" else sum(each.nbytes for each in inputs)
-                    self.calls.append(Call(_NAMES[name], calling_line(), ranks, count, begin, self._moment()))
+                    count = (
+                        0 if name == "barrier" else sum(each.nbytes for each in inputs)
+                    )
+                    self.calls.append(
+                        Call(
+                            _NAMES[name],
+                            calling_line(),
+                            ranks,
+                            count,
+                            begin,
+                            self._moment(),
+                        )
+                    )
                 elif self._mode == "record" and name in _OTHER:
                     self._recorded.append((name, [each.clone() for each in outputs]))
             return (result[0], work.boxed()) if returns_tensors else work.boxed()
@@ -273,7 +288,9 @@ class Collectives:
         if failure:
             self._settle(first, OtherRankError(failure))
         try:
-            work.get_future().add_done_callback(lambda completed: finish(completed.value))
+            work.get_future().add_done_callback(
+                lambda completed: finish(completed.value)
+            )
         except RuntimeError:  # gloo has none for some, such as reduce_scatter
             self._waiter.submit(finish, partial(self._complete, work))
         return _work_of(future)
@@ -289,13 +306,21 @@ class Collectives:
         if name not in _OTHER:
             return
         if self._next >= len(self._recorded):
-            raise RuntimeError(f"the step calls more collectives than it did: {_NAMES[name]}")
+            raise RuntimeError(
+                f"the step calls more collectives than it did: {_NAMES[name]}"
+            )
         before, results = self._recorded[self._next]
         self._next += 1
         if before != name:
-            raise RuntimeError(f"the step calls {_NAMES[name]} where it called {_NAMES[before]}")
-        if [(each.shape, each.dtype) for each in outputs] != [(each.shape, each.dtype) for each in results]:
-            raise RuntimeError(f"what {_NAMES[name]} exchanges has other sizes than it had, so it cannot be left out")
+            raise RuntimeError(
+                f"the step calls {_NAMES[name]} where it called {_NAMES[before]}"
+            )
+        if [(each.shape, each.dtype) for each in outputs] != [
+            (each.shape, each.dtype) for each in results
+        ]:
+            raise RuntimeError(
+                f"what {_NAMES[name]} exchanges has other sizes than it had, so it cannot be left out"
+            )
         with torch.no_grad():
             for each, value in zip(outputs, results, strict=True):
                 each.copy_(value)
@@ -347,7 +372,9 @@ class Ranks:
 
     def _section(self) -> Failures:
         self._sections += 1
-        return Failures(dist.distributed_c10d._get_default_store(), f"{self._key}/{self._sections}")
+        return Failures(
+            dist.distributed_c10d._get_default_store(), f"{self._key}/{self._sections}"
+        )
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the value of each rank, in order."""
@@ -356,7 +383,9 @@ class Ranks:
             dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
             text = next(iter(str(error).splitlines()), "")
-            raise RanksFailedError(f"a rank has ended or does not answer: {text}") from None
+            raise RanksFailedError(
+                f"a rank has ended or does not answer: {text}"
+            ) from None
         return values
 
     def meet(self) -> None:
@@ -370,7 +399,9 @@ class Ranks:
             ValueError: a rank failed with one.
             RanksFailedError: a rank failed otherwise.
         """
-        outcome = None if error is None else (isinstance(error, ValueError), f"{what}{error}")
+        outcome = (
+            None if error is None else (isinstance(error, ValueError), f"{what}{error}")
+        )
         outcomes = self.gather(outcome)
         if error is not None:
             raise error
@@ -378,9 +409,15 @@ class Ranks:
             if outcome is not None:
                 is_users, text = outcome
                 message = f"rank {rank}: {text}"
-                raise ValueError(message) if is_users else RanksFailedError(message, names_rank=True)
+                raise (
+                    ValueError(message)
+                    if is_users
+                    else RanksFailedError(message, names_rank=True)
+                )
 
-    def together(self, collectives: Collectives, call: Callable[[], Any]) -> tuple[Any, str]:
+    def together(
+        self, collectives: Collectives, call: Callable[[], Any]
+    ) -> tuple[Any, str]:
         """Runs a call with the user's collectives on all ranks; none waits for a rank with an error.
 
         Returns:
@@ -395,7 +432,9 @@ class Ranks:
         try:
             result = call()
         except Exception as caught:
-            waited = bool(collectives.failure)  # C++ makes another error of OtherRankError
+            waited = bool(
+                collectives.failure
+            )  # C++ makes another error of OtherRankError
             error = described(caught)
             if not waited:
                 self.failures.tell(f"rank {self.rank}: {error}")
@@ -411,7 +450,9 @@ class Ranks:
                 failed.append(f"rank {rank}: {text}")
         # If every rank has raised by itself, or none has, they are still in step with each other.
         if not is_in_step or 0 < len(failed) < self.size:
-            raise RanksFailedError("; ".join(failed) or "a rank has ended", names_rank=bool(failed))
+            raise RanksFailedError(
+                "; ".join(failed) or "a rank has ended", names_rank=bool(failed)
+            )
         return result, outcomes[0][1]
 
     def close(self) -> None:

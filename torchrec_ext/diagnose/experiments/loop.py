@@ -20,9 +20,16 @@ import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from torchrec_ext.diagnose.experiments.batches import BatchSource, called_with, joined_batches
+from torchrec_ext.diagnose.experiments.batches import (
+    BatchSource,
+    called_with,
+    joined_batches,
+)
 from torchrec_ext.diagnose.facts import Round
 from torchrec_ext.observe.clock import ThreadClock
 from torchrec_ext.observe.ops import calls_of_autograd
@@ -83,7 +90,9 @@ class StepClock:
 
     def moment(self) -> Moment:
         """Returns the present moment; other threads have the wall clock as their own."""
-        seconds = self() if threading.get_ident() == self._thread else time.perf_counter()
+        seconds = (
+            self() if threading.get_ident() == self._thread else time.perf_counter()
+        )
         return Moment(time.perf_counter(), seconds)
 
 
@@ -123,11 +132,17 @@ class TrainingLoop:
     ) -> None:
         self.state = state
         self.recipe = recipe
-        self.cuda = any(each.is_cuda for each in chain.from_iterable(root.parameters() for root in state.modules))
+        self.cuda = any(
+            each.is_cuda
+            for each in chain.from_iterable(root.parameters() for root in state.modules)
+        )
         self.clock = StepClock(clock, cuda=self.cuda)
         self.source = BatchSource(batches)
         self.modules = [*state.modules, *modules]
-        self.compiled = any(type(module).__name__ == "OptimizedModule" for _, module in named_modules(state.modules))
+        self.compiled = any(
+            type(module).__name__ == "OptimizedModule"
+            for _, module in named_modules(state.modules)
+        )
         self.pool: list[Any] = []
         self.fixed: Sequence[Any] = ()
         self.spans: list[Span] = []
@@ -138,8 +153,12 @@ class TrainingLoop:
         self.notes = [*dict.fromkeys(state.notes), *self.source.notes]
         if clock.note:
             self.notes.insert(0, clock.note)
-        if not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("clang++"):
-            self.notes.append("there is no C++ compiler here, which adopt and torch.compile need: install g++")
+        if not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which(
+            "clang++"
+        ):
+            self.notes.append(
+                "there is no C++ compiler here, which adopt and torch.compile need: install g++"
+            )
         self._step = called_with(fn, self.source.first)
 
     # ----------------------------------------------------------------------------------------------- the loop as it is
@@ -171,7 +190,13 @@ class TrainingLoop:
             seconds[span.name] += span.seconds
         # All that is neither of the two counts as forward: so the parts add up to the step.
         forward = step - (seconds["backward"] + seconds["optimizer"])
-        return {"data": data, "sleep": sleep, "step": step, "forward": forward, **seconds}
+        return {
+            "data": data,
+            "sleep": sleep,
+            "step": step,
+            "forward": forward,
+            **seconds,
+        }
 
     def run(self) -> Round:
         """Runs the iterations of a round, and returns the mean seconds of their parts."""
@@ -180,12 +205,16 @@ class TrainingLoop:
             self.iterate()
         with garbage_seconds(self.clock) as collecting:
             parts = [self.iterate() for _ in range(self.iterations)]
-        means = {name: statistics.fmean([each[name] for each in parts]) for name in parts[0]}
+        means = {
+            name: statistics.fmean([each[name] for each in parts]) for name in parts[0]
+        }
         return {**means, "gc": collecting[0] / self.iterations}
 
     def note_end(self) -> None:
         """Notes the final end of an iterator."""
-        self.not_measured.setdefault("data", "the iterator ended: give an iterable that can be begun anew")
+        self.not_measured.setdefault(
+            "data", "the iterator ended: give an iterable that can be begun anew"
+        )
 
     def choose_iterations(self, first: Round, elapsed_s: float) -> None:
         """Chooses the iterations of a round and the steps of a turn; the first ones took ``elapsed_s``."""
@@ -196,7 +225,9 @@ class TrainingLoop:
         self.turn_steps = steps_of_turn(first["step"])
         if workers:
             # What the workers made ahead must be used up before a wait for them shows.
-            self.iterations = max(self.iterations, 3 * workers * (loader.prefetch_factor or 2))
+            self.iterations = max(
+                self.iterations, 3 * workers * (loader.prefetch_factor or 2)
+            )
         elif seconds > 0.5 or elapsed_s > 1.0:
             # The latter where others use the machine, and a first iteration waits for cores.
             self.iterations = self.turn_steps = 1
@@ -219,7 +250,9 @@ class TrainingLoop:
         """Returns the batches of a turn, each of the rows of so many of the loader's."""
         return [joined_batches(self.several(times))] * max(1, self.turn_steps // times)
 
-    def timed(self, batches: Sequence[Any], inside: Callable[[], Any] = nullcontext) -> float:
+    def timed(
+        self, batches: Sequence[Any], inside: Callable[[], Any] = nullcontext
+    ) -> float:
         """Returns the mean seconds of a step on each of these, inside of a context of its own.
 
         One before them has memory and threads ready.

@@ -20,14 +20,30 @@ from torchrec_ext.diagnose.experiments.batches import row_count, worker_turns
 from torchrec_ext.diagnose.experiments.collectives import Ranks, RanksFailedError
 from torchrec_ext.diagnose.experiments.loop import TrainingLoop
 from torchrec_ext.diagnose.experiments.ranks import RankRounds
-from torchrec_ext.diagnose.experiments.rounds import FEWEST_ROUNDS, MOST_ROUNDS, Rounds, attempt
+from torchrec_ext.diagnose.experiments.rounds import (
+    FEWEST_ROUNDS,
+    MOST_ROUNDS,
+    Rounds,
+    attempt,
+)
 from torchrec_ext.diagnose.experiments.variants import SmallTables, Variant, Variants
 from torchrec_ext.diagnose.facts import Between, Facts, LineFacts, LoaderFacts, Round
 from torchrec_ext.diagnose.findings import in_ms
 from torchrec_ext.observe.clock import busy_elsewhere
 from torchrec_ext.observe.forwards import Forwards
-from torchrec_ext.observe.machine import compiled_graphs, device_spans, device_use, roofline
-from torchrec_ext.observe.ops import Counted, OpsOfLine, Products, count_ops, sum_products
+from torchrec_ext.observe.machine import (
+    compiled_graphs,
+    device_spans,
+    device_use,
+    roofline,
+)
+from torchrec_ext.observe.ops import (
+    Counted,
+    OpsOfLine,
+    Products,
+    count_ops,
+    sum_products,
+)
 from torchrec_ext.observe.samples import Samples
 from torchrec_ext.observe.user_lines import described
 
@@ -36,7 +52,10 @@ _SMALL_TABLE = 5  # a table is small with so many rows for each id that a step r
 _DATA_S = 5.0  # at most, for a loader whose step cannot be run
 # Seconds of the loop in which it is sampled at which lines it is: 500 samples.
 SAMPLE_S = 1.5
-_BURST, _BURST_S = 10, 0.05  # times the usual batch, and seconds, from which on the longest one is named
+_BURST, _BURST_S = (
+    10,
+    0.05,
+)  # times the usual batch, and seconds, from which on the longest one is named
 _LINES = 20  # that are kept of these
 
 
@@ -52,7 +71,9 @@ class Experiments:
         saved_files: files that the step was seen to save.
     """
 
-    def __init__(self, loop: TrainingLoop, budget_s: float, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, loop: TrainingLoop, budget_s: float, ranks: Ranks | None = None
+    ) -> None:
         self.saved_files: set[str] = set()
         self._start = time.perf_counter()
         self._loop = loop
@@ -124,7 +145,8 @@ class Experiments:
             layers=products.layers,
             tables=[each for each, _ in counted.tables.values()],
             towers=self._time_towers(rounds),
-            parameters=sum(map(_size, _parameters_of(loop.state.optimizers).values())) - self._still,
+            parameters=sum(map(_size, _parameters_of(loop.state.optimizers).values()))
+            - self._still,
             optimizers=[type(each).__name__ for each in loop.state.optimizers],
             loader=self._loader(),
             kernels=kernels,
@@ -144,7 +166,12 @@ class Experiments:
         if not cuda:
             # On a GPU an op returns before its kernel runs, so its seconds say nothing.
             sizes = counted.sizes
-            rows_of_tables = {p.shape[0] for module in loop.modules for p in module.parameters() if p.dim() > 1}
+            rows_of_tables = {
+                p.shape[0]
+                for module in loop.modules
+                for p in module.parameters()
+                if p.dim() > 1
+            }
             facts = dataclasses.replace(
                 facts,
                 op_s=counted.seconds,
@@ -163,7 +190,9 @@ class Experiments:
 
         def count() -> Round:
             nonlocal counted
-            counted = count_ops(lambda: loop.call(loop.several(1)[0]), loop.state.modules)
+            counted = count_ops(
+                lambda: loop.call(loop.several(1)[0]), loop.state.modules
+            )
             return {}
 
         with self._rounds.local():
@@ -179,7 +208,9 @@ class Experiments:
             if module.sparse:
                 # Neither the optimizer nor its traffic touches the other rows.
                 self._still += max(0, facts.rows - facts.read) * facts.dim
-            elif facts.rows > _SMALL_TABLE * facts.read and id(module.weight) in trained:
+            elif (
+                facts.rows > _SMALL_TABLE * facts.read and id(module.weight) in trained
+            ):
                 tables[id(module)] = facts, module
                 reads.append((module, facts.read))
         counted.tables = tables
@@ -193,7 +224,9 @@ class Experiments:
         loop = self._loop
         missing = loop.not_measured
         if loop.cuda or loop.compiled:
-            missing["lines"] = "sampled only for eager steps on a CPU, whose ops are timed"
+            missing["lines"] = (
+                "sampled only for eager steps on a CPU, whose ops are timed"
+            )
             return (), 0.0
         if not SAMPLE_S or "step" in missing or "loop" in missing:
             return (), 0.0
@@ -225,7 +258,13 @@ class Experiments:
         """Returns independent sub-networks, with their shares of the forward."""
         loop = self._loop
         # Several ranks have the cores already that towers would run on.
-        if self._rounds.size > 1 or loop.cuda or loop.compiled or not rounds or "forward" not in rounds[0]:
+        if (
+            self._rounds.size > 1
+            or loop.cuda
+            or loop.compiled
+            or not rounds
+            or "forward" not in rounds[0]
+        ):
             return ()
         forwards: list[dict[str, float]] = []
         try:
@@ -238,13 +277,20 @@ class Experiments:
             loop.not_measured["towers"] = described(error)
             return ()
         # The forward of steps in a row, as these are: with no loader between them.
-        whole = statistics.median([each.get("ready", each["step"]) * each["forward"] / each["step"] for each in rounds])
+        whole = statistics.median(
+            [
+                each.get("ready", each["step"]) * each["forward"] / each["step"]
+                for each in rounds
+            ]
+        )
         if not whole:
             return ()
         shares = []
         for name in forwards[0]:
             if all(name in each for each in forwards):
-                shares.append((name, min(1.0, min(each[name] for each in forwards) / whole)))
+                shares.append(
+                    (name, min(1.0, min(each[name] for each in forwards) / whole))
+                )
         return shares
 
     def _watch_device(self, rounds: Sequence[Round]) -> tuple[int, float | None]:
@@ -260,7 +306,9 @@ class Experiments:
             loop.not_measured["device"] = described(error)
             return 0, None
         if not spans:
-            loop.not_measured["device"] = "torch.profiler saw no kernel; it needs permission for the GPU's counters"
+            loop.not_measured["device"] = (
+                "torch.profiler saw no kernel; it needs permission for the GPU's counters"
+            )
             return 0, None
         return round(len(spans) / len(batches)), device_use(spans)
 
@@ -293,10 +341,14 @@ class Experiments:
         if "worker" in loop.not_measured:
             return ()
         # A worker is tried without exchange, which both sides have in the loop.
-        exposed = statistics.median([each.get("wait", 0.0) + each.get("exchange", 0.0) for each in rounds])
+        exposed = statistics.median(
+            [each.get("wait", 0.0) + each.get("exchange", 0.0) for each in rounds]
+        )
         return [(old + exposed, new + exposed) for old, new in turns]
 
-    def _time_between(self, between: Mapping[str, tuple[Callable[[], object], int]]) -> Sequence[Between]:
+    def _time_between(
+        self, between: Mapping[str, tuple[Callable[[], object], int]]
+    ) -> Sequence[Between]:
         """Times the calls between steps once."""
         loop = self._loop
         runs: list[Between] = []
@@ -309,7 +361,9 @@ class Experiments:
                 except Exception as error:
                     loop.not_measured[name] = described(error)
                     continue
-                runs.append(Between(name=name, seconds=loop.clock() - start, steps=steps))
+                runs.append(
+                    Between(name=name, seconds=loop.clock() - start, steps=steps)
+                )
 
         if self._rounds.size > 1 and "step" in loop.not_measured:
             # The ranks may not be in step any more.
@@ -326,7 +380,9 @@ def _time_data(loop: TrainingLoop, budget_s: float) -> Sequence[Round]:
     """Times the loader alone, after a failed step."""
     rounds: list[Round] = []
     end = time.perf_counter() + min(_DATA_S, budget_s)
-    while len(rounds) < FEWEST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() < end):
+    while len(rounds) < FEWEST_ROUNDS or (
+        len(rounds) < MOST_ROUNDS and time.perf_counter() < end
+    ):
         ahead = loop.source.is_ahead
         try:
             batch, data, sleep = loop.source.take(loop.clock)
@@ -349,16 +405,27 @@ def _no_worker(loop: TrainingLoop, rounds: Sequence[Round]) -> str:
         return "this package's loader has no worker processes: a thread builds batches ahead"
     if not isinstance(loader, DataLoader):
         return "batches come from no DataLoader"
-    if loader.num_workers or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+    if (
+        loader.num_workers
+        or isinstance(loader.dataset, IterableDataset)
+        or loader.batch_sampler is None
+    ):
         return "only for a Dataset with rows and no workers yet"
     if "step" in loop.not_measured or not rounds:
         return "the step does not run"
-    if statistics.median([each["data"] / (each["data"] + each["step"]) for each in rounds]) < 0.1:
+    if (
+        statistics.median(
+            [each["data"] / (each["data"] + each["step"]) for each in rounds]
+        )
+        < 0.1
+    ):
         return "the loader takes under a tenth of the time"
     return ""
 
 
-def _line_facts(samples: Samples, counted: Counted, iterations: int) -> Sequence[LineFacts]:
+def _line_facts(
+    samples: Samples, counted: Counted, iterations: int
+) -> Sequence[LineFacts]:
     """Returns the user's lines of most seconds, with their ops."""
     lines = []
     for (phase, line), seconds in samples.seconds.items():
@@ -394,7 +461,9 @@ def _size(parameter: Any) -> int:
 
 def _burst_notes(seconds: Sequence[float], rounds: Sequence[Round]) -> list[str]:
     """Notes a batch that took many times the usual one: a loader that reads ahead also fills up between rounds."""
-    usual = statistics.median([each.get("data", 0.0) for each in rounds]) if rounds else 0.0
+    usual = (
+        statistics.median([each.get("data", 0.0) for each in rounds]) if rounds else 0.0
+    )
     longest = max(seconds, default=0.0)
     if longest <= max(_BURST * usual, _BURST_S):
         return []

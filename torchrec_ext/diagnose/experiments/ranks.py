@@ -27,10 +27,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrec_ext.diagnose.experiments.collectives import Collectives, Mode, Ranks, RanksFailedError
+from torchrec_ext.diagnose.experiments.collectives import (
+    Collectives,
+    Mode,
+    Ranks,
+    RanksFailedError,
+)
 from torchrec_ext.diagnose.experiments.loop import Span, TrainingLoop
-from torchrec_ext.diagnose.experiments.rounds import FEWEST_ROUNDS, attempt, enough, in_order, is_late, is_too_slow
-from torchrec_ext.diagnose.experiments.traces import STEP_PARTS, Measured, Traced, common_rounds, facts_of_ranks, parted
+from torchrec_ext.diagnose.experiments.rounds import (
+    FEWEST_ROUNDS,
+    attempt,
+    enough,
+    in_order,
+    is_late,
+    is_too_slow,
+)
+from torchrec_ext.diagnose.experiments.traces import (
+    STEP_PARTS,
+    Measured,
+    Traced,
+    common_rounds,
+    facts_of_ranks,
+    parted,
+)
 from torchrec_ext.diagnose.experiments.variants import Variant, Variants
 from torchrec_ext.diagnose.facts import Facts, RankFacts, Round
 from torchrec_ext.observe.clock import process_seconds
@@ -83,7 +102,9 @@ class LocalSteps:
             first = self._recorded[id(self.loop.fixed[0])]
             self.collectives.rewind(self._recorded.get(id(batch), first))
 
-    def exchange(self, mode: Mode, call: Callable[[], Any], recorded: list[Any] | None = None) -> Any:
+    def exchange(
+        self, mode: Mode, call: Callable[[], Any], recorded: list[Any] | None = None
+    ) -> Any:
         """Runs a call with its exchange.
 
         Raises:
@@ -105,7 +126,11 @@ class LocalSteps:
         for batch in self.loop.fixed:
             recorded: list[Any] = []
             with count_lookups(self.loop.modules) as tables:
-                self.exchange("record", lambda batch=batch: self.loop.call(batch), recorded)  # type: ignore[misc]
+                self.exchange(
+                    "record",
+                    lambda batch=batch: self.loop.call(batch),  # type: ignore[misc]
+                    recorded,
+                )
             self._recorded[id(batch)] = recorded
             self.lookups = [facts for facts, _ in tables.values()]
 
@@ -114,7 +139,12 @@ class LocalSteps:
         """Has steps run without exchange meanwhile."""
         with ExitStack() as stack:
             for each in self._copies:
-                stack.callback(setattr, each, "require_backward_grad_sync", each.require_backward_grad_sync)
+                stack.callback(
+                    setattr,
+                    each,
+                    "require_backward_grad_sync",
+                    each.require_backward_grad_sync,
+                )
                 each.require_backward_grad_sync = False
             # Set the learning rate of sharded tables to 0: an update takes as long and moves nothing.
             for fused in self.fused:
@@ -144,7 +174,9 @@ class RankRounds:
         busy: cores that others than these ranks keep busy; None if unknown.
     """
 
-    def __init__(self, loop: TrainingLoop, variants: Variants, budget_s: float, ranks: Ranks) -> None:
+    def __init__(
+        self, loop: TrainingLoop, variants: Variants, budget_s: float, ranks: Ranks
+    ) -> None:
         self.size = ranks.size
         self.busy: float | None = None
         self._loop = loop
@@ -154,14 +186,22 @@ class RankRounds:
         self._steps = LocalSteps(loop, ranks)
         self._traces: list[Traced] = []
         self._rounds: list[Round] = []  # of this rank
-        self._facts = RankFacts(rank=ranks.rank, host=socket.gethostname(), cores=sorted(os.sched_getaffinity(0)))
+        self._facts = RankFacts(
+            rank=ranks.rank,
+            host=socket.gethostname(),
+            cores=sorted(os.sched_getaffinity(0)),
+        )
         self._latency_s = 0.0
 
     def facts(self, facts: Facts) -> Facts:
         """Returns the facts of all ranks, the same on each of them, from this rank's own."""
         threads = torch.get_num_threads()
-        rank = dataclasses.replace(self._facts, threads=threads, tables=self._steps.lookups)
-        measured = Measured(facts, self._rounds, self._traces, rank, _clock_offset(self._ranks))
+        rank = dataclasses.replace(
+            self._facts, threads=threads, tables=self._steps.lookups
+        )
+        measured = Measured(
+            facts, self._rounds, self._traces, rank, _clock_offset(self._ranks)
+        )
         return facts_of_ranks(self.gather(measured), self._latency_s, LINK_BYTES)
 
     def gather(self, value: Any) -> list[Any]:
@@ -187,7 +227,9 @@ class RankRounds:
         """Leaves out on all ranks each experiment without a result on one."""
         for rank, missing in enumerate(self.gather(dict(self._loop.not_measured))):
             for name, why in missing.items():
-                self._loop.not_measured.setdefault(name, why if rank == 0 else f"rank {rank}: {why}")
+                self._loop.not_measured.setdefault(
+                    name, why if rank == 0 else f"rank {rank}: {why}"
+                )
 
     def warm_up(self) -> bool:
         """Runs the first steps; False on all ranks if the step cannot be run on one of them."""
@@ -206,7 +248,9 @@ class RankRounds:
             self._steps.record()
             return True
         except RanksFailedError as error:
-            self._loop.not_measured["step"] = f"the step raised on {error}" if error.names_rank else str(error)
+            self._loop.not_measured["step"] = (
+                f"the step raised on {error}" if error.names_rank else str(error)
+            )
             return False
 
     def _iterate(self) -> None:
@@ -231,7 +275,9 @@ class RankRounds:
         first = self.real(loop.run)
         loop.choose_iterations(first, time.perf_counter() - start)
         # As many as on rank 0: ranks that ran other numbers of steps would wait for each other for ever.
-        loop.iterations, loop.turn_steps = self.gather((loop.iterations, loop.turn_steps))[0]
+        loop.iterations, loop.turn_steps = self.gather(
+            (loop.iterations, loop.turn_steps)
+        )[0]
         # The other ranks of a host are no neighbours: what they use is not counted as busy.
         rate = (process_seconds() - before) / max(time.perf_counter() - start, 1e-9)
         others = sum(self.gather(rate)) - rate
@@ -265,20 +311,27 @@ class RankRounds:
                 *parts, step = self._loop.spans
                 data = Span("data", begin, step.begin)
                 calls = list(self._steps.collectives.calls)
-                traces.append(Traced(data, step, parts, calls, _id_count(self._loop.pool[-1])))
+                traces.append(
+                    Traced(data, step, parts, calls, _id_count(self._loop.pool[-1]))
+                )
 
         self._steps.exchange("trace", traced)
         self._traces += traces
         matched = parted(self.gather(traces))[self._ranks.rank]
         names = (*STEP_PARTS, "wait", "exchange")
-        return {f"traced_{name}": statistics.fmean([each[name] for each in matched]) for name in names}
+        return {
+            f"traced_{name}": statistics.fmean([each[name] for each in matched])
+            for name in names
+        }
 
     def _shared(self, variants: list[Variant]) -> list[Variant]:
         """Returns the experiments of all ranks, in rank 0's order."""
         first, *others = self.gather([each.name for each in variants])
         by_name = {each.name: each for each in variants}
         self.share_missing()
-        return [by_name[name] for name in first if all(name in names for names in others)]
+        return [
+            by_name[name] for name in first if all(name in names for names in others)
+        ]
 
     def _try_each(self, variants: list[Variant], start: float) -> None:
         """Runs each experiment once, and gives up those beyond the budget."""
@@ -319,8 +372,12 @@ class RankRounds:
         if error is not None:
             self._loop.not_measured["one rank alone"] = described(error)
         else:
-            self._facts = dataclasses.replace(self._facts, alone_s=min(alone), together_s=min(together))
-        parameters = chain.from_iterable(root.parameters() for root in self._loop.modules)
+            self._facts = dataclasses.replace(
+                self._facts, alone_s=min(alone), together_s=min(together)
+            )
+        parameters = chain.from_iterable(
+            root.parameters() for root in self._loop.modules
+        )
         device = next((each.device for each in parameters), torch.device("cpu"))
         self._latency_s, send_s = _probe_links(self._ranks, device)
         self._facts = dataclasses.replace(self._facts, send_s=send_s)
@@ -357,7 +414,9 @@ def _probe_links(ranks: Ranks, device: torch.device) -> tuple[float, float]:
     latency_s = min(ranks.gather(statistics.median(latencies[2:])))
     begin = time.perf_counter()
     turns = list[list[float]]()
-    while ranks.gather(len(turns) < 2 or (len(turns) < 6 and time.perf_counter() - begin < _LINK_S))[0]:
+    while ranks.gather(
+        len(turns) < 2 or (len(turns) < 6 and time.perf_counter() - begin < _LINK_S)
+    )[0]:
         turns.append([_arrival_s(ranks, sender, many) for sender in range(ranks.size)])
     by_rank = ranks.gather([min(seconds) for seconds in zip(*turns, strict=True)])
     # A message has been sent when the last rank has received it.
@@ -377,7 +436,9 @@ def _arrival_s(ranks: Ranks, sender: int, many: Tensor) -> float:
         counts[sender] = share
     ranks.meet()
     start = time.perf_counter()
-    dist.all_to_all_single(many.new_empty(sum(counts)), many[: sum(sizes)], counts, sizes)
+    dist.all_to_all_single(
+        many.new_empty(sum(counts)), many[: sum(sizes)], counts, sizes
+    )
     _settle(many.device)
     return time.perf_counter() - start
 

@@ -28,7 +28,10 @@ def enough(rounds: Sequence[Round]) -> bool:
     """Whether enough rounds were run: 15, and up to 45 while they vary."""
     if len(rounds) < MOST_ROUNDS:
         return False
-    return len(rounds) >= _LONGER * MOST_ROUNDS or spread([each["data"] + each["step"] for each in rounds]) < _STEADY
+    return (
+        len(rounds) >= _LONGER * MOST_ROUNDS
+        or spread([each["data"] + each["step"] for each in rounds]) < _STEADY
+    )
 
 
 def is_late(count: int, elapsed_s: float, budget_s: float) -> bool:
@@ -40,7 +43,9 @@ def is_late(count: int, elapsed_s: float, budget_s: float) -> bool:
 
 def is_too_slow(round_s: float, elapsed_s: float, budget_s: float) -> bool:
     """Whether a round of so many seconds has no time for a further variant."""
-    return round_s > 0 and (elapsed_s > budget_s / 2 or round_s * FEWEST_ROUNDS > budget_s)
+    return round_s > 0 and (
+        elapsed_s > budget_s / 2 or round_s * FEWEST_ROUNDS > budget_s
+    )
 
 
 def in_order(variants: Sequence[Variant], number: int) -> Sequence[Variant]:

@@ -79,7 +79,9 @@ def _matched(steps: Sequence[Traced], offsets: Sequence[float]) -> list[Meeting]
     for (ranks, _), by_rank in calls.items():
         # A rank that called fewer has left the loop: what it did not call cannot be matched.
         if len(by_rank) == len(ranks):
-            last = max(call.begin.wall - offsets[rank] for rank, call in by_rank.items())
+            last = max(
+                call.begin.wall - offsets[rank] for rank, call in by_rank.items()
+            )
             matched.append(Meeting(by_rank, last))
     return sorted(matched, key=lambda each: each.last)
 
@@ -92,7 +94,9 @@ def _inside(step: Traced, call: Call) -> str:
     return "forward"
 
 
-def parted(traced: Sequence[Sequence[Traced]], offsets: Sequence[float] = ()) -> list[list[Round]]:
+def parted(
+    traced: Sequence[Sequence[Traced]], offsets: Sequence[float] = ()
+) -> list[list[Round]]:
     """Returns the seconds of each traced step of each rank by part: see :class:`RankFacts`.
 
     Args:
@@ -133,14 +137,19 @@ def parted(traced: Sequence[Sequence[Traced]], offsets: Sequence[float] = ()) ->
     return by_rank
 
 
-def collectives_of(traced: Sequence[Sequence[Traced]], offsets: Sequence[float]) -> list[CollectiveFacts]:
+def collectives_of(
+    traced: Sequence[Sequence[Traced]], offsets: Sequence[float]
+) -> list[CollectiveFacts]:
     """Returns the collectives of a step, each by its medians over the traced steps."""
     all_steps = list(zip(*traced, strict=True))
     by_kind: dict[tuple[Any, ...], list[list[Meeting]]] = {}
     first_steps: dict[tuple[Any, ...], Sequence[Traced]] = {}
     for steps in all_steps:
         meetings_of_step = _matched(steps, offsets)
-        kind = tuple((meeting.first_call.name, meeting.first_call.ranks) for meeting in meetings_of_step)
+        kind = tuple(
+            (meeting.first_call.name, meeting.first_call.ranks)
+            for meeting in meetings_of_step
+        )
         by_kind.setdefault(kind, []).append(meetings_of_step)
         first_steps.setdefault(kind, steps)
     if not by_kind:
@@ -156,7 +165,9 @@ def collectives_of(traced: Sequence[Sequence[Traced]], offsets: Sequence[float])
         sizes = []
         waits = []
         for meeting in meetings:
-            end = max(each.end.wall - offsets[rank] for rank, each in meeting.calls.items())
+            end = max(
+                each.end.wall - offsets[rank] for rank, each in meeting.calls.items()
+            )
             exchange.append(end - meeting.last)
             sizes.append([float(meeting.calls[rank].bytes) for rank in ranks])
             waits.append([meeting.wait_s(rank, offsets[rank]) for rank in ranks])
@@ -186,9 +197,15 @@ def common_rounds(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
         for name in rounds[0]:
             if all(name in each for each in rounds):
                 low[name] = statistics.median_low([each[name] for each in rounds])
-        each = {name: low[name] for name in ("data", "sleep", "op", "bare", "sync", "gc") if name in low}
+        each = {
+            name: low[name]
+            for name in ("data", "sleep", "op", "bare", "sync", "gc")
+            if name in low
+        }
         # The least: a rank that stood in the run queue does not see that itself, and the others waited for it.
-        each["step"] = max(min(other["data"] + other["step"] for other in rounds) - low["data"], 0.0)
+        each["step"] = max(
+            min(other["data"] + other["step"] for other in rounds) - low["data"], 0.0
+        )
         # Traced steps complete each collective where it is called, so they are longer than those of the loop.
         traced_s = sum(low[f"traced_{name}"] for name in STEP_PARTS)
         scale = min(1.0, each["step"] / max(traced_s, 1e-12))
@@ -205,7 +222,9 @@ def common_rounds(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
     return typical
 
 
-def facts_of_ranks(by_rank: Sequence[Measured], latency: float, link_bytes: int) -> Facts:
+def facts_of_ranks(
+    by_rank: Sequence[Measured], latency: float, link_bytes: int
+) -> Facts:
     """Merges the measures of all ranks into facts."""
     offsets = [each.offset for each in by_rank]
     traced = [each.traced for each in by_rank]
@@ -214,13 +233,19 @@ def facts_of_ranks(by_rank: Sequence[Measured], latency: float, link_bytes: int)
         ranks.append(dataclasses.replace(each.rank, steps=steps))
     if all(traced):
         lanes = _lanes([steps[-1] for steps in traced], offsets)
-        for number, (spans, steps_of_rank) in enumerate(zip(lanes, traced, strict=True)):
+        for number, (spans, steps_of_rank) in enumerate(
+            zip(lanes, traced, strict=True)
+        ):
             ids = statistics.fmean([step.ids for step in steps_of_rank])
             ranks[number] = dataclasses.replace(ranks[number], spans=spans, ids=ids)
     first = by_rank[0].facts
     notes = [*first.notes]
     for each in by_rank[1:]:
-        notes += [f"rank {each.rank.rank}: {note}" for note in each.facts.notes if note not in notes]
+        notes += [
+            f"rank {each.rank.rank}: {note}"
+            for note in each.facts.notes
+            if note not in notes
+        ]
     return dataclasses.replace(
         first,
         ranks=ranks,
@@ -231,9 +256,14 @@ def facts_of_ranks(by_rank: Sequence[Measured], latency: float, link_bytes: int)
     )
 
 
-def _lanes(steps: Sequence[Traced], offsets: Sequence[float]) -> list[list[tuple[str, float, float]]]:
+def _lanes(
+    steps: Sequence[Traced], offsets: Sequence[float]
+) -> list[list[tuple[str, float, float]]]:
     """Returns the spans of each rank's step, for a chart."""
-    zero = min(step.data.begin.wall - offset for step, offset in zip(steps, offsets, strict=True))
+    zero = min(
+        step.data.begin.wall - offset
+        for step, offset in zip(steps, offsets, strict=True)
+    )
     matched = _matched(steps, offsets)
     lanes = []
     for rank, (step, offset) in enumerate(zip(steps, offsets, strict=True)):
@@ -241,14 +271,22 @@ def _lanes(steps: Sequence[Traced], offsets: Sequence[float]) -> list[list[tuple
         spans = [("data", step.data.begin.wall, step.data.end.wall)]
         before = step.step.begin.wall
         for each in parts:
-            spans += [("forward", before, each.begin.wall), (each.name, each.begin.wall, each.end.wall)]
+            spans += [
+                ("forward", before, each.begin.wall),
+                (each.name, each.begin.wall, each.end.wall),
+            ]
             before = max(before, each.end.wall)
         spans.append(("forward", before, step.step.end.wall))
         for meeting in matched:
             if rank in meeting.calls:
                 call = meeting.calls[rank]
-                arrival = min(max(call.begin.wall, meeting.last + offset), call.end.wall)
-                spans += [("wait", call.begin.wall, arrival), ("exchange", arrival, call.end.wall)]
+                arrival = min(
+                    max(call.begin.wall, meeting.last + offset), call.end.wall
+                )
+                spans += [
+                    ("wait", call.begin.wall, arrival),
+                    ("exchange", arrival, call.end.wall),
+                ]
         lane = []
         for name, start, end in spans:
             # Shorter than a microsecond there is nothing to see.

@@ -60,19 +60,33 @@ class Variants:
             yield Variant("small_tables", self._with_small_tables)
         if self.modes:
             yield Variant("op", lambda: self._quietly(self._prices))
-            yield Variant("quiet", lambda: {"quiet": self._quietly(lambda: loop.timed(loop.steps()))})
+            yield Variant(
+                "quiet",
+                lambda: {"quiet": self._quietly(lambda: loop.timed(loop.steps()))},
+            )
         else:
             yield Variant("op", self._prices)
         yield Variant("ready", lambda: {"ready": loop.timed(loop.steps())})
         if loop.compiled:
             names = ("quadruple", "quarter", "double", "bf16", "small_tables")
-            not_measured.update(dict.fromkeys(names, "the step is compiled, and would be compiled again for it"))
+            not_measured.update(
+                dict.fromkeys(
+                    names, "the step is compiled, and would be compiled again for it"
+                )
+            )
             yield from self._threads(seconds, busy)
             return
         has_rows = bool(row_count(loop.pool[0]))
         if has_rows:
-            yield Variant("quadruple", lambda: {"quadruple": loop.timed(loop.joined(4))})
-            yield Variant("quarter", lambda: {"quarter": loop.timed(list(map(quarter_of, loop.steps(least=2))))})
+            yield Variant(
+                "quadruple", lambda: {"quadruple": loop.timed(loop.joined(4))}
+            )
+            yield Variant(
+                "quarter",
+                lambda: {
+                    "quarter": loop.timed(list(map(quarter_of, loop.steps(least=2))))
+                },
+            )
         else:
             why = "the batch is not made of tensors with one number of rows"
             if loop.recipe:
@@ -102,7 +116,10 @@ class Variants:
         if why:
             self._loop.not_measured["all_threads"] = why
         else:
-            yield Variant("all_threads", lambda: {"all_threads": self._on(cores, at_most=_TRIAL * seconds)})
+            yield Variant(
+                "all_threads",
+                lambda: {"all_threads": self._on(cores, at_most=_TRIAL * seconds)},
+            )
 
     def _on(self, threads: int, at_most: float = float("inf")) -> float:
         before = torch.get_num_threads()
@@ -111,7 +128,9 @@ class Variants:
             # The first step wakes the threads, and shows a number of threads that is hopeless.
             first = self._loop.timed(self._loop.several(1))
             if first > at_most:
-                raise RuntimeError(f"{threads} threads took {first * 1e3:.3g} ms for a step, and were not tried again")
+                raise RuntimeError(
+                    f"{threads} threads took {first * 1e3:.3g} ms for a step, and were not tried again"
+                )
             return self._loop.timed(self._loop.steps())
         finally:
             torch.set_num_threads(before)
@@ -176,9 +195,15 @@ class Variants:
             with ThreadClock() as clock.host:
                 return measure()
 
-        with torch.autograd.set_detect_anomaly(False), ThreadPoolExecutor(1) as thread, ExitStack() as stack:
+        with (
+            torch.autograd.set_detect_anomaly(False),
+            ThreadPoolExecutor(1) as thread,
+            ExitStack() as stack,
+        ):
             stack.callback(setattr, clock, "host", host)
-            stack.callback(setattr, torch, "set_anomaly_enabled", torch.set_anomaly_enabled)
+            stack.callback(
+                setattr, torch, "set_anomaly_enabled", torch.set_anomaly_enabled
+            )
             setattr(torch, "set_anomaly_enabled", lambda *_: None)  # noqa: B010
             return thread.submit(measured).result()
 
@@ -195,7 +220,9 @@ class SmallTables:
         rows_for_each: rows of a small table for each id that a step reads.
     """
 
-    def __init__(self, state: StateCopy, tables: Sequence[tuple[Any, int]], rows_for_each: int) -> None:
+    def __init__(
+        self, state: StateCopy, tables: Sequence[tuple[Any, int]], rows_for_each: int
+    ) -> None:
         self._state = state
         self._tables = tables
         self._small: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -227,12 +254,18 @@ class SmallTables:
         for module, reads in self._tables:
             weight = module.weight
             # torch refuses a padding row outside of the table.
-            rows = min(len(weight), max(1 + (module.padding_idx or 0), self._rows_for_each * reads))
+            rows = min(
+                len(weight),
+                max(1 + (module.padding_idx or 0), self._rows_for_each * reads),
+            )
             if id(weight) in self._small:
                 # Two modules share the weight: its small table has room for the ids of both.
                 rows = max(rows, len(self._small[id(weight)][1]))
             # The weight is held too, so that its id is not used again.
-            self._small[id(weight)] = weight, nn.Parameter(weight.detach()[:rows].clone())
+            self._small[id(weight)] = (
+                weight,
+                nn.Parameter(weight.detach()[:rows].clone()),
+            )
 
     def _swap(self, optimizer: Optimizer, stack: ExitStack) -> None:
         for group in optimizer.param_groups:
@@ -244,7 +277,10 @@ class SmallTables:
                 key = id(optimizer), id(parameter)
                 if key not in self._states:
                     state = optimizer.state.get(parameter, {})
-                    self._states[key] = {name: _first_rows(value, parameter, small) for name, value in state.items()}
+                    self._states[key] = {
+                        name: _first_rows(value, parameter, small)
+                        for name, value in state.items()
+                    }
                 if self._states[key]:
                     optimizer.state[small] = self._states[key]
                 params[index] = small

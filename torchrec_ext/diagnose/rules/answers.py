@@ -24,7 +24,17 @@ _FEW_SYNCS = 3  # values brought to Python that leave large graphs between them
 
 def answers(facts: Facts) -> tuple[Answer, ...]:
     """Returns the gains of usual attempts: workers, threads, DDP, batch, precision, compile."""
-    return tuple(make(facts) for make in (_workers, _threads, _ddp, _larger_batch, _mixed_precision, _compile))
+    return tuple(
+        make(facts)
+        for make in (
+            _workers,
+            _threads,
+            _ddp,
+            _larger_batch,
+            _mixed_precision,
+            _compile,
+        )
+    )
 
 
 def _answer(name: str, gain: Gain | None, why: str) -> Answer:
@@ -50,7 +60,11 @@ def _workers(facts: Facts) -> Answer:
 
 
 def _threads(facts: Facts) -> Answer:
-    gains = {name: gain_of_variant(facts, name) for name in ("one_thread", "all_threads") if facts.has("step", name)}
+    gains = {
+        name: gain_of_variant(facts, name)
+        for name in ("one_thread", "all_threads")
+        if facts.has("step", name)
+    }
     if not gains:
         why = facts.not_measured.get("all_threads", "not measured")
         return _answer("other thread numbers", None, f"not tried: {why}")
@@ -65,10 +79,16 @@ def _ddp(facts: Facts) -> Answer:
     if facts.ranks:
         return _one_rank(facts)
     if facts.cores < 2:
-        return _answer(name, Gain(0.5, 1.0), "this process has one core: two processes would share it")
+        return _answer(
+            name,
+            Gain(0.5, 1.0),
+            "this process has one core: two processes would share it",
+        )
     if facts.recipe:
         return _answer(
-            name, None, "not predicted for recipes: rec.train.hybrid -j 1x2 prints rows a second of two ranks"
+            name,
+            None,
+            "not predicted for recipes: rec.train.hybrid -j 1x2 prints rows a second of two ranks",
         )
     if not facts.has("data", "step", "quarter", "op"):
         return _answer(name, None, facts.not_measured.get("quarter", "not measured"))
@@ -82,7 +102,12 @@ def _ddp(facts: Facts) -> Answer:
 
     def fast(each: Round) -> float:
         quarter = changed_seconds(each, "quarter")
-        return 0.5 * each["data"] + (quarter + (each["step"] - quarter) / 3) + exchange * 4 + 100 * each["op"]
+        return (
+            0.5 * each["data"]
+            + (quarter + (each["step"] - quarter) / 3)
+            + exchange * 4
+            + 100 * each["op"]
+        )
 
     gain = facts.gain(lambda each: 1.25 * slow(each), fast)
     why = f"predicted for 2 processes at the same batch in all, which exchange {dense / 2**20:,.1f} MiB a step"
@@ -110,24 +135,40 @@ def _one_rank(facts: Facts) -> Answer:
 def _larger_batch(facts: Facts) -> Answer:
     remedies = larger_batches(facts)
     if not remedies:
-        return _answer("a larger batch", None, facts.not_measured.get("quadruple", "not measured"))
-    return _answer("a larger batch", remedies[-1].gain, f"measured: {remedies[-1].name}, by row; {Change.BATCH.value}")
+        return _answer(
+            "a larger batch", None, facts.not_measured.get("quadruple", "not measured")
+        )
+    return _answer(
+        "a larger batch",
+        remedies[-1].gain,
+        f"measured: {remedies[-1].name}, by row; {Change.BATCH.value}",
+    )
 
 
 def _mixed_precision(facts: Facts) -> Answer:
     if not facts.has("step", "bf16"):
-        return _answer("mixed precision", None, facts.not_measured.get("bf16", "not measured"))
+        return _answer(
+            "mixed precision", None, facts.not_measured.get("bf16", "not measured")
+        )
     gain = gain_of_variant(facts, "bf16")
-    return _answer("mixed precision", gain, f"measured: bf16 autocast; {Change.BF16_PRODUCTS.value}")
+    return _answer(
+        "mixed precision",
+        gain,
+        f"measured: bf16 autocast; {Change.BF16_PRODUCTS.value}",
+    )
 
 
 def _compile(facts: Facts) -> Answer:
     if not facts.has("data", "step", "op") or not facts.ops:
-        return _answer("torch.compile", None, facts.not_measured.get("ops", "not measured"))
+        return _answer(
+            "torch.compile", None, facts.not_measured.get("ops", "not measured")
+        )
 
     if facts.recipe:
         remedy = capture_remedy(facts)
-        return _answer("torch.compile", remedy.gain, f"{remedy.lines[0]}: {remedy.basis}")
+        return _answer(
+            "torch.compile", remedy.gain, f"{remedy.lines[0]}: {remedy.basis}"
+        )
 
     # The optimizer and rows that are not read stay as they are where model and loss alone are compiled.
     def seconds(each: Round, *, launches: float, rest: float, most: float) -> float:
@@ -141,10 +182,17 @@ def _compile(facts: Facts) -> Answer:
         return each["data"] + optimizer + min(inside * most, compiled)
 
     if sum(count for _, count in facts.loss_sync_lines) > _FEW_SYNCS:
-        return _answer("torch.compile", None, f"a graph ends at each value for Python{loss_syncs(facts)}")
-    least = 0.0 if facts.loss_sync_lines else 0.5  # a graph may end in the middle of the model
+        return _answer(
+            "torch.compile",
+            None,
+            f"a graph ends at each value for Python{loss_syncs(facts)}",
+        )
+    least = (
+        0.0 if facts.loss_sync_lines else 0.5
+    )  # a graph may end in the middle of the model
     gain = facts.gain(
-        partial(seconds, launches=least, rest=1.0, most=1.1), partial(seconds, launches=1.0, rest=0.4, most=1.0)
+        partial(seconds, launches=least, rest=1.0, most=1.1),
+        partial(seconds, launches=1.0, rest=0.4, most=1.0),
     )
     low, high = capture_seconds(facts)
     why = f"predicted, not tried: model and loss compiled, about {low:.0f} to {high:.0f} s of compiling"

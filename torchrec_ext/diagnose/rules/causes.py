@@ -15,8 +15,18 @@ from torchrec_ext.diagnose.rules.cores import (
     too_few_threads,
     too_many_threads,
 )
-from torchrec_ext.diagnose.rules.exchange import bandwidth, latency, oversubscribed, slow_link, unmerged_exchange
-from torchrec_ext.diagnose.rules.loader import loader_computes, loader_sleeps, row_python
+from torchrec_ext.diagnose.rules.exchange import (
+    bandwidth,
+    latency,
+    oversubscribed,
+    slow_link,
+    unmerged_exchange,
+)
+from torchrec_ext.diagnose.rules.loader import (
+    loader_computes,
+    loader_sleeps,
+    row_python,
+)
 from torchrec_ext.diagnose.rules.ranks import (
     imbalanced_table,
     rotating_straggler,
@@ -88,10 +98,21 @@ def findings(facts: Facts) -> tuple[Finding, ...]:
     """Returns the findings of at least a twentieth of an iteration, the largest first, offers last."""
     every = [rule(facts) for rule in RULES.values()]
     every += rank_findings(facts)
-    costly = [finding for finding in every if finding is not None and finding.cost >= LEAST]
+    costly = [
+        finding for finding in every if finding is not None and finding.cost >= LEAST
+    ]
     # Offers come last whatever they gain: they change what is learned.
     # A debugging mode comes first: it lengthens what the other causes are measured by.
-    return tuple(sorted(costly, key=lambda each: (each.size == "offer", each.cause != "debug_modes", -each.cost)))
+    return tuple(
+        sorted(
+            costly,
+            key=lambda each: (
+                each.size == "offer",
+                each.cause != "debug_modes",
+                -each.cost,
+            ),
+        )
+    )
 
 
 def too_noisy(facts: Facts) -> str:
@@ -100,8 +121,14 @@ def too_noisy(facts: Facts) -> str:
     Where rounds are spread far, a cause stands if the ratios within rounds still say that a remedy gains, or that it
     takes a share in each of them: threads that want more cores than there are make noise themselves.
     """
-    faults = [finding for finding in findings(facts) if finding.size in ("large", "medium")]
-    if facts.tables and not facts.has("small_tables") and not any(finding.size == "large" for finding in faults):
+    faults = [
+        finding for finding in findings(facts) if finding.size in ("large", "medium")
+    ]
+    if (
+        facts.tables
+        and not facts.has("small_tables")
+        and not any(finding.size == "large" for finding in faults)
+    ):
         why = facts.not_measured.get("small_tables", "not measured")
         return f"no verdict: whether rows that are not read cost time is not known ({why}); give more time (budget_s)"
     is_certain = False
@@ -110,7 +137,11 @@ def too_noisy(facts: Facts) -> str:
         if finding.size == "large" and finding.least >= MEDIUM:
             is_certain = True
         for remedy in finding.remedies:
-            if remedy.is_measured and remedy.gain is not None and remedy.gain.low >= UNDER:
+            if (
+                remedy.is_measured
+                and remedy.gain is not None
+                and remedy.gain.low >= UNDER
+            ):
                 is_certain = True
     if facts.spread <= NOISY or (is_certain and len(facts.rounds) >= 4):
         return ""

@@ -15,7 +15,11 @@ from torchrec_ext.diagnose.findings import (
     finding_of_cost,
     in_ms,
 )
-from torchrec_ext.diagnose.rules.costs import busy_text, changed_in_loop, changed_seconds
+from torchrec_ext.diagnose.rules.costs import (
+    busy_text,
+    changed_in_loop,
+    changed_seconds,
+)
 from torchrec_ext.diagnose.rules.loader import IDLE
 
 
@@ -25,7 +29,14 @@ def gain_of_variant(facts: Facts, name: str) -> Gain:
 
 
 def _other_threads(
-    facts: Facts, cause: str, title: str, evidence: str, variant: str, name: str, lines: tuple[str, ...], threads: int
+    facts: Facts,
+    cause: str,
+    title: str,
+    evidence: str,
+    variant: str,
+    name: str,
+    lines: tuple[str, ...],
+    threads: int,
 ) -> Finding | None:
     """Makes a finding of another number of threads, if it is faster; ``name`` and ``lines`` are the remedy's."""
     gain = gain_of_variant(facts, variant)
@@ -42,7 +53,12 @@ def _other_threads(
         count=threads,
     )
     return finding_of(
-        facts, cause, title, [evidence], [remedy], lambda each: each["step"] - changed_seconds(each, variant)
+        facts,
+        cause,
+        title,
+        [evidence],
+        [remedy],
+        lambda each: each["step"] - changed_seconds(each, variant),
     )
 
 
@@ -54,9 +70,15 @@ def too_many_threads(facts: Facts) -> Finding | None:
         f"a step takes {in_ms(facts.median('step'))} on {facts.threads} threads and "
         f"{changed_in_loop(facts, 'one_thread')} on one; this process may use {facts.cores} core(s){busy_text(facts)}"
     )
-    lines = ("torch.set_num_threads(1)", "OMP_NUM_THREADS=1 python ...", "--threads 1  # with torchx run")
+    lines = (
+        "torch.set_num_threads(1)",
+        "OMP_NUM_THREADS=1 python ...",
+        "--threads 1  # with torchx run",
+    )
     title = "more threads than the step can use"
-    return _other_threads(facts, "too_many_threads", title, evidence, "one_thread", "one thread", lines, 1)
+    return _other_threads(
+        facts, "too_many_threads", title, evidence, "one_thread", "one thread", lines, 1
+    )
 
 
 def too_few_threads(facts: Facts) -> Finding | None:
@@ -70,13 +92,27 @@ def too_few_threads(facts: Facts) -> Finding | None:
     cores = facts.cores
     lines = (f"torch.set_num_threads({cores})", f"--threads {cores}  # with torchx run")
     title = "cores stay idle"
-    return _other_threads(facts, "too_few_threads", title, evidence, "all_threads", "all cores", lines, cores)
+    return _other_threads(
+        facts,
+        "too_few_threads",
+        title,
+        evidence,
+        "all_threads",
+        "all cores",
+        lines,
+        cores,
+    )
 
 
 def sequential_towers(facts: Facts) -> Finding | None:
     """Independent sub-networks run one after the other, while cores stay idle."""
     idle = facts.cores - facts.threads - (facts.busy or 0.0)
-    if len(facts.towers) < 2 or facts.towers_apart or idle < 1 - IDLE or not facts.has("step", "forward", "backward"):
+    if (
+        len(facts.towers) < 2
+        or facts.towers_apart
+        or idle < 1 - IDLE
+        or not facts.has("step", "forward", "backward")
+    ):
         return None
     at_once = min(len(facts.towers), 1 + round(idle))
     shares = sorted((share for _, share in facts.towers), reverse=True)
@@ -89,9 +125,15 @@ def sequential_towers(facts: Facts) -> Finding | None:
         # More threads take the same idle cores, and need no exchange.
         if "all_threads" not in each:
             return max(0.0, hidden(each))
-        return max(0.0, hidden(each) - max(0.0, each["step"] - changed_seconds(each, "all_threads")))
+        return max(
+            0.0,
+            hidden(each)
+            - max(0.0, each["step"] - changed_seconds(each, "all_threads")),
+        )
 
-    lines: tuple[str, ...] = (f"rec.train.hybrid -j 1x{at_once}  # and --set plan.towers=auto",)
+    lines: tuple[str, ...] = (
+        f"rec.train.hybrid -j 1x{at_once}  # and --set plan.towers=auto",
+    )
     if not facts.recipe:
         entries = []
         for index, (name, _) in enumerate(facts.towers):
@@ -114,13 +156,17 @@ def sequential_towers(facts: Facts) -> Finding | None:
         changes=Change.ROUNDING,
         basis="predicted: from less than half to all of what the shorter towers take; the exchange takes the rest",
     )
-    towers = ", ".join(f"{name} ({share:.0%} of the forward)" for name, share in facts.towers)
+    towers = ", ".join(
+        f"{name} ({share:.0%} of the forward)" for name, share in facts.towers
+    )
     evidence = [
         f"none reads what another one returns: {towers}",
         f"{facts.threads} thread(s) on {facts.cores} core(s){busy_text(facts)}",
     ]
     title = "sub-networks that do not read each other run one after the other, and cores stay idle"
-    return finding_of(facts, "sequential_towers", title, evidence, [remedy], beyond_threads)
+    return finding_of(
+        facts, "sequential_towers", title, evidence, [remedy], beyond_threads
+    )
 
 
 def recompilation(facts: Facts) -> Finding | None:
@@ -134,7 +180,9 @@ def recompilation(facts: Facts) -> Finding | None:
         changes=Change.EXACT,
         basis="not predicted",
     )
-    evidence = [f"torch.compile made {facts.recompiles} graphs during steps whose batches have one shape"]
+    evidence = [
+        f"torch.compile made {facts.recompiles} graphs during steps whose batches have one shape"
+    ]
     title = "torch.compile compiles again during training"
     return finding_of_cost("recompilation", title, evidence, [remedy], LARGE)
 
@@ -156,13 +204,17 @@ def between_steps(facts: Facts) -> Finding | None:
     remedy = Remedy(
         name=f"{each.name} a quarter as often",
         lines=(line,),
-        gain=expected(facts, lambda round_: round_["data"] + round_["step"] - 0.75 * seconds),
+        gain=expected(
+            facts, lambda round_: round_["data"] + round_["step"] - 0.75 * seconds
+        ),
         changes=Change.LESS_OFTEN,
         basis="measured once",
         is_measured=True,
     )
     title = f"{each.name} stands in the way of training"
-    return finding_of(facts, "between_steps", title, evidence, [remedy], lambda _: seconds)
+    return finding_of(
+        facts, "between_steps", title, evidence, [remedy], lambda _: seconds
+    )
 
 
 def small_batch(facts: Facts) -> Finding | None:
@@ -174,7 +226,9 @@ def small_batch(facts: Facts) -> Finding | None:
     if facts.has("quadruple"):
         evidence += f", of four times as many {changed_in_loop(facts, 'quadruple')}"
     title = "a row costs less in a larger batch"
-    return finding_of_cost("small_batch", title, [evidence], remedies, 1 - 1 / gain.middle, size="offer")
+    return finding_of_cost(
+        "small_batch", title, [evidence], remedies, 1 - 1 / gain.middle, size="offer"
+    )
 
 
 def larger_batches(facts: Facts) -> list[Remedy]:
@@ -206,11 +260,23 @@ def precision(facts: Facts) -> Finding | None:
     gain = gain_of_variant(facts, "bf16")
     if gain.low < 1.1:
         return None
-    evidence = [f"a step takes {in_ms(facts.median('step'))}, under bf16 autocast {changed_in_loop(facts, 'bf16')}"]
-    lines = ('with torch.autocast("cpu", torch.bfloat16): loss = ...', "--set train.amp=bf16  # with torchx run")
+    evidence = [
+        f"a step takes {in_ms(facts.median('step'))}, under bf16 autocast {changed_in_loop(facts, 'bf16')}"
+    ]
+    lines = (
+        'with torch.autocast("cpu", torch.bfloat16): loss = ...',
+        "--set train.amp=bf16  # with torchx run",
+    )
     remedy = Remedy(
-        name="bf16 autocast", lines=lines, gain=gain, changes=Change.BF16_PRODUCTS, basis="measured", is_measured=True
+        name="bf16 autocast",
+        lines=lines,
+        gain=gain,
+        changes=Change.BF16_PRODUCTS,
+        basis="measured",
+        is_measured=True,
     )
     # Its cost is the share of an iteration that would go with it.
     title = "products of 16 bits are faster here"
-    return finding_of_cost("precision", title, evidence, [remedy], 1 - 1 / gain.middle, size="offer")
+    return finding_of_cost(
+        "precision", title, evidence, [remedy], 1 - 1 / gain.middle, size="offer"
+    )

@@ -12,12 +12,24 @@ from statistics import median
 from typing import NamedTuple
 
 from torchrec_ext.diagnose.facts import Facts, Gain, LineFacts, Round
-from torchrec_ext.diagnose.findings import Action, Change, Remedy, expected, in_ms, share_of
+from torchrec_ext.diagnose.findings import (
+    Action,
+    Change,
+    Remedy,
+    expected,
+    in_ms,
+    share_of,
+)
 
 _SWEEPS = 3.0  # times the optimizer's own seconds that rows which are not read cost, with their gradients
 _AT_MOST = 1.5  # times the price of ops that lines may take
-_WORK_AT_MOST = 1.3  # times the work of ops that lines may take, as other moments of the machine do
-_REST, _REST_LEAST = 0.6, 0.02  # shares of the rest of a step, and of the step, that stay at least
+_WORK_AT_MOST = (
+    1.3  # times the work of ops that lines may take, as other moments of the machine do
+)
+_REST, _REST_LEAST = (
+    0.6,
+    0.02,
+)  # shares of the rest of a step, and of the step, that stay at least
 _LEAST_LINE = 0.03  # share of an iteration from which on a line is named
 
 
@@ -90,7 +102,10 @@ def whole_table_seconds(facts: Facts, each: Round) -> float:
         seconds = table.seconds
         line = sampled.get(table.line)
         if line is not None:
-            seconds = max(seconds, _at_line(facts, each, line.seconds) - (line.op_s - table.seconds))
+            seconds = max(
+                seconds,
+                _at_line(facts, each, line.seconds) - (line.op_s - table.seconds),
+            )
         spent += seconds + table.backward_s * beyond_ops(facts, each)
     return min(each["step"], spent)
 
@@ -127,7 +142,9 @@ def launch_seconds(facts: Facts, each: Round) -> float:
 
 def sync_seconds(facts: Facts, each: Round) -> float:
     """Returns the cost of values brought to Python in a round's step, with the ops behind them."""
-    price = facts.syncs * each.get("sync", 0.0) + max(0, facts.sync_ops - facts.syncs) * op_price(facts, each)
+    price = facts.syncs * each.get("sync", 0.0) + max(
+        0, facts.sync_ops - facts.syncs
+    ) * op_price(facts, each)
     if facts.lines:  # beyond the price of their ops these lines do work that stays
         price = min(sync_line_seconds(facts, each), _AT_MOST * price)
     return min(price, each["step"])
@@ -136,12 +153,19 @@ def sync_seconds(facts: Facts, each: Round) -> float:
 def sync_line_seconds(facts: Facts, each: Round) -> float:
     """Returns the seconds of a round for values brought to Python, by the ops' share of each line."""
     lines = [line for line in facts.lines if line.sync_ops]
-    return sum(_at_line(facts, each, line.seconds) * line.sync_ops / line.ops for line in lines)
+    return sum(
+        _at_line(facts, each, line.seconds) * line.sync_ops / line.ops for line in lines
+    )
 
 
 def _at_line(facts: Facts, each: Round, seconds: float) -> float:
     """Returns sampled seconds as they are of a round's iteration, without its exchange."""
-    iteration_s = each.get("data", 0.0) + each["step"] - each.get("wait", 0.0) - each.get("exchange", 0.0)
+    iteration_s = (
+        each.get("data", 0.0)
+        + each["step"]
+        - each.get("wait", 0.0)
+        - each.get("exchange", 0.0)
+    )
     return seconds / facts.sampled_s * iteration_s
 
 
@@ -154,7 +178,11 @@ def _without_ops(facts: Facts, each: Round, line: LineFacts) -> float:
 def held_lines(facts: Facts) -> list[tuple[LineFacts, float]]:
     """Returns the lines of a step with much time outside of ops, and their shares, the largest first."""
     # Without counted ops every line would seem to hold the step.
-    if facts.ranks or "ops" in facts.not_measured or not facts.has("data", "step", "op"):
+    if (
+        facts.ranks
+        or "ops" in facts.not_measured
+        or not facts.has("data", "step", "op")
+    ):
         return []
     # Ops on whole tables are a cause of their own.
     tables = {table.line for table in facts.whole_tables}
@@ -181,8 +209,16 @@ def explained(facts: Facts) -> float:
         return 1 - share_of(facts, lambda each: unexplained_seconds(facts, each))
 
     def by_parts(each: Round) -> float:
-        ops_s = max(facts.product_s, facts.op_s) + launch_seconds(facts, each) + sync_seconds(facts, each)
-        return each.get("data", 0.0) + min(each["step"], ops_s + swept_seconds(facts, each)) + facts.mean_between()
+        ops_s = (
+            max(facts.product_s, facts.op_s)
+            + launch_seconds(facts, each)
+            + sync_seconds(facts, each)
+        )
+        return (
+            each.get("data", 0.0)
+            + min(each["step"], ops_s + swept_seconds(facts, each))
+            + facts.mean_between()
+        )
 
     return share_of(facts, by_parts) if facts.has("step") else 0.0
 
@@ -214,7 +250,9 @@ def gain_of_ready(facts: Facts, shares: tuple[float, float]) -> Gain | None:
     )
 
 
-def gain_without(facts: Facts, seconds: Callable[[Round], float], least: float, most: float) -> Gain | None:
+def gain_without(
+    facts: Facts, seconds: Callable[[Round], float], least: float, most: float
+) -> Gain | None:
     """Returns the speed-up if shares, least and most, of such seconds of the step go.
 
     The rest of the step is known too, so that little of it goes however much these seconds are.
@@ -222,7 +260,11 @@ def gain_without(facts: Facts, seconds: Callable[[Round], float], least: float, 
 
     def fastest(each: Round) -> float:
         rest = each["step"] - seconds(each)
-        return max(each["step"] - most * seconds(each), _REST * rest, _REST_LEAST * each["step"])
+        return max(
+            each["step"] - most * seconds(each),
+            _REST * rest,
+            _REST_LEAST * each["step"],
+        )
 
     return expected(
         facts,
@@ -249,7 +291,10 @@ def _by_rank(facts: Facts, remedy: Remedy, changes: Change) -> Remedy:
         return remedy
     return replace(
         remedy,
-        lines=(*remedy.lines, "# on each rank, with DDP's model.module; average the ranks' weights every few steps"),
+        lines=(
+            *remedy.lines,
+            "# on each rank, with DDP's model.module; average the ranks' weights every few steps",
+        ),
         changes=changes,
     )
 
@@ -291,11 +336,16 @@ def rows_remedy(facts: Facts) -> Remedy:
     """Returns adopt with batches from columns as a remedy."""
     remedy = Remedy(
         name="Rows.of and adopt: batches made from columns inside the captured step",
-        lines=tuple(line.format(batch=facts.loader.row_calls or "...") for line in _ROWS),
+        lines=tuple(
+            line.format(batch=facts.loader.row_calls or "...") for line in _ROWS
+        ),
         gain=expected(
             facts,
             # Batches are made inside the step then, so that no loader runs between two of them.
-            lambda each: FROM_COLUMNS[1] * each["data"] + warm_share(each) * _captured_seconds(facts, each, _SLOWEST),
+            lambda each: (
+                FROM_COLUMNS[1] * each["data"]
+                + warm_share(each) * _captured_seconds(facts, each, _SLOWEST)
+            ),
             lambda each: warm_share(each) * _captured_seconds(facts, each, _FASTEST),
         ),
         changes=Change.ROUNDING_AND_DRAWS,
@@ -313,7 +363,9 @@ def limit_share(facts: Facts) -> float:
     """
     if not facts.has("step") or not facts.flops_per_s or not facts.bytes_per_s:
         return 0.0
-    limit_s = facts.product_flops / facts.flops_per_s + traffic(facts) / facts.bytes_per_s
+    limit_s = (
+        facts.product_flops / facts.flops_per_s + traffic(facts) / facts.bytes_per_s
+    )
     return min(1.0, share_of(facts, lambda _: limit_s))
 
 

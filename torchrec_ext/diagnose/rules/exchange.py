@@ -6,8 +6,22 @@ import statistics
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from torchrec_ext.diagnose.facts import CollectiveFacts, Facts, Gain, RankFacts, paired_gain
-from torchrec_ext.diagnose.findings import Change, Finding, Remedy, expected, finding_of_cost, in_ms, share_of
+from torchrec_ext.diagnose.facts import (
+    CollectiveFacts,
+    Facts,
+    Gain,
+    RankFacts,
+    paired_gain,
+)
+from torchrec_ext.diagnose.findings import (
+    Change,
+    Finding,
+    Remedy,
+    expected,
+    finding_of_cost,
+    in_ms,
+    share_of,
+)
 from torchrec_ext.diagnose.rules.ranks import SPANS, most_read, rank_name, shard_text
 from torchrec_ext.observe.counts import TableFacts
 
@@ -52,7 +66,9 @@ def _exchange_share(facts: Facts) -> float:
 def _slow_links(facts: Facts) -> Iterator[tuple[int, float, float]]:
     """Yields ranks with slow links, their seconds and those of the others."""
     for each in facts.ranks:
-        others = statistics.median([other.send_s for other in facts.ranks if other.rank != each.rank])
+        others = statistics.median(
+            [other.send_s for other in facts.ranks if other.rank != each.rank]
+        )
         if each.send_s > _SLOW_LINK * others > 0:
             yield each.rank, each.send_s, others
 
@@ -71,17 +87,24 @@ def slow_link(facts: Facts) -> Finding | None:
     )
     remedy = Remedy(
         name=f"the link of {name} as fast as the others'",
-        lines=("look at its cable, its switch port, its interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), its MTU",),
+        lines=(
+            "look at its cable, its switch port, its interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), its MTU",
+        ),
         gain=_gain_of_exchange(facts, 0.5, 1 - others / seconds),
         changes=Change.EXACT,
         basis="predicted from what the others' links take",
     )
     title = f"the link of {name} is slow, and every exchange goes at its pace"
-    return finding_of_cost("slow_link", title, evidence, [remedy], _exchange_share(facts), ranks=[rank])
+    return finding_of_cost(
+        "slow_link", title, evidence, [remedy], _exchange_share(facts), ranks=[rank]
+    )
 
 
 def _exchange_text(facts: Facts) -> str:
-    kinds = [f"{len(calls)} {name} ({_kib(calls):,.1f} KiB)" for name, calls in _kinds(facts).items()]
+    kinds = [
+        f"{len(calls)} {name} ({_kib(calls):,.1f} KiB)"
+        for name, calls in _kinds(facts).items()
+    ]
     return f"the collectives of a step: {', '.join(kinds)}; they take {in_ms(facts.median('exchange'))}"
 
 
@@ -92,16 +115,26 @@ def _kib(calls: Sequence[CollectiveFacts]) -> float:
 def _by_bytes(facts: Facts) -> float:
     """Returns the share of the exchange's time for its bytes, at the rate of the links."""
     # Beyond the latency the seconds of a message are those of its bytes.
-    rates = [each.send_s - facts.latency_s for each in facts.ranks if each.send_s > facts.latency_s]
+    rates = [
+        each.send_s - facts.latency_s
+        for each in facts.ranks
+        if each.send_s > facts.latency_s
+    ]
     if not rates or not facts.link_bytes:
         return 0.0
-    seconds = _sent(facts) * statistics.median(rates) / (facts.link_bytes * (len(facts.ranks) - 1))
+    seconds = (
+        _sent(facts)
+        * statistics.median(rates)
+        / (facts.link_bytes * (len(facts.ranks) - 1))
+    )
     return min(1.0, seconds / max(facts.median("exchange"), 1e-12))
 
 
 def _share_of_sums(facts: Facts) -> float:
     """Returns the share of gradient sums in the exchange; the rest is rows of sharded tables."""
-    sums = sum(each.exchange_s for each in facts.collectives if each.name == "all_reduce")
+    sums = sum(
+        each.exchange_s for each in facts.collectives if each.name == "all_reduce"
+    )
     return sums / max(sum(each.exchange_s for each in facts.collectives), 1e-12)
 
 
@@ -149,7 +182,9 @@ def _less_often(facts: Facts) -> list[Remedy]:
     if gain is not None and gain.low > 1:
         alone = Remedy(
             name="a single rank, which has nothing to exchange",
-            lines=("-j 1x1" if facts.recipe else "python train.py  # in place of torchrun",),
+            lines=(
+                "-j 1x1" if facts.recipe else "python train.py  # in place of torchrun",
+            ),
             gain=gain,
             changes=Change.BATCH,
             basis="measured: one rank without exchange while the others slept",
@@ -186,14 +221,22 @@ def unmerged_exchange(facts: Facts) -> Finding | None:
         lines=pasted,
         gain=expected(
             facts,
-            lambda each: each["data"] + each["step"] - (1 - 4 / count) * each["exchange"],
-            lambda each: each["data"] + each["step"] - (1 - 1 / count) * (each["exchange"] + 0.5 * each["wait"]),
+            lambda each: (
+                each["data"] + each["step"] - (1 - 4 / count) * each["exchange"]
+            ),
+            lambda each: (
+                each["data"]
+                + each["step"]
+                - (1 - 1 / count) * (each["exchange"] + 0.5 * each["wait"])
+            ),
         ),
         changes=Change.EXACT,
         basis=f"predicted: the time of {count} goes but for one to four",
     )
     remedies = _less_often(facts)
-    if not facts.recipe or (_sharded(facts) and not facts.towers_apart):  # what tower_parallel can merge
+    if not facts.recipe or (
+        _sharded(facts) and not facts.towers_apart
+    ):  # what tower_parallel can merge
         remedies.insert(0, remedy)
     title = "many small exchanges take the time of their number, not of their bytes"
     cost = _exchange_share(facts) * (1 - 2 / len(facts.collectives))
@@ -203,7 +246,12 @@ def unmerged_exchange(facts: Facts) -> Finding | None:
 def latency(facts: Facts) -> Finding | None:
     """The exchange takes the time of its messages' way, whatever their size."""
     # A slow link and many small collectives are causes of their own.
-    if not facts.collectives or next(_slow_links(facts), None) or unmerged_exchange(facts) or _by_bytes(facts) > 0.5:
+    if (
+        not facts.collectives
+        or next(_slow_links(facts), None)
+        or unmerged_exchange(facts)
+        or _by_bytes(facts) > 0.5
+    ):
         return None
     evidence = (
         _exchange_text(facts),
@@ -211,14 +259,23 @@ def latency(facts: Facts) -> Finding | None:
         f"{_by_bytes(facts):.0%} of the time",
     )
     title = "the exchange is bound by latency, not by its bytes"
-    return finding_of_cost("latency", title, evidence, _less_often(facts), _exchange_share(facts))
+    return finding_of_cost(
+        "latency", title, evidence, _less_often(facts), _exchange_share(facts)
+    )
 
 
 def bandwidth(facts: Facts) -> Finding | None:
     """The exchange takes the time of its bytes."""
-    if not facts.collectives or next(_slow_links(facts), None) or _by_bytes(facts) <= 0.5:
+    if (
+        not facts.collectives
+        or next(_slow_links(facts), None)
+        or _by_bytes(facts) <= 0.5
+    ):
         return None
-    evidence = (_exchange_text(facts), f"their bytes need {_by_bytes(facts):.0%} of that at the links' rate")
+    evidence = (
+        _exchange_text(facts),
+        f"their bytes need {_by_bytes(facts):.0%} of that at the links' rate",
+    )
     rows = 1.0
     lines: tuple[str, ...] = (
         "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook",
@@ -227,7 +284,9 @@ def bandwidth(facts: Facts) -> Finding | None:
     if facts.recipe:
         # A plan's precision is that of rows of sharded tables alone, not of gradient sums.
         rows = 1 - _share_of_sums(facts)
-        lines = ("--set plan.forward_precision=bf16 --set plan.backward_precision=bf16",)
+        lines = (
+            "--set plan.forward_precision=bf16 --set plan.backward_precision=bf16",
+        )
     half = Remedy(
         name="half the bytes: 16 bits on the way",
         lines=lines,
@@ -240,7 +299,9 @@ def bandwidth(facts: Facts) -> Finding | None:
     if rows > _FEW:
         remedies.insert(0, half)
     title = "the exchange is bound by bandwidth"
-    return finding_of_cost("bandwidth", title, evidence, remedies, _exchange_share(facts))
+    return finding_of_cost(
+        "bandwidth", title, evidence, remedies, _exchange_share(facts)
+    )
 
 
 def oversubscribed(facts: Facts) -> Finding | None:
@@ -248,21 +309,27 @@ def oversubscribed(facts: Facts) -> Finding | None:
     by_host: dict[str, list[RankFacts]] = {}
     for each in facts.ranks:
         by_host.setdefault(each.host, []).append(each)
-    crowded = [ranks for ranks in by_host.values() if _thread_count(ranks) > _core_count(ranks)]
+    crowded = [
+        ranks for ranks in by_host.values() if _thread_count(ranks) > _core_count(ranks)
+    ]
     if not crowded:
         return None
     ranks = max(crowded, key=_queued_share)
     cost = _queued_share(ranks)
     host = ranks[0].host
     cores = _core_count(ranks)
-    slower = statistics.median([each.together_s / each.alone_s for each in ranks if each.alone_s] or [1.0])
+    slower = statistics.median(
+        [each.together_s / each.alone_s for each in ranks if each.alone_s] or [1.0]
+    )
     evidence = (
         f"{len(ranks)} ranks with {_thread_count(ranks)} thread(s) share {cores} core(s) of {host or 'this host'}: for "
         f"{cost:.0%} of an iteration a rank is ready to run and has no core",
         f"its step without exchange takes {slower:.2f} times as long beside the others as alone",
     )
     lines = (
-        f"-j 1x{cores} --threads 1" if facts.recipe else f"torchrun --nproc-per-node {cores} ...",
+        f"-j 1x{cores} --threads 1"
+        if facts.recipe
+        else f"torchrun --nproc-per-node {cores} ...",
         "OMP_NUM_THREADS=1; and no taskset, cgroup or container limit of fewer cores than processes",
     )
     # Something of an iteration always stays.
@@ -275,7 +342,14 @@ def oversubscribed(facts: Facts) -> Finding | None:
         basis="predicted from the time without a core",
     )
     sharing = [each.rank for each in ranks]
-    return finding_of_cost("oversubscribed", "processes share a core", evidence, [remedy], cost, ranks=sharing)
+    return finding_of_cost(
+        "oversubscribed",
+        "processes share a core",
+        evidence,
+        [remedy],
+        cost,
+        ranks=sharing,
+    )
 
 
 def _core_count(ranks: Sequence[RankFacts]) -> int:
@@ -308,7 +382,10 @@ def one_rank(facts: Facts) -> Gain | None:
     # One rank would load the batches of all, and make their steps.
     seconds = len(facts.ranks) * statistics.median(alone)
     between = facts.mean_between()
-    ratios = [facts.iteration(each) / (seconds + len(facts.ranks) * each["data"] + between) for each in facts.rounds]
+    ratios = [
+        facts.iteration(each) / (seconds + len(facts.ranks) * each["data"] + between)
+        for each in facts.rounds
+    ]
     return paired_gain(ratios)
 
 
@@ -317,9 +394,16 @@ def rank_table(facts: Facts) -> list[str]:
     if not facts.has_ranks:
         return []
     names = ("data", "forward", "backward", "optimizer", "wait", "exchange", "queue")
-    lines = ["rank" + "".join(f"{name:>11}" for name in names) + "   ms a step, by the median"]
+    lines = [
+        "rank"
+        + "".join(f"{name:>11}" for name in names)
+        + "   ms a step, by the median"
+    ]
     for each in facts.ranks:
-        lines.append(f"{each.rank:>4}" + "".join(f"{each.median(name) * 1e3:>11.3g}" for name in names))
+        lines.append(
+            f"{each.rank:>4}"
+            + "".join(f"{each.median(name) * 1e3:>11.3g}" for name in names)
+        )
     lines += _held_by_rank(facts)
     for name, calls in _kinds(facts).items():
         exchange_s = sum(each.exchange_s for each in calls)

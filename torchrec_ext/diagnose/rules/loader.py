@@ -31,7 +31,9 @@ IDLE = 0.3  # cores that others may keep busy where the wall clock says what a s
 
 def loader_sleeps(facts: Facts) -> Finding | None:
     """The loader waits for files, a network or a sleep."""
-    if not facts.has("data", "sleep") or facts.median("sleep") < 0.5 * facts.median("data"):
+    if not facts.has("data", "sleep") or facts.median("sleep") < 0.5 * facts.median(
+        "data"
+    ):
         return None
     loader = facts.loader
     data = facts.median("data")
@@ -40,13 +42,22 @@ def loader_sleeps(facts: Facts) -> Finding | None:
         f"{in_ms(sleep)} of the {in_ms(data)} that a batch takes, this thread slept or waited, and did not compute"
     ]
     if loader.workers:
-        evidence.append(f"{loader.workers} worker(s) make the batches, and are slower than the step")
+        evidence.append(
+            f"{loader.workers} worker(s) make the batches, and are slower than the step"
+        )
     elif loader.bytes_read:
-        evidence.append(f"{loader.bytes_read:,.0f} bytes were read from files for a batch")
+        evidence.append(
+            f"{loader.bytes_read:,.0f} bytes were read from files for a batch"
+        )
     count = 1
     if loader.kind == "DataLoader":
-        count = loader.workers + max(1, math.ceil(data / max(facts.median("step"), 1e-4)))
-    ready = _ready_in_time(facts, "read the source once, before the first step, or a block ahead of the steps")
+        count = loader.workers + max(
+            1, math.ceil(data / max(facts.median("step"), 1e-4))
+        )
+    ready = _ready_in_time(
+        facts,
+        "read the source once, before the first step, or a block ahead of the steps",
+    )
     workers = _worker_remedy(facts, min(count, 16))
     if workers.gain is not None and count > 1 and not loader.workers:
         # One worker was tried, and more are proposed: at best these have every batch ready.
@@ -61,7 +72,9 @@ def loader_sleeps(facts: Facts) -> Finding | None:
         )
     remedies = [ready, workers]
     if facts.recipe:
-        evidence = ["a thread builds batches ahead (loader.prefetch), and is slower than the step"]
+        evidence = [
+            "a thread builds batches ahead (loader.prefetch), and is slower than the step"
+        ]
         remedies = [_ahead(facts)]
     title = "the loader waits, and the step waits for the loader"
     return finding_of(facts, "loader_sleeps", title, evidence, remedies, _DATA)
@@ -71,7 +84,9 @@ def _ready_in_time(facts: Facts, line: str) -> Remedy:
     """Returns batches that are ready as a remedy, with its line."""
     lines = [line]
     if facts.loader.is_stream:
-        lines.append("ChunkLoader(ParquetSource(folder), schema, config=...)  # if its rows are parquet: docs/data.md")
+        lines.append(
+            "ChunkLoader(ParquetSource(folder), schema, config=...)  # if its rows are parquet: docs/data.md"
+        )
     return Remedy(
         name="batches ready in time",
         lines=tuple(lines),
@@ -108,7 +123,9 @@ def row_python(facts: Facts) -> Finding | None:
     ]
     ready = Remedy(
         name="__getitems__: all rows of a batch in one call, with whole-array indexing",
-        lines=("def __getitems__(self, rows): ...  # in the Dataset; torch calls it with the batch's row numbers",),
+        lines=(
+            "def __getitems__(self, rows): ...  # in the Dataset; torch calls it with the batch's row numbers",
+        ),
         gain=gain_of_ready(facts, FROM_COLUMNS),
         changes=Change.DRAWS,
         basis="predicted from the step without its loader",
@@ -133,7 +150,9 @@ def loader_computes(facts: Facts) -> Finding | None:
     if loader.collate_s > max(rows, 0.25 * data):
         title = "collate_fn computes in the training thread, and the step waits for it"
         line = "do once, before training, what collate_fn does with each batch, such as tokenising"
-        evidence.append(f"{in_ms(loader.collate_s)} of it is collate_fn; reading {loader.row_calls} rows {in_ms(rows)}")
+        evidence.append(
+            f"{in_ms(loader.collate_s)} of it is collate_fn; reading {loader.row_calls} rows {in_ms(rows)}"
+        )
     evidence += _data_lines(facts)
     remedies = [_ready_in_time(facts, line), _worker_remedy(facts, 1)]
     if facts.recipe:
@@ -152,7 +171,9 @@ def _data_lines(facts: Facts) -> list[str]:
     for line in lines[:3]:
         share = scale * line.seconds / facts.sampled_s
         if share >= 0.1:
-            sentences.append(f"{share:.0%} of an iteration is at {line.name}: {line.text}")
+            sentences.append(
+                f"{share:.0%} of an iteration is at {line.name}: {line.text}"
+            )
     return sentences
 
 
@@ -162,7 +183,9 @@ def _ahead(facts: Facts) -> Remedy:
         name="more batches and blocks of files ahead, or fewer negatives to draw",
         lines=("--set loader.prefetch=8 --set loader.read_ahead=2",),
         gain=expected(
-            facts, lambda each: each["data"] + each["step"], lambda each: max(each["step"], 0.5 * each["data"])
+            facts,
+            lambda each: each["data"] + each["step"],
+            lambda each: max(each["step"], 0.5 * each["data"]),
         ),
         changes=Change.EXACT,
         basis="bounds: nothing, or no wait where the thread that builds batches has a core of its own",
@@ -189,7 +212,9 @@ def _worker_remedy(facts: Facts, workers: int) -> Remedy:
             "DataLoader(Batches(), batch_size=None, num_workers=1)",
         )
         name = "a worker process that makes the batches"
-        return replace(remedy, name=name, lines=lines, is_measured=False, action=None, count=0)
+        return replace(
+            remedy, name=name, lines=lines, is_measured=False, action=None, count=0
+        )
     if workers == 1:
         return replace(remedy, name="DataLoader with 1 worker")
     return remedy
@@ -208,7 +233,8 @@ def worker_gain(facts: Facts) -> tuple[Gain | None, str]:
         if facts.busy is not None and facts.busy > IDLE:
             low = low / 2
             basis += (
-                f"; others keep {facts.busy:.1f} cores busy, where a second process also gets a second share of them"
+                f"; others keep {facts.busy:.1f} cores busy, where a second process "
+                "also gets a second share of them"
             )
         return Gain(min(low, high), high), basis
     if not facts.has("data", "step"):
@@ -217,6 +243,10 @@ def worker_gain(facts: Facts) -> tuple[Gain | None, str]:
         return None, f"{facts.loader.workers} are there already"
     # At best the loader's time disappears behind the step; at worst it only moves, and what it sends is copied twice.
     gain = facts.gain(
-        lambda each: 1.2 * each["data"] + each["step"], lambda each: max(alone_seconds(each), each["data"])
+        lambda each: 1.2 * each["data"] + each["step"],
+        lambda each: max(alone_seconds(each), each["data"]),
     )
-    return gain, f"bounds, since no worker was tried: {facts.not_measured.get('worker', 'not measured')}"
+    return (
+        gain,
+        f"bounds, since no worker was tried: {facts.not_measured.get('worker', 'not measured')}",
+    )

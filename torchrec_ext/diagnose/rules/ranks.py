@@ -11,13 +11,26 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchrec_ext.diagnose.facts import Facts, Gain, RankFacts, Round, paired_gain
-from torchrec_ext.diagnose.findings import Change, Finding, Remedy, finding_of_cost, in_ms
+from torchrec_ext.diagnose.findings import (
+    Change,
+    Finding,
+    Remedy,
+    finding_of_cost,
+    in_ms,
+)
 from torchrec_ext.observe.counts import TableFacts
 
 _UNEVEN = 1.3  # times the mean of all ranks
 _ONE_SPAN = 0.7  # share of a rank's excess that lies in one span of its step where that one is named
-_CONSTANT = 0.75  # share of steps in which one rank is the slowest where it is always the same
-SPANS = {"data": "input", "forward": "forward", "backward": "backward", "optimizer": "optimizer"}
+_CONSTANT = (
+    0.75  # share of steps in which one rank is the slowest where it is always the same
+)
+SPANS = {
+    "data": "input",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+}
 
 
 def _computed(each: Round) -> float:
@@ -29,7 +42,9 @@ def _iterations(facts: Facts) -> list[float]:
     iterations = []
     for step in zip(*(each.steps for each in facts.ranks), strict=True):
         # The least, because a rank that stood in the run queue took longer without knowing it.
-        iterations.append(min(_computed(each) + each["wait"] + each["exchange"] for each in step))
+        iterations.append(
+            min(_computed(each) + each["wait"] + each["exchange"] for each in step)
+        )
     return iterations
 
 
@@ -46,14 +61,21 @@ def _excess(facts: Facts, span: str) -> Excess:
     """Returns the slowest rank of a span, and by how much."""
     medians = {each.rank: each.median(span) for each in facts.ranks}
     slowest = max(medians, key=lambda rank: medians[rank])
-    others = statistics.median([seconds for rank, seconds in medians.items() if rank != slowest])
+    others = statistics.median(
+        [seconds for rank, seconds in medians.items() if rank != slowest]
+    )
     return Excess(slowest, span, max(0.0, medians[slowest] - others), others)
 
 
 def _without(facts: Facts, seconds: float) -> Gain:
     """Returns the speed-up if ranks waited `seconds` less for the slow one."""
     # Something of an iteration always stays.
-    return paired_gain([total / max(total - min(seconds, 0.97 * total), 1e-9) for total in _iterations(facts)])
+    return paired_gain(
+        [
+            total / max(total - min(seconds, 0.97 * total), 1e-9)
+            for total in _iterations(facts)
+        ]
+    )
 
 
 def _of_iteration(facts: Facts, seconds: float) -> float:
@@ -80,7 +102,14 @@ def _always(facts: Facts, excess: Excess) -> bool:
     return slowest.count(excess.rank) > _CONSTANT * len(slowest)
 
 
-def _straggler(facts: Facts, excess: Excess, cause: str, title: str, advice: str, evidence: str = "") -> Finding | None:
+def _straggler(
+    facts: Facts,
+    excess: Excess,
+    cause: str,
+    title: str,
+    advice: str,
+    evidence: str = "",
+) -> Finding | None:
     """Makes a finding of a rank with one slow span; by default the evidence is the span's time."""
     if excess.seconds < 0.3 * excess.others or not _always(facts, excess):
         return None
@@ -110,7 +139,9 @@ def _straggler(facts: Facts, excess: Excess, cause: str, title: str, advice: str
 def straggler_input(facts: Facts) -> Finding | None:
     """One rank's batches take longer."""
     advice = "look at what this rank's loader reads: its shard of the files, its disk, its share of long rows"
-    return _straggler(facts, _excess(facts, "data"), "straggler_input", "is slow in its input", advice)
+    return _straggler(
+        facts, _excess(facts, "data"), "straggler_input", "is slow in its input", advice
+    )
 
 
 def _in_step(facts: Facts) -> tuple[Excess, float]:
@@ -128,12 +159,19 @@ def _explained(facts: Facts, rank: int) -> bool:
 
 def _straggler_in(facts: Facts, span: str) -> Finding | None:
     most, whole = _in_step(facts)
-    if most.span != span or most.seconds < _ONE_SPAN * whole or _explained(facts, most.rank):
+    if (
+        most.span != span
+        or most.seconds < _ONE_SPAN * whole
+        or _explained(facts, most.rank)
+    ):
         return None
     advice = (
-        f"look at what this rank alone does in its {span}: hooks, logging, a debug branch, other rows than the rest"
+        f"look at what this rank alone does in its {span}: hooks, logging, a debug "
+        "branch, other rows than the rest"
     )
-    return _straggler(facts, most, f"straggler_{span}", f"is slow in its {span} only", advice)
+    return _straggler(
+        facts, most, f"straggler_{span}", f"is slow in its {span} only", advice
+    )
 
 
 def straggler_forward(facts: Facts) -> Finding | None:
@@ -156,7 +194,9 @@ def slow_rank(facts: Facts) -> Finding | None:
     most, whole = _in_step(facts)
     if most.seconds >= _ONE_SPAN * whole or _explained(facts, most.rank):
         return None
-    others = statistics.median([_step_of(each) for each in facts.ranks if each.rank != most.rank])
+    others = statistics.median(
+        [_step_of(each) for each in facts.ranks if each.rank != most.rank]
+    )
     advice = "look at this rank's host: other programs on its cores, its clock rate, its memory; or leave the host out"
     evidence = (
         f"{rank_name(facts, most.rank)} computes {in_ms(_step_of(facts.ranks[most.rank]))} of a step, in forward, "
@@ -180,13 +220,17 @@ def rotating_straggler(facts: Facts) -> Finding | None:
     if len(steps) < 8 or max(counts) > _CONSTANT * len(steps):
         return None
     # By the median, so that a step in which the machine had a hiccup makes no straggler.
-    seconds = statistics.median([max(step) - statistics.median_low(step) for step in computed])
+    seconds = statistics.median(
+        [max(step) - statistics.median_low(step) for step in computed]
+    )
     if seconds < 0.5 * statistics.median(map(statistics.median_low, computed)):
         return None
     by_span = {}
     for name in SPANS:
         of_span = [[each[name] for each in step] for step in steps]
-        by_span[name] = statistics.fmean([max(step) - statistics.median_low(step) for step in of_span])
+        by_span[name] = statistics.fmean(
+            [max(step) - statistics.median_low(step) for step in of_span]
+        )
     span = SPANS[max(by_span, key=by_span.__getitem__)]
     shares = []
     for rank, count in enumerate(counts):
@@ -209,7 +253,14 @@ def rotating_straggler(facts: Facts) -> Finding | None:
     )
     title = "in each step another rank is slow, and the others wait for it"
     cost = _of_iteration(facts, seconds)
-    return finding_of_cost("rotating_straggler", title, [evidence], [remedy], cost, ranks=range(len(counts)))
+    return finding_of_cost(
+        "rotating_straggler",
+        title,
+        [evidence],
+        [remedy],
+        cost,
+        ranks=range(len(counts)),
+    )
 
 
 # ------------------------------------------------------------------------------------------- what ranks have to look up
@@ -256,12 +307,21 @@ def _uneven(
         basis="measured: every rank computes as long as their mean",
         is_measured=True,
     )
-    return finding_of_cost(cause, title, evidence, [even], _of_iteration(facts, most.seconds), ranks=[most.rank])
+    return finding_of_cost(
+        cause,
+        title,
+        evidence,
+        [even],
+        _of_iteration(facts, most.seconds),
+        ranks=[most.rank],
+    )
 
 
 def imbalanced_table(facts: Facts) -> Finding | None:
     """The tables of one rank are read far more than those of the others."""
-    values = [float(sum(table.numbers_read for table in each.tables)) for each in facts.ranks]
+    values = [
+        float(sum(table.numbers_read for table in each.tables)) for each in facts.ranks
+    ]
     most = _excessive(facts, values)
     # Uneven lists explain uneven look-ups without the tables.
     if most is None or _top([each.ids for each in facts.ranks])[1] >= _UNEVEN:
@@ -284,7 +344,9 @@ def imbalanced_table(facts: Facts) -> Finding | None:
         )
     remedy = "tables over the ranks by what is read of them", lines
     title = f"{name} holds the tables that are read most"
-    return _uneven(facts, most, "imbalanced_table", title, evidence, remedy, Change.ROUNDING)
+    return _uneven(
+        facts, most, "imbalanced_table", title, evidence, remedy, Change.ROUNDING
+    )
 
 
 def uneven_lists(facts: Facts) -> Finding | None:

@@ -56,10 +56,16 @@ def untouched_rows(facts: Facts) -> Finding | None:
     ]
     lazily = Remedy(
         name="SparseAdam on tables with sparse=True",
-        lines=("nn.Embedding(..., sparse=True)", "torch.optim.SparseAdam(tables)  # and Adam for the layers"),
+        lines=(
+            "nn.Embedding(..., sparse=True)",
+            "torch.optim.SparseAdam(tables)  # and Adam for the layers",
+        ),
         gain=expected(
             facts,
-            lambda each: each["data"] + min(each["step"], 3.0 * changed_seconds(each, "small_tables")),
+            lambda each: (
+                each["data"]
+                + min(each["step"], 3.0 * changed_seconds(each, "small_tables"))
+            ),
             lambda each: each["data"] + changed_seconds(each, "small_tables"),
         ),
         changes=Change.OPTIMIZER,
@@ -67,7 +73,14 @@ def untouched_rows(facts: Facts) -> Finding | None:
     )
     title = "the optimizer sweeps rows that the step never read"
     remedies = [capture_remedy(facts), lazily]
-    return finding_of(facts, "untouched_rows", title, evidence, remedies, lambda each: swept_seconds(facts, each))
+    return finding_of(
+        facts,
+        "untouched_rows",
+        title,
+        evidence,
+        remedies,
+        lambda each: swept_seconds(facts, each),
+    )
 
 
 def launches(facts: Facts) -> Finding | None:
@@ -87,8 +100,17 @@ def launches(facts: Facts) -> Finding | None:
     if facts.op_lines:
         evidence.append(f"most ops: {_first_lines(facts.op_lines)}")
     remedies = [*_vectorised(facts), capture_remedy(facts)]
-    title = "the step is many small ops: Python and dispatch take the time, not the work"
-    return finding_of(facts, "launches", title, evidence, remedies, lambda each: launch_seconds(facts, each))
+    title = (
+        "the step is many small ops: Python and dispatch take the time, not the work"
+    )
+    return finding_of(
+        facts,
+        "launches",
+        title,
+        evidence,
+        remedies,
+        lambda each: launch_seconds(facts, each),
+    )
 
 
 def _first_lines(counts: Sequence[tuple[str, int]]) -> str:
@@ -107,7 +129,9 @@ def _vectorised(facts: Facts) -> list[Remedy]:
         return []
     # A loop may have several lines: all those of its function go.
     function = line.rpartition(" in ")[2]
-    of_loop = sum(ops for name, ops in counts.items() if name.rpartition(" in ")[2] == function)
+    of_loop = sum(
+        ops for name, ops in counts.items() if name.rpartition(" in ")[2] == function
+    )
     # Ops that feed values to Python are another cause's.
     without = of_loop - facts.sync_ops
     if without < _LOOP_OPS:
@@ -128,7 +152,13 @@ def _vectorised(facts: Facts) -> list[Remedy]:
             gain=expected(
                 facts,
                 lambda each: each["data"] + each["step"] - 0.7 * price(each, without),
-                lambda each: each["data"] + max(0.02 * each["step"], each["step"] - price(each, without + backward)),
+                lambda each: (
+                    each["data"]
+                    + max(
+                        0.02 * each["step"],
+                        each["step"] - price(each, without + backward),
+                    )
+                ),
             ),
             changes=Change.ROUNDING,
             basis="predicted from the price of its ops",
@@ -144,13 +174,25 @@ def python_lines(facts: Facts) -> Finding | None:
     remedy = Remedy(
         name="take these lines out of the step, or run them every hundredth step",
         lines=tuple(f"{line.name}: {line.text[:80]}" for line, _ in lines[:3]),
-        gain=gain_without(facts, lambda each: unexplained_seconds(facts, each), 0.85, 1.1),
+        gain=gain_without(
+            facts, lambda each: unexplained_seconds(facts, each), 0.85, 1.1
+        ),
         changes=Change.LESS_OFTEN,
         basis="predicted from samples of the line that the loop is at",
     )
-    evidence = [f"no tensor op explains the time at {line.name}, {share:.0%}: {line.text}" for line, share in lines[:3]]
+    evidence = [
+        f"no tensor op explains the time at {line.name}, {share:.0%}: {line.text}"
+        for line, share in lines[:3]
+    ]
     title = f"{lines[0][0].name} holds the step, and not with tensor ops"
-    return finding_of(facts, "python_lines", title, evidence, [remedy], lambda each: unexplained_seconds(facts, each))
+    return finding_of(
+        facts,
+        "python_lines",
+        title,
+        evidence,
+        [remedy],
+        lambda each: unexplained_seconds(facts, each),
+    )
 
 
 def debug_modes(facts: Facts) -> Finding | None:
@@ -174,14 +216,19 @@ def debug_modes(facts: Facts) -> Finding | None:
         )
     remedy = Remedy(
         name=f"train without {modes}",
-        lines=("torch.autograd.set_detect_anomaly(False)", "leave `with torch.profiler.profile()` after some steps"),
+        lines=(
+            "torch.autograd.set_detect_anomaly(False)",
+            "leave `with torch.profiler.profile()` after some steps",
+        ),
         # Both modes look up the stack at each op, and the frames of an experiment are on top of the user's own.
         gain=gain_without(facts, seconds, 0.85, 1.0),
         changes=Change.EXACT,
         basis=basis,
         is_measured=facts.has("quiet"),
     )
-    return finding_of(facts, "debug_modes", f"{modes} was left on", evidence, [remedy], seconds)
+    return finding_of(
+        facts, "debug_modes", f"{modes} was left on", evidence, [remedy], seconds
+    )
 
 
 def whole_tables(facts: Facts) -> Finding | None:
@@ -192,7 +239,9 @@ def whole_tables(facts: Facts) -> Finding | None:
     seconds = partial(whole_table_seconds, facts)
     remedy = Remedy(
         name="the same on the rows that the batch reads",
-        lines=(f"{table.line}: look the rows up first, as in F.normalize(table(ids)); copy a table seldom",),
+        lines=(
+            f"{table.line}: look the rows up first, as in F.normalize(table(ids)); copy a table seldom",
+        ),
         gain=gain_without(facts, seconds, 0.8, 1.3),
         changes=Change.ROUNDING,
         basis="predicted from the time of these ops",
@@ -215,18 +264,31 @@ def double_precision(facts: Facts) -> Finding | None:
 
     remedy = Remedy(
         name="32-bit floats",
-        lines=("model.float(); x = x.float()  # numpy's arrays are 64-bit unless you say otherwise",),
+        lines=(
+            "model.float(); x = x.float()  # numpy's arrays are 64-bit unless you say otherwise",
+        ),
         gain=gain_without(facts, saved, 0.5, 1.3),
         changes=Change.FLOAT32,
         basis="predicted: half of the bits take about half of the time",
     )
-    evidence = [f"{in_ms(facts.double_s)} of a step are in ops of 64-bit floats, most of them at {facts.double_line}"]
-    return finding_of(facts, "double_precision", "the step computes in 64-bit floats", evidence, [remedy], saved)
+    evidence = [
+        f"{in_ms(facts.double_s)} of a step are in ops of 64-bit floats, most of them at {facts.double_line}"
+    ]
+    return finding_of(
+        facts,
+        "double_precision",
+        "the step computes in 64-bit floats",
+        evidence,
+        [remedy],
+        saved,
+    )
 
 
 def garbage(facts: Facts) -> Finding | None:
     """Python's garbage collector walks over many objects."""
-    if not facts.has("data", "step", "gc") or not any(each["gc"] for each in facts.rounds):
+    if not facts.has("data", "step", "gc") or not any(
+        each["gc"] for each in facts.rounds
+    ):
         return None
     seconds = [each["gc"] for each in facts.rounds]
     # The mean, not the median: a long collection comes in few of the rounds.
@@ -235,20 +297,35 @@ def garbage(facts: Facts) -> Finding | None:
     if len(seconds) > 1:
         error = stdev(seconds) / len(seconds) ** 0.5
     # Each round gets the mean in place of its own, or rounds without a collection would say that none is needed.
-    rounds = [{**each, "step": max(0.0, each["step"] - each["gc"]) + mean, "gc": mean} for each in facts.rounds]
+    rounds = [
+        {**each, "step": max(0.0, each["step"] - each["gc"]) + mean, "gc": mean}
+        for each in facts.rounds
+    ]
     facts = replace(facts, rounds=rounds)
     remedy = Remedy(
         name="fewer objects for the garbage collector to walk over",
         lines=("import gc; gc.collect(); gc.freeze()  # before the training loop",),
         # A collection also leaves the step with cold caches. Its mean is not known better than its error says.
-        gain=gain_without(facts, lambda _: mean, max(0.0, 0.5 * (1 - error / mean)), 1.3 * (1 + error / mean)),
+        gain=gain_without(
+            facts,
+            lambda _: mean,
+            max(0.0, 0.5 * (1 - error / mean)),
+            1.3 * (1 + error / mean),
+        ),
         changes=Change.EXACT,
         basis="measured: the seconds of its collections",
         is_measured=True,
     )
-    evidence = [f"collections take {in_ms(mean)} of an iteration, by the mean of {len(rounds)} rounds"]
+    evidence = [
+        f"collections take {in_ms(mean)} of an iteration, by the mean of {len(rounds)} rounds"
+    ]
     return finding_of(
-        facts, "garbage", "Python's garbage collector runs during training", evidence, [remedy], lambda each: each["gc"]
+        facts,
+        "garbage",
+        "Python's garbage collector runs during training",
+        evidence,
+        [remedy],
+        lambda each: each["gc"],
     )
 
 
@@ -267,12 +344,16 @@ def all_items(facts: Facts) -> Finding | None:
         return None
     remedy = Remedy(
         name=f"a sampled softmax over {_SAMPLED_ITEMS:,} items",
-        lines=(f"{most.line}: score the positive and {_SAMPLED_ITEMS:,} sampled items, with the logQ correction",),
+        lines=(
+            f"{most.line}: score the positive and {_SAMPLED_ITEMS:,} sampled items, with the logQ correction",
+        ),
         gain=gain_without(facts, seconds, 0.8, 1.1),
         changes=Change.LOSS,
         basis="predicted from the time of ops over all items",
     )
-    evidence = [f"{most.line}: ops over {most.items:,} items take {in_ms(most.seconds)} of a step"]
+    evidence = [
+        f"{most.line}: ops over {most.items:,} items take {in_ms(most.seconds)} of a step"
+    ]
     title = f"a softmax over {most.items:,} items is most of the step"
     return finding_of_cost("all_items", title, evidence, [remedy], cost, size="offer")
 
@@ -284,7 +365,9 @@ def host_syncs(facts: Facts) -> Finding | None:
     lines = _first_lines(facts.sync_lines)
     cause = "the step waits for values that Python wants to see"
     what = f"a step brings {facts.syncs:,} values to Python (.item(), .tolist(), if on a tensor, boolean masks)"
-    changes = ["total += loss.detach()  # in place of loss.item(); total.item() where it is printed"]
+    changes = [
+        "total += loss.detach()  # in place of loss.item(); total.item() where it is printed"
+    ]
     if facts.device_busy is not None:
         # A GPU idles after each wait, until the host has launched the next kernel.
         cause = "the host waits for the device, and the device for the host next"
@@ -302,8 +385,13 @@ def host_syncs(facts: Facts) -> Finding | None:
     if facts.lines:
         least, most = 0.93, 1.25
         basis = "predicted from the seconds at these lines"
-        seconds = share_of(facts, lambda each: sync_line_seconds(facts, each)) * facts.sampled_s
-        evidence.append(f"these lines take {in_ms(seconds)} of {in_ms(facts.sampled_s)}")
+        seconds = (
+            share_of(facts, lambda each: sync_line_seconds(facts, each))
+            * facts.sampled_s
+        )
+        evidence.append(
+            f"these lines take {in_ms(seconds)} of {in_ms(facts.sampled_s)}"
+        )
     remedy = Remedy(
         name="keep values as tensors, and read one of them every hundred steps",
         lines=tuple(changes),
@@ -311,4 +399,11 @@ def host_syncs(facts: Facts) -> Finding | None:
         changes=Change.EXACT,
         basis=basis,
     )
-    return finding_of(facts, "host_syncs", cause, evidence, [remedy], lambda each: sync_seconds(facts, each))
+    return finding_of(
+        facts,
+        "host_syncs",
+        cause,
+        evidence,
+        [remedy],
+        lambda each: sync_seconds(facts, each),
+    )

@@ -69,7 +69,9 @@ def placements(loads: Mapping[str, float], world_size: int) -> list[TowerPlaceme
     return list(proposed.values())[:_MOST_PLACED]
 
 
-def _placements(loads: Mapping[str, float], world_size: int) -> Iterator[TowerPlacement]:
+def _placements(
+    loads: Mapping[str, float], world_size: int
+) -> Iterator[TowerPlacement]:
     if world_size == 1 or not loads:
         return
     in_proportion = TowerPlacement.apart(loads, world_size)
@@ -78,7 +80,9 @@ def _placements(loads: Mapping[str, float], world_size: int) -> Iterator[TowerPl
     # Loads are estimates, so the placements one rank next to the proportional one are tried too.
     for more, fewer in permutations(loads, 2):
         if world_size >= len(loads) and counts[fewer] > 1:
-            yield _in_order({**counts, more: counts[more] + 1, fewer: counts[fewer] - 1}, world_size)
+            yield _in_order(
+                {**counts, more: counts[more] + 1, fewer: counts[fewer] - 1}, world_size
+            )
     everywhere = tuple(range(world_size))
     for size in range(len(loads) - 1, 0, -1):
         for names in combinations(loads, size):
@@ -87,7 +91,9 @@ def _placements(loads: Mapping[str, float], world_size: int) -> Iterator[TowerPl
                 # One tower alone gets the last half of the ranks, or it would be on every rank too.
                 ranks[names[0]] = everywhere[world_size // 2 :]
             else:
-                ranks |= TowerPlacement.apart({name: loads[name] for name in names}, world_size).ranks
+                ranks |= TowerPlacement.apart(
+                    {name: loads[name] for name in names}, world_size
+                ).ranks
             yield TowerPlacement(ranks=ranks, world_size=world_size)
 
 
@@ -106,7 +112,9 @@ def tower_loads(model: nn.Module) -> dict[str, float]:
         for name in unit:
             tower = towers[name]
             load += sum(tower.get_parameter(key).numel() for key in dense_layers(tower))
-            load += sum(table.embedding_dim * table.num_features() for table in tables_of(tower))
+            load += sum(
+                table.embedding_dim * table.num_features() for table in tables_of(tower)
+            )
         loads["+".join(unit)] = load
     return loads
 
@@ -130,7 +138,11 @@ class Decision:
         """
         rows = []
         for candidate in self.candidates:
-            row = {"towers": candidate.towers, "tables": candidate.sharding, "tried ms": ""}
+            row = {
+                "towers": candidate.towers,
+                "tables": candidate.sharding,
+                "tried ms": "",
+            }
             note = candidate.refused
             if not candidate.refused:
                 row["tried ms"] = f"{candidate.trial_ms:.2f}"
@@ -146,8 +158,12 @@ class Decision:
         against = ""
         # Candidates are in order, so the first of the other kind is its fastest.
         for other in self.candidates:
-            if not other.refused and (other.towers == EVERYWHERE) != (best.towers == EVERYWHERE):
-                against = f", against {other.trial_ms:.2f} ms with towers={other.towers}"
+            if not other.refused and (other.towers == EVERYWHERE) != (
+                best.towers == EVERYWHERE
+            ):
+                against = (
+                    f", against {other.trial_ms:.2f} ms with towers={other.towers}"
+                )
                 break
         return f"{table}\ntowers={best.towers}, tables {best.sharding}: {best.trial_ms:.2f} ms a step{against}"
 
@@ -158,7 +174,9 @@ def decide(candidates: Sequence[Candidate]) -> Decision:
     Raises:
         PlanError: all are refused; the message is that of the first one.
     """
-    ordered = sorted(candidates, key=lambda candidate: (bool(candidate.refused), candidate.trial_ms))
+    ordered = sorted(
+        candidates, key=lambda candidate: (bool(candidate.refused), candidate.trial_ms)
+    )
     if ordered[0].refused:
         raise PlanError(candidates[0].refused)
     return Decision(candidates=ordered)
@@ -225,7 +243,13 @@ def auto_plan(
             if is_flat:
                 whole_model = everywhere
             try:
-                plan = plan_sharding(whole_model, runtime, candidate_config, optimizer=optimizer, batch_size=len(batch))
+                plan = plan_sharding(
+                    whole_model,
+                    runtime,
+                    candidate_config,
+                    optimizer=optimizer,
+                    batch_size=len(batch),
+                )
                 # TorchRec's planner may choose a plan that is there already.
                 if str(plan) not in plans:
                     plans.add(str(plan))
@@ -233,11 +257,19 @@ def auto_plan(
                     distinct.append(candidate)
             except ValueError as error:
                 # This is a PlanError, or an optimizer that runs under no such sharding.
-                refused.append(dataclasses.replace(candidate, refused=str(error).splitlines()[0]))
+                refused.append(
+                    dataclasses.replace(candidate, refused=str(error).splitlines()[0])
+                )
         # All samples are there before the first is timed: their steps take turns.
-        times = trials.ms([as_config(config, candidate) for candidate in distinct], _TRIAL_S)
+        times = trials.ms(
+            [as_config(config, candidate) for candidate in distinct], _TRIAL_S
+        )
     if why_apart_is_refused:
-        refused.append(Candidate(towers="tower_parallel", sharding=kinds[0], refused=why_apart_is_refused))
+        refused.append(
+            Candidate(
+                towers="tower_parallel", sharding=kinds[0], refused=why_apart_is_refused
+            )
+        )
     timed = []
     for candidate, ms in zip(distinct, times, strict=True):
         timed.append(dataclasses.replace(candidate, trial_ms=ms))
@@ -247,7 +279,11 @@ def auto_plan(
 
 def as_config(config: PlanConfig, candidate: Candidate) -> PlanConfig:
     """Returns ``config`` with the placement and sharding type of a candidate."""
-    return dataclasses.replace(config, towers=candidate.towers, sharding=candidate.sharding)  # type: ignore[arg-type]
+    return dataclasses.replace(
+        config,
+        towers=candidate.towers,
+        sharding=candidate.sharding,  # type: ignore[arg-type]
+    )
 
 
 def why_together(model: nn.Module, runtime: Runtime) -> str:

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
@@ -42,7 +45,9 @@ class Sample:
         return [self.batch, *self.more]
 
     @classmethod
-    def of(cls, model: nn.Module, batch: TowerBatch, more: Sequence[TowerBatch] = ()) -> Sample:
+    def of(
+        cls, model: nn.Module, batch: TowerBatch, more: Sequence[TowerBatch] = ()
+    ) -> Sample:
         """Makes the sample of an unsharded ``model``, which is not changed."""
         # How many rows of each table may be kept so that all together take BYTES or less, by bisection: large tables
         # are cut to one number of rows, and small ones stay.
@@ -51,7 +56,10 @@ class Sample:
         high = max((table.num_embeddings for table in tables), default=1)
         while rows < high:
             middle = (rows + high + 1) // 2
-            size = sum(min(table.num_embeddings, middle) * table.embedding_dim * 4 for table in tables)
+            size = sum(
+                min(table.num_embeddings, middle) * table.embedding_dim * 4
+                for table in tables
+            )
             if size <= BYTES:
                 rows = middle
             else:
@@ -63,7 +71,11 @@ class Sample:
         # Towers keep lists of their tables, which must agree with the collections.
         for module in small.modules():
             for name, value in vars(module).items():
-                if isinstance(value, list) and value and all(isinstance(item, BaseEmbeddingConfig) for item in value):
+                if (
+                    isinstance(value, list)
+                    and value
+                    and all(isinstance(item, BaseEmbeddingConfig) for item in value)
+                ):
                     setattr(module, name, [_fewer(table, rows) for table in value])
         first, *others = [_wrap_batch(each, rows) for each in (batch, *more)]
         return cls(small, first, tuple(others))
@@ -78,10 +90,14 @@ def _smaller(collection: nn.Module, rows: int) -> nn.Module:
     # Sharding allocates each rank's rows alone.
     device = torch.device("meta")
     if isinstance(collection, EmbeddingBagCollection):
-        bags: nn.Module = EmbeddingBagCollection(tables=tables, is_weighted=collection.is_weighted(), device=device)
+        bags: nn.Module = EmbeddingBagCollection(
+            tables=tables, is_weighted=collection.is_weighted(), device=device
+        )
         return bags
     assert isinstance(collection, EmbeddingCollection)
-    lists: nn.Module = EmbeddingCollection(tables=tables, need_indices=collection.need_indices(), device=device)
+    lists: nn.Module = EmbeddingCollection(
+        tables=tables, need_indices=collection.need_indices(), device=device
+    )
     return lists
 
 
@@ -89,7 +105,9 @@ def _wrap_batch(batch: TowerBatch, rows: int) -> TowerBatch:
     """Returns ``batch`` with ids modulo ``rows``; smaller ids stay as they are."""
     changes: dict[str, Any] = {"sparse": _wrap(batch.sparse, rows)}
     if batch.shared is not None:
-        changes["shared"] = dataclasses.replace(batch.shared, sparse=_wrap(batch.shared.sparse, rows))
+        changes["shared"] = dataclasses.replace(
+            batch.shared, sparse=_wrap(batch.shared.sparse, rows)
+        )
     if batch.joint is not None:
         changes["joint"] = _wrap(batch.joint, rows)
     if batch.weighted is not None:

@@ -47,9 +47,13 @@ class StepRunner(Protocol):
 Steps = Callable[[DistributedModelParallel, HybridOptimizer, Runtime], StepRunner]
 
 
-def plain_steps(model: DistributedModelParallel, optimizer: HybridOptimizer, runtime: Runtime) -> StepRunner:
+def plain_steps(
+    model: DistributedModelParallel, optimizer: HybridOptimizer, runtime: Runtime
+) -> StepRunner:
     """Returns TorchRec's pipeline without any checks, for a training loop of one's own."""
-    pipeline: StepRunner = TrainPipelineSparseDist(model, optimizer, runtime.device, execute_all_batches=True)
+    pipeline: StepRunner = TrainPipelineSparseDist(
+        model, optimizer, runtime.device, execute_all_batches=True
+    )
     return pipeline
 
 
@@ -62,7 +66,9 @@ class Trials:
         steps: makes what runs the steps of a sharded sample, as the training will; the same on every rank.
     """
 
-    def __init__(self, runtime: Runtime, optimizer: OptimizerConfig, steps: Steps = plain_steps) -> None:
+    def __init__(
+        self, runtime: Runtime, optimizer: OptimizerConfig, steps: Steps = plain_steps
+    ) -> None:
         self._runtime = runtime
         self._optimizer = optimizer
         self._make = steps
@@ -80,9 +86,19 @@ class Trials:
             ValueError: there is no such plan.
         """
         model = copy.deepcopy(sample.model)
-        plan = plan_sharding(model, self._runtime, config, optimizer=self._optimizer, batch_size=len(sample.batch))
+        plan = plan_sharding(
+            model,
+            self._runtime,
+            config,
+            optimizer=self._optimizer,
+            batch_size=len(sample.batch),
+        )
         sharded, optimizer = hybrid_parallel(
-            model, self._runtime, plan=plan, optimizer=self._optimizer, codecs=codecs_of(config)
+            model,
+            self._runtime,
+            plan=plan,
+            optimizer=self._optimizer,
+            codecs=codecs_of(config),
         )
         pipeline = self._make(sharded, optimizer, self._runtime)
         endless = itertools.cycle(sample.batches)
@@ -145,7 +161,10 @@ class Trials:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         # They hold the pipelines, and with them the tables.
         self._steps.clear()

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from torch import nn
     from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
-TableOptimizer = Literal["adagrad", "row_wise_adagrad", "sgd", "adam", "lazy_adam", "partial_row_wise_adam", "lamb"]
+TableOptimizer = Literal[
+    "adagrad",
+    "row_wise_adagrad",
+    "sgd",
+    "adam",
+    "lazy_adam",
+    "partial_row_wise_adam",
+    "lamb",
+]
 DenseOptimizer = Literal["adam", "adagrad", "sgd"]
 _ADAM = ("adam", "lazy_adam", "partial_row_wise_adam", "lamb")
 _NUMBERS = ("lr", "weight_decay", "l2", "eps")
@@ -87,7 +95,9 @@ def parse_override(field: str, item: str, kinds: Sequence[str]) -> Override:
         key, equals, text = word.partition("=")
         if not equals:
             if key not in kinds:
-                raise ValueError(f"{field}: {item!r}: the optimizer {key!r} must be one of {', '.join(kinds)}")
+                raise ValueError(
+                    f"{field}: {item!r}: the optimizer {key!r} must be one of {', '.join(kinds)}"
+                )
             changes["kind"] = key
         elif key in _NUMBERS:
             # NaN is refused below, and so is a text that is no number.
@@ -96,10 +106,14 @@ def parse_override(field: str, item: str, kinds: Sequence[str]) -> Override:
             except ValueError:
                 value = math.nan
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{field}: {item!r}: {key}={text}: must be a number of 0 or more")
+                raise ValueError(
+                    f"{field}: {item!r}: {key}={text}: must be a number of 0 or more"
+                )
             changes[key] = value
         else:
-            raise ValueError(f"{field}: {item!r}: there is no setting {key!r}; settings are {', '.join(_NUMBERS)}")
+            raise ValueError(
+                f"{field}: {item!r}: there is no setting {key!r}; settings are {', '.join(_NUMBERS)}"
+            )
     return Override(item=item, pattern=pattern.strip(), changes=changes)
 
 
@@ -166,20 +180,30 @@ class Choice:
             # torch calls Adam's l2 term weight_decay, and only Adam has one.
             arguments["weight_decay"] = self.l2
         if UNFUSED[self.kind] is RowAdam:
-            arguments |= {"row_wise": self.kind == "partial_row_wise_adam", "trust_ratio": self.kind == "lamb"}
+            arguments |= {
+                "row_wise": self.kind == "partial_row_wise_adam",
+                "trust_ratio": self.kind == "lamb",
+            }
         return UNFUSED[self.kind], arguments
 
     @property
     def state_numbers(self) -> tuple[int, int]:
         """Numbers of optimizer state per weight, and per row of a table or of its shard; 32 bits each."""
         # The others have Adam's two moments for each weight.
-        numbers = {"adagrad": (1, 0), "row_wise_adagrad": (0, 1), "sgd": (0, 0), "partial_row_wise_adam": (1, 1)}
+        numbers = {
+            "adagrad": (1, 0),
+            "row_wise_adagrad": (0, 1),
+            "sgd": (0, 0),
+            "partial_row_wise_adam": (1, 1),
+        }
         return numbers.get(self.kind, (2, 0))
 
     def state_bytes(self, table: BaseEmbeddingConfig) -> int:
         """Returns the bytes of optimizer state for ``table``, without its weights; more if its columns are split."""
         per_weight, per_row = self.state_numbers
-        return int(4 * table.num_embeddings * (table.embedding_dim * per_weight + per_row))
+        return int(
+            4 * table.num_embeddings * (table.embedding_dim * per_weight + per_row)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +264,9 @@ class OptimizerConfig:
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value}: must be a number of 0 or more")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas={self.betas}: must be two numbers of at least 0 and below 1, such as 0.9,0.999")
+            raise ValueError(
+                f"betas={self.betas}: must be two numbers of at least 0 and below 1, such as 0.9,0.999"
+            )
         # They are parsed here for their errors alone, so that a wrong text is refused with the other settings.
         self._overrides("per_table")
         self._overrides("per_layer")
@@ -280,12 +306,23 @@ class OptimizerConfig:
             ValueError: an exception matches no parameter, or ``l2`` is set for an optimizer other than adam.
         """
         default = Choice(
-            kind=self.dense, lr=self.dense_lr, eps=self.eps, betas=self.betas, weight_decay=self.dense_weight_decay
+            kind=self.dense,
+            lr=self.dense_lr,
+            eps=self.eps,
+            betas=self.betas,
+            weight_decay=self.dense_weight_decay,
         )
-        return _decide("dense layer", default, self._overrides("per_layer"), {name: name for name in names})
+        return _decide(
+            "dense layer",
+            default,
+            self._overrides("per_layer"),
+            {name: name for name in names},
+        )
 
 
-def _decide(what: str, default: Choice, overrides: list[Override], paths: Mapping[str, str]) -> dict[str, Choice]:
+def _decide(
+    what: str, default: Choice, overrides: list[Override], paths: Mapping[str, str]
+) -> dict[str, Choice]:
     for override in overrides:
         if not any(override.fits(name, path) for name, path in paths.items()):
             names = textwrap.shorten(", ".join(paths), 100, placeholder=" ...")
@@ -294,7 +331,9 @@ def _decide(what: str, default: Choice, overrides: list[Override], paths: Mappin
             )
     choices = {}
     for name, path in paths.items():
-        choice = default.changed(override for override in overrides if override.fits(name, path))
+        choice = default.changed(
+            override for override in overrides if override.fits(name, path)
+        )
         choices[name] = choice
         if choice.l2 and choice.kind != "adam":
             raise ValueError(

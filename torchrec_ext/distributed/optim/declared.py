@@ -33,7 +33,9 @@ _CALLERS = "_declared_by_the_caller"
 Declaration = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 
 
-def chosen_optimizer(model: nn.Module, optimizer: OptimizerConfig | None) -> OptimizerConfig:
+def chosen_optimizer(
+    model: nn.Module, optimizer: OptimizerConfig | None
+) -> OptimizerConfig:
     """Returns ``optimizer``, or the declarations of ``apply_optimizer_in_backward`` as a config, else defaults.
 
     Args:
@@ -57,12 +59,18 @@ def chosen_optimizer(model: nn.Module, optimizer: OptimizerConfig | None) -> Opt
             f"{_text(arguments)}) for table '{name}'; leave out one of them; per_table=('{name}=sgd "
             "lr=0.1',) says the same"
         )
-    return OptimizerConfig(per_table=tuple(_as_override(name, *declaration) for name, declaration in declared.items()))
+    return OptimizerConfig(
+        per_table=tuple(
+            _as_override(name, *declaration) for name, declaration in declared.items()
+        )
+    )
 
 
 def undeclared(model: nn.Module) -> list[str]:
     """Returns the names of the tables of an unsharded model without an optimizer declared by the caller."""
-    return [name for name, parameter in _tables_of(model) if _declared(parameter) is None]
+    return [
+        name for name, parameter in _tables_of(model) if _declared(parameter) is None
+    ]
 
 
 def _tables_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -80,10 +88,19 @@ def _declared(parameter: nn.Parameter) -> Declaration | None:
     return parameter._optimizer_classes[-1], parameter._optimizer_kwargs[-1]  # type: ignore[attr-defined]
 
 
-def _as_override(name: str, kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> str:
+def _as_override(
+    name: str, kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]
+) -> str:
     """Writes a declaration as an exception of ``per_table``, with FBGEMM's defaults as TorchRec has them."""
     settings = {"lr": 0.01, "eps": 1e-8, **arguments}
-    defaults = {"betas": (0.9, 0.999), "beta1": 0.9, "beta2": 0.999, "weight_decay": 0, "momentum": 0, "amsgrad": False}
+    defaults = {
+        "betas": (0.9, 0.999),
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "weight_decay": 0,
+        "momentum": 0,
+        "amsgrad": False,
+    }
     others = {}
     for key, value in settings.items():
         # NaN equals nothing, so a setting without a default always counts.
@@ -135,7 +152,10 @@ def declare_table_optimizer(
 
 
 def shardings(
-    tables: Iterable[BaseEmbeddingConfig], choices: Mapping[str, Choice], asked: Mapping[str, str], device: str
+    tables: Iterable[BaseEmbeddingConfig],
+    choices: Mapping[str, Choice],
+    asked: Mapping[str, str],
+    device: str,
 ) -> dict[str, str]:
     """Returns the sharding type of each table: as asked, or mostly data_parallel for ``auto`` without a kernel.
 
@@ -148,16 +168,27 @@ def shardings(
     Raises:
         ValueError: a table is to be sharded, and nothing runs its optimizer on the device.
     """
-    return {table.name: _sharding(table, choices[table.name].kind, asked[table.name], device) for table in tables}
+    return {
+        table.name: _sharding(
+            table, choices[table.name].kind, asked[table.name], device
+        )
+        for table in tables
+    }
 
 
-def _sharding(table: BaseEmbeddingConfig, optimizer: str, sharding: str, device: str) -> str:
+def _sharding(
+    table: BaseEmbeddingConfig, optimizer: str, sharding: str, device: str
+) -> str:
     if has_kernel(optimizer, device) or sharding == "data_parallel":
         return sharding
     # ShardedAdam's moments have the type of the table: in half precision an eps of 1e-8 would be 0.
     emulated = optimizer in EMULATED and table.data_type == DataType.FP32
     small = table.num_embeddings * table.embedding_dim <= REPLICATED_WEIGHTS
-    if sharding == "auto" and (small or not emulated) and refused_because(table, "data_parallel", device) is None:
+    if (
+        sharding == "auto"
+        and (small or not emulated)
+        and refused_because(table, "data_parallel", device) is None
+    ):
         return "data_parallel"
     if emulated:
         return sharding

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import (
+    CombinedOptimizer,
+    KeyedOptimizer,
+    KeyedOptimizerWrapper,
+)
 
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.distributed.optim.kinds import rows_with_gradient
@@ -49,7 +53,9 @@ class _CheckedGradients:
 
     def holds_for(self, gradients: list[Tensor]) -> bool:
         """Whether these are the same tensors, and nothing has been written to them since."""
-        if len(gradients) != len(self.gradients) or not all(map(operator.is_, gradients, self.gradients)):
+        if len(gradients) != len(self.gradients) or not all(
+            map(operator.is_, gradients, self.gradients)
+        ):
             return False
         return self.versions == _versions(gradients)
 
@@ -123,7 +129,9 @@ class HybridOptimizer(CombinedOptimizer):
             self.dense_groups += keyed.param_groups
         # By identity, because two groups may have equal settings.
         dense_ids = set(map(id, self.dense_groups))
-        self.table_groups: list[dict[str, Any]] = [group for group in self.param_groups if id(group) not in dense_ids]
+        self.table_groups: list[dict[str, Any]] = [
+            group for group in self.param_groups if id(group) not in dense_ids
+        ]
         self._tables: set[Any] = set()
         for _, keyed in tables:
             self._tables.update(keyed.params.values())
@@ -168,11 +176,15 @@ class HybridOptimizer(CombinedOptimizer):
 
     def _gradient_is_good(self) -> bool:
         """Checks the gradient for numbers that are not finite, and clips its norm."""
-        parameters: list[Any] = [parameter for parameter in self._names if parameter.grad is not None]
+        parameters: list[Any] = [
+            parameter for parameter in self._names if parameter.grad is not None
+        ]
         if not parameters and self._holders is None:
             return True
         self.gradient_norm = self._norm(parameters)
-        if self.gradient_norm.device.type == "cpu" and not torch.isfinite(self.gradient_norm):
+        if self.gradient_norm.device.type == "cpu" and not torch.isfinite(
+            self.gradient_norm
+        ):
             if not self.apart:
                 raise GradientNotFiniteError(self.explain_gradient())
             self.fault = self.fault or self.explain_gradient()
@@ -194,7 +206,9 @@ class HybridOptimizer(CombinedOptimizer):
         square = torch.zeros((), device=self._device)
         by_count: dict[int, list[Tensor]] = {}
         for parameter in parameters:
-            by_count.setdefault(self._holders[self._names[parameter]], []).append(parameter.grad)
+            by_count.setdefault(self._holders[self._names[parameter]], []).append(
+                parameter.grad
+            )
         for count, gradients in by_count.items():
             # Each of these ranks adds the same square, so the sum over all ranks counts it once.
             square += get_total_norm(gradients).square() / count
@@ -238,11 +252,19 @@ class HybridOptimizer(CombinedOptimizer):
         return f"the gradient of {first_few(bad)} is not finite"
 
     def _gradients(self) -> dict[str, Tensor]:
-        return {name: parameter.grad for parameter, name in self._names.items() if parameter.grad is not None}
+        return {
+            name: parameter.grad
+            for parameter, name in self._names.items()
+            if parameter.grad is not None
+        }
 
 
 def _not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
-    return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
+    return [
+        name
+        for name, gradient in gradients.items()
+        if not torch.isfinite(gradient).all()
+    ]
 
 
 def first_few(texts: Sequence[str], separator: str = ", ") -> str:
@@ -299,22 +321,30 @@ def keyed_optimizers(
         groups = _groups(members, choices)
         factory = choices[next(iter(members))].unfused()[0]
         # As defaults, because a lambda would read the variables of the last round.
-        keyed = KeyedOptimizerWrapper(members, lambda _, make=factory, groups=groups: _optimizer(make, groups))
+        keyed = KeyedOptimizerWrapper(
+            members, lambda _, make=factory, groups=groups: _optimizer(make, groups)
+        )
         optimizers.append((f"{name}_{kind}", keyed))
     return optimizers
 
 
-def _optimizer(factory: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _optimizer(
+    factory: type[torch.optim.Optimizer], groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
     # fused: one kernel for all parameters; on a CPU torch would else run ten for each.
     if factory is torch.optim.Adam:
         return torch.optim.Adam(groups, fused=True)
     return factory(groups)  # type: ignore[call-arg]
 
 
-def _groups(parameters: Mapping[str, nn.Parameter], choices: Mapping[str, Choice]) -> list[dict[str, Any]]:
+def _groups(
+    parameters: Mapping[str, nn.Parameter], choices: Mapping[str, Choice]
+) -> list[dict[str, Any]]:
     groups: dict[Choice, dict[str, Any]] = {}
     for name, parameter in parameters.items():
         choice = choices[name]
-        group = groups.setdefault(choice, {"params": [], **choice.unfused()[1], "decay": choice.weight_decay})
+        group = groups.setdefault(
+            choice, {"params": [], **choice.unfused()[1], "decay": choice.weight_decay}
+        )
         group["params"].append(parameter)
     return list(groups.values())

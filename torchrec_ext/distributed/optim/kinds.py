@@ -41,7 +41,14 @@ class RowAdam(torch.optim.Optimizer):
         trust_ratio: bool = False,
     ) -> None:
         super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "row_wise": row_wise, "trust_ratio": trust_ratio}
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "row_wise": row_wise,
+                "trust_ratio": trust_ratio,
+            },
         )
 
     @torch.no_grad()
@@ -64,7 +71,9 @@ def _start(state: dict[str, Any], table: Tensor, row_wise: bool) -> None:
         if row_wise:
             shape = torch.Size([len(table), 1])
         state["step"] = torch.zeros(())
-        state["exp_avg"] = torch.zeros(table.shape, dtype=table.dtype, device=table.device)
+        state["exp_avg"] = torch.zeros(
+            table.shape, dtype=table.dtype, device=table.device
+        )
         state["exp_avg_sq"] = torch.zeros(shape, dtype=table.dtype, device=table.device)
     state["step"] += 1
 
@@ -108,7 +117,9 @@ def move_rows(
     if trust_ratio:
         weight_norm = table[rows].norm(dim=1, keepdim=True)
         update_norm = update.norm(dim=1, keepdim=True)
-        update *= torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
+        update *= torch.where(
+            (weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0
+        )
     table.index_add_(0, rows, update, alpha=-lr)
 
 

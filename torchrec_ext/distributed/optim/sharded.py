@@ -11,15 +11,27 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    EmbeddingLocation,
+    PoolingMode,
+)
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding, BatchedFusedEmbeddingBag
+from torchrec.distributed.batched_embedding_kernel import (
+    BatchedFusedEmbedding,
+    BatchedFusedEmbeddingBag,
+)
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.distributed.optim.config import Choice
-from torchrec_ext.distributed.optim.kinds import adam_denominator, move_rows, rows_with_gradient
+from torchrec_ext.distributed.optim.kinds import (
+    adam_denominator,
+    move_rows,
+    rows_with_gradient,
+)
 from torchrec_ext.distributed.tables import collections, kernels_by_table
 
 
@@ -42,7 +54,9 @@ def decay_sharded_rows(model: nn.Module, choices: Mapping[str, Choice]) -> None:
                     decay = choices[table.name].weight_decay
                 decays.append(decay)
             if any(decays):
-                module.emb_module.register_forward_hook(_Decay(decays), with_kwargs=True)
+                module.emb_module.register_forward_hook(
+                    _Decay(decays), with_kwargs=True
+                )
 
 
 def read_past_caches(model: nn.Module) -> None:
@@ -62,7 +76,9 @@ def _empty_caches(collection: nn.Module, *_: Any) -> None:
         module.emb_module.reset_cache_states()
 
 
-def kernels_of(collection: nn.Module) -> Iterator[BatchedFusedEmbedding | BatchedFusedEmbeddingBag]:
+def kernels_of(
+    collection: nn.Module,
+) -> Iterator[BatchedFusedEmbedding | BatchedFusedEmbeddingBag]:
     """Yields the modules around the kernels of a sharded collection; modules() does not visit them."""
     for lookup in getattr(collection, "_lookups", ()):
         for module in lookup.modules():
@@ -93,12 +109,18 @@ class _Decay:
             )
         if output.requires_grad and len(inputs["indices"]):
             output.register_hook(  # type: ignore[no-untyped-call]
-                lambda grad: self._shrink(kernel, inputs["indices"], inputs["offsets"], grad)
+                lambda grad: self._shrink(
+                    kernel, inputs["indices"], inputs["offsets"], grad
+                )
             )
 
     @torch.no_grad()
     def _shrink(
-        self, kernel: SplitTableBatchedEmbeddingBagsCodegen, indices: Tensor, offsets: Tensor, grad: Tensor
+        self,
+        kernel: SplitTableBatchedEmbeddingBagsCodegen,
+        indices: Tensor,
+        offsets: Tensor,
+        grad: Tensor,
     ) -> None:
         # Asked in each backward, because a schedule changes it.
         lr = kernel.get_learning_rate()
@@ -111,7 +133,10 @@ class _Decay:
 
 
 def _rows_with_gradient(
-    kernel: SplitTableBatchedEmbeddingBagsCodegen, indices: Tensor, offsets: Tensor, grad: Tensor
+    kernel: SplitTableBatchedEmbeddingBagsCodegen,
+    indices: Tensor,
+    offsets: Tensor,
+    grad: Tensor,
 ) -> list[Tensor]:
     """Returns the rows of each table with a gradient; rows may repeat.
 
@@ -128,7 +153,9 @@ def _rows_with_gradient(
         live = grad.ne(0).any(dim=1)
     else:
         widths = [tables[table][1] for table in features]
-        bags = torch.cat([columns.ne(0).any(dim=1) for columns in torch.split(grad, widths, dim=1)])
+        bags = torch.cat(
+            [columns.ne(0).any(dim=1) for columns in torch.split(grad, widths, dim=1)]
+        )
         live = bags.repeat_interleave(lengths)
     # Every feature has B bags, so its ids begin at each B-th offset.
     ends = offsets[:: len(lengths) // len(features)].tolist()
@@ -153,8 +180,13 @@ class RowGradients:
 
     def __init__(self, kernel: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         self._kernel = kernel
-        self._tables: list[Tensor] = [table.data for table in kernel.split_embedding_weights()]
-        self._aside = [torch.zeros(len(table), dtype=torch.bool, device=table.device) for table in self._tables]
+        self._tables: list[Tensor] = [
+            table.data for table in kernel.split_embedding_weights()
+        ]
+        self._aside = [
+            torch.zeros(len(table), dtype=torch.bool, device=table.device)
+            for table in self._tables
+        ]
         self._saved_rows: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._tables]
         kernel.register_forward_pre_hook(self._before_forward)
         kernel.register_forward_hook(self._after_forward, with_kwargs=True)
@@ -175,7 +207,9 @@ class RowGradients:
         output: Tensor,
     ) -> None:
         if output.requires_grad and len(inputs["indices"]):
-            output.register_hook(lambda _: self._put_aside(inputs["indices"], inputs["offsets"]))  # type: ignore[no-untyped-call]
+            output.register_hook(
+                lambda _: self._put_aside(inputs["indices"], inputs["offsets"])
+            )  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _put_aside(self, indices: Tensor, offsets: Tensor) -> None:
@@ -183,8 +217,14 @@ class RowGradients:
         self._kernel.set_learning_rate(1.0)
         features = self._kernel.feature_table_map
         ends = offsets[:: (len(offsets) - 1) // len(features)].tolist()
-        for number, (table, aside, saved) in enumerate(zip(self._tables, self._aside, self._saved_rows, strict=True)):
-            rows_read = [indices[ends[f] : ends[f + 1]] for f, owner in enumerate(features) if owner == number]
+        for number, (table, aside, saved) in enumerate(
+            zip(self._tables, self._aside, self._saved_rows, strict=True)
+        ):
+            rows_read = [
+                indices[ends[f] : ends[f + 1]]
+                for f, owner in enumerate(features)
+                if owner == number
+            ]
             rows = torch.unique(torch.cat(rows_read))
             # Another look-up of this step may have put rows aside already; they are 0 now, so do not save them again.
             rows = rows[~aside[rows]]
@@ -195,7 +235,9 @@ class RowGradients:
     @torch.no_grad()
     def take(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (n,) rows and (n, D) their gradient for each table, and restores the rows."""
-        for number, (table, aside) in enumerate(zip(self._tables, self._aside, strict=True)):
+        for number, (table, aside) in enumerate(
+            zip(self._tables, self._aside, strict=True)
+        ):
             saved = self._saved_rows[number]
             self._saved_rows[number] = []
             rows = torch.empty(0, dtype=torch.int64, device=table.device)
@@ -221,7 +263,10 @@ class ShardedAdam(KeyedOptimizer):
     """
 
     def __init__(
-        self, path: str, module: BatchedFusedEmbedding | BatchedFusedEmbeddingBag, choices: Mapping[str, Choice]
+        self,
+        path: str,
+        module: BatchedFusedEmbedding | BatchedFusedEmbeddingBag,
+        choices: Mapping[str, Choice],
     ) -> None:
         self._gradients = RowGradients(module.emb_module)
         self._rates = module.fused_optimizer.param_groups[0]
@@ -232,12 +277,18 @@ class ShardedAdam(KeyedOptimizer):
         weights = module.emb_module.split_embedding_weights()
         specs = module.emb_module.embedding_specs
         # A kernel has several shards of a table whose columns are split: they share a count of steps.
-        for config, table, (_, _, location, _) in zip(module.config.embedding_tables, weights, specs, strict=True):
+        for config, table, (_, _, location, _) in zip(
+            module.config.embedding_tables, weights, specs, strict=True
+        ):
             name = config.name
-            moments = {moment: _zeros_beside(table.data, location) for moment in _MOMENTS}
+            moments = {
+                moment: _zeros_beside(table.data, location) for moment in _MOMENTS
+            }
             moments_by_table.setdefault(name, []).append(moments)
             steps.setdefault(name, torch.zeros(()))
-            self._shards.append(_AdamShard(choices[name], table.data, moments, steps[name]))
+            self._shards.append(
+                _AdamShard(choices[name], table.data, moments, steps[name])
+            )
         params: dict[str, Any] = {}
         state: dict[Any, dict[str, Any]] = {}
         for key, weight in module.fused_optimizer.params.items():
@@ -245,7 +296,9 @@ class ShardedAdam(KeyedOptimizer):
             params[f"{path}.{key}".lstrip(".")] = weight
             state[weight] = {"step": steps[name]}
             for moment in _MOMENTS:
-                state[weight][moment] = _like(weight, [shard[moment] for shard in moments_by_table[name]])
+                state[weight][moment] = _like(
+                    weight, [shard[moment] for shard in moments_by_table[name]]
+                )
         super().__init__(params, state, [])
 
     def take(self) -> None:
@@ -261,7 +314,9 @@ class ShardedAdam(KeyedOptimizer):
         # Shards of one table share a step count, which must grow once.
         for steps in {id(shard.steps): shard.steps for shard in self._shards}.values():
             steps += 1
-        for shard, (rows, gradient) in zip(self._shards, self._row_gradients, strict=True):
+        for shard, (rows, gradient) in zip(
+            self._shards, self._row_gradients, strict=True
+        ):
             live = rows_with_gradient(gradient)
             shard.update(rows[live], gradient[live], self._rates["lr"])
         self._row_gradients = []
@@ -279,10 +334,20 @@ class _AdamShard(NamedTuple):
         """Steps by the ``gradient`` (U, D) of the distinct ``rows`` (U,); dense Adam updates all other rows too."""
         choice = self.choice
         if choice.weight_decay:
-            self.table.index_copy_(0, rows, self.table[rows] * (1 - lr * choice.weight_decay))
+            self.table.index_copy_(
+                0, rows, self.table[rows] * (1 - lr * choice.weight_decay)
+            )
         if choice.kind == "lazy_adam":
             state = {"step": self.steps, **self.moments}
-            move_rows(self.table, rows, gradient, state, lr=lr, betas=choice.betas, eps=choice.eps)
+            move_rows(
+                self.table,
+                rows,
+                gradient,
+                state,
+                lr=lr,
+                betas=choice.betas,
+                eps=choice.eps,
+            )
             return
         beta1, beta2 = choice.betas
         first = self.moments["exp_avg"]
@@ -310,7 +375,10 @@ def _zeros_beside(table: Tensor, location: EmbeddingLocation) -> Tensor:
 
 
 def _like(weight: ShardedTensor, shards: list[Tensor]) -> ShardedTensor:
-    local = [Shard(tensor, shard.metadata) for tensor, shard in zip(shards, weight.local_shards(), strict=True)]
+    local = [
+        Shard(tensor, shard.metadata)
+        for tensor, shard in zip(shards, weight.local_shards(), strict=True)
+    ]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         local, weight.metadata(), process_group=weight._process_group
     )

@@ -78,7 +78,9 @@ class RankForecast:
         return self.lookup_ms + self.exchange_ms
 
 
-def forecast(draft: Draft, model: nn.Module, cluster: Cluster, optimizer: OptimizerConfig) -> list[RankForecast]:
+def forecast(
+    draft: Draft, model: nn.Module, cluster: Cluster, optimizer: OptimizerConfig
+) -> list[RankForecast]:
     """Returns the estimates of TorchRec's planner for ``draft``, rank by rank.
 
     Args:
@@ -94,7 +96,10 @@ def forecast(draft: Draft, model: nn.Module, cluster: Cluster, optimizer: Optimi
     for option in draft.options:
         table = tables[option.name]
         for rank, added in _shards(option, table, choices[option.name], cluster):
-            sums = {name: getattr(ranks[rank], name) + value for name, value in added.items()}
+            sums = {
+                name: getattr(ranks[rank], name) + value
+                for name, value in added.items()
+            }
             ranks[rank] = dataclasses.replace(ranks[rank], **sums)
     # A CPU has no memory but its host's, also for dense layers.
     if cluster.device == "cpu":
@@ -109,7 +114,11 @@ def _shards(
     input_share = _input_share(option, cluster)
     for shard in option.shards:
         weights = math.prod(shard.size) * bytes_per_weight(table)
-        state = sum(dataclasses.astuple(state_storage(choice, shard.size, option.compute_kernel, cluster.device)))
+        state = sum(
+            dataclasses.astuple(
+                state_storage(choice, shard.size, option.compute_kernel, cluster.device)
+            )
+        )
         perf = shard.perf
         storage = shard.storage
         yield (
@@ -117,11 +126,17 @@ def _shards(
             {
                 "weights": weights,
                 "state": state,
-                "buffers": max(storage.hbm + storage.ddr + storage.ssd - weights - state, 0),
+                "buffers": max(
+                    storage.hbm + storage.ddr + storage.ssd - weights - state, 0
+                ),
                 "host": storage.ddr,
                 "ssd": storage.ssd,
-                "lookup_ms": perf.fwd_compute + perf.bwd_compute + perf.prefetch_compute,
-                "exchange_ms": perf.fwd_comms + perf.bwd_comms + perf.input_dist_comms * input_share,
+                "lookup_ms": perf.fwd_compute
+                + perf.bwd_compute
+                + perf.prefetch_compute,
+                "exchange_ms": perf.fwd_comms
+                + perf.bwd_comms
+                + perf.input_dist_comms * input_share,
             },
         )
 
@@ -136,7 +151,11 @@ def _input_share(option: ShardingOption, cluster: Cluster) -> float:
     if not ids:
         return 1.0
     of_host = cluster.local_world_size
-    spread = {"row_wise": cluster.world_size, "table_row_wise": of_host, "grid_shard": of_host}
+    spread = {
+        "row_wise": cluster.world_size,
+        "table_row_wise": of_host,
+        "grid_shard": of_host,
+    }
     lengths: int = _LENGTH_BYTES * option.num_inputs
     return 1 / spread.get(option.sharding_type, 1) + lengths / ids
 
@@ -144,7 +163,11 @@ def _input_share(option: ShardingOption, cluster: Cluster) -> float:
 def _dense_bytes(model: nn.Module, optimizer: OptimizerConfig) -> int:
     """Returns the bytes of weights, gradients and optimizer state of everything but tables."""
     paths = tuple(f"{path}.".lstrip(".") for path, _ in collections(model))
-    dense = {name: parameter for name, parameter in model.named_parameters() if not name.startswith(paths)}
+    dense = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not name.startswith(paths)
+    }
     if not dense:
         return 0
     choices = optimizer.for_layers(dense)
@@ -215,7 +238,14 @@ def memory_text(draft: Draft) -> str:
         cached = ""
         if option.compute_kernel in CACHING:
             cached = f"{option.cache_load_factor or UVM_CACHING_RATIO:.0%}"
-        rows.append([option.name, option.compute_kernel, cached, *map(size_text, (stored.hbm, stored.ddr, stored.ssd))])
+        rows.append(
+            [
+                option.name,
+                option.compute_kernel,
+                cached,
+                *map(size_text, (stored.hbm, stored.ddr, stored.ssd)),
+            ]
+        )
     headers = ["table", "kernel", "cached", "on all GPUs", "in host memory", "on SSDs"]
     return str(tabulate(rows, headers=headers, disable_numparse=True))
 
@@ -235,7 +265,9 @@ class KernelFit:
     devices: int = 0
 
 
-def kernel_fits(plan: Callable[[Kernel, int], Sequence[RankForecast]], cluster: Cluster) -> list[KernelFit]:
+def kernel_fits(
+    plan: Callable[[Kernel, int], Sequence[RankForecast]], cluster: Cluster
+) -> list[KernelFit]:
     """Tries the kernels of a GPU on the cluster's devices, and on twice as many until they fit.
 
     Args:
@@ -266,9 +298,17 @@ def kernel_fits_text(fits: Sequence[KernelFit], cluster: Cluster) -> str:
                 why = "needs --ssd"
             rows.append([fit.kernel, why, "", "", ""])
         else:
-            sizes = map(size_text, (fit.largest.device, fit.largest.host, fit.largest.ssd))
+            sizes = map(
+                size_text, (fit.largest.device, fit.largest.host, fit.largest.ssd)
+            )
             rows.append([fit.kernel, f"{fit.devices:,}", *sizes])
-    headers = ["kernel for every table", "devices that fit", "GPU of the largest rank", "host memory", "SSD"]
+    headers = [
+        "kernel for every table",
+        "devices that fit",
+        "GPU of the largest rank",
+        "host memory",
+        "SSD",
+    ]
     return str(tabulate(rows, headers=headers, disable_numparse=True))
 
 
@@ -290,7 +330,8 @@ class Alternative:
 
 
 def compare(
-    plan: Callable[[Sharding], Sequence[RankForecast]], known: Mapping[Sharding, Sequence[RankForecast]]
+    plan: Callable[[Sharding], Sequence[RankForecast]],
+    known: Mapping[Sharding, Sequence[RankForecast]],
 ) -> list[Alternative]:
     """Forecasts every sharding type for all tables.
 
@@ -305,16 +346,25 @@ def compare(
             ranks = known[sharding] if sharding in known else plan(sharding)
         except PlanError as error:
             # The first clause alone fits into a cell of the table.
-            reason = str(error).splitlines()[0].removeprefix("no sharding plan fits: ").partition(";")[0]
+            reason = (
+                str(error)
+                .splitlines()[0]
+                .removeprefix("no sharding plan fits: ")
+                .partition(";")[0]
+            )
             alternatives.append(dataclasses.replace(alternative, refused=reason))
         else:
             slowest = max(rank.ms for rank in ranks)
             largest = max(rank.total for rank in ranks)
-            alternatives.append(dataclasses.replace(alternative, ms=slowest, largest=largest))
+            alternatives.append(
+                dataclasses.replace(alternative, ms=slowest, largest=largest)
+            )
     return alternatives
 
 
-def alternatives_text(alternatives: Sequence[Alternative], taken: Sharding, *, advise: bool = True) -> str:
+def alternatives_text(
+    alternatives: Sequence[Alternative], taken: Sharding, *, advise: bool = True
+) -> str:
     """Formats the alternatives as a table, and says whether another than the one ``taken`` should be faster.
 
     Args:

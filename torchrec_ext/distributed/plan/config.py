@@ -22,7 +22,9 @@ Sharding = Literal[
     "table_row_wise",
     "grid_shard",
 ]
-Kernel = Literal["auto", "dense", "fused", "fused_uvm", "fused_uvm_caching", "key_value"]
+Kernel = Literal[
+    "auto", "dense", "fused", "fused_uvm", "fused_uvm_caching", "key_value"
+]
 # Kernels that cache a share of their rows on the GPU.
 CACHING = ("fused_uvm_caching", "key_value")
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
@@ -77,13 +79,17 @@ class PlanConfig:
     def __post_init__(self) -> None:
         _check_sharding("sharding", self.sharding)
         if self.kernel not in get_args(Kernel):
-            raise ValueError(f"kernel: {self.kernel!r} must be one of {', '.join(get_args(Kernel))}")
+            raise ValueError(
+                f"kernel: {self.kernel!r} must be one of {', '.join(get_args(Kernel))}"
+            )
         _check_load_factor("", self.cache_load_factor, self.kernel)
         for exception in self.tables:
             self._exception(exception)
         self._check_precisions()
         if self.memory_gb < 0:
-            raise ValueError(f"memory_gb={self.memory_gb}: must be positive, or 0 for what the device has free")
+            raise ValueError(
+                f"memory_gb={self.memory_gb}: must be positive, or 0 for what the device has free"
+            )
         if not 0 <= self.reserve < 1:
             raise ValueError(f"reserve={self.reserve}: must be at least 0 and below 1")
         if self.towers not in PLACEMENTS:
@@ -93,8 +99,13 @@ class PlanConfig:
         for name in ("forward_precision", "backward_precision"):
             check_choice(name, getattr(self, name), get_args(Precision))
         if not 0 < self.backward_loss_scale < float("inf"):
-            raise ValueError(f"backward_loss_scale={self.backward_loss_scale}: must be a positive number")
-        if self.backward_loss_scale != 1 and self.backward_precision not in ("fp16", "bf16"):
+            raise ValueError(
+                f"backward_loss_scale={self.backward_loss_scale}: must be a positive number"
+            )
+        if self.backward_loss_scale != 1 and self.backward_precision not in (
+            "fp16",
+            "bf16",
+        ):
             raise ValueError(
                 f"backward_loss_scale={self.backward_loss_scale}: only for backward_precision=fp16 or bf16, but it is "
                 f"{self.backward_precision}"
@@ -108,7 +119,10 @@ class PlanConfig:
     @property
     def asked(self) -> list[TableChoice]:
         """Choices for every table, and for each exception in turn, whether the model has its table or not."""
-        return [TableChoice(self.sharding, self.kernel, self.cache_load_factor), *map(self._exception, self.tables)]
+        return [
+            TableChoice(self.sharding, self.kernel, self.cache_load_factor),
+            *map(self._exception, self.tables),
+        ]
 
     def choices(self, names: Sequence[str]) -> dict[str, TableChoice]:
         """Returns the requested choice, ``auto`` included, for each of the tables ``names``.
@@ -122,7 +136,9 @@ class PlanConfig:
             name = exception.partition("=")[0]
             if name not in by_table:
                 tables = textwrap.shorten(", ".join(names), 100, placeholder=" ...")
-                raise ValueError(f"tables: {exception!r} names no table of the model; its tables are {tables}")
+                raise ValueError(
+                    f"tables: {exception!r} names no table of the model; its tables are {tables}"
+                )
             by_table[name] = choice
         return by_table
 
@@ -135,7 +151,9 @@ class PlanConfig:
                 try:
                     changes[key] = float(number)
                 except ValueError:
-                    raise ValueError(f"tables: {text!r}: cache_load_factor={number}: must be a number") from None
+                    raise ValueError(
+                        f"tables: {text!r}: cache_load_factor={number}: must be a number"
+                    ) from None
             elif word != "auto" and word in get_args(Kernel):
                 changes["kernel"] = word
             else:
@@ -145,19 +163,27 @@ class PlanConfig:
         # The cache factor of every table has no meaning for this kernel.
         if kernel != self.kernel and kernel not in CACHING:
             changes.setdefault("cache_load_factor", 0.0)
-        choice = TableChoice(self.sharding, self.kernel, self.cache_load_factor)._replace(**changes)
-        _check_load_factor(f"tables: {text!r}: ", choice.cache_load_factor, choice.kernel)
+        choice = TableChoice(
+            self.sharding, self.kernel, self.cache_load_factor
+        )._replace(**changes)
+        _check_load_factor(
+            f"tables: {text!r}: ", choice.cache_load_factor, choice.kernel
+        )
         return choice
 
 
 def _check_sharding(argument: str, value: str, more: str = "") -> None:
     if value not in get_args(Sharding):
-        raise ValueError(f"{argument}: {value!r} must be one of {', '.join(get_args(Sharding))}{more}")
+        raise ValueError(
+            f"{argument}: {value!r} must be one of {', '.join(get_args(Sharding))}{more}"
+        )
 
 
 def _check_load_factor(where: str, value: float, kernel: str) -> None:
     if not 0 <= value <= 1:
-        raise ValueError(f"{where}cache_load_factor={value}: must be a share of the rows, 0 to 1")
+        raise ValueError(
+            f"{where}cache_load_factor={value}: must be a share of the rows, 0 to 1"
+        )
     if value and kernel not in ("auto", *CACHING):
         raise ValueError(
             f"{where}cache_load_factor={value}: only for kernel={' or '.join(CACHING)}, not kernel={kernel}"

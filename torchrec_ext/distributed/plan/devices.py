@@ -64,7 +64,14 @@ class Cluster:
             )
         # Tables must have some memory to lie in: a GPU's, or a CPU's host's.
         home = "hbm_gb" if self.device == "cuda" else "ddr_gb"
-        for name in ("hbm_gb", "ddr_gb", "ssd_gb", "intra_gb_s", "inter_gb_s", "memory_gb_s"):
+        for name in (
+            "hbm_gb",
+            "ddr_gb",
+            "ssd_gb",
+            "intra_gb_s",
+            "inter_gb_s",
+            "memory_gb_s",
+        ):
             value = getattr(self, name)
             least = "at least"
             is_possible = value >= 0
@@ -95,7 +102,12 @@ class Cluster:
 
     def topology(self) -> Topology:
         """Builds the topology for TorchRec's planner, without the reserve."""
-        from torchrec.distributed.planner.types import HardwareConfig, KernelConfig, TopologyFactory, TrainerConfig
+        from torchrec.distributed.planner.types import (
+            HardwareConfig,
+            KernelConfig,
+            TopologyFactory,
+            TrainerConfig,
+        )
 
         # TorchRec expects bytes per ms.
         hbm_bytes: int | None = None
@@ -106,7 +118,9 @@ class Cluster:
             hbm_rate = ddr_rate
             ddr_rate = None
         return TopologyFactory.create_topology(
-            TrainerConfig(world_size=self.world_size, local_world_size=self.local_world_size),
+            TrainerConfig(
+                world_size=self.world_size, local_world_size=self.local_world_size
+            ),
             HardwareConfig(
                 hbm_cap_bytes=hbm_bytes,
                 ddr_cap_bytes=self.host_bytes,

@@ -15,21 +15,36 @@ from typing import Any, NamedTuple
 import torch
 from tabulate import tabulate
 from torch import nn
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner import (
+    EmbeddingShardingPlanner,
+    ParameterConstraints,
+    Topology,
+)
 from torchrec.distributed.planner.constants import KV_CACHING_RATIO
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+)
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
 from torchrec.distributed.types import CacheParams, KeyValueParams, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
-from torchrec_ext.distributed.optim.declared import declare_table_optimizer, has_kernel, shardings
+from torchrec_ext.distributed.optim.declared import (
+    declare_table_optimizer,
+    has_kernel,
+    shardings,
+)
 from torchrec_ext.distributed.plan.config import CACHING, PlanConfig, TableChoice
 from torchrec_ext.distributed.plan.explain import MB, size_text, table_bytes
-from torchrec_ext.distributed.plan.storage import TableStorage, check_gpus, state_storage, widen_caches
+from torchrec_ext.distributed.plan.storage import (
+    TableStorage,
+    check_gpus,
+    state_storage,
+    widen_caches,
+)
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import (
     BY_HOST,
@@ -59,13 +74,23 @@ def refusal(reason: str, request: Request, topology: Topology) -> str:
     # On a CPU, tables are in host memory, and there is no HBM.
     usable = storage.hbm or storage.ddr
     need = _need(request)
-    sizes = {table.name: _size_with_state(table, request.choices) for table in request.tables}
+    sizes = {
+        table.name: _size_with_state(table, request.choices) for table in request.tables
+    }
     largest = max(sizes, key=sizes.__getitem__)
     rows = []
     for table in request.tables:
         sharding = request.asked[table.name].sharding
         size = size_text(sizes[table.name])
-        rows.append([table.name, f"{table.num_embeddings:,}", table.embedding_dim, sharding, size])
+        rows.append(
+            [
+                table.name,
+                f"{table.num_embeddings:,}",
+                table.embedding_dim,
+                sharding,
+                size,
+            ]
+        )
     headers = ["table", "rows", "dim", "sharding asked for", "with state"]
     lines = [
         f"no sharding plan fits: tables with optimizer state need {size_text(need.spread)} over all ranks and "
@@ -91,7 +116,11 @@ def _by_memory(request: Request, world_size: int, has: Storage) -> str:
         size = table_bytes(table)
         choice = request.asked[table.name]
         kernel = choice.kernel
-        home = {"key_value": "SSD", "fused_uvm": "host memory", "fused_uvm_caching": "host memory"}.get(kernel, "GPU")
+        home = {
+            "key_value": "SSD",
+            "fused_uvm": "host memory",
+            "fused_uvm_caching": "host memory",
+        }.get(kernel, "GPU")
         needs[home] += size
         if kernel in CACHING:
             needs["GPU"] += size * (choice.cache_load_factor or KV_CACHING_RATIO)
@@ -102,7 +131,9 @@ def _by_memory(request: Request, world_size: int, has: Storage) -> str:
         needs["SSD"] += state.ssd
     rows = []
     least = 1
-    for (name, need), usable in zip(needs.items(), (has.hbm, has.ddr, has.ssd), strict=True):
+    for (name, need), usable in zip(
+        needs.items(), (has.hbm, has.ddr, has.ssd), strict=True
+    ):
         ranks = 0
         if usable:
             ranks = math.ceil(need / usable)
@@ -110,8 +141,22 @@ def _by_memory(request: Request, world_size: int, has: Storage) -> str:
         enough = f"{max(ranks, 1):,}"
         if need and not usable:
             enough = "never"
-        rows.append([name, size_text(int(need)), size_text(usable), size_text(world_size * usable), enough])
-    headers = ["memory", "needed over all ranks", "each rank has", "together", "ranks of this size"]
+        rows.append(
+            [
+                name,
+                size_text(int(need)),
+                size_text(usable),
+                size_text(world_size * usable),
+                enough,
+            ]
+        )
+    headers = [
+        "memory",
+        "needed over all ranks",
+        "each rank has",
+        "together",
+        "ranks of this size",
+    ]
     table_text = tabulate(rows, headers=headers, disable_numparse=True)
     return (
         f"what would make it fit: at least {least:,} ranks of this size, row_wise or column_wise for a table larger "
@@ -176,15 +221,32 @@ def _changes(request: Request, usable: int) -> str:
         precisions["fp16 tables"] = half
     kinds = {"": request.choices}
     for kind in ("row_wise_adagrad", "sgd"):
-        changed = {name: dataclasses.replace(choice, kind=kind) for name, choice in request.choices.items()}
+        changed = {
+            name: dataclasses.replace(choice, kind=kind)
+            for name, choice in request.choices.items()
+        }
         if changed != request.choices:
             kinds[kind] = changed
     rows = []
-    for (kind, changed), (precision, configs) in product(kinds.items(), precisions.items()):
+    for (kind, changed), (precision, configs) in product(
+        kinds.items(), precisions.items()
+    ):
         need = _need(request._replace(tables=configs, choices=changed))
         what = ", ".join(filter(None, [kind, precision])) or "as asked"
-        rows.append([what, size_text(need.spread), size_text(need.on_each), need.ranks(usable) or "never"])
-    headers = ["tables and their state", "over all ranks", "on each", "ranks of this size"]
+        rows.append(
+            [
+                what,
+                size_text(need.spread),
+                size_text(need.on_each),
+                need.ranks(usable) or "never",
+            ]
+        )
+    headers = [
+        "tables and their state",
+        "over all ranks",
+        "on each",
+        "ranks of this size",
+    ]
     return str(tabulate(rows, headers=headers, disable_numparse=True))
 
 
@@ -224,17 +286,30 @@ def draft_plan(
         PlanError: the tables do not fit, or cannot be sharded as asked.
     """
     device = torch.device(topology.compute_device)
-    runtime = Runtime(world_size=topology.world_size, local_world_size=topology.local_world_size, device=device)
+    runtime = Runtime(
+        world_size=topology.world_size,
+        local_world_size=topology.local_world_size,
+        device=device,
+    )
     request = Request.of(model, runtime, config, optimizer, constraints or {})
-    stored = [name for name, choice in request.asked.items() if choice.kernel == "key_value"]
+    stored = [
+        name for name, choice in request.asked.items() if choice.kernel == "key_value"
+    ]
     if stored and not topology.devices[0].storage.ssd:
-        raise PlanError(f"table '{stored[0]}': kernel=key_value, but the hosts have no SSD; give --ssd GIB to rec.plan")
+        raise PlanError(
+            f"table '{stored[0]}': kernel=key_value, but the hosts have no SSD; give --ssd GIB to rec.plan"
+        )
     drafted = draft(model, request.with_bags(bag_lengths or {}), topology, batch_size)
     refuse_exchange(drafted, request.tables, config, topology.world_size)
     return drafted
 
 
-def refuse_exchange(draft: Draft, tables: Sequence[BaseEmbeddingConfig], config: PlanConfig, world_size: int) -> None:
+def refuse_exchange(
+    draft: Draft,
+    tables: Sequence[BaseEmbeddingConfig],
+    config: PlanConfig,
+    world_size: int,
+) -> None:
     """Refuses quantised communication without an exchange, and int8 if TorchRec cannot send it.
 
     Raises:
@@ -243,7 +318,8 @@ def refuse_exchange(draft: Draft, tables: Sequence[BaseEmbeddingConfig], config:
     if not config.quantised or world_size == 1 or not draft.options:
         return
     precisions = (
-        f"plan.forward_precision={config.forward_precision}, plan.backward_precision={config.backward_precision}"
+        f"plan.forward_precision={config.forward_precision}, "
+        f"plan.backward_precision={config.backward_precision}"
     )
     # Nothing would be quantised, although it was asked for.
     if all(option.sharding_type == "data_parallel" for option in draft.options):
@@ -256,7 +332,9 @@ def refuse_exchange(draft: Draft, tables: Sequence[BaseEmbeddingConfig], config:
     configs = {table.name: table for table in tables}
     for option in draft.options:
         table = configs[option.name]
-        reason = precision_refused_because(table, option.sharding_type, min(shard.size[1] for shard in option.shards))
+        reason = precision_refused_because(
+            table, option.sharding_type, min(shard.size[1] for shard in option.shards)
+        )
         if reason:
             raise PlanError(f"{precisions}: table '{option.name}': {reason}")
 
@@ -302,9 +380,14 @@ class Request(NamedTuple):
             else:
                 kinds[name] = choice.sharding
         types = shardings(tables, choices, kinds, runtime.device.type)
-        requests = {name: choice._replace(sharding=types[name]) for name, choice in requests.items()}
+        requests = {
+            name: choice._replace(sharding=types[name])
+            for name, choice in requests.items()
+        }
         request = cls(tables, requests, choices, {}, codecs_of(config))
-        return request._replace(constraints=_winning(request.derived(runtime), constraints))
+        return request._replace(
+            constraints=_winning(request.derived(runtime), constraints)
+        )
 
     def derived(self, runtime: Runtime) -> dict[str, ParameterConstraints]:
         """Derives the planner's constraints from the requested choices, by table.
@@ -317,14 +400,24 @@ class Request(NamedTuple):
         for table in self.tables:
             choice = self.choices[table.name]
             # An optimizer of ours, or our weight decay, writes rows where they lie, past the cache of a kernel.
-            by_row = not has_kernel(choice.kind, runtime.device.type) or choice.weight_decay > 0
+            by_row = (
+                not has_kernel(choice.kind, runtime.device.type)
+                or choice.weight_decay > 0
+            )
             request = self.asked[table.name]
-            constraint = _constraint(table, request, runtime, by_host=by_host, cached=not by_row)
+            constraint = _constraint(
+                table, request, runtime, by_host=by_host, cached=not by_row
+            )
             if constraint is not None:
                 constraints[table.name] = constraint
         return constraints
 
-    def on(self, names: Collection[str], runtime: Runtime, constraints: Mapping[str, ParameterConstraints]) -> Request:
+    def on(
+        self,
+        names: Collection[str],
+        runtime: Runtime,
+        constraints: Mapping[str, ParameterConstraints],
+    ) -> Request:
         """Returns the request for the tables ``names`` alone, on other ranks.
 
         Args:
@@ -338,7 +431,11 @@ class Request(NamedTuple):
         tables = [table for table in self.tables if table.name in names]
         choices = {table.name: self.asked[table.name] for table in tables}
         request = self._replace(tables=tables, asked=choices)
-        winning = {name: constraint for name, constraint in constraints.items() if name in request.asked}
+        winning = {
+            name: constraint
+            for name, constraint in constraints.items()
+            if name in request.asked
+        }
         return request._replace(constraints=_winning(request.derived(runtime), winning))
 
     def with_bags(self, lengths: Mapping[str, float]) -> Request:
@@ -347,7 +444,8 @@ class Request(NamedTuple):
         for table in self.tables:
             factors = [lengths.get(feature, 1.0) for feature in table.feature_names]
             constraints[table.name] = dataclasses.replace(
-                constraints.get(table.name, ParameterConstraints()), pooling_factors=factors
+                constraints.get(table.name, ParameterConstraints()),
+                pooling_factors=factors,
             )
         return self._replace(constraints=constraints)
 
@@ -362,7 +460,9 @@ class _PlanStats(NoopEmbeddingStats):
         self.options = stats["best_plan"]
 
 
-def draft(model: nn.Module, request: Request, topology: Topology, batch_size: int) -> Draft:
+def draft(
+    model: nn.Module, request: Request, topology: Topology, batch_size: int
+) -> Draft:
     """Runs TorchRec's planner for ``request`` on this rank alone.
 
     Args:
@@ -384,7 +484,9 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
-        enumerator=EmbeddingEnumerator(topology, batch_size, request.constraints, estimators),
+        enumerator=EmbeddingEnumerator(
+            topology, batch_size, request.constraints, estimators
+        ),
         # Our reserve is off the topology already: TorchRec's leaves the memory of a CPU rank as it is.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         stats=stats,
@@ -402,7 +504,11 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
         # The attributes by which tables of one sharding type share a cache, by table name.
         kinds: dict[str, Hashable] = {}
         for table in request.tables:
-            kinds[table.name] = (table.data_type, getattr(table, "pooling", None), request.choices[table.name])
+            kinds[table.name] = (
+                table.data_type,
+                getattr(table, "pooling", None),
+                request.choices[table.name],
+            )
         widen_caches(stats.options, kinds)
         check_gpus(stats.options, topology)
     except PlannerError as error:
@@ -419,7 +525,8 @@ def _not_of_replicated_tables(record: logging.LogRecord) -> bool:
 
 
 def _winning(
-    derived: Mapping[str, ParameterConstraints], requested: Mapping[str, ParameterConstraints]
+    derived: Mapping[str, ParameterConstraints],
+    requested: Mapping[str, ParameterConstraints],
 ) -> dict[str, ParameterConstraints]:
     """Merges constraints: the ``requested`` win, the ``derived`` fill in tables and kernels left open."""
     winning = dict(requested)
@@ -436,7 +543,12 @@ def _winning(
 
 
 def _constraint(
-    table: BaseEmbeddingConfig, request: TableChoice, runtime: Runtime, *, by_host: bool, cached: bool
+    table: BaseEmbeddingConfig,
+    request: TableChoice,
+    runtime: Runtime,
+    *,
+    by_host: bool,
+    cached: bool,
 ) -> ParameterConstraints | None:
     """Returns the planner's constraints for a table; None if nothing is requested and every type is possible.
 
@@ -451,7 +563,9 @@ def _constraint(
     """
     sharding = request.sharding
     device = runtime.device.type
-    reason = refused_because(table, sharding, device) or kernel_refused_because(request, device)
+    reason = refused_because(table, sharding, device) or kernel_refused_because(
+        request, device
+    )
     if reason is None and not cached and request.kernel in CACHING:
         reason = (
             f"kernel={request.kernel}: its optimizer, or its weight decay, reads and writes rows where they lie, of "
@@ -469,8 +583,14 @@ def _constraint(
         kernel["cache_params"] = CacheParams(load_factor=request.cache_load_factor)
     # TorchRec counts no cache at all if its size is missing.
     if request.kernel == "key_value":
-        cache = table_bytes(table) * (request.cache_load_factor or KV_CACHING_RATIO) / runtime.world_size
-        kernel["key_value_params"] = KeyValueParams(max_l1_cache_size=math.ceil(cache / MB))
+        cache = (
+            table_bytes(table)
+            * (request.cache_load_factor or KV_CACHING_RATIO)
+            / runtime.world_size
+        )
+        kernel["key_value_params"] = KeyValueParams(
+            max_l1_cache_size=math.ceil(cache / MB)
+        )
     if sharding == "auto":
         types = possible(table, device)
         if request.kernel not in ("auto", "dense"):
@@ -492,7 +612,9 @@ def _constraint(
     # FBGEMM's kernels need a multiple of 4 columns, and no rank should hold two pieces of a table.
     for width in range(4, table.embedding_dim, 4):
         if table.embedding_dim % width == 0 and width * pieces >= table.embedding_dim:
-            return ParameterConstraints(sharding_types=[sharding], min_partition=width, **kernel)
+            return ParameterConstraints(
+                sharding_types=[sharding], min_partition=width, **kernel
+            )
     raise PlanError(
         f"table '{table.name}': {table.embedding_dim} columns cannot be split over {pieces} {over} into equal "
         f"multiples of 4; choose another type, such as plan.tables={table.name}=row_wise, or embedding_dim"

@@ -14,10 +14,16 @@ from torchrec_ext.distributed.plan.tower_plan import TowerPlan, table_shardings
 from torchrec_ext.distributed.tables import ROWS_PER_LOOKUP, row_by_row, tables_of
 
 MB = 1024**2
-_HOMES = {"fused_uvm": "in host memory", "fused_uvm_caching": "in host memory", "key_value": "on the SSD"}
+_HOMES = {
+    "fused_uvm": "in host memory",
+    "fused_uvm_caching": "in host memory",
+    "key_value": "on the SSD",
+}
 
 
-def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_rows: int = 0) -> str:
+def explain(
+    plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_rows: int = 0
+) -> str:
     """Shows a plan as a table: each table's size, its sharding type, which rank holds which shard, and sums per rank.
 
     Where a table has its rows off the GPU, the compute kernels are shown too, and the sums of such rows.
@@ -42,7 +48,11 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
             per_rank[rank] += elements * bytes_per_weight(table) / MB
             if sizes_off is not None:
                 sizes_off[rank] += elements * bytes_per_weight(table) / MB
-        row = [table.name, f"{table.num_embeddings:,} x {table.embedding_dim}", f"{table_bytes(table) / MB:.2f}"]
+        row = [
+            table.name,
+            f"{table.num_embeddings:,} x {table.embedding_dim}",
+            f"{table_bytes(table) / MB:.2f}",
+        ]
         row.append(sharding.sharding_type)
         if off:
             row.append(sharding.compute_kernel)
@@ -67,7 +77,9 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
     return f"{readable}\nweights on {totals}{towers}{sweeps}"
 
 
-def placed_bytes(plan: ShardingPlan, model: nn.Module, world_size: int) -> list[tuple[str, dict[int, float]]]:
+def placed_bytes(
+    plan: ShardingPlan, model: nn.Module, world_size: int
+) -> list[tuple[str, dict[int, float]]]:
     """Returns each table's name, and the bytes of its weights on each rank.
 
     Args:
@@ -78,7 +90,9 @@ def placed_bytes(plan: ShardingPlan, model: nn.Module, world_size: int) -> list[
     tables: list[tuple[str, dict[int, float]]] = []
     for table, sharding in _planned(plan, model):
         elements = _elements_per_rank(table, sharding, world_size)
-        by_rank: dict[int, float] = {rank: count * bytes_per_weight(table) for rank, count in elements.items()}
+        by_rank: dict[int, float] = {
+            rank: count * bytes_per_weight(table) for rank, count in elements.items()
+        }
         tables.append((table.name, by_rank))
     return tables
 
@@ -169,7 +183,9 @@ def table_bytes(table: BaseEmbeddingConfig) -> int:
     return int(table.num_embeddings * table.embedding_dim * bytes_per_weight(table))
 
 
-def _planned(plan: ShardingPlan, model: nn.Module) -> Iterator[tuple[BaseEmbeddingConfig, ParameterSharding]]:
+def _planned(
+    plan: ShardingPlan, model: nn.Module
+) -> Iterator[tuple[BaseEmbeddingConfig, ParameterSharding]]:
     # By name: a plan may have other paths for tables that several towers share.
     shardings = table_shardings(plan)
     for table in tables_of(model):
@@ -182,28 +198,41 @@ def _shards(sharding: ParameterSharding) -> list[tuple[int, list[int], list[int]
     spec = sharding.sharding_spec
     if spec is None:
         return []
-    return [(shard.placement.rank(), list(shard.shard_offsets), list(shard.shard_sizes)) for shard in spec.shards]
+    return [
+        (shard.placement.rank(), list(shard.shard_offsets), list(shard.shard_sizes))
+        for shard in spec.shards
+    ]
 
 
-def _elements_per_rank(table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: int) -> dict[int, int]:
+def _elements_per_rank(
+    table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: int
+) -> dict[int, int]:
     shards = _shards(sharding)
     # A plan may leave out the ranks of a table that all of them replicate.
     if not shards:
-        return dict.fromkeys(sharding.ranks or range(world_size), table.num_embeddings * table.embedding_dim)
+        return dict.fromkeys(
+            sharding.ranks or range(world_size),
+            table.num_embeddings * table.embedding_dim,
+        )
     sums: dict[int, int] = {}
     for rank, _, (height, width) in shards:
         sums[rank] = sums.get(rank, 0) + height * width
     return sums
 
 
-def _where(table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: int) -> str:
+def _where(
+    table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: int
+) -> str:
     shards = _shards(sharding)
     if not shards:
         ranks = sharding.ranks or []
         if not ranks or len(ranks) >= world_size:
             return "every rank"
         return f"each of the ranks {', '.join(map(str, ranks))}"
-    texts = [f"rank {rank}{_extent(table, offsets, sizes)}" for rank, offsets, sizes in shards[:4]]
+    texts = [
+        f"rank {rank}{_extent(table, offsets, sizes)}"
+        for rank, offsets, sizes in shards[:4]
+    ]
     if len(shards) > 4:
         texts.append(f"and {len(shards) - 4} more")
     return "; ".join(texts)

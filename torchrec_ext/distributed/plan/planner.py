@@ -17,7 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.planner import ParameterConstraints, Topology
-from torchrec.distributed.planner.types import HardwareConfig, KernelConfig, TopologyFactory, TrainerConfig
+from torchrec.distributed.planner.types import (
+    HardwareConfig,
+    KernelConfig,
+    TopologyFactory,
+    TrainerConfig,
+)
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
@@ -31,11 +36,21 @@ from torchrec_ext.distributed.optim.declared import chosen_optimizer
 from torchrec_ext.distributed.placement import TowerPlacement
 from torchrec_ext.distributed.plan.config import PlanConfig, TableChoice
 from torchrec_ext.distributed.plan.devices import GB
-from torchrec_ext.distributed.plan.draft import PlanError, Request, draft, refuse_exchange
+from torchrec_ext.distributed.plan.draft import (
+    PlanError,
+    Request,
+    draft,
+    refuse_exchange,
+)
 from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.plan.towers import draft_towers, tower_placement
 from torchrec_ext.distributed.runtime import Runtime, available_memory
-from torchrec_ext.distributed.sharders import BY_HOST, OFF_THE_GPU, free_to_shard, refused_because
+from torchrec_ext.distributed.sharders import (
+    BY_HOST,
+    OFF_THE_GPU,
+    free_to_shard,
+    refused_because,
+)
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.distributed.tables import tables_of
 
@@ -76,7 +91,9 @@ def plan_sharding(
         raise PlanError(
             f"sync.table_copies={table_copies}: towers on ranks of their own have one copy; leave plan.towers alone"
         )
-    on_copy = dataclasses.replace(runtime, world_size=ranks, local_world_size=min(ranks, runtime.local_world_size))
+    on_copy = dataclasses.replace(
+        runtime, world_size=ranks, local_world_size=min(ranks, runtime.local_world_size)
+    )
     checked_on = on_copy
     # With placed towers, how columns may be split is checked later, on the ranks of each tower.
     if placement is not None:
@@ -89,7 +106,9 @@ def plan_sharding(
         try:
             # Measured on rank 0: hosts of one job are taken to be equal.
             usable = int(_capacity(config, runtime) * (1 - config.reserve))
-            host = int(available_memory() / runtime.local_world_size * (1 - config.reserve))
+            host = int(
+                available_memory() / runtime.local_world_size * (1 - config.reserve)
+            )
             topology = functools.partial(_topology, host=host)
             if placement is None:
                 drafted = draft(model, request, topology(on_copy, usable), batch_size)
@@ -97,13 +116,28 @@ def plan_sharding(
                 outcome = [drafted.plan]
             else:
                 won = constraints or {}
-                outcome = [draft_towers(model, placement, request, runtime, usable, topology, batch_size, won)]
+                outcome = [
+                    draft_towers(
+                        model,
+                        placement,
+                        request,
+                        runtime,
+                        usable,
+                        topology,
+                        batch_size,
+                        won,
+                    )
+                ]
         except PlanError as error:
             outcome = [error]
         # Any failure must reach the other ranks, which wait in the broadcast.
         except Exception as error:
             logging.getLogger(__name__).exception("the planner failed")
-            outcome = [RuntimeError(f"the planner failed on rank 0: {type(error).__name__}: {error}")]
+            outcome = [
+                RuntimeError(
+                    f"the planner failed on rank 0: {type(error).__name__}: {error}"
+                )
+            ]
     if runtime.world_size > 1:
         dist.broadcast_object_list(outcome, src=0, device=runtime.device)
     if isinstance(outcome[0], Exception):
@@ -111,7 +145,12 @@ def plan_sharding(
     return outcome[0]
 
 
-def refuse_unplaced(model: nn.Module, config: PlanConfig, placement: TowerPlacement | None, table_copies: int) -> None:
+def refuse_unplaced(
+    model: nn.Module,
+    config: PlanConfig,
+    placement: TowerPlacement | None,
+    table_copies: int,
+) -> None:
     """Refuses plans that TorchRec supports only on all ranks, and plans that cannot be trained.
 
     Raises:
@@ -129,7 +168,9 @@ def refuse_unplaced(model: nn.Module, config: PlanConfig, placement: TowerPlacem
             where = f"sync.table_copies={table_copies}"
             if placement is not None:
                 where = f"plan.towers={config.towers}"
-            raise PlanError(f"table '{name}': {why_on_all_ranks(choice)}, not with {where}; leave that alone")
+            raise PlanError(
+                f"table '{name}': {why_on_all_ranks(choice)}, not with {where}; leave that alone"
+            )
     if config.quantised and placement is not None:
         raise PlanError(
             f"plan.forward_precision={config.forward_precision}, plan.backward_precision="
@@ -171,18 +212,27 @@ def small_tables_whole(
         Constraints for :func:`plan_sharding`; none if a table is large, placed, asked for otherwise, or cannot be on
         every rank, or where there is one rank or a GPU.
     """
-    if runtime.world_size == 1 or runtime.device.type != "cpu" or config.towers != "data_parallel":
+    if (
+        runtime.world_size == 1
+        or runtime.device.type != "cpu"
+        or config.towers != "data_parallel"
+    ):
         return {}
     tables = tables_of(model)
     requests = config.choices([table.name for table in tables]).values()
     weights = sum(table.num_embeddings * table.embedding_dim for table in tables)
     replicated = ShardingType.DATA_PARALLEL.value
     impossible = any(refused_because(table, replicated, "cpu") for table in tables)
-    free = all((choice.sharding, choice.kernel) == ("auto", "auto") for choice in requests)
+    free = all(
+        (choice.sharding, choice.kernel) == ("auto", "auto") for choice in requests
+    )
     # A limit of the norm would take in the tables, which it leaves out while they are sharded.
     if weights > SMALL_WEIGHTS or impossible or not free or optimizer.clip_norm:
         return {}
-    return {table.name: ParameterConstraints(sharding_types=[replicated]) for table in tables}
+    return {
+        table.name: ParameterConstraints(sharding_types=[replicated])
+        for table in tables
+    }
 
 
 def free_tables(
@@ -221,7 +271,9 @@ def free_tables(
     )
 
 
-def _sharded(model: nn.Module, config: PlanConfig, device: str) -> dict[str, ParameterConstraints]:
+def _sharded(
+    model: nn.Module, config: PlanConfig, device: str
+) -> dict[str, ParameterConstraints]:
     """Returns constraints that keep tables with an open sharding from becoming data_parallel.
 
     A table that ``config`` names data_parallel stays so; semi_sync refuses it by name later, and so does quantised
@@ -232,7 +284,9 @@ def _sharded(model: nn.Module, config: PlanConfig, device: str) -> dict[str, Par
     for name, choice in config.choices(tables).items():
         # The kernel dense runs data_parallel tables alone.
         if choice.sharding == "auto" and choice.kernel != "dense":
-            constraints[name] = ParameterConstraints(sharding_types=free_to_shard(device))
+            constraints[name] = ParameterConstraints(
+                sharding_types=free_to_shard(device)
+            )
     return constraints
 
 
@@ -244,7 +298,9 @@ def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:
     """
     if runtime.device.type == "cpu":
         return plan
-    return ShardingPlan({path: _on_own_device(module, runtime) for path, module in plan.plan.items()})
+    return ShardingPlan(
+        {path: _on_own_device(module, runtime) for path, module in plan.plan.items()}
+    )
 
 
 def _on_own_device(plan: ModuleShardingPlan, runtime: Runtime) -> ModuleShardingPlan:
@@ -267,7 +323,9 @@ def _on_own_device(plan: ModuleShardingPlan, runtime: Runtime) -> ModuleSharding
                 if shard.placement.rank() == runtime.rank:
                     shard = dataclasses.replace(shard, placement=device)
                 shards.append(shard)
-            sharding = dataclasses.replace(sharding, sharding_spec=EnumerableShardingSpec(shards))
+            sharding = dataclasses.replace(
+                sharding, sharding_spec=EnumerableShardingSpec(shards)
+            )
         shardings[name] = sharding
     return EmbeddingModuleShardingPlan(shardings)
 
@@ -278,7 +336,9 @@ def _topology(runtime: Runtime, capacity: int, host: int) -> Topology:
     if runtime.device.type == "cuda":
         hardware = HardwareConfig(hbm_cap_bytes=capacity, ddr_cap_bytes=host)
     return TopologyFactory.create_topology(
-        TrainerConfig(world_size=runtime.world_size, local_world_size=runtime.local_world_size),
+        TrainerConfig(
+            world_size=runtime.world_size, local_world_size=runtime.local_world_size
+        ),
         hardware,
         KernelConfig(compute_device=runtime.device.type),
     )

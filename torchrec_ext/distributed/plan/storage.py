@@ -37,13 +37,21 @@ class TableStorage(EmbeddingStorageEstimator):
     """
 
     def __init__(
-        self, topology: Topology, constraints: Mapping[str, ParameterConstraints], choices: Mapping[str, Choice]
+        self,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints],
+        choices: Mapping[str, Choice],
     ) -> None:
         super().__init__(topology=topology, constraints=constraints)
         self._device = topology.compute_device
         self._choices = choices
 
-    def estimate(self, sharding_options: Sequence[ShardingOption], *arguments: Any, **keywords: Any) -> None:
+    def estimate(
+        self,
+        sharding_options: Sequence[ShardingOption],
+        *arguments: Any,
+        **keywords: Any,
+    ) -> None:
         """Sets the storage of each shard of each option."""
         declared = []
         for option in sharding_options:
@@ -58,10 +66,14 @@ class TableStorage(EmbeddingStorageEstimator):
         for option in sharding_options:
             choice = self._choices[option.name]
             for shard in option.shards:
-                shard.storage += state_storage(choice, shard.size, option.compute_kernel, self._device)
+                shard.storage += state_storage(
+                    choice, shard.size, option.compute_kernel, self._device
+                )
 
 
-def state_storage(choice: Choice, size: Sequence[int], kernel: str, device: str) -> Storage:
+def state_storage(
+    choice: Choice, size: Sequence[int], kernel: str, device: str
+) -> Storage:
     """Returns the bytes of a shard's optimizer state on the GPU, in host memory and on the SSD.
 
     FBGEMM keeps a number per row on the GPU even if the rows are in the host's memory.
@@ -85,7 +97,9 @@ def state_storage(choice: Choice, size: Sequence[int], kernel: str, device: str)
     return Storage(hbm=by_weight + by_row, ddr=0)
 
 
-def widen_caches(options: Sequence[ShardingOption], kinds: Mapping[str, Hashable]) -> None:
+def widen_caches(
+    options: Sequence[ShardingOption], kinds: Mapping[str, Hashable]
+) -> None:
     """Counts each cached row as wide as the widest of the tables in its cache, as FBGEMM allocates it.
 
     Args:
@@ -104,7 +118,9 @@ def widen_caches(options: Sequence[ShardingOption], kinds: Mapping[str, Hashable
     for cache, option, shard in cached:
         rows, columns = shard.size
         cached_rows = math.ceil(rows * (option.cache_load_factor or UVM_CACHING_RATIO))
-        shard.storage.hbm += cached_rows * (widest[cache] - columns) * option.tensor.element_size()
+        shard.storage.hbm += (
+            cached_rows * (widest[cache] - columns) * option.tensor.element_size()
+        )
 
 
 def check_gpus(options: Sequence[ShardingOption], topology: Topology) -> None:

@@ -22,20 +22,38 @@ from torchrec_ext.distributed.plan.draft import PlanError, Request, draft
 from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, tables_of
-from torchrec_ext.distributed.tower_parallel.lookups import sharing_groups, towers_by_host
+from torchrec_ext.distributed.tower_parallel.lookups import (
+    sharing_groups,
+    towers_by_host,
+)
 from torchrec_ext.modules.shared_tables import SharedTables, look_ups, readers
 from torchrec_ext.modules.tower import Towers
 
 # TorchRec's other types create process groups by host, over all ranks.
-WITHIN_A_TOWER = ["data_parallel", "table_wise", "row_wise", "column_wise", "table_column_wise"]
+WITHIN_A_TOWER = [
+    "data_parallel",
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_column_wise",
+]
 
 
 def find_towers(model: nn.Module) -> tuple[str, Towers] | None:
     """Returns the path and the module of the model's Towers; None without Towers."""
-    return next(((path, module) for path, module in model.named_modules() if isinstance(module, Towers)), None)
+    return next(
+        (
+            (path, module)
+            for path, module in model.named_modules()
+            if isinstance(module, Towers)
+        ),
+        None,
+    )
 
 
-def tower_placement(model: nn.Module, asked: str, world_size: int) -> TowerPlacement | None:
+def tower_placement(
+    model: nn.Module, asked: str, world_size: int
+) -> TowerPlacement | None:
     """Returns the placement for ``PlanConfig.towers``; None for towers on every rank.
 
     Args:
@@ -60,7 +78,11 @@ def tower_placement(model: nn.Module, asked: str, world_size: int) -> TowerPlace
         # Place towers on ranks in proportion to their cost; towers with a shared table count as one.
         together = {"+".join(unit): unit for unit in sharing_groups(towers)}
         if len(together) == 1 and len(towers) > 1:
-            table, names = next((table, names) for table, names in readers(towers).items() if len(names) > 1)
+            table, names = next(
+                (table, names)
+                for table, names in readers(towers).items()
+                if len(names) > 1
+            )
             raise PlacementError(
                 f"plan.towers=tower_parallel: the towers {' and '.join(names)} share table '{table}'; "
                 "give each a table of its own name, or take plan.towers=data_parallel"
@@ -73,7 +95,9 @@ def tower_placement(model: nn.Module, asked: str, world_size: int) -> TowerPlace
         for name, unit in together.items():
             by_tower |= dict.fromkeys(unit, ranks[name])
         # In the order of the towers, which may differ from that of the units.
-        return TowerPlacement(ranks={tower: by_tower[tower] for tower in towers}, world_size=world_size)
+        return TowerPlacement(
+            ranks={tower: by_tower[tower] for tower in towers}, world_size=world_size
+        )
     placement = TowerPlacement.parse(asked, list(towers), world_size)
     _check_together(asked, towers, placement)
     return placement
@@ -84,7 +108,9 @@ def tower_cost(tower: nn.Module) -> float:
     weights: set[str] = set()
     for path, collection in collections(tower):
         weights |= {f"{path}.{name}" for name, _ in collection.named_parameters()}
-    dense = sum(value.numel() for name, value in tower.named_parameters() if name not in weights)
+    dense = sum(
+        value.numel() for name, value in tower.named_parameters() if name not in weights
+    )
     tables: Any = tower.tables
     looked_up = sum(table.embedding_dim * table.num_features() for table in tables)
     return float(dense + looked_up)
@@ -101,7 +127,9 @@ def _check_weighted(setting: str, towers: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_together(setting: str, towers: Mapping[str, Any], placement: TowerPlacement) -> None:
+def _check_together(
+    setting: str, towers: Mapping[str, Any], placement: TowerPlacement
+) -> None:
     """Refuses a placement that separates the towers of a shared table."""
     for table, names in readers(towers).items():
         rank_sets = {placement.ranks[name] for name in names}
@@ -162,9 +190,13 @@ def draft_towers(
         on_each_host = 1
         if len(counts) == 1:
             on_each_host = counts.pop()
-        tower_ranks = dataclasses.replace(runtime, world_size=len(members), local_world_size=on_each_host)
+        tower_ranks = dataclasses.replace(
+            runtime, world_size=len(members), local_world_size=on_each_host
+        )
         names = [table.name for table in tables_of(by_tower[name])]
-        tower_request = request.on(names, tower_ranks, {**_possible(request), **constraints})
+        tower_request = request.on(
+            names, tower_ranks, {**_possible(request), **constraints}
+        )
         # A tower's ranks look up the rows of all ranks of the job.
         rows = -(-batch_size * runtime.world_size // len(members))
         tables[name] = {}
@@ -190,19 +222,27 @@ def draft_towers(
             for table, sharding in drafted.plan.get_plan_for_module(path).items():
                 shardings[table] = _table_over_all(sharding, members, runtime)
             tables[name][path] = shardings
-    rest = _only(model, [path for path, _ in collections(model) if not _in_towers(model, path)])
+    rest = _only(
+        model, [path for path, _ in collections(model) if not _in_towers(model, path)]
+    )
     others = [table.name for table in tables_of(rest)]
     modules: dict[str, Any] = {}
     if others:
         other_request = request.on(others, runtime, constraints)
-        modules = dict(draft(rest, other_request, topology(runtime, min(free)), batch_size).plan.plan)
+        modules = dict(
+            draft(
+                rest, other_request, topology(runtime, min(free)), batch_size
+            ).plan.plan
+        )
     for name, plans in tables.items():
         for path, plan in plans.items():
             modules[f"{towers_path}.{name}.{path}".lstrip(".")] = plan
     return ShardingPlan({**modules, towers_path: TowerPlan(placement, tables)})
 
 
-def _collections_by_tower(towers: Towers, placement: TowerPlacement) -> dict[str, nn.Module]:
+def _collections_by_tower(
+    towers: Towers, placement: TowerPlacement
+) -> dict[str, nn.Module]:
     """Returns for each tower a module with its collections at their paths, and its hosted look-ups."""
     modules = {}
     for name, tower in towers.items():
@@ -217,7 +257,9 @@ def _in_towers(model: nn.Module, path: str) -> bool:
     names = path.split(".")
     # From the model itself, at the empty path, down to the module above the collection.
     for end in range(len(names)):
-        if isinstance(model.get_submodule(".".join(names[:end])), Towers | SharedTables):
+        if isinstance(
+            model.get_submodule(".".join(names[:end])), Towers | SharedTables
+        ):
             return True
     return False
 
@@ -254,7 +296,9 @@ def _only(model: nn.Module, paths: Iterable[str]) -> nn.Module:
     return root
 
 
-def _table_over_all(sharding: ParameterSharding, members: tuple[int, ...], runtime: Runtime) -> ParameterSharding:
+def _table_over_all(
+    sharding: ParameterSharding, members: tuple[int, ...], runtime: Runtime
+) -> ParameterSharding:
     """Returns a sharding with ranks of the job in place of ranks of the tower."""
     ranks = sharding.ranks
     if ranks is not None:
@@ -264,7 +308,9 @@ def _table_over_all(sharding: ParameterSharding, members: tuple[int, ...], runti
         shards = []
         for shard in spec.shards:
             rank = members[shard.placement.rank()]
-            placement = shard_placement(runtime.device.type, rank, runtime.local_world_size)
+            placement = shard_placement(
+                runtime.device.type, rank, runtime.local_world_size
+            )
             shards.append(dataclasses.replace(shard, placement=placement))
         spec = EnumerableShardingSpec(shards)
     return dataclasses.replace(sharding, ranks=ranks, sharding_spec=spec)

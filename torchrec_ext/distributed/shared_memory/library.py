@@ -24,7 +24,15 @@ import torch
 NAME = "shared_memory"
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("backend.cpp", "ring.h"))
 # A library for one CPU may not run on another, and a cache may lie in a home folder that hosts share.
-_CPU = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
+_CPU = (
+    "vendor_id",
+    "cpu family",
+    "model",
+    "flags",
+    "CPU implementer",
+    "CPU part",
+    "Features",
+)
 
 
 class LibraryError(RuntimeError):
@@ -33,7 +41,9 @@ class LibraryError(RuntimeError):
 
 def library_path() -> Path:
     """Returns the path at which the library of this torch, source and CPU is, once it is built."""
-    digest = hashlib.sha256(f"{torch.__version__} {sys.implementation.cache_tag}".encode())
+    digest = hashlib.sha256(
+        f"{torch.__version__} {sys.implementation.cache_tag}".encode()
+    )
     for source in SOURCES:
         digest.update(source.read_bytes())
     for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines():
@@ -52,7 +62,9 @@ def load() -> ModuleType:
     """
     path = library_path()
     if not path.exists():
-        raise LibraryError("its library is not built; build it by: python -m torchrec_ext.doctor --install")
+        raise LibraryError(
+            "its library is not built; build it by: python -m torchrec_ext.doctor --install"
+        )
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None
     assert spec.loader is not None
@@ -60,9 +72,13 @@ def load() -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise LibraryError(f"{path.parent} does not load ({str(error)[-50:]}); remove it, and build again") from None
+        raise LibraryError(
+            f"{path.parent} does not load ({str(error)[-50:]}); remove it, and build again"
+        ) from None
     if module.torch != torch.__version__.partition("+")[0]:
-        raise LibraryError(f"{path.parent} is of torch {module.torch}; remove it, and build again")
+        raise LibraryError(
+            f"{path.parent} is of torch {module.torch}; remove it, and build again"
+        )
     return module
 
 
@@ -93,9 +109,22 @@ def compile_to(path: Path, *flags: str) -> None:
 
     command = [
         *shlex.split(os.environ.get("CXX") or "c++"),
-        *("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={NAME}"),
+        *(
+            "-std=c++20",
+            "-O3",
+            "-march=native",
+            "-fPIC",
+            "-shared",
+            f"-DTORCH_EXTENSION_NAME={NAME}",
+        ),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(f"-isystem{folder}" for folder in (*cpp_extension.include_paths(), sysconfig.get_path("include"))),
+        *(
+            f"-isystem{folder}"
+            for folder in (
+                *cpp_extension.include_paths(),
+                sysconfig.get_path("include"),
+            )
+        ),
         str(SOURCES[0]),
         *(f"-L{folder}" for folder in cpp_extension.library_paths()),
         *("-lc10", "-ltorch_cpu", "-ltorch_python"),
@@ -103,14 +132,23 @@ def compile_to(path: Path, *flags: str) -> None:
     ]
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, check=True)
+        subprocess.run(
+            [*command, "-o", str(unfinished)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     except OSError as error:
-        raise LibraryError(f"the compiler {command[0]} does not start: {error.strerror}") from None
+        raise LibraryError(
+            f"the compiler {command[0]} does not start: {error.strerror}"
+        ) from None
     except subprocess.CalledProcessError as error:
         lines = error.stderr.splitlines()
         # The first error is the cause of the others; without any, the last line says most.
         why = next((line for line in lines if "error" in line), "".join(lines[-1:]))
-        raise LibraryError(f"{command[0]} fails: {why[:150] or 'without a word'}") from None
+        raise LibraryError(
+            f"{command[0]} fails: {why[:150] or 'without a word'}"
+        ) from None
     # A file that is there is whole.
     unfinished.replace(path)
 

@@ -54,11 +54,15 @@ def share_memory(group: dist.ProcessGroup | None = None) -> bool:
         share_memory()
     """
     if not dist.is_initialized():
-        raise ValueError("share_memory(): there is no process group; call it after dist.init_process_group('gloo')")
+        raise ValueError(
+            "share_memory(): there is no process group; call it after dist.init_process_group('gloo')"
+        )
     if group is None:
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError("share_memory(): this rank is not in the group; call it on the group's ranks alone")
+        raise ValueError(
+            "share_memory(): this rank is not in the group; call it on the group's ranks alone"
+        )
     obstacle = obstacle_to_sharing(group)
     if obstacle and group.size() > 1 and group.rank() == 0:
         logging.getLogger(__name__).warning("collectives stay with gloo: %s", obstacle)
@@ -67,7 +71,9 @@ def share_memory(group: dist.ProcessGroup | None = None) -> bool:
 
 def shares_memory(group: dist.ProcessGroup) -> bool:
     """Whether the collectives of a group go through shared memory."""
-    return _CPU in group._device_types and group._get_backend(_CPU).name() == library.NAME
+    return (
+        _CPU in group._device_types and group._get_backend(_CPU).name() == library.NAME
+    )
 
 
 @contextmanager
@@ -97,14 +103,18 @@ def obstacle_to_sharing(group: dist.ProcessGroup) -> str:
         gloo = group._get_backend(_CPU)
         kind = f"{gloo.name()} for CPU tensors"
     if not isinstance(gloo, dist.ProcessGroupGloo):
-        raise ValueError(f"share_memory(): the group has {kind}, and takes the place of gloo alone")
+        raise ValueError(
+            f"share_memory(): the group has {kind}, and takes the place of gloo alone"
+        )
     if group.size() == 1:
         return "the group has one rank"
     memory, pids, obstacle = _common_memory(group)
     # Gloo goes into the backend, which hands it the collectives that it does not do itself.
     if not obstacle:
         timeout = gloo.options._timeout
-        backend = library.load().make_backend(memory, group.rank(), group.size(), pids, timeout, gloo)
+        backend = library.load().make_backend(
+            memory, group.rank(), group.size(), pids, timeout, gloo
+        )
         group._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, backend)
     # The mapping stays without the descriptor.
     if memory >= 0:
@@ -125,7 +135,9 @@ def _common_memory(group: dist.ProcessGroup) -> tuple[int, list[int], str]:
         if rank.host != ranks[0].host:
             others.append(str(number))
     if others:
-        obstacles = [f"rank {', '.join(others[:3])} is on another host than rank 0, or of another user or container"]
+        obstacles = [
+            f"rank {', '.join(others[:3])} is on another host than rank 0, or of another user or container"
+        ]
     if group.size() > _MOST_RANKS:
         obstacles = [f"the group has {group.size()} ranks, more than {_MOST_RANKS}"]
     if obstacles:

@@ -45,12 +45,18 @@ class Widths(NamedTuple):
     dense: int
 
 
-def pack_rows(towers: Sequence[tuple[TowerRows, Widths]], device: torch.device) -> Tensor:
+def pack_rows(
+    towers: Sequence[tuple[TowerRows, Widths]], device: torch.device
+) -> Tensor:
     """Packs rows of several towers into one int64 payload, one tower after the other."""
-    sizes = [packed_size(rows.height, len(rows.values), widths) for rows, widths in towers]
+    sizes = [
+        packed_size(rows.height, len(rows.values), widths) for rows, widths in towers
+    ]
     payload = torch.empty(sum(sizes), dtype=torch.int64, device=device)
     for (rows, widths), piece in zip(towers, torch.split(payload, sizes), strict=True):
-        for target, source in zip(unpack_rows(piece, rows.height, len(rows.values), widths), rows, strict=True):
+        for target, source in zip(
+            unpack_rows(piece, rows.height, len(rows.values), widths), rows, strict=True
+        ):
             target.copy_(source)
     return payload
 
@@ -65,7 +71,11 @@ def unpack_rows(payload: Tensor, count: int, ids: int, widths: Widths) -> TowerR
     middle = ids + (widths.features * count + 1) // 2
     lengths = payload[ids:middle].view(torch.int32)[: widths.features * count]
     dense = payload[middle:].view(torch.float32)[: widths.dense * count]
-    return TowerRows(payload[:ids], lengths.view(widths.features, count), dense.view(count, widths.dense))
+    return TowerRows(
+        payload[:ids],
+        lengths.view(widths.features, count),
+        dense.view(count, widths.dense),
+    )
 
 
 def join_rows(pieces: Sequence[TowerRows]) -> TowerRows:
@@ -75,10 +85,18 @@ def join_rows(pieces: Sequence[TowerRows]) -> TowerRows:
     lengths = torch.cat([piece.lengths for piece in pieces], dim=1)
     features = len(lengths)
     # Reorders whole runs of ids from rank by rank, each feature by feature, to feature by feature.
-    runs = torch.stack([piece.lengths.sum(dim=1, dtype=torch.int32) for piece in pieces]).view(-1)
-    order = torch.arange(len(runs), dtype=torch.int32, device=runs.device).view(len(pieces), features).T.reshape(-1)
+    runs = torch.stack(
+        [piece.lengths.sum(dim=1, dtype=torch.int32) for piece in pieces]
+    ).view(-1)
+    order = (
+        torch.arange(len(runs), dtype=torch.int32, device=runs.device)
+        .view(len(pieces), features)
+        .T.reshape(-1)
+    )
     values = torch.cat([piece.values for piece in pieces])
-    _, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, runs, values, None, len(values))
+    _, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(
+        order, runs, values, None, len(values)
+    )
     return TowerRows(values, lengths, torch.cat([piece.dense for piece in pieces]))
 
 
@@ -90,8 +108,15 @@ def slice_rows(rows: TowerRows, start: int, stop: int) -> TowerRows:
     ends = rows.lengths.sum(dim=1).cumsum(0)
     firsts = ends - rows.lengths[:, start:].sum(dim=1)
     lasts = ends - rows.lengths[:, stop:].sum(dim=1)
-    runs = [rows.values[first:last] for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)]
-    return TowerRows(torch.cat(runs), rows.lengths[:, start:stop].contiguous(), rows.dense[start:stop])
+    runs = [
+        rows.values[first:last]
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
+    ]
+    return TowerRows(
+        torch.cat(runs),
+        rows.lengths[:, start:stop].contiguous(),
+        rows.dense[start:stop],
+    )
 
 
 def pad_rows(rows: TowerRows, count: int) -> TowerRows:
@@ -99,7 +124,11 @@ def pad_rows(rows: TowerRows, count: int) -> TowerRows:
     missing = count - rows.height
     if not missing:
         return rows
-    return TowerRows(rows.values, pad(rows.lengths, (0, missing)), pad(rows.dense, (0, 0, 0, missing)))
+    return TowerRows(
+        rows.values,
+        pad(rows.lengths, (0, missing)),
+        pad(rows.dense, (0, 0, 0, missing)),
+    )
 
 
 class Route(NamedTuple):
@@ -196,7 +225,10 @@ class TowerExchange:
         self._routes: dict[tuple[str, ...], Route] = {}
 
     def begin(
-        self, context: ExchangeContext, rows: Mapping[str, TowerRows], counts: tuple[int, int]
+        self,
+        context: ExchangeContext,
+        rows: Mapping[str, TowerRows],
+        counts: tuple[int, int],
     ) -> AfterCollective:
         """Announces this rank's rows to the ranks of their towers; waiting twice yields their :class:`ReceivedRows`.
 
@@ -206,7 +238,10 @@ class TowerExchange:
             counts: B and Q of this rank.
         """
         context.route = route = self._route(tuple(rows))
-        cuts = {name: iter(self._placement.cuts(name, self._rank, r.height)) for name, r in rows.items()}
+        cuts = {
+            name: iter(self._placement.cuts(name, self._rank, r.height))
+            for name, r in rows.items()
+        }
         slices: list[list[TowerRows]] = []
         context.sent = []
         header: list[int] = []
@@ -231,7 +266,11 @@ class TowerExchange:
 
         def send_rows() -> AfterCollective:
             # One copy to the host for all sizes, which lie there while the payload is split.
-            return self._send(context, slices, [piece.tolist() for piece in torch.split(received.cpu(), sizes)])
+            return self._send(
+                context,
+                slices,
+                [piece.tolist() for piece in torch.split(received.cpu(), sizes)],
+            )
 
         return AfterCollective(work, send_rows)
 
@@ -241,13 +280,20 @@ class TowerExchange:
             targets = self._placement.targets
             route = Route([], [])
             for rank in range(self._placement.world_size):
-                route.to.append([name for name in names if rank in targets(name, self._rank)])
-                route.coming.append([name for name in names if self._rank in targets(name, rank)])
+                route.to.append(
+                    [name for name in names if rank in targets(name, self._rank)]
+                )
+                route.coming.append(
+                    [name for name in names if self._rank in targets(name, rank)]
+                )
             self._routes[names] = route
         return self._routes[names]
 
     def _send(
-        self, context: ExchangeContext, slices: list[list[TowerRows]], headers: list[list[int]]
+        self,
+        context: ExchangeContext,
+        slices: list[list[TowerRows]],
+        headers: list[list[int]],
     ) -> AfterCollective:
         coming: list[list[tuple[str, int, int]]] = []
         sizes: list[int] = []
@@ -265,8 +311,12 @@ class TowerExchange:
             counts.append(count)
         message = pack_rows(towers, self._device)
         out = message.new_empty(sum(sizes))
-        work = dist.all_to_all_single(out, message, sizes, counts, group=self._group, async_op=True)
-        return AfterCollective(work, lambda: self._unpack(context, coming, out, headers))
+        work = dist.all_to_all_single(
+            out, message, sizes, counts, group=self._group, async_op=True
+        )
+        return AfterCollective(
+            work, lambda: self._unpack(context, coming, out, headers)
+        )
 
     def _size(self, name: str, rows: int, ids: int) -> int:
         return packed_size(rows, ids, self._specs[name].widths)
@@ -285,7 +335,9 @@ class TowerExchange:
         received: dict[str, list[TowerRows]] = {}
         context.received = {}
         for (name, count, ids), piece in zip(announced, payloads, strict=True):
-            received.setdefault(name, []).append(unpack_rows(piece, count, ids, self._specs[name].widths))
+            received.setdefault(name, []).append(
+                unpack_rows(piece, count, ids, self._specs[name].widths)
+            )
             context.received.setdefault(name, []).append(count)
         result: dict[str, TowerRows] = {}
         # Two ranks that run the same towers one after the other must do so in one order, whoever's rows came first.
@@ -302,7 +354,9 @@ class TowerExchange:
                 result[name] = pad_rows(result[name], self._busiest[name, counts])
         return ReceivedRows(result)
 
-    def back(self, context: ExchangeContext, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def back(
+        self, context: ExchangeContext, outputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Sends the outputs back to the ranks of their rows.
 
         Args:
@@ -314,10 +368,13 @@ class TowerExchange:
         """
         # Empty rows that filled up the others have no sender, so their outputs are cut off.
         outputs_by_rank = {
-            name: iter(torch.split(outputs[name][: sum(rows)], rows)) for name, rows in context.received.items()
+            name: iter(torch.split(outputs[name][: sum(rows)], rows))
+            for name, rows in context.received.items()
         }
         # A rank without a tower takes part too, and in the backward.
-        flat = [torch.empty(0, device=self._device, requires_grad=torch.is_grad_enabled())]
+        flat = [
+            torch.empty(0, device=self._device, requires_grad=torch.is_grad_enabled())
+        ]
         counts: list[int] = []
         for coming in context.route.coming:
             by_tower = [next(outputs_by_rank[name]).reshape(-1) for name in coming]
@@ -327,7 +384,10 @@ class TowerExchange:
         sizes: list[int] = []
         totals: list[int] = []
         for to, heights in zip(context.route.to, context.sent, strict=True):
-            sizes_of_rank = [rows * self._specs[name].out for name, rows in zip(to, heights, strict=True)]
+            sizes_of_rank = [
+                rows * self._specs[name].out
+                for name, rows in zip(to, heights, strict=True)
+            ]
             names += to
             sizes += sizes_of_rank
             totals.append(sum(sizes_of_rank))
@@ -345,7 +405,13 @@ class Exchange(torch.autograd.Function):
     """All-to-all with another all-to-all as its backward, for the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, message: Tensor, counts: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        message: Tensor,
+        counts: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         """Sends ``counts`` numbers of flat ``sent`` to each rank; returns a flat tensor with ``received`` from each."""
         ctx.counts = counts
         ctx.received = received
@@ -360,5 +426,7 @@ class Exchange(torch.autograd.Function):
         (gradient,) = gradients
         out = gradient.new_empty(sum(ctx.counts))
         # A collective sends memory as it lies, and autograd may hand over a view.
-        dist.all_to_all_single(out, gradient.contiguous(), ctx.counts, ctx.received, group=ctx.group)
+        dist.all_to_all_single(
+            out, gradient.contiguous(), ctx.counts, ctx.received, group=ctx.group
+        )
         return out, None, None, None

@@ -18,7 +18,13 @@ from torchrec_ext.batch import Jagged, KeyLayout, Keys, TowerBatch, concatenated
 from torchrec_ext.distributed.placement import TowerPlacement
 from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.tower_parallel.exchange import TowerRows
-from torchrec_ext.modules.shared_tables import Joint, SharedTables, look_ups, readers, values_by_table
+from torchrec_ext.modules.shared_tables import (
+    Joint,
+    SharedTables,
+    look_ups,
+    readers,
+    values_by_table,
+)
 
 
 class FeatureBags(NamedTuple):
@@ -47,7 +53,9 @@ def sharing_groups(towers: Mapping[str, Any]) -> list[list[str]]:
     return sorted(groups, key=lambda group: order.index(group[0]))
 
 
-def towers_by_host(towers: Mapping[str, Any], placement: TowerPlacement) -> dict[str, list[str]]:
+def towers_by_host(
+    towers: Mapping[str, Any], placement: TowerPlacement
+) -> dict[str, list[str]]:
     """Maps each host tower to the towers on its ranks with shared tables for it to look up, itself included."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, tower in towers.items():
@@ -58,8 +66,19 @@ def towers_by_host(towers: Mapping[str, Any], placement: TowerPlacement) -> dict
 
 def host_look_ups(model: nn.Module, plan: ShardingPlan) -> None:
     """Moves the shared tables of ``model`` into their host towers, if ``plan`` places towers."""
-    plan_entry = next(((path, module) for path, module in plan.plan.items() if isinstance(module, TowerPlan)), None)
-    shared = {path: module for path, module in model.named_modules() if isinstance(module, SharedTables)}
+    plan_entry = next(
+        (
+            (path, module)
+            for path, module in plan.plan.items()
+            if isinstance(module, TowerPlan)
+        ),
+        None,
+    )
+    shared = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, SharedTables)
+    }
     if plan_entry is None or not shared:
         return
     towers_path, tower_plan = plan_entry
@@ -70,7 +89,9 @@ def host_look_ups(model: nn.Module, plan: ShardingPlan) -> None:
         for name, _, weight in values_by_table(module):
             paths[name] = path
             values[name] = weight
-    for host, names in towers_by_host(dict(towers.items()), tower_plan.placement).items():
+    for host, names in towers_by_host(
+        dict(towers.items()), tower_plan.placement
+    ).items():
         towers[host].lookups = hosted = look_ups(towers, names)
         for name, holder, _ in values_by_table(hosted):
             holder.weight = values[name]
@@ -104,7 +125,10 @@ def split_joint(joint: KeyedJaggedTensor, queries: int) -> dict[str, FeatureBags
         values = joint[key].values()
         lengths = joint[key].lengths()
         end = int(lengths[:queries].sum())
-        halves = FeatureBags(values[:end], lengths[:queries]), FeatureBags(values[end:], lengths[queries:])
+        halves = (
+            FeatureBags(values[:end], lengths[:queries]),
+            FeatureBags(values[end:], lengths[queries:]),
+        )
         for feature, half in zip(key.split("|"), halves, strict=True):
             # A key without a feature of one kind has an empty name in its place.
             if feature:
@@ -120,7 +144,9 @@ class HostedTower(NamedTuple):
     rows: TowerRows | None
 
 
-def batch_of_arrivals(towers: Iterable[HostedTower], joint: Sequence[Joint], device: torch.device) -> TowerBatch:
+def batch_of_arrivals(
+    towers: Iterable[HostedTower], joint: Sequence[Joint], device: torch.device
+) -> TowerBatch:
     """Builds a batch for :class:`SharedTables` from the rows received for the towers of a set of ranks.
 
     Args:
@@ -136,7 +162,9 @@ def batch_of_arrivals(towers: Iterable[HostedTower], joint: Sequence[Joint], dev
     none = {}
     for shared, height in heights.items():
         no_ids = torch.empty(0, dtype=torch.int64, device=device)
-        none[shared] = FeatureBags(no_ids, torch.zeros(height, dtype=torch.int32, device=device))
+        none[shared] = FeatureBags(
+            no_ids, torch.zeros(height, dtype=torch.int32, device=device)
+        )
     # Sharded collections keep the order of the keys that they saw first, whichever towers are asked.
     bags: dict[bool, dict[str, FeatureBags]] = {False: {}, True: {}}
     for features, shared, _ in towers:
@@ -144,8 +172,12 @@ def batch_of_arrivals(towers: Iterable[HostedTower], joint: Sequence[Joint], dev
     for features, shared, rows in towers:
         if rows is not None:
             values = torch.split(rows.values, rows.lengths.sum(dim=1).tolist())
-            bags[shared].update(zip(features, map(FeatureBags, values, rows.lengths), strict=True))
-    columns = {name: Jagged(*column) for name, column in (bags[False] | bags[True]).items()}
+            bags[shared].update(
+                zip(features, map(FeatureBags, values, rows.lengths), strict=True)
+            )
+    columns = {
+        name: Jagged(*column) for name, column in (bags[False] | bags[True]).items()
+    }
     by_row = tuple(bags[False])
     by_query = tuple(bags[True])
     joint_keys = None
@@ -155,7 +187,9 @@ def batch_of_arrivals(towers: Iterable[HostedTower], joint: Sequence[Joint], dev
             for name in pair:
                 halves.append(name if name in columns else None)
         joint_keys = Keys(tuple(pair.key for pair in joint), tuple(halves))
-    layout = KeyLayout(rows=Keys(by_row, by_row), shared=Keys(by_query, by_query), joint=joint_keys)
+    layout = KeyLayout(
+        rows=Keys(by_row, by_row), shared=Keys(by_query, by_query), joint=joint_keys
+    )
     return pack(
         layout,
         lambda keys, sizes: concatenated(keys, sizes, columns, device),

@@ -89,7 +89,12 @@ class TowerSequenceSharder(SequenceSharder):
     ) -> ShardedEmbeddingCollection:
         """Shards ``module`` as TorchRec's sharder does, without initialising it."""
         return _Sequences(
-            module, params, env, self.fused_params, device, qcomm_codecs_registry=self.qcomm_codecs_registry
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
         )
 
 
@@ -98,7 +103,9 @@ def tower_groups(
 ) -> dict[str, dist.ProcessGroup]:
     """Creates the process groups of all towers, and returns those of this rank's towers by name. Collective."""
     local: dict[str, dist.ProcessGroup] = {}
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(placement.world_size)): everyone}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {
+        tuple(range(placement.world_size)): everyone
+    }
     for tower, ranks in placement.ranks.items():
         # All ranks of the job must create every group, in one order; towers on the same ranks share theirs.
         if ranks not in groups:
@@ -132,9 +139,14 @@ def shard_tower(
     by_rank = []
     for path, collection in list(collections(tower)):
         parent, _, name = path.rpartition(".")
-        sharded = sharders[type(collection)].shard(collection, _within(plans[path], members), env, device)
+        sharded = sharders[type(collection)].shard(
+            collection, _within(plans[path], members), env, device
+        )
         setattr(tower.get_submodule(parent), name, sharded)
-        by_rank += [f"{path}.{state}" for state, _ in (*sharded.named_parameters(), *sharded.named_buffers())]
+        by_rank += [
+            f"{path}.{state}"
+            for state, _ in (*sharded.named_parameters(), *sharded.named_buffers())
+        ]
     tower.to(device)
     for module in tower.modules():
         # A BatchNorm of ours or of torch: its batch spans the tower's ranks.
@@ -145,10 +157,17 @@ def shard_tower(
     if env.world_size == 1 or not dense:
         return tower
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(tower, by_rank)  # type: ignore[no-untyped-call]
-    return DistributedDataParallel(tower, process_group=group, gradient_as_bucket_view=True, forward_sync_buffers=False)
+    return DistributedDataParallel(
+        tower,
+        process_group=group,
+        gradient_as_bucket_view=True,
+        forward_sync_buffers=False,
+    )
 
 
-def _within(plan: EmbeddingModuleShardingPlan, members: list[int]) -> EmbeddingModuleShardingPlan:
+def _within(
+    plan: EmbeddingModuleShardingPlan, members: list[int]
+) -> EmbeddingModuleShardingPlan:
     """Returns the plan with ``ranks`` counted within the group; TorchRec counts shard placements over all ranks."""
     local = {}
     for name, sharding in plan.items():
@@ -159,7 +178,9 @@ def _within(plan: EmbeddingModuleShardingPlan, members: list[int]) -> EmbeddingM
     return EmbeddingModuleShardingPlan(local)
 
 
-def needs_equal_rows(plans: Iterable[EmbeddingModuleShardingPlan], ranks: tuple[int, ...]) -> bool:
+def needs_equal_rows(
+    plans: Iterable[EmbeddingModuleShardingPlan], ranks: tuple[int, ...]
+) -> bool:
     """Whether all ranks of a tower must look up equally many rows: row_wise tables exchange equal pieces."""
     kinds: set[str] = set()
     for plan in plans:
@@ -177,7 +198,8 @@ class _Outputs(LazyGetItemMixin[str, Tensor], LazyAwaitable[dict[str, Tensor]]):
 
 
 class ShardedTowers(
-    ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor], ExchangeContext], FusedOptimizerModule
+    ShardedModule[KJTList, dict[str, Tensor], dict[str, Tensor], ExchangeContext],
+    FusedOptimizerModule,
 ):
     """Sharded :class:`Towers`: each rank holds and runs the towers that the plan gives it. A call is collective.
 
@@ -214,9 +236,15 @@ class ShardedTowers(
         everyone: dist.ProcessGroup = env.process_group
         specs = {}
         for name, tower in towers.items():
-            plans = [*plan.tables[name].values(), *plan.tables[host_of.get(name, name)].values()]
+            plans = [
+                *plan.tables[name].values(),
+                *plan.tables[host_of.get(name, name)].values(),
+            ]
             specs[name] = TowerSpec(
-                widths=Widths(len(self._features[name]), len(tower.dense) + self._reads[name].weights),
+                widths=Widths(
+                    len(self._features[name]),
+                    len(tower.dense) + self._reads[name].weights,
+                ),
                 out=tower.out_features,
                 shared=self._reads[name].shared,
                 equal=needs_equal_rows(plans, plan.placement.ranks[name]),
@@ -233,7 +261,9 @@ class ShardedTowers(
                     value.detach().copy_(copied)
             if name in groups:
                 self.add_module(name, tower)
-                self._run[name] = shard_tower(tower, plan.tables[name], sharders, groups[name], device)
+                self._run[name] = shard_tower(
+                    tower, plan.tables[name], sharders, groups[name], device
+                )
 
     def create_context(self) -> ExchangeContext:
         """Returns an empty context for one batch."""
@@ -283,7 +313,9 @@ class ShardedTowers(
                     column = numbers.new_ones(len(numbers))
                 numbers = torch.cat([numbers, column[:, None]], dim=1)
             tower_rows[name] = _rows(kjt, shared_bags, numbers, self._features[name])
-        return KJTListSplitsAwaitable([self._exchange.begin(ctx, tower_rows, (len(dense), queries))], ctx)
+        return KJTListSplitsAwaitable(
+            [self._exchange.begin(ctx, tower_rows, (len(dense), queries))], ctx
+        )
 
     def compute(self, ctx: ExchangeContext, dist_input: KJTList) -> dict[str, Tensor]:
         """Runs this rank's towers on all received rows; outputs are in the order of the sending ranks."""
@@ -292,7 +324,10 @@ class ShardedTowers(
         shared = self._shared_values(received.rows)
         for name, rows in received.rows.items():
             kjt = KeyedJaggedTensor(
-                self._features[name], rows.values, lengths=rows.lengths.reshape(-1), stride=rows.height
+                self._features[name],
+                rows.values,
+                lengths=rows.lengths.reshape(-1),
+                stride=rows.height,
             )
             options: dict[str, Any] = {}
             if name in shared:
@@ -316,17 +351,27 @@ class ShardedTowers(
             present = [name for name in names if name in rows]
             if present:
                 look_ups: Any = self.get_submodule(host).lookups
-                towers = [HostedTower(self._features[name], self._reads[name].shared, rows.get(name)) for name in names]
+                towers = [
+                    HostedTower(
+                        self._features[name], self._reads[name].shared, rows.get(name)
+                    )
+                    for name in names
+                ]
                 batch = batch_of_arrivals(towers, look_ups.joint, self._device)
                 values |= dict.fromkeys(present, look_ups(batch, present))
         return values
 
-    def output_dist(self, ctx: ExchangeContext, output: dict[str, Tensor]) -> LazyAwaitable[dict[str, Tensor]]:
+    def output_dist(
+        self, ctx: ExchangeContext, output: dict[str, Tensor]
+    ) -> LazyAwaitable[dict[str, Tensor]]:
         """Sends the outputs back to the ranks of their rows."""
         return _Outputs(self._exchange.back(ctx, output))
 
     def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields the towers' modules too for a containing model, but only this module if called directly.
 
@@ -335,7 +380,9 @@ class ShardedTowers(
         """
         if memo is None:
             return iter([(prefix, self)])
-        modules: Iterator[tuple[str, nn.Module]] = super().named_modules(memo, prefix, remove_duplicate)
+        modules: Iterator[tuple[str, nn.Module]] = super().named_modules(
+            memo, prefix, remove_duplicate
+        )
         return modules
 
     def named_parameters(
@@ -343,14 +390,18 @@ class ShardedTowers(
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters of this rank's towers."""
         for name, tower in self.named_children():
-            yield from tower.named_parameters(f"{prefix}.{name}".lstrip("."), recurse, remove_duplicate)
+            yield from tower.named_parameters(
+                f"{prefix}.{name}".lstrip("."), recurse, remove_duplicate
+            )
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields the buffers of this rank's towers."""
         for name, tower in self.named_children():
-            yield from tower.named_buffers(f"{prefix}.{name}".lstrip("."), recurse, remove_duplicate)
+            yield from tower.named_buffers(
+                f"{prefix}.{name}".lstrip("."), recurse, remove_duplicate
+            )
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -387,14 +438,21 @@ def _features(tower: Any) -> list[str]:
 
 
 def _rows(
-    kjt: KeyedJaggedTensor, shared_bags: Mapping[str, FeatureBags], dense: Tensor, features: list[str]
+    kjt: KeyedJaggedTensor,
+    shared_bags: Mapping[str, FeatureBags],
+    dense: Tensor,
+    features: list[str],
 ) -> TowerRows:
     """Builds the rows for a tower; features missing in ``kjt`` are in ``shared_bags``."""
     keys = kjt.keys()
     if not shared_bags or set(features) <= set(keys):
         if keys != features:
             kjt = kjt.permute([keys.index(name) for name in features])
-        return TowerRows(kjt.values().long(), kjt.lengths().int().view(len(features), kjt.stride()), dense)
+        return TowerRows(
+            kjt.values().long(),
+            kjt.lengths().int().view(len(features), kjt.stride()),
+            dense,
+        )
     by_feature = dict(shared_bags)
     for key, bags in kjt.to_dict().items():
         by_feature[key] = FeatureBags(bags.values(), bags.lengths())
@@ -412,7 +470,10 @@ class TowerSharder(ModuleSharder[Towers]):
 
     def __init__(self, timeout: timedelta) -> None:
         super().__init__()
-        self._sharders = {sharder.module_type: sharder for sharder in [TowerBagSharder(), TowerSequenceSharder()]}
+        self._sharders = {
+            sharder.module_type: sharder
+            for sharder in [TowerBagSharder(), TowerSequenceSharder()]
+        }
         self._timeout = timeout
 
     def shard(
@@ -424,7 +485,14 @@ class TowerSharder(ModuleSharder[Towers]):
         module_fqn: str | None = None,
     ) -> ShardedTowers:
         """Shards ``module`` by the plan ``params``. Collective."""
-        return ShardedTowers(module, params, self._sharders, env, device or torch.device("cpu"), self._timeout)
+        return ShardedTowers(
+            module,
+            params,
+            self._sharders,
+            env,
+            device or torch.device("cpu"),
+            self._timeout,
+        )
 
     def shardable_parameters(self, module: Towers) -> dict[str, nn.Parameter]:
         """Returns nothing: the tables of each tower are planned by themselves."""

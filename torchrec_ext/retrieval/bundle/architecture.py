@@ -18,7 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
 
 from torchrec_ext.models.ncf import NCFHead, NCFTower
 from torchrec_ext.models.session import NextItemTower
@@ -34,7 +39,14 @@ from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.program import ProgramTop, ProgramTower
 from torchrec_ext.schema.validation import listed
 
-TOWERS: tuple[type[nn.Module], ...] = (Tower, NCFTower, SessionTower, SessionSteps, NextItemTower, ProgramTower)
+TOWERS: tuple[type[nn.Module], ...] = (
+    Tower,
+    NCFTower,
+    SessionTower,
+    SessionSteps,
+    NextItemTower,
+    ProgramTower,
+)
 INTERACTION_CLASSES: tuple[type[nn.Module], ...] = (
     *RECIPE_INTERACTIONS.values(),
     MultiTaskTop,
@@ -43,10 +55,19 @@ INTERACTION_CLASSES: tuple[type[nn.Module], ...] = (
     Reordered,
     SessionTop,
 )
-_MODULES = {kind.__name__: kind for kind in (*TOWERS, *INTERACTION_CLASSES, SessionEncoder)}
+_MODULES = {
+    kind.__name__: kind for kind in (*TOWERS, *INTERACTION_CLASSES, SessionEncoder)
+}
 _TABLES = {kind.__name__: kind for kind in (EmbeddingBagConfig, EmbeddingConfig)}
 _ARGUMENTS: dict[str, Any] = {**_TABLES, "Compression": Compression}
-_TABLE_FIELDS = ("name", "feature_names", "num_embeddings", "embedding_dim", "data_type", "pooling")
+_TABLE_FIELDS = (
+    "name",
+    "feature_names",
+    "num_embeddings",
+    "embedding_dim",
+    "data_type",
+    "pooling",
+)
 # About a table's initial values, which its weights replace.
 _INITIAL = ("init_fn", "weight_init_max", "weight_init_min")
 _REPEATED = ("layers", "tasks", "heads")  # arguments that set a number of submodules
@@ -57,7 +78,9 @@ _DEEPEST = 16
 _MOST_ROWS = 2**48
 
 
-def describe_module(module: nn.Module | Made, *, also: Sequence[type[nn.Module]] = ()) -> dict[str, Any]:
+def describe_module(
+    module: nn.Module | Made, *, also: Sequence[type[nn.Module]] = ()
+) -> dict[str, Any]:
     """Describes a module as JSON values: its class by name, and its constructor's arguments.
 
     Args:
@@ -99,7 +122,9 @@ def rebuild(description: Any, *, also: Sequence[type[nn.Module]] = ()) -> nn.Mod
     """
     module = _build_value("architecture", description, also, 0)
     if not isinstance(module, nn.Module):
-        raise BundleError(f"architecture: {_shorten(description)} describes no module; export the bundle again")
+        raise BundleError(
+            f"architecture: {_shorten(description)} describes no module; export the bundle again"
+        )
     return module
 
 
@@ -117,7 +142,11 @@ def _allowed_classes(also: Sequence[type[nn.Module]]) -> dict[str, type[nn.Modul
 
 def _describe_value(where: str, value: Any, also: Sequence[type[nn.Module]]) -> Any:
     # JSON has no NaN and no infinity.
-    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+    if (
+        value is None
+        or isinstance(value, bool | int | str)
+        or (isinstance(value, float) and math.isfinite(value))
+    ):
         return value
     if isinstance(value, nn.Module):
         return describe_module(value, also=also)
@@ -131,7 +160,9 @@ def _describe_value(where: str, value: Any, also: Sequence[type[nn.Module]]) -> 
                     f"{where} table '{value.name}' has {field.name}={getattr(value, field.name)!r}, which a bundle "
                     "cannot hold; serve it from a copy of the table without"
                 )
-        fields = {name: getattr(value, name) for name in _TABLE_FIELDS if hasattr(value, name)}
+        fields = {
+            name: getattr(value, name) for name in _TABLE_FIELDS if hasattr(value, name)
+        }
         fields["data_type"] = value.data_type.value
         if isinstance(value, EmbeddingBagConfig):
             fields["pooling"] = value.pooling.value
@@ -139,7 +170,11 @@ def _describe_value(where: str, value: Any, also: Sequence[type[nn.Module]]) -> 
     if isinstance(value, Compression):
         return {"class": "Compression", "arguments": dataclasses.asdict(value)}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {"mapping": {key: _describe_value(where, each, also) for key, each in value.items()}}
+        return {
+            "mapping": {
+                key: _describe_value(where, each, also) for key, each in value.items()
+            }
+        }
     if isinstance(value, list | tuple):
         return [_describe_value(where, each, also) for each in value]
     raise BundleError(
@@ -147,9 +182,13 @@ def _describe_value(where: str, value: Any, also: Sequence[type[nn.Module]]) -> 
     )
 
 
-def _build_value(where: str, value: Any, also: Sequence[type[nn.Module]], depth: int) -> Any:
+def _build_value(
+    where: str, value: Any, also: Sequence[type[nn.Module]], depth: int
+) -> Any:
     if depth > _DEEPEST:
-        raise BundleError(f"{where}: nested deeper than {_DEEPEST}; export the bundle again")
+        raise BundleError(
+            f"{where}: nested deeper than {_DEEPEST}; export the bundle again"
+        )
     if isinstance(value, list):
         if len(value) > _LONGEST:
             raise BundleError(
@@ -192,7 +231,15 @@ def _build_value(where: str, value: Any, also: Sequence[type[nn.Module]], depth:
             arguments["device"] = torch.device("meta")
         with torch.device("meta"):
             return classes[name](**arguments)
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError, ZeroDivisionError) as error:
+    except (
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+        IndexError,
+        ZeroDivisionError,
+    ) as error:
         raise BundleError(
             f"{where}: {name} cannot be made of {_shorten(arguments)}: {error}; export the bundle again"
         ) from None
@@ -235,7 +282,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         ) from None
 
 
-def fill_dense(where: Path, module: nn.Module, tensors: Mapping[str, Tensor], tables: Sequence[str]) -> None:
+def fill_dense(
+    where: Path, module: nn.Module, tensors: Mapping[str, Tensor], tables: Sequence[str]
+) -> None:
     """Replaces meta weights by real ones, except the tables' (see :func:`map_tables`).
 
     Args:
@@ -247,7 +296,9 @@ def fill_dense(where: Path, module: nn.Module, tensors: Mapping[str, Tensor], ta
     Raises:
         BundleError: a weight is missing, unexpected, or of another shape.
     """
-    expected = {name: value for name, value in module.state_dict().items() if name not in tables}
+    expected = {
+        name: value for name, value in module.state_dict().items() if name not in tables
+    }
     for name in sorted({*expected, *tensors}):
         if name not in tensors or name not in expected:
             problem = "is missing"
@@ -326,7 +377,9 @@ def map_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None
     # A list, because replacing a table changes the modules that values_by_table() walks through.
     for name, holder, weight in list(values_by_table(model)):
         if name not in files:
-            raise BundleError(f"{folder}: table '{name}' has no file; export the bundle again")
+            raise BundleError(
+                f"{folder}: table '{name}' has no file; export the bundle again"
+            )
         file = folder / files[name]
         tensors = read_tensors(file)
         rows = tensors.get("weight")
@@ -358,4 +411,8 @@ def _is_int8(rows: Tensor, scales: Tensor, weight: Tensor) -> bool:
 def table_paths(model: nn.Module) -> list[str]:
     """Returns the names of the tables' weights in the state dict of ``model``."""
     holders = {id(holder) for _, holder, _ in values_by_table(model)}
-    return [f"{path}.weight" for path, module in model.named_modules() if id(module) in holders]
+    return [
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if id(module) in holders
+    ]

@@ -38,7 +38,9 @@ from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.schema.validation import listed
 
-_ENCODER = "network."  # prefix of a NextItemModel's encoder weights, and of a NextItemTower's
+_ENCODER = (
+    "network."  # prefix of a NextItemModel's encoder weights, and of a NextItemTower's
+)
 
 
 class LiveModel:
@@ -72,18 +74,26 @@ class LiveModel:
                 "unsharded DLRM, or a module of your own by towers={'user': PATH, 'item': PATH}"
             )
         self.module: TowerModel | NextItemModel | TracedModel = unwrapped
-        records = as_towers(unwrapped) if isinstance(unwrapped, NextItemModel) else unwrapped.made_of
+        records = (
+            as_towers(unwrapped)
+            if isinstance(unwrapped, NextItemModel)
+            else unwrapped.made_of
+        )
         self._names = list(records)
         _check_towers(records)
         self.candidate = candidate or self._names[-1]
         if self.candidate not in records:
-            raise BundleError(f"candidate={self.candidate!r}: is not a tower of the model; they are {listed(records)}")
+            raise BundleError(
+                f"candidate={self.candidate!r}: is not a tower of the model; they are {listed(records)}"
+            )
         # The candidate's tower comes last in a bundle.
         self.names = [name for name in records if name != self.candidate]
         self.names.append(self.candidate)
         self.rounding = max([TOLERANCE, *map(_rounding, model.modules())])
         self.rows = dict(rows or {})
-        self.towers = {name: describe_module(records[name], also=also) for name in self.names}
+        self.towers = {
+            name: describe_module(records[name], also=also) for name in self.names
+        }
         for description in self.towers.values():
             for table in description["arguments"].get("tables", ()):
                 arguments = table["arguments"]
@@ -103,7 +113,11 @@ class LiveModel:
                 tower: Any = rebuild(self.towers[name], also=also)
                 widths.append(int(tower.out_features))
             self.interaction = describe_module(
-                Made(Reordered, {"interaction": inner, "order": self._order, "widths": widths}), also=also
+                Made(
+                    Reordered,
+                    {"interaction": inner, "order": self._order, "widths": widths},
+                ),
+                also=also,
             )
 
     @property
@@ -128,13 +142,17 @@ class LiveModel:
         for feature in self.module.schema().sparse:
             rows = self.rows.get(feature.tables[0])
             if rows is not None and feature.name in ids:
-                ids[feature.name] = ids[feature.name]._replace(values=rows[ids[feature.name].values])
+                ids[feature.name] = ids[feature.name]._replace(
+                    values=rows[ids[feature.name].values]
+                )
         return ids
 
     @torch.no_grad()
     def logits(self, batch: TowerBatch) -> Tensor:
         """Returns (B,) logits of the trained model. If it is sharded, call this on every rank."""
-        device = next((value.device for value in self.module.parameters()), torch.device("cpu"))
+        device = next(
+            (value.device for value in self.module.parameters()), torch.device("cpu")
+        )
         batch = batch.to(device)
         if not isinstance(self.module, NextItemModel):
             return self.module.logits(batch).float().cpu()
@@ -146,9 +164,15 @@ class LiveModel:
         if isinstance(self.module, NextItemModel):
             if name == self.candidate:
                 return {}
-            return {key: value for key, value in dense.items() if key.startswith(_ENCODER)}
+            return {
+                key: value for key, value in dense.items() if key.startswith(_ENCODER)
+            }
         prefix = f"towers.{name}."
-        return {key.removeprefix(prefix): value for key, value in dense.items() if key.startswith(prefix)}
+        return {
+            key.removeprefix(prefix): value
+            for key, value in dense.items()
+            if key.startswith(prefix)
+        }
 
     def of_interaction(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Selects the interaction's weights from the model's, by their names in the bundle's interaction."""
@@ -163,17 +187,23 @@ class LiveModel:
 def _rounding(module: nn.Module) -> float:
     """Returns the largest relative change of a logit by a collection's quantized communication."""
     registry: Mapping[str, Any] = getattr(module, "qcomm_codecs_registry", None) or {}
-    kinds = {codecs.forward.quantized_dtype for codecs in registry.values()} - {torch.float32}
+    kinds = {codecs.forward.quantized_dtype for codecs in registry.values()} - {
+        torch.float32
+    }
     roundings = [0.0]
     for kind in kinds:
         # Four times the rounding of one number; integers have a scale for each few numbers.
-        roundings.append(4 * torch.finfo(kind).eps if kind.is_floating_point else LOGIT_SHARE)
+        roundings.append(
+            4 * torch.finfo(kind).eps if kind.is_floating_point else LOGIT_SHARE
+        )
     return max(roundings)
 
 
 def _check_towers(records: Mapping[str, Made]) -> None:
     for name, tower in records.items():
-        if issubclass(tower.kind, SessionTower) and (tower.arguments or {}).get("target"):
+        if issubclass(tower.kind, SessionTower) and (tower.arguments or {}).get(
+            "target"
+        ):
             raise BundleError(
                 f"tower '{name}': its target item is a step of its sequence, so the item has no vector of "
                 "its own; make the model by bst(), or rank with the model itself"
@@ -210,13 +240,20 @@ class Audit:
     ids: NDArray[Any]
 
     @classmethod
-    def choose(cls, queries: pa.Table, candidates: pa.Table, ids: IdMap, pairs: int = PAIRS) -> Audit:
+    def choose(
+        cls, queries: pa.Table, candidates: pa.Table, ids: IdMap, pairs: int = PAIRS
+    ) -> Audit:
         """Chooses pairs evenly over both tables, including the last row of each; equal on every rank."""
         rows = even_rows(len(queries), pairs)
         positions = even_rows(len(candidates), pairs)
         # Shuffled, so that early queries do not always meet early items; a fixed seed, so that every rank agrees.
         mixed = positions[np.random.default_rng(0).permutation(pairs)]
-        return cls(queries.take(pa.array(rows)), candidates.take(pa.array(mixed)), mixed, ids.ids(mixed))
+        return cls(
+            queries.take(pa.array(rows)),
+            candidates.take(pa.array(mixed)),
+            mixed,
+            ids.ids(mixed),
+        )
 
     def of_model(self, live: LiveModel, query: Columns, candidate: Columns) -> Tensor:
         """Returns (P,) logits of the trained model. If it is sharded, call this on every rank."""
@@ -230,10 +267,14 @@ class Audit:
         )
         return live.logits(batch)
 
-    def of_towers(self, query: RowEncoder, candidate: RowEncoder, interaction: nn.Module) -> tuple[Tensor, Tensor]:
+    def of_towers(
+        self, query: RowEncoder, candidate: RowEncoder, interaction: nn.Module
+    ) -> tuple[Tensor, Tensor]:
         """Returns (P,) logits of a bundle's towers, and the candidates' vectors (P, Dc)."""
         vectors = candidate.embed(self.candidates.to_pydict())
-        return logits(query, query.read(self.queries.to_pydict()), vectors, interaction), vectors
+        return logits(
+            query, query.read(self.queries.to_pydict()), vectors, interaction
+        ), vectors
 
     def write(self, folder: Path, expected: Tensor) -> None:
         """Writes the pairs, with their logits from the bundle's own towers."""
@@ -242,17 +283,31 @@ class Audit:
         write_table(folder / _CANDIDATES, self.candidates)
         write_table(
             folder / _EXPECTED,
-            pa.table({"id": pa.array(self.ids), "position": self.positions, "logit": expected.numpy()}),
+            pa.table(
+                {
+                    "id": pa.array(self.ids),
+                    "position": self.positions,
+                    "logit": expected.numpy(),
+                }
+            ),
         )
 
     @classmethod
     def open(cls, folder: Path) -> tuple[Audit, Tensor]:
         """Reads the pairs of a bundle's folder and their (P,) expected logits."""
-        queries, candidates, expected = (read_table(folder / name) for name in (_QUERIES, _CANDIDATES, _EXPECTED))
-        if not len(queries) == len(candidates) == len(expected) or expected.column_names != ["id", "position", "logit"]:
-            raise BundleError(f"{folder / _FOLDER}: its files have different numbers of rows; export the bundle again")
+        queries, candidates, expected = (
+            read_table(folder / name) for name in (_QUERIES, _CANDIDATES, _EXPECTED)
+        )
+        if not len(queries) == len(candidates) == len(
+            expected
+        ) or expected.column_names != ["id", "position", "logit"]:
+            raise BundleError(
+                f"{folder / _FOLDER}: its files have different numbers of rows; export the bundle again"
+            )
         if not len(expected):
-            raise BundleError(f"{folder / _FOLDER}: has no pairs, so nothing is proven by it; export the bundle again")
+            raise BundleError(
+                f"{folder / _FOLDER}: has no pairs, so nothing is proven by it; export the bundle again"
+            )
         # A copy, because torch warns about read-only memory, such as Arrow's.
         positions = expected["position"].to_numpy().copy()
         audit = cls(queries, candidates, positions, expected["id"].to_numpy())
@@ -260,14 +315,18 @@ class Audit:
 
 
 @torch.no_grad()
-def logits(query: RowEncoder, rows: Read, candidates: Tensor, interaction: nn.Module) -> Tensor:
+def logits(
+    query: RowEncoder, rows: Read, candidates: Tensor, interaction: nn.Module
+) -> Tensor:
     """Returns (B,) logits of B query rows, each with its candidate's vector in (B, Dc)."""
     return interaction([*query.outputs(rows), candidates]).float()  # type: ignore[no-any-return]
 
 
 def largest_difference(values: Tensor, expected: Tensor) -> float:
     """Returns the greatest absolute difference; infinity if any number is not finite."""
-    if not bool(torch.isfinite(values).all()) or not bool(torch.isfinite(expected).all()):
+    if not bool(torch.isfinite(values).all()) or not bool(
+        torch.isfinite(expected).all()
+    ):
         return float("inf")
     return float((values - expected).abs().max())
 
@@ -277,7 +336,9 @@ def tolerance(expected: Tensor, share: float = TOLERANCE) -> float:
     return share * max(1.0, float(expected.abs().max()))
 
 
-def check_logits(where: str, values: Tensor, expected: Tensor, remedy: str, share: float = TOLERANCE) -> float:
+def check_logits(
+    where: str, values: Tensor, expected: Tensor, remedy: str, share: float = TOLERANCE
+) -> float:
     """Returns the greatest difference between actual and expected logits.
 
     Raises:
@@ -293,7 +354,9 @@ def check_logits(where: str, values: Tensor, expected: Tensor, remedy: str, shar
     return difference
 
 
-def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tensor, rounding: float) -> None:
+def check_store(
+    where: Path, store: EmbeddingStore, audit: Audit, vectors: Tensor, rounding: float
+) -> None:
     """Refuses a store unless it holds the audit's vectors under the candidates' ids.
 
     Args:
@@ -321,7 +384,9 @@ def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tenso
             f"{where}: its manifest says that {store.dtype} lost {rounding:.3g} of a number, where rounding loses "
             f"{most:.3g} at most; export the bundle again"
         )
-    difference = largest_difference(store.rows(torch.from_numpy(audit.positions)), vectors)
+    difference = largest_difference(
+        store.rows(torch.from_numpy(audit.positions)), vectors
+    )
     allowed = 1.01 * rounding + tolerance(vectors)
     if not difference <= allowed:
         raise BundleError(

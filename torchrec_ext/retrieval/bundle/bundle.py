@@ -62,7 +62,14 @@ class Bundle:
         items: titles and categories by position.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, *, verify: bool, also: Sequence[type[nn.Module]] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        *,
+        verify: bool,
+        also: Sequence[type[nn.Module]] = (),
+    ) -> None:
         """See :meth:`load`."""
         self.folder = folder
         self.manifest = manifest
@@ -71,11 +78,19 @@ class Bundle:
         self.candidate = self.architecture.candidate
         self._check_towers()
         preprocessor = open_preprocessor(folder)
-        self._query = open_encoder(folder, self.architecture, self.query, preprocessor, also)
-        self._candidate = open_encoder(folder, self.architecture, [self.candidate], preprocessor, also)
+        self._query = open_encoder(
+            folder, self.architecture, self.query, preprocessor, also
+        )
+        self._candidate = open_encoder(
+            folder, self.architecture, [self.candidate], preprocessor, also
+        )
         self.interaction = open_interaction(folder, self.architecture, also)
-        self.projection: Projection = projection(self.interaction, self._candidate.width)
-        self.store = self._open_store(STORE, self.candidate_digest, self._candidate.width)
+        self.projection: Projection = projection(
+            self.interaction, self._candidate.width
+        )
+        self.store = self._open_store(
+            STORE, self.candidate_digest, self._candidate.width
+        )
         self.projected = self.store
         if (folder / PROJECTED).is_dir():
             digest = projection_digest(self.architecture, manifest.content["files"])
@@ -83,16 +98,26 @@ class Bundle:
         self.items = ItemTable(read_table(folder / ITEMS))
         self.users: UserTable | None = None
         if manifest.content.get("users"):
-            self.users = UserTable.open(folder / USERS, manifest.content["users"]["key"])
+            self.users = UserTable.open(
+                folder / USERS, manifest.content["users"]["key"]
+            )
         # Before the index opens, which refers to positions of the store.
         self._check_catalogue()
-        self.index = open_index(folder, manifest, self.projection, self.store, self.projected)
+        self.index = open_index(
+            folder, manifest, self.projection, self.store, self.projected
+        )
         if verify:
             self._check_values()
             self.audit()
 
     @classmethod
-    def load(cls, folder: Path | str, *, verify: bool = True, also: Sequence[type[nn.Module]] = ()) -> Bundle:
+    def load(
+        cls,
+        folder: Path | str,
+        *,
+        verify: bool = True,
+        also: Sequence[type[nn.Module]] = (),
+    ) -> Bundle:
         """Loads a bundle and checks that its files belong together.
 
         Args:
@@ -112,11 +137,15 @@ class Bundle:
             check_files(folder, manifest.content["files"], digests=verify)
             return cls(folder, manifest, verify=verify, also=also)
         except (KeyError, TypeError) as error:
-            raise BundleError(f"{folder}: the manifest lacks {error}, or has another type for it; {_ANEW}") from None
+            raise BundleError(
+                f"{folder}: the manifest lacks {error}, or has another type for it; {_ANEW}"
+            ) from None
         except BundleError:
             raise
         except (OSError, ValueError) as error:
-            raise BundleError(f"{folder}: {error}; {_ANEW}, or copy the whole folder anew") from None
+            raise BundleError(
+                f"{folder}: {error}; {_ANEW}, or copy the whole folder anew"
+            ) from None
 
     @property
     def encoders(self) -> tuple[RowEncoder, RowEncoder]:
@@ -136,12 +165,16 @@ class Bundle:
     @cached_property
     def query_digest(self) -> str:
         """Digest of everything behind the query towers' vectors: weights, architecture and preprocessing."""
-        return tower_digest(self.architecture, self.query, self.manifest.content["files"])
+        return tower_digest(
+            self.architecture, self.query, self.manifest.content["files"]
+        )
 
     @cached_property
     def candidate_digest(self) -> str:
         """Digest of everything behind the candidate tower's vectors: weights, architecture and preprocessing."""
-        return tower_digest(self.architecture, [self.candidate], self.manifest.content["files"])
+        return tower_digest(
+            self.architecture, [self.candidate], self.manifest.content["files"]
+        )
 
     @property
     def query_width(self) -> int:
@@ -166,7 +199,9 @@ class Bundle:
         """
         return self._query.embed(rows)
 
-    def embed_with_unknown(self, rows: Rows) -> tuple[Tensor, dict[str, NDArray[np.bool_]]]:
+    def embed_with_unknown(
+        self, rows: Rows
+    ) -> tuple[Tensor, dict[str, NDArray[np.bool_]]]:
         """Returns the results of :meth:`embed_query` and :meth:`unknown`, reading the rows once."""
         columns = self._query.read(rows)
         return self._query.vectors(columns), columns.unknown
@@ -191,16 +226,25 @@ class Bundle:
             BundleError: they differ by more than rounding.
         """
         pairs, expected = audits.Audit.open(self.folder)
-        logits, vectors = pairs.of_towers(self._query, self._candidate, self.interaction)
+        logits, vectors = pairs.of_towers(
+            self._query, self._candidate, self.interaction
+        )
         audits.check_logits(
-            f"{self.folder}: the audit batch", logits, expected, f"its towers are not those that were proven; {_ANEW}"
+            f"{self.folder}: the audit batch",
+            logits,
+            expected,
+            f"its towers are not those that were proven; {_ANEW}",
         )
         rounding = self.manifest.content["audit"]["store_difference"]
         audits.check_store(self.folder / STORE, self.store, pairs, vectors, rounding)
         if self.projected is not self.store:
             rounding = self.manifest.content["audit"]["projected_difference"]
             audits.check_store(
-                self.folder / PROJECTED, self.projected, pairs, self.projection.candidates(vectors), rounding
+                self.folder / PROJECTED,
+                self.projected,
+                pairs,
+                self.projection.candidates(vectors),
+                rounding,
             )
 
     def _open_store(self, name: str, tower: str, width: int) -> EmbeddingStore:
@@ -231,13 +275,22 @@ class Bundle:
                 f"{_ANEW}"
             )
         # Stored vectors name a tower by its digest, so the manifest's must be that of these files.
-        for what, digest in (("query", self.query_digest), ("candidate", self.candidate_digest)):
+        for what, digest in (
+            ("query", self.query_digest),
+            ("candidate", self.candidate_digest),
+        ):
             if content["towers"][what] != digest:
-                raise BundleError(f"{self.folder}: the {what} tower is not that of the manifest; {_ANEW}")
+                raise BundleError(
+                    f"{self.folder}: the {what} tower is not that of the manifest; {_ANEW}"
+                )
 
     def _check_catalogue(self) -> None:
         # All are by position, so parts of another catalogue would answer with wrong items.
-        sizes = {"items": len(self.items), STORE: len(self.store), PROJECTED: len(self.projected)}
+        sizes = {
+            "items": len(self.items),
+            STORE: len(self.store),
+            PROJECTED: len(self.projected),
+        }
         if len({*sizes.values(), self.manifest.content["coverage"]["items"]}) > 1:
             raise BundleError(
                 f"{self.folder}: parts of different catalogues, with these numbers of items: {sizes}; {_ANEW}"
@@ -257,7 +310,9 @@ class Bundle:
             _check_store(self.folder / PROJECTED, self.projected)
         if self.users is not None:
             context = audits.Audit.open(self.folder)[0].queries.slice(0, 1).to_pydict()
-            _check_users(self.folder / USERS, self.users, self._query, len(self.store), context)
+            _check_users(
+                self.folder / USERS, self.users, self._query, len(self.store), context
+            )
 
 
 def _check_weights(folder: Path, module: nn.Module) -> None:
@@ -268,7 +323,9 @@ def _check_weights(folder: Path, module: nn.Module) -> None:
             continue
         row = _first_nonfinite_row(holder.scales)
         if row is not None:
-            raise BundleError(f"{folder}: table '{name}', row {row}: its scale is NaN or infinity; {_ANEW}")
+            raise BundleError(
+                f"{folder}: table '{name}', row {row}: its scale is NaN or infinity; {_ANEW}"
+            )
     for name, weight in module.state_dict(keep_vars=True).items():
         row = _first_nonfinite_row(weight)
         if row is not None:
@@ -288,7 +345,9 @@ def _check_store(where: Path, store: EmbeddingStore) -> None:
         )
     row = _first_nonfinite_row(store.scales)
     if row is not None:
-        raise BundleError(f"{where / store.version / SCALES}: row {row}: NaN or infinity; {_ANEW}")
+        raise BundleError(
+            f"{where / store.version / SCALES}: row {row}: NaN or infinity; {_ANEW}"
+        )
     row = _first_nonfinite_row(store.matrix())
     if row is not None:
         raise BundleError(
@@ -310,13 +369,20 @@ def _first_nonfinite_row(values: Tensor | None) -> int | None:
     for start in range(0, len(rows), step):
         block = rows[start : start + step]
         # One pass, and no mask in memory: a NaN anywhere makes both extremes NaN.
-        if block.numel() and not torch.isfinite(torch.stack(torch.aminmax(block))).all():
+        if (
+            block.numel()
+            and not torch.isfinite(torch.stack(torch.aminmax(block))).all()
+        ):
             return start + int((~torch.isfinite(block)).any(dim=1).int().argmax())
     return None
 
 
 def _check_users(
-    where: Path, users: UserTable, query: RowEncoder, items: int, context: Mapping[str, list[Any]]
+    where: Path,
+    users: UserTable,
+    query: RowEncoder,
+    items: int,
+    context: Mapping[str, list[Any]],
 ) -> None:
     """Checks users' ids, positions and features; ``context`` has the other columns of one audited request."""
     try:
@@ -328,7 +394,9 @@ def _check_users(
         for chunk in lists.chunks:
             values = chunk.flatten()
             bounds = pc.min_max(values).as_py()
-            if values.null_count or (len(values) and not 0 <= bounds["min"] <= bounds["max"] < items):
+            if values.null_count or (
+                len(values) and not 0 <= bounds["min"] <= bounds["max"] < items
+            ):
                 raise BundleError(
                     f"{where}: column '{name}', users {first} to {first + len(chunk) - 1}: positions {bounds['min']} "
                     f"to {bounds['max']} and {values.null_count} nulls; must be 0 to {items - 1}, of the {items:,} "

@@ -56,19 +56,25 @@ class PlainTower:
         self._tables: list[tuple[str, Any, str]] = []
         for table in tower.bags:
             for name in table.feature_names:
-                self._tables.append((name, bags[table.name], table.pooling.value.lower()))
+                self._tables.append(
+                    (name, bags[table.name], table.pooling.value.lower())
+                )
         self._dense = tower.dense
         self._compress = tower.compress
         self._mlp = tower.mlp
         self._layers: list[_Layer] | None = None
         self._arrays: list[tuple[NDArray[Any], _Floats | None]] = []
         # numpy has no bfloat16.
-        if tower.compress is None and all(table.weight.dtype in _OF_NUMPY for _, table, _ in self._tables):
+        if tower.compress is None and all(
+            table.weight.dtype in _OF_NUMPY for _, table, _ in self._tables
+        ):
             self._layers = _numpy_layers(tower.mlp)
         if self._layers is not None:
             self._arrays = [_arrays(table) for _, table, _ in self._tables]
 
-    def __call__(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor]) -> Tensor:
+    def __call__(
+        self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor]
+    ) -> Tensor:
         """Returns (B, D) outputs of B rows, from columns as for ``BatchSchema.assemble``."""
         if self._layers is not None and self._is_single_row(sparse, dense):
             return torch.from_numpy(self._row(sparse, dense, self._layers)[None])
@@ -81,7 +87,9 @@ class PlainTower:
             rows = self._compress(rows)
         return self._mlp(rows)  # type: ignore[no-any-return]
 
-    def _is_single_row(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor]) -> bool:
+    def _is_single_row(
+        self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor]
+    ) -> bool:
         # All columns have as many rows, so any of them tells.
         if not self._tables:
             return len(dense[self._dense[0]]) == 1
@@ -90,10 +98,17 @@ class PlainTower:
             return len(bags.values) == 1
         return len(bags.lengths) == 1
 
-    def _row(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor], layers: Sequence[_Layer]) -> _Floats:
+    def _row(
+        self,
+        sparse: Mapping[str, Jagged],
+        dense: Mapping[str, Tensor],
+        layers: Sequence[_Layer],
+    ) -> _Floats:
         """Returns the (D,) output of one row."""
         inputs: list[_Floats] = []
-        for (name, _, mode), (rows, scales) in zip(self._tables, self._arrays, strict=True):
+        for (name, _, mode), (rows, scales) in zip(
+            self._tables, self._arrays, strict=True
+        ):
             bags = sparse[name]
             ids = bags.values.numpy()
             if bags.lengths is None:  # a bag of one is its row
@@ -111,7 +126,9 @@ class PlainTower:
                 pooled = pooled / np.float32(len(ids))
             # Half precision is rounded once, as in torch.
             inputs.append(pooled.astype(bag_rows.dtype, copy=False))
-        row: _Floats = np.concatenate([*inputs, *(dense[name].numpy() for name in self._dense)], dtype=np.float32)
+        row: _Floats = np.concatenate(
+            [*inputs, *(dense[name].numpy() for name in self._dense)], dtype=np.float32
+        )
         for layer in layers:
             row = layer(row)
         return row
@@ -144,7 +161,11 @@ def _numpy_layers(network: nn.Module) -> list[_Layer] | None:
 
 
 def _numpy_layer(layer: nn.Module) -> _Layer | None:
-    if type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and layer.bias is not None:
+    if (
+        type(layer) is nn.Linear
+        and layer.weight.dtype == torch.float32
+        and layer.bias is not None
+    ):
         weight: _Floats = layer.weight.detach().numpy()
         bias: _Floats = layer.bias.detach().numpy()
         return lambda row: weight.dot(row) + bias
@@ -157,7 +178,9 @@ def _numpy_layer(layer: nn.Module) -> _Layer | None:
 
 def is_plain(tower: nn.Module) -> bool:
     """Returns whether a tower is a :class:`Tower` without attention pooling, weighted bags or shared tables."""
-    return type(tower) is Tower and not (tower.lists or tower.weights or tower.released_tables)
+    return type(tower) is Tower and not (
+        tower.lists or tower.weights or tower.released_tables
+    )
 
 
 def _look_up(table: nn.Module, bags: Jagged, mode: str) -> Tensor:
@@ -171,7 +194,9 @@ def _look_up(table: nn.Module, bags: Jagged, mode: str) -> Tensor:
     if len(bags.lengths) == 1:
         return embedding_bag(bags.values, weight, _BEGIN, mode=mode)
     offsets = torch.cat([bags.lengths.new_zeros(1), bags.lengths.cumsum(0)]).long()
-    return embedding_bag(bags.values, weight, offsets, mode=mode, include_last_offset=True)
+    return embedding_bag(
+        bags.values, weight, offsets, mode=mode, include_last_offset=True
+    )
 
 
 ARCHITECTURE = "architecture.json"
@@ -233,7 +258,9 @@ class Architecture:
         values = read_json(folder / ARCHITECTURE)
         try:
             # The types are checked here, once, because the file may come from anybody and later code relies on them.
-            towers = {str(name): description for name, description in values.pop("towers")}
+            towers = {
+                str(name): description for name, description in values.pop("towers")
+            }
             architecture = cls(towers=towers, **values)
             fits = len(towers) >= 2
             for name in ("tables", "oov_ids", "types", "unseen"):
@@ -243,7 +270,9 @@ class Architecture:
         except (TypeError, ValueError, KeyError, AttributeError):
             fits = False
         if not fits:
-            raise BundleError(f"{folder / ARCHITECTURE}: does not describe two towers or more; export the bundle again")
+            raise BundleError(
+                f"{folder / ARCHITECTURE}: does not describe two towers or more; export the bundle again"
+            )
         return architecture
 
 
@@ -256,7 +285,9 @@ class RowEncoder:
         types: types of the model's columns; a list column may come from one raw text.
     """
 
-    def __init__(self, model: TowerModel, columns: Columns, types: Mapping[str, str]) -> None:
+    def __init__(
+        self, model: TowerModel, columns: Columns, types: Mapping[str, str]
+    ) -> None:
         self.model = model
         self.columns = columns
         self._types = types
@@ -304,11 +335,16 @@ class RowEncoder:
 
     def batch(self, rows: Read) -> TowerBatch:
         """Assembles parsed rows into a batch."""
-        return self.columns.schema.assemble(rows.sparse, rows.dense, labels=torch.zeros(rows.size))
+        return self.columns.schema.assemble(
+            rows.sparse, rows.dense, labels=torch.zeros(rows.size)
+        )
 
     def listed(self, feature: SparseFeature) -> bool:
         """Returns whether a row has a list of this feature's ids instead of a single id."""
-        return self._types.get(feature.name, "").startswith("list") or feature.weights is not None
+        return (
+            self._types.get(feature.name, "").startswith("list")
+            or feature.weights is not None
+        )
 
     def unknown(self) -> Tensor:
         """Returns (D,) outputs of an entirely unknown row: out-of-vocabulary ids, empty lists, zeros.
@@ -320,7 +356,9 @@ class RowEncoder:
         without_row = "the model has no row for unknown ids; leave this one out"
         if self.columns.strict:
             name = min(self.columns.strict)
-            raise DataError(f"column '{name}': {without_row}, or export the model with oov_ids={{'{name}': ROW}}")
+            raise DataError(
+                f"column '{name}': {without_row}, or export the model with oov_ids={{'{name}': ROW}}"
+            )
         for tower in towers:
             if isinstance(tower, ProgramTower) and tower.computed_ids:
                 raise DataError(f"column '{min(tower.computed_ids)}': {without_row}")
@@ -330,20 +368,32 @@ class RowEncoder:
             if self.listed(feature):
                 # A feature with weights is always a list.
                 weights = torch.zeros(0) if feature.weights is not None else None
-                bag = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), weights)
+                bag = Jagged(
+                    torch.zeros(0, dtype=torch.int64),
+                    torch.zeros(1, dtype=torch.int32),
+                    weights,
+                )
             sparse[feature.name] = bag
         dense = {name: torch.zeros(1) for name in self.columns.schema.dense}
         return self.vectors(Read(sparse, dense, {}, 1))[0]
 
 
-def towers_of(architecture: Architecture, names: Sequence[str], also: Sequence[type[nn.Module]] = ()) -> TowerModel:
+def towers_of(
+    architecture: Architecture,
+    names: Sequence[str],
+    also: Sequence[type[nn.Module]] = (),
+) -> TowerModel:
     """Returns the towers ``names`` as a model on the meta device."""
-    towers: dict[str, Any] = {name: rebuild(architecture.towers[name], also=also) for name in names}
+    towers: dict[str, Any] = {
+        name: rebuild(architecture.towers[name], also=also) for name in names
+    }
     return TowerModel(towers, nn.Identity()).eval().requires_grad_(False)
 
 
 def raw_request_columns(
-    architecture: Architecture, model: TowerModel, preprocessor: FittedPreprocessor | None
+    architecture: Architecture,
+    model: TowerModel,
+    preprocessor: FittedPreprocessor | None,
 ) -> Columns:
     """Returns the reader of raw rows into the columns of ``model``."""
     keys = model.schema().keys
@@ -354,7 +404,13 @@ def raw_request_columns(
             strict.append(name)
         elif name in keys:
             oov_ids[name] = row
-    return Columns(model.schema(oov_ids=oov_ids), architecture.types, preprocessor, architecture.unseen, strict)
+    return Columns(
+        model.schema(oov_ids=oov_ids),
+        architecture.types,
+        preprocessor,
+        architecture.unseen,
+        strict,
+    )
 
 
 def open_encoder(
@@ -375,7 +431,9 @@ def open_encoder(
     except BundleError as error:
         raise BundleError(f"{folder / ARCHITECTURE}: {error}") from None
     except (AttributeError, TypeError, ValueError) as error:
-        raise BundleError(f"{folder / ARCHITECTURE}: towers {list(names)}: {error}; export the bundle again") from None
+        raise BundleError(
+            f"{folder / ARCHITECTURE}: towers {list(names)}: {error}; export the bundle again"
+        ) from None
     # Tables first: only their weights are real then, and fill_dense() must find all others.
     map_tables(folder, model, architecture.tables)
     dense: dict[str, Tensor] = {}
@@ -387,17 +445,23 @@ def open_encoder(
     return RowEncoder(model, columns, types)
 
 
-def open_interaction(folder: Path, architecture: Architecture, also: Sequence[type[nn.Module]] = ()) -> nn.Module:
+def open_interaction(
+    folder: Path, architecture: Architecture, also: Sequence[type[nn.Module]] = ()
+) -> nn.Module:
     """Returns the interaction with its weights.
 
     Raises:
         BundleError: file and architecture do not fit together.
     """
     try:
-        interaction = rebuild(architecture.interaction, also=also).eval().requires_grad_(False)
+        interaction = (
+            rebuild(architecture.interaction, also=also).eval().requires_grad_(False)
+        )
     except BundleError as error:
         raise BundleError(f"{folder / ARCHITECTURE}: {error}") from None
-    fill_dense(folder / INTERACTION, interaction, read_tensors(folder / INTERACTION), [])
+    fill_dense(
+        folder / INTERACTION, interaction, read_tensors(folder / INTERACTION), []
+    )
     return interaction
 
 
@@ -408,7 +472,11 @@ def open_preprocessor(folder: Path) -> FittedPreprocessor | None:
     return None
 
 
-def tower_digest(architecture: Architecture, names: Sequence[str], files: Mapping[str, Mapping[str, Any]]) -> str:
+def tower_digest(
+    architecture: Architecture,
+    names: Sequence[str],
+    files: Mapping[str, Mapping[str, Any]],
+) -> str:
     """Digests everything behind these towers' vectors: weights, architecture and preprocessing.
 
     Args:
@@ -422,21 +490,34 @@ def tower_digest(architecture: Architecture, names: Sequence[str], files: Mappin
     table_names = sorted(read_tables)
     paths = [architecture.tables[name] for name in table_names]
     paths += map(architecture.dense_file, names)
-    paths += [path for path in sorted(files) if path.startswith(f"{PREPROCESSOR_FILE}/")]
+    paths += [
+        path for path in sorted(files) if path.startswith(f"{PREPROCESSOR_FILE}/")
+    ]
     digests = [files[path]["sha256"] for path in paths]
     descriptions = {name: architecture.towers[name] for name in names}
     # Only if not empty, so that bundles from before this field keep their digests.
     unseen = [dict(architecture.unseen)] if architecture.unseen else []
     return json_digest(
-        [descriptions, dict(architecture.oov_ids), dict(architecture.types), table_names, digests, *unseen],
+        [
+            descriptions,
+            dict(architecture.oov_ids),
+            dict(architecture.types),
+            table_names,
+            digests,
+            *unseen,
+        ],
         compact=True,
     )
 
 
-def projection_digest(architecture: Architecture, files: Mapping[str, Mapping[str, Any]]) -> str:
+def projection_digest(
+    architecture: Architecture, files: Mapping[str, Mapping[str, Any]]
+) -> str:
     """Digests everything behind a candidate's projected row: its tower and the interaction."""
     tower = tower_digest(architecture, [architecture.candidate], files)
-    return json_digest([tower, architecture.interaction, files[INTERACTION]["sha256"]], compact=True)
+    return json_digest(
+        [tower, architecture.interaction, files[INTERACTION]["sha256"]], compact=True
+    )
 
 
 def named_tables(description: Mapping[str, Any]) -> list[str]:

@@ -28,12 +28,24 @@ class ExactKind:
 
     any_metric = True
 
-    def build(self, folder: Path, recall: float, metric: Metric, store: EmbeddingStore, queries: Tensor) -> float:
+    def build(
+        self,
+        folder: Path,
+        recall: float,
+        metric: Metric,
+        store: EmbeddingStore,
+        queries: Tensor,
+    ) -> float:
         """Writes the index of ``store`` to ``folder``; returns its recall measured with ``queries`` (Q, D)."""
         return 1.0
 
     def open(
-        self, folder: Path, metric: Metric, store: EmbeddingStore, projection: Projection, projected: EmbeddingStore
+        self,
+        folder: Path,
+        metric: Metric,
+        store: EmbeddingStore,
+        projection: Projection,
+        projected: EmbeddingStore,
     ) -> Index:
         """Opens the index in ``folder``; raises BundleError if it is of another store or metric."""
         if metric == "top_nn":
@@ -53,14 +65,28 @@ class FaissBundleKind:
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    def build(self, folder: Path, recall: float, metric: Metric, store: EmbeddingStore, queries: Tensor) -> float:
+    def build(
+        self,
+        folder: Path,
+        recall: float,
+        metric: Metric,
+        store: EmbeddingStore,
+        queries: Tensor,
+    ) -> float:
         """See :meth:`ExactKind.build`."""
-        index = FaissIndex.build(store, metric, kind=self.kind, recall=recall, queries=queries)
+        index = FaissIndex.build(
+            store, metric, kind=self.kind, recall=recall, queries=queries
+        )
         index.save(folder)
         return index.measured_recall
 
     def open(
-        self, folder: Path, metric: Metric, store: EmbeddingStore, projection: Projection, projected: EmbeddingStore
+        self,
+        folder: Path,
+        metric: Metric,
+        store: EmbeddingStore,
+        projection: Projection,
+        projected: EmbeddingStore,
     ) -> Index:
         """See :meth:`ExactKind.open`."""
         index = FaissIndex.load(folder, store)
@@ -92,7 +118,12 @@ def check_index_metric(kind: IndexKind, metric: str) -> None:
 
 
 def build_index(
-    folder: Path, kind: IndexKind, recall: float, metric: Metric, store: EmbeddingStore, queries: Tensor
+    folder: Path,
+    kind: IndexKind,
+    recall: float,
+    metric: Metric,
+    store: EmbeddingStore,
+    queries: Tensor,
 ) -> dict[str, Any]:
     """Writes the index of a bundle and returns the manifest's entry for it.
 
@@ -109,7 +140,11 @@ def build_index(
 
 
 def open_index(
-    folder: Path, manifest: Manifest, projection: Projection, store: EmbeddingStore, projected: EmbeddingStore
+    folder: Path,
+    manifest: Manifest,
+    projection: Projection,
+    store: EmbeddingStore,
+    projected: EmbeddingStore,
 ) -> Index:
     """Opens the index of a bundle.
 
@@ -124,4 +159,6 @@ def open_index(
             f"{metric} over {store.digest[:12]}: it is the index of another bundle, or of an older store; export the "
             "bundle again"
         )
-    return INDEX_KINDS[listed["kind"]].open(folder / _FOLDER, metric, store, projection, projected)
+    return INDEX_KINDS[listed["kind"]].open(
+        folder / _FOLDER, metric, store, projection, projected
+    )

@@ -22,7 +22,9 @@ class BundleError(ValueError):
 _FORMAT = 1
 BUNDLE_MANIFEST = "manifest.json"
 _MOST_BYTES = 64 * 2**20  # limit of an architecture file; it may list millions of rows
-_MOST_OF_MANIFEST = 8 * 2**20  # limit of a manifest: fifty thousand files; in memory it takes thirty times as much
+_MOST_OF_MANIFEST = (
+    8 * 2**20
+)  # limit of a manifest: fifty thousand files; in memory it takes thirty times as much
 _ANEW = "export the bundle again, or copy the whole folder anew"
 
 
@@ -73,7 +75,9 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Writes the manifest to a bundle's folder."""
-        (folder / BUNDLE_MANIFEST).write_text(json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n")
+        (folder / BUNDLE_MANIFEST).write_text(
+            json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n"
+        )
 
     @classmethod
     def open(cls, folder: Path) -> Manifest:
@@ -100,8 +104,12 @@ class Manifest:
                 "install the version of torchrec_ext that wrote it"
             )
         for key, seal in (("content", "digest"), ("certificate", "seal")):
-            if not isinstance(values.get(key), dict) or json_digest(values[key], compact=True) != values.get(seal):
-                raise BundleError(f"{path}: its {key} does not have its {seal}: it was changed or damaged; {_ANEW}")
+            if not isinstance(values.get(key), dict) or json_digest(
+                values[key], compact=True
+            ) != values.get(seal):
+                raise BundleError(
+                    f"{path}: its {key} does not have its {seal}: it was changed or damaged; {_ANEW}"
+                )
         return cls(content=values["content"], certificate=values["certificate"])
 
 
@@ -122,7 +130,9 @@ def read_json(path: Path, hint: str = "", *, most: int = _MOST_BYTES) -> dict[st
     return values
 
 
-def file_digests(folder: Path, *, entries: Mapping[str, dict[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
+def file_digests(
+    folder: Path, *, entries: Mapping[str, dict[str, Any]] | None = None
+) -> dict[str, dict[str, Any]]:
     """Returns size and SHA-256 of every file except the manifest, by path; reuses ``entries``."""
     files = {}
     for name, path in _files(folder).items():
@@ -130,7 +140,9 @@ def file_digests(folder: Path, *, entries: Mapping[str, dict[str, Any]] | None =
     return files
 
 
-def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digests: bool) -> None:
+def check_files(
+    folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digests: bool
+) -> None:
     """Refuses a folder if its files differ from the manifest's list.
 
     Args:
@@ -149,7 +161,9 @@ def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digest
             hint = ""
             if unlisted is not None:
                 hint = f" ('{unlisted}' is there, and is not in the manifest: was it renamed?)"
-            raise BundleError(f"{folder / name}: the manifest lists it, and it is missing{hint}; {_ANEW}")
+            raise BundleError(
+                f"{folder / name}: the manifest lists it, and it is missing{hint}; {_ANEW}"
+            )
     for name, path in paths.items():
         if name not in listed:
             raise BundleError(
@@ -163,7 +177,9 @@ def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digest
     # Last, because reading every file takes a second for each GB, and the checks above no time.
     for name, path in paths.items():
         if digests and measure_file(path)["sha256"] != listed[name]["sha256"]:
-            raise BundleError(f"{path}: does not have the SHA-256 in the manifest: it was changed or damaged; {_ANEW}")
+            raise BundleError(
+                f"{path}: does not have the SHA-256 in the manifest: it was changed or damaged; {_ANEW}"
+            )
 
 
 def _files(folder: Path) -> dict[str, Path]:

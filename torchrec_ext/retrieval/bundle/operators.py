@@ -40,7 +40,12 @@ sum.dim_IntList t.default tan.default tanh.default tile.default to.dtype _to_cop
 tril.default triu.default type_as.default unbind.int unflatten.int unsqueeze.default var.correction var.dim
 view.default where.ScalarOther where.ScalarSelf where.self zeros.default zeros_like.default
 """
-_SIZES = {"size_add": operator.add, "size_sub": operator.sub, "size_mul": operator.mul, "size_div": operator.floordiv}
+_SIZES = {
+    "size_add": operator.add,
+    "size_sub": operator.sub,
+    "size_mul": operator.mul,
+    "size_div": operator.floordiv,
+}
 
 
 def _operators() -> dict[str, Callable[..., Any]]:
@@ -56,12 +61,16 @@ def _operators() -> dict[str, Callable[..., Any]]:
 OPERATORS: Mapping[str, Callable[..., Any]] = _operators()
 # Options for a tensor's device and memory; no program has them.
 PLACES = ("device", "layout", "pin_memory", "memory_format")
-_MOST_PIECES = 4096  # most tensors returned by one operator, and most steps of a recurrent one
+_MOST_PIECES = (
+    4096  # most tensors returned by one operator, and most steps of a recurrent one
+)
 _LARGEST_SIZE = 2**48
 _GATES = {"lstm.input": 4, "gru.input": 3, "rnn_relu.input": 1, "rnn_tanh.input": 1}
 
 
-def run_operator(name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def run_operator(
+    name: str, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """Checks and runs an operator of :data:`OPERATORS`.
 
     Raises:
@@ -81,14 +90,18 @@ def run_operator(name: str, arguments: Sequence[Any], options: Mapping[str, Any]
 def _check_size(name: str, *sizes: Any) -> None:
     for size in sizes:
         if type(size) is not int or abs(size) > _LARGEST_SIZE:
-            raise ValueError(f"{type(size).__name__} {str(size)[:40]} is not a size; must be at most {_LARGEST_SIZE:,}")
+            raise ValueError(
+                f"{type(size).__name__} {str(size)[:40]} is not a size; must be at most {_LARGEST_SIZE:,}"
+            )
 
 
 def _check_unbind(name: str, values: Tensor, dim: int = 0) -> None:
     _check_pieces(name, values, 1, dim)
 
 
-def _check_pieces(name: str, values: Tensor, size: int | Sequence[int], dim: int = 0) -> None:
+def _check_pieces(
+    name: str, values: Tensor, size: int | Sequence[int], dim: int = 0
+) -> None:
     if isinstance(size, Sequence):
         pieces = len(size)
     elif name == "chunk.default":
@@ -96,15 +109,30 @@ def _check_pieces(name: str, values: Tensor, size: int | Sequence[int], dim: int
     else:
         pieces = values.shape[dim] // max(1, size)
     if pieces > _MOST_PIECES:
-        raise ValueError(f"{pieces:,} pieces of {tuple(values.shape)}; must be at most {_MOST_PIECES:,}")
+        raise ValueError(
+            f"{pieces:,} pieces of {tuple(values.shape)}; must be at most {_MOST_PIECES:,}"
+        )
 
 
 def _check_batch_norm(
-    name: str, values: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, *_: Any
+    name: str,
+    values: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    *_: Any,
 ) -> None:
     channels = values.shape[1]
-    for what, each in (("weight", weight), ("bias", bias), ("running mean", mean), ("running variance", var)):
-        if each is not None and (tuple(each.shape) != (channels,) or each.dtype != values.dtype):
+    for what, each in (
+        ("weight", weight),
+        ("bias", bias),
+        ("running mean", mean),
+        ("running variance", var),
+    ):
+        if each is not None and (
+            tuple(each.shape) != (channels,) or each.dtype != values.dtype
+        ):
             raise ValueError(
                 f"{what} is {tuple(each.shape)} {each.dtype}, must be ({channels},) {values.dtype}, one a channel"
             )
@@ -124,14 +152,18 @@ def _check_recurrent(
 ) -> None:
     """Refuses wrong shapes, because the operator reads beyond the end of a short weight."""
     if values.dim() != 3:
-        raise ValueError(f"the sequence is {tuple(values.shape)}, must have 3 dimensions")
+        raise ValueError(
+            f"the sequence is {tuple(values.shape)}, must have 3 dimensions"
+        )
     steps, rows, inputs = values.shape
     if batch_first:
         rows, steps, inputs = values.shape
     directions = 2 if bidirectional else 1
     states = [state] if isinstance(state, Tensor) else list(state)
     if not 0 < steps <= _MOST_PIECES:
-        raise ValueError(f"a sequence of {steps:,} steps; must be 1 to {_MOST_PIECES:,}")
+        raise ValueError(
+            f"a sequence of {steps:,} steps; must be 1 to {_MOST_PIECES:,}"
+        )
     # An LSTM has a cell state too.
     expected_states = 2 if name == "lstm.input" else 1
     if len(states) != expected_states:
@@ -152,7 +184,9 @@ def _check_recurrent(
         inputs = width * directions
     for each, shape in zip([*states, *weights], expected, strict=True):
         if tuple(each.shape) != shape or each.dtype != values.dtype:
-            raise ValueError(f"a weight or state is {tuple(each.shape)} {each.dtype}, must be {shape} {values.dtype}")
+            raise ValueError(
+                f"a weight or state is {tuple(each.shape)} {each.dtype}, must be {shape} {values.dtype}"
+            )
 
 
 def _check_bags(
@@ -170,25 +204,37 @@ def _check_bags(
     """Refuses bags with an end before their begin or beyond the ids, because the operator would read beyond the ids."""
     if table.dim() != 2 or ids.dim() != 1 or offsets.dim() != 1 or not len(offsets):
         shapes = [tuple(each.shape) for each in (table, ids, offsets)]
-        raise ValueError(f"table, ids and offsets are {shapes}, must be (N, D), (V,) and (B,) with B of 1 or more")
+        raise ValueError(
+            f"table, ids and offsets are {shapes}, must be (N, D), (V,) and (B,) with B of 1 or more"
+        )
     if not {ids.dtype, offsets.dtype} <= {torch.int64, torch.int32}:
-        raise ValueError(f"ids are {ids.dtype} and offsets {offsets.dtype}, must be whole numbers")
+        raise ValueError(
+            f"ids are {ids.dtype} and offsets {offsets.dtype}, must be whole numbers"
+        )
     if weights is not None and weights.shape != ids.shape:
         raise ValueError(f"{tuple(weights.shape)} weights for {tuple(ids.shape)} ids")
     if offsets.is_meta:
         return
     ends = torch.cat([offsets, offsets.new_tensor([len(ids)])])
     if int(offsets[0]) != 0 or bool((ends[1:] < ends[:-1]).any()):
-        raise ValueError(f"the offsets of bags must rise from 0 to at most {len(ids)}, the number of ids")
+        raise ValueError(
+            f"the offsets of bags must rise from 0 to at most {len(ids)}, the number of ids"
+        )
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(table):
-        raise IndexError(f"ids {int(ids.min())} to {int(ids.max())} of a table of {len(table)} rows")
+        raise IndexError(
+            f"ids {int(ids.min())} to {int(ids.max())} of a table of {len(table)} rows"
+        )
 
 
 _CHECKS: Mapping[str, Callable[..., None]] = {
     **dict.fromkeys(_SIZES, _check_size),
-    **dict.fromkeys(("split.Tensor", "split_with_sizes.default", "chunk.default"), _check_pieces),
+    **dict.fromkeys(
+        ("split.Tensor", "split_with_sizes.default", "chunk.default"), _check_pieces
+    ),
     "unbind.int": _check_unbind,
     **dict.fromkeys(_GATES, _check_recurrent),
-    **dict.fromkeys(("embedding_bag.default", "embedding_bag.padding_idx"), _check_bags),
+    **dict.fromkeys(
+        ("embedding_bag.default", "embedding_bag.padding_idx"), _check_bags
+    ),
     "_native_batch_norm_legit_no_training.default": _check_batch_norm,
 }

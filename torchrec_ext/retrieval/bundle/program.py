@@ -32,10 +32,17 @@ from torchrec_ext.modules.tower import check_tables
 from torchrec_ext.retrieval.bundle.operators import OPERATORS, PLACES, run_operator
 from torchrec_ext.schema.validation import listed
 
-_DTYPES = {f"dtype.{name}": getattr(torch, name) for name in ("float32", "float64", "int64", "int32", "bool")}
+_DTYPES = {
+    f"dtype.{name}": getattr(torch, name)
+    for name in ("float32", "float64", "int64", "int32", "bool")
+}
 _NUMBERS = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
-_WIDEST_ROW = 2**18  # limit of the numbers of all columns, because each has a name in the schema
-EXACT_IDS = 2**24  # a batch carries columns without a table as float32, exact for whole numbers below this
+_WIDEST_ROW = (
+    2**18
+)  # limit of the numbers of all columns, because each has a name in the schema
+EXACT_IDS = (
+    2**24
+)  # a batch carries columns without a table as float32, exact for whole numbers below this
 
 Node = Sequence[Any]
 Shape = tuple[torch.dtype, tuple[int, ...]]
@@ -83,12 +90,18 @@ class Program:
             if name not in OPERATORS:
                 raise ValueError(f"operator {name!r} is not one that a bundle may name")
             if not options.keys().isdisjoint(PLACES):
-                raise ValueError(f"operator {name!r}: no program says where its values are; leave out {PLACES}")
+                raise ValueError(
+                    f"operator {name!r}: no program says where its values are; leave out {PLACES}"
+                )
             texts = list(_texts([*arguments, *options.values()]))
             tables = [text for text in texts if text[:1] == "&"]
             # At run time a table is a module, not a tensor, so only a look-up can read it.
-            if tables and (name != "embedding.default" or tables != list(arguments)[:1]):
-                raise ValueError(f"operator {name!r} reads a whole table; only embedding.default reads tables")
+            if tables and (
+                name != "embedding.default" or tables != list(arguments)[:1]
+            ):
+                raise ValueError(
+                    f"operator {name!r} reads a whole table; only embedding.default reads tables"
+                )
             _check_references(texts, existing)
             self._steps.append((f"#{number}", name, list(arguments), dict(options)))
             existing.add(f"#{number}")
@@ -130,7 +143,9 @@ class Program:
         if rows not in self._blocks:
             blocks, operations = self._split(rows)
             if operations > _OPERATIONS + rows * _OPERATIONS_OF_A_ROW:
-                raise ValueError(f"the program takes {operations:.2g} operations for {rows} rows; make it smaller")
+                raise ValueError(
+                    f"the program takes {operations:.2g} operations for {rows} rows; make it smaller"
+                )
             self._blocks[rows] = blocks
         return self._blocks[rows]
 
@@ -157,7 +172,9 @@ class Program:
             inputs = _on_meta(self._inputs, rows)
             try:
                 with counter:
-                    results = self._run({**inputs, **self._constants, "rows": rows}, meta=True)
+                    results = self._run(
+                        {**inputs, **self._constants, "rows": rows}, meta=True
+                    )
             except _TooMuchError:
                 return _Cost(2 * MOST_BYTES, limit), []
         for reference, result in zip(self._results, results, strict=True):
@@ -165,7 +182,9 @@ class Program:
             if isinstance(result, Tensor):
                 shape = tuple(result.shape)
             if isinstance(shape, str) or shape[:1] != (rows,):
-                raise ValueError(f"result {reference} of {rows} rows is {shape}, must have as many rows")
+                raise ValueError(
+                    f"result {reference} of {rows} rows is {shape}, must have as many rows"
+                )
         return _Cost(counter.bytes, counter.operations), results
 
     def _run(self, values: Mapping[str, Any], *, meta: bool = False) -> list[Any]:
@@ -184,15 +203,24 @@ class Program:
             # It ends a dry run, and is no error of the node.
             except _TooMuchError:
                 raise
-            except Exception as error:  # an untrusted program can make torch raise anything
-                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-                raise ValueError(f"node {reference} ({name}): {reason[:120]}") from error
+            except (
+                Exception
+            ) as error:  # an untrusted program can make torch raise anything
+                reason = next(
+                    iter(str(error).strip().splitlines()), type(error).__name__
+                )
+                raise ValueError(
+                    f"node {reference} ({name}): {reason[:120]}"
+                ) from error
         return [values[result] for result in self._results]
 
 
 def _on_meta(shapes: Mapping[str, Shape], *rows: int) -> dict[str, Tensor]:
     """Returns tensors without memory, with a leading dimension of ``rows`` if given."""
-    return {name: torch.empty((*rows, *size), dtype=dtype, device="meta") for name, (dtype, size) in shapes.items()}
+    return {
+        name: torch.empty((*rows, *size), dtype=dtype, device="meta")
+        for name, (dtype, size) in shapes.items()
+    }
 
 
 class _TooMuchError(Exception):
@@ -207,7 +235,9 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._limit = limit
         self.bytes = self.operations = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         options = kwargs or {}
         result = function(*args, **options)
         self.operations += _OF_A_CALL
@@ -225,14 +255,24 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.bytes += sum(each.nbytes for each in outputs)
             self.operations += elements * _OF_AN_ELEMENT
             if packet in flop_registry:
-                self.operations += int(flop_registry[packet](*args, **options, out_val=result))
+                self.operations += int(
+                    flop_registry[packet](*args, **options, out_val=result)
+                )
         if self.bytes > MOST_BYTES or self.operations > self._limit:
             raise _TooMuchError
         return result
 
 
-_LOOK_UPS = (torch.ops.aten.embedding, torch.ops.aten._embedding_bag, torch.ops.aten.index_select, torch.ops.aten.index)
-_POOLS = (torch.ops.aten.max_pool1d_with_indices, torch.ops.aten.max_pool2d_with_indices)
+_LOOK_UPS = (
+    torch.ops.aten.embedding,
+    torch.ops.aten._embedding_bag,
+    torch.ops.aten.index_select,
+    torch.ops.aten.index,
+)
+_POOLS = (
+    torch.ops.aten.max_pool1d_with_indices,
+    torch.ops.aten.max_pool2d_with_indices,
+)
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -245,7 +285,9 @@ def _count(tensors: Sequence[Tensor]) -> int:
 
 def _takes_device(name: str) -> bool:
     schema = getattr(OPERATORS[name], "_schema", None)
-    return schema is not None and any(argument.name == "device" for argument in schema.arguments)
+    return schema is not None and any(
+        argument.name == "device" for argument in schema.arguments
+    )
 
 
 def _texts(argument: Any) -> Iterator[str]:
@@ -287,10 +329,16 @@ class _Weights(nn.Module):
     def __init__(self, weights: Mapping[str, Sequence[Any]]) -> None:
         super().__init__()
         for name, (dtype, *size) in weights.items():
-            self.register_buffer(name, torch.empty(size, dtype=_DTYPES[f"dtype.{dtype}"]))
+            self.register_buffer(
+                name, torch.empty(size, dtype=_DTYPES[f"dtype.{dtype}"])
+            )
 
     def by_reference(self) -> dict[str, Tensor]:
-        return {f"${name}": value for name, value in self._buffers.items() if value is not None}
+        return {
+            f"${name}": value
+            for name, value in self._buffers.items()
+            if value is not None
+        }
 
 
 class ProgramTower(Recorded, nn.Module):
@@ -323,7 +371,9 @@ class ProgramTower(Recorded, nn.Module):
         _check_columns(columns)
         self.tables = list(tables)
         self.out_features = out_features
-        self._columns = {name: (dtype, tuple(size)) for name, (dtype, *size) in columns.items()}
+        self._columns = {
+            name: (dtype, tuple(size)) for name, (dtype, *size) in columns.items()
+        }
         self._ids: set[str] = set()
         self.kept = _Weights(weights)
         constants = _shapes("$", weights)
@@ -350,7 +400,9 @@ class ProgramTower(Recorded, nn.Module):
         self.embeddings = EmbeddingBagCollection(tables=self.tables) if tables else None
         self._program = Program(nodes, _shapes("@", columns), constants, outputs)
         if self._program.result_width != out_features:
-            raise ValueError(f"out_features={out_features}: the outputs are {self._program.result_width} wide")
+            raise ValueError(
+                f"out_features={out_features}: the outputs are {self._program.result_width} wide"
+            )
 
     def columns_of(self, sparse: KeyedJaggedTensor, dense: Tensor) -> dict[str, Tensor]:
         """Returns each column, (B,) or (B, W), from a batch's ids and this tower's dense columns (B, Fd).
@@ -362,14 +414,18 @@ class ProgramTower(Recorded, nn.Module):
         start = 0
         for name, (dtype, size) in self._columns.items():
             if name in self._ids:
-                columns[name] = _ids_of(name, sparse[name].values(), sparse[name].lengths(), size)
+                columns[name] = _ids_of(
+                    name, sparse[name].values(), sparse[name].lengths(), size
+                )
                 continue
             width = math.prod(size)
             block = dense[:, start : start + width].reshape(-1, *size)
             start += width
             if dtype == "int64":
                 if block.numel() and float(block.abs().max()) >= EXACT_IDS:
-                    raise ValueError(f"column '{name}': whole numbers must be below {EXACT_IDS:,}; map them to fewer")
+                    raise ValueError(
+                        f"column '{name}': whole numbers must be below {EXACT_IDS:,}; map them to fewer"
+                    )
                 block = block.long()
             columns[name] = block
         return columns
@@ -377,19 +433,32 @@ class ProgramTower(Recorded, nn.Module):
     def forward(self, sparse: KeyedJaggedTensor, dense: Tensor) -> Tensor:
         """Returns (B, D); see :meth:`columns_of` for arguments and errors."""
         columns = self.columns_of(sparse, dense)
-        values: dict[str, Any] = {f"@{name}": column for name, column in columns.items()}
+        values: dict[str, Any] = {
+            f"@{name}": column for name, column in columns.items()
+        }
         values |= self.kept.by_reference()
         if self.embeddings is not None:
-            values |= {f"&{name}": table for name, table in self.embeddings.embedding_bags.items()}
+            values |= {
+                f"&{name}": table
+                for name, table in self.embeddings.embedding_bags.items()
+            }
         try:
             results = self._program({**values, "rows": len(dense)})
         except ValueError as error:
             # Columns are checked before, so only an id that the program computes can be beyond its table.
             if not isinstance(error.__cause__, IndexError):
                 raise
-            id_columns = listed(f"'{name}'" for name, (dtype, _) in self._columns.items() if dtype == "int64")
-            raise ValueError(f"columns {id_columns}: an id made of them is no row of its table ({error})") from None
-        return torch.cat([result.reshape(len(dense), -1).float() for result in results], dim=1)
+            id_columns = listed(
+                f"'{name}'"
+                for name, (dtype, _) in self._columns.items()
+                if dtype == "int64"
+            )
+            raise ValueError(
+                f"columns {id_columns}: an id made of them is no row of its table ({error})"
+            ) from None
+        return torch.cat(
+            [result.reshape(len(dense), -1).float() for result in results], dim=1
+        )
 
 
 def _shapes(mark: str, sizes: Mapping[str, Sequence[Any]]) -> dict[str, Shape]:
@@ -405,11 +474,15 @@ def _check_columns(columns: Mapping[str, Sequence[Any]]) -> None:
     for name, (dtype, *size) in columns.items():
         is_shape = len(size) <= 1 and all(type(width) is int for width in size)
         if dtype not in ("int64", "float32") or not is_shape:
-            raise ValueError(f"column '{name}': {[dtype, *size]} is not int64 or float32, and a width or none")
+            raise ValueError(
+                f"column '{name}': {[dtype, *size]} is not int64 or float32, and a width or none"
+            )
         width = math.prod(size)
         total += max(1, width)
         if width < 0 or total > _WIDEST_ROW:
-            raise ValueError(f"column '{name}': width {width:,}; a row may have 0 to {_WIDEST_ROW:,} numbers in all")
+            raise ValueError(
+                f"column '{name}': width {width:,}; a row may have 0 to {_WIDEST_ROW:,} numbers in all"
+            )
 
 
 def _ids_of(name: str, ids: Tensor, lengths: Tensor, size: Sequence[int]) -> Tensor:
@@ -449,13 +522,22 @@ class ProgramTop(InteractionLayer):
         self._inputs = [(tower, tuple(size)) for tower, *size in inputs]
         self.kept = _Weights(weights)
         for tower, width in enumerate(self.widths):
-            numbers = sum(math.prod(size) for index, size in self._inputs if index == tower)
+            numbers = sum(
+                math.prod(size) for index, size in self._inputs if index == tower
+            )
             if not 0 <= numbers <= width:
-                raise ValueError(f"inputs: {numbers} numbers of tower {tower}, which gives {width}")
-        shapes = {f"@{index}": (torch.float32, size) for index, (_, size) in enumerate(self._inputs)}
+                raise ValueError(
+                    f"inputs: {numbers} numbers of tower {tower}, which gives {width}"
+                )
+        shapes = {
+            f"@{index}": (torch.float32, size)
+            for index, (_, size) in enumerate(self._inputs)
+        }
         self._program = Program(nodes, shapes, _shapes("$", weights), [output])
         if self._program.result_width != 1:
-            raise ValueError(f"output: {self._program.result_width} numbers a row, must be one logit")
+            raise ValueError(
+                f"output: {self._program.result_width} numbers a row, must be one logit"
+            )
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the towers' outputs [(B, D1), (B, D2)]."""

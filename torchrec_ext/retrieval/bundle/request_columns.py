@@ -69,20 +69,31 @@ class Columns:
     ) -> None:
         self.schema = schema
         self.strict = frozenset(strict)
-        self.unseen = {name: np.asarray(rows, np.int64) for name, rows in (unseen or {}).items()}
+        self.unseen = {
+            name: np.asarray(rows, np.int64) for name, rows in (unseen or {}).items()
+        }
         # Per feature: (num_embeddings,) whether a row is unseen, mostly None.
-        self._features = [(each, _mask(self.unseen.get(each.name), each.num_embeddings)) for each in schema.sparse]
+        self._features = [
+            (each, _mask(self.unseen.get(each.name), each.num_embeddings))
+            for each in schema.sparse
+        ]
         source = "the rows of the export"
         if preprocessor is not None:
             source = "the preprocessor's result"
             types = preprocessor.outputs
         self.widths = widths_of(schema.dense, types.keys())
-        column_names = [*schema.keys, *source_columns(schema.dense, types.keys()), *schema.weight_columns]
+        column_names = [
+            *schema.keys,
+            *source_columns(schema.dense, types.keys()),
+            *schema.weight_columns,
+        ]
         for name in column_names:
             if name not in types:
                 raise missing_column(source, name, types.keys())
         self._steps: FittedPreprocessor | None = None
-        self._vocabularies: list[tuple[set[str], Vocabulary]] = []  # with the raw columns that each is of
+        self._vocabularies: list[
+            tuple[set[str], Vocabulary]
+        ] = []  # with the raw columns that each is of
         if preprocessor is None:
             self._as_sent: Collection[str] = column_names
             self.request_columns = {name: types[name] for name in column_names}
@@ -93,7 +104,10 @@ class Columns:
             for step, state in steps.pairs:
                 if isinstance(state, Vocabulary):
                     self._vocabularies.append((set(step.reads), state))
-            self.request_columns = {**steps.request_columns, **{name: steps.raw[name] for name in steps.keep}}
+            self.request_columns = {
+                **steps.request_columns,
+                **{name: steps.raw[name] for name in steps.keep},
+            }
             # Without steps, every column is kept as it was sent.
             self._is_plain = not steps.steps and _is_plain(schema, self.request_columns)
 
@@ -114,7 +128,11 @@ class Columns:
             plain = self._read_plain(rows)
             if plain is not None:
                 return plain
-        columns = self._unprocessed(rows) if self._steps is None else _preprocessed(self._steps, rows)
+        columns = (
+            self._unprocessed(rows)
+            if self._steps is None
+            else _preprocessed(self._steps, rows)
+        )
         size = _rows_of(columns)
         result = Read({}, {}, {}, size)
         for feature, unseen in self._features:
@@ -124,7 +142,12 @@ class Columns:
                 weights = columns[feature.weights].values
             is_strict = name in self.strict
             result.sparse[name], result.unknown[name] = _bags(
-                feature, columns[name], weights, unseen, strict=is_strict, is_raw=name in self._as_sent
+                feature,
+                columns[name],
+                weights,
+                unseen,
+                strict=is_strict,
+                is_raw=name in self._as_sent,
             )
         for name, width in self.widths.items():
             # The (B, W) numbers of a list column.
@@ -137,7 +160,9 @@ class Columns:
                 raise DataError(
                     f"column '{name}', row {row}: {lengths[row]} numbers, must be a list of {width}; send as many"
                 )
-            for index, numbers in enumerate(column.values.reshape(len(lengths), width).T):
+            for index, numbers in enumerate(
+                column.values.reshape(len(lengths), width).T
+            ):
                 result.dense[f"{name}[{index}]"] = _dense(name, Values(numbers, None))
         for name in self.schema.dense:
             if name not in result.dense:
@@ -215,7 +240,11 @@ class Columns:
             result.unknown[feature.name] = np.zeros(1, np.bool_)
         for name in self.schema.dense:
             values = rows[name]
-            if type(values) is not list or len(values) != 1 or type(values[0]) is not float:
+            if (
+                type(values) is not list
+                or len(values) != 1
+                or type(values[0]) is not float
+            ):
                 return None
             if not abs(values[0]) <= _GREATEST:  # also NaN
                 return None
@@ -231,7 +260,9 @@ class Columns:
                 row = int((~cells.valid).argmax())
                 if cells.lengths is not None:
                     row = int(np.cumsum(cells.lengths).searchsorted(row, side="right"))
-                raise DataError(f"column '{name}', row {row}: there is no value; send one, or leave the row out")
+                raise DataError(
+                    f"column '{name}', row {row}: there is no value; send one, or leave the row out"
+                )
             columns[name] = Values(cells.values, cells.lengths)
         return columns
 
@@ -240,7 +271,11 @@ def _is_plain(schema: BatchSchema, types: Mapping[str, str]) -> bool:
     """Returns whether all columns are ids without weights, lists of them, and numbers."""
     kinds = {types[name] for name in schema.keys}
     numbers = {types.get(name) for name in schema.dense}
-    return not schema.weight_columns and kinds <= {"int64", "list<int64>"} and numbers <= {"float32", "float64"}
+    return (
+        not schema.weight_columns
+        and kinds <= {"int64", "list<int64>"}
+        and numbers <= {"float32", "float64"}
+    )
 
 
 def _preprocessed(steps: FittedPreprocessor, rows: Rows) -> dict[str, Values]:
@@ -250,13 +285,17 @@ def _preprocessed(steps: FittedPreprocessor, rows: Rows) -> dict[str, Values]:
     return columns
 
 
-def steps_for_columns(preprocessor: FittedPreprocessor, names: Collection[str]) -> FittedPreprocessor:
+def steps_for_columns(
+    preprocessor: FittedPreprocessor, names: Collection[str]
+) -> FittedPreprocessor:
     """Reduces a preprocessor to the steps behind the columns ``names``, so that a request needs fewer columns."""
     # Backwards: a later step decides which columns an earlier step must write.
     needed_columns = set(names)
     steps: list[Step] = []
     states: list[Any] = []
-    for step, state in zip(reversed(preprocessor.steps), reversed(preprocessor.states), strict=True):
+    for step, state in zip(
+        reversed(preprocessor.steps), reversed(preprocessor.states), strict=True
+    ):
         if needed_columns.isdisjoint(step.writes):
             continue
         narrowed_step = _narrow_step(step, needed_columns)
@@ -264,7 +303,9 @@ def steps_for_columns(preprocessor: FittedPreprocessor, names: Collection[str]) 
         steps.insert(0, narrowed_step)
         states.insert(0, state)
     keep = tuple(name for name in preprocessor.keep if name in names)
-    return dataclasses.replace(preprocessor, steps=tuple(steps), states=tuple(states), keep=keep)
+    return dataclasses.replace(
+        preprocessor, steps=tuple(steps), states=tuple(states), keep=keep
+    )
 
 
 def _narrow_step(step: Step, needed_columns: Collection[str]) -> Step:
@@ -325,7 +366,9 @@ def _bags(
     return Jagged(torch.from_numpy(ids), bag_lengths, bag_weights), unknown
 
 
-def with_oov_row(feature: SparseFeature, ids: NDArray[np.int64], *, strict: bool) -> NDArray[np.int64]:
+def with_oov_row(
+    feature: SparseFeature, ids: NDArray[np.int64], *, strict: bool
+) -> NDArray[np.int64]:
     """Replaces ids outside of a feature's tables by its out-of-vocabulary row.
 
     Raises:
@@ -355,9 +398,13 @@ def _mask(rows: NDArray[np.int64] | None, size: int) -> NDArray[np.bool_] | None
 
 def _dense(name: str, column: Values) -> Tensor:
     if column.lengths is not None:
-        raise DataError(f"column '{name}': a list in each row, must be one number; send a number")
+        raise DataError(
+            f"column '{name}': a list in each row, must be one number; send a number"
+        )
     finite = np.isfinite(column.values)
     if np.count_nonzero(finite) < len(finite):
         row = int((~finite).argmax())
-        raise DataError(f"column '{name}', row {row}: value {column.values[row]} is not finite; send a number")
+        raise DataError(
+            f"column '{name}', row {row}: value {column.values[row]} is not finite; send a number"
+        )
     return torch.from_numpy(column.values.astype(np.float32))

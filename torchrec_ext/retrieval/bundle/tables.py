@@ -38,7 +38,9 @@ class UserTable:
         ids: map of ids to rows, 0 to U - 1.
     """
 
-    def __init__(self, key: str, ids: IdMap, features: pa.Table, items: pa.Table) -> None:
+    def __init__(
+        self, key: str, ids: IdMap, features: pa.Table, items: pa.Table
+    ) -> None:
         self.key = key
         self.ids = ids
         self._features = features
@@ -65,7 +67,9 @@ class UserTable:
 
     def block(self, start: int, stop: int) -> pa.RecordBatch:
         """Returns the raw columns of the users in rows ``start`` to ``stop - 1``."""
-        return self._features.slice(start, stop - start).combine_chunks().to_batches()[0]
+        return (
+            self._features.slice(start, stop - start).combine_chunks().to_batches()[0]
+        )
 
     def seen(self, row: int) -> IdArray:
         """Returns positions of the items a user has taken, to leave out of recommendations; none for row -1."""
@@ -102,7 +106,11 @@ class UserTable:
         ids = IdMap.open(folder)
         features = read_table(folder / _FEATURES)
         items = read_table(folder / _ITEMS)
-        if len(features) != len(ids) + 1 or len(items) != len(ids) or tuple(items.column_names) != _POSITIONS:
+        if (
+            len(features) != len(ids) + 1
+            or len(items) != len(ids)
+            or tuple(items.column_names) != _POSITIONS
+        ):
             raise BundleError(
                 f"{folder}: {len(ids):,} ids, {len(features):,} rows of features (one more is for unknown users), "
                 f"{len(items):,} of items: they are of different exports; export the bundle again"
@@ -117,7 +125,12 @@ class UserTable:
 
 
 def write_users(
-    folder: Path, ids: IdMap, features: pa.Table, unknown: Mapping[str, Any], seen: pa.Array, liked: pa.Array
+    folder: Path,
+    ids: IdMap,
+    features: pa.Table,
+    unknown: Mapping[str, Any],
+    seen: pa.Array,
+    liked: pa.Array,
 ) -> None:
     """Writes the users of a bundle.
 
@@ -131,7 +144,10 @@ def write_users(
     """
     folder.mkdir(parents=True)
     ids.save(folder)
-    last = {field.name: pa.array([unknown[field.name]], type=field.type) for field in features.schema}
+    last = {
+        field.name: pa.array([unknown[field.name]], type=field.type)
+        for field in features.schema
+    }
     write_table(folder / _FEATURES, pa.concat_tables([features, pa.table(last)]))
     write_table(folder / _ITEMS, pa.table({"seen": seen, "liked": liked}))
 
@@ -176,7 +192,10 @@ class Attribute:
         self._bounds = np.cumsum(np.append(0, counts))
         frequent = np.flatnonzero(counts * _DENSE >= self._size).tolist()
         names = self.values.ids(frequent).tolist()
-        self._bits = {value: self._pack([code]) for value, code in zip(names, frequent, strict=True)}
+        self._bits = {
+            value: self._pack([code])
+            for value, code in zip(names, frequent, strict=True)
+        }
 
     def bits(self, values: Sequence[Any]) -> NDArray[np.uint8]:
         """Returns a bit for each item, little-endian: whether it has one of the values.
@@ -190,7 +209,9 @@ class Attribute:
                 what = "strings"
                 if self._type is int:
                     what = "whole numbers"
-                raise ValueError(f"{str(value)[:50]!r} is {type(value).__name__}; its values are {what}")
+                raise ValueError(
+                    f"{str(value)[:50]!r} is {type(value).__name__}; its values are {what}"
+                )
         rare = [value for value in values if value not in self._bits]
         codes = self.values.positions(rare)
         if codes.min(initial=0) < 0:
@@ -210,8 +231,12 @@ class Attribute:
         return np.packbits(mask, bitorder="little")
 
     def _explain(self, value: int | str) -> str:
-        names = list(map(str, self.values.ids(range(min(_MOST_NAMES, len(self.values))))))
-        remedy = did_you_mean(str(value)[:50], names, f"there are {listed(names) or 'no values'}")
+        names = list(
+            map(str, self.values.ids(range(min(_MOST_NAMES, len(self.values)))))
+        )
+        remedy = did_you_mean(
+            str(value)[:50], names, f"there are {listed(names) or 'no values'}"
+        )
         return f"no item has {str(value)[:50]!r}; {remedy}"
 
 
@@ -227,7 +252,9 @@ class ItemTable:
     @cached_property
     def attributes(self) -> dict[str, Attribute]:
         """Attributes to filter by, by name; a million items take about .1 s each to read."""
-        names = [name for name in self._table.column_names if name not in (_POSITION, TITLE)]
+        names = [
+            name for name in self._table.column_names if name not in (_POSITION, TITLE)
+        ]
         return {name: Attribute(self._table[name]) for name in names}
 
     @property
@@ -252,7 +279,9 @@ class ItemTable:
         """
         if name not in self.attributes:
             names = [*self.attributes, NOT]
-            remedy = did_you_mean(name[:50], names, f"there are {listed(names)}", cutoff=0.5)
+            remedy = did_you_mean(
+                name[:50], names, f"there are {listed(names)}", cutoff=0.5
+            )
             raise ValueError(f"the items have no such attribute; {remedy}")
         return self.attributes[name]
 
@@ -261,7 +290,10 @@ def filterable(features: pa.Table, key: str) -> pa.Table:
     """Returns the columns of items' features that can be attributes: whole numbers, text or lists, without the id."""
     names = []
     for field in features.schema:
-        if field.name not in (key, _POSITION, TITLE, CATEGORIES, NOT) and raw_type(field.type) in ATTRIBUTE_TYPES:
+        if (
+            field.name not in (key, _POSITION, TITLE, CATEGORIES, NOT)
+            and raw_type(field.type) in ATTRIBUTE_TYPES
+        ):
             names.append(field.name)
     return features.select(names)
 
@@ -287,7 +319,9 @@ def write_items(
     if attributes is not None:
         for field in attributes.schema:
             if field.name in (*columns, TITLE, NOT):
-                raise BundleError(f"catalogue: an attribute cannot have the name '{field.name}'; give it another one")
+                raise BundleError(
+                    f"catalogue: an attribute cannot have the name '{field.name}'; give it another one"
+                )
             if raw_type(field.type) not in ATTRIBUTE_TYPES:
                 raise BundleError(
                     f"catalogue: attribute '{field.name}' is {field.type}, must be whole numbers, text or lists of them"
@@ -315,7 +349,10 @@ def write_table(path: Path, table: pa.Table) -> None:
             )
     # Neither metadata nor chunk boundaries of the source may change the bytes, and so the bundle's digest.
     table = table.replace_schema_metadata(None).combine_chunks()
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+    with (
+        pa.OSFile(str(path), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as writer,
+    ):
         writer.write_table(table, max_chunksize=_BATCH_ROWS)
 
 

@@ -42,8 +42,21 @@ Modules = str | Sequence[str]
 _ROWS = 64  # rows of the traced example, from both tables evenly
 _CHECKED_ROWS = 4  # rows to compute again, each in a small batch
 _SAME = 1e-5  # of the greatest logit: sums may run in another order
-_LIBRARIES = tuple(str(Path(str(module.__file__)).parent) for module in (torch, torchrec))
-_SHAPES = ("view", "reshape", "squeeze", "unsqueeze", "flatten", "contiguous", "to", "_to_copy", "select", "slice")
+_LIBRARIES = tuple(
+    str(Path(str(module.__file__)).parent) for module in (torch, torchrec)
+)
+_SHAPES = (
+    "view",
+    "reshape",
+    "squeeze",
+    "unsqueeze",
+    "flatten",
+    "contiguous",
+    "to",
+    "_to_copy",
+    "select",
+    "slice",
+)
 _MULTILINEAR = (
     *_SHAPES,
     "mul",
@@ -58,8 +71,18 @@ _MULTILINEAR = (
     "expand",
     "div",
 )
-_SIZES = {operator.add: "size_add", operator.sub: "size_sub", operator.mul: "size_mul", operator.floordiv: "size_div"}
-_ACTIVATIONS = {"relu.default": "relu", "gelu.default": "gelu", "silu.default": "silu", "tanh.default": "tanh"}
+_SIZES = {
+    operator.add: "size_add",
+    operator.sub: "size_sub",
+    operator.mul: "size_mul",
+    operator.floordiv: "size_div",
+}
+_ACTIVATIONS = {
+    "relu.default": "relu",
+    "gelu.default": "gelu",
+    "silu.default": "silu",
+    "tanh.default": "tanh",
+}
 _ACTIVATIONS |= {"leaky_relu.default": "leaky_relu"}
 
 
@@ -116,7 +139,11 @@ class TracedModel(nn.Module):
         example = {name: column.values for name, column in columns.items()}
         oov_rows = {name: row for name, row in oov_ids.items() if row >= 0}
         for feature in BatchSchema.from_tables(self._tables, oov_ids=oov_rows).sparse:
-            ids = with_oov_row(feature, example[feature.name].numpy(), strict=feature.name not in oov_rows)
+            ids = with_oov_row(
+                feature,
+                example[feature.name].numpy(),
+                strict=feature.name not in oov_rows,
+            )
             example[feature.name] = torch.from_numpy(ids)
         self._check_rows(example)
 
@@ -145,7 +172,9 @@ class TracedModel(nn.Module):
         start = 0
         for tower in self.towers.values():
             width = len(tower.dense)  # type: ignore[arg-type]
-            columns |= tower.columns_of(batch.sparse, batch.dense[:, start : start + width])  # type: ignore[operator]
+            columns |= tower.columns_of(
+                batch.sparse, batch.dense[:, start : start + width]
+            )  # type: ignore[operator]
             start += width
         return self._model_logits(columns)
 
@@ -166,7 +195,9 @@ class TracedModel(nn.Module):
         for row in np.unique(even_rows(len(logits), _CHECKED_ROWS)).tolist():
             # Three rows instead of one, because squeeze() and the like treat a batch of one differently.
             among = [number % len(logits) for number in range(row, row + 3)]
-            alone = self._model_logits({name: values[among] for name, values in columns.items()})[0]
+            alone = self._model_logits(
+                {name: values[among] for name, values in columns.items()}
+            )[0]
             allowed = _SAME * max(1.0, float(logits.abs().max()))
             if not abs(float(alone - logits[row])) <= allowed:
                 raise BundleError(
@@ -188,7 +219,9 @@ def _paths(model: nn.Module, towers: Mapping[str, Modules]) -> dict[str, list[st
     for name, modules in towers.items():
         paths[name] = [modules] if isinstance(modules, str) else list(modules)
         if not name.isidentifier() or not paths[name]:
-            raise BundleError(f"towers={dict(towers)!r}: '{name}' must be a word, and have a module's path")
+            raise BundleError(
+                f"towers={dict(towers)!r}: '{name}' must be a word, and have a module's path"
+            )
         for path in paths[name]:
             if path not in module_paths:
                 raise BundleError(
@@ -202,25 +235,36 @@ class _Column(NamedTuple):
     candidate: bool
 
 
-def _inputs(model: nn.Module, queries: pa.Table, catalogue: pa.Table) -> tuple[str, dict[str, _Column]]:
+def _inputs(
+    model: nn.Module, queries: pa.Table, catalogue: pa.Table
+) -> tuple[str, dict[str, _Column]]:
     """Returns the name of forward's dict argument (empty if it takes columns by name), and the example's columns."""
     both = sorted(set(queries.column_names) & set(catalogue.column_names))
     if both:
-        raise BundleError(f"columns {both}: are columns of queries and of the catalogue; rename them in one")
-    names: dict[str, tuple[pa.Table, bool]] = dict.fromkeys(queries.column_names, (queries, False))
+        raise BundleError(
+            f"columns {both}: are columns of queries and of the catalogue; rename them in one"
+        )
+    names: dict[str, tuple[pa.Table, bool]] = dict.fromkeys(
+        queries.column_names, (queries, False)
+    )
     names |= dict.fromkeys(catalogue.column_names, (catalogue, True))
     parameters = dict(inspect.signature(model.forward).parameters)
     # A forward that was replaced by a plain function has it.
     parameters.pop("self", None)
     required_names = []
     for name, parameter in parameters.items():
-        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        is_variadic = parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        )
         if parameter.default is parameter.empty and not is_variadic:
             required_names.append(name)
     call = ""
     if len(required_names) == 1 and required_names[0] not in names:
         call = required_names[0]
-        column_names = [name for name, (table, _) in names.items() if _is_numeric(table[name].type)]
+        column_names = [
+            name for name, (table, _) in names.items() if _is_numeric(table[name].type)
+        ]
     else:
         column_names = [name for name in parameters if name in names]
         missing = [name for name in required_names if name not in names]
@@ -253,7 +297,11 @@ def _tensor(name: str, table: pa.Table) -> Tensor:
 
 
 def _is_numeric(kind: pa.DataType) -> bool:
-    return (raw_type(kind) or "").removeprefix("list<").removesuffix(">") in ("int64", "float32", "float64")
+    return (raw_type(kind) or "").removeprefix("list<").removesuffix(">") in (
+        "int64",
+        "float32",
+        "float64",
+    )
 
 
 @contextmanager
@@ -276,7 +324,9 @@ def _call_model(model: nn.Module, call: str, columns: Mapping[str, Tensor]) -> A
         return model(**columns)
 
 
-def _trace(model: nn.Module, call: str, columns: Mapping[str, _Column]) -> ExportedProgram:
+def _trace(
+    model: nn.Module, call: str, columns: Mapping[str, _Column]
+) -> ExportedProgram:
     values = {name: column.values for name, column in columns.items()}
     # At least 2, because torch.export fixes axes of size 0 and 1.
     size = Dim("rows", min=2)
@@ -322,7 +372,12 @@ def _line(node: Node) -> str:
 class _Split:
     """The graph of forward, with the columns behind each node."""
 
-    def __init__(self, program: ExportedProgram, columns: Mapping[str, _Column], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        program: ExportedProgram,
+        columns: Mapping[str, _Column],
+        names: Sequence[str],
+    ) -> None:
         self.names = names
         self.columns = columns
         signature = program.graph_signature
@@ -347,7 +402,9 @@ class _Split:
             elif _is_batch(node):
                 self.reads[node] = frozenset()
             elif node.op != "output":
-                self.reads[node] = frozenset().union(*(self.reads[each] for each in node.all_input_nodes))
+                self.reads[node] = frozenset().union(
+                    *(self.reads[each] for each in node.all_input_nodes)
+                )
         result: Any = program.graph.output_node().args[0]
         self.result = result[0] if isinstance(result, list | tuple) else result
         self._check_result(result)
@@ -356,7 +413,9 @@ class _Split:
         for node in self.pairwise:
             crossing |= dict.fromkeys(node.all_input_nodes)
         # The values of one side that the pairwise nodes read, the query's first, each side's in their order.
-        self.frontier = [node for side in (0, 1) for node in crossing if self._side(node) == side]
+        self.frontier = [
+            node for side in (0, 1) for node in crossing if self._side(node) == side
+        ]
         for node in self.frontier:
             self._check_crossing(node)
 
@@ -370,10 +429,14 @@ class _Split:
     def _check_result(self, result: Any) -> None:
         several = isinstance(result, list | tuple) and len(result) != 1
         shape: tuple[Any, ...] = ()
-        if isinstance(self.result, Node) and isinstance(self.result.meta.get("val"), Tensor):
+        if isinstance(self.result, Node) and isinstance(
+            self.result.meta.get("val"), Tensor
+        ):
             shape = tuple(self.result.meta["val"].shape)
         # In the trace the number of rows is symbolic, so a plain int is not one logit for each row.
-        one_for_each_row = shape != () and not isinstance(shape[0], int) and shape[1:] in ((), (1,))
+        one_for_each_row = (
+            shape != () and not isinstance(shape[0], int) and shape[1:] in ((), (1,))
+        )
         if several or not one_for_each_row:
             answer: Any = shape or "no tensor"
             if several:
@@ -399,7 +462,11 @@ class _Split:
         if tower:
             table = "catalogue"
         column_list = listed(f"'{name}'" for name in sorted(self.reads[node]))
-        if not isinstance(value, Tensor) or not value.dim() or isinstance(value.shape[0], int):
+        if (
+            not isinstance(value, Tensor)
+            or not value.dim()
+            or isinstance(value.shape[0], int)
+        ):
             raise BundleError(
                 f"model: forward{line} combines {column_list} of the {table} over all rows of the batch, as an "
                 "in-batch softmax does; return the logit of each row, and leave the rest to the loss"
@@ -426,16 +493,28 @@ class _Split:
                 use = "stored for each candidate"
             for path in modules:
                 # The module's first node of each side, for the line in a message.
-                sides = {self._side(node): node for node in reversed(self.reads) if _inside(node, path)}
+                sides = {
+                    self._side(node): node
+                    for node in reversed(self.reads)
+                    if _inside(node, path)
+                }
                 mixed = sides.get(2)
                 if mixed is not None:
-                    other = sorted(name for name in self.reads[mixed] if self.columns[name].candidate != bool(tower))
+                    other = sorted(
+                        name
+                        for name in self.reads[mixed]
+                        if self.columns[name].candidate != bool(tower)
+                    )
                     raise BundleError(
                         f"towers: {name}={path!r} reads {listed(other)}{_line(mixed)}, which the {owner}, so its "
                         f"output cannot be {use}; name modules that read columns of {table} alone"
                     )
                 if tower not in sides:
-                    own = listed(column for column in self.columns if self.columns[column].candidate == bool(tower))
+                    own = listed(
+                        column
+                        for column in self.columns
+                        if self.columns[column].candidate == bool(tower)
+                    )
                     raise BundleError(
                         f"towers: {name}={path!r} reads no column of {table} in forward, which are {own}; name its "
                         "module, the query tower's first, or put the columns into the other table"
@@ -497,7 +576,9 @@ class _Split:
                 widths[side] += _width(node)
                 shapes.append([side, *node.meta["val"].shape[1:]])
             program = _ProgramWriter(self, [self.result], {}, inputs=self.frontier)
-            top = ProgramTop(widths, shapes, program.sizes(), program.nodes, program.results[0])
+            top = ProgramTop(
+                widths, shapes, program.sizes(), program.nodes, program.results[0]
+            )
             program.fill(top.kept)
             scale = self._dot_scale(top, widths)
             if scale is not None:
@@ -512,7 +593,9 @@ class _Split:
         """
         if len(self.frontier) != 2 or len(set(widths)) > 1:
             return None
-        if top.arguments["weights"] or not set(map(_packet, self.pairwise)) <= {*_MULTILINEAR}:
+        if top.arguments["weights"] or not set(map(_packet, self.pairwise)) <= {
+            *_MULTILINEAR
+        }:
             return None
         draw = torch.Generator().manual_seed(0)
         query = torch.randn(256, widths[0], generator=draw, dtype=torch.float64)
@@ -521,7 +604,12 @@ class _Split:
         logits = top([query, candidate])
         scale = float((logits @ dots) / (dots @ dots))
         # In float64, so rounding is near 1e-16 and leaves no doubt at 1e-9.
-        same = torch.allclose(logits, scale * dots, rtol=0, atol=1e-9 * max(1.0, float(logits.abs().max())))
+        same = torch.allclose(
+            logits,
+            scale * dots,
+            rtol=0,
+            atol=1e-9 * max(1.0, float(logits.abs().max())),
+        )
         # The random points determine the factor only within floating-point error, so 0.1 would become 0.1000000000002.
         if not same or scale <= 0:
             return None
@@ -529,7 +617,9 @@ class _Split:
 
     def _top_mlp(self, widths: Sequence[int]) -> TopMLP | None:
         """Returns the interaction as a TopMLP with a splittable first layer, if it is one: cat, layers, one logit."""
-        first, *layers = [node for node in self.pairwise if _packet(node) not in ("detach", "clone")]
+        first, *layers = [
+            node for node in self.pairwise if _packet(node) not in ("detach", "clone")
+        ]
         concatenated: Any = []
         if _name(first) == "cat.default" and first.args[1:] in ((1,), (-1,)):
             concatenated = first.args[0]
@@ -545,17 +635,28 @@ class _Split:
         while layers and _packet(layers[-1]) in _SHAPES:
             layers.pop()
         names = [_name(node) for node in layers]
-        activation = next((name for name in names if name != "linear.default"), "relu.default")
+        activation = next(
+            (name for name in names if name != "linear.default"), "relu.default"
+        )
         input_too = names[:1] != ["linear.default"]
         hidden = names.count("linear.default") - 1
-        expected = [activation] * input_too + ["linear.default", activation] * hidden + ["linear.default"]
+        expected = (
+            [activation] * input_too
+            + ["linear.default", activation] * hidden
+            + ["linear.default"]
+        )
         if activation not in _ACTIVATIONS or names != expected:
             return None
         weights: list[list[Any]] = []
         for node in layers:
             arguments: Any = node.args[1:]
             if _name(node) == "linear.default":
-                weights.append([self.weights.get(self.references.get(each, "")) for each in arguments])
+                weights.append(
+                    [
+                        self.weights.get(self.references.get(each, ""))
+                        for each in arguments
+                    ]
+                )
                 # A computed matrix or bias is none of the model's weights.
                 if any(each is None for each in weights[-1]):
                     return None
@@ -570,7 +671,12 @@ class _Split:
         columns = dict(zip(concatenated, blocks, strict=True))
         matrices[0] = torch.cat([columns[node] for node in self.frontier], dim=1)
         kind: Any = _ACTIVATIONS[activation]
-        top = TopMLP(widths, [len(each) for each in matrices[:-1]], activation=kind, activate_input=input_too)
+        top = TopMLP(
+            widths,
+            [len(each) for each in matrices[:-1]],
+            activation=kind,
+            activate_input=input_too,
+        )
         linears = [layer for layer in top.mlp if isinstance(layer, nn.Linear)]
         for layer, matrix, (_, *bias) in zip(linears, matrices, weights, strict=True):
             layer.weight.copy_(matrix)
@@ -639,13 +745,20 @@ class _ProgramWriter:
     """Writes a part of the graph as a program."""
 
     def __init__(
-        self, split: _Split, results: Sequence[Node], tables: Mapping[str, list[str]], inputs: Sequence[Node] = ()
+        self,
+        split: _Split,
+        results: Sequence[Node],
+        tables: Mapping[str, list[str]],
+        inputs: Sequence[Node] = (),
     ) -> None:
         self.columns: dict[str, list[Any]] = {}
         self.nodes: list[list[Any]] = []
         self._split = split
         self._tables = tables
-        self._references = {**split.references, **{node: f"@{index}" for index, node in enumerate(inputs)}}
+        self._references = {
+            **split.references,
+            **{node: f"@{index}" for index, node in enumerate(inputs)},
+        }
         self._weights: dict[str, Tensor] = {}
         self.width = sum(map(_width, results))
         for node in _closure(results, self._references):
@@ -656,7 +769,11 @@ class _ProgramWriter:
                     "torch's operators for it, or rank with the model itself"
                 )
             arguments = [self._encode(each) for each in node.args]
-            options = {key: self._encode(value) for key, value in node.kwargs.items() if key not in PLACES}
+            options = {
+                key: self._encode(value)
+                for key, value in node.kwargs.items()
+                if key not in PLACES
+            }
             self.nodes.append([name, arguments, options])
             self._references[node] = f"#{len(self.nodes) - 1}"
         self.results = [str(self._encode(node)) for node in results]
@@ -669,7 +786,10 @@ class _ProgramWriter:
 
     def sizes(self) -> dict[str, list[Any]]:
         """Returns dtype and shape of each weight."""
-        return {name: [str(value.dtype).removeprefix("torch."), *value.shape] for name, value in self._weights.items()}
+        return {
+            name: [str(value.dtype).removeprefix("torch."), *value.shape]
+            for name, value in self._weights.items()
+        }
 
     def fill(self, module: nn.Module) -> None:
         """Copies the weights into a module's buffers."""
@@ -682,17 +802,25 @@ class _ProgramWriter:
         for reference, columns in self._tables.items():
             rows, width = self._split.weights[reference].shape
             names = [name for name in columns if name in self.columns]
-            tables.append(EmbeddingBagConfig(rows, width, name=reference[1:], feature_names=names))
+            tables.append(
+                EmbeddingBagConfig(rows, width, name=reference[1:], feature_names=names)
+            )
         # Without memory: the tables' weights are the model's own.
         with torch.device("meta"):
-            tower = ProgramTower(tables, self.columns, self.sizes(), self.nodes, self.results, self.width)
+            tower = ProgramTower(
+                tables, self.columns, self.sizes(), self.nodes, self.results, self.width
+            )
         tower.kept.to_empty(device="cpu")
         self.fill(tower.kept)
         for table in tables:
             holder: Any = tower.embeddings.embedding_bags[table.name]  # type: ignore[union-attr]
-            holder.weight = nn.Parameter(self._split.weights[f"${table.name}"], requires_grad=False)
+            holder.weight = nn.Parameter(
+                self._split.weights[f"${table.name}"], requires_grad=False
+            )
         # A batch carries a column without a table as float32.
-        longest = max((len(value) for value in self._weights.values() if value.dim()), default=0)
+        longest = max(
+            (len(value) for value in self._weights.values() if value.dim()), default=0
+        )
         for name, (dtype, *_) in self.columns.items():
             looked_up = any(name in table.feature_names for table in tables)
             if dtype == "int64" and not looked_up and longest >= EXACT_IDS:
@@ -722,4 +850,6 @@ class _ProgramWriter:
             return str(argument)
         if argument is None or isinstance(argument, bool | int | float):
             return argument
-        raise BundleError(f"model: forward gives an operator {argument!r}, which a bundle cannot hold")
+        raise BundleError(
+            f"model: forward gives an operator {argument!r}, which a bundle cannot hold"
+        )

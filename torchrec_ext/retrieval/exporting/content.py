@@ -42,7 +42,12 @@ from torchrec_ext.retrieval.bundle.encoder import (
     tower_digest,
     towers_of,
 )
-from torchrec_ext.retrieval.bundle.index_kinds import INDEX_KINDS, IndexKind, build_index, check_index_metric
+from torchrec_ext.retrieval.bundle.index_kinds import (
+    INDEX_KINDS,
+    IndexKind,
+    build_index,
+    check_index_metric,
+)
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
 from torchrec_ext.retrieval.bundle.request_columns import Columns
 from torchrec_ext.retrieval.bundle.tables import even_rows, write_items, write_users
@@ -82,9 +87,13 @@ class Catalogue:
                 continue
             if len(value) != len(self.ids):
                 sizes = f"{len(value):,} {name} for {len(self.ids):,} ids"
-                raise BundleError(f"catalogue: {sizes}; give one for each item, in their order")
+                raise BundleError(
+                    f"catalogue: {sizes}; give one for each item, in their order"
+                )
         if not len(self.ids):
-            raise BundleError("catalogue: has no items; give the rows that can be recommended")
+            raise BundleError(
+                "catalogue: has no items; give the rows that can be recommended"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,9 +122,13 @@ class NamedUsers:
                 raise BundleError(
                     f"users: {len(getattr(self, name)):,} {name} for {len(self.ids):,} ids; give one for each user"
                 )
-        missing = [name for name in self.features.column_names if name not in self.unknown]
+        missing = [
+            name for name in self.features.column_names if name not in self.unknown
+        ]
         if missing:
-            raise BundleError(f"users: unknown lacks {missing}; give one value for each column of features")
+            raise BundleError(
+                f"users: unknown lacks {missing}; give one value for each column of features"
+            )
 
 
 ExportProgress = Callable[[str, int, int], None]
@@ -140,13 +153,21 @@ class ExportConfig:
     overlap: float = 0.9
 
     def __post_init__(self) -> None:
-        choices = {"tables": get_args(ExportTables), "store": ROW_FORMATS, "index": INDEX_KINDS}
+        choices = {
+            "tables": get_args(ExportTables),
+            "store": ROW_FORMATS,
+            "index": INDEX_KINDS,
+        }
         for name, names in choices.items():
             if getattr(self, name) not in names:
-                raise BundleError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(names)}")
+                raise BundleError(
+                    f"{name}={getattr(self, name)!r}: must be one of {', '.join(names)}"
+                )
         for name in ("overlap", "recall"):
             if not 0 < getattr(self, name) <= 1:
-                raise BundleError(f"{name}={getattr(self, name)}: must be greater than 0 and at most 1")
+                raise BundleError(
+                    f"{name}={getattr(self, name)}: must be greater than 0 and at most 1"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -207,7 +228,10 @@ class BundleContent:
             interaction=self.live.interaction,
             metric=self.live.metric,
             # Numbered files: a table's name may contain characters that no file name can have.
-            tables={name: f"tables/{number:03}.safetensors" for number, name in enumerate(sorted(table_names))},
+            tables={
+                name: f"tables/{number:03}.safetensors"
+                for number, name in enumerate(sorted(table_names))
+            },
             oov_ids=dict(self.oov_ids),
             unseen={name: list(rows) for name, rows in self.unseen.items()},
             # Reversed, because the last type of a column stays: a column of both tables has the query's.
@@ -221,7 +245,11 @@ class BundleContent:
 
     def columns(self, names: Sequence[str]) -> Columns:
         """Returns the reader of raw rows into the columns of some towers."""
-        return raw_request_columns(self.architecture, towers_of(self.architecture, names, self.also), self.preprocessor)
+        return raw_request_columns(
+            self.architecture,
+            towers_of(self.architecture, names, self.also),
+            self.preprocessor,
+        )
 
     def write(
         self,
@@ -247,7 +275,9 @@ class BundleContent:
         logits, vectors = self.audit.of_towers(query, candidate, interaction)
         remedy = "the bundle would rank otherwise than the model; report it, with the architecture"
         what = "the towers of the bundle and the model that was trained"
-        difference = audits.check_logits(what, logits, expected, remedy, self.live.rounding)
+        difference = audits.check_logits(
+            what, logits, expected, remedy, self.live.rounding
+        )
         rounding: dict[str, Any] = {}
         # The exact towers are checked first and then rounded, so that an error of either has its own message.
         if self.settings.tables == "int8":
@@ -255,16 +285,31 @@ class BundleContent:
             rounding = self._round_tables(folder)
             query, candidate = self._encoders(folder)
             logits, vectors = self.audit.of_towers(query, candidate, interaction)
-            rounding |= self._check_rounded(logits, expected, best, self._best(query, candidate, interaction))
+            rounding |= self._check_rounded(
+                logits, expected, best, self._best(query, candidate, interaction)
+            )
         self.audit.write(folder, logits)
         # The stores carry the towers' digests, so the files so far are measured before the stores are written.
         files = file_digests(folder)
-        store, store_entries = self._write_stores(folder, candidate, interaction, files, vectors)
+        store, store_entries = self._write_stores(
+            folder, candidate, interaction, files, vectors
+        )
         rows = even_rows(len(self.queries), INDEX_QUERIES)
         index_queries = query.embed(self.queries.take(pa.array(rows)).to_pydict())
-        index = build_index(folder, self.settings.index, self.settings.recall, self.live.metric, store, index_queries)
+        index = build_index(
+            folder,
+            self.settings.index,
+            self.settings.recall,
+            self.live.metric,
+            store,
+            index_queries,
+        )
         allowed = audits.tolerance(expected, self.live.rounding)
-        parity = {"pairs": len(expected), "greatest_difference": difference, "allowed": allowed}
+        parity = {
+            "pairs": len(expected),
+            "greatest_difference": difference,
+            "allowed": allowed,
+        }
         # Not a part of the content, because times and versions differ between equal exports.
         certificate = {
             "parity": parity,
@@ -274,7 +319,13 @@ class BundleContent:
             **self.details,
         }
         file_entries = {"files": file_digests(folder, entries=files)}
-        content = {**file_entries, **self._towers(files), **store_entries, "index": index, **self._coverage()}
+        content = {
+            **file_entries,
+            **self._towers(files),
+            **store_entries,
+            "index": index,
+            **self._coverage(),
+        }
         if rounding:
             content["tables"] = rounding
         manifest = Manifest(content=content, certificate=certificate)
@@ -284,7 +335,10 @@ class BundleContent:
     def _encoders(self, folder: Path) -> list[RowEncoder]:
         """Returns the encoders of the query towers and of the candidate tower, with the weights in ``folder``."""
         both = (self.architecture.query, [self.architecture.candidate])
-        return [open_encoder(folder, self.architecture, names, self.preprocessor, self.also) for names in both]
+        return [
+            open_encoder(folder, self.architecture, names, self.preprocessor, self.also)
+            for names in both
+        ]
 
     def _towers(self, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the manifest's entries for the towers; ``files`` has the digests of their files."""
@@ -295,7 +349,9 @@ class BundleContent:
             "metric": architecture.metric,
             "towers": {
                 "query": tower_digest(architecture, architecture.query, files),
-                "candidate": tower_digest(architecture, [architecture.candidate], files),
+                "candidate": tower_digest(
+                    architecture, [architecture.candidate], files
+                ),
             },
         }
 
@@ -307,7 +363,14 @@ class BundleContent:
         trained: int | None = None
         if self.catalogue.trained is not None:
             trained = len(np.unique(self.catalogue.trained))
-        return {"users": users, "coverage": {"items": len(self.ids), "trained": trained, "missing": self.missing}}
+        return {
+            "users": users,
+            "coverage": {
+                "items": len(self.ids),
+                "trained": trained,
+                "missing": self.missing,
+            },
+        }
 
     def _write_weights(
         self,
@@ -322,15 +385,21 @@ class BundleContent:
         total_bytes = sum(shapes[name].bytes for name in self.architecture.tables)
         done_bytes = 0
         for name, table in groupby(blocks, key=itemgetter(0)):
-            with TensorWriter(folder / self.architecture.tables[name], {"weight": shapes[name]}) as out:
+            with TensorWriter(
+                folder / self.architecture.tables[name], {"weight": shapes[name]}
+            ) as out:
                 for _, row, rows in table:
                     out.write("weight", row, rows)
                     done_bytes += rows.nbytes
                     self.progress("tables", done_bytes, total_bytes)
         for name in self.architecture.towers:
-            (folder / self.architecture.dense_file(name)).write_bytes(save(self.live.of_tower(name, dense)))
+            (folder / self.architecture.dense_file(name)).write_bytes(
+                save(self.live.of_tower(name, dense))
+            )
         (folder / INTERACTION).write_bytes(save(self.live.of_interaction(dense)))
-        (folder / ARCHITECTURE).write_text(json.dumps(self.architecture.as_json(), indent=1, allow_nan=False) + "\n")
+        (folder / ARCHITECTURE).write_text(
+            json.dumps(self.architecture.as_json(), indent=1, allow_nan=False) + "\n"
+        )
 
     def _round_tables(self, folder: Path) -> dict[str, Any]:
         """Rewrites every table in int8 with a scale per row, block by block; returns the sizes for the manifest.
@@ -348,7 +417,9 @@ class BundleContent:
             }
             with TensorWriter(folder / file, shapes) as out:
                 for start in range(0, len(rows), _BLOCK_ROWS):
-                    int8_rows, scales = int8_format.encode(rows[start : start + _BLOCK_ROWS].float())
+                    int8_rows, scales = int8_format.encode(
+                        rows[start : start + _BLOCK_ROWS].float()
+                    )
                     assert scales is not None
                     out.write("weight", start, int8_rows)
                     out.write("scale", start, scales)
@@ -357,12 +428,18 @@ class BundleContent:
         return {"dtype": "int8", "bytes": bytes_after, "bytes_trained": bytes_before}
 
     @torch.no_grad()
-    def _best(self, query: RowEncoder, candidate: RowEncoder, interaction: nn.Module) -> list[set[int]]:
+    def _best(
+        self, query: RowEncoder, candidate: RowEncoder, interaction: nn.Module
+    ) -> list[set[int]]:
         """Returns the best candidates of a sample of queries in a sample of the catalogue, both evenly spaced."""
         rows = np.unique(even_rows(len(self.queries), OVERLAP_QUERIES))
         items = np.unique(even_rows(len(self.ids), OVERLAP_ITEMS))
-        vectors = candidate.embed(self.catalogue.features.take(pa.array(items)).to_pydict())
-        outputs = query.outputs(query.read(self.queries.take(pa.array(rows)).to_pydict()))
+        vectors = candidate.embed(
+            self.catalogue.features.take(pa.array(items)).to_pydict()
+        )
+        outputs = query.outputs(
+            query.read(self.queries.take(pa.array(rows)).to_pydict())
+        )
         best = []
         for row in range(len(rows)):
             repeated = [output[row].expand(len(vectors), -1) for output in outputs]
@@ -371,7 +448,11 @@ class BundleContent:
         return best
 
     def _check_rounded(
-        self, logits: Tensor, expected: Tensor, best: Sequence[set[int]], rounded: Sequence[set[int]]
+        self,
+        logits: Tensor,
+        expected: Tensor,
+        best: Sequence[set[int]],
+        rounded: Sequence[set[int]],
     ) -> dict[str, Any]:
         """Returns the loss of rounding the tables, for the manifest.
 
@@ -403,29 +484,63 @@ class BundleContent:
         if self.preprocessor is not None:
             self.preprocessor.save(folder / PREPROCESSOR_FILE)
         catalogue = self.catalogue
-        write_items(folder / ITEMS, catalogue.titles, catalogue.categories, catalogue.attributes, len(self.ids))
+        write_items(
+            folder / ITEMS,
+            catalogue.titles,
+            catalogue.categories,
+            catalogue.attributes,
+            len(self.ids),
+        )
         users = self.users
         if users is not None:
             ids = IdMap.build(users.ids)
-            write_users(folder / USERS, ids, users.features, users.unknown, users.seen, users.liked)
+            write_users(
+                folder / USERS,
+                ids,
+                users.features,
+                users.unknown,
+                users.seen,
+                users.liked,
+            )
 
     def _write_stores(
-        self, folder: Path, candidate: RowEncoder, interaction: nn.Module, files: Mapping[str, Any], vectors: Tensor
+        self,
+        folder: Path,
+        candidate: RowEncoder,
+        interaction: nn.Module,
+        files: Mapping[str, Any],
+        vectors: Tensor,
     ) -> tuple[EmbeddingStore, dict[str, Any]]:
         """Writes the catalogue's vectors, and their projected rows if the interaction is projected."""
         tower = tower_digest(self.architecture, [self.architecture.candidate], files)
-        store = write_store(folder / STORE, self._vectors(candidate), dtype=self.settings.store, tower=tower)
+        store = write_store(
+            folder / STORE,
+            self._vectors(candidate),
+            dtype=self.settings.store,
+            tower=tower,
+        )
         positions = torch.from_numpy(self.audit.positions)
-        differences = {"store_difference": audits.largest_difference(store.rows(positions), vectors)}
+        differences = {
+            "store_difference": audits.largest_difference(
+                store.rows(positions), vectors
+            )
+        }
         entries = {STORE: _entry(store)}
         split = projection(interaction, candidate.width)
         if split.projected:
             digest = projection_digest(self.architecture, files)
             # By the tower again and not from the store, whose rows may be rounded.
-            blocks = ((ids, split.candidates(block)) for ids, block in self._vectors(candidate))
-            projected = write_store(folder / PROJECTED, blocks, dtype=self.settings.store, tower=digest)
+            blocks = (
+                (ids, split.candidates(block))
+                for ids, block in self._vectors(candidate)
+            )
+            projected = write_store(
+                folder / PROJECTED, blocks, dtype=self.settings.store, tower=digest
+            )
             expected = split.candidates(vectors)
-            differences["projected_difference"] = audits.largest_difference(projected.rows(positions), expected)
+            differences["projected_difference"] = audits.largest_difference(
+                projected.rows(positions), expected
+            )
             entries[PROJECTED] = _entry(projected)
         return store, {**entries, "audit": differences}
 
@@ -441,7 +556,12 @@ class BundleContent:
 
 def _entry(store: EmbeddingStore) -> dict[str, Any]:
     """Returns the manifest's entry of a store."""
-    return {"digest": store.digest, "dtype": store.dtype, "width": store.width, "tower": store.tower}
+    return {
+        "digest": store.digest,
+        "dtype": store.dtype,
+        "width": store.width,
+        "tower": store.tower,
+    }
 
 
 def _raw(field: pa.Field) -> str:

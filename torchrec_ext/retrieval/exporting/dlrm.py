@@ -54,7 +54,9 @@ class DLRMByColumns(nn.Module):
             values.append(ids.flatten())
             # Rows of a column have lists of one length, or one id.
             lengths.append(torch.full((len(ids),), ids[0].numel(), dtype=torch.int32))
-        keyed = KeyedJaggedTensor(features, torch.cat(values), lengths=torch.cat(lengths))
+        keyed = KeyedJaggedTensor(
+            features, torch.cat(values), lengths=torch.cat(lengths)
+        )
         return self.dlrm(columns[_DENSE], keyed)  # type: ignore[no-any-return]
 
 
@@ -101,7 +103,9 @@ def dlrm_by_columns(
         BundleError: a feature is no column, or all are of one table.
     """
     dlrm = model.model if isinstance(model, DLRMTrain) else model
-    if not isinstance(dlrm, DLRM) or not isinstance(dlrm.sparse_arch.embedding_bag_collection, EmbeddingBagCollection):
+    if not isinstance(dlrm, DLRM) or not isinstance(
+        dlrm.sparse_arch.embedding_bag_collection, EmbeddingBagCollection
+    ):
         return None
     # Brings lagging rows of an adopted step up to date, or raises with a remedy.
     model.state_dict()
@@ -113,8 +117,14 @@ def dlrm_by_columns(
         paths[name] = f"by_columns.sparse_arch.tables.{place}"
     towers: dict[str, list[str]] = {}
     for tower, table in (("query", queries), ("candidate", catalogue)):
-        towers[tower] = [path for name, path in paths.items() if name in table.column_names]
-    missing = [name for name in paths if name not in (*queries.column_names, *catalogue.column_names)]
+        towers[tower] = [
+            path for name, path in paths.items() if name in table.column_names
+        ]
+    missing = [
+        name
+        for name in paths
+        if name not in (*queries.column_names, *catalogue.column_names)
+    ]
     if missing or not all(towers.values()):
         raise BundleError(
             f"model: {type(dlrm).__name__} reads {listed(paths)[:60]}; give each as a column of queries or of "

@@ -21,7 +21,11 @@ from torchrec_ext.data.preprocess.folders import whole_folder
 from torchrec_ext.distributed.tables import Shard, collections, local_shards
 from torchrec_ext.retrieval.bundle.audit import LiveModel
 from torchrec_ext.retrieval.bundle.index_kinds import IndexKind
-from torchrec_ext.retrieval.bundle.manifest import BUNDLE_MANIFEST, BundleError, Manifest
+from torchrec_ext.retrieval.bundle.manifest import (
+    BUNDLE_MANIFEST,
+    BundleError,
+    Manifest,
+)
 from torchrec_ext.retrieval.bundle.traced import TracedModel, evaluating
 from torchrec_ext.retrieval.exporting.content import (
     BundleContent,
@@ -110,11 +114,15 @@ def export(
         if by_columns is not None:
             model, towers = by_columns
     if towers is not None:
-        model = _trace(model, towers, candidate, preprocessor, catalogue, queries, oov_ids or {})
+        model = _trace(
+            model, towers, candidate, preprocessor, catalogue, queries, oov_ids or {}
+        )
         oov_ids = dict.fromkeys(model.features, -1) | dict(oov_ids or {})
         # The towers' digests have the columns' types: a column that no tower reads must not change them.
         queries = model.read_columns(queries)
-        catalogue = dataclasses.replace(catalogue, features=model.read_columns(catalogue.features))
+        catalogue = dataclasses.replace(
+            catalogue, features=model.read_columns(catalogue.features)
+        )
     ranks = ExportRanks()
     live = LiveModel(model, candidate=candidate, also=also, rows=rows)
     content = BundleContent(
@@ -125,7 +133,9 @@ def export(
         preprocessor=preprocessor,
         oov_ids=oov_ids or {},
         unseen=unseen or {},
-        settings=ExportConfig(store=store, index=index, recall=recall, tables=tables, overlap=overlap),
+        settings=ExportConfig(
+            store=store, index=index, recall=recall, tables=tables, overlap=overlap
+        ),
         also=tuple(also),
         details=details or {},
         progress=progress or (lambda *_: None),
@@ -133,15 +143,24 @@ def export(
     with evaluating(model):
         query_columns = content.columns(live.names[:-1])
         # On every rank, because a sharded model's forward exchanges rows.
-        expected = content.audit.of_model(live, query_columns, content.columns([live.candidate]))
+        expected = content.audit.of_model(
+            live, query_columns, content.columns([live.candidate])
+        )
         weights = LiveWeights(model, ranks, live.rows)
         dense = weights.dense()
         blocks = weights.blocks(content.architecture.tables)
         outcome: Any = None
         if ranks.rank == 0:
             try:
-                with whole_folder(Path(out), overwrite=overwrite, mark=BUNDLE_MANIFEST) as folder, one_thread():
-                    outcome = content.write(folder, weights.tables, blocks, dense, expected)
+                with (
+                    whole_folder(
+                        Path(out), overwrite=overwrite, mark=BUNDLE_MANIFEST
+                    ) as folder,
+                    one_thread(),
+                ):
+                    outcome = content.write(
+                        folder, weights.tables, blocks, dense, expected
+                    )
                     # On the disk before the folder gets its name, so that a crash leaves no bundle of empty files.
                     sync_tree(folder)
             except Exception as error:
@@ -167,12 +186,18 @@ def _trace(
     oov_ids: Mapping[str, int],
 ) -> TracedModel:
     if preprocessor is not None:
-        raise BundleError("preprocessor: not beside towers=; give the columns as the module's forward reads them")
+        raise BundleError(
+            "preprocessor: not beside towers=; give the columns as the module's forward reads them"
+        )
     if candidate is not None and candidate in towers:
         # TracedModel takes the last tower as the candidate's.
-        query_towers = {name: paths for name, paths in towers.items() if name != candidate}
+        query_towers = {
+            name: paths for name, paths in towers.items() if name != candidate
+        }
         towers = {**query_towers, candidate: towers[candidate]}
-    return TracedModel(model, towers, queries=queries, catalogue=catalogue.features, oov_ids=oov_ids)
+    return TracedModel(
+        model, towers, queries=queries, catalogue=catalogue.features, oov_ids=oov_ids
+    )
 
 
 def _queries(queries: pa.Table | None, users: NamedUsers | None) -> pa.Table:
@@ -199,7 +224,9 @@ def one_thread() -> Iterator[None]:
 
 # Larger blocks get new pages from the system each time, which takes longer than to gather and to write them.
 _BLOCK_BYTES = 8 * 2**20
-_PATIENCE = timedelta(hours=6)  # timeout of a collective: the others wait while rank 0 writes a whole bundle
+_PATIENCE = timedelta(
+    hours=6
+)  # timeout of a collective: the others wait while rank 0 writes a whole bundle
 
 
 class _Piece(NamedTuple):
@@ -259,7 +286,12 @@ class LiveWeights:
         tables: exported shape of each table by name, equal on every rank.
     """
 
-    def __init__(self, model: nn.Module, ranks: ExportRanks, rows: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: ExportRanks,
+        rows: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self._ranks = ranks
         self._rows_of = dict(rows or {})
         self._shards: dict[str, list[Shard]] = {}
@@ -270,7 +302,9 @@ class LiveWeights:
         for name, shards in self._shards.items():
             local_pieces[name] = [_piece(ranks.rank, shard) for shard in shards]
             config = shards[0].config
-            local_shapes[name] = Shape((config.num_embeddings, config.embedding_dim), shards[0].tensor.dtype)
+            local_shapes[name] = Shape(
+                (config.num_embeddings, config.embedding_dim), shards[0].tensor.dtype
+            )
         self.tables: dict[str, Shape] = {}
         self._pieces: dict[str, list[_Piece]] = {}
         for pieces, shapes in ranks.gathered((local_pieces, local_shapes)):
@@ -281,7 +315,9 @@ class LiveWeights:
         for name, whole in self.tables.items():
             self._pieces[name] = _choose_pieces(name, self._pieces[name], whole)
             if name in self._rows_of:
-                self.tables[name] = Shape((len(self._rows_of[name]), whole.size[1]), whole.dtype)
+                self.tables[name] = Shape(
+                    (len(self._rows_of[name]), whole.size[1]), whole.dtype
+                )
         unwrapped = get_unwrapped_module(model)
         tables: set[str] = set()
         for path, collection in collections(model):
@@ -289,7 +325,11 @@ class LiveWeights:
             tables |= {prefix + key for key in collection.state_dict()}
         self._dense: dict[str, Tensor] = {}
         for name, value in unwrapped.state_dict().items():
-            if name not in tables and isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
+            if (
+                name not in tables
+                and isinstance(value, Tensor)
+                and not isinstance(value, ShardedTensor)
+            ):
                 self._dense[name] = value.detach().cpu().contiguous()
 
     def blocks(self, names: Iterable[str]) -> Iterator[tuple[str, int, Tensor]]:
@@ -310,11 +350,19 @@ class LiveWeights:
             block = torch.empty(stop - start, width, dtype=self.tables[name].dtype)
             # Every rank goes through the pieces of all ranks, so that a sender and rank 0 meet in one order.
             for piece in self._pieces[name]:
-                places = ((rows >= piece.row) & (rows < piece.row + piece.rows)).nonzero().squeeze(1)
+                places = (
+                    ((rows >= piece.row) & (rows < piece.row + piece.rows))
+                    .nonzero()
+                    .squeeze(1)
+                )
                 if len(places):
-                    values = self._ranks.moved(self._values(name, piece, rows[places]), piece.rank)
+                    values = self._ranks.moved(
+                        self._values(name, piece, rows[places]), piece.rank
+                    )
                     if self._ranks.rank == 0:
-                        block[places, piece.column : piece.column + piece.columns] = values
+                        block[places, piece.column : piece.column + piece.columns] = (
+                            values
+                        )
             yield start, block
 
     def dense(self) -> dict[str, Tensor]:
@@ -327,7 +375,11 @@ class LiveWeights:
                 holder.setdefault(name, rank)
         own_weights: dict[str, Tensor] = {}
         if self._ranks.rank != 0:
-            own_weights = {name: self._dense[name] for name, rank in holder.items() if rank == self._ranks.rank}
+            own_weights = {
+                name: self._dense[name]
+                for name, rank in holder.items()
+                if rank == self._ranks.rank
+            }
         weights_by_name = dict(self._dense)
         for weights in self._ranks.gathered(own_weights):
             weights_by_name |= weights
@@ -336,7 +388,9 @@ class LiveWeights:
     def _values(self, name: str, piece: _Piece, rows: Tensor) -> Tensor:
         if piece.rank != self._ranks.rank:
             return torch.empty(len(rows), piece.columns, dtype=self.tables[name].dtype)
-        shard = next(shard for shard in self._shards[name] if _piece(piece.rank, shard) == piece)
+        shard = next(
+            shard for shard in self._shards[name] if _piece(piece.rank, shard) == piece
+        )
         local = (rows - piece.row).to(shard.tensor.device)
         return shard.tensor.detach().index_select(0, local).cpu()
 
@@ -353,5 +407,7 @@ def _choose_pieces(name: str, pieces: list[_Piece], shape: Shape) -> list[_Piece
         if piece.rows and piece.columns:
             first_holders.setdefault(piece[1:], piece)
     numbers = sum(piece.rows * piece.columns for piece in first_holders.values())
-    assert numbers == torch.Size(shape.size).numel(), f"table '{name}': {numbers} numbers of {shape.size} are held"
+    assert numbers == torch.Size(shape.size).numel(), (
+        f"table '{name}': {numbers} numbers of {shape.size} are held"
+    )
     return sorted(first_holders.values(), key=lambda piece: piece[1:])

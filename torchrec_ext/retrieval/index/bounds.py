@@ -49,7 +49,9 @@ class ScoreBounds:
         norms: (I,) float32 upper bounds of the norm of codes times scale.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor, errors: Float32s, norms: Float32s) -> None:
+    def __init__(
+        self, codes: Tensor, scales: Tensor, errors: Float32s, norms: Float32s
+    ) -> None:
         self.codes = codes
         self._scales = scales
         self._errors = errors
@@ -57,7 +59,9 @@ class ScoreBounds:
         self._norms = np.maximum(norms, np.float32(1e-30))
         self._block_maxima = []
         for block in self._blocks():
-            self._block_maxima.append((float(errors[block].max()), float(self._norms[block].max())))
+            self._block_maxima.append(
+                (float(errors[block].max()), float(self._norms[block].max()))
+            )
         self._greatest = max(error + norm for error, norm in self._block_maxima)
         # In float32 a product is off by up to D roundings of its factors' norms: the bound's, and the exact one's.
         self._slack = (codes.shape[1] + 8) * 2.0**-22
@@ -98,7 +102,9 @@ class ScoreBounds:
             first: (N, D) first rows; some of them serve as queries.
             rows: see :meth:`greatest`.
         """
-        queries = first[:: max(1, len(first) // _TRIAL_QUERIES)][:_TRIAL_QUERIES].numpy()
+        queries = first[:: max(1, len(first) // _TRIAL_QUERIES)][
+            :_TRIAL_QUERIES
+        ].numpy()
         k = max(1, min(_TRIAL_K, len(self.codes) // (2 * _SHARE)))
         results = self.greatest(queries, k, rows)
         if None in results:
@@ -116,10 +122,14 @@ class ScoreBounds:
         count = 1
         while count <= _WARM:
             # A kernel depends on a block's length: all have one length, except perhaps the last.
-            for block in {len(self.codes[each]): each for each in self._blocks()}.values():
+            for block in {
+                len(self.codes[each]): each for each in self._blocks()
+            }.values():
                 codes = self.codes[block]
                 products = torch.empty(count, len(codes), dtype=torch.int32)
-                _int8_products(codes[:1].expand(count, -1).contiguous(), codes, products)
+                _int8_products(
+                    codes[:1].expand(count, -1).contiguous(), codes, products
+                )
             count *= 2
 
     def greatest(
@@ -145,9 +155,14 @@ class ScoreBounds:
         size = len(self.codes)
         if k * _SHARE > size:
             return [None] * len(queries)
-        searches = [_Query(query, k, self._greatest, self._slack, size // _SHARE) for query in queries]
+        searches = [
+            _Query(query, k, self._greatest, self._slack, size // _SHARE)
+            for query in queries
+        ]
         # A kernel is compiled for each number of queries, so numbers are rounded up to powers of two.
-        coded = np.zeros((1 << (len(searches) - 1).bit_length(), queries.shape[1]), np.int8)
+        coded = np.zeros(
+            (1 << (len(searches) - 1).bit_length(), queries.shape[1]), np.int8
+        )
         coded[: len(searches)] = [query.codes for query in searches]
         products, scores = self._memory(len(coded) * min(_ROWS, size))
         for block, block_maxima in zip(self._blocks(), self._block_maxima, strict=True):
@@ -162,17 +177,31 @@ class ScoreBounds:
             for index, query in enumerate(searches):
                 if not query.bounded:
                     continue
-                copy_scores = scores[:count].copy_(of_block[index]).mul_(self._scales[block])
+                copy_scores = (
+                    scores[:count].copy_(of_block[index]).mul_(self._scales[block])
+                )
                 values = copy_scores.numpy()
                 if excluded:
                     out = excluded[index]
-                    values[out[(out >= block.start) & (out < block.stop)] - block.start] = -np.inf
-                query.add(block.start, values, self._errors[block], self._norms[block], block_maxima, rows, mask)
+                    values[
+                        out[(out >= block.start) & (out < block.stop)] - block.start
+                    ] = -np.inf
+                query.add(
+                    block.start,
+                    values,
+                    self._errors[block],
+                    self._norms[block],
+                    block_maxima,
+                    rows,
+                    mask,
+                )
         return [query.result() for query in searches]
 
     def _blocks(self) -> list[slice]:
         size = len(self.codes)
-        return [slice(start, min(start + _ROWS, size)) for start in range(0, size, _ROWS)]
+        return [
+            slice(start, min(start + _ROWS, size)) for start in range(0, size, _ROWS)
+        ]
 
     def _memory(self, products: int) -> tuple[Tensor, Tensor]:
         """Returns this thread's reusable buffers for int32 products and one query's scores."""
@@ -195,12 +224,16 @@ class _Query:
         of_norms: factor of a row's norm in that width, for the query's own error and for rounding.
     """
 
-    def __init__(self, query: Float32s, k: int, greatest: float, slack: float, row_budget: int) -> None:
+    def __init__(
+        self, query: Float32s, k: int, greatest: float, slack: float, row_budget: int
+    ) -> None:
         exact = query.astype(np.float64)
         norm = float(exact @ exact) ** 0.5
         self.scale = float(max(exact.max(), -exact.min())) / 127
         products = (norm * greatest, norm * greatest / max(self.scale, _LEAST))
-        self.bounded = self.scale > _LEAST and min(products) > _LEAST and max(products) < _GREATEST
+        self.bounded = (
+            self.scale > _LEAST and min(products) > _LEAST and max(products) < _GREATEST
+        )
         self.codes = np.zeros(len(query))
         if self.bounded:
             self.codes = np.rint(exact / self.scale)
@@ -250,14 +283,24 @@ class _Query:
             self.bounded = self.bounded and above == _LOWEST
             return
         threshold = self._kth_product / self.scale
-        block_threshold = threshold - self.of_errors * block_maxima[0] - self.of_norms * block_maxima[1]
+        block_threshold = (
+            threshold
+            - self.of_errors * block_maxima[0]
+            - self.of_norms * block_maxima[1]
+        )
         # First by the block's widest bound, one comparison a row; only the survivors are bounded one by one.
         if block_threshold < above:
             survivors = _between(copy_scores, block_threshold, above, allowed)
-            reach = self.of_errors * errors[survivors] + self.of_norms * norms[survivors]
-            self._compute(start, survivors[copy_scores[survivors] + reach >= threshold], rows)
+            reach = (
+                self.of_errors * errors[survivors] + self.of_norms * norms[survivors]
+            )
+            self._compute(
+                start, survivors[copy_scores[survivors] + reach >= threshold], rows
+            )
 
-    def _compute(self, start: int, indices: Positions, rows: Callable[[Positions], Float32s]) -> None:
+    def _compute(
+        self, start: int, indices: Positions, rows: Callable[[Positions], Float32s]
+    ) -> None:
         self._row_budget -= len(indices)
         if self._row_budget < 0:
             self.bounded = False
@@ -266,7 +309,9 @@ class _Query:
         positions = indices + start
         # einsum computes row by row, so that equal rows have equal products.
         self._positions = np.concatenate([self._positions, positions])
-        self._values = np.concatenate([self._values, np.einsum("nd,d->n", rows(positions), self._query)])
+        self._values = np.concatenate(
+            [self._values, np.einsum("nd,d->n", rows(positions), self._query)]
+        )
         # Rows of later blocks must exceed it, so each block rules out more than the one before.
         if len(self._values) >= self._k:
             self._kth_product = float(np.partition(self._values, -self._k)[-self._k])
@@ -280,7 +325,9 @@ class _Query:
         return self._positions[order], self._values[order]
 
 
-def _between(scores: Float32s, low: float, high: float, allowed: Bools | None) -> Positions:
+def _between(
+    scores: Float32s, low: float, high: float, allowed: Bools | None
+) -> Positions:
     """Returns (M,) indices of the allowed scores from ``low`` to below ``high``."""
     inside = scores >= low
     if high != np.inf:

@@ -73,7 +73,9 @@ class _Best:
             sample = scores[::step]
             if allowed is not None:
                 sample = np.where(allowed[::step], sample, np.float32(-np.inf))
-            self._threshold = float(np.nextafter(_kth(sample, self._k), np.float32(-np.inf)))
+            self._threshold = float(
+                np.nextafter(_kth(sample, self._k), np.float32(-np.inf))
+            )
         indices = np.flatnonzero(scores > self._threshold)
         if allowed is not None:
             indices = indices[allowed[indices]]
@@ -96,7 +98,9 @@ class _Best:
         """Returns positions and scores, K or fewer, greatest first, and forgets all others."""
         if not self._candidates:
             return np.empty(0, np.int64), np.empty(0, np.float32)
-        positions, scores = (np.concatenate(arrays) for arrays in zip(*self._candidates, strict=True))
+        positions, scores = (
+            np.concatenate(arrays) for arrays in zip(*self._candidates, strict=True)
+        )
         # Equal scores stay in the order of their positions.
         order = np.argsort(-scores, kind="stable")[: self._k]
         positions = positions[order]
@@ -143,7 +147,12 @@ class Blockwise:
             self.live = torch.from_numpy(source.live.copy())
 
     def search(
-        self, queries: Tensor, k: int, *, allowed: Tensor | None = None, excluded: Sequence[Tensor] | None = None
+        self,
+        queries: Tensor,
+        k: int,
+        *,
+        allowed: Tensor | None = None,
+        excluded: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :class:`~torchrec_ext.retrieval.index.exact.Index`."""
         check_request(queries, k, self.size, allowed, excluded)
@@ -158,22 +167,36 @@ class Blockwise:
                 mask = candidate_mask.numpy()
                 count = np.count_nonzero(mask)
                 if count <= self.size * self._few_share:
-                    return self._search_few(prepared, k, np.flatnonzero(mask), excluded_positions)
+                    return self._search_few(
+                        prepared, k, np.flatnonzero(mask), excluded_positions
+                    )
                 # Every block would be masked for nothing.
                 if count == self.size:
                     mask = None
             if self._bounds is None:
                 return self._search_all(prepared, k, mask, excluded_positions)
             results = []
-            bounded = self._bounds.greatest(self.factors(prepared).numpy(), k, self._gathered, mask, excluded_positions)
+            bounded = self._bounds.greatest(
+                self.factors(prepared).numpy(),
+                k,
+                self._gathered,
+                mask,
+                excluded_positions,
+            )
             for row, best in enumerate(bounded):
                 query = prepared[row : row + 1]
                 if best is None:
-                    results.append(self._search_all(query, k, mask, excluded_positions[row : row + 1]))
+                    results.append(
+                        self._search_all(
+                            query, k, mask, excluded_positions[row : row + 1]
+                        )
+                    )
                     continue
                 positions, products = best
                 scores = torch.from_numpy(products)[None] + self.constant(query)
-                results.append(pad_results(scores, torch.from_numpy(positions)[None], k))
+                results.append(
+                    pad_results(scores, torch.from_numpy(positions)[None], k)
+                )
         return join_results(results)
 
     def candidate_mask(self, allowed: Tensor | None) -> Tensor | None:
@@ -195,8 +218,15 @@ class Blockwise:
             Whether a copy is kept.
         """
         width = _width(self.source)
-        if self._bounds is None and self._by_products and ScoreBounds.worth(self.size, width):
-            bounds = ScoreBounds.of_rows((self.rows(start, stop) for start, stop in self.blocks()), (self.size, width))
+        if (
+            self._bounds is None
+            and self._by_products
+            and ScoreBounds.worth(self.size, width)
+        ):
+            bounds = ScoreBounds.of_rows(
+                (self.rows(start, stop) for start, stop in self.blocks()),
+                (self.size, width),
+            )
             if bounds.pays(self.rows(*self.blocks()[0]), self._gathered):
                 bounds.warm_up()
                 self._bounds = bounds
@@ -208,7 +238,11 @@ class Blockwise:
         return self._bounds is not None
 
     def _search_all(
-        self, prepared: Tensor, k: int, mask: Bools | None, excluded_positions: Sequence[NDArray[np.int64]]
+        self,
+        prepared: Tensor,
+        k: int,
+        mask: Bools | None,
+        excluded_positions: Sequence[NDArray[np.int64]],
     ) -> tuple[Tensor, Tensor]:
         best = TopK(len(prepared), k)
         # One buffer for all blocks: allocating one per block costs as much as finding its greatest scores.
@@ -223,19 +257,30 @@ class Blockwise:
             scores = buffer[: len(prepared) * (stop - start)].view(len(prepared), -1)
             self._score(prepared, self.block(start, stop), slice(start, stop), scores)
             for row, positions in zip(scores.numpy(), excluded_positions, strict=False):
-                row[positions[(positions >= start) & (positions < stop)] - start] = -np.inf
+                row[
+                    positions[(positions >= start) & (positions < stop)] - start
+                ] = -np.inf
             best.add(start, scores, allowed)
         return best.result()
 
     def _search_few(
-        self, prepared: Tensor, k: int, allowed: NDArray[np.int64], excluded_positions: Sequence[NDArray[np.int64]]
+        self,
+        prepared: Tensor,
+        k: int,
+        allowed: NDArray[np.int64],
+        excluded_positions: Sequence[NDArray[np.int64]],
     ) -> tuple[Tensor, Tensor]:
         """Scores the positions ``allowed`` (N,), ascending, and no others."""
         best = TopK(len(prepared), k)
         for start in range(0, len(allowed), self._rows):
             positions = allowed[start : start + self._rows]
             scores = torch.empty(len(prepared), len(positions))
-            self._score(prepared, torch.from_numpy(self.stored(positions)), torch.from_numpy(positions), scores)
+            self._score(
+                prepared,
+                torch.from_numpy(self.stored(positions)),
+                torch.from_numpy(positions),
+                scores,
+            )
             for row, left_out in zip(scores.numpy(), excluded_positions, strict=False):
                 row[np.isin(positions, left_out)] = -np.inf
             best.add(start, scores)
@@ -243,7 +288,9 @@ class Blockwise:
         # Index -1 of the padding reads the last entry, -1.
         return best_scores, torch.from_numpy(np.append(allowed, -1)[indices.numpy()])
 
-    def _score(self, prepared: Tensor, rows: Tensor, positions: slice | Tensor, out: Tensor) -> None:
+    def _score(
+        self, prepared: Tensor, rows: Tensor, positions: slice | Tensor, out: Tensor
+    ) -> None:
         if self._bounds is None:
             self.fill_scores(prepared, rows, positions, out)
             return
@@ -251,7 +298,9 @@ class Blockwise:
         if self._inverse_norms is not None:
             rows = rows * self._inverse_norms[positions][:, None]
         for query, scores in zip(torch.split(prepared, 1), out, strict=True):
-            products = np.einsum("nd,d->n", rows.numpy(), self.factors(query)[0].numpy())
+            products = np.einsum(
+                "nd,d->n", rows.numpy(), self.factors(query)[0].numpy()
+            )
             torch.add(torch.from_numpy(products), self.constant(query), out=scores)
 
     def stored(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -271,7 +320,10 @@ class Blockwise:
 
     def blocks(self) -> list[tuple[int, int]]:
         """Returns the first and last + 1 position of each block."""
-        return [(start, min(start + self._rows, self.size)) for start in range(0, self.size, self._rows)]
+        return [
+            (start, min(start + self._rows, self.size))
+            for start in range(0, self.size, self._rows)
+        ]
 
     def prepared(self, queries: Tensor) -> Tensor:
         """Returns queries (Q, D) in the form that the other methods take."""
@@ -289,7 +341,9 @@ class Blockwise:
         """Returns the (Q,) constants to add to the products."""
         return 0.0
 
-    def fill_scores(self, queries: Tensor, rows: Tensor, positions: slice | Tensor, out: Tensor) -> None:
+    def fill_scores(
+        self, queries: Tensor, rows: Tensor, positions: slice | Tensor, out: Tensor
+    ) -> None:
         """Fills ``out`` (Q, N) with the scores of the stored rows (N, D) at ``positions``."""
         raise NotImplementedError
 
@@ -301,24 +355,36 @@ class Blockwise:
 
 
 def check_request(
-    queries: Tensor, k: int, size: int, allowed: Tensor | None, excluded: Sequence[Tensor] | None
+    queries: Tensor,
+    k: int,
+    size: int,
+    allowed: Tensor | None,
+    excluded: Sequence[Tensor] | None,
 ) -> None:
     """Validates the arguments of an index's ``search``; raises ValueError."""
     # Numpy's calls take a fraction of torch's.
     if queries.dim() != 2 or not len(queries) or not np.isfinite(queries.numpy()).all():
-        raise ValueError(f"queries: shape {tuple(queries.shape)}; must be (Q, D) finite numbers, Q at least 1")
+        raise ValueError(
+            f"queries: shape {tuple(queries.shape)}; must be (Q, D) finite numbers, Q at least 1"
+        )
     check_least("k", k)
-    if allowed is not None and (allowed.shape != (size,) or allowed.dtype != torch.bool):
+    if allowed is not None and (
+        allowed.shape != (size,) or allowed.dtype != torch.bool
+    ):
         raise ValueError(
             f"allowed: shape {tuple(allowed.shape)} of {allowed.dtype}; must be ({size},) bool, one for each position"
         )
     if excluded is not None and len(excluded) != len(queries):
-        raise ValueError(f"excluded: {len(excluded)} sets of positions for {len(queries)} queries; give one for each")
+        raise ValueError(
+            f"excluded: {len(excluded)} sets of positions for {len(queries)} queries; give one for each"
+        )
     for each in excluded or ():
         positions = each.numpy()
         if len(positions) and (positions.min() < 0 or positions.max() >= size):
             wrong = int(positions[(positions < 0) | (positions >= size)][0])
-            raise ValueError(f"excluded: {wrong} is not a position (0 to {size - 1}); leave out unknown ids, -1")
+            raise ValueError(
+                f"excluded: {wrong} is not a position (0 to {size - 1}); leave out unknown ids, -1"
+            )
 
 
 def pad_results(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -336,9 +402,13 @@ def join_results(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tens
 
 
 _BLOCK = 2**24  # bytes of float32 rows read at a time
-_DECODED = 2**20  # bytes of rows in other formats, so that the decoded rows stay in the cache
+_DECODED = (
+    2**20
+)  # bytes of rows in other formats, so that the decoded rows stay in the cache
 _UNFOLDED = 2**28  # bytes of rows with the first layer's half applied
-_PAIRS = 2**17  # floats of pairs at a time through a network: a core's share of the second-level cache
+_PAIRS = (
+    2**17
+)  # floats of pairs at a time through a network: a core's share of the second-level cache
 _EPS = 1e-12  # as in torch.nn.functional.normalize
 
 
@@ -354,7 +424,12 @@ class Index(Protocol):
     size: int
 
     def search(
-        self, queries: Tensor, k: int, *, allowed: Tensor | None = None, excluded: Sequence[Tensor] | None = None
+        self,
+        queries: Tensor,
+        k: int,
+        *,
+        allowed: Tensor | None = None,
+        excluded: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns scores (Q, K), descending, and positions (Q, K) int64, padded with -inf and -1.
 
@@ -392,8 +467,12 @@ class ExactIndex(Blockwise):
         self.metric = metric
         if metric == "cosine":
             # Stored rows stay as they are, in the mapped file: a product with 1 / norm follows each score.
-            norms = [self.block(start, stop).norm(dim=1) for start, stop in self.blocks()]
-            self._inverse_norms = torch.cat([torch.empty(0), *norms]).clamp(min=_EPS).reciprocal()
+            norms = [
+                self.block(start, stop).norm(dim=1) for start, stop in self.blocks()
+            ]
+            self._inverse_norms = (
+                torch.cat([torch.empty(0), *norms]).clamp(min=_EPS).reciprocal()
+            )
 
     def rows(self, start: int, stop: int) -> Tensor:
         """See :meth:`Blockwise.rows`."""
@@ -416,7 +495,9 @@ class ExactIndex(Blockwise):
             return normalize(queries)
         return queries
 
-    def fill_scores(self, queries: Tensor, rows: Tensor, positions: slice | Tensor, out: Tensor) -> None:
+    def fill_scores(
+        self, queries: Tensor, rows: Tensor, positions: slice | Tensor, out: Tensor
+    ) -> None:
         """See :meth:`Blockwise.fill_scores`."""
         _products(queries, rows, out)
         if self._inverse_norms is not None:
@@ -487,7 +568,9 @@ class ScoredIndex(Blockwise):
         """See :meth:`Blockwise.constant`."""
         return prepared[:, -1]
 
-    def fill_scores(self, queries: Tensor, rows: Tensor, positions: slice | Tensor, out: Tensor) -> None:
+    def fill_scores(
+        self, queries: Tensor, rows: Tensor, positions: slice | Tensor, out: Tensor
+    ) -> None:
         """See :meth:`Blockwise.fill_scores`."""
         if self.projection.linear:
             _products(self.factors(queries), rows, out)
@@ -496,7 +579,9 @@ class ScoredIndex(Blockwise):
         padded = _padded(rows)
         buffer = torch.empty_like(padded)
         for query, scores in zip(queries, out, strict=True):
-            scores.copy_(self.projection.score_in_place(query, padded, buffer)[: len(rows)])
+            scores.copy_(
+                self.projection.score_in_place(query, padded, buffer)[: len(rows)]
+            )
 
 
 def _padded(rows: Tensor) -> Tensor:
@@ -543,4 +628,6 @@ def check_metric(metric: str) -> None:
         remedy = "one of dot, cosine"
         if metric == "top_nn":
             remedy = "a top NN is searched by ScoredIndex"
-        raise ValueError(f"metric={metric!r}: must be dot or cosine, that of the model's loss; {remedy}")
+        raise ValueError(
+            f"metric={metric!r}: must be dot or cosine, that of the model's loss; {remedy}"
+        )

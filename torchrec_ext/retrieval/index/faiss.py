@@ -66,7 +66,9 @@ class FaissKind:
         """Returns the settings for a search of ``k`` among ``count``, from the cheapest to the most thorough."""
         return [0]
 
-    def parameters(self, faiss: Any, setting: int, k: int, options: Mapping[str, Any]) -> Any:
+    def parameters(
+        self, faiss: Any, setting: int, k: int, options: Mapping[str, Any]
+    ) -> Any:
         """Returns FAISS's parameters of a search for ``k`` at a setting, with its filter in ``options``."""
         return faiss.SearchParameters(**options)
 
@@ -88,9 +90,13 @@ class HnswKind(FaissKind):
     def settings(self, count: int, k: int) -> list[int]:
         """See :meth:`FaissKind.settings`."""
         # From 16 to 4,096 in steps of sqrt(2), but at least k: HNSW finds no more than the nodes it keeps open.
-        return sorted({max(min(k, count), int(2 ** (half / 2))) for half in range(8, 25)})
+        return sorted(
+            {max(min(k, count), int(2 ** (half / 2))) for half in range(8, 25)}
+        )
 
-    def parameters(self, faiss: Any, setting: int, k: int, options: Mapping[str, Any]) -> Any:
+    def parameters(
+        self, faiss: Any, setting: int, k: int, options: Mapping[str, Any]
+    ) -> Any:
         """See :meth:`FaissKind.parameters`."""
         return faiss.SearchParametersHNSW(efSearch=max(setting, k), **options)
 
@@ -107,20 +113,33 @@ class IvfKind(FaissKind):
 
     def make(self, faiss: Any, count: int, width: int, metric: int) -> Any:
         """See :meth:`FaissKind.make`."""
-        return faiss.IndexIVFFlat(faiss.IndexFlat(width, metric), width, _lists(count), metric)
+        return faiss.IndexIVFFlat(
+            faiss.IndexFlat(width, metric), width, _lists(count), metric
+        )
 
     def settings(self, count: int, k: int) -> list[int]:
         """See :meth:`FaissKind.settings`."""
-        return [int(step) for step in np.unique(np.geomspace(1, _lists(count), num=64).round().astype(int))]
+        return [
+            int(step)
+            for step in np.unique(
+                np.geomspace(1, _lists(count), num=64).round().astype(int)
+            )
+        ]
 
-    def parameters(self, faiss: Any, setting: int, k: int, options: Mapping[str, Any]) -> Any:
+    def parameters(
+        self, faiss: Any, setting: int, k: int, options: Mapping[str, Any]
+    ) -> Any:
         """See :meth:`FaissKind.parameters`."""
         return faiss.SearchParametersIVF(nprobe=setting, **options)
 
     def cost(self, index: Any, setting: int, queries: NDArray[np.float32]) -> float:
         """Returns the mean number of vectors compared with a query."""
-        sizes = np.array([index.invlists.list_size(number) for number in range(index.nlist)])
-        return float(sizes[index.quantizer.search(queries, setting)[1]].sum() / len(queries))
+        sizes = np.array(
+            [index.invlists.list_size(number) for number in range(index.nlist)]
+        )
+        return float(
+            sizes[index.quantizer.search(queries, setting)[1]].sum() / len(queries)
+        )
 
 
 class PqKind(IvfKind):
@@ -144,11 +163,18 @@ class PqKind(IvfKind):
         return faiss.IndexIVFPQ(centres, width, _lists(count), codes, bits, metric)
 
 
-FAISS_KINDS: dict[str, FaissKind] = {each.name: each for each in (FaissKind(), IvfKind(), HnswKind(), PqKind())}
+FAISS_KINDS: dict[str, FaissKind] = {
+    each.name: each for each in (FaissKind(), IvfKind(), HnswKind(), PqKind())
+}
 
 
 def filled_index(
-    faiss: Any, kind: FaissName, vectors: NDArray[np.float32], *, lift: bool = False, k: int = 1
+    faiss: Any,
+    kind: FaissName,
+    vectors: NDArray[np.float32],
+    *,
+    lift: bool = False,
+    k: int = 1,
 ) -> tuple[Any, list[int]]:
     """Builds and fills an index; also returns its settings, from the cheapest to the most thorough.
 
@@ -203,7 +229,9 @@ def selector(allowed: Tensor | None, excluded: Tensor | None) -> list[Any]:
     faiss = faiss_module()
     filters = []
     if allowed is not None:
-        filters.append(faiss.IDSelectorBitmap(np.packbits(allowed.numpy(), bitorder="little")))
+        filters.append(
+            faiss.IDSelectorBitmap(np.packbits(allowed.numpy(), bitorder="little"))
+        )
     if excluded is not None:
         out = faiss.IDSelectorBatch(np.ascontiguousarray(excluded.numpy()))
         filters += [out, faiss.IDSelectorNot(out)]
@@ -234,7 +262,9 @@ class FaissIndex:
         lifted: whether the vectors are indexed :func:`lifted`.
     """
 
-    def __init__(self, index: Any, source: EmbeddingStore | Tensor, saved: Mapping[str, Any]) -> None:
+    def __init__(
+        self, index: Any, source: EmbeddingStore | Tensor, saved: Mapping[str, Any]
+    ) -> None:
         self._index = index
         self._exact = ExactIndex(source, saved["metric"])
         self.metric: Metric = saved["metric"]
@@ -282,11 +312,17 @@ class FaissIndex:
         if queries is None:
             count = min(_QUERIES, max(2, len(vectors)))
             queries = vectors[torch.linspace(0, len(vectors) - 1, count).long()]
-        lift = metric == "dot" and FAISS_KINDS[kind].may_lift and cls._lift_pays(vectors, kind, recall, k, queries)
+        lift = (
+            metric == "dot"
+            and FAISS_KINDS[kind].may_lift
+            and cls._lift_pays(vectors, kind, recall, k, queries)
+        )
         return cls._tuned(source, vectors, metric, kind, recall, k, queries, lift)
 
     @classmethod
-    def _lift_pays(cls, vectors: Tensor, kind: FaissName, recall: float, k: int, queries: Tensor) -> bool:
+    def _lift_pays(
+        cls, vectors: Tensor, kind: FaissName, recall: float, k: int, queries: Tensor
+    ) -> bool:
         """Measures on a sample whether :func:`lifted` vectors, depending on their norms, are cheaper at a recall."""
         sample = vectors[:: -(-len(vectors) // _TRIAL_ROWS)].contiguous()
         # As close in the sample as K neighbours are among all.
@@ -294,7 +330,9 @@ class FaissIndex:
         costs = []
         for lift in (False, True):
             try:
-                trial = cls._tuned(sample, sample, "dot", kind, recall, sample_k, queries, lift)
+                trial = cls._tuned(
+                    sample, sample, "dot", kind, recall, sample_k, queries, lift
+                )
             except ValueError:  # this way does not reach the recall
                 costs.append((float("inf"), 0.0))
             else:
@@ -318,8 +356,16 @@ class FaissIndex:
         queries: Tensor,
         lift: bool,
     ) -> FaissIndex:
-        index, settings = filled_index(faiss_module(), kind, vectors.numpy(), lift=lift, k=k)
-        start = {"metric": metric, "kind": kind, "setting": settings[0], "recall": 0.0, "k": min(k, len(source))}
+        index, settings = filled_index(
+            faiss_module(), kind, vectors.numpy(), lift=lift, k=k
+        )
+        start = {
+            "metric": metric,
+            "kind": kind,
+            "setting": settings[0],
+            "recall": 0.0,
+            "k": min(k, len(source)),
+        }
         built = cls(index, source, start)
         built._tune(settings, recall, queries)
         return built
@@ -333,12 +379,16 @@ class FaissIndex:
         halves = [torch.split(half, _AT_ONCE) for half in (queries[::2], queries[1::2])]
         truths = []
         for half in halves:
-            truths.append(torch.cat([self._exact.search(block, self.k)[1] for block in half]))
+            truths.append(
+                torch.cat([self._exact.search(block, self.k)[1] for block in half])
+            )
 
         def recalls_at(index: int, half: int) -> Tensor:
             """Returns (Q,) recalls of a half's queries at a setting."""
             self.setting = settings[index]
-            results = torch.cat([self._search(block, self.k)[1] for block in halves[half]])
+            results = torch.cat(
+                [self._search(block, self.k)[1] for block in halves[half]]
+            )
             truth = truths[half]
             is_item = truth >= 0  # not the padding of a small catalogue
             hits = (truth[:, :, None] == results[:, None, :]).any(dim=2) & is_item
@@ -366,13 +416,21 @@ class FaissIndex:
         self.measured_recall = measured
 
     def search(
-        self, queries: Tensor, k: int, *, allowed: Tensor | None = None, excluded: Sequence[Tensor] | None = None
+        self,
+        queries: Tensor,
+        k: int,
+        *,
+        allowed: Tensor | None = None,
+        excluded: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :class:`torchrec_ext.retrieval.index.exact.Index`; each query is searched with its own filter."""
         check_request(queries, k, self.size, allowed, excluded)
         candidate_mask = self._exact.candidate_mask(allowed)
         # A graph or a few lists hold too few of a rare value's items, and scoring all of these takes less time.
-        if candidate_mask is not None and np.count_nonzero(candidate_mask) <= self.size * FEW:
+        if (
+            candidate_mask is not None
+            and np.count_nonzero(candidate_mask) <= self.size * FEW
+        ):
             return self._exact.search(queries, k, allowed=allowed, excluded=excluded)
         if candidate_mask is None and excluded is None:
             scores, positions = self._search(queries, k)
@@ -389,13 +447,19 @@ class FaissIndex:
             if excluded is not None:
                 excluded_positions = excluded[row]
                 excluded_sets = [excluded_positions]
-            result = self._search(query, k, selector(candidate_mask, excluded_positions))
+            result = self._search(
+                query, k, selector(candidate_mask, excluded_positions)
+            )
             if int(result[1][0, -1]) < 0:
-                result = self._exact.search(query, k, allowed=allowed, excluded=excluded_sets)
+                result = self._exact.search(
+                    query, k, allowed=allowed, excluded=excluded_sets
+                )
             results.append(result)
         return join_results(results)
 
-    def _search(self, queries: Tensor, k: int, filters: Sequence[Any] = ()) -> tuple[Tensor, Tensor]:
+    def _search(
+        self, queries: Tensor, k: int, filters: Sequence[Any] = ()
+    ) -> tuple[Tensor, Tensor]:
         """Returns the best K candidates of the index, scored by their stored rows; see :func:`selector`."""
         query_rows = self._exact.prepared(queries).numpy()
         kind = FAISS_KINDS[self.kind]
@@ -403,17 +467,23 @@ class FaissIndex:
         options = {}
         if filters:
             options["sel"] = filters[-1]
-        parameters = kind.parameters(faiss_module(), self.setting, candidate_count, options)
+        parameters = kind.parameters(
+            faiss_module(), self.setting, candidate_count, options
+        )
         index_queries = query_rows
         if self.lifted:
             index_queries = lifted(query_rows)
-        _, candidates = self._index.search(index_queries, candidate_count, params=parameters)
+        _, candidates = self._index.search(
+            index_queries, candidate_count, params=parameters
+        )
         # In ascending order, so that the stable sort below puts the smaller position first among ties.
         candidates.sort(axis=1)
         if not isinstance(self._exact.source, Tensor):
             self._exact.source.check()
         # FAISS pads with -1; row 0 stands in there, and its score is left out below.
-        rows = self._exact.stored(np.maximum(candidates, 0).reshape(-1)).reshape(*candidates.shape, -1)
+        rows = self._exact.stored(np.maximum(candidates, 0).reshape(-1)).reshape(
+            *candidates.shape, -1
+        )
         scores: NDArray[np.float32] = np.matmul(rows, query_rows[:, :, None])[:, :, 0]
         if self.metric == "cosine":
             scores /= np.maximum(np.sqrt(np.einsum("qcd,qcd->qc", rows, rows)), _EPS)
@@ -421,7 +491,11 @@ class FaissIndex:
         order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         # From a query's columns to places in the flat arrays.
         order += np.arange(0, candidates.size, candidates.shape[1])[:, None]
-        return pad_results(torch.from_numpy(scores.take(order)), torch.from_numpy(candidates.take(order)), k)
+        return pad_results(
+            torch.from_numpy(scores.take(order)),
+            torch.from_numpy(candidates.take(order)),
+            k,
+        )
 
     def save(self, folder: Path) -> None:
         """Creates ``folder`` and writes the index and its setting to it."""
@@ -453,7 +527,9 @@ class FaissIndex:
             index = faiss.read_index(str(folder / _FILE))
             opened = cls(index, source, json.loads((folder / _SETTING).read_text()))
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise StoreError(f"the index in '{folder}' cannot be read ({str(error)[:200]}); build it again") from None
+            raise StoreError(
+                f"the index in '{folder}' cannot be read ({str(error)[:200]}); build it again"
+            ) from None
         width = index.d - opened.lifted
         if index.ntotal != opened.size or width != opened._exact.width:
             raise StoreError(
@@ -466,4 +542,6 @@ class FaissIndex:
 def _recall_lower_bound(recalls: Tensor) -> float:
     """Returns a 95 % lower confidence bound of the mean recall, from a sample (Q,)."""
     # 1.645 standard errors below the mean: the one-sided 95 % quantile of a normal distribution.
-    return float(recalls.mean() - 1.645 * recalls.std(correction=0) / len(recalls) ** 0.5)
+    return float(
+        recalls.mean() - 1.645 * recalls.std(correction=0) / len(recalls) ** 0.5
+    )

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
 from torchrec_ext.models.ncf import NCFHead
-from torchrec_ext.modules.interaction import Cosine, DotProduct, FactorizationMachine, GeneralizedMF, Reordered, TopMLP
+from torchrec_ext.modules.interaction import (
+    Cosine,
+    DotProduct,
+    FactorizationMachine,
+    GeneralizedMF,
+    Reordered,
+    TopMLP,
+)
 
 
 class Projection(nn.Module):
@@ -75,12 +82,19 @@ class Projection(nn.Module):
         Several queries, each with N candidates, give (B, N) from (B, Hq) and (B, N, width).
         """
         if query.dim() > 1:
-            return torch.stack([self.score(each, rows) for each, rows in zip(query, candidates, strict=True)])
+            return torch.stack(
+                [
+                    self.score(each, rows)
+                    for each, rows in zip(query, candidates, strict=True)
+                ]
+            )
         if hasattr(self.interaction, "score_all"):
             return self.interaction.score_all(query[None], candidates)[0]  # type: ignore[no-any-return]
         return self.interaction([query.expand(len(candidates), -1), candidates])  # type: ignore[no-any-return]
 
-    def score_in_place(self, query: Tensor, candidates: Tensor, buffer: Tensor | None = None) -> Tensor:
+    def score_in_place(
+        self, query: Tensor, candidates: Tensor, buffer: Tensor | None = None
+    ) -> Tensor:
         """Computes :meth:`score` for one query (Hq,), equal to the last bit.
 
         May overwrite ``buffer``, of the shape of ``candidates``; without one, ``candidates``.
@@ -108,7 +122,9 @@ class _Cosine(_Linear):
     projected = True
 
     def query(self, query: Tensor) -> Tensor:
-        return _with_constant(normalize(query, dim=-1) / self.interaction.temperature, query.new_zeros(()))
+        return _with_constant(
+            normalize(query, dim=-1) / self.interaction.temperature, query.new_zeros(())
+        )
 
     def candidates(self, candidates: Tensor) -> Tensor:
         return normalize(candidates, dim=-1)
@@ -150,7 +166,9 @@ class _TopMLP(Projection):
         super().__init__(interaction, width)
         layers = self.interaction.mlp
         first: nn.Linear = layers[0]
-        query_half, candidate_half = torch.split(first.weight, [first.in_features - width, width], dim=1)
+        query_half, candidate_half = torch.split(
+            first.weight, [first.in_features - width, width], dim=1
+        )
         self.left = query_half.contiguous()
         self.right = candidate_half.contiguous()
         self.bias = first.bias
@@ -206,11 +224,15 @@ class _TopMLP(Projection):
         # The last layer has one column: written as a sum, the compiler fuses it, and uncompiled it is no slower.
         return (hidden * self.last.weight[0]).sum(dim=-1) + self.last.bias  # type: ignore[no-any-return]
 
-    def score_in_place(self, query: Tensor, candidates: Tensor, buffer: Tensor | None = None) -> Tensor:
+    def score_in_place(
+        self, query: Tensor, candidates: Tensor, buffer: Tensor | None = None
+    ) -> Tensor:
         """See :meth:`Projection.score_in_place`: in-place layers avoid allocating, and mapping, fresh memory."""
         if not self.projected or self.last is None:
             return self.score(query, candidates)
-        hidden = torch.add(candidates, query, out=candidates if buffer is None else buffer)
+        hidden = torch.add(
+            candidates, query, out=candidates if buffer is None else buffer
+        )
         for layer in self._layers:
             hidden = hidden.relu_() if type(layer) is nn.ReLU else layer(hidden)
         return hidden.mul_(self._weight).sum(dim=-1).add_(self.last.bias)
@@ -231,7 +253,10 @@ class _NCF(Projection):
         self.deep = weight[self.gmf_dim :].clone()
 
     def query(self, query: Tensor) -> Tensor:
-        return torch.cat([query[..., : self.gmf_dim] * self.shallow, query[..., self.gmf_dim :]], dim=-1)
+        return torch.cat(
+            [query[..., : self.gmf_dim] * self.shallow, query[..., self.gmf_dim :]],
+            dim=-1,
+        )
 
     def score(self, query: Tensor, candidates: Tensor) -> Tensor:
         gmf = self.gmf_dim
@@ -273,8 +298,15 @@ def _in_order(interaction: Reordered) -> TopMLP:
     """Unwraps a reordered top NN by permuting the columns of its first layer."""
     top: TopMLP = copy.deepcopy(interaction.interaction)  # type: ignore[assignment]
     first: nn.Linear = top.mlp[0]  # type: ignore[assignment]
-    columns = torch.split(first.weight.data, [interaction.widths[tower] for tower in interaction.order], dim=1)
-    first.weight.data = torch.cat([columns[interaction.order.index(tower)] for tower in range(len(columns))], dim=1)
+    columns = torch.split(
+        first.weight.data,
+        [interaction.widths[tower] for tower in interaction.order],
+        dim=1,
+    )
+    first.weight.data = torch.cat(
+        [columns[interaction.order.index(tower)] for tower in range(len(columns))],
+        dim=1,
+    )
     # The query's towers are one input, side by side as an encoder gives them.
     top.widths = [sum(interaction.widths[:-1]), interaction.widths[-1]]
     return top

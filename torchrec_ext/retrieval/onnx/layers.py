@@ -34,7 +34,9 @@ class ExportError(ValueError):
     """A network cannot be exported, or its ONNX file gives other outputs."""
 
 
-def pairs_module(projection: Projection, query_widths: Sequence[int]) -> tuple[nn.Module, dict[str, Tensor]]:
+def pairs_module(
+    projection: Projection, query_widths: Sequence[int]
+) -> tuple[nn.Module, dict[str, Tensor]]:
     """Returns the layers for pairs, from ``query`` (Hq,) and ``candidates`` (N, width) to (N,), and example inputs.
 
     Args:
@@ -42,8 +44,15 @@ def pairs_module(projection: Projection, query_widths: Sequence[int]) -> tuple[n
         query_widths: D of each query tower.
     """
     width = projection.query_width or sum(query_widths)
-    score = _Score(projection) if projection.query_width else _Pairs(projection, query_widths)
-    return score.eval(), {"query": torch.randn(width), "candidates": torch.randn(4, projection.width)}
+    score = (
+        _Score(projection)
+        if projection.query_width
+        else _Pairs(projection, query_widths)
+    )
+    return score.eval(), {
+        "query": torch.randn(width),
+        "candidates": torch.randn(4, projection.width),
+    }
 
 
 class _Score(nn.Module):
@@ -71,7 +80,12 @@ class _Pairs(nn.Module):
 
 
 def write_onnx(
-    module: nn.Module, examples: Mapping[str, Tensor], dynamic: Any, path: Path | str, *, external: bool = False
+    module: nn.Module,
+    examples: Mapping[str, Tensor],
+    dynamic: Any,
+    path: Path | str,
+    *,
+    external: bool = False,
 ) -> None:
     """Writes a network as ONNX, without comparing outputs.
 
@@ -95,7 +109,9 @@ def write_onnx(
             shapes.append({0: rows} if value.dim() > 1 else None)
         dynamic = tuple(shapes)
     if module.training:
-        raise ValueError("module: is in training mode, in which dropout and batch statistics act; call module.eval()")
+        raise ValueError(
+            "module: is in training mode, in which dropout and batch statistics act; call module.eval()"
+        )
     try:
         with _quiet():
             program: Any = torch.onnx.export(
@@ -134,9 +150,13 @@ def open_onnx(path: Path | str) -> Callable[[Mapping[str, NDArray[Any]]], NDArra
         try:
             return action(*arguments, **options)
         except Exception as error:  # onnxruntime's exceptions have no common class
-            raise ExportError(f"'{path}': ONNX Runtime refuses it: {str(error).strip()[:300]}") from error
+            raise ExportError(
+                f"'{path}': ONNX Runtime refuses it: {str(error).strip()[:300]}"
+            ) from error
 
-    session = checked(onnxruntime.InferenceSession, str(path), providers=["CPUExecutionProvider"])
+    session = checked(
+        onnxruntime.InferenceSession, str(path), providers=["CPUExecutionProvider"]
+    )
     return lambda inputs: checked(session.run, None, dict(inputs))[0]
 
 
@@ -160,7 +180,9 @@ def require_onnx() -> None:
         try:
             __import__(package)
         except ModuleNotFoundError:
-            raise ValueError(f"ONNX export needs the package {package}: pip install 'torchrec-ext[onnx]'") from None
+            raise ValueError(
+                f"ONNX export needs the package {package}: pip install 'torchrec-ext[onnx]'"
+            ) from None
 
 
 PAD = -1
@@ -198,7 +220,9 @@ class PaddedTower(nn.Module):
             too.
     """
 
-    def __init__(self, encoder: RowEncoder, name: str, *, replaces_unseen: bool = True) -> None:
+    def __init__(
+        self, encoder: RowEncoder, name: str, *, replaces_unseen: bool = True
+    ) -> None:
         super().__init__()
         tower: Any = encoder.model.towers[name]
         self._tables: list[EmbeddingBagConfig] = [*tower.bags, *tower.lists]
@@ -219,11 +243,17 @@ class PaddedTower(nn.Module):
         self.compress = tower.compress
         self.mlp = tower.mlp
         self.out_features = int(tower.out_features)
-        features_by_name = {feature.name: feature for feature in encoder.columns.schema.sparse}
+        features_by_name = {
+            feature.name: feature for feature in encoder.columns.schema.sparse
+        }
         self._features: dict[str, SparseFeature] = {}
         for config in self._tables:
-            self._features |= {name: features_by_name[name] for name in config.feature_names}
-        self._listed = {name: encoder.listed(feature) for name, feature in self._features.items()}
+            self._features |= {
+                name: features_by_name[name] for name in config.feature_names
+            }
+        self._listed = {
+            name: encoder.listed(feature) for name, feature in self._features.items()
+        }
         self.inputs = self._inputs()
         self.eval()
 
@@ -236,17 +266,31 @@ class PaddedTower(nn.Module):
                 inputs.append(Input(name, ("B",), "int64", f"row of its table, {rows}"))
                 continue
             inputs.append(
-                Input(name, ("B", length), "int64", f"rows of its table, {rows}; {PAD} after the last of a list")
+                Input(
+                    name,
+                    ("B", length),
+                    "int64",
+                    f"rows of its table, {rows}; {PAD} after the last of a list",
+                )
             )
             if name in self._weighted:
                 inputs.append(
-                    Input(self._weighted[name], ("B", length), "float32", f"weight of each {name}; any number at {PAD}")
+                    Input(
+                        self._weighted[name],
+                        ("B", length),
+                        "float32",
+                        f"weight of each {name}; any number at {PAD}",
+                    )
                 )
-        return inputs + [Input(column, ("B",), "float32", "a number") for column in self._dense]
+        return inputs + [
+            Input(column, ("B",), "float32", "a number") for column in self._dense
+        ]
 
     def forward(self, *columns: Tensor) -> Tensor:
         """Returns (B, D) outputs from the columns, in the order of ``inputs``."""
-        columns_by_name = dict(zip([each.name for each in self.inputs], columns, strict=True))
+        columns_by_name = dict(
+            zip([each.name for each in self.inputs], columns, strict=True)
+        )
         # The tower has one pool for each list under attention, in the order of its tables.
         pools: Iterator[Any] = iter(())
         if self.attention is not None:
@@ -258,13 +302,22 @@ class PaddedTower(nn.Module):
                 ids = columns_by_name[name]
                 feature = self._features[name]
                 # The padding, -1, reads a row too; its values are masked later.
-                known_ids = torch.where((ids < 0) | (ids >= feature.num_embeddings), feature.oov_id, ids)
+                known_ids = torch.where(
+                    (ids < 0) | (ids >= feature.num_embeddings), feature.oov_id, ids
+                )
                 rows = embedding(known_ids, weight).float()
                 if isinstance(table, EmbeddingBagConfig):
-                    pooled_rows.append(self._pool(name, table.pooling, rows, columns_by_name))
+                    pooled_rows.append(
+                        self._pool(name, table.pooling, rows, columns_by_name)
+                    )
                 else:
-                    pooled_rows.append(_attend(next(pools), *self._bags(name, rows, ids)))
-        row = torch.cat([*pooled_rows, *(columns_by_name[name][:, None] for name in self._dense)], dim=1)
+                    pooled_rows.append(
+                        _attend(next(pools), *self._bags(name, rows, ids))
+                    )
+        row = torch.cat(
+            [*pooled_rows, *(columns_by_name[name][:, None] for name in self._dense)],
+            dim=1,
+        )
         if self.compress is not None:
             row = self.compress(row)
         return self.mlp(row)  # type: ignore[no-any-return]
@@ -275,7 +328,13 @@ class PaddedTower(nn.Module):
             return rows, ids != PAD
         return rows[:, None], torch.ones_like(ids, dtype=torch.bool)[:, None]
 
-    def _pool(self, name: str, pooling: PoolingType, rows: Tensor, columns_by_name: Mapping[str, Tensor]) -> Tensor:
+    def _pool(
+        self,
+        name: str,
+        pooling: PoolingType,
+        rows: Tensor,
+        columns_by_name: Mapping[str, Tensor],
+    ) -> Tensor:
         if not self._listed[name]:  # a bag of one is its row
             return rows
         is_id = columns_by_name[name] != PAD
@@ -297,7 +356,9 @@ class PaddedTower(nn.Module):
                 continue
             columns[name] = _pad(bags.values, bags, PAD)
             if name in self._weighted:
-                assert bags.weights is not None, "a feature with weights was read with them"
+                assert bags.weights is not None, (
+                    "a feature with weights was read with them"
+                )
                 columns[self._weighted[name]] = _pad(bags.weights, bags, 0)
         return columns | {name: rows.dense[name] for name in self._dense}
 
@@ -328,7 +389,9 @@ class PaddedTower(nn.Module):
 
 
 def _parameters(tables: Iterable[Tensor]) -> nn.ParameterList:
-    return nn.ParameterList(nn.Parameter(table, requires_grad=False) for table in tables)
+    return nn.ParameterList(
+        nn.Parameter(table, requires_grad=False) for table in tables
+    )
 
 
 def shapes_of(inputs: list[Input]) -> tuple[Any, ...]:
@@ -336,7 +399,12 @@ def shapes_of(inputs: list[Input]) -> tuple[Any, ...]:
     letters: dict[str, Any] = {}
     shapes = []
     for each in inputs:
-        shapes.append({axis: letters.setdefault(letter, Dim(letter, min=2)) for axis, letter in enumerate(each.shape)})
+        shapes.append(
+            {
+                axis: letters.setdefault(letter, Dim(letter, min=2))
+                for axis, letter in enumerate(each.shape)
+            }
+        )
     return (tuple(shapes),)  # one argument: forward's *columns
 
 
@@ -359,7 +427,9 @@ def _with_unseen(weight: Tensor, table: str, encoder: RowEncoder) -> Tensor:
     """
     columns = encoder.columns
     features = [feature for feature in columns.schema.sparse if table in feature.tables]
-    unseen = [columns.unseen.get(feature.name, np.zeros(0, np.int64)) for feature in features]
+    unseen = [
+        columns.unseen.get(feature.name, np.zeros(0, np.int64)) for feature in features
+    ]
     if not any(map(len, unseen)):
         return weight
     # The file has one table for all of them, so an unseen row must be unseen by each.
@@ -376,9 +446,13 @@ def _attend(pool: AttentionPooling, rows: Tensor, is_id: Tensor) -> Tensor:
     """Returns (B, D) pooled rows as :class:`AttentionPooling` does, from padded rows (B, L, D)."""
     scores = pool.score(rows).squeeze(-1).masked_fill(~is_id, -torch.inf)
     # A bag without ids has only -inf: exp() gives NaN there, which torch.where() replaces by 0.
-    weights = torch.where(is_id, torch.exp(scores - scores.amax(dim=1, keepdim=True)), 0.0)
+    weights = torch.where(
+        is_id, torch.exp(scores - scores.amax(dim=1, keepdim=True)), 0.0
+    )
     # The greatest weight of a bag is 1, so the sum is below 1 only for an empty bag, which stays 0.
-    return (weights[..., None] * rows).sum(dim=1) / weights.sum(dim=1).clamp(min=1)[:, None]
+    return (weights[..., None] * rows).sum(dim=1) / weights.sum(dim=1).clamp(min=1)[
+        :, None
+    ]
 
 
 def _pad_row(values: Tensor, filler: float) -> Tensor:
@@ -395,4 +469,6 @@ def _pad(values: Tensor, bags: Jagged, filler: float) -> Tensor:
     lengths = bags.lengths.long()
     longest = max([1, *lengths.tolist()])
     inside = torch.arange(longest)[None] < lengths[:, None]
-    return torch.full(inside.shape, filler, dtype=values.dtype).masked_scatter(inside, values)
+    return torch.full(inside.shape, filler, dtype=values.dtype).masked_scatter(
+        inside, values
+    )

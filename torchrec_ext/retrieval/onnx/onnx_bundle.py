@@ -39,7 +39,9 @@ from torchrec_ext.schema.validation import listed
 
 _NAME = "onnx.json"
 TOP = "top"
-_TOLERANCE = 1e-4  # of the greatest output, or of 1: another runtime sums in another order
+_TOLERANCE = (
+    1e-4  # of the greatest output, or of 1: another runtime sums in another order
+)
 _SINGLE = 8  # rows to run also one by one
 
 
@@ -63,21 +65,31 @@ def check_onnx(bundle: Bundle, folder: Path | str) -> dict[str, float]:
             path = folder / description["towers"][name]["file"]
             columns = PaddedTower(encoder, name).columns(audit_rows)
             # From the file, so that the top NN is checked with what its callers will give it.
-            outputs[name], differences[name] = _check_tower(f"tower '{name}'", path, columns, expected)
+            outputs[name], differences[name] = _check_tower(
+                f"tower '{name}'", path, columns, expected
+            )
     if TOP in description:
         differences[TOP] = _check_top(bundle, folder, description, outputs, logits)
     return differences
 
 
-def audited_towers(bundle: Bundle, pairs: audits.Audit) -> Iterator[tuple[RowEncoder, str, Read, Tensor]]:
+def audited_towers(
+    bundle: Bundle, pairs: audits.Audit
+) -> Iterator[tuple[RowEncoder, str, Read, Tensor]]:
     """Yields each tower's encoder and name, the audit's rows as parsed by the encoder, and the tower's outputs."""
-    for encoder, table in zip(bundle.encoders, (pairs.queries, pairs.candidates), strict=True):
+    for encoder, table in zip(
+        bundle.encoders, (pairs.queries, pairs.candidates), strict=True
+    ):
         audit_rows = encoder.read(table.to_pydict())
-        for name, outputs in zip(encoder.model.towers, encoder.outputs(audit_rows), strict=True):
+        for name, outputs in zip(
+            encoder.model.towers, encoder.outputs(audit_rows), strict=True
+        ):
             yield encoder, name, audit_rows, outputs
 
 
-def _check_tower(what: str, path: Path, columns: Mapping[str, Tensor], expected: Tensor) -> tuple[Tensor, float]:
+def _check_tower(
+    what: str, path: Path, columns: Mapping[str, Tensor], expected: Tensor
+) -> tuple[Tensor, float]:
     """Returns a file's outputs for all rows, and their greatest difference from ``expected``, single rows included."""
     run = open_onnx(path)
     inputs = {name: value.numpy() for name, value in columns.items()}
@@ -85,7 +97,9 @@ def _check_tower(what: str, path: Path, columns: Mapping[str, Tensor], expected:
     # Single rows too: a traced graph may have fixed the number of rows, or broadcast a row over a batch.
     single_outputs = []
     for row in range(_SINGLE):
-        single_outputs.append(run({name: value[row : row + 1] for name, value in inputs.items()}))
+        single_outputs.append(
+            run({name: value[row : row + 1] for name, value in inputs.items()})
+        )
     difference = max(
         _check_outputs(what, path, outputs, expected),
         _check_outputs(what, path, np.concatenate(single_outputs), expected[:_SINGLE]),
@@ -94,22 +108,41 @@ def _check_tower(what: str, path: Path, columns: Mapping[str, Tensor], expected:
 
 
 def _check_top(
-    bundle: Bundle, folder: Path, description: Mapping[str, Any], outputs: Mapping[str, Tensor], logits: Tensor
+    bundle: Bundle,
+    folder: Path,
+    description: Mapping[str, Any],
+    outputs: Mapping[str, Tensor],
+    logits: Tensor,
 ) -> float:
-    query, candidates, top = (open_onnx(folder / description[name]["file"]) for name in ("query", "candidates", TOP))
+    query, candidates, top = (
+        open_onnx(folder / description[name]["file"])
+        for name in ("query", "candidates", TOP)
+    )
     towers = torch.cat([outputs[name] for name in bundle.query], dim=1)
     queries = query({"towers": towers.numpy()})
     rows = candidates({"tower": outputs[bundle.candidate].numpy()})
     # Each audited pair by itself, then one query with all candidates, as a caller runs it.
-    pairs = [top({"query": user, "candidates": item[None]}) for user, item in zip(queries, rows, strict=True)]
-    difference = _check_outputs(TOP, folder / description[TOP]["file"], np.concatenate(pairs), logits)
+    pairs = [
+        top({"query": user, "candidates": item[None]})
+        for user, item in zip(queries, rows, strict=True)
+    ]
+    difference = _check_outputs(
+        TOP, folder / description[TOP]["file"], np.concatenate(pairs), logits
+    )
     many = top({"query": queries[0], "candidates": rows})
     with torch.inference_mode():
-        expected = bundle.projection.score(torch.from_numpy(queries[0]), torch.from_numpy(rows))
-    return max(difference, _check_outputs(TOP, folder / description[TOP]["file"], many, expected))
+        expected = bundle.projection.score(
+            torch.from_numpy(queries[0]), torch.from_numpy(rows)
+        )
+    return max(
+        difference,
+        _check_outputs(TOP, folder / description[TOP]["file"], many, expected),
+    )
 
 
-def _check_outputs(what: str, path: Path, outputs: NDArray[Any], expected: Tensor) -> float:
+def _check_outputs(
+    what: str, path: Path, outputs: NDArray[Any], expected: Tensor
+) -> float:
     if outputs.shape != tuple(expected.shape):
         raise ExportError(
             f"{what}: {path.name} answers {outputs.shape}, the bundle {tuple(expected.shape)}; export it again"
@@ -182,7 +215,11 @@ print(np.load("ids.npy")[best].tolist(), scores[best].tolist())
 def readme(description: Mapping[str, Any]) -> str:
     """Returns the text of the README for the files described by ``onnx.json``."""
     graphs = {f"tower {name}": graph for name, graph in description["towers"].items()}
-    graphs |= {name: description[name] for name in ("query", "candidates", "top") if name in description}
+    graphs |= {
+        name: description[name]
+        for name in ("query", "candidates", "top")
+        if name in description
+    }
     text = _HEAD.format(bundle=description["bundle"][:12])
     for name, graph in graphs.items():
         difference = description["differences"].get(name.removeprefix("tower "))
@@ -192,7 +229,13 @@ def readme(description: Mapping[str, Any]) -> str:
         inputs = []
         for each in graph["inputs"]:
             inputs.append(f"`{each['name']}` {_axes(each)}: {each['meaning']}")
-        row = [name, f"`{graph['file']}`", "; ".join(inputs), _axes(graph["output"]), difference_text]
+        row = [
+            name,
+            f"`{graph['file']}`",
+            "; ".join(inputs),
+            _axes(graph["output"]),
+            difference_text,
+        ]
         text += f"| {' | '.join(row)} |\n"
     for file, array in description.get("arrays", {}).items():
         text += f"| {array['meaning']} | `{file}` | | {_axes(array)} | |\n"
@@ -202,7 +245,9 @@ def readme(description: Mapping[str, Any]) -> str:
     codes = _CODES if description["preprocessed"] else _RAW
     text += _LISTS.format(codes=codes.format(**columns))
     # The program runs every part.
-    if "top" in description and set(description["query_towers"]) <= set(description["towers"]):
+    if "top" in description and set(description["query_towers"]) <= set(
+        description["towers"]
+    ):
         return text + _PROGRAM
     return f"{text}\nLeft out: {', '.join(description['skipped'])}.\n"
 
@@ -219,7 +264,11 @@ _INLINE = 2**30  # most bytes of weights inside one file; protobuf's limit is 2 
 
 
 def export_bundle(
-    bundle: Bundle, out: Path | str, *, skip: Sequence[str] = (), overwrite: bool = False
+    bundle: Bundle,
+    out: Path | str,
+    *,
+    skip: Sequence[str] = (),
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Writes towers, top NN, the candidates' rows and ids, examples, ``onnx.json`` and a README with a program.
 
@@ -247,21 +296,32 @@ def export_bundle(
             f"{bundle.folder}: its tables are int8, ONNX files have theirs in fp32; export the run again with "
             "tables=trained"
         )
-    check_exportable({name: tower["class"] for name, tower in bundle.architecture.towers.items()}, skip)
+    check_exportable(
+        {name: tower["class"] for name, tower in bundle.architecture.towers.items()},
+        skip,
+    )
     target = out.resolve()
     source = bundle.folder.resolve()
     if target.is_relative_to(source) or source.is_relative_to(target):
-        raise ValueError(f"{out}: is the bundle {bundle.folder}, in it, or around it; choose a folder beside it")
+        raise ValueError(
+            f"{out}: is the bundle {bundle.folder}, in it, or around it; choose a folder beside it"
+        )
     with whole_folder(out, overwrite=overwrite, mark=_NAME) as folder:
         description: dict[str, Any] = {
             "bundle": bundle.manifest.digest,
             "query_towers": bundle.query,
             "candidate_tower": bundle.candidate,
         }
-        description |= {"skipped": sorted(skip), "towers": _write_towers(bundle, folder, skip)}
+        description |= {
+            "skipped": sorted(skip),
+            "towers": _write_towers(bundle, folder, skip),
+        }
         if TOP not in skip:
             description |= _write_top(bundle, folder)
-        description["raw_columns"] = {"query": bundle.request_columns, "candidate": bundle.candidate_columns}
+        description["raw_columns"] = {
+            "query": bundle.request_columns,
+            "candidate": bundle.candidate_columns,
+        }
         description["preprocessed"] = (bundle.folder / "preprocessor").is_dir()
         (folder / _NAME).write_text(json.dumps(description, indent=1) + "\n")
         # check_onnx() reads the description that was just written, and its result completes it.
@@ -274,7 +334,9 @@ def export_bundle(
 
 def describe_onnx(description: Mapping[str, Any], out: Path) -> str:
     """Returns lines for a report: the written folder, and its differences from the bundle."""
-    differences = ", ".join(f"{name} {value:.1g}" for name, value in description["differences"].items())
+    differences = ", ".join(
+        f"{name} {value:.1g}" for name, value in description["differences"].items()
+    )
     omission = ""
     if description["skipped"]:
         omission = f"; without {', '.join(description['skipped'])}"
@@ -322,11 +384,21 @@ def _write_towers(bundle: Bundle, folder: Path, skip: Sequence[str]) -> dict[str
         size = sum(value.nbytes for value in tower.parameters())
         with _name_errors(f"tower '{name}'"):
             example = example_of(tower.inputs)
-            write_onnx(tower, example, shapes_of(tower.inputs), folder / file, external=size > _INLINE)
+            write_onnx(
+                tower,
+                example,
+                shapes_of(tower.inputs),
+                folder / file,
+                external=size > _INLINE,
+            )
         description[name] = {
             "file": file,
             "inputs": [vars(each) for each in tower.inputs],
-            "output": _value("output", ["B", tower.out_features], f"what tower '{name}' makes of B rows"),
+            "output": _value(
+                "output",
+                ["B", tower.out_features],
+                f"what tower '{name}' makes of B rows",
+            ),
         }
     return description
 
@@ -339,7 +411,10 @@ def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
     candidate = bundle.encoders[1].width
     parts = {
         "query": (_Half(projection, "query"), {"towers": torch.randn(4, width)}),
-        "candidates": (_Half(projection, "candidates"), {"tower": torch.randn(4, candidate)}),
+        "candidates": (
+            _Half(projection, "candidates"),
+            {"tower": torch.randn(4, candidate)},
+        ),
         TOP: pairs_module(projection, widths),
     }
     for name, (module, example) in parts.items():
@@ -352,7 +427,13 @@ def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
     return {
         "query": _file(
             "query.onnx",
-            [_value("towers", ["B", width], f"outputs of {', '.join(bundle.query)} encoder by encoder")],
+            [
+                _value(
+                    "towers",
+                    ["B", width],
+                    f"outputs of {', '.join(bundle.query)} encoder by encoder",
+                )
+            ],
             ["B", query],
         ),
         "candidates": _file(
@@ -364,15 +445,24 @@ def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
             "top.onnx",
             [
                 _value("query", [query], "one row of query.onnx"),
-                _value("candidates", ["N", projection.width], "rows of candidates.npy, or of candidates.onnx"),
+                _value(
+                    "candidates",
+                    ["N", projection.width],
+                    "rows of candidates.npy, or of candidates.onnx",
+                ),
             ],
             ["N"],
         ),
         "arrays": {
             "candidates.npy": _value(
-                "candidates", ["I", projection.width], f"stored rows of the catalogue, from {stored.dtype}"
+                "candidates",
+                ["I", projection.width],
+                f"stored rows of the catalogue, from {stored.dtype}",
             ),
-            "ids.npy": {**_value("ids", ["I"], "what the items are called"), "dtype": id_type},
+            "ids.npy": {
+                **_value("ids", ["I"], "what the items are called"),
+                "dtype": id_type,
+            },
         },
     }
 
@@ -380,7 +470,9 @@ def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
 def _write_rows(stored: EmbeddingStore, folder: Path) -> NDArray[Any]:
     """Writes the catalogue's rows and ids as plain arrays; returns the ids."""
     shape = (len(stored), stored.width)
-    rows = np.lib.format.open_memmap(folder / "candidates.npy", mode="w+", dtype=np.float32, shape=shape)
+    rows = np.lib.format.open_memmap(
+        folder / "candidates.npy", mode="w+", dtype=np.float32, shape=shape
+    )
     for start in range(0, len(stored), _BLOCK):
         rows[start : start + _BLOCK] = stored.block(start, start + _BLOCK).numpy()
     rows.flush()
@@ -405,14 +497,19 @@ class _Half(nn.Module):
         return getattr(self.projection, self._method)(rows).clone()  # type: ignore[no-any-return]
 
 
-def _write_examples(bundle: Bundle, folder: Path, description: Mapping[str, Any]) -> None:
+def _write_examples(
+    bundle: Bundle, folder: Path, description: Mapping[str, Any]
+) -> None:
     """Writes ``TOWER.INPUT`` and ``TOWER.output`` of the audit's first rows, and the ``logits`` of these pairs."""
     pairs, logits = audits.Audit.open(bundle.folder)
     arrays: dict[str, Any] = {"logits": logits[:_EXAMPLES].numpy()}
     for encoder, name, audit_rows, outputs in audited_towers(bundle, pairs):
         if name in description["towers"]:
             columns = PaddedTower(encoder, name).columns(audit_rows)
-            arrays |= {f"{name}.{column}": value[:_EXAMPLES].numpy() for column, value in columns.items()}
+            arrays |= {
+                f"{name}.{column}": value[:_EXAMPLES].numpy()
+                for column, value in columns.items()
+            }
             arrays[f"{name}.output"] = outputs[:_EXAMPLES].numpy()
     np.savez(folder / "examples.npz", **arrays)
 
@@ -423,12 +520,16 @@ def _name_errors(what: str) -> Iterator[None]:
         yield
     except ExportError as error:
         name = what.removeprefix("tower ").strip("'")
-        raise ExportError(f"{what}: {error}; leave it out by name (--onnx-skip {name})") from error
+        raise ExportError(
+            f"{what}: {error}; leave it out by name (--onnx-skip {name})"
+        ) from error
 
 
 def _value(name: str, shape: Sequence[Any], meaning: str) -> dict[str, Any]:
     return {"name": name, "shape": list(shape), "dtype": "float32", "meaning": meaning}
 
 
-def _file(file: str, inputs: list[dict[str, Any]], shape: Sequence[Any]) -> dict[str, Any]:
+def _file(
+    file: str, inputs: list[dict[str, Any]], shape: Sequence[Any]
+) -> dict[str, Any]:
     return {"file": file, "inputs": inputs, "output": _value("output", shape, "")}

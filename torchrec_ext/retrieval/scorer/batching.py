@@ -19,7 +19,9 @@ class QueueFullError(RuntimeError):
     """The queue is full: ``capacity`` requests are already waiting."""
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(f"{capacity} requests wait already; come back later, or give the server more workers")
+        super().__init__(
+            f"{capacity} requests wait already; come back later, or give the server more workers"
+        )
         self.capacity = capacity
 
 
@@ -86,7 +88,9 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
         self._change = threading.Condition()
         self._closing = False
         self._batch_start: float | None = None
-        self._thread = threading.Thread(target=self._run, name="micro-batcher", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="micro-batcher", daemon=True
+        )
         self._thread.start()
 
     def __len__(self) -> int:
@@ -97,7 +101,9 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
     def backlog_s(self) -> float:
         """Estimated seconds for the waiting and running requests."""
         with self._change:
-            return self._running_s + sum(each.cost_s for each in self._waiting if not each.answer.cancelled())
+            return self._running_s + sum(
+                each.cost_s for each in self._waiting if not each.answer.cancelled()
+            )
 
     @property
     def busy_s(self) -> float:
@@ -121,7 +127,9 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
                 raise RuntimeError("the batcher is closed")
             # Cancelled requests still take room: clear them out before refusing a live one.
             if len(self._waiting) >= self._capacity:
-                self._waiting = deque(each for each in self._waiting if not each.answer.cancelled())
+                self._waiting = deque(
+                    each for each in self._waiting if not each.answer.cancelled()
+                )
             if len(self._waiting) >= self._capacity:
                 raise QueueFullError(self._capacity)
             self._waiting.append(_Waiting(request, future, cost_s))
@@ -149,7 +157,9 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
                 else:
                     future.set_result(answer)
 
-    def _answer_batch(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | Exception]:
+    def _answer_batch(
+        self, requests: Sequence[RequestT]
+    ) -> Sequence[AnswerT | Exception]:
         """Answers a batch. If it fails, answers one by one, so that each request gets its own error."""
         try:
             answers = self._answer(requests)
@@ -169,14 +179,22 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
                 self._change.wait_for(lambda: self._waiting or self._closing)
                 if self._max_wait_s and not self._closing:
                     end = time.monotonic() + self._max_wait_s
-                    full = lambda: len(self._waiting) >= self._max_batch or self._closing  # noqa: E731
-                    self._change.wait_for(full, timeout=max(0.0, end - time.monotonic()))
+                    full = lambda: (  # noqa: E731
+                        len(self._waiting) >= self._max_batch or self._closing
+                    )
+                    self._change.wait_for(
+                        full, timeout=max(0.0, end - time.monotonic())
+                    )
                 # The first requests that fit into one batch, without the cancelled ones: none, if all of them were.
                 batch: list[_Waiting[RequestT, AnswerT]] = []
                 later: deque[_Waiting[RequestT, AnswerT]] = deque()
                 while self._waiting and len(batch) < self._max_batch:
                     waiting = self._waiting.popleft()
-                    if batch and waiting.cost_s and self._running_s + waiting.cost_s > self._max_cost_s:
+                    if (
+                        batch
+                        and waiting.cost_s
+                        and self._running_s + waiting.cost_s > self._max_cost_s
+                    ):
                         later.append(waiting)
                     elif waiting.answer.set_running_or_notify_cancel():
                         batch.append(waiting)

@@ -41,7 +41,13 @@ class CandidateScorer:
         ValueError: the store has another width.
     """
 
-    def __init__(self, projection: Projection, store: EmbeddingStore, *, compile: ScoreCompile = "auto") -> None:  # noqa: A002
+    def __init__(
+        self,
+        projection: Projection,
+        store: EmbeddingStore,
+        *,
+        compile: ScoreCompile = "auto",  # noqa: A002
+    ) -> None:
         if compile not in ("auto", "off"):
             raise ValueError(f"compile={compile!r}: must be auto or off")
         if len(store) and store.width != projection.width:
@@ -59,7 +65,9 @@ class CandidateScorer:
         self.populated = store.populate()
         self._compiled = None
         if compile == "auto":
-            self._compiled = compiled_or_none(lambda: compiled_scores(projection, self._matrix, self._scales))
+            self._compiled = compiled_or_none(
+                lambda: compiled_scores(projection, self._matrix, self._scales)
+            )
 
     @property
     def compiled(self) -> bool:
@@ -85,12 +93,16 @@ class CandidateScorer:
         # As unsigned numbers, negative positions are the greatest.
         if rows_wanted.view(np.uint64).max() >= self._size:
             wrong = rows_wanted[(rows_wanted < 0) | (rows_wanted >= self._size)][0]
-            raise ValueError(f"positions: {wrong} is not a row of this store, which has {self._size}")
+            raise ValueError(
+                f"positions: {wrong} is not a row of this store, which has {self._size}"
+            )
         query = self.projection.query_of_one(query)
         # Decoding writes new rows in any case, so that the buffer would save nothing.
         if self._matrix.dtype != torch.float32:
             scales = None if self._scales is None else self._scales[positions]
-            return self.projection.score(query, decode(self._matrix.index_select(0, positions), scales))
+            return self.projection.score(
+                query, decode(self._matrix.index_select(0, positions), scales)
+            )
         rows = self._buffer(len(positions))
         torch.index_select(self._matrix, 0, positions, out=rows)
         return self.projection.score_in_place(query, rows)
@@ -100,7 +112,9 @@ class CandidateScorer:
         buffer: Tensor | None = getattr(self._buffers, "rows", None)
         if buffer is None or len(buffer) < count:
             # Rounded up to a power of two, so that the buffer seldom has to grow.
-            buffer = self._buffers.rows = torch.empty(1 << (count - 1).bit_length(), self.store.width)
+            buffer = self._buffers.rows = torch.empty(
+                1 << (count - 1).bit_length(), self.store.width
+            )
         return buffer[:count]
 
 
@@ -111,5 +125,7 @@ def compiled_or_none(compile: Callable[[], _Compiled]) -> _Compiled | None:  # n
     except Exception as error:
         # A compiler's message has pages; its first line names the cause.
         first = str(error).strip().splitlines()[0][:400]
-        warnings.warn(f"the top NN runs uncompiled: {type(error).__name__}: {first}", stacklevel=3)
+        warnings.warn(
+            f"the top NN runs uncompiled: {type(error).__name__}: {first}", stacklevel=3
+        )
         return None

@@ -31,10 +31,16 @@ if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
 
 _CHECKED = 8  # audited users whose scores are compared
-_EXAMPLE = 4  # positions, or ids of a list, in the traced example; the program takes 2 or more
+_EXAMPLE = (
+    4  # positions, or ids of a list, in the traced example; the program takes 2 or more
+)
 # One thread, because a server has a worker for each core. Without the newest processor's own instructions, because a
 # cache folder may be shared by machines of one capability.
-_CONFIG = {"cpp.threads": 1, "cpp.march": "x86-64-v3"} if os.uname().machine == "x86_64" else {"cpp.threads": 1}
+_CONFIG = (
+    {"cpp.threads": 1, "cpp.march": "x86-64-v3"}
+    if os.uname().machine == "x86_64"
+    else {"cpp.threads": 1}
+)
 
 
 class CompiledScores:
@@ -66,7 +72,10 @@ class CompiledScores:
 
 
 def compiled_scores(
-    projection: Projection, matrix: Tensor, scales: Tensor | None, towers: Sequence[PaddedTower] = ()
+    projection: Projection,
+    matrix: Tensor,
+    scales: Tensor | None,
+    towers: Sequence[PaddedTower] = (),
 ) -> CompiledScores | None:
     """Compiles the scoring of a user with stored rows.
 
@@ -100,21 +109,30 @@ def compiled_scores(
         program = export(
             _Scores(projection, scales is not None, towers),
             (user, torch.zeros(_EXAMPLE, dtype=torch.int64), tables, stored_rows),
-            dynamic_shapes=(lists, {0: Dim("candidates", min=2)}, fixed, [{0: rows} for _ in stored_rows]),
+            dynamic_shapes=(
+                lists,
+                {0: Dim("candidates", min=2)},
+                fixed,
+                [{0: rows} for _ in stored_rows],
+            ),
         )
     path = folder / f"{_key(program)}.pt2"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             # A copy of the settings, because torch adds its own.
             package = torch._inductor.aoti_compile_and_package(
-                program, package_path=f"{temporary}/scores.pt2", inductor_configs=dict(_CONFIG)
+                program,
+                package_path=f"{temporary}/scores.pt2",
+                inductor_configs=dict(_CONFIG),
             )
             # Atomic, since several workers may compile the same program.
             os.replace(package, path)
     return CompiledScores(path, [*chain.from_iterable(tables), *stored_rows])
 
 
-def _example(projection: Projection, towers: Sequence[PaddedTower]) -> tuple[list[Tensor], list[Any]]:
+def _example(
+    projection: Projection, towers: Sequence[PaddedTower]
+) -> tuple[list[Tensor], list[Any]]:
     """Returns the inputs of one user to trace with, and the dynamic shapes of each: lists have any length."""
     if not towers:
         return [torch.zeros(projection.query_inputs or 0)], [None]
@@ -123,20 +141,30 @@ def _example(projection: Projection, towers: Sequence[PaddedTower]) -> tuple[lis
     for tower in towers:
         for each in tower.inputs:
             is_list = len(each.shape) > 1
-            user.append(torch.zeros((1, _EXAMPLE) if is_list else (1,), dtype=getattr(torch, each.dtype)))
+            user.append(
+                torch.zeros(
+                    (1, _EXAMPLE) if is_list else (1,), dtype=getattr(torch, each.dtype)
+                )
+            )
             lists.append({1: Dim(f"length_{len(lists)}", min=2)} if is_list else None)
     return user, lists
 
 
 class _Scores(nn.Module):
-    def __init__(self, projection: Projection, scaled: bool, towers: Sequence[PaddedTower]) -> None:
+    def __init__(
+        self, projection: Projection, scaled: bool, towers: Sequence[PaddedTower]
+    ) -> None:
         super().__init__()
         self._projection = projection
         self._scaled = scaled
         self._towers = nn.ModuleList(towers)
 
     def forward(
-        self, user: list[Tensor], positions: Tensor, tables: list[list[Tensor]], stored_rows: list[Tensor]
+        self,
+        user: list[Tensor],
+        positions: Tensor,
+        tables: list[list[Tensor]],
+        stored_rows: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
         query = user[0]
         if self._towers:
@@ -144,7 +172,9 @@ class _Scores(nn.Module):
             for tower, weights in zip(self._towers, tables, strict=True):
                 columns = tuple(user[: len(tower.inputs)])  # type: ignore[arg-type]
                 user = user[len(columns) :]
-                weights_by_name = {f"weights.{index}": weight for index, weight in enumerate(weights)}
+                weights_by_name = {
+                    f"weights.{index}": weight for index, weight in enumerate(weights)
+                }
                 outputs.append(functional_call(tower, weights_by_name, columns)[0])
             query = torch.cat(outputs)
         # Clamp wrong positions instead of raising: an exception in an OpenMP thread ends the process.
@@ -174,10 +204,19 @@ class UserScorer:
         Exception: any error of torch's compiler.
     """
 
-    def __init__(self, bundle: Bundle, plain: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(
+        self, bundle: Bundle, plain: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
         encoder = bundle.encoders[0]
-        self.towers = [PaddedTower(encoder, name, replaces_unseen=False) for name in bundle.query]
-        compiled = compiled_scores(bundle.projection, bundle.projected.matrix(), bundle.projected.scales, self.towers)
+        self.towers = [
+            PaddedTower(encoder, name, replaces_unseen=False) for name in bundle.query
+        ]
+        compiled = compiled_scores(
+            bundle.projection,
+            bundle.projected.matrix(),
+            bundle.projected.scales,
+            self.towers,
+        )
         assert compiled is not None, "takes() was true"
         self._compiled = compiled
         self.package = compiled.package
@@ -190,9 +229,15 @@ class UserScorer:
             rows = encoder.read(pairs.queries.slice(number, 1).to_pydict())
             expected = plain(encoder.vectors(rows)[0], positions)
             scores = self(rows, positions)
-            difference = float("inf") if scores is None else audits.largest_difference(scores, expected)
+            difference = (
+                float("inf")
+                if scores is None
+                else audits.largest_difference(scores, expected)
+            )
             if not difference <= audits.tolerance(expected):
-                raise ValueError(f"compiled scores of an audited user differ by {difference:.3g}; report it")
+                raise ValueError(
+                    f"compiled scores of an audited user differ by {difference:.3g}; report it"
+                )
             self.greatest_difference = max(self.greatest_difference, difference)
 
     @staticmethod
@@ -203,7 +248,9 @@ class UserScorer:
         """
         model: Any = bundle.encoders[0].model
         is_int8 = any(isinstance(module, Int8Table) for module in model.modules())
-        return not is_int8 and all(type(tower).__name__ in EXPORTABLE for tower in model.towers.values())
+        return not is_int8 and all(
+            type(tower).__name__ in EXPORTABLE for tower in model.towers.values()
+        )
 
     def __call__(self, rows: Read, positions: Tensor) -> Tensor | None:
         """Returns (N,) scores of one user's parsed row with positions (N,) int64; None if a number is unusable.
@@ -224,7 +271,9 @@ def _private_folder(folder: Path) -> Path:
     parent = os.stat(folder.parent)
     status = os.lstat(folder)
     # With the sticky bit, as /tmp has it, others may write to the parent but not replace this folder.
-    replaceable = bool(parent.st_mode & stat.S_IWOTH) and not parent.st_mode & stat.S_ISVTX
+    replaceable = (
+        bool(parent.st_mode & stat.S_IWOTH) and not parent.st_mode & stat.S_ISVTX
+    )
     _check_owner(folder.parent, parent, replaceable)
     open_to_others = bool(status.st_mode & (stat.S_IWOTH | stat.S_IWGRP))
     _check_owner(folder, status, open_to_others or not stat.S_ISDIR(status.st_mode))

@@ -27,7 +27,9 @@ _PROGRAM = "serve.cpp"
 _IDS = "ids_ids.npy"
 
 
-def write_compiled(bundle: Bundle, out: Path, *, overwrite: bool = False) -> dict[str, Any]:
+def write_compiled(
+    bundle: Bundle, out: Path, *, overwrite: bool = False
+) -> dict[str, Any]:
     """Compiles a bundle's scoring and writes it to a folder beside the bundle, which itself holds no code.
 
     The package is machine code: load it only from an author you trust. Tables and stored rows stay in the bundle;
@@ -43,18 +45,28 @@ def write_compiled(bundle: Bundle, out: Path, *, overwrite: bool = False) -> dic
         DataError: the folder exists already, or cannot be written.
     """
     encoder = bundle.encoders[0]
-    if not UserScorer.takes(bundle) or bundle.projection.query_inputs is None or len(bundle.projected) < 2:
+    if (
+        not UserScorer.takes(bundle)
+        or bundle.projection.query_inputs is None
+        or len(bundle.projected) < 2
+    ):
         raise BundleError(
             f"{bundle.folder}: its scoring cannot be compiled as a whole: that needs fp32 or half-precision tables, "
             "towers of tables and layers, and an interaction of this package"
         )
     if encoder.columns.unseen or bundle.store.ids.kind == "str":
-        raise BundleError(f"{bundle.folder}: a C++ program cannot serve ids of text, or rows that no training row read")
+        raise BundleError(
+            f"{bundle.folder}: a C++ program cannot serve ids of text, or rows that no training row read"
+        )
     try:
-        scorer = UserScorer(bundle, CandidateScorer(bundle.projection, bundle.projected, compile="off"))
+        scorer = UserScorer(
+            bundle, CandidateScorer(bundle.projection, bundle.projected, compile="off")
+        )
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0][:120]
-        raise BundleError(f"{bundle.folder}: not compiled: {type(error).__name__}: {first}") from error
+        raise BundleError(
+            f"{bundle.folder}: not compiled: {type(error).__name__}: {first}"
+        ) from error
     with whole_folder(out, overwrite=overwrite, mark=CERTIFICATE) as folder:
         shutil.copyfile(scorer.package, folder / _PACKAGE)
         (folder / _INPUTS).write_text("\n".join(_inputs(bundle, scorer)) + "\n")

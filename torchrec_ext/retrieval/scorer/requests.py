@@ -37,7 +37,9 @@ def check_id_type(field: str, value: Id, kind: str) -> None:
     if isinstance(value, str) != (kind == "str"):
         what = "a string" if isinstance(value, str) else "a whole number"
         expected = "whole numbers" if isinstance(value, str) else "strings"
-        raise RequestError(field, f"{str(value)[:100]!r} is {what}; ids here are {expected}")
+        raise RequestError(
+            field, f"{str(value)[:100]!r} is {what}; ids here are {expected}"
+        )
 
 
 class UnavailableError(RuntimeError):
@@ -93,10 +95,16 @@ class RecommendRequest:
                 why = "the list is empty, so nothing could be answered; leave it out for the whole catalogue"
                 raise RequestError(name, why)
         if not isinstance(self.filter, Mapping):
-            raise RequestError("filter", f"it is {type(self.filter).__name__}; must be lists of values by attribute")
+            raise RequestError(
+                "filter",
+                f"it is {type(self.filter).__name__}; must be lists of values by attribute",
+            )
         for name, values in self.filter.items():
             if not isinstance(values, list | tuple) or not values:
-                raise RequestError(f"filter.{name}", "must be a list of one value or more; leave it out for no filter")
+                raise RequestError(
+                    f"filter.{name}",
+                    "must be a list of one value or more; leave it out for no filter",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,14 +288,18 @@ def selection(request: RecommendRequest, bundle: Bundle, row: int) -> Selection:
     """
     excluded, unknown = positions_of(bundle, "exclude", request.exclude)
     if NOT in request.filter:
-        positions, more_unknown = positions_of(bundle, f"filter.{NOT}", request.filter[NOT])
+        positions, more_unknown = positions_of(
+            bundle, f"filter.{NOT}", request.filter[NOT]
+        )
         excluded = torch.cat([excluded, positions])
         unknown += more_unknown
     if unknown:  # ids outside of the catalogue cannot be recommended anyway
         excluded = excluded[excluded >= 0]
     if request.exclude_seen and bundle.users is not None and row >= 0:
         seen_positions = torch.from_numpy(bundle.users.seen(row))
-        excluded = torch.cat([excluded, seen_positions]) if len(excluded) else seen_positions
+        excluded = (
+            torch.cat([excluded, seen_positions]) if len(excluded) else seen_positions
+        )
     allowed = _matching(request, bundle)
     if request.allowed is not None:
         positions, more_unknown = positions_of(bundle, "allowed", request.allowed)
@@ -296,18 +308,26 @@ def selection(request: RecommendRequest, bundle: Bundle, row: int) -> Selection:
         unknown += more_unknown
     if request.candidates is None:
         return Selection(None, None, allowed, excluded, unknown)
-    candidates, more_unknown = positions_of(bundle, "candidates", request.candidates, once=True)
+    candidates, more_unknown = positions_of(
+        bundle, "candidates", request.candidates, once=True
+    )
     # The candidates that pass the filters; `allowed` drops unknown items.
     size = len(bundle.store.ids)
     stays = torch.ones(size, dtype=torch.bool) if allowed is None else allowed.clone()
     stays[excluded] = False
     # Position -1 reads the last item's entry, which np.where() then ignores.
-    keep: NDArray[np.bool_] = np.where(candidates < 0, allowed is None, stays.numpy()[candidates])
+    keep: NDArray[np.bool_] = np.where(
+        candidates < 0, allowed is None, stays.numpy()[candidates]
+    )
     indices = torch.from_numpy(np.flatnonzero(keep))
-    return Selection(candidates[indices], indices, None, excluded, unknown + more_unknown)
+    return Selection(
+        candidates[indices], indices, None, excluded, unknown + more_unknown
+    )
 
 
-def positions_of(bundle: Bundle, field: str, ids: Sequence[Id], *, once: bool = False) -> tuple[Tensor, list[Id]]:
+def positions_of(
+    bundle: Bundle, field: str, ids: Sequence[Id], *, once: bool = False
+) -> tuple[Tensor, list[Id]]:
     """Returns (N,) positions of ids, -1 for missing or removed ids, and the list of those ids.
 
     Args:
@@ -329,7 +349,9 @@ def positions_of(bundle: Bundle, field: str, ids: Sequence[Id], *, once: bool = 
     if not bundle.store.all_live:
         positions[(positions >= 0) & ~bundle.store.live[positions]] = -1
     if once and len(set(ids)) < len(ids):
-        raise RequestError(field, f"{_list_duplicates(ids)} more than once; give each candidate once")
+        raise RequestError(
+            field, f"{_list_duplicates(ids)} more than once; give each candidate once"
+        )
     if positions.min() >= 0:
         return torch.from_numpy(positions), []
     unknown = [ids[index] for index in np.flatnonzero(positions < 0).tolist()]
@@ -358,7 +380,11 @@ def _mask(positions: Tensor, size: int) -> Tensor:
 
 def _matching(request: RecommendRequest, bundle: Bundle) -> Tensor | None:
     """Returns (I,) bool, whether an item has one of the wanted values of each attribute; None without attributes."""
-    conditions = [(f"filter.{name}", name, values) for name, values in request.filter.items() if name != NOT]
+    conditions = [
+        (f"filter.{name}", name, values)
+        for name, values in request.filter.items()
+        if name != NOT
+    ]
     if request.categories:
         conditions.append((CATEGORIES, CATEGORIES, request.categories))
     bits = None

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.retrieval.index.exact import Blockwise, ExactIndex, Index
-from torchrec_ext.retrieval.scorer.candidates import CandidateScorer, ScoreCompile, compiled_or_none
+from torchrec_ext.retrieval.scorer.candidates import (
+    CandidateScorer,
+    ScoreCompile,
+    compiled_or_none,
+)
 from torchrec_ext.retrieval.scorer.compiled import UserScorer
 from torchrec_ext.retrieval.scorer.requests import (
     Answer,
@@ -62,9 +66,17 @@ class PendingRequest:
 class ReadyBundle:
     """One bundle with everything an answer needs, immutable; see :class:`Scorer` for arguments."""
 
-    def __init__(self, bundle: Bundle, vectors: Sequence[UserVectors], stage: Stage, compile: ScoreCompile) -> None:  # noqa: A002
+    def __init__(
+        self,
+        bundle: Bundle,
+        vectors: Sequence[UserVectors],
+        stage: Stage,
+        compile: ScoreCompile,  # noqa: A002
+    ) -> None:
         self.bundle = bundle
-        self._score = CandidateScorer(bundle.projection, bundle.projected, compile=compile)
+        self._score = CandidateScorer(
+            bundle.projection, bundle.projected, compile=compile
+        )
         self._score_user: UserScorer | None = None
         if self._score.compiled and UserScorer.takes(bundle):
             self._score_user = compiled_or_none(lambda: UserScorer(bundle, self._score))
@@ -73,7 +85,9 @@ class ReadyBundle:
         if isinstance(self.index, Blockwise):
             self.index.quantize()  # now, before any request waits for it
         _ = bundle.items.attributes  # likewise
-        self.users = UserLookup(bundle, vectors, embeds_later=self._score_user is not None)
+        self.users = UserLookup(
+            bundle, vectors, embeds_later=self._score_user is not None
+        )
         self.digest = bundle.manifest.digest
         self.size = len(bundle.store.ids)
         # Measured on this machine, because a batch takes requests by their cost.
@@ -86,7 +100,12 @@ class ReadyBundle:
         """Answers a request for scores."""
         positions, unknown = positions_of(self.bundle, "items", request.items)
         logits = _require_finite(self._logits(user, positions), user)
-        return Scores(scores=logits.tolist(), cold=user.cold, bundle=self.digest, unknown_items=unknown)
+        return Scores(
+            scores=logits.tolist(),
+            cold=user.cold,
+            bundle=self.digest,
+            unknown_items=unknown,
+        )
 
     def embed(self, request: EmbedRequest) -> Embedded:
         """Answers a request for towers' outputs."""
@@ -103,8 +122,13 @@ class ReadyBundle:
         start = time.thread_time()
         item, unknown = positions_of(self.bundle, "item", [request.item])
         if unknown:
-            raise RequestError("item", f"{str(request.item)[:100]!r} is not in the catalogue; send an id that is")
-        cosines, found = self._by_cosine.search(self.bundle.store.rows(item), request.k, excluded=[item])
+            raise RequestError(
+                "item",
+                f"{str(request.item)[:100]!r} is not in the catalogue; send an id that is",
+            )
+        cosines, found = self._by_cosine.search(
+            self.bundle.store.rows(item), request.k, excluded=[item]
+        )
         exists = found[0] >= 0
         positions = found[0][exists].numpy()
         self.nearest_s = time.thread_time() - start
@@ -115,7 +139,9 @@ class ReadyBundle:
             bundle=self.digest,
         )
 
-    def recommendations(self, requests: Sequence[PendingRequest], retrieve: int) -> dict[int, Answer | Exception]:
+    def recommendations(
+        self, requests: Sequence[PendingRequest], retrieve: int
+    ) -> dict[int, Answer | Exception]:
         """Returns the answers by their indices.
 
         Requests without ``candidates`` and ``allowed`` items share one search. Each request with ``allowed`` items gets
@@ -125,13 +151,18 @@ class ReadyBundle:
         groups: dict[int, list[PendingRequest]] = {}
         for pending in requests:
             if pending.selection.candidates is not None:
-                answers[pending.index] = guarded(self._rank, pending, pending.selection.candidates)
+                answers[pending.index] = guarded(
+                    self._rank, pending, pending.selection.candidates
+                )
                 continue
             # A search takes one mask of allowed items, so only requests without a mask can share it, under key -1.
             key = -1 if pending.selection.allowed is None else pending.index
             groups.setdefault(key, []).append(pending)
         for group in groups.values():
-            widths = [max(pending.request.k, pending.request.retrieve or retrieve) for pending in group]
+            widths = [
+                max(pending.request.k, pending.request.retrieve or retrieve)
+                for pending in group
+            ]
             # One search for the largest request; each request takes its own width of the results.
             results = guarded(self._search, group, min(max(widths), self.size))
             for row, pending in enumerate(group):
@@ -140,7 +171,9 @@ class ReadyBundle:
                     continue
                 scores, positions = (result[row, : widths[row]] for result in results)
                 exists = positions >= 0
-                answers[pending.index] = guarded(self._rank, pending, positions[exists], scores[exists])
+                answers[pending.index] = guarded(
+                    self._rank, pending, positions[exists], scores[exists]
+                )
         return answers
 
     def cost_s(self, request: Request, retrieve: int) -> float:
@@ -154,7 +187,11 @@ class ReadyBundle:
         if request.candidates is not None:
             return self.score_s * len(request.candidates)
         # Only candidates that the index hands on run through the top NN.
-        handed_on = 0 if self._final else min(self.size, max(request.k, request.retrieve or retrieve))
+        handed_on = (
+            0
+            if self._final
+            else min(self.size, max(request.k, request.retrieve or retrieve))
+        )
         return self.search_s + self.score_s * handed_on
 
     @torch.inference_mode()
@@ -163,10 +200,16 @@ class ReadyBundle:
         if not self.size:
             return 0.0, 0.0
         # A generator of its own: a server must not change the process's random numbers.
-        query = torch.randn(1, self.bundle.query_width, generator=torch.Generator().manual_seed(0))
+        query = torch.randn(
+            1, self.bundle.query_width, generator=torch.Generator().manual_seed(0)
+        )
         positions = torch.arange(_MEASURED_ROWS) % self.size
-        search_s = _least_seconds(lambda: self.index.search(query, min(_MEASURED_K, self.size)))
-        return search_s, _least_seconds(lambda: self._score(query[0], positions)) / _MEASURED_ROWS
+        search_s = _least_seconds(
+            lambda: self.index.search(query, min(_MEASURED_K, self.size))
+        )
+        return search_s, _least_seconds(
+            lambda: self._score(query[0], positions)
+        ) / _MEASURED_ROWS
 
     def _search(self, group: Sequence[PendingRequest], k: int) -> tuple[Tensor, Tensor]:
         filters = [pending.selection for pending in group]
@@ -174,10 +217,14 @@ class ReadyBundle:
         if any(len(each.excluded) for each in filters):
             excluded = [each.excluded for each in filters]
         queries = torch.cat([self.users.vector(pending.user) for pending in group])
-        scores, positions = self.index.search(queries, k, allowed=filters[0].allowed, excluded=excluded)
+        scores, positions = self.index.search(
+            queries, k, allowed=filters[0].allowed, excluded=excluded
+        )
         return scores, positions
 
-    def _rank(self, pending: PendingRequest, positions: Tensor, scores: Tensor | None = None) -> Recommendation:
+    def _rank(
+        self, pending: PendingRequest, positions: Tensor, scores: Tensor | None = None
+    ) -> Recommendation:
         """Ranks positions and returns the best ``k``; ties keep the order of the index."""
         request = pending.request
         if scores is None or not self._final:
@@ -190,7 +237,9 @@ class ReadyBundle:
         if request_indices is None or request.candidates is None:
             items = self._ids(ranked)
         else:  # use the request's own ids, because an unknown item has no position
-            items = [request.candidates[index] for index in request_indices[best].tolist()]
+            items = [
+                request.candidates[index] for index in request_indices[best].tolist()
+            ]
         liked = self._liked(pending)
         return Recommendation(
             items=items,
@@ -220,9 +269,13 @@ class ReadyBundle:
     def _unknown(self) -> Tensor:
         """(1, H) projected row of the unknown item."""
         try:
-            return self.bundle.projection.candidates(self.bundle.unknown_candidate[None])
+            return self.bundle.projection.candidates(
+                self.bundle.unknown_candidate[None]
+            )
         except DataError as error:
-            raise RequestError("items", f"an id is not in the catalogue, and {error}") from None
+            raise RequestError(
+                "items", f"an id is not in the catalogue, and {error}"
+            ) from None
 
     def _logits(self, user: ResolvedUser, positions: Tensor) -> Tensor:
         """Returns (N,) logits of a user with positions (N,), -1 for the unknown item."""
@@ -237,7 +290,9 @@ class ReadyBundle:
         is_known = positions >= 0
         projection = self.bundle.projection
         # All positions get the unknown item's score; those of known items are then overwritten.
-        scores = projection.score(projection.query(vector)[0], self._unknown).repeat(len(positions))
+        scores = projection.score(projection.query(vector)[0], self._unknown).repeat(
+            len(positions)
+        )
         scores[is_known] = self._score(vector[0], positions[is_known])
         return scores
 
@@ -294,7 +349,9 @@ def _first_stage(bundle: Bundle, stage: Stage) -> Index:
 
 
 def guarded(
-    function: Callable[Parameters, _Result], *arguments: Parameters.args, **options: Parameters.kwargs
+    function: Callable[Parameters, _Result],
+    *arguments: Parameters.args,
+    **options: Parameters.kwargs,
 ) -> _Result | RequestError | UnavailableError:
     """Calls ``function``; returns its result or the request's own error. A truncated store counts as unavailable."""
     try:
@@ -302,7 +359,9 @@ def guarded(
     except RequestError as error:
         return error
     except StoreError:
-        return UnavailableError("the files of the bundle that is served were changed in place; serve a whole one")
+        return UnavailableError(
+            "the files of the bundle that is served were changed in place; serve a whole one"
+        )
 
 
 class Scorer:
@@ -338,7 +397,9 @@ class Scorer:
         compile: ScoreCompile = "off",  # noqa: A002
     ) -> None:
         if retrieve < 1:
-            raise ValueError(f"retrieve={retrieve}: must be 1 or more; 100 to 1,000 is usual")
+            raise ValueError(
+                f"retrieve={retrieve}: must be 1 or more; 100 to 1,000 is usual"
+            )
         self.retrieve = retrieve
         self._vectors = vectors
         self._stage: Stage = stage
@@ -436,7 +497,9 @@ class Scorer:
                 if isinstance(filters, Exception):
                     answers[index] = filters
                 else:
-                    pending_requests.append(PendingRequest(index, request, user, filters))
+                    pending_requests.append(
+                        PendingRequest(index, request, user, filters)
+                    )
         answers |= ready.recommendations(pending_requests, self.retrieve)
         for index, each in enumerate(requests):
             if isinstance(each, EmbedRequest):

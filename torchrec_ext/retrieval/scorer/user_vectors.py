@@ -32,7 +32,9 @@ class UserVectors(Protocol):
         """Whether the store answered the last attempt."""
         ...
 
-    def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> tuple[Tensor, NDArray[np.bool_]]:
+    def find(
+        self, ids: Sequence[Id], *, tower: str, width: int | None = None
+    ) -> tuple[Tensor, NDArray[np.bool_]]:
         """Returns (B, Dq) vectors of users and (B,) whether each exists.
 
         Args:
@@ -72,7 +74,9 @@ class FolderVectors:
         """Digest of the vectors' tower."""
         return self._store.tower
 
-    def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> VectorsAndMask:
+    def find(
+        self, ids: Sequence[Id], *, tower: str, width: int | None = None
+    ) -> VectorsAndMask:
         """See :meth:`UserVectors.find`."""
         if time.monotonic() >= self._next:
             self._look()
@@ -85,7 +89,9 @@ class FolderVectors:
             positions = np.asarray(store.ids.positions(cast(Sequence[int], ids)))
             exists = (positions >= 0) & np.asarray(store.live)[positions]
             vectors = torch.zeros(len(ids), store.width)
-            vectors[torch.from_numpy(exists)] = store.rows(torch.from_numpy(positions[exists]))
+            vectors[torch.from_numpy(exists)] = store.rows(
+                torch.from_numpy(positions[exists])
+            )
             return vectors, exists
         except StoreError:
             raise UnavailableError(
@@ -147,7 +153,9 @@ class RemoteVectors:
         """Whether the store answered the last request."""
         return self._until == 0.0
 
-    def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> VectorsAndMask:
+    def find(
+        self, ids: Sequence[Id], *, tower: str, width: int | None = None
+    ) -> VectorsAndMask:
         """See :class:`~torchrec_ext.retrieval.scorer.user_vectors.UserVectors`.
 
         Raises:
@@ -175,7 +183,9 @@ class RemoteVectors:
         return result
 
 
-def user_vectors(folder: Path | None, redis: str | None, tower: str, *, key: str | None) -> list[UserVectors]:
+def user_vectors(
+    folder: Path | None, redis: str | None, tower: str, *, key: str | None
+) -> list[UserVectors]:
     """Returns the stores of users' vectors in the server's order: a Redis, then a folder.
 
     Args:
@@ -217,9 +227,16 @@ def redis_vectors(url: str | None) -> list[RemoteVectors]:
     try:
         import redis as _  # noqa: F401  (a clear message here, and not at the first request)
     except ModuleNotFoundError as error:
-        raise ValueError(f"--redis needs the package {error.name}: pip install 'torchrec-ext[retrieval]'") from None
+        raise ValueError(
+            f"--redis needs the package {error.name}: pip install 'torchrec-ext[retrieval]'"
+        ) from None
     from torchrec_ext.retrieval.store.redis import RedisStore
 
     # Refuse a wrong address at the start instead of at the first request.
     RedisStore(url, tower="any").close()
-    return [RemoteVectors(lambda tower, width: RedisStore(url, tower=tower, width=width), (StoreError,))]
+    return [
+        RemoteVectors(
+            lambda tower, width: RedisStore(url, tower=tower, width=width),
+            (StoreError,),
+        )
+    ]

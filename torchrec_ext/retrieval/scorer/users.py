@@ -56,15 +56,25 @@ class UserLookup:
         embeds_later: leave the towers of a request with given items to compiled code.
     """
 
-    def __init__(self, bundle: Bundle, vectors: Sequence[UserVectors], *, embeds_later: bool = False) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        vectors: Sequence[UserVectors],
+        *,
+        embeds_later: bool = False,
+    ) -> None:
         self._bundle = bundle
         self._embeds_later = embeds_later
         self._vectors = vectors
         self.key = bundle.users.key if bundle.users is not None else None
         # Features that are the id, as the towers read it.
-        self._id_features = [] if self.key is None else bundle.encoders[0].columns.features_of(self.key)
+        self._id_features = (
+            [] if self.key is None else bundle.encoders[0].columns.features_of(self.key)
+        )
 
-    def find(self, requests: Sequence[RecommendRequest | ScoreRequest]) -> list[ResolvedUser | Exception]:
+    def find(
+        self, requests: Sequence[RecommendRequest | ScoreRequest]
+    ) -> list[ResolvedUser | Exception]:
         """Returns one user or error for each request."""
         if not requests:
             return []
@@ -92,7 +102,9 @@ class UserLookup:
         assert user.columns is not None, "a user without a vector has columns"
         return _require_finite(self._bundle.encoders[0].vectors(user.columns), "user")
 
-    def embed_rows(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[list[str]]]:
+    def embed_rows(
+        self, rows: Sequence[Mapping[str, Any]]
+    ) -> tuple[Tensor, list[list[str]]]:
         """Embeds rows of raw features into (B, Dq); also returns each row's columns with unknown values.
 
         Raises:
@@ -104,17 +116,27 @@ class UserLookup:
         vectors, unknown = _run(self._bundle.embed_with_unknown, columns, "rows")
         return _require_finite(vectors, "rows"), _unknown_columns(unknown, len(rows))
 
-    def embed_candidates(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[list[str]]]:
+    def embed_candidates(
+        self, rows: Sequence[Mapping[str, Any]]
+    ) -> tuple[Tensor, list[list[str]]]:
         """Embeds rows of items' raw features into (B, Dc); returns and raises as :meth:`embed_rows`."""
         column_types = self._bundle.candidate_columns
         for index, row in enumerate(rows):
             _check_finite(row, f"rows[{index}]")
-            _check_missing(column_types, [name for name in column_types if name not in row], f"rows[{index}]")
+            _check_missing(
+                column_types,
+                [name for name in column_types if name not in row],
+                f"rows[{index}]",
+            )
         columns = {name: [row[name] for row in rows] for name in column_types}
-        return _require_finite(_run(self._bundle.embed_candidates, columns, "rows"), "rows"), [[] for _ in rows]
+        return _require_finite(
+            _run(self._bundle.embed_candidates, columns, "rows"), "rows"
+        ), [[] for _ in rows]
 
     def _rows(
-        self, requests: Sequence[RecommendRequest | ScoreRequest], results: dict[int, ResolvedUser | Exception]
+        self,
+        requests: Sequence[RecommendRequest | ScoreRequest],
+        results: dict[int, ResolvedUser | Exception],
     ) -> list[int]:
         """Returns each request's row in the bundle's users; errors go to ``results``."""
         rows = [-1] * len(requests)
@@ -134,7 +156,8 @@ class UserLookup:
             return -1
         if type(user_id) not in (int, str):
             raise RequestError(
-                f"{where}.{users.key}", f"{type(user_id).__name__} is not an id; ids are whole numbers or strings"
+                f"{where}.{users.key}",
+                f"{type(user_id).__name__} is not an id; ids are whole numbers or strings",
             )
         check_id_type(f"{where}.{users.key}", user_id, users.ids.kind)
         try:
@@ -154,30 +177,42 @@ class UserLookup:
         pending = [
             index
             for index, request in enumerate(requests)
-            if index not in results and request.vector == "auto" and set(request.user) == {self.key}
+            if index not in results
+            and request.vector == "auto"
+            and set(request.user) == {self.key}
             if request.user[self.key] is not None  # type: ignore[index]  # None is not an id and would spoil the others' type
         ]
         failure: UnavailableError | None = None
         for store in self._vectors if pending else ():
             ids = [requests[index].user[self.key] for index in pending]  # type: ignore[index]
             try:
-                vectors, exists = store.find(ids, tower=self._bundle.query_digest, width=self._bundle.query_width)
+                vectors, exists = store.find(
+                    ids, tower=self._bundle.query_digest, width=self._bundle.query_width
+                )
             except UnavailableError as error:
                 failure = error
                 continue
-            for number in np.flatnonzero(exists & vectors.isfinite().all(dim=1).numpy()).tolist():
+            for number in np.flatnonzero(
+                exists & vectors.isfinite().all(dim=1).numpy()
+            ).tolist():
                 index = pending[number]
                 unknown_user = rows[index] < 0
                 cold = ColdStart(
-                    user="new" if unknown_user else "known", unknown_user=unknown_user, vector=store.source
+                    user="new" if unknown_user else "known",
+                    unknown_user=unknown_user,
+                    vector=store.source,
                 )
-                results[index] = ResolvedUser(vectors[number : number + 1], cold, rows[index])
+                results[index] = ResolvedUser(
+                    vectors[number : number + 1], cold, rows[index]
+                )
             pending = [index for index in pending if index not in results]
         # A user without a row in the bundle has no features, so nothing but the unreachable vector could answer.
         if failure is not None:
             results |= {index: failure for index in pending if rows[index] < 0}
 
-    def _embed(self, users: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[ResolvedUser | Exception]:
+    def _embed(
+        self, users: Sequence[Mapping[str, Any]], rows: Sequence[int]
+    ) -> list[ResolvedUser | Exception]:
         """Embeds all users at once. If it fails, embeds one by one, so that each gets its own error."""
         if not users:
             return []
@@ -188,10 +223,17 @@ class UserLookup:
         except RequestError as error:
             if len(users) == 1:
                 return [error]
-            return [self._embed([user], [row])[0] for user, row in zip(users, rows, strict=True)]
+            return [
+                self._embed([user], [row])[0]
+                for user, row in zip(users, rows, strict=True)
+            ]
         results: list[ResolvedUser | Exception] = []
         for index, row in enumerate(rows):
-            results.append(ResolvedUser(vectors[index : index + 1], self._cold(row, unknown[index]), row))
+            results.append(
+                ResolvedUser(
+                    vectors[index : index + 1], self._cold(row, unknown[index]), row
+                )
+            )
         return results
 
     def _cold(self, row: int, unknown: Sequence[str]) -> ColdStart:
@@ -200,18 +242,31 @@ class UserLookup:
         is_new = row < 0
         if self._id_features:
             is_new = not set(self._id_features).isdisjoint(unknown)
-        return ColdStart(user="new" if is_new else "known", unknown_user=unknown_user, unknown_features=unknown)
+        return ColdStart(
+            user="new" if is_new else "known",
+            unknown_user=unknown_user,
+            unknown_features=unknown,
+        )
 
     def _read(self, user: Mapping[str, Any], row: int) -> ResolvedUser | RequestError:
         """Parses one user's columns, for towers that run later."""
         try:
-            rows = _run(self._bundle.encoders[0].read, self._columns([user], [row], ["user"]), "user")
+            rows = _run(
+                self._bundle.encoders[0].read,
+                self._columns([user], [row], ["user"]),
+                "user",
+            )
         except RequestError as error:
             return error
-        return ResolvedUser(None, self._cold(row, _unknown_columns(rows.unknown, 1)[0]), row, rows)
+        return ResolvedUser(
+            None, self._cold(row, _unknown_columns(rows.unknown, 1)[0]), row, rows
+        )
 
     def _columns(
-        self, users: Sequence[Mapping[str, Any]], rows: Sequence[int], where: Sequence[str]
+        self,
+        users: Sequence[Mapping[str, Any]],
+        rows: Sequence[int],
+        where: Sequence[str],
     ) -> dict[str, list[Any]]:
         """Merges the raw columns of the query towers: the request's values override the user's stored ones."""
         column_types = self._bundle.request_columns
@@ -220,7 +275,10 @@ class UserLookup:
         complete = all(column_types.keys() <= user.keys() for user in users)
         # The table is not read if the requests have all columns.
         if table is not None and not complete:
-            user_columns = {name: list(column) for name, column in table.rows(np.asarray(rows, np.int64)).items()}
+            user_columns = {
+                name: list(column)
+                for name, column in table.rows(np.asarray(rows, np.int64)).items()
+            }
         columns: dict[str, list[Any]] = {}
         for name in column_types:
             columns[name] = user_columns.get(name, [None] * len(users))
@@ -229,16 +287,22 @@ class UserLookup:
                 if name in columns:
                     columns[name][index] = user[name]
                 elif name != self.key:
-                    why = f"the model reads no such column{_nearest(name, column_types)}"
+                    why = (
+                        f"the model reads no such column{_nearest(name, column_types)}"
+                    )
                     raise RequestError(f"{where[index]}.{name}", why)
             _check_finite(user, where[index])
             # The default features of an unknown user apply only to a request with nothing but an id. Next to other
             # features they would hide a missing column.
-            has_user_row = table is not None and (rows[index] >= 0 or set(user) == {self.key})
+            has_user_row = table is not None and (
+                rows[index] >= 0 or set(user) == {self.key}
+            )
             missing = [
                 name
                 for name in column_types
-                if name not in user and name != self.key and not (has_user_row and name in user_columns)
+                if name not in user
+                and name != self.key
+                and not (has_user_row and name in user_columns)
             ]
             _check_missing(column_types, missing, where[index])
         return columns
@@ -250,7 +314,9 @@ def _has_items(request: RecommendRequest | ScoreRequest) -> bool:
 
 
 def _run(
-    embed: Callable[[Mapping[str, Sequence[Any]]], _Result], columns: Mapping[str, Sequence[Any]], where: str
+    embed: Callable[[Mapping[str, Sequence[Any]]], _Result],
+    columns: Mapping[str, Sequence[Any]],
+    where: str,
 ) -> _Result:
     try:
         return embed(columns)
@@ -261,11 +327,15 @@ def _run(
 def _require_finite(vectors: Tensor, where: str) -> Tensor:
     # By numpy: for one row torch's dispatch takes longer than the check.
     if not np.isfinite(vectors.numpy()).all():
-        raise RequestError(where, "the tower's output is not finite: a feature is too large")
+        raise RequestError(
+            where, "the tower's output is not finite: a feature is too large"
+        )
     return vectors
 
 
-def _check_missing(column_types: Mapping[str, str], missing: Sequence[str], where: str) -> None:
+def _check_missing(
+    column_types: Mapping[str, str], missing: Sequence[str], where: str
+) -> None:
     if missing:
         raise RequestError(
             f"{where}.{missing[0]}",
@@ -278,10 +348,14 @@ def _check_finite(row: Mapping[str, Any], where: str) -> None:
         numbers = value if isinstance(value, list) else [value]
         for number in numbers:
             if isinstance(number, float) and not math.isfinite(number):
-                raise RequestError(f"{where}.{name}", f"{number}: must be a finite number")
+                raise RequestError(
+                    f"{where}.{name}", f"{number}: must be a finite number"
+                )
 
 
-def _unknown_columns(unknown: Mapping[str, NDArray[np.bool_]], rows: int) -> list[list[str]]:
+def _unknown_columns(
+    unknown: Mapping[str, NDArray[np.bool_]], rows: int
+) -> list[list[str]]:
     """Returns for each row the names of its columns with unknown values."""
     names: list[list[str]] = [[] for _ in range(rows)]
     for name, mask in unknown.items():

@@ -33,7 +33,12 @@ from torchrec_ext.retrieval.scorer.requests import (
 from torchrec_ext.retrieval.server import openapi, parsing
 from torchrec_ext.retrieval.server.connections import ADMITTED
 from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
-from torchrec_ext.retrieval.server.responses import ClientGoneError, Refusal, json_response, over_limit
+from torchrec_ext.retrieval.server.responses import (
+    ClientGoneError,
+    Refusal,
+    json_response,
+    over_limit,
+)
 from torchrec_ext.retrieval.server.settings import Limits
 from torchrec_ext.retrieval.server.telemetry import where
 from torchrec_ext.schema.validation import listed
@@ -65,8 +70,14 @@ def application(queued: QueuedScorer) -> Guard:
         Route("/metrics", endpoints.metrics, methods=["GET"]),
         Route("/openapi.json", endpoints.description, methods=["GET"]),
     ]
-    routes += [Route(path, _static(*page), methods=["GET"]) for path, page in _PAGES.items()]
-    return Guard(Router(routes, redirect_slashes=False), queued, frozenset(route.path for route in routes))
+    routes += [
+        Route(path, _static(*page), methods=["GET"]) for path, page in _PAGES.items()
+    ]
+    return Guard(
+        Router(routes, redirect_slashes=False),
+        queued,
+        frozenset(route.path for route in routes),
+    )
 
 
 class _Endpoints:
@@ -81,7 +92,9 @@ class _Endpoints:
         async def handle(request: HttpRequest) -> Response:
             deadline = time.monotonic() + limits.time_ms / 1e3
             body = parsing.read_object(await _content(request, limits, deadline))
-            answer = await queued.ask(parsing.request_of(kind, body, limits), request.receive, deadline)
+            answer = await queued.ask(
+                parsing.request_of(kind, body, limits), request.receive, deadline
+            )
             return json_response(_as_json(answer))
 
         return handle
@@ -90,7 +103,12 @@ class _Endpoints:
         """Describes the live bundle for people and the page. Includes user ids only if the server is private."""
         bundle = self._queued.scorer.bundle
         private = self._queued.settings.is_private
-        users: dict[str, Any] = {"user_key": None, "user_kind": None, "users": 0, "sample_users": []}
+        users: dict[str, Any] = {
+            "user_key": None,
+            "user_kind": None,
+            "users": 0,
+            "sample_users": [],
+        }
         if bundle.users is not None:
             ids = bundle.users.ids
             users.update(user_key=bundle.users.key, user_kind=ids.kind, users=len(ids))
@@ -130,7 +148,9 @@ class _Endpoints:
         if queued.lingering or queued.draining:
             status = "draining"
             code = 503
-        if reason is not None and not queued.bears_token(request.headers.get("authorization", "")):
+        if reason is not None and not queued.bears_token(
+            request.headers.get("authorization", "")
+        ):
             reason = _REFUSED
         return json_response(
             {
@@ -146,12 +166,18 @@ class _Endpoints:
         """Returns the metrics of all workers."""
         self._queued.metrics.waiting.set(self._queued.waiting())
         # In a thread, because it reads the files of all workers, and requests should not wait for that.
-        page = await asyncio.get_running_loop().run_in_executor(None, self._queued.metrics.page)
-        return Response(page, headers={"Content-Type": self._queued.metrics.content_type})
+        page = await asyncio.get_running_loop().run_in_executor(
+            None, self._queued.metrics.page
+        )
+        return Response(
+            page, headers={"Content-Type": self._queued.metrics.content_type}
+        )
 
     async def description(self, request: HttpRequest) -> Response:
         """Returns the OpenAPI description for the live bundle."""
-        return json_response(openapi.document(self._queued.scorer.bundle, self._queued.settings))
+        return json_response(
+            openapi.document(self._queued.scorer.bundle, self._queued.settings)
+        )
 
 
 def _static(name: str, kind: str) -> Callable[[HttpRequest], Any]:
@@ -166,7 +192,12 @@ def _static(name: str, kind: str) -> Callable[[HttpRequest], Any]:
 
 async def _content(request: HttpRequest, limits: Limits, deadline: float) -> bytes:
     """Reads the body; refuses it as soon as it is too long or too late. uvicorn skips the rest."""
-    kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    kind = (
+        request.headers.get("content-type", "application/json")
+        .split(";")[0]
+        .strip()
+        .lower()
+    )
     if kind != "application/json":
         raise Refusal(
             415,
@@ -195,7 +226,9 @@ async def _received(receive: Receive, limits: Limits, deadline: float) -> Messag
     task = asyncio.current_task()
     assert task is not None
     # Cancels the handler itself, with a word by which its own timer is known from any other cancellation.
-    timer = asyncio.get_running_loop().call_later(max(0.0, deadline - time.monotonic()), task.cancel, _LATE)
+    timer = asyncio.get_running_loop().call_later(
+        max(0.0, deadline - time.monotonic()), task.cancel, _LATE
+    )
     try:
         return await receive()
     except asyncio.CancelledError as error:
@@ -208,7 +241,8 @@ async def _received(receive: Receive, limits: Limits, deadline: float) -> Messag
 
 def _too_long(limits: Limits) -> Refusal:
     message = (
-        f"the body is longer than {limits.body_bytes} bytes, which is the limit; send fewer ids, in several requests"
+        f"the body is longer than {limits.body_bytes} bytes, which is the limit; send "
+        "fewer ids, in several requests"
     )
     return over_limit("body_bytes", limits.body_bytes, message, status=413)
 
@@ -216,7 +250,9 @@ def _too_long(limits: Limits) -> Refusal:
 def _body_too_late(limits: Limits) -> Refusal:
     """Returns the refusal of a late body (a late answer: :func:`too_late`); it closes the connection."""
     message = f"the body has not come within {limits.time_ms:g} ms, which is the limit; send it at once, and to its end"
-    return over_limit("time_ms", limits.time_ms, message, status=408, headers={"Connection": "close"})
+    return over_limit(
+        "time_ms", limits.time_ms, message, status=408, headers={"Connection": "close"}
+    )
 
 
 def _as_json(answer: Answer) -> dict[str, Any]:
@@ -234,7 +270,11 @@ def _as_json(answer: Answer) -> dict[str, Any]:
     return values
 
 
-_ALWAYS = ("/healthz", "/readyz", "/metrics")  # paths with answers even while the worker drains
+_ALWAYS = (
+    "/healthz",
+    "/readyz",
+    "/metrics",
+)  # paths with answers even while the worker drains
 _CLIENT_GONE = 499  # nginx's status for the metrics; never sent
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "
@@ -242,7 +282,9 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-_RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+_RAW_HEADERS = [
+    (name.lower().encode(), value.encode()) for name, value in _HEADERS.items()
+]
 
 
 class Guard:
@@ -254,7 +296,9 @@ class Guard:
         routes: known paths; all others are counted and logged as "other", so that no log has a caller's text.
     """
 
-    def __init__(self, app: ASGIApp, queued: QueuedScorer, routes: frozenset[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, queued: QueuedScorer, routes: frozenset[str]
+    ) -> None:
         self._app = app
         self._queued = queued
         self._routes = routes
@@ -312,14 +356,19 @@ class Guard:
             raise Refusal(400, "host", message)
         if self._queued.draining and path not in _ALWAYS:
             raise Refusal(
-                503, "draining", "this server is about to end; ask again, another one will answer", retry=True
+                503,
+                "draining",
+                "this server is about to end; ask again, another one will answer",
+                retry=True,
             )
         if self._queued.settings.token is not None and self._needs_token(path):
             authorization = headers.get("authorization", "")
             if not self._queued.bears_token(authorization):
                 words = "the token is wrong" if authorization else "there is no token"
                 message = f"{words}; send the header `Authorization: Bearer TOKEN`"
-                raise Refusal(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
+                raise Refusal(
+                    401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"}
+                )
 
     @staticmethod
     def _needs_token(path: str) -> bool:
@@ -336,7 +385,11 @@ class Guard:
             message = messages.get(error.status_code, str(error.detail))
             return Refusal(error.status_code, "http", message, headers=error.headers)
         self._queued.log("error", **where(error))
-        return Refusal(500, "internal", "an error of the server, which its log names; the request is not at fault")
+        return Refusal(
+            500,
+            "internal",
+            "an error of the server, which its log names; the request is not at fault",
+        )
 
     def _note(self, method: str, path: str, status: int, seconds: float) -> None:
         queued = self._queued
@@ -347,7 +400,13 @@ class Guard:
             # A method is the caller's text, which may be long.
             if len(method) >= 10:
                 method = "other"
-            queued.log("request", method=method, route=route, status=status, ms=round(seconds * 1e3, 2))
+            queued.log(
+                "request",
+                method=method,
+                route=route,
+                status=status,
+                ms=round(seconds * 1e3, 2),
+            )
 
 
 def _host(header: str) -> str:

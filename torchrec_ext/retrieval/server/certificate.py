@@ -28,7 +28,9 @@ from torchrec_ext.retrieval.server.settings import LOOPBACK, ServerConfig
 from torchrec_ext.retrieval.server.supervisor import Supervisor, listen
 from torchrec_ext.retrieval.server.telemetry import Log
 
-_SPAWN = multiprocessing.get_context("spawn")  # a fork would copy locks held by other threads
+_SPAWN = multiprocessing.get_context(
+    "spawn"
+)  # a fork would copy locks held by other threads
 _UNITS_MS = {"ms": 1.0, "s": 1e3}
 _REQUESTS = 1_000  # so that ten of them are beyond p99
 _SECONDS = (4.0, 30.0)  # the shortest and the longest time to ask a service for
@@ -63,9 +65,13 @@ class Target:
         if match:
             p99_ms = float(match[1]) * _UNITS_MS[match[2]]
         if not p99_ms > 0:
-            raise ValueError(f"--p99 {p99[:40]!r}: must be a time above 0 with its unit, such as 5ms or 0.1s")
+            raise ValueError(
+                f"--p99 {p99[:40]!r}: must be a time above 0 with its unit, such as 5ms or 0.1s"
+            )
         if not 0 < rate <= 1e6:
-            raise ValueError(f"--qps {rate:g}: must be requests a second, above 0 and at most a million")
+            raise ValueError(
+                f"--qps {rate:g}: must be requests a second, above 0 and at most a million"
+            )
         return cls(p99_ms=p99_ms, rate=rate)
 
 
@@ -110,7 +116,9 @@ def _name_of(settings: ServerConfig) -> str:
     return f"{settings.workers} worker{plural}, stage {settings.stage}, {settings.bundle.name}"
 
 
-def choices(settings: ServerConfig, bundles: Sequence[Path], stages: Sequence[Any], cores: int) -> list[ServerConfig]:
+def choices(
+    settings: ServerConfig, bundles: Sequence[Path], stages: Sequence[Any], cores: int
+) -> list[ServerConfig]:
     """Returns the settings to measure, first those that change no answer, and few workers first.
 
     Example:
@@ -119,15 +127,22 @@ def choices(settings: ServerConfig, bundles: Sequence[Path], stages: Sequence[An
         [('exact', 'b', 1), ('exact', 'b', 2), ('exact', 'fp16', 1)]
     """
     # Powers of two, and all cores.
-    workers = sorted({min(1 << power, cores) for power in range(cores.bit_length() + 1)})
+    workers = sorted(
+        {min(1 << power, cores) for power in range(cores.bit_length() + 1)}
+    )
     candidates = []
     for stage, bundle, count in itertools.product(stages, bundles, workers):
-        candidates.append(dataclasses.replace(settings, bundle=bundle, stage=stage, workers=count))
+        candidates.append(
+            dataclasses.replace(settings, bundle=bundle, stage=stage, workers=count)
+        )
     return candidates
 
 
 def certify(
-    candidates: Sequence[ServerConfig], target: Target, say: Callable[[str], None], requests: Sequence[bytes] = ()
+    candidates: Sequence[ServerConfig],
+    target: Target,
+    say: Callable[[str], None],
+    requests: Sequence[bytes] = (),
 ) -> ServerConfig:
     """Measures choices until one holds the target.
 
@@ -144,14 +159,18 @@ def certify(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(1))
     cores = len(os.sched_getaffinity(0))
-    say(f"p99 {target.p99_ms:g} ms at {target.rate:g} requests/s, measured on {cores} cores that the client shares:")
+    say(
+        f"p99 {target.p99_ms:g} ms at {target.rate:g} requests/s, measured on {cores} cores that the client shares:"
+    )
     measured: list[MeasuredChoice] = []
     refused = ""
     for settings in candidates:
         try:
             with _serving(settings) as service:
                 load = service.load(requests, target.rate)
-                choice = MeasuredChoice(settings=settings, load=load, recall=service.stage_recall())
+                choice = MeasuredChoice(
+                    settings=settings, load=load, recall=service.stage_recall()
+                )
         except ValueError as error:
             refused = str(error)
             # Such as a bundle of --also whose query tower did not make the --vectors.
@@ -175,12 +194,16 @@ def certify(
     )
 
 
-def _reachable(best: MeasuredChoice, target: Target, requests: Sequence[bytes]) -> float:
+def _reachable(
+    best: MeasuredChoice, target: Target, requests: Sequence[bytes]
+) -> float:
     """Returns the greatest of the halved rates that the choice answers in time; 0 if it does at none."""
     with _serving(best.settings) as service:
         for halvings in range(1, _HALVINGS + 1):
             rate = target.rate * 0.5**halvings
-            if dataclasses.replace(best, load=service.load(requests, rate)).holds(target):
+            if dataclasses.replace(best, load=service.load(requests, rate)).holds(
+                target
+            ):
                 return rate
     return 0.0
 
@@ -197,18 +220,29 @@ class _Service:
         questions = list(requests) or self.questions()
         warm = ask(self.port, rate, _WARM_S, questions)
         if warm.failed and len(warm.failed) == len(warm.ms):
-            raise ValueError(f"the service refuses the requests, with status {warm.failed[0]}: see --requests")
+            raise ValueError(
+                f"the service refuses the requests, with status {warm.failed[0]}: see --requests"
+            )
         shortest, longest = _SECONDS
-        return ask(self.port, rate, min(max(shortest, _REQUESTS / rate), longest), questions)
+        return ask(
+            self.port, rate, min(max(shortest, _REQUESTS / rate), longest), questions
+        )
 
     def questions(self) -> list[bytes]:
         """Returns requests for the users of the bundle."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
+        with socket.create_connection(
+            ("127.0.0.1", self.port), timeout=30
+        ) as connection:
             connection.sendall(http_request("GET", "/v1/bundle"))
             facts = json.loads(answered(connection)[1])
         if not facts["sample_users"]:
-            raise ValueError("the bundle has no users to ask for: give --requests FILE, a body of /v1/recommend a line")
-        bodies = [json.dumps({"user": {facts["user_key"]: user}}) for user in facts["sample_users"]]
+            raise ValueError(
+                "the bundle has no users to ask for: give --requests FILE, a body of /v1/recommend a line"
+            )
+        bodies = [
+            json.dumps({"user": {facts["user_key"]: user}})
+            for user in facts["sample_users"]
+        ]
         return [http_request("POST", "/v1/recommend", body) for body in bodies]
 
     def stage_recall(self) -> float:
@@ -229,7 +263,9 @@ def _serving(settings: ServerConfig) -> Iterator[_Service]:
     listening = listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
     # Under loopback names alone the server is private, and so tells ids of the bundle's users to ask for.
-    settings = dataclasses.replace(settings, token=None, allowed_hosts=LOOPBACK, log_requests=False, drain_s=0)
+    settings = dataclasses.replace(
+        settings, token=None, allowed_hosts=LOOPBACK, log_requests=False, drain_s=0
+    )
     parent, child = _SPAWN.Pipe()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
@@ -253,7 +289,9 @@ def _serving(settings: ServerConfig) -> Iterator[_Service]:
             process.kill()
 
 
-def _run(settings: ServerConfig, listening: socket.socket, parent: Connection, log: Path) -> None:
+def _run(
+    settings: ServerConfig, listening: socket.socket, parent: Connection, log: Path
+) -> None:
     """Runs a service; sends an empty text when it is ready, or the reason why it cannot begin."""
     with log.open("w") as file:
         # The workers inherit it: their lines about a measurement are not for the operator.

@@ -12,7 +12,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from torchrec_ext.retrieval.server.responses import Refusal, over_limit
 from torchrec_ext.retrieval.server.settings import Limits
 
-_PIPELINED = 16  # waiting requests of one connection; each takes memory even without a token
+_PIPELINED = (
+    16  # waiting requests of one connection; each takes memory even without a token
+)
 ADMITTED = "admitted"  # key in the state of a request's scope: it has the token, or none is required
 
 
@@ -72,8 +74,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     worker: ClassVar[Connections]
     _timer: asyncio.TimerHandle | None = None
-    _stage: str | None = "head"  # awaited piece of a message: its head, its body, or none
-    _timer_key: tuple[int, str | None] = (0, None)  # message and stage of the running timer
+    _stage: str | None = (
+        "head"  # awaited piece of a message: its head, its body, or none
+    )
+    _timer_key: tuple[int, str | None] = (
+        0,
+        None,
+    )  # message and stage of the running timer
     _messages = _calls = 0
     _head_bytes = 0  # bytes of the head, or of trailers, passed on by the parser
     _pending_bytes = 0  # bytes given to the parser since its last callback
@@ -103,7 +110,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._pending_bytes += len(data)
         if self._calls != calls:
             self._pending_bytes = 0
-        if not self._refused and self._head_bytes + self._pending_bytes > self.worker.limits.header_bytes:
+        if (
+            not self._refused
+            and self._head_bytes + self._pending_bytes > self.worker.limits.header_bytes
+        ):
             self._refuse()
         if not self.transport.is_closing():
             self._time()
@@ -229,7 +239,8 @@ class BoundedProtocol(HttpToolsProtocol):
 def _too_long(limits: Limits) -> Refusal:
     most = limits.header_bytes
     message = (
-        f"the address and the headers are longer than {most} bytes, which is the limit; send fewer or shorter headers"
+        f"the address and the headers are longer than {most} bytes, which is the "
+        "limit; send fewer or shorter headers"
     )
     return over_limit("header_bytes", most, message, status=431)
 

@@ -43,7 +43,10 @@ def http_request(method: str, path: str, body: str | None = None) -> bytes:
     if body is None:
         return f"{head}\r\n".encode()
     content = body.encode()
-    return f"{head}Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+    return (
+        f"{head}Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+        + content
+    )
 
 
 def ask(port: int, rate: float, seconds: float, requests: Sequence[bytes]) -> Load:
@@ -59,17 +62,28 @@ def ask(port: int, rate: float, seconds: float, requests: Sequence[bytes]) -> Lo
         due.append((start + number / rate, requests[number % len(requests)]))
     with ThreadPoolExecutor(CONNECTIONS) as threads:
         # list(), because only reading a result raises what its thread has raised.
-        list(threads.map(lambda thread: one_after_the_other(port, due[thread::CONNECTIONS], load), range(CONNECTIONS)))
+        list(
+            threads.map(
+                lambda thread: one_after_the_other(
+                    port, due[thread::CONNECTIONS], load
+                ),
+                range(CONNECTIONS),
+            )
+        )
     return load
 
 
-def one_after_the_other(port: int, requests: list[tuple[float, bytes]], load: Load) -> None:
+def one_after_the_other(
+    port: int, requests: list[tuple[float, bytes]], load: Load
+) -> None:
     """Sends requests over one connection; where it is lost the request has failed, and the next opens another."""
     connection: socket.socket | None = None
     for due, request in requests:
         time.sleep(max(0.0, due - time.perf_counter()))
         try:
-            connection = connection or socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S)
+            connection = connection or socket.create_connection(
+                ("127.0.0.1", port), timeout=_PATIENCE_S
+            )
             connection.sendall(request)
             status, _ = answered(connection)
             load.ms.append((time.perf_counter() - due) * 1e3)

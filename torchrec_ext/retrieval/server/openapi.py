@@ -31,22 +31,34 @@ _KINDS: dict[str, Schema] = {
     "string": {"type": "string"},
     "str": {"type": "string"},  # of an id map
 }
-_NEUTRAL: Mapping[str, Any] = {"int64": 0, "float32": 0.0, "float64": 0.0, "bool": False, "string": ""}
+_NEUTRAL: Mapping[str, Any] = {
+    "int64": 0,
+    "float32": 0.0,
+    "float64": 0.0,
+    "bool": False,
+    "string": "",
+}
 _A_DAY = "2024-01-01"  # of a column of times
 
 
 def document(bundle: Bundle, settings: ServerConfig) -> Schema:
     """Returns the OpenAPI 3.1 description of a server with ``bundle``."""
-    template = json.loads((files("torchrec_ext.retrieval.server") / "static" / "openapi.json").read_text())
+    template = json.loads(
+        (files("torchrec_ext.retrieval.server") / "static" / "openapi.json").read_text()
+    )
     live = _live(bundle, settings)
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for status, description in template["statuses"].items():
         live[f"error {status}"] = {"description": description, "content": error}
-    live["errors"] = {status: live[f"error {status}"] for status in template["statuses"]}
+    live["errors"] = {
+        status: live[f"error {status}"] for status in template["statuses"]
+    }
     described: Schema = _fill(template["document"], live)
     # The file describes a server without a token.
     if settings.token is not None:
-        described["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        described["components"]["securitySchemes"] = {
+            "token": {"type": "http", "scheme": "bearer"}
+        }
         for path, operations in described["paths"].items():
             if path.startswith("/v1/") or path == "/metrics":
                 for operation in operations.values():
@@ -80,7 +92,9 @@ def _holds_users(bundle: Bundle, name: str) -> bool:
     """Returns whether a raw column holds ids of the bundle's users."""
     if bundle.users is None:
         return False
-    return name == bundle.users.key or bundle.encoders[0].columns.share_ids(name, bundle.users.key)
+    return name == bundle.users.key or bundle.encoders[0].columns.share_ids(
+        name, bundle.users.key
+    )
 
 
 def item_titles(bundle: Bundle, values: Sequence[Any]) -> list[str]:
@@ -118,7 +132,9 @@ def example_user(bundle: Bundle, *, private: bool) -> dict[str, Any]:
             if kind.startswith("list<"):
                 # A bag may be empty, other lists have one length.
                 value = [0] * query.list_widths.get(name, 0)
-            is_shown = not _holds_users(bundle, name) and (private or bundle.users is not None)
+            is_shown = not _holds_users(bundle, name) and (
+                private or bundle.users is not None
+            )
             if is_shown and kind in ("int64", "string"):
                 value = next(iter(query.columns.known_values(name, 1)), value)
         example[name] = value
@@ -130,18 +146,32 @@ def _live(bundle: Bundle, settings: ServerConfig) -> Schema:
     limits = settings.limits
     item_id = _column(bundle.store.ids.kind)
     ids = {"type": "array", "items": item_id, "maxItems": limits.candidates}
-    attributes: Schema = {name: _values(attribute, limits) for name, attribute in bundle.items.attributes.items()}
-    filters: Schema = {name: {**values, "minItems": 1} for name, values in {**attributes, NOT: ids}.items()}
+    attributes: Schema = {
+        name: _values(attribute, limits)
+        for name, attribute in bundle.items.attributes.items()
+    }
+    filters: Schema = {
+        name: {**values, "minItems": 1}
+        for name, values in {**attributes, NOT: ids}.items()
+    }
     return {
         **vars(limits),
         "max_liked": MAX_LIKED,
         "id": item_id,
         "ids": ids,
-        "categories": attributes.get(CATEGORIES, {"type": "array", "items": {"type": "string"}, "maxItems": 0}),
-        "filter": {"type": "object", "properties": filters, "additionalProperties": False},
+        "categories": attributes.get(
+            CATEGORIES, {"type": "array", "items": {"type": "string"}, "maxItems": 0}
+        ),
+        "filter": {
+            "type": "object",
+            "properties": filters,
+            "additionalProperties": False,
+        },
         "user": _user(bundle, settings.is_private),
         "example user": example_user(bundle, private=settings.is_private),
-        "example items": bundle.store.ids.ids(range(min(2, len(bundle.store.ids)))).tolist(),
+        "example items": bundle.store.ids.ids(
+            range(min(2, len(bundle.store.ids)))
+        ).tolist(),
         "example item": bundle.store.ids.ids([0]).tolist()[0],
     }
 
@@ -165,7 +195,11 @@ def _user(bundle: Bundle, private: bool) -> Schema:
         else:
             column["examples"] = values[:_EXAMPLES]
         columns[name] = column
-    described: Schema = {"type": "object", "properties": columns, "additionalProperties": False}
+    described: Schema = {
+        "type": "object",
+        "properties": columns,
+        "additionalProperties": False,
+    }
     required = list(columns)
     if bundle.users is not None:
         key = bundle.users.key

@@ -38,9 +38,15 @@ def read_object(content: bytes) -> Body:
         why = str(error)
         if isinstance(error, RecursionError):
             why = "it is nested too deeply"
-        raise Refusal(400, "not_json", f"the body is not JSON: {why[:200]}; send a JSON object") from None
+        raise Refusal(
+            400, "not_json", f"the body is not JSON: {why[:200]}; send a JSON object"
+        ) from None
     if not isinstance(body, dict):
-        raise Refusal(422, "invalid", f'the body: {_kind(body)}; send a JSON object, such as {{"user": {{...}}}}')
+        raise Refusal(
+            422,
+            "invalid",
+            f'the body: {_kind(body)}; send a JSON object, such as {{"user": {{...}}}}',
+        )
     return body
 
 
@@ -53,7 +59,9 @@ def request_of(kind: Callable[..., Request], body: Body, limits: Limits) -> Requ
     readers = _READERS[kind]
     for name in body:
         if name not in readers:
-            remedy = did_you_mean(name[:_NAME], readers, f"there are {', '.join(readers)}", cutoff=0.5)
+            remedy = did_you_mean(
+                name[:_NAME], readers, f"there are {', '.join(readers)}", cutoff=0.5
+            )
             raise _invalid(name[:_NAME], f"there is no such field; {remedy}")
     values = {name: readers[name](name, value, limits) for name, value in body.items()}
     for name in _REQUIRED[kind]:
@@ -96,7 +104,12 @@ def _number(limit: str) -> Callable[[str, Any, Limits], int]:
         if type(value) is not int:
             raise _wrong(name, value, "a whole number")
         if value > most:
-            raise over_limit(limit, most, f"{name}: {value}; the limit is {most}: ask for fewer", field=name)
+            raise over_limit(
+                limit,
+                most,
+                f"{name}: {value}; the limit is {most}: ask for fewer",
+                field=name,
+            )
         return value
 
     return read
@@ -118,13 +131,21 @@ def _list(name: str, value: Any, most: int, limit: str, what: str) -> list[Any]:
 
 
 def _ids(name: str, value: Any, limits: Limits, what: str = "ids") -> list[Id]:
-    ids = _list(name, value, limits.candidates, "candidates", f"{what}, all whole numbers or all strings")
+    ids = _list(
+        name,
+        value,
+        limits.candidates,
+        "candidates",
+        f"{what}, all whole numbers or all strings",
+    )
     kinds = set(map(type, ids))  # without a Python loop over up to 10,000 ids
     if kinds - {int} and kinds - {str}:
         # An empty value of each type, of which _kind() says the name.
         names = [_kind(kind()).removeprefix("it is ") for kind in kinds]
         listed = " and ".join(sorted(names))
-        raise _invalid(name, f"it holds {listed}; must be {what}, all whole numbers or all strings")
+        raise _invalid(
+            name, f"it holds {listed}; must be {what}, all whole numbers or all strings"
+        )
     if kinds == {int} and (max(ids) >= _INT64 or min(ids) < -_INT64):
         raise _invalid(name, "an id is beyond 64 bits; no id of a catalogue is")
     return ids
@@ -138,10 +159,17 @@ def _id(name: str, value: Any, limits: Limits) -> Id:
 
 def _filter(name: str, value: Any, limits: Limits) -> Mapping[str, list[Id]]:
     if type(value) is not dict:
-        raise _wrong(name, value, 'an object of lists of values by attribute, such as {"genre": ["Comedy"]}')
+        raise _wrong(
+            name,
+            value,
+            'an object of lists of values by attribute, such as {"genre": ["Comedy"]}',
+        )
     for attribute in value:
         _check_length(name, attribute)
-    return {attribute: _ids(f"{name}.{attribute}", values, limits, "values") for attribute, values in value.items()}
+    return {
+        attribute: _ids(f"{name}.{attribute}", values, limits, "values")
+        for attribute, values in value.items()
+    }
 
 
 def _names(name: str, value: Any, limits: Limits) -> list[str]:
@@ -153,7 +181,9 @@ def _names(name: str, value: Any, limits: Limits) -> list[str]:
 
 def _features(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
     if type(value) is not dict:
-        raise _wrong(name, value, 'an object of features by column, such as {"user_id": 1}')
+        raise _wrong(
+            name, value, 'an object of features by column, such as {"user_id": 1}'
+        )
     for column, feature in value.items():
         _check_length(name, column)
         is_nested = type(feature) is list and set(map(type, feature)) & {dict, list}
@@ -165,12 +195,17 @@ def _features(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
 def _check_length(name: str, column: str) -> None:
     # The search for similar names slows down with the length.
     if len(column) > _NAME:
-        raise _invalid(f"{name}.{column[:_NAME]}", f"a name of {len(column)} characters; the limit is {_NAME}")
+        raise _invalid(
+            f"{name}.{column[:_NAME]}",
+            f"a name of {len(column)} characters; the limit is {_NAME}",
+        )
 
 
 def _rows(name: str, value: Any, limits: Limits) -> list[Mapping[str, Any]]:
     rows = _list(name, value, limits.rows, "rows", "objects")
-    return [_features(f"{name}[{index}]", row, limits) for index, row in enumerate(rows)]
+    return [
+        _features(f"{name}[{index}]", row, limits) for index, row in enumerate(rows)
+    ]
 
 
 def _one_of(*words: str) -> Callable[[str, Any, Limits], str]:

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 _LOG_EVERY_S = 60.0  # events that any request may cause are counted each time but logged at most this often
 _SOON_S = 0.02  # most answers are there before; only then is it worth a task to notice that the client has gone
-_SLICES = 4  # one batch may take a quarter of the time limit, so that others get their turn
+_SLICES = (
+    4  # one batch may take a quarter of the time limit, so that others get their turn
+)
 _STAGE_RECALL = 0.5  # below, the top NN never scores most of its own best items
 
 
@@ -56,11 +58,20 @@ class QueuedScorer:
     """
 
     def __init__(
-        self, settings: ServerConfig, bundle: Bundle, *, vectors: Sequence[UserVectors] = (), log: Log | None = None
+        self,
+        settings: ServerConfig,
+        bundle: Bundle,
+        *,
+        vectors: Sequence[UserVectors] = (),
+        log: Log | None = None,
     ) -> None:
         self.settings = settings
         self.scorer = Scorer(
-            bundle, vectors=vectors, retrieve=settings.retrieve, stage=settings.stage, compile=settings.compile
+            bundle,
+            vectors=vectors,
+            retrieve=settings.retrieve,
+            stage=settings.stage,
+            compile=settings.compile,
         )
         self.vectors = vectors
         self.metrics = Metrics()
@@ -84,7 +95,9 @@ class QueuedScorer:
         token = self.settings.token
         expected = f"Bearer {token}".encode()
         # In constant time, so that the time of an answer says nothing about the token.
-        return token is not None and hmac.compare_digest(authorization.encode("latin-1", "replace"), expected)
+        return token is not None and hmac.compare_digest(
+            authorization.encode("latin-1", "replace"), expected
+        )
 
     def close(self) -> None:
         """Answers the waiting requests, then ends the queue."""
@@ -102,14 +115,20 @@ class QueuedScorer:
         recall = self.scorer.stage_recall()
         measured: dict[str, Any] = {}
         if recall is not None:
-            measured = {"stage": self.settings.stage, "stage_recall_at_10": round(recall, 4)}
+            measured = {
+                "stage": self.settings.stage,
+                "stage_recall_at_10": round(recall, 4),
+            }
         self.log("bundle_loaded", digest=self.scorer.bundle.manifest.digest, **measured)
         if not self.scorer.populated:
             why = "they would take more than half of the memory that is left; requests read from disk what no other has"
             self.log("rows_left_on_disk", why=why)
         if recall is not None and recall < _STAGE_RECALL:
             remedy = "take --stage exact, or a greater --retrieve"
-            self.log("stage_unsuitable", why=f"{recall:.0%} of the top NN's 10 best are handed on to it; {remedy}")
+            self.log(
+                "stage_unsuitable",
+                why=f"{recall:.0%} of the top NN's 10 best are handed on to it; {remedy}",
+            )
 
     def refuse(self, why: str) -> None:
         """Keeps the live bundle and logs the reason for refusing another one."""
@@ -135,7 +154,9 @@ class QueuedScorer:
             answer = asyncio.wrap_future(self._batcher.submit(request))
         except QueueFullError:
             message = f"{limits.queue} requests wait already, which is the limit; come back in a second, or add workers"
-            raise over_limit("queue", limits.queue, message, status=429, retry=True) from None
+            raise over_limit(
+                "queue", limits.queue, message, status=429, retry=True
+            ) from None
         gone: asyncio.Future[None] | None = None
         try:
             left_s = max(0.0, deadline - time.monotonic())
@@ -144,7 +165,11 @@ class QueuedScorer:
                 # Wait for the client too: nobody needs the answer after the client has gone.
                 gone = asyncio.ensure_future(_gone(receive))
                 either: set[asyncio.Future[Any]] = {answer, gone}
-                await asyncio.wait(either, timeout=left_s - _SOON_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    either,
+                    timeout=left_s - _SOON_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
             if answer.done():
                 return answer.result()
             # The request leaves the queue.
@@ -177,7 +202,8 @@ class QueuedScorer:
         if cost_ms > most:
             what, remedy = self._costly(request)
             message = (
-                f"{what} takes {cost_ms:,.0f} ms here, and the limit is {most:g} ms; {remedy} or a greater --time-ms"
+                f"{what} takes {cost_ms:,.0f} ms here, and the limit is {most:g} ms; "
+                f"{remedy} or a greater --time-ms"
             )
             raise over_limit("time_ms", most, message, status=413)
         waiting_ms = 1e3 * self._batcher.backlog_s
@@ -191,11 +217,20 @@ class QueuedScorer:
     def _costly(self, request: Request) -> tuple[str, str]:
         """Describes a request's slow operation and the remedy."""
         if isinstance(request, ScoreRequest):
-            return f"scoring {len(request.items):,} items", "name fewer, in several requests, or start the server with"
+            return (
+                f"scoring {len(request.items):,} items",
+                "name fewer, in several requests, or start the server with",
+            )
         if isinstance(request, RecommendRequest) and request.candidates is not None:
-            return f"ranking {len(request.candidates):,} candidates", "name fewer, or start the server with"
+            return (
+                f"ranking {len(request.candidates):,} candidates",
+                "name fewer, or start the server with",
+            )
         if isinstance(request, EmbedRequest):
-            return f"embedding {len(request.rows):,} rows", "give fewer, or start the server with"
+            return (
+                f"embedding {len(request.rows):,} rows",
+                "give fewer, or start the server with",
+            )
         if isinstance(request, NearestRequest):
             return "a search for the nearest items", "start the server with"
         items = f"{len(self.scorer.bundle.store.ids):,} items"

@@ -12,7 +12,9 @@ from starlette.responses import Response
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
-def json_response(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(
+    content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     """Returns an uncacheable response of compact JSON."""
     return Response(
         _ENCODER.encode(content).encode("ascii"),
@@ -63,7 +65,9 @@ class Refusal(Exception):  # noqa: N818  (an answer to a caller is not an error 
 
     def response(self) -> Response:
         """Returns the response ``{"error": {"code", "message", "field", "limit"}}``."""
-        return json_response({"error": self.body}, status=self.status, headers=self.headers)
+        return json_response(
+            {"error": self.body}, status=self.status, headers=self.headers
+        )
 
 
 def over_limit(
@@ -77,7 +81,15 @@ def over_limit(
     headers: Mapping[str, str] | None = None,
 ) -> Refusal:
     """Returns the refusal of a request beyond a limit of the server."""
-    return Refusal(status, "over_limit", message, field=field, limit=(name, value), retry=retry, headers=headers)
+    return Refusal(
+        status,
+        "over_limit",
+        message,
+        field=field,
+        limit=(name, value),
+        retry=retry,
+        headers=headers,
+    )
 
 
 class ClientGoneError(Exception):

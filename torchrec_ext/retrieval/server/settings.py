@@ -129,7 +129,9 @@ class ServerConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be {low} or more")
         for name in ("watch_s", "hang_s", "start_s"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be greater than 0")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: must be greater than 0"
+                )
         for name in self.allowed_hosts:
             if not name or (name != "*" and "*" in name.removeprefix("*.")):
                 raise ValueError(

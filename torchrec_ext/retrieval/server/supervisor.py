@@ -21,7 +21,9 @@ from torchrec_ext.retrieval.server.last_good import LastGood
 from torchrec_ext.retrieval.server.settings import ServerConfig
 from torchrec_ext.retrieval.server.worker import FAILED, READY, SERVING, run_worker
 
-_SPAWN = multiprocessing.get_context("spawn")  # a fork would copy locks held by other threads
+_SPAWN = multiprocessing.get_context(
+    "spawn"
+)  # a fork would copy locks held by other threads
 _TICK_S = 0.2
 _LONGEST_PAUSE_S = 30.0
 _STARTING_S = 2.0  # seconds for a worker that is not ready yet to end on SIGTERM
@@ -59,7 +61,9 @@ class _Worker:
     digest: str = ""
     failure: str = ""
     start_time: float = field(default_factory=time.monotonic)
-    last_heartbeat: float = field(default_factory=time.monotonic)  # time of the last heartbeat
+    last_heartbeat: float = field(
+        default_factory=time.monotonic
+    )  # time of the last heartbeat
     hung: bool = False  # whether the supervisor killed it for hanging
     restart_time: float | None = None  # start time of its successor, after its end
 
@@ -73,7 +77,9 @@ class Supervisor:
         log: receives events; see :class:`~torchrec_ext.retrieval.server.telemetry.Log`.
     """
 
-    def __init__(self, settings: ServerConfig, listening: socket.socket, log: Callable[..., None]) -> None:
+    def __init__(
+        self, settings: ServerConfig, listening: socket.socket, log: Callable[..., None]
+    ) -> None:
         self._settings = settings
         self._listening = listening
         self._log = log
@@ -114,7 +120,8 @@ class Supervisor:
     def _start(self) -> _Worker:
         ours, theirs = _SPAWN.Pipe(duplex=False)
         process = _SPAWN.Process(
-            target=run_worker, args=(self._settings, self._listening, theirs, self._last_good.folders)
+            target=run_worker,
+            args=(self._settings, self._listening, theirs, self._last_good.folders),
         )
         process.start()
         theirs.close()  # otherwise the end of the worker would not end the pipe
@@ -134,7 +141,8 @@ class Supervisor:
                     self._replace(index, worker)
                 elif worker.failure or ended:
                     raise ValueError(
-                        worker.failure or f"a worker ended with status {worker.process.exitcode} before it could answer"
+                        worker.failure
+                        or f"a worker ended with status {worker.process.exitcode} before it could answer"
                     )
         return True
 
@@ -160,7 +168,11 @@ class Supervisor:
 
     def _alive(self) -> list[int]:
         """Returns the sentinels of the living workers' processes, to wait for."""
-        return [worker.process.sentinel for worker in self._workers if worker.process.is_alive()]
+        return [
+            worker.process.sentinel
+            for worker in self._workers
+            if worker.process.is_alive()
+        ]
 
     def _keep_alive(self) -> None:
         """Replaces ended workers until a signal: at once after a long life, otherwise after growing pauses."""
@@ -185,7 +197,12 @@ class Supervisor:
         starts_too_long = starting and now - worker.start_time > self._settings.start_s
         hangs = silent_s > self._settings.hang_s or starts_too_long
         if hangs and worker.process.is_alive():
-            self._log("worker_hangs", worker=worker.process.pid, silent_s=round(silent_s, 1), starting=starting)
+            self._log(
+                "worker_hangs",
+                worker=worker.process.pid,
+                silent_s=round(silent_s, 1),
+                starting=starting,
+            )
             worker.process.kill()
             worker.process.join()
             worker.hung = True

@@ -21,7 +21,24 @@ from prometheus_client import (
     multiprocess,
 )
 
-_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_SECONDS = (
+    0.001,
+    0.002,
+    0.003,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+)
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
 SHARED = "PROMETHEUS_MULTIPROC_DIR"  # folder of all workers' metrics; prometheus_client reads it when imported
 
@@ -34,16 +51,41 @@ class Metrics:
         counter = partial(Counter, registry=self._registry)
         gauge = partial(Gauge, registry=self._registry)
         histogram = partial(Histogram, registry=self._registry)
-        self.requests = counter("serve_requests", "Requests by route and status", ["route", "status"])
-        self.seconds = histogram("serve_request_seconds", "From request to answer", ["route"], buckets=_SECONDS)
-        self.batch = histogram("serve_batch_requests", "Requests answered together", buckets=_SIZES)
-        self.batch_seconds = histogram("serve_batch_seconds", "Of a batch in the scorer", buckets=_SECONDS)
+        self.requests = counter(
+            "serve_requests", "Requests by route and status", ["route", "status"]
+        )
+        self.seconds = histogram(
+            "serve_request_seconds",
+            "From request to answer",
+            ["route"],
+            buckets=_SECONDS,
+        )
+        self.batch = histogram(
+            "serve_batch_requests", "Requests answered together", buckets=_SIZES
+        )
+        self.batch_seconds = histogram(
+            "serve_batch_seconds", "Of a batch in the scorer", buckets=_SECONDS
+        )
         self.cold = counter("serve_cold_starts", "Answers to unknown users")
-        self.swaps = counter("serve_bundle_loads", "Bundles that were loaded or refused", ["result"])
-        self.malformed = counter("serve_malformed_vectors", "Stored vectors that are none of the tower's", ["source"])
-        self.closed = counter("serve_connections_closed", "Connections closed for a limit", ["why"])
-        self.waiting = gauge("serve_queue_requests", "Requests that wait", multiprocess_mode="livesum")
-        self.memory = gauge("serve_resident_bytes", "Resident memory by worker", multiprocess_mode="liveall")
+        self.swaps = counter(
+            "serve_bundle_loads", "Bundles that were loaded or refused", ["result"]
+        )
+        self.malformed = counter(
+            "serve_malformed_vectors",
+            "Stored vectors that are none of the tower's",
+            ["source"],
+        )
+        self.closed = counter(
+            "serve_connections_closed", "Connections closed for a limit", ["why"]
+        )
+        self.waiting = gauge(
+            "serve_queue_requests", "Requests that wait", multiprocess_mode="livesum"
+        )
+        self.memory = gauge(
+            "serve_resident_bytes",
+            "Resident memory by worker",
+            multiprocess_mode="liveall",
+        )
 
     def page(self) -> bytes:
         """Returns the metrics of all workers in Prometheus' text form."""
@@ -72,8 +114,15 @@ class Log:
 
     def __call__(self, event: str, **values: object) -> None:
         """Writes a line for an event."""
-        stamp = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        self._stream.write(json.dumps({"time": stamp, "event": event, "pid": os.getpid(), **values}) + "\n")
+        stamp = (
+            datetime.now(timezone.utc)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z")
+        )
+        self._stream.write(
+            json.dumps({"time": stamp, "event": event, "pid": os.getpid(), **values})
+            + "\n"
+        )
         self._stream.flush()
 
 
@@ -81,7 +130,9 @@ def where(error: BaseException) -> dict[str, object]:
     """Returns an error's type and the lines of its traceback, without its message."""
     # Not the message: it may contain a caller's ids or features.
     frames = traceback.extract_tb(error.__traceback__)[-12:]
-    lines = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
+    lines = [
+        f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames
+    ]
     return {"error": type(error).__name__, "at": lines}
 
 

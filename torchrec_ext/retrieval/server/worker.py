@@ -37,12 +37,17 @@ SERVING = "serving"
 # A thread may hold the interpreter lock for this long. Python's default of 5 ms would delay a request that arrives
 # during another one.
 _SWITCH_S = 5e-4
-_OWN_FILES = 256  # open files of a worker: two bundles during a swap, Redis, metrics and logs
+_OWN_FILES = (
+    256  # open files of a worker: two bundles during a swap, Redis, metrics and logs
+)
 _BEATS = 10  # heartbeats per hang_s
 
 
 def run_worker(
-    settings: ServerConfig, listening: socket.socket, parent: Connection, last_good: Sequence[Path] = ()
+    settings: ServerConfig,
+    listening: socket.socket,
+    parent: Connection,
+    last_good: Sequence[Path] = (),
 ) -> None:
     """Loads the bundle, reports the result to the parent, and answers until SIGTERM.
 
@@ -100,7 +105,9 @@ def _heartbeats(parent: Connection, every_s: float) -> Iterator[None]:
         thread.join()  # two threads must not use the pipe at once
 
 
-def _prepare(settings: ServerConfig, last_good: Sequence[Path]) -> tuple[QueuedScorer, Any]:
+def _prepare(
+    settings: ServerConfig, last_good: Sequence[Path]
+) -> tuple[QueuedScorer, Any]:
     import torch
     import uvicorn  # noqa: F401  import it before the garbage collector freezes all modules
 
@@ -137,7 +144,9 @@ def _prepare(settings: ServerConfig, last_good: Sequence[Path]) -> tuple[QueuedS
         key: str | None = None
         if bundle.users is not None:
             key = bundle.users.key
-        vectors = user_vectors(settings.vectors, settings.redis, bundle.query_digest, key=key)
+        vectors = user_vectors(
+            settings.vectors, settings.redis, bundle.query_digest, key=key
+        )
         return QueuedScorer(settings, bundle, vectors=vectors), loaded_identity
 
     def open_first() -> tuple[QueuedScorer, Identity]:
@@ -148,7 +157,15 @@ def _prepare(settings: ServerConfig, last_good: Sequence[Path]) -> tuple[QueuedS
         return open_queue(settings.bundle)
 
     queued, loaded_identity = open_first()
-    watcher = Watcher(settings.bundle, Bundle.load, queued.swap, queued.refuse, tick, settings.watch_s, loaded_identity)
+    watcher = Watcher(
+        settings.bundle,
+        Bundle.load,
+        queued.swap,
+        queued.refuse,
+        tick,
+        settings.watch_s,
+        loaded_identity,
+    )
     signal.signal(signal.SIGHUP, lambda *_: watcher.look())
     return queued, watcher
 
@@ -192,7 +209,9 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
                 self._ending_since = time.monotonic()
                 queued.lingering = True
                 queued.draining = settings.linger_s == 0
-                queued.log("draining", in_flight=queued.in_flight, linger_s=settings.linger_s)
+                queued.log(
+                    "draining", in_flight=queued.in_flight, linger_s=settings.linger_s
+                )
 
         async def on_tick(self, counter: int) -> bool:
             self._send_heartbeat()
@@ -210,15 +229,22 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
             # Not by its folder, which may be overwritten by the next bundle.
             if bundle is not self._served:
                 self._served = bundle
-                with contextlib.suppress(OSError):  # the parent has gone, which the watcher notices
+                with contextlib.suppress(
+                    OSError
+                ):  # the parent has gone, which the watcher notices
                     parent.send((SERVING, str(bundle.folder)))
 
         def _send_heartbeat(self) -> None:
             """Sends a heartbeat, but not while a batch hangs; the supervisor replaces a silent worker."""
             now = time.monotonic()
-            if now - self._beat >= settings.hang_s / _BEATS and queued.busy_s() < settings.hang_s:
+            if (
+                now - self._beat >= settings.hang_s / _BEATS
+                and queued.busy_s() < settings.hang_s
+            ):
                 self._beat = now
-                with contextlib.suppress(OSError):  # the parent has gone, which the watcher notices
+                with contextlib.suppress(
+                    OSError
+                ):  # the parent has gone, which the watcher notices
                     parent.send((ALIVE, ""))
 
     return DrainingServer(uvicorn_config(queued))
@@ -233,7 +259,9 @@ def uvicorn_config(queued: QueuedScorer) -> Any:
 
     return uvicorn.Config(
         application(queued),
-        http=Connections(queued.settings.limits, lambda why: queued.metrics.closed.labels(why).inc()).protocol(),
+        http=Connections(
+            queued.settings.limits, lambda why: queued.metrics.closed.labels(why).inc()
+        ).protocol(),
         lifespan="off",
         ws="none",
         log_config=None,
@@ -273,7 +301,10 @@ def bundle_folder(pointer: Path) -> Path:
         )
     of_a_run = target / _OF_A_RUN
     # Resolved, so that a link that moves later does not change the open bundle's folder.
-    if not (target / BUNDLE_MANIFEST).exists() and (of_a_run / BUNDLE_MANIFEST).is_file():
+    if (
+        not (target / BUNDLE_MANIFEST).exists()
+        and (of_a_run / BUNDLE_MANIFEST).is_file()
+    ):
         return of_a_run.resolve()
     return target.resolve()
 
@@ -288,7 +319,9 @@ def identity(pointer: Path) -> Identity:
             folders.sort()
             for name in sorted(names):
                 status = os.stat(os.path.join(parent, name))
-                entries.append((parent, name, status.st_ino, status.st_size, status.st_mtime_ns))
+                entries.append(
+                    (parent, name, status.st_ino, status.st_size, status.st_mtime_ns)
+                )
         return (str(folder), *entries)
     except (OSError, ValueError) as error:
         return (type(error).__name__,)
@@ -353,7 +386,9 @@ class Watcher(threading.Thread):
             self._wake.clear()
             if self._ending:
                 return
-            with contextlib.suppress(OSError):  # such as too many open files for a moment
+            with contextlib.suppress(
+                OSError
+            ):  # such as too many open files for a moment
                 self._tick()
             now = identity(self._pointer)
             if now != self._last_identity and (now == before or at_once):

@@ -18,10 +18,17 @@ _LONGEST = 1024  # most bytes of an id
 _BLOCK = 2**14  # strings hashed at a time
 _WORD = 8  # bytes hashed at a time
 _KEY_BYTES = 16
-_SIP = (0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573)  # SipHash's own constants
+_SIP = (
+    0x736F6D6570736575,
+    0x646F72616E646F6D,
+    0x6C7967656E657261,
+    0x7465646279746573,
+)  # SipHash's own constants
 
 
-def hashed(offsets: NDArray[np.int64], content: NDArray[np.uint8], key: bytes) -> NDArray[np.uint64]:
+def hashed(
+    offsets: NDArray[np.int64], content: NDArray[np.uint8], key: bytes
+) -> NDArray[np.uint64]:
     """Hashes N strings by SipHash-1-3 (Aumasson and Bernstein 2012), with the same result on every machine.
 
     Without the key, nobody can choose strings with equal hashes.
@@ -37,7 +44,9 @@ def hashed(offsets: NDArray[np.int64], content: NDArray[np.uint8], key: bytes) -
     lengths = np.diff(offsets)
     if len(lengths) and lengths.max() > _LONGEST:
         row = int(lengths.argmax())
-        raise ValueError(f"ids: row {row} has {lengths[row]:,} bytes; an id may have {_LONGEST:,}")
+        raise ValueError(
+            f"ids: row {row} has {lengths[row]:,} bytes; an id may have {_LONGEST:,}"
+        )
     hashes = [np.zeros(0, np.uint64)]
     # In blocks, because the four states of a string take more memory than most ids.
     for start in range(0, len(lengths), _BLOCK):
@@ -47,7 +56,10 @@ def hashed(offsets: NDArray[np.int64], content: NDArray[np.uint8], key: bytes) -
 
 
 def _hash_block(
-    starts: NDArray[np.int64], lengths: NDArray[np.int64], content: NDArray[np.uint8], key: bytes
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    content: NDArray[np.uint8],
+    key: bytes,
 ) -> NDArray[np.uint64]:
     begin = int(starts[0])
     end = int(starts[-1] + lengths[-1])
@@ -55,9 +67,14 @@ def _hash_block(
     padded = np.zeros(end - begin + _WORD, np.uint8)
     padded[: end - begin] = content[begin:end]
     # A view with one word from each byte on, without a copy.
-    words: NDArray[np.uint64] = np.ndarray((end - begin + 1,), "<u8", padded, strides=(1,))
+    words: NDArray[np.uint64] = np.ndarray(
+        (end - begin + 1,), "<u8", padded, strides=(1,)
+    )
     halves = np.frombuffer(key, "<u8").tolist()
-    state = [np.full(len(starts), constant ^ half, np.uint64) for constant, half in zip(_SIP, 2 * halves, strict=True)]
+    state = [
+        np.full(len(starts), constant ^ half, np.uint64)
+        for constant, half in zip(_SIP, 2 * halves, strict=True)
+    ]
     # The last word of a string has its length as highest byte.
     ends = lengths.astype(np.uint64) << np.uint64(56)
     for number in range(int(lengths.max()) // _WORD + 1):
@@ -100,7 +117,9 @@ def _mix(a: Hashes, b: Hashes, c: Hashes, d: Hashes) -> list[Hashes]:
 
 
 # Left and right shifts of each rotation, in the words' own type.
-_SHIFTS = {bits: (np.uint64(bits), np.uint64(64 - bits)) for bits in (13, 16, 17, 21, 32)}
+_SHIFTS = {
+    bits: (np.uint64(bits), np.uint64(64 - bits)) for bits in (13, 16, 17, 21, 32)
+}
 
 
 def _rotate(values: Hashes, bits: int) -> Hashes:
@@ -146,7 +165,9 @@ class IdMap:
             self.kind = "str"
             # Arrow reads the arrays in place, so the strings of a map are those of the mapped file.
             buffers = (pa.py_buffer(arrays["offsets"]), pa.py_buffer(arrays["bytes"]))
-            self._strings = pa.LargeStringArray.from_buffers(len(arrays["offsets"]) - 1, *buffers)
+            self._strings = pa.LargeStringArray.from_buffers(
+                len(arrays["offsets"]) - 1, *buffers
+            )
         else:
             self.kind = "int64"
             self._first = _first_of_consecutive(arrays)
@@ -178,7 +199,9 @@ class IdMap:
         # Equal hashes of different strings would need a second comparison in every look-up: try another key instead.
         for attempt in range(_KEYS):
             # Derive a key from all ids: equal ids give equal files, and nobody knows the key beforehand.
-            digest = hashlib.blake2b(digest_size=_KEY_BYTES, salt=attempt.to_bytes(_KEY_BYTES, "little"))
+            digest = hashlib.blake2b(
+                digest_size=_KEY_BYTES, salt=attempt.to_bytes(_KEY_BYTES, "little")
+            )
             digest.update(np.diff(offsets).astype("<i8").tobytes())
             digest.update(content[offsets[0] : offsets[-1]].tobytes())
             key = digest.digest()
@@ -187,9 +210,19 @@ class IdMap:
             firsts = strings.take(pa.array(order[twins]))
             seconds = strings.take(pa.array(order[twins + 1]))
             same = _equal(firsts, seconds)
-            _refuse_duplicates(twins[same], order, lambda position: strings[position].as_py())
+            _refuse_duplicates(
+                twins[same], order, lambda position: strings[position].as_py()
+            )
             if not len(twins):
-                return cls({"offsets": offsets, "bytes": content, "sorted": ascending, "order": order}, key)
+                return cls(
+                    {
+                        "offsets": offsets,
+                        "bytes": content,
+                        "sorted": ascending,
+                        "order": order,
+                    },
+                    key,
+                )
         first = strings[int(order[twins[0]])].as_py()
         second = strings[int(order[twins[0] + 1])].as_py()
         raise ValueError(
@@ -237,10 +270,14 @@ class IdMap:
 
     def _string_positions(self, ids: pa.LargeStringArray) -> IdArray:
         hashes = hashed(*_buffers(ids), self.key)
-        index = np.minimum(np.searchsorted(self.arrays["sorted"], hashes), len(self) - 1)
+        index = np.minimum(
+            np.searchsorted(self.arrays["sorted"], hashes), len(self) - 1
+        )
         positions = self.arrays["order"][index]
         # An unknown string can share a hash with a known one, so the strings are compared too.
-        same = (self.arrays["sorted"][index] == hashes) & _equal(self._strings.take(pa.array(positions)), ids)
+        same = (self.arrays["sorted"][index] == hashes) & _equal(
+            self._strings.take(pa.array(positions)), ids
+        )
         return np.where(same, positions, -1)
 
     def ids(self, positions: IdArray | Sequence[int] | None = None) -> NDArray[Any]:
@@ -299,8 +336,14 @@ class IdMap:
         order = self.arrays.get("order")
         wrong = np.flatnonzero(ascending[1:] <= ascending[:-1])
         if len(wrong):
-            raise ValueError(f"ids: entry {int(wrong[0]) + 1} of the sorted ones is not greater than the one before it")
-        if order is not None and len(order) and not 0 <= order.min() <= order.max() < len(self):
+            raise ValueError(
+                f"ids: entry {int(wrong[0]) + 1} of the sorted ones is not greater than the one before it"
+            )
+        if (
+            order is not None
+            and len(order)
+            and not 0 <= order.min() <= order.max() < len(self)
+        ):
             raise ValueError(
                 f"ids: their order names the positions {order.min()} to {order.max()}, there are {len(self)}"
             )
@@ -309,7 +352,11 @@ class IdMap:
 
     def save(self, folder: Path) -> None:
         """Writes the arrays to files in ``folder``."""
-        header = {"kind": self.kind, "seed": self.key.hex() or 0, "arrays": list(self.arrays)}
+        header = {
+            "kind": self.kind,
+            "seed": self.key.hex() or 0,
+            "arrays": list(self.arrays),
+        }
         (folder / "ids.json").write_text(json.dumps(header) + "\n")
         for name, array in self.arrays.items():
             np.save(folder / f"ids_{name}.npy", array, allow_pickle=False)
@@ -329,9 +376,15 @@ class IdMap:
             seed = header["seed"]
             arrays: dict[str, NDArray[Any]] = {}
             for name in names:
-                arrays[name] = np.asarray(np.load(folder / f"ids_{name}.npy", mmap_mode="r", allow_pickle=False))
+                arrays[name] = np.asarray(
+                    np.load(
+                        folder / f"ids_{name}.npy", mmap_mode="r", allow_pickle=False
+                    )
+                )
             # Refuse wrong types and lengths, to prevent reads beyond an array's end.
-            types = {name: array.dtype for name, array in arrays.items() if array.ndim == 1}
+            types = {
+                name: array.dtype for name, array in arrays.items() if array.ndim == 1
+            }
             is_text = "offsets" in arrays
             expected_types = _STRINGS if is_text else _INTEGERS
             if types != expected_types and (is_text or types != _ASCENDING):
@@ -339,20 +392,35 @@ class IdMap:
             rows = len(arrays["offsets"]) - 1 if is_text else len(arrays["ids"])
             lengths = {name: len(array) for name, array in arrays.items()}
             if not {lengths.get("sorted", rows), lengths.get("order", rows)} <= {rows}:
-                raise ValueError(f"its arrays have {list(lengths.values())} entries, of {rows} ids")
+                raise ValueError(
+                    f"its arrays have {list(lengths.values())} entries, of {rows} ids"
+                )
             if not is_text:
                 return cls(arrays)
             first, last = arrays["offsets"][[0, -1]]
             if not 0 <= first <= last <= lengths["bytes"]:
-                raise ValueError(f"its strings end at {last}, there are {lengths['bytes']} bytes")
+                raise ValueError(
+                    f"its strings end at {last}, there are {lengths['bytes']} bytes"
+                )
             if isinstance(seed, int):  # written before the hash had a key
                 return cls.build(cls(arrays)._strings)
             key = bytes.fromhex(seed)
             if len(key) != _KEY_BYTES:
-                raise ValueError(f"its key has {len(key)} bytes, must have {_KEY_BYTES}")
+                raise ValueError(
+                    f"its key has {len(key)} bytes, must have {_KEY_BYTES}"
+                )
             return cls(arrays, key)
-        except (OSError, ValueError, KeyError, TypeError, EOFError, IndexError) as error:
-            raise ValueError(f"the id map in '{folder}' cannot be read ({error}); write the store again") from None
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            EOFError,
+            IndexError,
+        ) as error:
+            raise ValueError(
+                f"the id map in '{folder}' cannot be read ({error}); write the store again"
+            ) from None
 
 
 def checked_ids(ids: KnownIds) -> IdArray | pa.LargeStringArray:
@@ -379,18 +447,26 @@ def checked_ids(ids: KnownIds) -> IdArray | pa.LargeStringArray:
         return array.astype(np.int64)
     if array.dtype.kind in "iu":
         if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
-            raise ValueError(f"ids: {array.max()} is beyond int64; give such ids as str")
+            raise ValueError(
+                f"ids: {array.max()} is beyond int64; give such ids as str"
+            )
         return array.astype(np.int64, copy=False)
     if array.dtype.kind in "UOT":
         try:
             # Not from pandas, whose missing values are NaN too: here a NaN is a wrong id.
             strings = pa.array(array, type=pa.large_string(), from_pandas=False)
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise ValueError(f"ids: {error}; all ids must be int64, or all str") from None
+            raise ValueError(
+                f"ids: {error}; all ids must be int64, or all str"
+            ) from None
         if strings.null_count:
-            raise ValueError(f"ids: row {np.flatnonzero(strings.is_null())[0]} has none; give every row an id")
+            raise ValueError(
+                f"ids: row {np.flatnonzero(strings.is_null())[0]} has none; give every row an id"
+            )
         return strings
-    raise ValueError(f"ids of type {array.dtype}: {array[0]!s} is not an id; ids are int64 or str")
+    raise ValueError(
+        f"ids of type {array.dtype}: {array[0]!s} is not an id; ids are int64 or str"
+    )
 
 
 def _buffers(strings: pa.LargeStringArray) -> tuple[IdArray, NDArray[np.uint8]]:
@@ -422,9 +498,13 @@ def _sort(keys: NDArray[Any]) -> tuple[IdArray, NDArray[Any], IdArray]:
     return order, ascending, np.flatnonzero(ascending[1:] == ascending[:-1])
 
 
-def _refuse_duplicates(twins: IdArray, order: IdArray, name: Callable[[int], object]) -> None:
+def _refuse_duplicates(
+    twins: IdArray, order: IdArray, name: Callable[[int], object]
+) -> None:
     """Raises ValueError for the first of ``twins``: indices of sorted ids equal to their successor."""
     if len(twins):
         index = int(twins[0])
         first, second = sorted((int(order[index]), int(order[index + 1])))
-        raise ValueError(f"ids: {name(first)!s} stands at rows {first} and {second}; each id must be there once")
+        raise ValueError(
+            f"ids: {name(first)!s} stands at rows {first} and {second}; each id must be there once"
+        )

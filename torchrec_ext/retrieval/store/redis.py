@@ -61,12 +61,18 @@ class RedisStore:
         width: int | None = None,
     ) -> None:
         if redis is None:
-            raise ValueError(f"a RedisStore needs the package {_MISSING.name}: pip install 'torchrec-ext[retrieval]'")
+            raise ValueError(
+                f"a RedisStore needs the package {_MISSING.name}: pip install 'torchrec-ext[retrieval]'"
+            )
         if not tower:
             raise ValueError(
                 "tower='': must be the digest of the tower that makes the vectors, or those of two are mixed"
             )
-        for field, value in (("expiry_s", expiry_s), ("timeout_s", timeout_s), ("batch", batch)):
+        for field, value in (
+            ("expiry_s", expiry_s),
+            ("timeout_s", timeout_s),
+            ("batch", batch),
+        ):
             if value is not None and not value > 0:
                 raise ValueError(f"{field}={value}: must be greater than 0")
         # The address without the user and password before the host's @, and without the options.
@@ -78,7 +84,10 @@ class RedisStore:
         try:
             # One immediate retry: a connection that the server closed while idle fails once, without delay.
             self._redis = redis.Redis.from_url(
-                url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 1)
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(NoBackoff(), 1),
             )
         except ValueError:  # its message may contain a part of the password
             raise ValueError(
@@ -95,7 +104,9 @@ class RedisStore:
         self._width = width
         self.malformed = 0
 
-    def find(self, ids: Sequence[int] | Sequence[str]) -> tuple[Tensor, NDArray[np.bool_]]:
+    def find(
+        self, ids: Sequence[int] | Sequence[str]
+    ) -> tuple[Tensor, NDArray[np.bool_]]:
         """Finds vectors (B, D) float32, zeros if missing, and (B,) whether each exists, in one round trip.
 
         Raises:
@@ -117,16 +128,21 @@ class RedisStore:
         width = sum(sizes) // 4
         # Missing vectors are zeros.
         vectors = np.zeros((len(values), width), "<f4")
-        vectors[exists] = np.frombuffer(b"".join(contents), "<f4").reshape(len(contents), width)
+        vectors[exists] = np.frombuffer(b"".join(contents), "<f4").reshape(
+            len(contents), width
+        )
         return torch.from_numpy(vectors), exists
 
-    def _find_vectors(self, ids: Sequence[int] | Sequence[str], width: int) -> tuple[Tensor, NDArray[np.bool_]]:
+    def _find_vectors(
+        self, ids: Sequence[int] | Sequence[str], width: int
+    ) -> tuple[Tensor, NDArray[np.bool_]]:
         keys = self._keys(ids)
         size = 4 * width
         # Only the first bytes, since a value of gigabytes would delay all; a key of another type gives an error of its
         # own in the answer.
         values = self._send_pipeline(
-            lambda pipe: [pipe.getrange(key, 0, size) for key in keys], allowed_error="WRONGTYPE"
+            lambda pipe: [pipe.getrange(key, 0, size) for key in keys],
+            allowed_error="WRONGTYPE",
         )
         vectors = np.zeros((len(keys), width), "<f4")
         exists = np.zeros(len(keys), np.bool_)
@@ -146,7 +162,11 @@ class RedisStore:
             StoreUnreachable: no answer in time; some may have been written.
             ValueError: not one finite vector for each id.
         """
-        if vectors.dim() != 2 or len(vectors) != len(ids) or not bool(vectors.isfinite().all()):
+        if (
+            vectors.dim() != 2
+            or len(vectors) != len(ids)
+            or not bool(vectors.isfinite().all())
+        ):
             raise ValueError(
                 f"vectors: shape {tuple(vectors.shape)} for {len(ids)} ids; must be ({len(ids)}, D) finite numbers"
             )
@@ -187,12 +207,19 @@ class RedisStore:
 
     def _send_batches(self, command: str, keys: list[str]) -> list[Any]:
         """Runs a command over batches of keys and returns the answers, in one round trip."""
-        batches = [keys[start : start + self._batch] for start in range(0, len(keys), self._batch)]
+        batches = [
+            keys[start : start + self._batch]
+            for start in range(0, len(keys), self._batch)
+        ]
         if keys:
-            return self._send_pipeline(lambda pipe: [getattr(pipe, command)(*batch) for batch in batches])
+            return self._send_pipeline(
+                lambda pipe: [getattr(pipe, command)(*batch) for batch in batches]
+            )
         return []
 
-    def _send_pipeline(self, fill: Callable[[Any], object], *, allowed_error: str | None = None) -> list[Any]:
+    def _send_pipeline(
+        self, fill: Callable[[Any], object], *, allowed_error: str | None = None
+    ) -> list[Any]:
         """Fills a pipeline with commands and returns their answers, in one round trip.
 
         Args:
@@ -205,13 +232,21 @@ class RedisStore:
                 fill(pipe)
                 answers = list(pipe.execute(raise_on_error=allowed_error is None))
             for answer in answers:
-                if isinstance(answer, Exception) and not str(answer).startswith(allowed_error or ""):
+                if isinstance(answer, Exception) and not str(answer).startswith(
+                    allowed_error or ""
+                ):
                     raise answer
             return answers
         # A subclass of ConnectionError, although the server does answer, so it comes first.
         except redis.exceptions.AuthenticationError as error:
             raise StoreError(f"{self.where} refuses: {error}") from None
-        except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
-            raise StoreUnreachable(f"{self.where} does not answer ({error}); is redis-server running there?") from None
+        except (
+            redis.exceptions.ConnectionError,
+            redis.exceptions.TimeoutError,
+            OSError,
+        ) as error:
+            raise StoreUnreachable(
+                f"{self.where} does not answer ({error}); is redis-server running there?"
+            ) from None
         except redis.exceptions.RedisError as error:
             raise StoreError(f"{self.where} refuses: {error}") from None

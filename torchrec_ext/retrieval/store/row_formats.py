@@ -37,7 +37,13 @@ class Loss:
         """Merges the losses of two sets of rows; keeps the recall of the first."""
         rows = self.rows + other.rows
         mean = (self.mean * self.rows + other.mean * other.rows) / max(1, rows)
-        return Loss(greatest=max(self.greatest, other.greatest), mean=mean, recall=self.recall, k=self.k, rows=rows)
+        return Loss(
+            greatest=max(self.greatest, other.greatest),
+            mean=mean,
+            recall=self.recall,
+            k=self.k,
+            rows=rows,
+        )
 
     def as_dict(self) -> dict[str, float | int | None]:
         """Returns the values for a manifest."""
@@ -106,7 +112,9 @@ class Int8Rows(RowFormat):
         return greatest / 254
 
 
-ROW_FORMATS: dict[str, RowFormat] = {each.name: each for each in (RowFormat(), HalfRows(), Int8Rows())}
+ROW_FORMATS: dict[str, RowFormat] = {
+    each.name: each for each in (RowFormat(), HalfRows(), Int8Rows())
+}
 
 
 def row_format(dtype: Dtype) -> RowFormat:
@@ -131,8 +139,12 @@ def encode(vectors: Tensor, dtype: Dtype) -> tuple[Tensor, Tensor | None]:
         row, column = wrong.nonzero()[0].tolist()
         rule = "must be finite"
         if vectors[row].isfinite().all():
-            rule = f"{dtype} holds up to {target_format.greatest:,.0f}; use fp32 or int8"
-        raise ValueError(f"vectors: row {row}, column {column} is {vectors[row, column]:g}; {rule}")
+            rule = (
+                f"{dtype} holds up to {target_format.greatest:,.0f}; use fp32 or int8"
+            )
+        raise ValueError(
+            f"vectors: row {row}, column {column} is {vectors[row, column]:g}; {rule}"
+        )
     return target_format.encode(vectors)
 
 
@@ -178,7 +190,9 @@ class LossMeter:
         self._numbers += difference.numel()
         self._rows += len(vectors)
 
-    def _merge_best(self, best: tuple[Tensor, Tensor] | None, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _merge_best(
+        self, best: tuple[Tensor, Tensor] | None, scores: Tensor
+    ) -> tuple[Tensor, Tensor]:
         values, rows = scores.topk(min(_K, scores.shape[1]), dim=1)
         rows = rows + self._rows  # from a row of this block to a row of all
         if best is not None:
@@ -195,7 +209,11 @@ class LossMeter:
             hits = (exact[1][:, :, None] == stored[1][:, None, :]).any(dim=2)
             recall = float(hits.float().mean())
         return Loss(
-            greatest=self._greatest, mean=self._sum / max(1, self._numbers), recall=recall, k=_K, rows=self._rows
+            greatest=self._greatest,
+            mean=self._sum / max(1, self._numbers),
+            recall=recall,
+            k=_K,
+            rows=self._rows,
         )
 
 

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from torchrec_ext.distributed.runtime import available_memory
 from torchrec_ext.retrieval.store.ids import IdMap, KnownIds
-from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, Loss, LossMeter, decode, encode
+from torchrec_ext.retrieval.store.row_formats import (
+    ROW_FORMATS,
+    Loss,
+    LossMeter,
+    decode,
+    encode,
+)
 from torchrec_ext.retrieval.store.versions import (
     ATTEMPTS,
     StoreError,
@@ -33,8 +39,12 @@ ROWS = "rows.bin"
 SCALES = "scales.bin"
 LIVE = "live.npy"
 _SHARE = 2  # rows larger than 1/2 of the free memory stay on disk
-_PIECE = 2**22  # bytes mapped at a time: the call holds the interpreter lock, for about 1 ms
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14; Python's mmap has no name for it
+_PIECE = (
+    2**22
+)  # bytes mapped at a time: the call holds the interpreter lock, for about 1 ms
+_POPULATE_READ = (
+    22  # MADV_POPULATE_READ of Linux 5.14; Python's mmap has no name for it
+)
 
 
 class EmbeddingStore:
@@ -71,7 +81,11 @@ class EmbeddingStore:
         width = manifest.get("width")
         dtype = manifest.get("dtype")
         files = manifest["files"]
-        if not isinstance(width, int) or dtype not in ROW_FORMATS or not {ROWS, LIVE, "ids.json"} <= set(files):
+        if (
+            not isinstance(width, int)
+            or dtype not in ROW_FORMATS
+            or not {ROWS, LIVE, "ids.json"} <= set(files)
+        ):
             raise StoreError(
                 f"'{folder}' is no embedding store: width {width!r}, dtype {dtype!r}, files {listed(sorted(files))}"
             )
@@ -91,10 +105,20 @@ class EmbeddingStore:
         self.digest = str(manifest["digest"])
         count = int(manifest["rows"])
         self.ids = IdMap.open(folder)
-        self.live: NDArray[np.bool_] = np.asarray(np.load(folder / LIVE, mmap_mode="r", allow_pickle=False))
-        if len(self.ids) != count or self.live.shape != (count,) or self.live.dtype != np.bool_:
-            raise StoreError(f"'{folder}' is damaged: {count} rows, {len(self.ids)} ids; write the store again")
-        self._descriptor, rows, matrix = _map_numbers(folder / ROWS, self.format.numbers, count * self.width)
+        self.live: NDArray[np.bool_] = np.asarray(
+            np.load(folder / LIVE, mmap_mode="r", allow_pickle=False)
+        )
+        if (
+            len(self.ids) != count
+            or self.live.shape != (count,)
+            or self.live.dtype != np.bool_
+        ):
+            raise StoreError(
+                f"'{folder}' is damaged: {count} rows, {len(self.ids)} ids; write the store again"
+            )
+        self._descriptor, rows, matrix = _map_numbers(
+            folder / ROWS, self.format.numbers, count * self.width
+        )
         self._matrix = matrix.view(count, self.width)
         self._maps = [rows]
         self.scales: Tensor | None = None
@@ -148,7 +172,9 @@ class EmbeddingStore:
         """
         self.check()
         # Two reductions are cheaper than a mask, which is built only for the message.
-        if len(positions) and (int(positions.min()) < 0 or int(positions.max()) >= len(self)):
+        if len(positions) and (
+            int(positions.min()) < 0 or int(positions.max()) >= len(self)
+        ):
             wrong = positions[(positions < 0) | (positions >= len(self))]
             raise ValueError(
                 f"positions: {int(wrong[0])} is not a row of this store, which has {len(self)} (0 to {len(self) - 1})"
@@ -184,7 +210,9 @@ class EmbeddingStore:
                 length = min(_PIECE, len(mapping) - start)
                 try:
                     mapping.madvise(_POPULATE_READ, start, length)
-                except OSError:  # older Linux, or another kernel: read one byte of each page instead
+                except (
+                    OSError
+                ):  # older Linux, or another kernel: read one byte of each page instead
                     bytes(memoryview(mapping)[start : start + length : mmap.PAGESIZE])
         return True
 
@@ -198,13 +226,17 @@ class EmbeddingStore:
             )
 
 
-def _map_numbers(path: Path, dtype: torch.dtype, numbers: int) -> tuple[Any, mmap.mmap | None, Tensor]:
+def _map_numbers(
+    path: Path, dtype: torch.dtype, numbers: int
+) -> tuple[Any, mmap.mmap | None, Tensor]:
     """Maps a file of numbers; returns the open file, its mapping (None if empty), and the numbers."""
     # Stays open, so that check() asks for this file's size even if another has taken its name.
     stream = path.open("rb")
     if not numbers:  # nothing to map
         return stream, None, torch.empty(0, dtype=dtype)
-    mapping = mmap.mmap(stream.fileno(), numbers * dtype.itemsize, access=mmap.ACCESS_READ)
+    mapping = mmap.mmap(
+        stream.fileno(), numbers * dtype.itemsize, access=mmap.ACCESS_READ
+    )
     # torch cannot mark a tensor read-only and warns; no code here writes to the rows.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -254,17 +286,32 @@ def refresh_store(
         id_map, positions = _assign_positions(current_store.ids, ids)
         tombstones = _tombstone_positions(current_store.ids, deleted, positions)
         rows, scales = encode(block, current_store.dtype)
-        _copy_with_rows(current_store.folder / ROWS, path / ROWS, rows, positions, len(id_map))
+        _copy_with_rows(
+            current_store.folder / ROWS, path / ROWS, rows, positions, len(id_map)
+        )
         if scales is not None:
-            _copy_with_rows(current_store.folder / SCALES, path / SCALES, scales[:, None], positions, len(id_map))
+            _copy_with_rows(
+                current_store.folder / SCALES,
+                path / SCALES,
+                scales[:, None],
+                positions,
+                len(id_map),
+            )
         id_map.save(path)
-        live = np.concatenate([current_store.live, np.ones(len(id_map) - len(current_store), np.bool_)])
+        live = np.concatenate(
+            [current_store.live, np.ones(len(id_map) - len(current_store), np.bool_)]
+        )
         # A tombstone comes back to life if its id is written again.
         live[positions] = True
         live[tombstones] = False
         np.save(path / LIVE, live)
-        content = {key: current_store.manifest[key] for key in ("width", "dtype", "tower")}
-        content |= {"rows": len(id_map), "loss": _merge_loss(current_store, block, decode(rows, scales))}
+        content = {
+            key: current_store.manifest[key] for key in ("width", "dtype", "tower")
+        }
+        content |= {
+            "rows": len(id_map),
+            "loss": _merge_loss(current_store, block, decode(rows, scales)),
+        }
         return EmbeddingStore(publish_version(path, content, {}))
 
 
@@ -279,7 +326,9 @@ def _assign_positions(id_map: IdMap, ids: KnownIds) -> tuple[IdMap, NDArray[np.i
     return id_map, id_map.positions(ids)
 
 
-def _tombstone_positions(id_map: IdMap, deleted: KnownIds, written_positions: NDArray[np.int64]) -> NDArray[np.int64]:
+def _tombstone_positions(
+    id_map: IdMap, deleted: KnownIds, written_positions: NDArray[np.int64]
+) -> NDArray[np.int64]:
     positions = id_map.positions(deleted)
     problems = {
         "is not in the store": positions < 0,
@@ -287,11 +336,15 @@ def _tombstone_positions(id_map: IdMap, deleted: KnownIds, written_positions: ND
     }
     for problem, wrong in problems.items():
         if wrong.any():
-            raise ValueError(f"deleted: {np.asarray(deleted)[wrong][0]!s} {problem}; leave it out")
+            raise ValueError(
+                f"deleted: {np.asarray(deleted)[wrong][0]!s} {problem}; leave it out"
+            )
     return positions
 
 
-def _copy_with_rows(source: Path, target: Path, rows: Tensor, positions: NDArray[np.int64], count: int) -> None:
+def _copy_with_rows(
+    source: Path, target: Path, rows: Tensor, positions: NDArray[np.int64], count: int
+) -> None:
     """Copies a file, extends it to ``count`` rows, and writes ``rows`` (N, W) at ``positions``."""
     # Readers have the old file mapped, so it must not change.
     shutil.copyfile(source, target)
@@ -300,11 +353,15 @@ def _copy_with_rows(source: Path, target: Path, rows: Tensor, positions: NDArray
         stream.truncate(count * width)
     if len(rows):
         file_rows = np.memmap(target, np.uint8, mode="r+", shape=(count, width))
-        file_rows[positions] = rows.contiguous().view(torch.uint8).numpy().reshape(len(rows), width)
+        file_rows[positions] = (
+            rows.contiguous().view(torch.uint8).numpy().reshape(len(rows), width)
+        )
         file_rows.flush()
 
 
-def _merge_loss(old_store: EmbeddingStore, block: Tensor, stored: Tensor) -> dict[str, Any] | None:
+def _merge_loss(
+    old_store: EmbeddingStore, block: Tensor, stored: Tensor
+) -> dict[str, Any] | None:
     if not old_store.loss:
         return None
     meter = LossMeter()

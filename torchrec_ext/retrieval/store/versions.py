@@ -37,7 +37,11 @@ class StoreError(ValueError):
 
 def versions(folder: Path) -> list[str]:
     """Returns the names of the complete versions, oldest first."""
-    return sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}") if _NAME.fullmatch(path.parent.name))
+    return sorted(
+        path.parent.name
+        for path in folder.glob(f"*/{MANIFEST}")
+        if _NAME.fullmatch(path.parent.name)
+    )
 
 
 def current(folder: Path) -> str:
@@ -47,13 +51,17 @@ def current(folder: Path) -> str:
         StoreError: no version was ever written there.
     """
     try:
-        name = read_plain(folder / _POINTER, _MOST_BYTES).decode(errors="replace").strip()
+        name = (
+            read_plain(folder / _POINTER, _MOST_BYTES).decode(errors="replace").strip()
+        )
     except OSError:
         raise StoreError(
             f"'{folder}' holds no embedding store: it has no file {_POINTER}; write one with write_store"
         ) from None
     if not _NAME.fullmatch(name):
-        raise StoreError(f"'{folder / _POINTER}' is damaged: it names {name[:40]!r}; write the store again")
+        raise StoreError(
+            f"'{folder / _POINTER}' is damaged: it names {name[:40]!r}; write the store again"
+        )
     return name
 
 
@@ -72,17 +80,32 @@ def read_store_manifest(folder: Path) -> dict[str, Any]:
         raise StoreError(
             f"'{path}' is missing: this version was removed or never finished; open the store again"
         ) from None
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise StoreError(f"'{path}' is damaged ({error}); write the store again") from None
+    except (
+        OSError,
+        ValueError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ) as error:
+        raise StoreError(
+            f"'{path}' is damaged ({error}); write the store again"
+        ) from None
     # Before the digest, because a newer format may compute it otherwise.
     if form > _FORMAT:
-        raise StoreError(f"'{path}' is of format {form}, this version reads up to {_FORMAT}: update torchrec-ext")
+        raise StoreError(
+            f"'{path}' is of format {form}, this version reads up to {_FORMAT}: update torchrec-ext"
+        )
     if sha != json_digest(content):
-        raise StoreError(f"'{path}' is damaged: its content does not fit its digest; write the store again")
+        raise StoreError(
+            f"'{path}' is damaged: its content does not fit its digest; write the store again"
+        )
     return {**content, "digest": sha}
 
 
-def check_version_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool) -> None:
+def check_version_files(
+    folder: Path, files: dict[str, dict[str, Any]], *, verify: bool
+) -> None:
     """Checks the files' sizes against the manifest, and with ``verify`` their content too.
 
     Raises:
@@ -95,7 +118,9 @@ def check_version_files(folder: Path, files: dict[str, dict[str, Any]], *, verif
             if verify and measured == entry:
                 measured = measure_file(path)
         except OSError as error:
-            raise StoreError(f"'{path}' cannot be read: {error.strerror or error}; write the store again") from None
+            raise StoreError(
+                f"'{path}' cannot be read: {error.strerror or error}; write the store again"
+            ) from None
         if wrong := difference(measured, entry):
             raise StoreError(f"'{path}' {wrong}; write the store again")
 
@@ -111,7 +136,9 @@ def new_version(folder: Path) -> Iterator[Path]:
     """
     with _lock(folder):
         # Also numbers of versions without a manifest, so that a new version never meets the rest of an old one.
-        numbers = [int(name[1:]) for name in os.listdir(folder) if _NAME.fullmatch(name)]
+        numbers = [
+            int(name[1:]) for name in os.listdir(folder) if _NAME.fullmatch(name)
+        ]
         last = max(numbers, default=0)
         # The lock is ours, so a partial folder is left over from a writer that crashed.
         for leftover in folder.glob("*.partial"):
@@ -130,7 +157,9 @@ def new_version(folder: Path) -> Iterator[Path]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def publish_version(path: Path, content: dict[str, Any], digests: dict[str, str]) -> Path:
+def publish_version(
+    path: Path, content: dict[str, Any], digests: dict[str, str]
+) -> Path:
     """Publishes the files in ``path`` as the current version and returns its folder.
 
     Args:
@@ -147,7 +176,10 @@ def publish_version(path: Path, content: dict[str, Any], digests: dict[str, str]
         sync_to_disk(file)
     # The order survives a crash at any point: first the files, then the manifest, then the folder's final name, and
     # last the pointer, so that it never names an incomplete version.
-    write_whole(path / MANIFEST, sealed_json({"format": _FORMAT, **content, "files": files}, "digest"))
+    write_whole(
+        path / MANIFEST,
+        sealed_json({"format": _FORMAT, **content, "files": files}, "digest"),
+    )
     final = path.with_suffix("")
     path.rename(final)
     write_whole(path.parent / _POINTER, f"{final.name}\n".encode())
@@ -166,7 +198,9 @@ def prune_store(folder: Path | str, keep: int = 2) -> list[str]:
         raise ValueError(f"keep={keep}: must be 1 or more, the current version stays")
     folder = Path(folder)
     with _lock(folder):
-        old_versions = [name for name in versions(folder)[:-keep] if name != current(folder)]
+        old_versions = [
+            name for name in versions(folder)[:-keep] if name != current(folder)
+        ]
         for name in old_versions:
             # Without a manifest the version no longer counts, even if the removal is interrupted.
             (folder / name / MANIFEST).unlink()

@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.retrieval.store.ids import IdMap, KnownIds, checked_ids
-from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, Dtype, LossMeter, decode, encode, row_format, some_of
+from torchrec_ext.retrieval.store.row_formats import (
+    ROW_FORMATS,
+    Dtype,
+    LossMeter,
+    decode,
+    encode,
+    row_format,
+    some_of,
+)
 from torchrec_ext.retrieval.store.store import LIVE, ROWS, SCALES, EmbeddingStore
 from torchrec_ext.retrieval.store.versions import new_version, publish_version
 
@@ -56,7 +64,13 @@ def write_store(
         id_map = IdMap.build(writer.ids)
         id_map.save(path)
         np.save(path / LIVE, np.ones(len(id_map), np.bool_))
-        content = {"rows": len(id_map), "width": writer.width, "dtype": dtype, "tower": tower, "loss": None}
+        content = {
+            "rows": len(id_map),
+            "width": writer.width,
+            "dtype": dtype,
+            "tower": tower,
+            "loss": None,
+        }
         if writer.meter is not None:
             content["loss"] = writer.meter.loss().as_dict()
         return EmbeddingStore(publish_version(path, content, writer.digests))
@@ -70,7 +84,9 @@ class RowWriter:
         meter: measures the rounding loss of fp16 and int8; None for fp32.
     """
 
-    def __init__(self, folder: Path, dtype: Dtype, queries: Tensor | None = None) -> None:
+    def __init__(
+        self, folder: Path, dtype: Dtype, queries: Tensor | None = None
+    ) -> None:
         self.dtype = dtype
         self.width = 0
         self._queries = queries
@@ -93,15 +109,21 @@ class RowWriter:
         block = self._as_block(vectors, len(ids))
         if len(ids):
             # A copy, since the caller may reuse the block's memory.
-            self._ids.append(checked_ids(ids if isinstance(ids, pa.Array) else np.array(ids)))
+            self._ids.append(
+                checked_ids(ids if isinstance(ids, pa.Array) else np.array(ids))
+            )
         try:
             rows, scales = encode(block, self.dtype)
         except ValueError as error:
-            raise ValueError(f"{error} (of the block whose first row is row {self._rows})") from None
+            raise ValueError(
+                f"{error} (of the block whose first row is row {self._rows})"
+            ) from None
         if not ROW_FORMATS[self.dtype].exact:
             if self.meter is None:
                 # Rows of the block stand in for queries, which only an export has.
-                self.meter = LossMeter(some_of(block) if self._queries is None else self._queries)
+                self.meter = LossMeter(
+                    some_of(block) if self._queries is None else self._queries
+                )
             self.meter.add(block, decode(rows, scales))
         self._write(ROWS, rows)
         if scales is not None:
@@ -111,7 +133,9 @@ class RowWriter:
     def _as_block(self, vectors: NDArray[Any] | Tensor, count: int) -> Tensor:
         block = torch.as_tensor(vectors).detach().to("cpu", torch.float32)
         if block.dim() != 2 or len(block) != count:
-            raise ValueError(f"vectors: shape {tuple(block.shape)} for {count} ids; must be ({count}, D)")
+            raise ValueError(
+                f"vectors: shape {tuple(block.shape)} for {count} ids; must be ({count}, D)"
+            )
         if self.width and block.shape[1] != self.width:
             raise ValueError(
                 f"vectors: {block.shape[1]} wide from row {self._rows} on, {self.width} before; one tower has one width"
@@ -134,7 +158,9 @@ class RowWriter:
         """
         kinds = {isinstance(block, pa.Array) for block in self._ids}
         if len(kinds) > 1:
-            raise ValueError("ids: some blocks have int64 ids and others str; all ids of a catalogue are of one type")
+            raise ValueError(
+                "ids: some blocks have int64 ids and others str; all ids of a catalogue are of one type"
+            )
         if kinds == {True}:
             return pa.concat_arrays(self._ids)
         return np.concatenate([*self._ids, np.zeros(0, np.int64)])
@@ -148,7 +174,10 @@ class RowWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for stream in self._files.values():
             stream.close()
@@ -211,14 +240,18 @@ def embed(
     wait = barrier or (lambda: None)
     wait()  # until every share is complete
     if rank == 0:
-        _join_shares([EmbeddingStore.open(share) for share in folders], folder, dtype, digest)
+        _join_shares(
+            [EmbeddingStore.open(share) for share in folders], folder, dtype, digest
+        )
         for share in folders:
             shutil.rmtree(share)
     wait()  # until the store is there
     return EmbeddingStore.open(folder)
 
 
-def _embed_blocks(tower: Callable[[_Rows], Tensor], blocks: Iterable[tuple[KnownIds, _Rows]]) -> Iterator[Block]:
+def _embed_blocks(
+    tower: Callable[[_Rows], Tensor], blocks: Iterable[tuple[KnownIds, _Rows]]
+) -> Iterator[Block]:
     for ids, rows in blocks:
         with torch.inference_mode():
             yield ids, tower(rows)
@@ -229,7 +262,9 @@ def _ascend(ids: IdMap) -> bool:
     return bool(np.all(id_values[1:] > id_values[:-1]))
 
 
-def _join_shares(shares: Sequence[EmbeddingStore], folder: Path, dtype: Dtype, digest: str) -> EmbeddingStore:
+def _join_shares(
+    shares: Sequence[EmbeddingStore], folder: Path, dtype: Dtype, digest: str
+) -> EmbeddingStore:
     """Merges all shares into one store, in ascending order of ids; reads them block by block."""
     return write_store(folder, _sorted_blocks(shares), dtype=dtype, tower=digest)
 
@@ -250,5 +285,7 @@ def _sorted_blocks(shares: Sequence[EmbeddingStore]) -> Iterator[Block]:
         for number, share in enumerate(filled_shares):
             indices = np.flatnonzero(owner == number)
             first = ends[number] - len(share)
-            vectors[torch.from_numpy(indices)] = share.rows(torch.from_numpy(positions[indices] - first))
+            vectors[torch.from_numpy(indices)] = share.rows(
+                torch.from_numpy(positions[indices] - first)
+            )
         yield ids[positions], vectors

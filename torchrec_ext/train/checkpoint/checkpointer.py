@@ -19,7 +19,12 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.sealed import yield_to_others
 from torchrec_ext.train.checkpoint import folder as manifest
 from torchrec_ext.train.checkpoint.config import Change
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRanks, check_shared, newest_good
+from torchrec_ext.train.checkpoint.folder import (
+    CheckpointFolder,
+    CheckpointRanks,
+    check_shared,
+    newest_good,
+)
 from torchrec_ext.train.checkpoint.load import load_checkpoint
 from torchrec_ext.train.checkpoint.state import ModelState, Parts, SavePlanner, State
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, writer
@@ -46,7 +51,9 @@ class Checkpointer:
         self._keep = keep
         self.together = CheckpointRanks(runtime)
         # One thread, because the ranks' collectives over the group of checkpoints must come in one order.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=yield_to_others)
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="checkpoint", initializer=yield_to_others
+        )
         self._running: Future[None] | None = None
         self._copies: dict[str, Any] = {}
         # Step and digest of the previous checkpoint.
@@ -56,7 +63,11 @@ class Checkpointer:
         self.together.on_main(self.folder.lock)
 
     def save(
-        self, step: int, state: ModelState, extra: State | None = None, content: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        state: ModelState,
+        extra: State | None = None,
+        content: Mapping[str, Any] | None = None,
     ) -> None:
         """Begins to save in the background, once the previous save has ended.
 
@@ -134,7 +145,12 @@ class Checkpointer:
         return newest_good(self.folder, self.together, say)
 
     def load(
-        self, path: str, state: ModelState, extra: State | None = None, *, allow: Sequence[Change] = ()
+        self,
+        path: str,
+        state: ModelState,
+        extra: State | None = None,
+        *,
+        allow: Sequence[Change] = (),
     ) -> dict[str, Any]:
         """Loads a checkpoint into ``state`` and ``extra``, saved under any plan and number of ranks.
 
@@ -154,7 +170,10 @@ class Checkpointer:
         return load_checkpoint(path, state, self.together, extra, allow=allow)[0]
 
     def branch(
-        self, saved: Mapping[str, Any], best: Mapping[str, Any] | None, say: Callable[[str], None] = print
+        self,
+        saved: Mapping[str, Any],
+        best: Mapping[str, Any] | None,
+        say: Callable[[str], None] = print,
     ) -> None:
         """Sets aside the checkpoints ahead of the loaded one, and makes that the parent of the next save.
 
@@ -163,7 +182,10 @@ class Checkpointer:
             best: figures and ``best_step`` of the best evaluation in the loaded run, or None.
             say: called on rank 0 with a line if something was set aside.
         """
-        self._parent = {"step": saved["step"], "sha256": manifest.manifest_digest(saved)}
+        self._parent = {
+            "step": saved["step"],
+            "sha256": manifest.manifest_digest(saved),
+        }
         line = self.together.on_main(lambda: self._set_aside(saved["step"], best))
         if line and self._runtime.is_main:
             say(line)
@@ -193,7 +215,9 @@ class Checkpointer:
                 no_dist=self.together.group is None,
             )
         except (CheckpointException, OSError, RuntimeError) as error:
-            raise CheckpointError(self._explain_failure(path, needed_bytes, error)) from None
+            raise CheckpointError(
+                self._explain_failure(path, needed_bytes, error)
+            ) from None
         digests: dict[str, Any] = {}
         for digests_of_rank in self.together.gathered(files.digests):
             digests |= digests_of_rank
@@ -218,7 +242,9 @@ class Checkpointer:
         path = self.folder.begin(step)
         free = self._free_bytes()
         if free < needed_bytes:
-            raise CheckpointError(self._no_space(self.folder.path(step), needed_bytes, free))
+            raise CheckpointError(
+                self._no_space(self.folder.path(step), needed_bytes, free)
+            )
         return path
 
     def _free_bytes(self) -> int:
@@ -233,7 +259,9 @@ class Checkpointer:
             "make room, lower checkpoint.keep, or choose another --run-dir, and go on with --resume auto"
         )
 
-    def _explain_failure(self, path: str, needed_bytes: int, error: BaseException) -> str:
+    def _explain_failure(
+        self, path: str, needed_bytes: int, error: BaseException
+    ) -> str:
         # Other files may have filled the disk during the save: then "no space" explains the error better than its text.
         free = self._free_bytes()
         if free < needed_bytes // 10:
@@ -245,7 +273,11 @@ class Checkpointer:
 
         def copy(key: str, tensor: Tensor) -> Tensor:
             buffer = self._copies.get(key)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            if (
+                buffer is None
+                or buffer.shape != tensor.shape
+                or buffer.dtype != tensor.dtype
+            ):
                 buffer = self._copies[key] = torch.empty_like(
                     tensor, device="cpu", memory_format=torch.contiguous_format
                 )
@@ -255,7 +287,11 @@ class Checkpointer:
         with torch.no_grad():
             for name, value in state.items():
                 if isinstance(value, Parts):
-                    copies[name] = value.map(lambda tensor, number, name=name: copy(f"{name}/{number}", tensor))
+                    copies[name] = value.map(
+                        lambda tensor, number, name=name: copy(
+                            f"{name}/{number}", tensor
+                        )
+                    )
                 else:
                     copies[name] = copy(name, value)
         return copies
@@ -267,7 +303,9 @@ class Checkpointer:
             # Names with @ are an optimizer's state of a layer.
             if name.startswith("dense.") and "@" not in name:
                 layers.add(name.removeprefix("dense."))
-        widths = {name: list(row_state.widths) for name, row_state in state.row_states.items()}
+        widths = {
+            name: list(row_state.widths) for name, row_state in state.row_states.items()
+        }
         layers_of_all: set[str] = set()
         widths_of_all: dict[str, list[int]] = {}
         for layers_of_rank, widths_of_rank in self.together.gathered((layers, widths)):

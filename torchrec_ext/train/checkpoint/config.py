@@ -13,7 +13,14 @@ from typing import Literal, get_args
 from torchrec_ext.schema.validation import check_choice
 
 Changed = Literal["refuse", "next_epoch"]
-Change = Literal["more_rows", "fewer_rows", "new_tables", "fewer_tables", "new_layers", "fewer_layers"]
+Change = Literal[
+    "more_rows",
+    "fewer_rows",
+    "new_tables",
+    "fewer_tables",
+    "new_layers",
+    "fewer_layers",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +50,13 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "steps"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 0 or more; 0 saves none by it")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: must be 0 or more; 0 saves none by it"
+                )
         if self.keep < 1:
-            raise ValueError(f"keep={self.keep}: must be 1 or more; epochs=0 and steps=0 save none at all")
+            raise ValueError(
+                f"keep={self.keep}: must be 1 or more; epochs=0 and steps=0 save none at all"
+            )
         check_choice("changed", self.changed, get_args(Changed))
 
     @property
@@ -72,4 +83,6 @@ class StartConfig:
     def __post_init__(self) -> None:
         unknown = [change for change in self.allow if change not in get_args(Change)]
         if unknown:
-            raise ValueError(f"allow: {', '.join(unknown)}: must be of {', '.join(get_args(Change))}")
+            raise ValueError(
+                f"allow: {', '.join(unknown)}: must be of {', '.join(get_args(Change))}"
+            )

@@ -91,12 +91,17 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
         )
     # The bytes are compared too: JSON with, for example, a key given twice has the same content under other bytes.
     if sha != json_digest(manifest) or data != sealed(manifest):
-        raise CheckpointError(f"{where} is damaged: its content does not fit its digest")
+        raise CheckpointError(
+            f"{where} is damaged: its content does not fit its digest"
+        )
     return manifest  # type: ignore[no-any-return]
 
 
 def damaged(
-    files: AbstractFileSystem, folder: str, listed: Mapping[str, Mapping[str, Any]], names: Iterable[str]
+    files: AbstractFileSystem,
+    folder: str,
+    listed: Mapping[str, Mapping[str, Any]],
+    names: Iterable[str],
 ) -> str | None:
     """Describes the first damaged file of ``names``; None if all match the manifest."""
     for name in names:
@@ -175,7 +180,9 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, newest first."""
-        return sorted({step for _, step, whole in self._entries() if whole}, reverse=True)
+        return sorted(
+            {step for _, step, whole in self._entries() if whole}, reverse=True
+        )
 
     def begin(self, step: int) -> str:
         """Makes an empty folder for the checkpoint after ``step`` steps, and returns its path or address.
@@ -301,7 +308,11 @@ class CheckpointFolder:
         steps = note.get("steps")
         is_folder = isinstance(name, str) and _ASIDE.fullmatch(name) is not None
         # type() and not isinstance(), because True and False are no steps.
-        if is_folder and isinstance(steps, list) and all(type(step) is int and step >= 0 for step in steps):
+        if (
+            is_folder
+            and isinstance(steps, list)
+            and all(type(step) is int and step >= 0 for step in steps)
+        ):
             return _Move(str(name), steps)
         raise CheckpointError(
             f"{path}: must name a folder set-aside-NUMBER and a list of steps; remove the file to "
@@ -397,10 +408,14 @@ class CheckpointFolder:
         if _MOVE_NOTE in names and (move := self._pending_move()) is not None:
             moved_steps = move.steps
         for name in names:
-            match = _STEP_NAME.fullmatch(name.removesuffix(_PARTIAL).removesuffix(_AGAIN))
+            match = _STEP_NAME.fullmatch(
+                name.removesuffix(_PARTIAL).removesuffix(_AGAIN)
+            )
             if match and int(match[1]) not in moved_steps:
                 # A partial folder never counts, not even if a kill came between its manifest and its new name.
-                is_whole = not name.endswith(_PARTIAL) and self._is_whole(f"{self.root}/{name}")
+                is_whole = not name.endswith(_PARTIAL) and self._is_whole(
+                    f"{self.root}/{name}"
+                )
                 entries.append((name, int(match[1]), is_whole))
         return entries
 
@@ -482,10 +497,18 @@ def read_checkpoint_manifest(path: str) -> dict[str, Any]:
         CheckpointError: there is none, or it is damaged or of a newer format.
     """
     where = f"{path}/{MANIFEST_NAME}"
-    saved = opened(_read_bytes(where, f"; is '{path}' a checkpoint?", _MAX_MANIFEST_BYTES), where)
-    missing = [name for name, kind in _MANIFEST_TYPES.items() if not isinstance(saved.get(name), kind)]
+    saved = opened(
+        _read_bytes(where, f"; is '{path}' a checkpoint?", _MAX_MANIFEST_BYTES), where
+    )
+    missing = [
+        name
+        for name, kind in _MANIFEST_TYPES.items()
+        if not isinstance(saved.get(name), kind)
+    ]
     if missing:
-        raise CheckpointError(f"{where} is not the manifest of a checkpoint: it lacks {', '.join(missing)}")
+        raise CheckpointError(
+            f"{where} is not the manifest of a checkpoint: it lacks {', '.join(missing)}"
+        )
     return saved
 
 
@@ -502,14 +525,23 @@ def damage(path: str, together: CheckpointRanks) -> str | None:
     """Describes the damage of a checkpoint, or returns None; the ranks share the reading of its files."""
     try:
         listed = read_checkpoint_manifest(path)["files"]
-        wrong = damaged(url_to_fs(path)[0], path, listed, sorted(listed)[together.rank :: together.ranks])
+        wrong = damaged(
+            url_to_fs(path)[0],
+            path,
+            listed,
+            sorted(listed)[together.rank :: together.ranks],
+        )
     # The list of files is a dict, but its entries may have another form.
     except (CheckpointError, KeyError, TypeError, AttributeError) as error:
         wrong = str(error)
     return next(filter(None, together.gathered(wrong)), None)
 
 
-def newest_good(folder: CheckpointFolder, together: CheckpointRanks, say: Callable[[str], None] = print) -> str | None:
+def newest_good(
+    folder: CheckpointFolder,
+    together: CheckpointRanks,
+    say: Callable[[str], None] = print,
+) -> str | None:
     """Returns the path of the newest undamaged checkpoint, the same on every rank; None if there is none.
 
     Args:
@@ -535,10 +567,14 @@ def _read_bytes(where: str, hint: str = "", max_bytes: int | None = None) -> byt
         with _open(files, path) as stream:
             data: bytes = stream.read(count)
         if max_bytes is not None and len(data) > max_bytes:
-            raise OSError(errno.EFBIG, f"it has more than the {max_bytes:,} bytes that are read")
+            raise OSError(
+                errno.EFBIG, f"it has more than the {max_bytes:,} bytes that are read"
+            )
         return data
     except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror or error}{hint}") from None
+        raise CheckpointError(
+            f"{where} cannot be read: {error.strerror or error}{hint}"
+        ) from None
 
 
 # An NFS client may cache for this long that a file is missing.
@@ -594,7 +630,10 @@ def _write_probe(files: AbstractFileSystem, root: str) -> tuple[str, str]:
         return name, str(error.strerror or error)
     except Exception as error:
         # Each driver has errors of its own: no such bucket, no right, no network, read-only.
-        return name, f"{type(error).__name__}({error}); check the address, its rights and the network"
+        return (
+            name,
+            f"{type(error).__name__}({error}); check the address, its rights and the network",
+        )
     return name, ""
 
 

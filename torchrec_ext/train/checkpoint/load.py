@@ -18,8 +18,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchrec_ext.train.checkpoint.config import Change
-from torchrec_ext.train.checkpoint.folder import CheckpointRanks, read_checkpoint_manifest, read_index
-from torchrec_ext.train.checkpoint.state import LoadPlanner, LocalShard, ModelState, Parts, State, table_in_name
+from torchrec_ext.train.checkpoint.folder import (
+    CheckpointRanks,
+    read_checkpoint_manifest,
+    read_index,
+)
+from torchrec_ext.train.checkpoint.state import (
+    LoadPlanner,
+    LocalShard,
+    ModelState,
+    Parts,
+    State,
+    table_in_name,
+)
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, reader
 
 # A kind of difference that no setting allows: without dynamic ids it is not known which rows would go.
@@ -72,8 +83,13 @@ def match(
     Raises:
         CheckpointError: there is a difference of another kind; the first are named, on every rank alike.
     """
-    saved_shapes = {name: tuple(getattr(value, "size", ())) for name, value in index.state_dict_metadata.items()}
-    model_sizes: dict[str, tuple[int, ...]] = {name: tuple(value.size()) for name, value in wanted.items()}
+    saved_shapes = {
+        name: tuple(getattr(value, "size", ()))
+        for name, value in index.state_dict_metadata.items()
+    }
+    model_sizes: dict[str, tuple[int, ...]] = {
+        name: tuple(value.size()) for name, value in wanted.items()
+    }
     saved_sizes = dict(saved_shapes)
     # Only the rows of a row state must fit: its columns depend on the split of the table, which may differ.
     for name, row_state in state.row_states.items():
@@ -107,7 +123,10 @@ def match(
         elif table and table not in state.tables:
             differences[line] = "fewer_tables"
         # The table is there, but its optimizer keeps another state, or its ids are no longer dynamic.
-        elif table or (name.startswith("ids.") and name.split(".")[1] in state.tables.keys() - state.ids.keys()):
+        elif table or (
+            name.startswith("ids.")
+            and name.split(".")[1] in state.tables.keys() - state.ids.keys()
+        ):
             differences[line] = None
     for table in state.ids:
         if f"ids.{table}.ids" not in saved_shapes:
@@ -117,7 +136,11 @@ def match(
 
 
 def _kind(
-    name: str, size: tuple[int, ...], before: tuple[int, ...] | None, saved: Mapping[str, Any], sources: Container[str]
+    name: str,
+    size: tuple[int, ...],
+    before: tuple[int, ...] | None,
+    saved: Mapping[str, Any],
+    sources: Container[str],
 ) -> str | None:
     """Returns ``fits``, the kind of change that ``allow`` must name, else a change nothing can allow."""
     if size == before:
@@ -158,11 +181,18 @@ def _clip_rows(value: Any, size: tuple[int, ...]) -> Any:
 
 def _saved_rows(shards: Sequence[LocalShard], rows: int) -> list[LocalShard]:
     """Returns the saved rows of shards, which are among a table's first ``rows``."""
-    return [LocalShard(shard.tensor[: max(rows - shard.offsets[0], 0)], shard.offsets) for shard in shards]
+    return [
+        LocalShard(shard.tensor[: max(rows - shard.offsets[0], 0)], shard.offsets)
+        for shard in shards
+    ]
 
 
 def _refuse(
-    path: str, differences: dict[str, str | None], allow: Sequence[Change], together: CheckpointRanks, result: Match
+    path: str,
+    differences: dict[str, str | None],
+    allow: Sequence[Change],
+    together: CheckpointRanks,
+    result: Match,
 ) -> None:
     by_rank = together.gathered(differences)
     # Every rank refuses the same differences: if only one raised, the others would wait for it in the load.
@@ -190,7 +220,11 @@ def _refuse(
             remedy = f"; if meant: start.allow={','.join([*allow, *kinds])}, or load(allow=...)"
         name = path.rstrip("/").rpartition("/")[2]
         header = f"checkpoint '{name}' is of another model: "
-        raise CheckpointError(header + _fitting(refused, _MOST_CHARACTERS - len(header) - len(remedy)) + remedy)
+        raise CheckpointError(
+            header
+            + _fitting(refused, _MOST_CHARACTERS - len(header) - len(remedy))
+            + remedy
+        )
 
 
 def _fitting(lines: Sequence[str], room: int) -> str:
@@ -207,7 +241,9 @@ def _fitting(lines: Sequence[str], room: int) -> str:
 
 def _on_all_ranks(line: str, by_rank: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a difference counts: a rank without a part of a table may miss its names, so all ranks must."""
-    return not line.endswith("is not in this model") or all(line in lines for lines in by_rank)
+    return not line.endswith("is not in this model") or all(
+        line in lines for lines in by_rank
+    )
 
 
 def _slots(state: ModelState) -> set[str]:
@@ -280,7 +316,16 @@ def load_checkpoint(
     index = read_index(path)
     step_counts = state.counted()
     sources = sources or {}
-    matched = match(path, state, {**state.tensors, **step_counts}, index, saved, allow, together, sources)
+    matched = match(
+        path,
+        state,
+        {**state.tensors, **step_counts},
+        index,
+        saved,
+        allow,
+        together,
+        sources,
+    )
     to_load = dict(matched.tensors)
     for name, tensor in (extra or {}).items():
         if name in index.state_dict_metadata:
@@ -301,7 +346,9 @@ def load_checkpoint(
             buffers = {}
             for shard in parts:
                 row = shard.offsets[0]
-                buffers[row] = LocalShard(torch.empty(len(shard.tensor), len(widths)), (row, 0))
+                buffers[row] = LocalShard(
+                    torch.empty(len(shard.tensor), len(widths)), (row, 0)
+                )
             other_splits[name] = Parts((rows, len(widths)), list(buffers.values()))
     cold_rows = _cold_rows(state, matched, cold or {})
     load_tensors(path, {**to_load, **other_splits}, together)
@@ -318,7 +365,15 @@ def load_checkpoint(
         size = getattr(metadata, "size", ())
         # A count of steps has no rows to move.
         if table in sources and len(size) == 2:
-            _load_moved(path, state, name, size, sources[table], saved["row_parts"].get(name, ()), together)
+            _load_moved(
+                path,
+                state,
+                name,
+                size,
+                sources[table],
+                saved["row_parts"].get(name, ()),
+                together,
+            )
     return saved, matched
 
 
@@ -326,7 +381,9 @@ def empty_tensors(index: Metadata, prefixes: Sequence[str]) -> State:
     """Returns a tensor to load into for each of a checkpoint's whose name begins so."""
     tensors: State = {}
     for name, metadata in index.state_dict_metadata.items():
-        if name.startswith(tuple(prefixes)) and isinstance(metadata, TensorStorageMetadata):
+        if name.startswith(tuple(prefixes)) and isinstance(
+            metadata, TensorStorageMetadata
+        ):
             tensors[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype)
     return tensors
 
@@ -336,13 +393,21 @@ def load_tensors(path: str, tensors: State, together: CheckpointRanks) -> None:
     group = together.group
     try:
         dcp.load(
-            tensors, storage_reader=reader(path), planner=LoadPlanner(), process_group=group, no_dist=group is None
+            tensors,
+            storage_reader=reader(path),
+            planner=LoadPlanner(),
+            process_group=group,
+            no_dist=group is None,
         )
     except CheckpointException as error:
-        raise CheckpointError(f"checkpoint '{path}' could not be read: {cause(error)}") from None
+        raise CheckpointError(
+            f"checkpoint '{path}' could not be read: {cause(error)}"
+        ) from None
 
 
-def _merge(state: ModelState, other_splits: Mapping[str, Parts], saved: Mapping[str, Any]) -> None:
+def _merge(
+    state: ModelState, other_splits: Mapping[str, Parts], saved: Mapping[str, Any]
+) -> None:
     """Converts row states between different splits of a table's columns."""
     for name, saved_parts in other_splits.items():
         row_state = state.row_states[name]
@@ -352,7 +417,9 @@ def _merge(state: ModelState, other_splits: Mapping[str, Parts], saved: Mapping[
             row, number = shard.offsets
             start = sum(row_state.widths[:number])
             if row in by_row:
-                merged = inherited(by_row[row], widths, start, start + row_state.widths[number])
+                merged = inherited(
+                    by_row[row], widths, start, start + row_state.widths[number]
+                )
                 shard.tensor[: len(merged)].copy_(merged)
 
 
@@ -386,8 +453,12 @@ def _load_moved(
             if row_state:
                 column = 0
                 width = size[1]
-            blocks.setdefault(column, torch.empty(count, width, dtype=shard.tensor.dtype))
-        pieces = [LocalShard(block, (start, column)) for column, block in blocks.items()]
+            blocks.setdefault(
+                column, torch.empty(count, width, dtype=shard.tensor.dtype)
+            )
+        pieces = [
+            LocalShard(block, (start, column)) for column, block in blocks.items()
+        ]
         load_tensors(path, {name: Parts(size, pieces)}, together)
         for shard in parts:
             row, part = shard.offsets
@@ -395,13 +466,20 @@ def _load_moved(
             is_here = (places >= 0) & (places < count)
             if row_state:
                 first = sum(row_state.widths[:part])
-                rows = inherited(blocks[0][places[is_here]], widths, first, first + row_state.widths[part])
+                rows = inherited(
+                    blocks[0][places[is_here]],
+                    widths,
+                    first,
+                    first + row_state.widths[part],
+                )
             else:
                 rows = blocks[part][places[is_here]]
             shard.tensor[is_here.to(shard.tensor.device)] = rows.to(shard.tensor)
 
 
-def _cold_rows(state: ModelState, matched: Match, cold: Mapping[str, int]) -> dict[str, Any]:
+def _cold_rows(
+    state: ModelState, matched: Match, cold: Mapping[str, int]
+) -> dict[str, Any]:
     """Allocates, on every rank, the initial value of each grown table's new rows."""
     rows: dict[str, Any] = {}
     for table, before in matched.grown.items():

@@ -24,7 +24,11 @@ from torchrec_ext.train.checkpoint.folder import (
     read_checkpoint_manifest,
     read_index,
 )
-from torchrec_ext.train.checkpoint.load import empty_tensors, load_checkpoint, load_tensors
+from torchrec_ext.train.checkpoint.load import (
+    empty_tensors,
+    load_checkpoint,
+    load_tensors,
+)
 from torchrec_ext.train.checkpoint.state import State, model_state
 
 # Key that stands for a tensor in a JSON state; no loader has such a key.
@@ -66,7 +70,9 @@ class DynamicLoader(Protocol):
     def load_ids(self, state: Mapping[str, Any]) -> None:
         """Continues with the ids of a loader's state."""
 
-    def fit_state(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+    def fit_state(
+        self, state: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
         """Fits a loader's state to tables of fewer rows, and returns the saved row of each of their rows."""
 
     def load_vocabularies(self) -> None:
@@ -176,13 +182,19 @@ class RunCheckpoints:
             return Position()
         index = read_index(self._resume)
         names = index.state_dict_metadata
-        sums = [name for name in names if name.startswith("rank.") and name.endswith(".sums")]
+        sums = [
+            name
+            for name in names
+            if name.startswith("rank.") and name.endswith(".sums")
+        ]
         prefixes = [_LOADER, f"rank.{run.runtime.rank}."]
         # Another number of ranks shares all sums, see _share_sums().
         if len(sums) != run.runtime.world_size:
             prefixes += sums
         extra = empty_tensors(index, prefixes)
-        saved = self._checkpointer.load(self._resume, model_state(run.model, run.optimizer), extra)
+        saved = self._checkpointer.load(
+            self._resume, model_state(run.model, run.optimizer), extra
+        )
         content = self._with_evaluation(counted_from_one(saved["content"]))
         position = Position(**content["position"])
         run.watch.load_state_dict(content["watch"])
@@ -197,7 +209,9 @@ class RunCheckpoints:
             raise ValueError(f"checkpoint '{self._resume}': {error}") from None
         except ValueError as error:
             if self._config.changed == "refuse":
-                raise ValueError(f"checkpoint '{self._resume}': {error}, with checkpoint.changed=next_epoch") from None
+                raise ValueError(
+                    f"checkpoint '{self._resume}': {error}, with checkpoint.changed=next_epoch"
+                ) from None
             # Under checkpoint.changed=next_epoch the rest of this epoch is left out.
             position.ended = True
         self._checkpointer.branch(saved, content["watch"]["best"])
@@ -242,22 +256,34 @@ class RunCheckpoints:
             }
             self._checkpointer.note(_OUTCOME, outcome)
         if best:
-            self._checkpointer.mark_best(run.at.step, run.watch.state_dict()["best"] or {})
+            self._checkpointer.mark_best(
+                run.at.step, run.watch.state_dict()["best"] or {}
+            )
 
     def _due(self, run: CheckpointedRun) -> bool:
-        epoch_is_due = self._config.epochs and (run.at.epoch + 1) % self._config.epochs == 0
+        epoch_is_due = (
+            self._config.epochs and (run.at.epoch + 1) % self._config.epochs == 0
+        )
         return bool(epoch_is_due) or self.due_after(run.at.step)
 
     def _with_evaluation(self, content: dict[str, Any]) -> dict[str, Any]:
         """Returns the saved content, updated by the outcome of its evaluation if there was one."""
         assert self._resume is not None
-        note = self._checkpointer.together.on_main(lambda: CheckpointFolder(_parent(str(self._resume))).noted(_OUTCOME))
+        note = self._checkpointer.together.on_main(
+            lambda: CheckpointFolder(_parent(str(self._resume))).noted(_OUTCOME)
+        )
         saved = content["position"]
-        if not isinstance(note, dict) or note.get("step") != saved["step"] or saved["ended"]:
+        if (
+            not isinstance(note, dict)
+            or note.get("step") != saved["step"]
+            or saved["ended"]
+        ):
             return content
         # The note may be from an earlier run that had reached this step too: its records then differ in their times.
         records_before = note["position"]["history"][: note["records"]]
-        if records_before != saved["history"] or note["records"] != len(saved["history"]):
+        if records_before != saved["history"] or note["records"] != len(
+            saved["history"]
+        ):
             return content
         return {**content, "position": note["position"], "watch": note["watch"]}
 
@@ -275,7 +301,10 @@ class RunCheckpoints:
             roots.append(_parent(self._resume))
         for root in roots:
             folder = CheckpointFolder(root)
-            if step in together.on_main(folder.steps) and damage(folder.path(step), together) is None:
+            if (
+                step in together.on_main(folder.steps)
+                and damage(folder.path(step), together) is None
+            ):
                 # Without the optimizer, whose state has no use after the end of a run.
                 load_tensors(folder.path(step), model_state(model).tensors, together)
                 return True
@@ -294,9 +323,13 @@ class RunCheckpoints:
             "epochs_from": 1,
             "position": vars(run.at),
             "watch": run.watch.state_dict(),
-            "loader": _without_tensors(run.loader.state_dict(step=run.at.done), "loader", extra),
+            "loader": _without_tensors(
+                run.loader.state_dict(step=run.at.done), "loader", extra
+            ),
         }
-        self._checkpointer.save(run.at.step, model_state(run.model, run.optimizer), extra, content)
+        self._checkpointer.save(
+            run.at.step, model_state(run.model, run.optimizer), extra, content
+        )
         self._last_saved_step = run.at.step
         self._saved_records = len(run.at.history)
 
@@ -366,9 +399,15 @@ def _share_sums(by_rank: Sequence[Any], run: CheckpointedRun) -> None:
 def _without_tensors(tree: Any, path: str, tensors: State) -> Any:
     """Makes a state ready for JSON: moves its tensors to ``tensors``, by path."""
     if isinstance(tree, Mapping):
-        return {key: _without_tensors(value, f"{path}.{key}", tensors) for key, value in tree.items()}
+        return {
+            key: _without_tensors(value, f"{path}.{key}", tensors)
+            for key, value in tree.items()
+        }
     if isinstance(tree, (list, tuple)):
-        return [_without_tensors(value, f"{path}.{number}", tensors) for number, value in enumerate(tree)]
+        return [
+            _without_tensors(value, f"{path}.{number}", tensors)
+            for number, value in enumerate(tree)
+        ]
     if isinstance(tree, Tensor):
         tensors[path] = tree
         return {_TENSOR_KEY: path}
@@ -413,7 +452,12 @@ def begin_with(
         content = read_checkpoint_manifest(path)["content"]
         state, sources = loader.fit_state(_with_tensors(content["loader"], tensors))
     saved, matched = load_checkpoint(
-        path, model_state(model, optimizer), together, allow=config.allow, cold=cold, sources=sources
+        path,
+        model_state(model, optimizer),
+        together,
+        allow=config.allow,
+        cold=cold,
+        sources=sources,
     )
     if loader is not None:
         if "ids" in state:
@@ -422,9 +466,13 @@ def begin_with(
             loader.load_vocabularies()
     lines = [f"begun with the weights of {path}, after {saved['step']:,} steps"]
     for name, rows in matched.grown.items():
-        lines.append(f"table '{name}' had {rows:,} rows, the others begin as row {cold.get(name, 0)}")
+        lines.append(
+            f"table '{name}' had {rows:,} rows, the others begin as row {cold.get(name, 0)}"
+        )
     for name, source in sources.items():
-        lines.append(f"table '{name}' has {len(source):,} rows now; ids beyond them were evicted")
+        lines.append(
+            f"table '{name}' has {len(source):,} rows now; ids beyond them were evicted"
+        )
     # A table with other rows has a line already.
     prefixes = tuple(f"tables.{name}." for name in (*matched.grown, *sources))
     lines += [line for line in matched.said if not line.startswith(prefixes)]

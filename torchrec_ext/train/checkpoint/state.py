@@ -17,12 +17,25 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import (
+    CombinedOptimizer,
+    KeyedOptimizer,
+    KeyedOptimizerWrapper,
+)
 
 from torchrec_ext.distributed.optim.hybrid import make_first_state
 from torchrec_ext.distributed.optim.sharded import kernels_of
@@ -93,9 +106,13 @@ class Parts:
         items = []
         for block in self._blocks():
             properties = TensorProperties.create_from_tensor(block.tensor)
-            data = TensorWriteData(chunk=_chunk(block), properties=properties, size=self.shape)
+            data = TensorWriteData(
+                chunk=_chunk(block), properties=properties, size=self.shape
+            )
             index = MetadataIndex(fqn, torch.Size(block.offsets))
-            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+            items.append(
+                WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
+            )
         return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -111,11 +128,15 @@ class Parts:
 
 
 def _beginning_at(offsets: Sequence[int], shards: Iterable[LocalShard]) -> Tensor:
-    return next(shard.tensor for shard in shards if tuple(shard.offsets) == tuple(offsets))
+    return next(
+        shard.tensor for shard in shards if tuple(shard.offsets) == tuple(offsets)
+    )
 
 
 def _chunk(shard: LocalShard) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(shard.offsets), sizes=shard.tensor.shape)
+    return ChunkStorageMetadata(
+        offsets=torch.Size(shard.offsets), sizes=shard.tensor.shape
+    )
 
 
 State = dict[str, Tensor | Parts]
@@ -141,7 +162,12 @@ class LoadPlanner(DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self,
+        state_dict: Any,
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
         """Uses the state unchanged, without flattening it or allocating tensors."""
         self.original_state_dict = self.state_dict = state_dict
         self.metadata = metadata
@@ -210,14 +236,22 @@ class ModelState:
         """Returns the tensors, row states, (rows, parts) each, copies of the kernels' step counts, and dynamic ids."""
         state = dict(self.tensors)
         for name, row_state in self.row_states.items():
-            state[name] = Parts((row_state.rows, len(row_state.widths)), row_state.parts)
+            state[name] = Parts(
+                (row_state.rows, len(row_state.widths)), row_state.parts
+            )
         for table, ids in self.ids.items():
-            state |= {f"ids.{table}.{name}": value for name, value in ids.get_extra_state().items()}
+            state |= {
+                f"ids.{table}.{name}": value
+                for name, value in ids.get_extra_state().items()
+            }
         return state | self.counted()
 
     def counted(self) -> State:
         """Returns the kernels' step counts, () float32 each, as in torch.optim."""
-        return {name: kernel.iter.float().reshape(()).cpu() for name, kernel in self.kernels.items()}
+        return {
+            name: kernel.iter.float().reshape(()).cpu()
+            for name, kernel in self.kernels.items()
+        }
 
     def count(self, steps: State) -> None:
         """Sets the kernels' step counts."""
@@ -228,11 +262,17 @@ class ModelState:
         """Continues with saved dynamic ids."""
         for table, ids in self.ids.items():
             prefix = f"ids.{table}."
-            saved = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
+            saved = {
+                name.removeprefix(prefix): tensors[name]
+                for name in tensors
+                if name.startswith(prefix)
+            }
             ids.set_extra_state(saved)  # type: ignore[arg-type]
 
 
-def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> ModelState:
+def model_state(
+    model: nn.Module, optimizer: KeyedOptimizer | None = None
+) -> ModelState:
     """Returns the state of a model, sharded or not, and of its optimizer.
 
     Args:
@@ -242,7 +282,11 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
     configs = dict(_configs_by_path(model))
     tables: dict[str, tuple[int, int, str]] = {}
     for config in configs.values():
-        tables[config.name] = (config.num_embeddings, config.embedding_dim, config.data_type.value)
+        tables[config.name] = (
+            config.num_embeddings,
+            config.embedding_dim,
+            config.data_type.value,
+        )
     tensors: State = {}
     shards_by_table: dict[str, list[LocalShard]] = {}
     for shard in local_shards(model):
@@ -252,18 +296,30 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
     for name, parts in shards_by_table.items():
         tensors[f"tables.{name}.weight"] = Parts(tables[name][:2], parts)
     for key, value in get_unwrapped_module(model).state_dict().items():
-        if key not in configs and isinstance(value, Tensor) and not isinstance(value, (ShardedTensor, DTensor)):
+        if (
+            key not in configs
+            and isinstance(value, Tensor)
+            and not isinstance(value, (ShardedTensor, DTensor))
+        ):
             tensors[f"dense.{key}"] = value.detach()
     rows: dict[str, RowState] = {}
     for single in _split_combined(optimizer):
         torch_optimizer = getattr(single, "_optimizer", None)
         # A load fills tensors in place, so the state must be there before the first step.
-        if isinstance(single, KeyedOptimizerWrapper) and torch_optimizer is not None and not torch_optimizer.state:
+        if (
+            isinstance(single, KeyedOptimizerWrapper)
+            and torch_optimizer is not None
+            and not torch_optimizer.state
+        ):
             make_first_state(torch_optimizer)
         for key, parameter in single.params.items():
-            for slot, value in _slots(single.state.get(parameter, {}), configs.get(key)).items():
+            for slot, value in _slots(
+                single.state.get(parameter, {}), configs.get(key)
+            ).items():
                 if key in configs:
-                    _add_table_state(tensors, rows, configs[key], slot, value, parameter)
+                    _add_table_state(
+                        tensors, rows, configs[key], slot, value, parameter
+                    )
                 else:
                     tensors[f"dense.{key}@{slot}"] = value
     kernels = {}
@@ -272,9 +328,16 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
         # A count that is among the tensors already is torch's own, and needs no copy of the kernel's.
         if f"tables.{table}.exp_avg" in tensors and step not in tensors:
             kernels[step] = kernel
-    paths = {config.name: unhosted(get_unwrapped_module(model), path) for path, config in configs.items()}
+    paths = {
+        config.name: unhosted(get_unwrapped_module(model), path)
+        for path, config in configs.items()
+    }
     modules = get_unwrapped_module(model).modules()
-    ids = {module.table: module for module in modules if isinstance(module, DynamicManagedCollision)}
+    ids = {
+        module.table: module
+        for module in modules
+        if isinstance(module, DynamicManagedCollision)
+    }
     return ModelState(tensors, rows, tables, paths, kernels, ids)
 
 
@@ -296,7 +359,9 @@ def _split_combined(optimizer: KeyedOptimizer | None) -> list[KeyedOptimizer]:
     return [optimizer]
 
 
-def _slots(state: Mapping[str, Any], table: BaseEmbeddingConfig | None) -> dict[str, Any]:
+def _slots(
+    state: Mapping[str, Any], table: BaseEmbeddingConfig | None
+) -> dict[str, Any]:
     """Renames an optimizer's state to torch.optim's names; TorchRec's kernels use ``TABLE.momentum1`` for the first."""
     prefix = f"{table.name}." if table else ""
     slots = {name.removeprefix(prefix): value for name, value in state.items()}
@@ -313,7 +378,12 @@ def _slots(state: Mapping[str, Any], table: BaseEmbeddingConfig | None) -> dict[
 
 
 def _add_table_state(
-    tensors: State, rows: dict[str, RowState], config: BaseEmbeddingConfig, slot: str, value: Any, weight: Any
+    tensors: State,
+    rows: dict[str, RowState],
+    config: BaseEmbeddingConfig,
+    slot: str,
+    value: Any,
+    weight: Any,
 ) -> None:
     name = f"tables.{config.name}.{slot}"
     shape = (config.num_embeddings, config.embedding_dim)
@@ -322,7 +392,9 @@ def _add_table_state(
     elif isinstance(value, (ShardedTensor, DTensor)):
         # If a table has copies, its state is a DTensor, but its weight is a ShardedTensor of one copy.
         shards = []
-        for piece, weight_piece in zip(_local_pieces(value), _local_pieces(weight), strict=True):
+        for piece, weight_piece in zip(
+            _local_pieces(value), _local_pieces(weight), strict=True
+        ):
             shards.append(LocalShard(piece.tensor, weight_piece.offsets))
         if value.size() == weight.size():
             tensors[name] = Parts(shape, shards)
@@ -331,19 +403,30 @@ def _add_table_state(
     elif value.shape == shape:
         tensors[name] = Parts(shape, [LocalShard(value, (0, 0))])
     else:
-        rows[name] = RowState((config.embedding_dim,), config.num_embeddings, [LocalShard(value.view(-1, 1), (0, 0))])
+        rows[name] = RowState(
+            (config.embedding_dim,),
+            config.num_embeddings,
+            [LocalShard(value.view(-1, 1), (0, 0))],
+        )
 
 
 def _local_pieces(tensor: ShardedTensor | DTensor) -> list[LocalShard]:
     """Returns this rank's pieces of a sharded tensor."""
     if isinstance(tensor, ShardedTensor):
-        return [LocalShard(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in tensor.local_shards()]
+        return [
+            LocalShard(shard.tensor, tuple(shard.metadata.shard_offsets))
+            for shard in tensor.local_shards()
+        ]
     # This is TorchRec's LocalShardsWrapper. A rank without a shard has an offset nevertheless, which map() leaves out.
     local: Any = tensor.to_local()
-    return list(map(LocalShard, local.local_shards(), map(tuple, local.local_offsets())))
+    return list(
+        map(LocalShard, local.local_shards(), map(tuple, local.local_offsets()))
+    )
 
 
-def _row_state(config: BaseEmbeddingConfig, weight: ShardedTensor, shards: Iterable[LocalShard]) -> RowState:
+def _row_state(
+    config: BaseEmbeddingConfig, weight: ShardedTensor, shards: Iterable[LocalShard]
+) -> RowState:
     widths = {}
     for metadata in weight.metadata().shards_metadata:
         # A rank may have a shard without rows, whose columns are no part.

@@ -10,11 +10,22 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as UrlFiles  # torch has no public name
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    StorageReader,
+)
+from torch.distributed.checkpoint._fsspec_filesystem import (
+    FileSystem as UrlFiles,
+)  # torch has no public name
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.filesystem import FileSystem as LocalFiles
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
 from torchrec_ext.sealed import MeasuredStream
 
@@ -31,7 +42,19 @@ _ALLOWED_NAMES = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"},
+    "torch": {
+        "Size",
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+    },
     "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
 }
 
@@ -66,12 +89,16 @@ class _Unpickler(pickle._Unpickler):
     """Pickle's Python unpickler: the C one reserves gigabytes for its memo if a number in the file says so."""
 
     dispatch: ClassVar[dict[int, Any]] = {
-        code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _REFUSED_OPCODES
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if bytes([code]) not in _REFUSED_OPCODES
     }
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED_NAMES.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which no checkpoint needs"
+            )
         return super().find_class(module, name)
 
     def load_build(self) -> None:
@@ -97,7 +124,9 @@ def read_metadata(data: bytes, where: str) -> Metadata:
         metadata = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:
         # A damaged pickle raises almost anything.
-        raise CheckpointError(f"{where} is not the index of a checkpoint: {error}; do not load it") from None
+        raise CheckpointError(
+            f"{where} is not the index of a checkpoint: {error}; do not load it"
+        ) from None
     if not isinstance(metadata, Metadata):
         raise CheckpointError(
             f"{where} is not the index of a checkpoint: it holds a {type(metadata).__name__}; do not load it"
@@ -116,7 +145,9 @@ def _is_valid(metadata: Metadata) -> bool:
         tensors: dict[Any, Any] = metadata.state_dict_metadata
         chunks: dict[Any, Any] = metadata.storage_data
         for name, tensor in tensors.items():
-            if not isinstance(name, str) or not isinstance(tensor, TensorStorageMetadata):
+            if not isinstance(name, str) or not isinstance(
+                tensor, TensorStorageMetadata
+            ):
                 return False
             if not isinstance(tensor.properties.dtype, torch.dtype):
                 return False
@@ -124,7 +155,9 @@ def _is_valid(metadata: Metadata) -> bool:
             for chunk in tensor.chunks:
                 sizes += [chunk.offsets, chunk.sizes]
             for size in sizes:
-                if not isinstance(size, torch.Size) or any(number < 0 for number in size):
+                if not isinstance(size, torch.Size) or any(
+                    number < 0 for number in size
+                ):
                     return False
         for index, chunk in chunks.items():
             if not isinstance(index, MetadataIndex) or index.fqn not in tensors:

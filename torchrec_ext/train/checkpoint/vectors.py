@@ -36,20 +36,32 @@ def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
     Raises:
         CheckpointError: the file is missing or damaged, or lacks a part.
     """
-    readers = {".npy": _read_numpy, ".npz": _read_numpy, ".safetensors": _read_safetensors, ".parquet": _read_parquet}
+    readers = {
+        ".npy": _read_numpy,
+        ".npz": _read_numpy,
+        ".safetensors": _read_safetensors,
+        ".parquet": _read_parquet,
+    }
     if path.suffix not in readers:
-        raise CheckpointError(f"'{path}': vectors are read from {', '.join(readers)} files")
+        raise CheckpointError(
+            f"'{path}': vectors are read from {', '.join(readers)} files"
+        )
     try:
         yield from readers[path.suffix](path)
     except CheckpointError:
         raise
     except Exception as error:
         # numpy, Arrow and safetensors have errors of their own for a damaged file.
-        raise CheckpointError(f"'{path}' holds no vectors: {error}".splitlines()[0]) from None
+        raise CheckpointError(
+            f"'{path}' holds no vectors: {error}".splitlines()[0]
+        ) from None
 
 
 def load_vectors(
-    model: nn.Module, table: str, path: Path, blocks: Iterable[tuple[Tensor, Tensor]] | None = None
+    model: nn.Module,
+    table: str,
+    path: Path,
+    blocks: Iterable[tuple[Tensor, Tensor]] | None = None,
 ) -> int:
     """Loads the vectors of a file into a table; rows without a vector are unchanged.
 
@@ -81,20 +93,24 @@ def load_vectors(
             for shard in shards:
                 local = (ids >= shard.row) & (ids < shard.row + len(shard.tensor))
                 columns = slice(shard.column, shard.column + shard.tensor.shape[1])
-                shard.tensor[(ids[local] - shard.row).to(shard.tensor.device)] = vectors[local][:, columns].to(
-                    shard.tensor
+                shard.tensor[(ids[local] - shard.row).to(shard.tensor.device)] = (
+                    vectors[local][:, columns].to(shard.tensor)
                 )
     return count
 
 
-def _check_vectors(path: Path, table: str, config: object, ids: Tensor, vectors: Tensor, before: int) -> None:
+def _check_vectors(
+    path: Path, table: str, config: object, ids: Tensor, vectors: Tensor, before: int
+) -> None:
     if vectors.ndim != 2 or len(vectors) != len(ids):
         raise CheckpointError(
             f"'{path}': {len(ids)} ids with vectors of shape {tuple(vectors.shape)}; they must be (N,) and (N, D)"
         )
     bad = (~torch.isfinite(vectors)).any(dim=1).nonzero()
     if len(bad):
-        raise CheckpointError(f"'{path}': the vector of id {int(ids[bad[0]])} is not finite; leave it out, or mend it")
+        raise CheckpointError(
+            f"'{path}': the vector of id {int(ids[bad[0]])} is not finite; leave it out, or mend it"
+        )
     if config is None:
         return
     rows = config.num_embeddings  # type: ignore[attr-defined]
@@ -119,7 +135,9 @@ def _read_numpy(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
         ids = vectors["ids"]
         vectors = vectors["vectors"]
     for start in range(0, len(vectors), BLOCK):
-        block = torch.from_numpy(np.array(vectors[start : start + BLOCK], dtype=np.float32))
+        block = torch.from_numpy(
+            np.array(vectors[start : start + BLOCK], dtype=np.float32)
+        )
         if ids is None:
             block_ids = torch.arange(start, start + len(block))
         else:
@@ -148,10 +166,16 @@ def _read_parquet(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
     import pyarrow.parquet as pq
 
     for batch in pq.ParquetFile(path).iter_batches(BLOCK, columns=["id", "vector"]):
-        ids = torch.from_numpy(batch["id"].to_numpy(zero_copy_only=False).astype(np.int64))
-        flat = np.array(batch["vector"].flatten().to_numpy(zero_copy_only=False), dtype=np.float32)
+        ids = torch.from_numpy(
+            batch["id"].to_numpy(zero_copy_only=False).astype(np.int64)
+        )
+        flat = np.array(
+            batch["vector"].flatten().to_numpy(zero_copy_only=False), dtype=np.float32
+        )
         if len(ids) and len(flat) % len(ids):
-            raise CheckpointError(f"'{path}': the lists of column 'vector' are not of one length")
+            raise CheckpointError(
+                f"'{path}': the lists of column 'vector' are not of one length"
+            )
         yield ids, torch.from_numpy(flat).view(len(ids), -1)
 
 
@@ -190,16 +214,24 @@ def publish_weights(
                     if progress is not None:
                         progress(block.nbytes)
     except OSError as error:
-        raise CheckpointError(f"'{file}' cannot be written: {error.strerror or error}") from None
+        raise CheckpointError(
+            f"'{file}' cannot be written: {error.strerror or error}"
+        ) from None
     return {name: shape.size for name, shape in shapes.items()}
 
 
-def _weight_names(saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _weight_names(
+    saved: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     """Yields each weight's name in the model's state dict, and its name in the checkpoint."""
     for table, path in saved["paths"].items():
         yield path, f"tables.{table}.weight"
     for name, metadata in tensors.items():
-        if name.startswith("dense.") and "@" not in name and isinstance(metadata, TensorStorageMetadata):
+        if (
+            name.startswith("dense.")
+            and "@" not in name
+            and isinstance(metadata, TensorStorageMetadata)
+        ):
             yield name.removeprefix("dense."), name
 
 
@@ -221,5 +253,10 @@ def _read_blocks(path: str, name: str, metadata: Any) -> Iterator[tuple[int, Ten
         if len(size) > 1:
             offsets = (start, *[0] * (len(size) - 1))
             target = Parts(size, [LocalShard(block, offsets)])
-        dcp.load({name: target}, storage_reader=reader(path), planner=LoadPlanner(), no_dist=True)
+        dcp.load(
+            {name: target},
+            storage_reader=reader(path),
+            planner=LoadPlanner(),
+            no_dist=True,
+        )
         yield start, block

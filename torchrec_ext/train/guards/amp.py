@@ -54,11 +54,19 @@ class LossScaling:
         ValueError: a kernel updates some table inside the backward, before the gradient is divided.
     """
 
-    def __init__(self, optimizer: HybridOptimizer, device: torch.device, *, first: float = 65536.0) -> None:
+    def __init__(
+        self,
+        optimizer: HybridOptimizer,
+        device: torch.device,
+        *,
+        first: float = 65536.0,
+    ) -> None:
         self._optimizer = optimizer
         self._scaler = torch.amp.GradScaler(device.type, init_scale=first)
         replicated = {id(table) for table in optimizer.replicated_tables}
-        keys = [key for key, table in optimizer.params.items() if id(table) in replicated]
+        keys = [
+            key for key, table in optimizer.params.items() if id(table) in replicated
+        ]
         for name in optimizer.table_choices:
             # The kernels of a sharded table update it inside the backward, before the gradient is divided.
             if not any(f".{name}." in key for key in keys):

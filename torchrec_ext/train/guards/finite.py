@@ -134,7 +134,9 @@ class FiniteLoss:
         self.left_out = ""
         if self._waits_for_gate(loss):
             self.step += 1
-            self._step_at_gate = _CheckedStep(self.step, batch, loss.detach(), self.local_answers(loss.detach()))
+            self._step_at_gate = _CheckedStep(
+                self.step, batch, loss.detach(), self.local_answers(loss.detach())
+            )
             return loss, output
         self.look(loss, batch)
         if self.left_out:
@@ -144,7 +146,12 @@ class FiniteLoss:
 
     def _waits_for_gate(self, loss: Tensor) -> bool:
         """Whether ranks compare the loss together with the gradients: a backward follows, and ends at the gate."""
-        return self._gate is not None and self._ranks_compare and not self._late and loss.requires_grad
+        return (
+            self._gate is not None
+            and self._ranks_compare
+            and not self._late
+            and loss.requires_grad
+        )
 
     def before_tables(self) -> None:
         """Runs the second half of the backward, which updates tables; all ranks call it after the first half.
@@ -180,11 +187,18 @@ class FiniteLoss:
         cause = self._gate.explain()
         if self._leave_out is None:
             raise GradientNotFiniteError(cause, in_time=True)
-        self.left_out = f"{cause} at {self.where(self.step)}; {_NOTHING_WRITTEN}; {_RATES_REMEDY}"
+        self.left_out = (
+            f"{cause} at {self.where(self.step)}; {_NOTHING_WRITTEN}; {_RATES_REMEDY}"
+        )
         self._leave_out()
 
     def look(
-        self, loss: Tensor, batch: TowerBatch | DrawnStep, *, written: bool = False, worst: list[float] | None = None
+        self,
+        loss: Tensor,
+        batch: TowerBatch | DrawnStep,
+        *,
+        written: bool = False,
+        worst: list[float] | None = None,
     ) -> None:
         """Checks the loss of a step; reads it one step late if the step is already ``written``, on every device.
 
@@ -202,7 +216,9 @@ class FiniteLoss:
         self.step += 1
         loss = loss.detach()
         to_check = self._pending
-        self._pending = _CheckedStep(self.step, batch, loss, self._worst(loss) if worst is None else worst)
+        self._pending = _CheckedStep(
+            self.step, batch, loss, self._worst(loss) if worst is None else worst
+        )
         if not self._late:
             to_check = self._pending
             self._pending = None
@@ -241,7 +257,9 @@ class FiniteLoss:
             bad = (~torch.isfinite(loss)).any().float()
             if self._ranks.fault:
                 bad = torch.ones_like(bad)
-            worst = torch.stack([bad, torch.full_like(bad, float(self._stop_is_requested()))])
+            worst = torch.stack(
+                [bad, torch.full_like(bad, float(self._stop_is_requested()))]
+            )
         if self._ranks_compare:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         return HostCopy(worst)
@@ -249,8 +267,15 @@ class FiniteLoss:
     def local_answers(self, loss: Tensor) -> list[float]:
         """Returns two numbers: 1 if this rank's loss or previous gradient is not finite; 1 if a stop was requested."""
         # Python's check of one number is cheaper than an op of torch.
-        finite = math.isfinite(loss.item()) if loss.numel() == 1 else bool(torch.isfinite(loss).all())
-        return [float(self._ranks.fault or not finite), float(self._stop_is_requested())]
+        finite = (
+            math.isfinite(loss.item())
+            if loss.numel() == 1
+            else bool(torch.isfinite(loss).all())
+        )
+        return [
+            float(self._ranks.fault or not finite),
+            float(self._stop_is_requested()),
+        ]
 
     def _stop_is_requested(self) -> bool:
         return self._stop is not None and self._stop()
@@ -260,7 +285,9 @@ class FiniteLoss:
             return
         bad, stop_requested = checked.answers()
         # If ranks do not compare in this step, the answer is this rank's own: the others receive it in settle().
-        self.stop_asked = self.stop_asked or (bool(stop_requested) and not self._ranks.silent)
+        self.stop_asked = self.stop_asked or (
+            bool(stop_requested) and not self._ranks.silent
+        )
         if bad:
             self._pending = None
             if self._leave_out is not None:
@@ -276,7 +303,9 @@ class FiniteLoss:
         message, step = self._explain(checked)
         raise TrainingDivergedError(message, step)
 
-    def explained(self, error: GradientNotFiniteError | TrainingDivergedError) -> TrainingDivergedError:
+    def explained(
+        self, error: GradientNotFiniteError | TrainingDivergedError
+    ) -> TrainingDivergedError:
         """Turns an error into a TrainingDivergedError with the number of its step."""
         if isinstance(error, TrainingDivergedError):
             return error
@@ -284,7 +313,9 @@ class FiniteLoss:
         effect = _TABLES_CHANGED
         if error.in_time:
             effect = _NOTHING_WRITTEN
-        return TrainingDivergedError(f"{error} at {self.where(step)}; {effect}; {_RATES_REMEDY}", step)
+        return TrainingDivergedError(
+            f"{error} at {self.where(step)}; {effect}; {_RATES_REMEDY}", step
+        )
 
     def where(self, step: int) -> str:
         """Returns the name of a step for messages."""
@@ -308,7 +339,9 @@ class FiniteLoss:
         # If losses are read late, the bad step has already changed the weights, so they no longer show the cause.
         if not self._late:
             weights = list(_bad_weights(self._model))
-        ranks = gather_objects((bad_loss, columns, weights, step), self._runtime.world_size)
+        ranks = gather_objects(
+            (bad_loss, columns, weights, step), self._runtime.world_size
+        )
         bad_ranks = [rank for rank, (loss, *_) in enumerate(ranks) if loss is not None]
         # Every loss is finite, so it was a gradient: meet() raises its error.
         if not bad_ranks:
@@ -341,14 +374,20 @@ def _bad_columns(batch: TowerBatch | DrawnStep, model: nn.Module) -> Iterator[st
     """Describes the labels, weights and dense columns of a batch with values that are not finite."""
     if isinstance(batch, DrawnStep):
         batch = batch.batch()
-    for name, values in (("label", batch.labels), ("weight", batch.weights), ("log_q", batch.log_q)):
+    for name, values in (
+        ("label", batch.labels),
+        ("weight", batch.weights),
+        ("log_q", batch.log_q),
+    ):
         if values is not None:
             yield from _describe_bad(f"the {name}", values)
     parts = [("row_dense", batch.dense)]
     if batch.shared is not None:
         parts.append(("shared_dense", batch.shared.dense))
     for names, matrix in parts:
-        for name, column in zip(_dense_names(model, names, matrix.shape[1]), matrix.T, strict=True):
+        for name, column in zip(
+            _dense_names(model, names, matrix.shape[1]), matrix.T, strict=True
+        ):
             yield from _describe_bad(f"the dense column '{name}'", column)
 
 
@@ -378,7 +417,9 @@ def _bad_weights(model: nn.Module) -> Iterator[str]:
     for shard in local_shards(model):
         tables.add(shard.fqn)
         for start in range(0, shard.tensor.shape[0], _BLOCK_ROWS):
-            is_bad = (~torch.isfinite(shard.tensor[start : start + _BLOCK_ROWS])).any(dim=1)
+            is_bad = (~torch.isfinite(shard.tensor[start : start + _BLOCK_ROWS])).any(
+                dim=1
+            )
             rows = is_bad.nonzero().reshape(-1)
             if len(rows):
                 yield f"table '{shard.config.name}' is not finite in row {shard.row + start + int(rows[0])}"

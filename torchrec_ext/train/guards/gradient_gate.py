@@ -39,10 +39,16 @@ class GradientGate:
         runtime: rank and device of this process.
     """
 
-    def __init__(self, model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime
+    ) -> None:
         self._optimizer = optimizer
         self._runtime = runtime
-        self._collections = {path: collection for path, collection in collections(model) if _sharded(collection)}
+        self._collections = {
+            path: collection
+            for path, collection in collections(model)
+            if _sharded(collection)
+        }
         # Each cut: its path, the vectors, and the detached copy that the dense layers read.
         self._cuts: list[tuple[str, Tensor, Tensor]] = []
         self._bad: tuple[list[str], list[str]] = [], []
@@ -51,7 +57,10 @@ class GradientGate:
     def holding(self) -> Iterator[None]:
         """Lets the backward of each forward in this context end at the gate."""
         self._cuts = []
-        hooks = [module.register_forward_hook(self._hook_for(path)) for path, module in self._collections.items()]
+        hooks = [
+            module.register_forward_hook(self._hook_for(path))
+            for path, module in self._collections.items()
+        ]
         try:
             yield
         finally:
@@ -75,7 +84,10 @@ class GradientGate:
         # One text about all ranks; empty if nothing is wrong.
         messages = []
         vectors_by_rank, layers_by_rank = zip(*ranks, strict=True)
-        for prefix, names_by_rank in (("vectors of ", vectors_by_rank), ("", layers_by_rank)):
+        for prefix, names_by_rank in (
+            ("vectors of ", vectors_by_rank),
+            ("", layers_by_rank),
+        ):
             names = list(dict.fromkeys(chain.from_iterable(names_by_rank)))
             if not names:
                 continue
@@ -83,7 +95,9 @@ class GradientGate:
             on_ranks = ""
             if len(bad_ranks) < len(ranks):
                 on_ranks = f" on rank {', '.join(bad_ranks)}"
-            messages.append(f"the gradient of {prefix}{first_few(names)} is not finite{on_ranks}")
+            messages.append(
+                f"the gradient of {prefix}{first_few(names)} is not finite{on_ranks}"
+            )
         # Layers first: their bad gradient is nearer to the loss, and the vectors' usually follows from it.
         return "; ".join(reversed(messages))
 
@@ -127,7 +141,9 @@ class GradientGate:
         return output
 
 
-def gate_for(model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime, *, always: bool) -> GradientGate | None:
+def gate_for(
+    model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime, *, always: bool
+) -> GradientGate | None:
     """Returns a gate if a kernel updates some table on some rank, else None; all ranks call it.
 
     Args:
@@ -138,7 +154,9 @@ def gate_for(model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime, *, 
             gradient.
     """
     gate = GradientGate(model, optimizer, runtime)
-    gate_needed = torch.tensor(float(always or bool(gate._collections)), device=runtime.device)
+    gate_needed = torch.tensor(
+        float(always or bool(gate._collections)), device=runtime.device
+    )
     # With placed towers, ranks hold different collections, and all must decide alike.
     dist.all_reduce(gate_needed, dist.ReduceOp.MAX)
     if gate_needed:
@@ -147,7 +165,10 @@ def gate_for(model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime, *, 
 
 
 def _sharded(collection: nn.Module) -> bool:
-    return any(isinstance(weight, (ShardedTensor, DTensor)) for weight in collection.state_dict().values())
+    return any(
+        isinstance(weight, (ShardedTensor, DTensor))
+        for weight in collection.state_dict().values()
+    )
 
 
 def _finite(gradient: Tensor) -> bool:

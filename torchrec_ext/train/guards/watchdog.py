@@ -57,7 +57,13 @@ class Watchdog:
     """
 
     def __init__(
-        self, rank: int, after_s: float | None, folder: Path, end: Callable[[str], None], *, world_size: int = 1
+        self,
+        rank: int,
+        after_s: float | None,
+        folder: Path,
+        end: Callable[[str], None],
+        *,
+        world_size: int = 1,
     ) -> None:
         if after_s is not None and not after_s > 0:
             raise ValueError(f"after_s={after_s}: must be positive")
@@ -66,7 +72,11 @@ class Watchdog:
         self._end = end
         self._path = folder / f"stacks-rank{rank}.txt"
         self._sign = folder / f"alive-rank{rank}"
-        self._others = {other: folder / f"alive-rank{other}" for other in range(world_size) if other != rank}
+        self._others = {
+            other: folder / f"alive-rank{other}"
+            for other in range(world_size)
+            if other != rank
+        }
         # Each other rank's count, and when this count was first read.
         self._last_counts: dict[int, tuple[str, float]] = {}
         self._count = 0
@@ -78,7 +88,9 @@ class Watchdog:
         self._collective: FrameType | None = None
         self._collective_since = 0.0
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
+        self._thread = threading.Thread(
+            target=self._watch, daemon=True, name="watchdog"
+        )
         self._file: IO[str] | None = None
 
     def __enter__(self) -> Self:
@@ -89,7 +101,10 @@ class Watchdog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._closed.set()
         self._thread.join()
@@ -114,7 +129,9 @@ class Watchdog:
         now = time.monotonic()
         if self._last_beat is not None:
             # The decay forgets a slow step, such as one that warmed up or compiled, after some hundred others.
-            self._slowest_s = max(now - self._last_beat, _DECAY * (self._slowest_s or 0.0))
+            self._slowest_s = max(
+                now - self._last_beat, _DECAY * (self._slowest_s or 0.0)
+            )
         self._where = where
         self._last_beat = now
 
@@ -138,7 +155,9 @@ class Watchdog:
                 last = self._collective_since
             else:
                 # Armed anew in each round, so it fires by itself if this thread cannot run.
-                faulthandler.dump_traceback_later(after_s + _PATIENCE_S, file=self._file)
+                faulthandler.dump_traceback_later(
+                    after_s + _PATIENCE_S, file=self._file
+                )
             # While steps are made, no files are touched: they may be on a slow network.
             if self._last_beat is None or now - last > min(_SIGN_AFTER_S, after_s / 4):
                 self._write_sign()
@@ -183,9 +202,19 @@ class Watchdog:
     def _standing_still(self, now: float, after_s: float) -> list[int]:
         # A rank without a step counts on in each round: if its count stands still, so does its process.
         silence_s = min(_SIGN_AFTER_S, after_s / 2)
-        return [rank for rank, (_, since) in self._last_counts.items() if now - since > silence_s]
+        return [
+            rank
+            for rank, (_, since) in self._last_counts.items()
+            if now - since > silence_s
+        ]
 
-    def _report(self, file: IO[str], silent_s: float, collective: str, silent_ranks: Sequence[int]) -> None:
+    def _report(
+        self,
+        file: IO[str],
+        silent_s: float,
+        collective: str,
+        silent_ranks: Sequence[int],
+    ) -> None:
         waits = "it waits for no other rank"
         if collective:
             waits = f"it waits for other ranks in {collective}"
@@ -228,7 +257,10 @@ def _name(frame: FrameType | None) -> str:
     name = frame.f_code.co_name
     if module == "torch.distributed.distributed_c10d" and not name.startswith("_"):
         return name
-    if module.startswith(("torch.distributed", "torchrec.distributed")) and name in ("wait", "_wait_impl"):
+    if module.startswith(("torch.distributed", "torchrec.distributed")) and name in (
+        "wait",
+        "_wait_impl",
+    ):
         return f"{module.rpartition('.')[2]}.{name}"
     if name == "_engine_run_backward":
         return "backward"

@@ -1,13 +1,24 @@
 """Figures of a model over the rows of all ranks: ranking of catalogue or candidates, coverage, classification."""
 
-from torchrec_ext.train.metrics.catalogue import Coverage, Question, catalogue_ranks, popularity_ranks, ranks_of
+from torchrec_ext.train.metrics.catalogue import (
+    Coverage,
+    Question,
+    catalogue_ranks,
+    popularity_ranks,
+    ranks_of,
+)
 from torchrec_ext.train.metrics.classification import (
     ClassificationMetrics,
     auc,
     classification_metrics,
     classification_names,
 )
-from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watched, watching
+from torchrec_ext.train.metrics.evaluation_watch import (
+    EvaluationStoppedError,
+    EvaluationWatch,
+    watched,
+    watching,
+)
 from torchrec_ext.train.metrics.ranking import (
     RankingMetrics,
     TargetRanks,
@@ -19,7 +30,14 @@ from torchrec_ext.train.metrics.ranking import (
     ranking_metrics,
     ranks_among,
 )
-from torchrec_ext.train.metrics.shares import Kept, PaddedRows, Recommender, embed_all, gather_uneven_rows, own_share
+from torchrec_ext.train.metrics.shares import (
+    Kept,
+    PaddedRows,
+    Recommender,
+    embed_all,
+    gather_uneven_rows,
+    own_share,
+)
 from torchrec_ext.train.metrics.vectors import Similarity, vector_ranks
 
 __all__ = [

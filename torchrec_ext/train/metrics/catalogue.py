@@ -19,7 +19,13 @@ from torch import Tensor
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.metrics.evaluation_watch import watched
 from torchrec_ext.train.metrics.ranking import TargetRanks, gather_ranks, joined_ranks
-from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, own_start
+from torchrec_ext.train.metrics.shares import (
+    Kept,
+    Recommender,
+    embed_all,
+    embed_own,
+    own_start,
+)
 
 
 class Coverage:
@@ -39,7 +45,9 @@ class Coverage:
         {'coverage@2': 0.75}
     """
 
-    def __init__(self, num_items: int, *, k: int = 10, not_items: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self, num_items: int, *, k: int = 10, not_items: Sequence[int] = (0,)
+    ) -> None:
         if k < 1 or num_items < 1:
             raise ValueError(f"num_items={num_items}, k={k}: both must be 1 or more")
         self._k = k
@@ -49,7 +57,9 @@ class Coverage:
     def update(self, scores: Tensor) -> None:
         """Adds the k best items of each row of ``scores`` (B, I); an item with score -inf is never recommended."""
         if scores.shape[1] != len(self._is_recommended):
-            raise ValueError(f"scores: {scores.shape[1]} columns, must be num_items={len(self._is_recommended)}")
+            raise ValueError(
+                f"scores: {scores.shape[1]} columns, must be num_items={len(self._is_recommended)}"
+            )
         best = scores.topk(min(self._k, scores.shape[1]), sorted=False)
         self._is_recommended[best.indices[best.values > -torch.inf].cpu()] = 1
 
@@ -102,7 +112,9 @@ class Question:
         for name in ("targets", "seen_rows", "seen_items"):
             values = getattr(self, name)
             if len(values) and int(values.min()) < 0:
-                raise ValueError(f"{name}: {int(values.min())}; must be 0 or more: leave padding out")
+                raise ValueError(
+                    f"{name}: {int(values.min())}; must be 0 or more: leave padding out"
+                )
         if self.target_rows is not None:
             _check_targets(self.target_rows, self.targets)
 
@@ -118,7 +130,9 @@ class Question:
         if self.target_rows is None:
             items = self.targets[start:stop]
             return torch.arange(len(items)), items
-        first, last = torch.searchsorted(self.target_rows, torch.tensor([start, stop])).tolist()
+        first, last = torch.searchsorted(
+            self.target_rows, torch.tensor([start, stop])
+        ).tolist()
         return self.target_rows[first:last] - start, self.targets[first:last]
 
     def seen_by(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -136,7 +150,9 @@ class Question:
         return rows, self.seen_items[order]
 
 
-def ranks_of(scores: Tensor, question: Question, start: int = 0, *, depth: int | None = None) -> TargetRanks:
+def ranks_of(
+    scores: Tensor, question: Question, start: int = 0, *, depth: int | None = None
+) -> TargetRanks:
     """Ranks the targets of queries ``start`` to ``start + B`` by ``scores`` (B, I); overwrites ``scores``.
 
     Args:
@@ -167,7 +183,9 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0, *, depth: int |
             problem = f"the score of query {start + int(bad[0, 0])} for item {int(bad[0, 1])} is NaN"
         # The sum may be NaN by inf - inf, but other items may have such scores.
         if len(bad) or torch.isinf(target_scores).any():
-            raise ValueError(f"scores: {problem}; a rank needs numbers: has training diverged?")
+            raise ValueError(
+                f"scores: {problem}; a rank needs numbers: has training diverged?"
+            )
     # Left-out items get -inf, and then the targets their score back: a target may be among the left-out items.
     seen_rows, seen_items = question.seen_by(start, stop)
     scores[seen_rows.to(scores.device), seen_items.to(scores.device)] = -torch.inf
@@ -176,12 +194,16 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0, *, depth: int |
     if question.target_rows is None:
         return TargetRanks(*_compare(scores, rows, target_scores, alone=True), None)
     if depth is None or depth >= scores.shape[1]:
-        return TargetRanks(*_compare(scores, rows, target_scores, alone=False), rows + start)
+        return TargetRanks(
+            *_compare(scores, rows, target_scores, alone=False), rows + start
+        )
     # A target below the bound is certainly beyond depth, so its scores need not be compared one by one.
     within_depth = (target_scores >= _bounds(scores, depth)[rows]).nonzero()[:, 0]
     better = torch.full_like(rows, depth)
     ties = torch.zeros_like(rows)
-    greater, equal = _compare(scores, rows[within_depth], target_scores[within_depth], alone=False)
+    greater, equal = _compare(
+        scores, rows[within_depth], target_scores[within_depth], alone=False
+    )
     better[within_depth] = greater.clamp(max=depth)
     ties[within_depth] = torch.where(greater < depth, equal, 0)
     return TargetRanks(better, ties, rows + start)
@@ -202,7 +224,9 @@ def _bounds(scores: Tensor, depth: int) -> Tensor:
     return scores.topk(depth, sorted=False).values.amin(1)
 
 
-def _compare(scores: Tensor, rows: Tensor, target_scores: Tensor, *, alone: bool) -> tuple[Tensor, Tensor]:
+def _compare(
+    scores: Tensor, rows: Tensor, target_scores: Tensor, *, alone: bool
+) -> tuple[Tensor, Tensor]:
     """Counts, for each target, the greater scores of its row, and the other scores equal to its own."""
     if alone:
         column = target_scores[:, None]
@@ -212,19 +236,31 @@ def _compare(scores: Tensor, rows: Tensor, target_scores: Tensor, *, alone: bool
     size = max(1, len(scores))
     better = []
     ties = []
-    for block_rows, block_scores in zip(torch.split(rows, size), torch.split(target_scores, size), strict=True):
-        block_better, block_ties = _compare(scores[block_rows], block_rows, block_scores, alone=True)
+    for block_rows, block_scores in zip(
+        torch.split(rows, size), torch.split(target_scores, size), strict=True
+    ):
+        block_better, block_ties = _compare(
+            scores[block_rows], block_rows, block_scores, alone=True
+        )
         better.append(block_better)
         ties.append(block_ties)
     return torch.cat(better), torch.cat(ties)
 
 
-def _count(compare: Callable[..., Tensor], scores: Tensor, target_scores: Tensor) -> Tensor:
+def _count(
+    compare: Callable[..., Tensor], scores: Tensor, target_scores: Tensor
+) -> Tensor:
     """Counts the scores of each row for which ``compare`` holds, (B,), as floats: six times faster than as bools."""
     # From there on a float32 cannot count.
     if scores.shape[1] >= 2**24:
         return compare(scores, target_scores).sum(1)
-    return compare(scores, target_scores, out=torch.empty_like(scores, dtype=torch.float32)).sum(1).long()
+    return (
+        compare(
+            scores, target_scores, out=torch.empty_like(scores, dtype=torch.float32)
+        )
+        .sum(1)
+        .long()
+    )
 
 
 @torch.no_grad()
@@ -275,7 +311,9 @@ def catalogue_ranks(
         if coverage is not None:
             coverage.update(scores)
         start += len(block)
-    return gather_ranks(joined_ranks(parts), runtime)._replace(queries=question.target_rows)
+    return gather_ranks(joined_ranks(parts), runtime)._replace(
+        queries=question.target_rows
+    )
 
 
 def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
@@ -301,7 +339,9 @@ def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
     items_at_level = np.bincount(level[is_candidate], minlength=len(levels))
     items_above_level = items_at_level[::-1].cumsum()[::-1] - items_at_level
 
-    def count_within_query(pairs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def count_within_query(
+        pairs: NDArray[np.int64],
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Counts for each target its query's more popular, and equally popular, items in ``pairs``: row * I + item."""
         keys = _sorted(pairs // count * len(levels) + level[pairs % count])
         key = rows * len(levels) + level[targets]
@@ -311,19 +351,27 @@ def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
         return ends[rows] - last, last - first
 
     target_keys = _sorted(rows * count + targets)
-    excluded_keys = _sorted(question.seen_rows.cpu().numpy() * count + question.seen_items.cpu().numpy())
+    excluded_keys = _sorted(
+        question.seen_rows.cpu().numpy() * count + question.seen_items.cpu().numpy()
+    )
     # Each pair counts once, and only if its item is a candidate: others do not count in the totals either.
-    excluded_keys = excluded_keys[(np.diff(excluded_keys, prepend=-1) > 0) & is_candidate[excluded_keys % count]]
+    excluded_keys = excluded_keys[
+        (np.diff(excluded_keys, prepend=-1) > 0) & is_candidate[excluded_keys % count]
+    ]
     # Two sorted lists of keys are intersected by binary search: np.isin would sort both together again.
     index = excluded_keys.searchsorted(target_keys)
     is_target = np.append(excluded_keys, -1)[index] == target_keys
     # A query's targets are ranked nevertheless.
     excluded_keys = np.delete(excluded_keys, index[is_target])
     fewer_better, fewer_equal = count_within_query(excluded_keys)
-    more_better, more_equal = count_within_query(target_keys[~is_candidate[target_keys % count]])
+    more_better, more_equal = count_within_query(
+        target_keys[~is_candidate[target_keys % count]]
+    )
     better = items_above_level[level[targets]] + more_better - fewer_better
     ties = items_at_level[level[targets]] + more_equal - 1 - fewer_equal
-    return TargetRanks(torch.from_numpy(better), torch.from_numpy(ties), question.target_rows)
+    return TargetRanks(
+        torch.from_numpy(better), torch.from_numpy(ties), question.target_rows
+    )
 
 
 def _sorted(keys: NDArray[np.int64]) -> NDArray[Any]:
@@ -337,7 +385,9 @@ def _sorted(keys: NDArray[np.int64]) -> NDArray[Any]:
 
 def _check_targets(rows: Tensor, items: Tensor) -> None:
     if len(rows) != len(items):
-        raise ValueError(f"target_rows: {len(rows)}, targets: {len(items)}; must be pairs, equally many")
+        raise ValueError(
+            f"target_rows: {len(rows)}, targets: {len(items)}; must be pairs, equally many"
+        )
     steps = torch.diff(rows, prepend=rows.new_tensor([-1]))
     wrong = ((steps < 0) | (steps > 1)).nonzero()
     if len(wrong) or (len(rows) and int(rows[0])):
@@ -358,4 +408,6 @@ def _check_targets(rows: Tensor, items: Tensor) -> None:
     pairs = pairs.sort().values
     repeated = int((pairs[1:] == pairs[:-1]).sum())
     if repeated:
-        raise ValueError(f"targets: {repeated} of {len(rows)} pairs (query, item) repeat; give each once")
+        raise ValueError(
+            f"targets: {repeated} of {len(rows)} pairs (query, item) repeat; give each once"
+        )

@@ -39,14 +39,18 @@ def auc(logits: Tensor, labels: Tensor, weights: Tensor, runtime: Runtime) -> fl
     Raises:
         ValueError: shapes differ, a logit is not finite, a label is outside 0 to 1, or a weight is below 0.
     """
-    rows = gather_uneven_rows(torch.stack(counted_rows(logits, labels, weights), dim=1), runtime)
+    rows = gather_uneven_rows(
+        torch.stack(counted_rows(logits, labels, weights), dim=1), runtime
+    )
     values, places = torch.unique(rows[:, 0], return_inverse=True)
     classes = torch.zeros(2, len(values), dtype=torch.float64, device=rows.device)
     classes.index_add_(1, places, by_class(rows[:, 1], rows[:, 2]))
     return _area(classes)[0]
 
 
-def classification_metrics(logits: Tensor, labels: Tensor, weights: Tensor, runtime: Runtime) -> dict[str, float]:
+def classification_metrics(
+    logits: Tensor, labels: Tensor, weights: Tensor, runtime: Runtime
+) -> dict[str, float]:
     """Returns exact ``auc``, ``log_loss``, ``ne``, ``calibration`` of all ranks' rows; arguments as for :func:`auc`."""
     other_figures = ClassificationMetrics(logits.device)
     other_figures.update(logits, labels, weights)
@@ -78,10 +82,16 @@ class ClassificationMetrics:
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
         """Adds rows, each argument (B,), as for :func:`auc`."""
         device = self._sums.device
-        logits, labels, weights = counted_rows(logits.to(device), labels.to(device), weights.to(device))
+        logits, labels, weights = counted_rows(
+            logits.to(device), labels.to(device), weights.to(device)
+        )
         classes = by_class(labels, weights)
-        loss = binary_cross_entropy_with_logits(logits, labels, weight=weights, reduction="sum")
-        self._sums += torch.stack([loss, (weights * logits.sigmoid()).sum(), *classes.sum(1)])
+        loss = binary_cross_entropy_with_logits(
+            logits, labels, weight=weights, reduction="sum"
+        )
+        self._sums += torch.stack(
+            [loss, (weights * logits.sigmoid()).sum(), *classes.sum(1)]
+        )
         # Bins 0 to 2**BITS - 1, (B,) int64, in the order of the logits: the first bits of each float32. As integers,
         # the bits of positive floats are in the order of the floats. Those of negative floats are reversed, so all of
         # their bits but the sign are flipped.
@@ -105,7 +115,9 @@ class ClassificationMetrics:
         ``ne`` is the log loss divided by that of always predicting the mean label (He et al. 2014), ``calibration`` the
         mean prediction divided by the mean label. NaN if there are no rows, or all are of one class.
         """
-        loss, predicted_positives, positive, negative = _all_ranks(self._sums, runtime).tolist()
+        loss, predicted_positives, positive, negative = _all_ranks(
+            self._sums, runtime
+        ).tolist()
         total = positive + negative
         if not total:
             return dict.fromkeys(("log_loss", "ne", "calibration"), math.nan)
@@ -134,8 +146,18 @@ def counted_rows(logits: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor
     weights = weights.detach()[has_weight].double()
     rules = (
         ("logits", logits, ~torch.isfinite(logits), "finite: has training diverged?"),
-        ("labels", labels, ~((labels >= 0) & (labels <= 1)), "0 to 1: turn ratings into 0 and 1 first"),
-        ("weights", weights, ~((weights > 0) & (weights < torch.inf)), "0 or more, and finite; 0 marks padding"),
+        (
+            "labels",
+            labels,
+            ~((labels >= 0) & (labels <= 1)),
+            "0 to 1: turn ratings into 0 and 1 first",
+        ),
+        (
+            "weights",
+            weights,
+            ~((weights > 0) & (weights < torch.inf)),
+            "0 or more, and finite; 0 marks padding",
+        ),
     )
     for name, tensor, bad, rule in rules:
         if bad.any():

@@ -36,13 +36,19 @@ class EvaluationWatch:
     """
 
     def __init__(
-        self, runtime: Runtime, *, stop: Callable[[], bool] | None = None, say: Callable[[str], None] = print
+        self,
+        runtime: Runtime,
+        *,
+        stop: Callable[[], bool] | None = None,
+        say: Callable[[str], None] = print,
     ) -> None:
         self._runtime = runtime
         self._stop = stop
         self._say = say
 
-    def over(self, blocks: Iterable[_Block], total: int, cheaper: str) -> Iterator[_Block]:
+    def over(
+        self, blocks: Iterable[_Block], total: int, cheaper: str
+    ) -> Iterator[_Block]:
         """Yields the blocks of an evaluation, and watches it in between; see :func:`watched`."""
         remaining_blocks = iter(blocks)
         no_block = object()
@@ -65,10 +71,14 @@ class EvaluationWatch:
             if not warned and remaining_s > LONG_S:
                 warned = True
                 last_line_at = now
-                self._say_on_main(f"this evaluation takes about {_readable(remaining_s)}; {cheaper}")
+                self._say_on_main(
+                    f"this evaluation takes about {_readable(remaining_s)}; {cheaper}"
+                )
             elif now - last_line_at >= SAY_S:
                 last_line_at = now
-                self._say_on_main(f"evaluating: {number / total:.0%}, {_readable(remaining_s)} left")
+                self._say_on_main(
+                    f"evaluating: {number / total:.0%}, {_readable(remaining_s)} left"
+                )
         # There are none, unless total was too low.
         yield from remaining_blocks
 
@@ -76,7 +86,11 @@ class EvaluationWatch:
         """Returns the seconds per block of the slowest rank; raises on every rank if one was asked to stop."""
         stop_requested = self._stop is not None and self._stop()
         if self._runtime.world_size > 1:
-            slowest = torch.tensor([seconds, float(stop_requested)], dtype=torch.float64, device=self._runtime.device)
+            slowest = torch.tensor(
+                [seconds, float(stop_requested)],
+                dtype=torch.float64,
+                device=self._runtime.device,
+            )
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             seconds = slowest[0].item()
             stop_requested = bool(slowest[1])
@@ -103,7 +117,10 @@ def watching(watch: EvaluationWatch) -> Iterator[None]:
 
 
 def watched(
-    blocks: Iterable[_Block], total: int, *, cheaper: str = "train.eval_every evaluates less often"
+    blocks: Iterable[_Block],
+    total: int,
+    *,
+    cheaper: str = "train.eval_every evaluates less often",
 ) -> Iterator[_Block]:
     """Yields the blocks of this rank's share of an evaluation, watched by the loop's :class:`EvaluationWatch`.
 

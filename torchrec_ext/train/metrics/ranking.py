@@ -18,7 +18,14 @@ from torch import Tensor
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Figure
 from torchrec_ext.train.metrics.evaluation_watch import watched
-from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_uneven_rows, own_start
+from torchrec_ext.train.metrics.shares import (
+    Kept,
+    Recommender,
+    embed_all,
+    embed_own,
+    gather_uneven_rows,
+    own_start,
+)
 
 _DEFAULT_FIGURES: tuple[Figure, ...] = ("hr", "ndcg")
 
@@ -46,7 +53,9 @@ def joined_ranks(blocks: Sequence[TargetRanks]) -> TargetRanks:
 
 
 def ranking_metrics(
-    ranks: TargetRanks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT_FIGURES
+    ranks: TargetRanks,
+    k: int | Sequence[int] = 10,
+    names: Sequence[Figure] = _DEFAULT_FIGURES,
 ) -> dict[str, float]:
     """Returns the mean over the queries of each figure at each k; see :func:`query_figures`.
 
@@ -54,10 +63,15 @@ def ranking_metrics(
         >>> ranking_metrics(TargetRanks(torch.tensor([0, 9, 10]), torch.tensor([0, 1, 0])))["hr@10"]
         0.5
     """
-    return {name: float(values.mean()) for name, values in query_figures(ranks, k, names).items()}
+    return {
+        name: float(values.mean())
+        for name, values in query_figures(ranks, k, names).items()
+    }
 
 
-def named_figures(ranks: TargetRanks, figures: Sequence[tuple[Figure, int]]) -> dict[str, float]:
+def named_figures(
+    ranks: TargetRanks, figures: Sequence[tuple[Figure, int]]
+) -> dict[str, float]:
     """Returns the mean over the queries of each figure at its own k.
 
     Example:
@@ -78,7 +92,9 @@ class RankingMetrics:
         names: names of the figures.
     """
 
-    def __init__(self, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT_FIGURES) -> None:
+    def __init__(
+        self, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT_FIGURES
+    ) -> None:
         self._k = k
         self._names = names
         self._keys = list(query_figures(_NO_RANKS, k, names))
@@ -102,7 +118,9 @@ class RankingMetrics:
 
 
 def query_figures(
-    ranks: TargetRanks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT_FIGURES
+    ranks: TargetRanks,
+    k: int | Sequence[int] = 10,
+    names: Sequence[Figure] = _DEFAULT_FIGURES,
 ) -> dict[str, Tensor]:
     """Returns the figures of each query, (U,) float64, by ``name@k``.
 
@@ -127,7 +145,9 @@ def query_figures(
         raise ValueError(f"k={ks}: must be 1 or more, one number or several")
     unknown = sorted(set(names) - set(get_args(Figure)))
     if unknown or not names:
-        raise ValueError(f"names={list(names)}: must be some of {', '.join(get_args(Figure))}")
+        raise ValueError(
+            f"names={list(names)}: must be some of {', '.join(get_args(Figure))}"
+        )
     better = ranks.better.long()
     ties = ranks.ties.long()
     if ranks.queries is None:
@@ -159,12 +179,16 @@ def query_figures(
 class _Places:
     """Computes sums over the ranks of T relevant items, for each of U queries."""
 
-    def __init__(self, better: Tensor, ties: Tensor, queries: Tensor, count: int) -> None:
+    def __init__(
+        self, better: Tensor, ties: Tensor, queries: Tensor, count: int
+    ) -> None:
         self._better = better
         self._ties = ties
         self._queries = queries
         self._zeros = torch.zeros(count, dtype=torch.float64, device=better.device)
-        self.relevant = self._zeros.long().index_add_(0, queries, torch.ones_like(queries))
+        self.relevant = self._zeros.long().index_add_(
+            0, queries, torch.ones_like(queries)
+        )
 
     def expected(self, k: int) -> tuple[Tensor, Tensor]:
         """Returns the number of relevant items among the first k, (U,), and the sum of their discounts, (U,)."""
@@ -173,7 +197,9 @@ class _Places:
         size = (self._ties + 1).double()
         discounts = _discounts(k, first.device)
         hits = self._zeros.index_add(0, self._queries, (last - first) / size)
-        return hits, self._zeros.index_add(0, self._queries, (discounts[last] - discounts[first]) / size)
+        return hits, self._zeros.index_add(
+            0, self._queries, (discounts[last] - discounts[first]) / size
+        )
 
     def precision_sum(self, k: int) -> Tensor:
         """Returns the expected sum of the precisions at the places of the relevant items among the first k, (U,).
@@ -186,9 +212,15 @@ class _Places:
         near = self._better < k
         # One number for a pair sorts in a fraction of the time of two.
         keys = self._queries[near] * k + self._better[near]
-        cells, cell, relevant = torch.unique(keys, return_inverse=True, return_counts=True)
+        cells, cell, relevant = torch.unique(
+            keys, return_inverse=True, return_counts=True
+        )
         cells = torch.stack([cells // k, cells % k], dim=1)
-        size = torch.zeros_like(relevant).index_copy_(0, cell, self._ties[near] + 1).double()
+        size = (
+            torch.zeros_like(relevant)
+            .index_copy_(0, cell, self._ties[near] + 1)
+            .double()
+        )
         # Cells are ordered by query, then by the number of better candidates.
         before = relevant.cumsum(0) - relevant
         first = torch.ones_like(relevant, dtype=torch.bool)
@@ -201,7 +233,9 @@ class _Places:
         r = relevant.double()[:, None]
         precision = (ahead + 1 + (j - 1) * (r - 1) / (n - 1).clamp(min=1)) / position
         counted = (j <= n) & (position <= k)
-        return self._zeros.index_add(0, cells[:, 0], (counted * precision * r / n).sum(1))
+        return self._zeros.index_add(
+            0, cells[:, 0], (counted * precision * r / n).sum(1)
+        )
 
     def first(self, k: int) -> tuple[Tensor, Tensor]:
         """Returns the probability that a relevant item is among the first k, and the expectation of 1 / its place.
@@ -215,13 +249,19 @@ class _Places:
         # Relevant items of one score have equal numbers of better candidates, so these identify the group.
         in_group = self._better == start[self._queries]
         relevant = self._zeros.index_add(0, self._queries, in_group.double())
-        size = self._zeros.scatter_reduce(0, self._queries, (self._ties + 1).double() * in_group, "amax")
+        size = self._zeros.scatter_reduce(
+            0, self._queries, (self._ties + 1).double() * in_group, "amax"
+        )
         hit = self._zeros.clone()
         reciprocal = self._zeros.clone()
         none_yet = torch.ones_like(self._zeros)
         for offset in range(k):
             remaining = (size - offset).clamp(min=1)
-            here = torch.where((offset < size) & (start + offset < k), none_yet * relevant / remaining, 0.0)
+            here = torch.where(
+                (offset < size) & (start + offset < k),
+                none_yet * relevant / remaining,
+                0.0,
+            )
             hit += here
             reciprocal += here / (start + offset + 1)
             # Clamped, because past the end of a group fewer places are left than there are relevant items.
@@ -235,7 +275,9 @@ def _discounts(k: int, device: torch.device) -> Tensor:
     return torch.cat([discounts.new_zeros(1), discounts.cumsum(0)])
 
 
-_NO_RANKS = TargetRanks(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+_NO_RANKS = TargetRanks(
+    torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+)
 
 
 # Each pair holds both towers' outputs: 4 MiB at width 64.
@@ -264,7 +306,10 @@ def ranks_among(scores: Tensor, ids: Tensor) -> TargetRanks:
     target_scores = scores[:, :1]
     is_other = ~_find_repeated(ids) & (ids >= 0)
     is_other[:, 0] = False
-    return TargetRanks(((scores > target_scores) & is_other).sum(1), ((scores == target_scores) & is_other).sum(1))
+    return TargetRanks(
+        ((scores > target_scores) & is_other).sum(1),
+        ((scores == target_scores) & is_other).sum(1),
+    )
 
 
 @torch.no_grad()
@@ -305,14 +350,20 @@ def candidate_ranks(
         outputs = [tensor.repeat_interleave(width, dim=0) for tensor in block_towers]
         # Padding has ids below 0: it is scored as item 0, and ranks_among() leaves it out.
         candidates_of_block = items[block_ids.clamp(min=0).flatten()]
-        scores.append(model.interaction([*outputs, candidates_of_block]).view(block_ids.shape))
+        scores.append(
+            model.interaction([*outputs, candidates_of_block]).view(block_ids.shape)
+        )
     return gather_ranks(ranks_among(torch.cat(scores), own_ids), runtime)
 
 
 def gather_ranks(ranks: TargetRanks, runtime: Runtime) -> TargetRanks:
     """Gathers the ranks of all processes' queries, one relevant item each, in rank order."""
     better, ties = (
-        gather_uneven_rows(torch.stack([ranks.better, ranks.ties], dim=1).to(runtime.device), runtime).cpu().unbind(1)
+        gather_uneven_rows(
+            torch.stack([ranks.better, ranks.ties], dim=1).to(runtime.device), runtime
+        )
+        .cpu()
+        .unbind(1)
     )
     return TargetRanks(better, ties)
 

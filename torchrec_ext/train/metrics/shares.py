@@ -80,13 +80,17 @@ def own_start(rows: int, total: int, runtime: Runtime) -> int:
 
 
 @torch.no_grad()
-def embed_all(model: Recommender, tower: str, batches: Iterable[Kept], runtime: Runtime) -> Tensor:
+def embed_all(
+    model: Recommender, tower: str, batches: Iterable[Kept], runtime: Runtime
+) -> Tensor:
     """Returns one tower's outputs of all ranks' rows, (rows, D); ``batches`` as in :func:`catalogue_ranks`."""
     return gather_uneven_rows(embed_own(model, [tower], batches, runtime)[0], runtime)
 
 
 @torch.no_grad()
-def embed_own(model: Recommender, towers: Sequence[str], batches: Iterable[Kept], runtime: Runtime) -> list[Tensor]:
+def embed_own(
+    model: Recommender, towers: Sequence[str], batches: Iterable[Kept], runtime: Runtime
+) -> list[Tensor]:
     """Returns each tower's outputs of this rank's rows, (rows, D); ranks must have equally many batches."""
     outputs_by_tower: list[list[Tensor]] = [[] for _ in towers]
     for batch, keep in batches:
@@ -101,7 +105,10 @@ def gather_uneven_rows(rows: Tensor, runtime: Runtime) -> Tensor:
     if runtime.world_size == 1:
         return rows
     # all_gather needs equal shapes, so the rows are padded to the longest rank's number and cut afterwards.
-    sizes = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(runtime.world_size)]
+    sizes = [
+        torch.zeros(1, dtype=torch.int64, device=rows.device)
+        for _ in range(runtime.world_size)
+    ]
     dist.all_gather(sizes, torch.tensor([len(rows)], device=rows.device))
     lengths = list(map(int, sizes))
     padded = rows.new_zeros(max(lengths), *rows.shape[1:])

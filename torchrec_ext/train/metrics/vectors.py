@@ -19,7 +19,12 @@ QUERIES = 8
 
 
 def vector_ranks(
-    queries: Tensor, items: Tensor, question: Question, *, similarity: Similarity = "dot", depth: int | None = None
+    queries: Tensor,
+    items: Tensor,
+    question: Question,
+    *,
+    similarity: Similarity = "dot",
+    depth: int | None = None,
 ) -> Iterator[tuple[int, TargetRanks]]:
     """Ranks each query's targets among all items by the product of their vectors, a block of queries at a time.
 
@@ -40,13 +45,20 @@ def vector_ranks(
         ValueError: the shapes do not fit each other or the question, or a score is NaN.
     """
     if queries.dim() != 2 or items.dim() != 2 or queries.shape[1] != items.shape[1]:
-        raise ValueError(f"vectors of shape {tuple(queries.shape)} and {tuple(items.shape)}: must be (U, D) and (I, D)")
+        raise ValueError(
+            f"vectors of shape {tuple(queries.shape)} and {tuple(items.shape)}: must be (U, D) and (I, D)"
+        )
     if len(queries) != question.queries:
-        raise ValueError(f"{len(queries)} vectors for {question.queries} queries; give one for each, in their order")
+        raise ValueError(
+            f"{len(queries)} vectors for {question.queries} queries; give one for each, in their order"
+        )
     if similarity == "cosine":
         queries = normalize(queries, dim=1)
         items = normalize(items, dim=1)
     rows = max(QUERIES, SCORES // max(1, len(items)))
     for start in range(0, len(queries), rows):
         block = queries[start : start + rows]
-        yield start + len(block), ranks_of(block @ items.T, question, start, depth=depth)
+        yield (
+            start + len(block),
+            ranks_of(block @ items.T, question, start, depth=depth),
+        )

@@ -25,7 +25,18 @@ from tqdm import tqdm
 from torchrec_ext.batch import ENDLESS
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, save_figure
-from torchrec_ext.drawing.page import Bar, Curve, Lane, card, chart, lanes, page, paragraph, stacked, text_table
+from torchrec_ext.drawing.page import (
+    Bar,
+    Curve,
+    Lane,
+    card,
+    chart,
+    lanes,
+    page,
+    paragraph,
+    stacked,
+    text_table,
+)
 from torchrec_ext.drawing.terminal import step_line, terminal
 from torchrec_ext.train.config import Record
 
@@ -154,7 +165,9 @@ class Window:
             shares = []
             for data, collectives in waits:
                 shares.append([round(data, 4), round(min(collectives, 1 - data), 4)])
-            record["ranks_wait"] = sum(collectives for _, collectives in shares) / len(shares)
+            record["ranks_wait"] = sum(collectives for _, collectives in shares) / len(
+                shares
+            )
             if len(shares) <= _MOST_RANKS:
                 record["waits"] = shares
         return record
@@ -171,7 +184,11 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
         >>> time_shares([{"kind": "train", "rows": 8, "rows_per_s": 4.0, "data_wait": 0.25}])
         {'data': 0.25, 'compute': 0.75}
     """
-    records = [record for record in records if record["kind"] == "train" and record.get("rows_per_s")]
+    records = [
+        record
+        for record in records
+        if record["kind"] == "train" and record.get("rows_per_s")
+    ]
     data = mean_over_time(records, [record.get("data_wait", 0.0) for record in records])
     measured = [record for record in records if "ranks_wait" in record]
     if not measured:
@@ -188,7 +205,9 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
 
 def rank_shares(records: Sequence[Record]) -> list[tuple[float, float]]:
     """Returns each rank's shares of the steps' time: waiting for batches, and in collectives; empty if unknown."""
-    records = [record for record in records if record["kind"] == "train" and "waits" in record]
+    records = [
+        record for record in records if record["kind"] == "train" and "waits" in record
+    ]
     ranks = {len(record["waits"]) for record in records}
     # The run was resumed on another number of ranks.
     if len(ranks) != 1:
@@ -196,7 +215,9 @@ def rank_shares(records: Sequence[Record]) -> list[tuple[float, float]]:
     shares = []
     for rank in range(ranks.pop()):
         data = mean_over_time(records, [record["waits"][rank][0] for record in records])
-        collectives = mean_over_time(records, [record["waits"][rank][1] for record in records])
+        collectives = mean_over_time(
+            records, [record["waits"][rank][1] for record in records]
+        )
         shares.append((data, collectives))
     return shares
 
@@ -207,7 +228,10 @@ def mean_over_time(records: Sequence[Record], shares: Sequence[float]) -> float:
     total = sum(seconds)
     if not total:
         return 0.0
-    parts = [share * record_seconds for share, record_seconds in zip(shares, seconds, strict=True)]
+    parts = [
+        share * record_seconds
+        for share, record_seconds in zip(shares, seconds, strict=True)
+    ]
     return float(sum(parts) / total)
 
 
@@ -250,10 +274,16 @@ class Progress:
             tqdm.write(record["message"])
         elif is_step:
             # Further figures would leave no room for the bar.
-            self._bar.set_postfix_str(f"loss {record['loss']:.4f}, {record.get('rows_per_s', 0.0):,.0f} rows/s")
+            self._bar.set_postfix_str(
+                f"loss {record['loss']:.4f}, {record.get('rows_per_s', 0.0):,.0f} rows/s"
+            )
         # The bar on this process's own terminal shows the figures of steps. The log of a launcher needs them too.
         if figures and not (is_step and self._terminal is sys.stderr):
-            self.say(step_line(record["epoch"], record["step"], self._total, ", ".join(figures)))
+            self.say(
+                step_line(
+                    record["epoch"], record["step"], self._total, ", ".join(figures)
+                )
+            )
 
     def say(self, text: str) -> None:
         """Prints a line above the bar, on rank 0 only."""
@@ -325,7 +355,9 @@ class RunFolder:
         RunFolderError: the folder cannot be made or written to, or holds another run.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any], *, replace: bool = False) -> None:
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], *, replace: bool = False
+    ) -> None:
         self.path = path
         self.records: list[Record] = []
         self.facts = RunFacts(title=str(config.get("name", path.name)))
@@ -336,7 +368,9 @@ class RunFolder:
             if replace:
                 mode = "w"
             self._metrics = (path / "metrics.jsonl").open(mode)
-            (path / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+            (path / "config.json").write_text(
+                json.dumps(config, indent=2, default=str) + "\n"
+            )
         except FileExistsError:
             raise RunFolderError(
                 f"run folder '{path}' holds another run or is a file; choose another with --run-dir, or remove it"
@@ -354,7 +388,9 @@ class RunFolder:
         self._metrics.flush()
         for name, value in record.items():
             if isinstance(value, float):
-                self._events.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+                self._events.add_scalar(
+                    f"{record['kind']}/{name}", value, record["step"]
+                )
         # The run is about to end, and its caller may not close the folder.
         if record["kind"] == "error":
             self.close()
@@ -365,7 +401,12 @@ class RunFolder:
             text += "\n"
         (self.path / name).write_text(text)
 
-    def close(self, baselines: Mapping[str, float] | None = None, *, baseline_name: str = "popularity") -> Path:
+    def close(
+        self,
+        baselines: Mapping[str, float] | None = None,
+        *,
+        baseline_name: str = "popularity",
+    ) -> Path:
         """Closes the files, draws ``training.png`` and writes ``report.html``.
 
         Args:
@@ -376,12 +417,22 @@ class RunFolder:
         self._metrics.close()
         self._events.close()
         picture = self.path / "training.png"
-        draw_training(self.records, picture, baselines or {}, baseline_name, conclusion(self.records, self.facts.test))
-        self.write(REPORT, run_page(self.records, self.facts, baselines or {}, baseline_name))
+        draw_training(
+            self.records,
+            picture,
+            baselines or {},
+            baseline_name,
+            conclusion(self.records, self.facts.test),
+        )
+        self.write(
+            REPORT, run_page(self.records, self.facts, baselines or {}, baseline_name)
+        )
         return picture
 
 
-def conclusion(records: Sequence[Record], test: Mapping[str, Mapping[str, float]] | None) -> str:
+def conclusion(
+    records: Sequence[Record], test: Mapping[str, Mapping[str, float]] | None
+) -> str:
     """Summarises a run in a line: the main figure, its comparison with each baseline, and the best epoch.
 
     Args:
@@ -400,7 +451,9 @@ def conclusion(records: Sequence[Record], test: Mapping[str, Mapping[str, float]
         comparisons = []
         for baseline_name, baseline in zip(list(test)[1:], others, strict=True):
             if name in baseline:
-                comparisons.append(_comparison(name, figures[name], baseline[name], baseline_name))
+                comparisons.append(
+                    _comparison(name, figures[name], baseline[name], baseline_name)
+                )
         result = f"{name} {figures[name]:.4f}"
         if comparisons:
             result += f": {', '.join(comparisons)}"
@@ -448,7 +501,11 @@ def _last_figures(evaluations: Sequence[Record]) -> dict[str, float]:
     """Returns the figures of the last evaluation by name; nothing without an evaluation."""
     if not evaluations:
         return {}
-    return {name: value for name, value in evaluations[-1].items() if isinstance(value, float)}
+    return {
+        name: value
+        for name, value in evaluations[-1].items()
+        if isinstance(value, float)
+    }
 
 
 def _comparison(name: str, value: float, other: float, baseline_name: str) -> str:
@@ -486,23 +543,37 @@ def draw_training(
     figure, axes = figure_with_panels(1 + len(names), (4.2 * (1 + len(names)), 3.4))
     figure.suptitle(title)
     best = best_evaluation(records)
-    axes[0].plot([record["step"] for record in train], [record["loss"] for record in train], color=BLUE)
+    axes[0].plot(
+        [record["step"] for record in train],
+        [record["loss"] for record in train],
+        color=BLUE,
+    )
     axes[0].set(title="training loss", xlabel="step")
     steps = [record["step"] for record in evaluations]
     for axis, name in zip(axes[1:], names, strict=True):
         values = [record[name] for record in evaluations]
         axis.plot(steps, values, marker="o", color=BLUE, label="model")
         if name in baselines:
-            axis.axhline(baselines[name], linestyle="--", color=RED, label=baseline_name)
+            axis.axhline(
+                baselines[name], linestyle="--", color=RED, label=baseline_name
+            )
         if best is not None:
-            axis.axvline(best["step"], linestyle=":", color="gray", label=f"best: epoch {best['epoch']}")
+            axis.axvline(
+                best["step"],
+                linestyle=":",
+                color="gray",
+                label=f"best: epoch {best['epoch']}",
+            )
         axis.legend(frameon=False)
         axis.set(title=f"{name}, validation", xlabel="step")
     save_figure(figure, path)
 
 
 def run_page(
-    records: Sequence[Record], facts: RunFacts, baselines: Mapping[str, float], baseline_name: str = "popularity"
+    records: Sequence[Record],
+    facts: RunFacts,
+    baselines: Mapping[str, float],
+    baseline_name: str = "popularity",
 ) -> str:
     """Renders a run as one HTML page, see :func:`page`: its records from the first step on, and its facts.
 
@@ -514,7 +585,11 @@ def run_page(
     """
     train = records_of(records, "train")
     evaluations = records_of(records, "eval")
-    errors = [record["message"] for record in records if record["kind"] in ("error", "stop", "restore")]
+    errors = [
+        record["message"]
+        for record in records
+        if record["kind"] in ("error", "stop", "restore")
+    ]
     summary = paragraph(conclusion(records, facts.test), "conclusion")
     for note in (*facts.notes, *errors):
         summary += paragraph(note, "warning")
@@ -526,11 +601,15 @@ def run_page(
     if facts.test:
         cards.append(card("Test rows", _test_table(facts.test), wide=True))
     if facts.settings:
-        cards.append(card("Settings", text_table(["setting", "value"], facts.settings.items())))
+        cards.append(
+            card("Settings", text_table(["setting", "value"], facts.settings.items()))
+        )
     if facts.commands:
         commands = ""
         for purpose, command in facts.commands.items():
-            commands += f"{paragraph(purpose)}<pre class=command>{escape(command)}</pre>"
+            commands += (
+                f"{paragraph(purpose)}<pre class=command>{escape(command)}</pre>"
+            )
         cards.append(card("Next", commands))
     losses = Curve("", [(record["step"], record["loss"]) for record in train])
     cards.append(card("Loss", chart([losses], x="step", caption="training loss")))
@@ -544,15 +623,23 @@ def run_page(
     return page(f"Training of {facts.title}", summary, cards)
 
 
-def _figure_cards(evaluations: Sequence[Record], baselines: Mapping[str, float], baseline_name: str) -> Iterator[str]:
+def _figure_cards(
+    evaluations: Sequence[Record], baselines: Mapping[str, float], baseline_name: str
+) -> Iterator[str]:
     for name in _last_figures(evaluations):
-        points = [(record["step"], record[name]) for record in evaluations if name in record]
+        points = [
+            (record["step"], record[name]) for record in evaluations if name in record
+        ]
         curves = [Curve("model", points, marked=True)]
         if name in baselines:
             # Both ends are one point after a single evaluation.
-            ends = dict.fromkeys([evaluations[0]["step"], evaluations[-1]["step"]], baselines[name])
+            ends = dict.fromkeys(
+                [evaluations[0]["step"], evaluations[-1]["step"]], baselines[name]
+            )
             curves.append(Curve(baseline_name, list(ends.items()), dashed=True))
-        yield card(name, chart(curves, x="step", caption=f"{name} on the validation rows"))
+        yield card(
+            name, chart(curves, x="step", caption=f"{name} on the validation rows")
+        )
 
 
 def _test_table(test: Mapping[str, Mapping[str, float]]) -> str:
@@ -573,22 +660,40 @@ def _test_table(test: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _time_picture(train: Sequence[Record], facts: RunFacts) -> str:
-    points = [(record["step"], record["rows_per_s"]) for record in train if record.get("rows_per_s")]
-    rates = chart([Curve("", points)], x="step", caption="rows a second, over all ranks")
+    points = [
+        (record["step"], record["rows_per_s"])
+        for record in train
+        if record.get("rows_per_s")
+    ]
+    rates = chart(
+        [Curve("", points)], x="step", caption="rows a second, over all ranks"
+    )
     # Records of a stack of networks lack it.
     if not all("data_wait" in record for record in train):
         return rates
     shares = time_shares(train)
-    names = {"data": "waiting for data", "ranks": "in collectives", "compute": "computing"}
+    names = {
+        "data": "waiting for data",
+        "ranks": "in collectives",
+        "compute": "computing",
+    }
     by_rank = rank_shares(train)
     rows = []
     for rank, (data, ranks) in enumerate(by_rank):
         compute = max(0.0, 1 - data - ranks)
         parts = {names["data"]: data, names["ranks"]: ranks, names["compute"]: compute}
-        rows.append(stacked(f"rank {rank}", parts, f"{data:.1%}, {ranks:.1%}, {compute:.1%}"))
+        rows.append(
+            stacked(f"rank {rank}", parts, f"{data:.1%}, {ranks:.1%}, {compute:.1%}")
+        )
     if not by_rank:
         for key, share in shares.items():
-            rows.append(Lane(name=names[key], spans=[Bar(names[key], 0, share)], value=f"{share:.1%}"))
+            rows.append(
+                Lane(
+                    name=names[key],
+                    spans=[Bar(names[key], 0, share)],
+                    value=f"{share:.1%}",
+                )
+            )
     text = "shares of the steps' time"
     if facts.outside is not None:
         text += f"; steps took {1 - facts.outside:.0%} of the run, evaluations, saves and the rest {facts.outside:.0%}"
@@ -605,7 +710,9 @@ def _plan_picture(plan: Sequence[tuple[str, Mapping[int, float]]]) -> str:
         ranks_of_tables |= set(shards)
     rows = []
     for rank in sorted(ranks_of_tables):
-        sizes = {name: shards[rank] / 2**20 for name, shards in largest if rank in shards}
+        sizes = {
+            name: shards[rank] / 2**20 for name, shards in largest if rank in shards
+        }
         others = sum(shards.get(rank, 0.0) for _, shards in smaller) / 2**20
         if others:
             sizes[f"{len(smaller)} smaller tables"] = others
@@ -616,7 +723,13 @@ def _plan_picture(plan: Sequence[tuple[str, Mapping[int, float]]]) -> str:
 def _memory_picture(memory: Sequence[float]) -> str:
     rows = []
     for rank, size in enumerate(memory):
-        rows.append(Lane(name=f"rank {rank}", spans=[Bar("peak memory", 0, size)], value=f"{size:,.0f} MiB"))
+        rows.append(
+            Lane(
+                name=f"rank {rank}",
+                spans=[Bar("peak memory", 0, size)],
+                value=f"{size:,.0f} MiB",
+            )
+        )
     return _rank_lanes(rows, "the most that each rank's process took")
 
 

@@ -117,7 +117,10 @@ def overlap(ranks: Sequence[RankSpans]) -> dict[str, float]:
     by_tower = list(map(union, spans_by_tower.values()))
     parts = {
         "ranks_in_towers": (length(at_least(2, by_rank)), length(at_least(1, by_rank))),
-        "towers_at_once": (length(at_least(2, by_tower)), length(at_least(1, by_tower))),
+        "towers_at_once": (
+            length(at_least(2, by_tower)),
+            length(at_least(1, by_tower)),
+        ),
         "exchange_hidden": (hidden, exchange),
     }
     return {name: share / total for name, (share, total) in parts.items() if total}
@@ -174,7 +177,9 @@ def _shift(intervals: Iterable[Interval], shift: float) -> list[Interval]:
 
 
 def _launched_in(
-    intervals: Iterable[Interval], kernels: Iterable[Event], launch_times: Mapping[int, float]
+    intervals: Iterable[Interval],
+    kernels: Iterable[Event],
+    launch_times: Mapping[int, float],
 ) -> list[Interval]:
     """Returns the running times of the kernels launched in the intervals."""
     spans = union(intervals)
@@ -190,7 +195,9 @@ def _launched_in(
     return union(result)
 
 
-def _backward(complete_events: Sequence[Event], calls: Sequence[Event]) -> dict[str, list[Interval]]:
+def _backward(
+    complete_events: Sequence[Event], calls: Sequence[Event]
+) -> dict[str, list[Interval]]:
     """Returns each tower's intervals of consecutive backward nodes, unbroken by another tower's."""
     tower_of_node = _towers_of_nodes(complete_events, calls)
     nodes = [event for event in complete_events if event["name"].startswith(_BACKWARD)]
@@ -212,7 +219,9 @@ def _backward(complete_events: Sequence[Event], calls: Sequence[Event]) -> dict[
     return result
 
 
-def _towers_of_nodes(complete_events: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
+def _towers_of_nodes(
+    complete_events: Sequence[Event], calls: Sequence[Event]
+) -> dict[int, str]:
     """Maps the sequence number of each operator to its tower in the forward, '' for none.
 
     Earlier operators that make no node, and enclosing operators, have the same number: the last to begin counts.
@@ -222,7 +231,9 @@ def _towers_of_nodes(complete_events: Sequence[Event], calls: Sequence[Event]) -
     last: dict[int, Event] = {}
     for event in complete_events:
         arguments = event.get("args", {})
-        if arguments.get("Fwd thread id") == 0 and not event["name"].startswith(_BACKWARD):
+        if arguments.get("Fwd thread id") == 0 and not event["name"].startswith(
+            _BACKWARD
+        ):
             latest = last.get(arguments["Sequence number"])
             if latest is None or latest["ts"] <= event["ts"]:
                 last[arguments["Sequence number"]] = event
@@ -263,7 +274,12 @@ class RankTrace:
     def work(self) -> list[Event]:
         """The spans and arrows of threads and streams, without the profiler's own."""
         events = self.trace["traceEvents"]
-        return [event for event in events if event["ph"] in ("X", "s", "f") and event.get("cat") not in ("Trace", None)]
+        return [
+            event
+            for event in events
+            if event["ph"] in ("X", "s", "f")
+            and event.get("cat") not in ("Trace", None)
+        ]
 
 
 @dataclass(frozen=True)
@@ -280,7 +296,9 @@ class Timeline:
         starts: list[float] = []
         for rank in self.ranks:
             # Times of events count from the base of their own trace.
-            shift = (rank.trace["baseTimeNanoseconds"] - first_base) / 1e3 - rank.ahead_us
+            shift = (
+                rank.trace["baseTimeNanoseconds"] - first_base
+            ) / 1e3 - rank.ahead_us
             shifts.append(shift)
             starts += [event["ts"] + shift for event in rank.work]
         first = min(starts)
@@ -289,7 +307,10 @@ class Timeline:
     @cached_property
     def spans(self) -> list[RankSpans]:
         """The spans of each rank."""
-        return [read_spans(rank.work, shift) for rank, shift in zip(self.ranks, self.shifts, strict=True)]
+        return [
+            read_spans(rank.work, shift)
+            for rank, shift in zip(self.ranks, self.shifts, strict=True)
+        ]
 
     def figures(self) -> dict[str, float]:
         """Returns the shares of simultaneous work, see :func:`overlap`."""
@@ -299,22 +320,45 @@ class Timeline:
         """Merges the ranks into one Chrome trace: a process per rank, with its towers' spans above its threads."""
         events: list[Event] = []
         clocks = []
-        for number, (rank, shift, spans) in enumerate(zip(self.ranks, self.shifts, self.spans, strict=True)):
-            clocks.append({"rank": number, "ahead_us": rank.ahead_us, "error_us": rank.error_us})
+        for number, (rank, shift, spans) in enumerate(
+            zip(self.ranks, self.shifts, self.spans, strict=True)
+        ):
+            clocks.append(
+                {"rank": number, "ahead_us": rank.ahead_us, "error_us": rank.error_us}
+            )
             events += [
-                _metadata_event("process_name", number, name=f"rank {number} on {rank.host}"),
+                _metadata_event(
+                    "process_name", number, name=f"rank {number} on {rank.host}"
+                ),
                 _metadata_event("process_sort_index", number, sort_index=number),
                 _metadata_event("thread_name", number, name="towers"),
                 _metadata_event("thread_sort_index", number, sort_index=-1),
             ]
-            for direction, by_tower in (("forward", spans.forward), ("backward", spans.backward)):
+            for direction, by_tower in (
+                ("forward", spans.forward),
+                ("backward", spans.backward),
+            ):
                 for tower, intervals in by_tower.items():
-                    event = {"ph": "X", "cat": "tower", "name": f"{tower} {direction}", "pid": number, "tid": 0}
+                    event = {
+                        "ph": "X",
+                        "cat": "tower",
+                        "name": f"{tower} {direction}",
+                        "pid": number,
+                        "tid": 0,
+                    }
                     for start, stop in intervals:
                         events.append({**event, "ts": start, "dur": stop - start})
-            for event in (*filter(_is_thread_name, rank.trace["traceEvents"]), *rank.work):
+            for event in (
+                *filter(_is_thread_name, rank.trace["traceEvents"]),
+                *rank.work,
+            ):
                 events.append(_shift_event(event, number, shift))
-        return {"traceEvents": events, "displayTimeUnit": "ms", "clocks": clocks, "overlap": self.figures()}
+        return {
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "clocks": clocks,
+            "overlap": self.figures(),
+        }
 
     def write(self, folder: Path) -> None:
         """Writes ``timeline.json`` for chrome://tracing or ui.perfetto.dev, and ``timeline.png``."""
@@ -334,23 +378,44 @@ class Timeline:
         figure = Figure(figsize=(12, 1.6 + 1.0 * len(self.spans)), layout="constrained")
         axes = figure.subplots()
         for number, rank in enumerate(self.spans):
-            for low, by_tower in ((number - 0.42, rank.forward), (number - 0.12, rank.backward)):
+            for low, by_tower in (
+                (number - 0.42, rank.forward),
+                (number - 0.12, rank.backward),
+            ):
                 for name, intervals in by_tower.items():
                     _band(axes, intervals, low, 0.27, colours[name], alpha=0.3)
-                    _band(axes, both(rank.busy, union(intervals)), low, 0.27, colours[name])
+                    _band(
+                        axes,
+                        both(rank.busy, union(intervals)),
+                        low,
+                        0.27,
+                        colours[name],
+                    )
             _band(axes, rank.exchange, number + 0.18, 0.1, _EXCHANGE)
             _band(axes, rank.busy, number + 0.3, 0.1, _BUSY)
-        labels = [f"rank {number}\n{trace.host}" for number, trace in enumerate(self.ranks)]
+        labels = [
+            f"rank {number}\n{trace.host}" for number, trace in enumerate(self.ranks)
+        ]
         axes.set_yticks(range(len(labels)), labels)
         axes.set_ylim(len(labels) - 0.4, -0.5)
-        shares = [f"{name.replace('_', ' ')} {share:.0%}" for name, share in self.figures().items()]
+        shares = [
+            f"{name.replace('_', ' ')} {share:.0%}"
+            for name, share in self.figures().items()
+        ]
         axes.set(xlabel="ms", title=", ".join(shares))
         axes.spines[["top", "right", "left"]].set_visible(False)
         key = []
         for name, colour in colours.items():
-            key.append(Patch(color=colour, label=f"{name}: forward above backward, waits pale"))
-        key += [Patch(color=_EXCHANGE, label="an exchange under way"), Patch(color=_BUSY, label="any operator")]
-        figure.legend(handles=key, frameon=False, fontsize=8, ncols=4, loc="outside lower center")
+            key.append(
+                Patch(color=colour, label=f"{name}: forward above backward, waits pale")
+            )
+        key += [
+            Patch(color=_EXCHANGE, label="an exchange under way"),
+            Patch(color=_BUSY, label="any operator"),
+        ]
+        figure.legend(
+            handles=key, frameon=False, fontsize=8, ncols=4, loc="outside lower center"
+        )
         figure.savefig(path, dpi=120)
 
 
@@ -374,7 +439,14 @@ def _shift_event(event: Event, rank: int, shift: float) -> Event:
     return shifted
 
 
-def _band(axes: Any, intervals: Sequence[Interval], low: float, height: float, colour: str, alpha: float = 1.0) -> None:
+def _band(
+    axes: Any,
+    intervals: Sequence[Interval],
+    low: float,
+    height: float,
+    colour: str,
+    alpha: float = 1.0,
+) -> None:
     bars = [(start / 1e3, (stop - start) / 1e3) for start, stop in intervals]
     axes.broken_barh(bars, (low, height), color=colour, alpha=alpha, linewidth=0)
 
@@ -398,7 +470,11 @@ class StepTrace:
     """
 
     def __init__(
-        self, model: nn.Module, runtime: Runtime, steps: int, done: Callable[[Timeline], None] | None = None
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        steps: int,
+        done: Callable[[Timeline], None] | None = None,
     ) -> None:
         self._model = model
         self._runtime = runtime
@@ -441,7 +517,11 @@ class StepTrace:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))
             # Traces are text of many MB per rank: the fastest compression already shrinks them to a fraction.
-            local = (socket.gethostname(), *self._clock, zlib.compress(path.read_bytes(), 1))
+            local = (
+                socket.gethostname(),
+                *self._clock,
+                zlib.compress(path.read_bytes(), 1),
+            )
         self._profile = None
         ranks: list[Any] | None = None
         if self._runtime.is_main:
@@ -452,7 +532,9 @@ class StepTrace:
             traces = []
             for host, ahead, error, packed in ranks:
                 trace = json.loads(zlib.decompress(packed))
-                traces.append(RankTrace(host=host, ahead_us=ahead, error_us=error, trace=trace))
+                traces.append(
+                    RankTrace(host=host, ahead_us=ahead, error_us=error, trace=trace)
+                )
             timeline = Timeline(traces)
             figures = [timeline.figures()]
             if self._on_timeline is not None:
@@ -497,7 +579,10 @@ def _named_in_trace(name: str, tower: nn.Module) -> list[Any]:
     def leave(*_: Any) -> None:
         open_spans.pop().__exit__(None, None, None)
 
-    return [tower.register_forward_pre_hook(enter), tower.register_forward_hook(leave, always_call=True)]
+    return [
+        tower.register_forward_pre_hook(enter),
+        tower.register_forward_hook(leave, always_call=True),
+    ]
 
 
 def clock_ahead(runtime: Runtime) -> tuple[float, float]:

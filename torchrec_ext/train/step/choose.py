@@ -49,7 +49,10 @@ def numbers(cores: int) -> list[int]:
 
 
 def with_best_threads(
-    items: Iterator[Item], run: Callable[[Iterable[Item]], Iterator[Any]], runtime: Runtime, say: Callable[[str], None]
+    items: Iterator[Item],
+    run: Callable[[Iterable[Item]], Iterator[Any]],
+    runtime: Runtime,
+    say: Callable[[str], None],
 ) -> Iterator[Any]:
     """Trains on the first of ``items`` with several numbers of threads, and keeps the fastest number.
 
@@ -67,13 +70,17 @@ def with_best_threads(
     initial_threads = torch.get_num_threads()
     cores = pin(runtime)
     thread_counts = numbers(len(cores))
-    yield from run(islice(items, 3))  # the first steps are slow once, so they are not measured
+    yield from run(
+        islice(items, 3)
+    )  # the first steps are slow once, so they are not measured
     step = yield from _measure(run(islice(items, _FEWEST_STEPS)))
     # Ranks that went by their own times would make unequal numbers of steps.
     step = max_over_ranks(step, runtime)
     count = _FEWEST_STEPS
     if math.isfinite(step):
-        count = min(max(int(_SECONDS / len(thread_counts) / step), _FEWEST_STEPS), _MOST_STEPS)
+        count = min(
+            max(int(_SECONDS / len(thread_counts) / step), _FEWEST_STEPS), _MOST_STEPS
+        )
     times = {}
     for number in thread_counts:
         torch.set_num_threads(number)
@@ -84,7 +91,9 @@ def with_best_threads(
             times[number] = seconds
     best = min(times, key=times.__getitem__, default=initial_threads)
     torch.set_num_threads(best)
-    measured = ", ".join(f"{number}: {seconds * 1e3:.2f} ms" for number, seconds in times.items())
+    measured = ", ".join(
+        f"{number}: {seconds * 1e3:.2f} ms" for number, seconds in times.items()
+    )
     basis = "as before: the epoch was over before a step could be measured"
     if measured:
         basis = f"a step with {measured}"
@@ -144,12 +153,21 @@ def plain_step(
     if together and placement_of(model) is not None:
         return None
     try:
-        return PlainStep(model, optimizer, forward, context=context, scaling=scaling, together=together)
+        return PlainStep(
+            model,
+            optimizer,
+            forward,
+            context=context,
+            scaling=scaling,
+            together=together,
+        )
     except CannotCaptureError:
         return None  # the pipeline does the same, only slower
 
 
-_PIPELINE_ONLY = "a timeline, train.on_nan=skip and sync.mode=semi_sync need the pipeline's steps"
+_PIPELINE_ONLY = (
+    "a timeline, train.on_nan=skip and sync.mode=semi_sync need the pipeline's steps"
+)
 _Step = DrawnStep | TowerBatch
 Made = TypeVar("Made")
 
@@ -232,13 +250,25 @@ class Steps:
         self._plain: PlainStep | None = None
         if not config.piped:
             self._plain = plain_step(
-                model, optimizer, runtime, forward, together=together, context=config.context, scaling=config.scaling
+                model,
+                optimizer,
+                runtime,
+                forward,
+                together=together,
+                context=config.context,
+                scaling=config.scaling,
             )
         ranks.checks.append(self.settle)
-        if config.compile == "require":  # fails here, before the first step, if this machine cannot capture at all
+        if (
+            config.compile == "require"
+        ):  # fails here, before the first step, if this machine cannot capture at all
             self._attempt(self._engine)
 
-    def outputs(self, loader: Iterable[_Step], watch: Callable[[Iterable[_Step]], Iterator[_Step]]) -> Iterator[Any]:
+    def outputs(
+        self,
+        loader: Iterable[_Step],
+        watch: Callable[[Iterable[_Step]], Iterator[_Step]],
+    ) -> Iterator[Any]:
         """Trains on the batches of an epoch, and yields the model's output for each; then settles the model.
 
         Args:
@@ -261,14 +291,19 @@ class Steps:
         if self._step is None:
             yield from self._timed(self._eager(items), policy.eager_seconds)
         else:
-            yield from self._timed(self._run(self._step, items), policy.captured_seconds)
+            yield from self._timed(
+                self._run(self._step, items), policy.captured_seconds
+            )
         self.settle()
 
     def finish(self) -> None:
         """Reports the choice after the last step, if there were too few steps for a report before."""
         policy = self._policy
         if not policy.is_reported and policy.eager_seconds:
-            policy.reason = policy.reason or f"{len(policy.eager_seconds):,} steps are too few to look at"
+            policy.reason = (
+                policy.reason
+                or f"{len(policy.eager_seconds):,} steps are too few to look at"
+            )
             self._report()
 
     def settle(self) -> None:
@@ -326,7 +361,10 @@ class Steps:
         policy = self._policy
         policy.is_reported = True
         eager = policy.eager_s * 1e3
-        figures: dict[str, Any] = {"captured": self._step is not None, "eager_ms": eager}
+        figures: dict[str, Any] = {
+            "captured": self._step is not None,
+            "eager_ms": eager,
+        }
         if self._step is not None:
             figures["captured_ms"] = policy.captured_s * 1e3
             comparison = f"eager {eager:.3g} ms"
@@ -343,7 +381,9 @@ class Steps:
         remaining_steps = self._config.total - len(policy.eager_seconds)
         too_few = policy.too_few_left(remaining_steps, self._runtime.device.type)
         if self._runtime.world_size > 1 and not self._ranks.silent:
-            policy.reason = f"{self._runtime.world_size} ranks wait for each other in every step"
+            policy.reason = (
+                f"{self._runtime.world_size} ranks wait for each other in every step"
+            )
             if policy.compile == "require":
                 remedy = "launch one rank (-j 1x1), or set sync.mode=local_sgd and plan.sharding=data_parallel"
                 self._refuse(CannotCaptureError(f"{policy.reason}; {remedy}"))
@@ -411,7 +451,9 @@ class Steps:
                     call()
             yield output
 
-    def _run_eager_instead(self, step: CapturedStep, item: _Step, error: CannotCaptureError) -> list[Any]:
+    def _run_eager_instead(
+        self, step: CapturedStep, item: _Step, error: CannotCaptureError
+    ) -> list[Any]:
         """Trains the eager step on a batch without a captured one; an error of the eager step is the user's.
 
         If steps must be captured, only the model's forward runs, because the run ends here in any case.
@@ -445,9 +487,13 @@ class Steps:
     def _refuse(self, error: CannotCaptureError) -> None:
         """Says once why steps are not captured, or ends the run if they must be."""
         if self._policy.compile == "require":
-            raise CannotCaptureError(f"train.compile=require: the training step cannot be captured: {error}") from None
+            raise CannotCaptureError(
+                f"train.compile=require: the training step cannot be captured: {error}"
+            ) from None
         self._policy.reason = str(error)
-        self._policy.note(f"note: the training step is not captured: {error}; training goes on without")
+        self._policy.note(
+            f"note: the training step is not captured: {error}; training goes on without"
+        )
 
     def _say(self, text: str) -> None:
         if self._runtime.is_main:

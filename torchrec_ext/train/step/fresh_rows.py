@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.distributed.model_parallel import (
+    DistributedModelParallel,
+    get_unwrapped_module,
+)
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import KeyedOptimizer
 
@@ -16,7 +19,12 @@ from torchrec_ext.batch import Fresh, TowerBatch
 from torchrec_ext.distributed.plan.tower_plan import table_shardings
 from torchrec_ext.distributed.tables import collections, table_configs
 from torchrec_ext.ids.index import mixed
-from torchrec_ext.train.checkpoint.state import LocalShard, Parts, model_state, table_in_name
+from torchrec_ext.train.checkpoint.state import (
+    LocalShard,
+    Parts,
+    model_state,
+    table_in_name,
+)
 
 # (table, ids (n,)) -> (n, D) values, alike on every rank
 Begin = Callable[[str, Tensor], Tensor]
@@ -42,14 +50,22 @@ class FreshRows:
             ...
     """
 
-    def __init__(self, model: nn.Module, optimizer: KeyedOptimizer | None, *, begin: Begin | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: KeyedOptimizer | None,
+        *,
+        begin: Begin | None = None,
+    ) -> None:
         _check_kernels(model)
         self._model = model
         self._optimizer = optimizer
         self._begin = begin or self._drawn
         self._configs: dict[str, BaseEmbeddingConfig] = {}
         for _, collection in collections(model):
-            self._configs |= {config.name: config for config in table_configs(collection)}
+            self._configs |= {
+                config.name: config for config in table_configs(collection)
+            }
         self._weights: dict[str, list[LocalShard]] | None = None
         self._states: dict[str, list[LocalShard]] = {}
 

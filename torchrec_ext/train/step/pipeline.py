@@ -12,8 +12,13 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.train_pipeline.pipeline_context import EmbeddingTrainPipelineContext, TrainPipelineContext
-from torchrec.distributed.train_pipeline.runtime_forwards import EmbeddingPipelinedForward
+from torchrec.distributed.train_pipeline.pipeline_context import (
+    EmbeddingTrainPipelineContext,
+    TrainPipelineContext,
+)
+from torchrec.distributed.train_pipeline.runtime_forwards import (
+    EmbeddingPipelinedForward,
+)
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 from torchrec.distributed.train_pipeline.utils import _start_embedding_lookup
 from torchrec.distributed.types import LazyNoWait, ShardedModule
@@ -53,7 +58,9 @@ class GatedSemiSync(TrainPipelineSemiSync[TowerBatch, Any]):
         keywords: keyword arguments of TorchRec's pipeline.
     """
 
-    def __init__(self, before_tables: Callable[[], None], *positional: Any, **keywords: Any) -> None:
+    def __init__(
+        self, before_tables: Callable[[], None], *positional: Any, **keywords: Any
+    ) -> None:
         super().__init__(*positional, **keywords)
         self._before_tables = before_tables
 
@@ -68,10 +75,14 @@ class SemiSyncOnCpu(GatedSemiSync):
 
     _pipelined_forward_type = ForwardOnCpu
 
-    def _mlp_forward(self, batch: TowerBatch, context: TrainPipelineContext) -> tuple[Tensor, Any]:
+    def _mlp_forward(
+        self, batch: TowerBatch, context: TrainPipelineContext
+    ) -> tuple[Tensor, Any]:
         return self._model_fwd(batch)  # type: ignore[no-any-return]
 
-    def start_embedding_lookup(self, batch: TowerBatch | None, context: EmbeddingTrainPipelineContext) -> None:
+    def start_embedding_lookup(
+        self, batch: TowerBatch | None, context: EmbeddingTrainPipelineContext
+    ) -> None:
         """Looks the rows of ``batch`` up and starts their exchange."""
         if batch is None:
             return
@@ -87,7 +98,11 @@ def _replicated_tables(model: nn.Module) -> list[str]:
     if not isinstance(model, DistributedModelParallel):
         return []
     shardings = table_shardings(model.plan)
-    return [name for name, sharding in shardings.items() if sharding.sharding_type == "data_parallel"]
+    return [
+        name
+        for name, sharding in shardings.items()
+        if sharding.sharding_type == "data_parallel"
+    ]
 
 
 def make_pipeline(
@@ -131,7 +146,9 @@ def make_pipeline(
                 f"sync.mode={sync.mode}: table(s) {', '.join(replicated)} are data_parallel, whose next "
                 "batch cannot be looked up ahead; set plan.sharding=table_wise, or another sync.mode"
             )
-        is_emulated = isinstance(optimizer, CombinedOptimizer) and "sharded_adam" in dict(optimizer.optimizers)
+        is_emulated = isinstance(
+            optimizer, CombinedOptimizer
+        ) and "sharded_adam" in dict(optimizer.optimizers)
         if sync.stash_gradients and is_emulated:
             raise ValueError(
                 "sync.stash_gradients: no kernel runs this device's adam, so its first step cannot be "
@@ -140,7 +157,10 @@ def make_pipeline(
         make = GatedSemiSync
         if device.type == "cpu":
             make = SemiSyncOnCpu
-        options = {"start_batch": sync.together, "stash_gradients": sync.stash_gradients}
+        options = {
+            "start_batch": sync.together,
+            "stash_gradients": sync.stash_gradients,
+        }
     return make(
         before_tables,
         model,
@@ -163,7 +183,9 @@ class GatedPipeline(TrainPipelineSparseDist[TowerBatch, Any]):
         keywords: keyword arguments of TorchRec's pipeline.
     """
 
-    def __init__(self, before_tables: Callable[[], None], *positional: Any, **keywords: Any) -> None:
+    def __init__(
+        self, before_tables: Callable[[], None], *positional: Any, **keywords: Any
+    ) -> None:
         super().__init__(*positional, **keywords)
         self._before_tables = before_tables
 
@@ -177,7 +199,9 @@ class GatedPipeline(TrainPipelineSparseDist[TowerBatch, Any]):
         self._before_tables()
 
 
-def unpipelined(pipeline: TrainPipelineSparseDist[TowerBatch, Any], model: nn.Module) -> list[str]:
+def unpipelined(
+    pipeline: TrainPipelineSparseDist[TowerBatch, Any], model: nn.Module
+) -> list[str]:
     """Returns paths of sharded modules without overlap of their input dist; available after the first step.
 
     TorchRec is silent if it cannot follow a module's input by ``getattr`` from the batch. The tables of towers with

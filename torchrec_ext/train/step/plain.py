@@ -19,12 +19,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    DataType,
+    EmbeddingBagConfig,
+    PoolingType,
+)
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.capture.lowering import CannotCaptureError, Pooled, check_pools, lowered
+from torchrec_ext.capture.lowering import (
+    CannotCaptureError,
+    Pooled,
+    check_pools,
+    lowered,
+)
 from torchrec_ext.capture.memory import owners
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.tables import local_shards, table_configs
@@ -53,7 +63,10 @@ class FusedAdam:
     """
 
     def __init__(
-        self, optimizer: HybridOptimizer, parameters: Sequence[nn.Parameter], weights: Sequence[Tensor]
+        self,
+        optimizer: HybridOptimizer,
+        parameters: Sequence[nn.Parameter],
+        weights: Sequence[Tensor],
     ) -> None:
         self._optimizer = optimizer
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -76,8 +89,14 @@ class FusedAdam:
         """Whether an optimizer is plain Adam everywhere, without norm limit or weight decay, and has all states."""
         choices = [*optimizer.table_choices.values(), *optimizer.layer_choices.values()]
         state = optimizer.state
-        is_plain_adam = all(choice.kind == "adam" and not choice.weight_decay for choice in choices)
-        return is_plain_adam and not optimizer.clip_norm and all(state.get(parameter) for parameter in parameters)
+        is_plain_adam = all(
+            choice.kind == "adam" and not choice.weight_decay for choice in choices
+        )
+        return (
+            is_plain_adam
+            and not optimizer.clip_norm
+            and all(state.get(parameter) for parameter in parameters)
+        )
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor | None]) -> bool:
@@ -92,7 +111,14 @@ class FusedAdam:
             beta1, beta2 = settings["betas"]
             torch._foreach_add_(steps, 1)
             torch._fused_adam_(
-                *(weights, [present_grads[index] for index in places], first, second, [], steps),
+                *(
+                    weights,
+                    [present_grads[index] for index in places],
+                    first,
+                    second,
+                    [],
+                    steps,
+                ),
                 lr=settings["lr"],
                 beta1=beta1,
                 beta2=beta2,
@@ -185,21 +211,32 @@ class PlainStep:
         # There is never a table read id by id, because no plan replicates these on a CPU.
         for shard in local_shards(model):
             parameters_of_shard = by_name.get(shard.fqn, [])
-            is_replicated = len(parameters_of_shard) == 1 and id(parameters_of_shard[0]) in replicated
+            is_replicated = (
+                len(parameters_of_shard) == 1
+                and id(parameters_of_shard[0]) in replicated
+            )
             if not is_replicated or shard.config.data_type != DataType.FP32:
-                raise CannotCaptureError(f"table '{shard.config.name}' is sharded, or not fp32")
+                raise CannotCaptureError(
+                    f"table '{shard.config.name}' is sharded, or not fp32"
+                )
             tables[shard.config.name] = shard.tensor.detach().requires_grad_()
             self._parameters += parameters_of_shard
         self._parameters += optimizer.dense_parameters
         self._leaves = [*tables.values(), *optimizer.dense_parameters]
         read = _LastRead()
-        self._model = lowered(model, lambda path, collection: _lower_bags(path, collection, tables, read))
+        self._model = lowered(
+            model, lambda path, collection: _lower_bags(path, collection, tables, read)
+        )
         self._adam: FusedAdam | None = None
         self._mean: GradientMean | None = None
         if together:
             count = sum(leaf.numel() for leaf in self._leaves)
-            if count > GradientMean.MOST_WEIGHTS or any(leaf.dtype != torch.float32 for leaf in self._leaves):
-                raise CannotCaptureError(f"{count:,} weights are too many for one message, or not all fp32")
+            if count > GradientMean.MOST_WEIGHTS or any(
+                leaf.dtype != torch.float32 for leaf in self._leaves
+            ):
+                raise CannotCaptureError(
+                    f"{count:,} weights are too many for one message, or not all fp32"
+                )
             self._mean = GradientMean(self._leaves)
 
     def begin(self) -> None:
@@ -245,15 +282,21 @@ class PlainStep:
         for parameter, grad in zip(self._parameters, grads, strict=True):
             parameter.grad = grad
         self._optimizer.step()
-        if isinstance(self._optimizer, HybridOptimizer) and FusedAdam.fits(self._optimizer, self._parameters):
+        if isinstance(self._optimizer, HybridOptimizer) and FusedAdam.fits(
+            self._optimizer, self._parameters
+        ):
             self._adam = FusedAdam(self._optimizer, self._parameters, self._leaves)
 
 
-def _lower_bags(path: str, collection: Any, weights: dict[str, Tensor], read: _LastRead) -> nn.Module:
+def _lower_bags(
+    path: str, collection: Any, weights: dict[str, Tensor], read: _LastRead
+) -> nn.Module:
     check_pools(path, collection)
     tables = table_configs(collection)
     # torch has no weighted mean, and FBGEMM's has the gradient of a sum.
-    if collection._is_weighted and any(table.pooling == PoolingType.MEAN for table in tables):
+    if collection._is_weighted and any(
+        table.pooling == PoolingType.MEAN for table in tables
+    ):
         raise CannotCaptureError(f"'{path}' takes means of weighted rows")
     return _PlainBags(tables, weights, read)
 
@@ -261,7 +304,9 @@ def _lower_bags(path: str, collection: Any, weights: dict[str, Tensor], read: _L
 class _PlainBags(nn.Module):
     """Stand-in for an EmbeddingBagCollection, with its tables as matrices in the sharded model's memory."""
 
-    def __init__(self, tables: Sequence[Any], weights: dict[str, Tensor], read: _LastRead) -> None:
+    def __init__(
+        self, tables: Sequence[Any], weights: dict[str, Tensor], read: _LastRead
+    ) -> None:
         super().__init__()
         self._read = read
         names = get_embedding_names_by_table(list(tables))
@@ -275,7 +320,10 @@ class _PlainBags(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> Pooled:
         """Returns the pooled bags, (B, D) each."""
         bags = self._read(features)
-        pooled = [bags.pooled(feature, table, weight) for feature, table, weight in self._look_ups]
+        pooled = [
+            bags.pooled(feature, table, weight)
+            for feature, table, weight in self._look_ups
+        ]
         return Pooled(self._names, pooled)
 
 
@@ -314,7 +362,9 @@ class _OneEach:
         ids_by_feature = features.values().view(len(keys), -1).unbind()
         self._ids = dict(zip(keys, ids_by_feature, strict=True))
 
-    def pooled(self, feature: str, table: BaseEmbeddingConfig, weight: Tensor) -> Tensor:
+    def pooled(
+        self, feature: str, table: BaseEmbeddingConfig, weight: Tensor
+    ) -> Tensor:
         # Its backward is faster than that of embedding().
         return weight.index_select(0, self._ids[feature])
 
@@ -332,5 +382,10 @@ class _Jagged:
             mode = "mean"
         weights = bags.weights_or_none()
         return embedding_bag(
-            bags.values(), weight, bags.offsets(), mode=mode, per_sample_weights=weights, include_last_offset=True
+            bags.values(),
+            weight,
+            bags.offsets(),
+            mode=mode,
+            per_sample_weights=weights,
+            include_last_offset=True,
         )

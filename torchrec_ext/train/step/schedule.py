@@ -13,7 +13,9 @@ from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.train.config import Schedule
 
 
-def scheduler(optimizer: KeyedOptimizer, tables: Schedule, dense: Schedule, steps: int) -> LambdaLR:
+def scheduler(
+    optimizer: KeyedOptimizer, tables: Schedule, dense: Schedule, steps: int
+) -> LambdaLR:
     """Builds the scheduler of all learning rates of a run, to be stepped after each step; it sets the first rates.
 
     TorchRec's WarmupOptimizer would give all groups one rate and keep its position outside of the state of a combined
