@@ -25,7 +25,8 @@ from torchrec_ext.adopt.towers.towers import adopt_towers
 from torchrec_ext.distributed.runtime import Runtime
 
 PROFILE, CONTENT, WIDTHS, TOP = 60, 40, (512, 256, 64), 64
-# Rows of a step over all ranks, and how many times one process's rows a second are asked for.
+# Rows of a step over all ranks, and how many times one process's rows a second are
+# asked for.
 SIZES = {4096: 1.7, 256: 1.3}
 
 

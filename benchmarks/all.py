@@ -32,7 +32,8 @@ from harness import ROOT, Row, in_turn, last_json, on_ranks
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT_S = 1500  # of one script in one round
 STUDIES_LIMIT_S = 4500  # of the long rows of one script, which run once
-# A number of threads that somebody exported would be that of a baseline that takes torch's own.
+# A number of threads that somebody exported would be that of a baseline that takes
+# torch's own.
 ENVIRONMENT = {
     name: value
     for name, value in os.environ.items()

@@ -382,7 +382,8 @@ def not_read(program: Program) -> Callable[..., None]:
     return usual(program, loss)
 
 
-# By name: the program, the remedy that its diagnosis names so, its step and its batches.
+# By name: the program, the remedy that its diagnosis names so, its step and its
+# batches.
 REMEDIES: dict[
     str, tuple[str, str, Callable[[Program], Any], Callable[[Program], Any]]
 ] = {
@@ -553,8 +554,8 @@ def tried(
     for answer, (step, batches) in tries(program).items():
         if answer in useless:
             result = diagnosis.realised(step, batches, seconds=5)
-            # Both sides were timed by turns, so that the drift between two moments, which a gain allows for, is not
-            # in them.
+            # Both sides were timed by turns, so that the drift between two moments,
+            # which a gain allows for, is not in them.
             made[answer] = {"ratio": result.ratio, "high": result.gain.high / DRIFT}
     if "DDP on this machine" in useless and len(os.sched_getaffinity(0)) > 1:
         launch = [

@@ -82,7 +82,7 @@ def training(
     return step
 
 
-# -------------------------------------------------------------------------------------------- the loader computes
+# ------------------------------------------------------------------ the loader computes
 
 
 WORDS = [f"word{number}" for number in range(5_000)]
@@ -194,7 +194,7 @@ def csv_lines() -> Case:
     return Case(step, DataLoader(data, ROWS), step, list(DataLoader(data, ROWS)))
 
 
-# ----------------------------------------------------------------------------------------- the step holds on its own
+# ------------------------------------------------------------ the step holds on its own
 
 
 def callback() -> Case:
@@ -365,7 +365,7 @@ def collected() -> Case:
     return Case(step, batches_of(64), without)
 
 
-# ----------------------------------------------------------------------------------------------- ops that need not be
+# ----------------------------------------------------------------- ops that need not be
 
 
 def all_items() -> Case:

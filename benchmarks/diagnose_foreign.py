@@ -248,7 +248,8 @@ def end_to_end(options: Options) -> Iterator[Row]:
         "batches made inside the step": on_one_thread(adopted_ncf.over_rows(inside)),
     }
     trainings = Trainings(sides)
-    # More than an epoch: the last batch of one has a shape of its own, for which the step is captured once.
+    # More than an epoch: the last batch of one has a shape of its own, for which the
+    # step is captured once.
     times = trainings.seconds_per_step(
         steps, options.turns, warm_up=50 if options.quick else 350
     )

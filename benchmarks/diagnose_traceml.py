@@ -36,9 +36,10 @@ PACKAGE = "traceml-ai==0.5.0"
 LIMIT_S = 300.0  # of one program, or of pip
 STEPS, QUICK_STEPS = 200, 40  # TraceML asks for 20
 
-# By planted cause, the verdicts that count as its name: those under whose meaning, "common causes" or "what to do next"
-# TraceML's own guide (docs/user_guide/reading-output.md in its repository) has that cause. Where one rank is slow, it
-# must name that rank too.
+# By planted cause, the verdicts that count as its name: those under whose meaning,
+# "common causes" or "what to do next" TraceML's own guide
+# (docs/user_guide/reading-output.md in its repository) has that cause. Where one rank
+# is slow, it must name that rank too.
 NAMED: dict[str, tuple[str, ...]] = {
     "loader_sleeps": ("INPUT_BOUND",),
     "row_python": ("INPUT_BOUND",),  # "slow preprocessing"
@@ -58,8 +59,9 @@ NAMED: dict[str, tuple[str, ...]] = {
     "slow_link": (
         "STRAGGLER",
     ),  # "inspect sync, collective, and unattributed work around the culprit rank"
-    # No category has these. Small ops, threads and processes on few cores are not "large model compute cost"; residual
-    # time is "not direct collective, NCCL, or all-reduce timing"; a straggler that rotates is not one rank.
+    # No category has these. Small ops, threads and processes on few cores are not
+    # "large model compute cost"; residual time is "not direct collective, NCCL, or
+    # all-reduce timing"; a straggler that rotates is not one rank.
     "launches": (),
     "too_many_threads": (),
     "oversubscribed": (),
@@ -88,7 +90,8 @@ def installed() -> Path | None:
     try:
         output([sys.executable, "-m", "venv", "--clear", folder], limit_s=LIMIT_S)
         (site,) = (folder / "lib").glob("python*/site-packages")
-        # Not the bare path: an editable package is a .pth file of that folder, read only of a folder that is added so.
+        # Not the bare path: an editable package is a .pth file of that folder, read
+        # only of a folder that is added so.
         (site / "beside.pth").write_text(
             f"import site; site.addsitedir({packages!r})\n"
         )
@@ -169,8 +172,8 @@ def train(name: str, seed: int, steps: int) -> None:
     np.random.seed(seed)
     train_steps(name, steps)
     if on_ranks:
-        # DDP is gone before the group: where its reducer lets go of it last, it joins gloo's threads while it holds the
-        # GIL that these wait for.
+        # DDP is gone before the group: where its reducer lets go of it last, it joins
+        # gloo's threads while it holds the GIL that these wait for.
         gc.collect()
         dist.destroy_process_group()
 

@@ -99,7 +99,8 @@ def start_up(options: Options) -> Iterator[Row]:
     seconds = in_turn(sides, options.turns)
 
     def milliseconds(name: str) -> list[float]:
-        # Of two starts that differ by noise alone the difference may be 0 or less; the clock's own steps are finer.
+        # Of two starts that differ by noise alone the difference may be 0 or less; the
+        # clock's own steps are finer.
         pairs = zip(seconds[name], seconds["python"], strict=True)
         return [max(1e3 * (whole - python), 0.1) for whole, python in pairs]
 

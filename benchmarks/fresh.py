@@ -161,7 +161,8 @@ def fresh(options: Options) -> Iterator[Row]:
     users, items, seconds = SIZES[options.quick]
     if os.environ.get("FRESH_S"):
         seconds = int(os.environ["FRESH_S"])
-    # As in the server: the thread that writes events must not keep those that ask from noticing their answers.
+    # As in the server: the thread that writes events must not keep those that ask from
+    # noticing their answers.
     sys.setswitchinterval(5e-4)
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:

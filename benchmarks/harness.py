@@ -92,7 +92,8 @@ def command_line(
     args = parser.parse_args()
     options = Options(turns=1 if args.quick else args.turns, quick=args.quick)
     with tempfile.TemporaryDirectory() as folder:
-        # What an earlier run compiled would make captures faster; torch's processes inherit the variable.
+        # What an earlier run compiled would make captures faster; torch's processes
+        # inherit the variable.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         made = [
             row

@@ -53,7 +53,8 @@ from torchx_apps.recipes import ncf
 from torchx_apps.tasks.job import Job
 
 PICTURE = Path(__file__).parent / "results" / "sync.png"
-# A turn is about two epochs of 192 steps, rounds of every mode among them: an epoch's end takes as long as ten steps.
+# A turn is about two epochs of 192 steps, rounds of every mode among them: an epoch's
+# end takes as long as ten steps.
 POSITIVES, STEPS, EPOCHS, ENDLESS = 256, 384, 10, 100_000
 ROWS_A_STEP = POSITIVES * 5
 MODES = {

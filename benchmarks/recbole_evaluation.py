@@ -88,7 +88,8 @@ def evaluator(folder, scores):
         )
         dataset = create_dataset(config)
         train, _, test = data_preparation(config, dataset)
-    # Users and items that no pair names have no row in RecBole; RecBole's row 0 is padding.
+    # Users and items that no pair names have no row in RecBole; RecBole's row 0 is
+    # padding.
     model = BPR(config, train.dataset)
     for kind, table, field in (
         ("users", model.user_embedding, "user_id"),

@@ -15,8 +15,8 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy's, before it is imported
 
 from harness import Options, Row, command_line, percentile, row
 
-# By the name that --only takes, module and function, which yields one row or more; a module is imported when its row is
-# asked for.
+# By the name that --only takes, module and function, which yields one row or more; a
+# module is imported when its row is asked for.
 ROWS = {
     "scores": "serving_scores:scores",
     "exact-search": "serving_search:exact",

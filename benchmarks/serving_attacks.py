@@ -72,7 +72,8 @@ def make_bundle(folder: Path, seed: int, user_width: int = WIDTH) -> None:
         {"user": user, "item": item},
         interaction_layer("top_nn", [user_width, WIDTH], (64,)),
     )
-    # As far apart as trained ones; TorchRec begins with +-1 / sqrt(rows), all but alike.
+    # As far apart as trained ones; TorchRec begins with +-1 / sqrt(rows), all but
+    # alike.
     for tower in model.towers.values():
         for weight in tower.embeddings.parameters():
             torch.nn.init.normal_(weight, std=0.3)

@@ -293,7 +293,8 @@ class Sides:
             self.bundle.projected.matrix(),
             torch.empty(len(asked[0].items), self.bundle.projected.width),
         )
-        # Positions of other requests, so that the gathered rows are in no cache for the others.
+        # Positions of other requests, so that the gathered rows are in no cache for the
+        # others.
         others = [torch.tensor(question.items) for question in reversed(asked)]
         return {
             "naive": lambda number: self.of_network(asked[number], once=False),

@@ -272,7 +272,8 @@ def _as_flags(options: Dict[str, object]) -> List[str]:
     return [f"--{flag}={value}" for flag, value in options.items() if value is not None]
 
 
-# The quotes keep it from TorchX's list of components, which are all functions annotated with AppDef itself.
+# The quotes keep it from TorchX's list of components, which are all functions annotated
+# with AppDef itself.
 def _process(
     role: str,
     words: List[str],

@@ -281,7 +281,8 @@ def stream(
         f"--{flag}={value}" for flag, value in options.items() if value is not None
     ]
     if log is not None:
-        # Not --log: torchrun's parser finds that ambiguous even behind the script, with its own --log-dir.
+        # Not --log: torchrun's parser finds that ambiguous even behind the script, with
+        # its own --log-dir.
         flags.append(f"--set=data.folder={log}")
     return _app(
         "torchx_apps.train_stream",
@@ -308,7 +309,8 @@ def stream(
     )
 
 
-# The quotes keep it from TorchX's list of components, which are all functions annotated with AppDef itself.
+# The quotes keep it from TorchX's list of components, which are all functions annotated
+# with AppDef itself.
 def _app(
     main: str,
     flags: List[str],
@@ -420,10 +422,11 @@ def _environment(
     # Unbuffered, or a pod's log stays empty for minutes.
     ours = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     if max_retries or elastic:
-        # Gives each attempt a store of its own. In the agents' store, which outlives the ranks, a restarted rank reads
-        # the dead one's address and gloo cannot connect (https://github.com/pytorch/pytorch/issues/135712). Ranks also
-        # use their host's count of restarts as key, which differs between hosts after the first fault, so that they
-        # would wait for each other.
+        # Gives each attempt a store of its own. In the agents' store, which outlives
+        # the ranks, a restarted rank reads the dead one's address and gloo cannot
+        # connect (https://github.com/pytorch/pytorch/issues/135712). Ranks also use
+        # their host's count of restarts as key, which differs between hosts after the
+        # first fault, so that they would wait for each other.
         ours["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if elastic:
         # The ranks then refuse settings that need a fixed number of ranks.

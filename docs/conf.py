@@ -34,7 +34,8 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 
-# The site of a tag lies in a folder of that of the checkout; `make docs` names the tags.
+# The site of a tag lies in a folder of that of the checkout; `make docs` names the
+# tags.
 templates_path = ["_templates"]
 html_sidebars = {
     "**": [

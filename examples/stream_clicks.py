@@ -24,7 +24,8 @@ def events(
     """Yields events from number ``first`` on; ``lives`` events for each one present replace all users and items."""
     number = first
     while True:
-        # A generator of its own for each event, so that a second call goes on with the same world.
+        # A generator of its own for each event, so that a second call goes on with the
+        # same world.
         random = np.random.default_rng([7, number])
         age_of_user, age_of_item, taste, luck = random.random(4)
         # The youngest are the most active and the most popular ones.

@@ -97,7 +97,8 @@ def _cka(vectors: Sequence[Tensor]) -> Tensor:
         by_feature.T @ (centred.T @ centred).square() @ by_feature - norms.T @ norms
     )
     totals = sums.sum(dim=0)
-    # The unbiased estimate of Song et al. 2012 for all pairs of columns, up to a factor that the scale below cancels.
+    # The unbiased estimate of Song et al. 2012 for all pairs of columns, up to a factor
+    # that the scale below cancels.
     of_totals = torch.outer(totals, totals) / ((count - 1) * (count - 2))
     common = products + of_totals - 2 / (count - 2) * sums.T @ sums
     scale = common.diagonal().clamp(min=1e-12).sqrt()
@@ -462,7 +463,8 @@ def partition(
         0, packing, weights
     )
     fullest = float(tower_loads.max())
-    # By default a tenth above the mean load, or the fullest tower of an even packing if that is more.
+    # By default a tenth above the mean load, or the fullest tower of an even packing if
+    # that is more.
     limit = (
         bound
         if bound is not None

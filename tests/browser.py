@@ -129,7 +129,8 @@ def _chromium(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
         "--disable-dev-shm-usage",
         "--enable-logging=stderr",
     ]
-    # No name is resolved: a page that asks for anything outside of itself fails, and says so on the console.
+    # No name is resolved: a page that asks for anything outside of itself fails, and
+    # says so on the console.
     base += [
         f"--user-data-dir={folder / 'profile'}",
         "--host-resolver-rules=MAP * ~NOTFOUND",

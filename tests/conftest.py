@@ -9,14 +9,16 @@ import pytest
 import torch
 from hypothesis import settings
 
-# One thread in each of several workers, and in all that they start: two each on two busy cores take up to 30 times as
-# long. Apps, which a test calls in its own process or another, take all cores where this variable is not set.
+# One thread in each of several workers, and in all that they start: two each on two
+# busy cores take up to 30 times as long. Apps, which a test calls in its own process or
+# another, take all cores where this variable is not set.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
 
-# Hypothesis fails an example that takes longer than .2 s: on a busy machine any may, and a timing is no assertion.
+# Hypothesis fails an example that takes longer than .2 s: on a busy machine any may,
+# and a timing is no assertion.
 settings.register_profile("untimed", deadline=None)
 settings.register_profile("few", deadline=None, max_examples=20)
 settings.load_profile("untimed")
@@ -45,7 +47,8 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     chosen = config.option.markexpr
-    # `-m unit` replaces the `-m 'not slow'` of pyproject.toml, and is of no process, whatever its file is marked with.
+    # `-m unit` replaces the `-m 'not slow'` of pyproject.toml, and is of no process,
+    # whatever its file is marked with.
     unasked = [
         name
         for name in ("slow", *(["launch"] if "unit" in chosen else []))
@@ -61,7 +64,8 @@ def pytest_collection_modifyitems(
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        # In this order workers take files: with those of short tests last, they end together.
+        # In this order workers take files: with those of short tests last, they end
+        # together.
         minutes: collections.Counter[Path] = collections.Counter()
         for item in items:
             minutes[item.path] += _minutes(item)

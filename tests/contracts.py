@@ -22,7 +22,8 @@ from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.train.report import progress
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# The server imports torchrec once, so that each rank starts in a tenth of a second instead of four.
+# The server imports torchrec once, so that each rank starts in a tenth of a second
+# instead of four.
 _CONTEXT.set_forkserver_preload(["tests.preload"])
 
 
@@ -78,7 +79,8 @@ def _rank(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    # A small run takes half a second to draw its picture; tests of pictures draw them in their own process.
+    # A small run takes half a second to draw its picture; tests of pictures draw them
+    # in their own process.
     progress.draw_training = lambda *_: None
     os.environ.update(
         RANK=str(rank),
@@ -102,7 +104,8 @@ def _rank(
             world_size=world_size,
             local_world_size=world_size,
         )
-        # As bytes: a queue hands over a tensor's shared memory, which is gone when the rank has ended.
+        # As bytes: a queue hands over a tensor's shared memory, which is gone when the
+        # rank has ended.
         results.put((rank, None, pickle.dumps(function(runtime, *args))))
     except BaseException:
         results.put((rank, traceback.format_exc(), None))

@@ -112,8 +112,8 @@ def batches(
         )
 
 
-# What no manifest is: to open a pipe waits for ever, a device has no end, and 60 MB of JSON take a hundred times as
-# much memory.
+# What no manifest is: to open a pipe waits for ever, a device has no end, and 60 MB of
+# JSON take a hundred times as much memory.
 NO_MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe": (os.mkfifo, "it is not a plain file"),
     "a device": (lambda path: path.symlink_to("/dev/zero"), "it is not a plain file"),

@@ -12,7 +12,8 @@ import torch
 
 from tests.contracts import _CONTEXT
 
-# As Python's audit events call them, before they happen; the last is the look-up of a C function such as renameat2.
+# As Python's audit events call them, before they happen; the last is the look-up of a C
+# function such as renameat2.
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "ctypes.dlsym")
 
 

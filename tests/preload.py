@@ -11,12 +11,14 @@ import tests.examples  # noqa: F401
 import torchx_apps.jobs.exporting
 import torchx_apps.jobs.training  # noqa: F401
 
-# What a whole run imports as it goes, three of its five seconds on a small set; pandas by pyarrow's first array.
+# What a whole run imports as it goes, three of its five seconds on a small set; pandas
+# by pyarrow's first array.
 with contextlib.suppress(ImportError):
     import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401
     import pandas  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
 
-# Else the first collection of every rank writes to, and so copies, each page of what was imported.
+# Else the first collection of every rank writes to, and so copies, each page of what
+# was imported.
 gc.freeze()

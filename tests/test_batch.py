@@ -95,7 +95,8 @@ def test_a_stream_is_recorded_on_every_tensor() -> None:
         sums = [part.double().sum() for part in parts(made)]
     pointers = [part.data_ptr() for part in parts(made)]
     del made
-    # Memory that a stream still reads is not handed out again before the stream is done with it.
+    # Memory that a stream still reads is not handed out again before the stream is done
+    # with it.
     again = [torch.empty(24, device="cuda") for _ in pointers]
     assert not {tensor.data_ptr() for tensor in again} & set(pointers) or stream.query()
     stream.synchronize()

@@ -339,7 +339,8 @@ def test_make_gpu_without_a_gpu_says_so_in_one_line_and_installs_nothing(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "torchrec_ext" / "__init__.py").write_text("")
-    # Of a `make test` around this test, neither its flags nor its variables, such as STACK.
+    # Of a `make test` around this test, neither its flags nor its variables, such as
+    # STACK.
     clean = {
         name: value
         for name, value in os.environ.items()

@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 OURS = ("torchrec_ext", "torchx_apps", "components")
 TORCH = {"torch", "torchrec", "fbgemm_gpu", "tensordict", "torchmetrics"}
 
-# A unit is a module or subpackage of torchrec_ext, or one of the two folders beside it. Each may import itself and what
-# stands here; "modules.tower" is one module of a unit. All of
-# torchrec_ext and torchx_apps may import `needs_torch` and `exports`.
+# A unit is a module or subpackage of torchrec_ext, or one of the two folders beside it.
+# Each may import itself and what stands here; "modules.tower" is one module of a unit.
+# All of torchrec_ext and torchx_apps may import `needs_torch` and `exports`.
 BASE = {"schema", "batch", "tensor_file", "sealed"}
 SET_UP = {"stack", "needs_torch", "exports", "probe", "doctor", "private_names"}
 MAY_IMPORT: Mapping[str, set[str]] = {
@@ -31,13 +31,15 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "batch": BASE,
     "tensor_file": set(),
     "sealed": set(),
-    # `retrieval.store.ids` hashes strings, with numpy alone; `capture.executors` compiles look-ups.
+    # `retrieval.store.ids` hashes strings, with numpy alone; `capture.executors`
+    # compiles look-ups.
     "ids": {"batch", "retrieval.store.ids", "capture.executors", "capture.lowering"},
     "data": BASE | {"ids"},
     "modules": BASE,
     "models": BASE | {"modules"},
-    # Settings of `distributed` and `train` are checked by the two checks that all settings have; they import no torch.
-    # `train.step.fresh_rows` begins rows of managed collision anew; it reads the state of tables and optimizers.
+    # Settings of `distributed` and `train` are checked by the two checks that all
+    # settings have; they import no torch. `train.step.fresh_rows` begins rows of
+    # managed collision anew; it reads the state of tables and optimizers.
     "distributed": {
         "batch",
         "modules.tower",
@@ -61,8 +63,9 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     }
     | {"schema.validation"},
     "networks": {"train", "distributed", "modules", "batch", "capture", "observe"},
-    # `distributed.tables` says which rows of a sharded model a rank holds, for the export alone; `distributed.runtime`
-    # how much memory the host or the container has left, for a store that is read into it.
+    # `distributed.tables` says which rows of a sharded model a rank holds, for the
+    # export alone; `distributed.runtime` how much memory the host or the container has
+    # left, for a store that is read into it.
     "retrieval": BASE
     | {
         "modules",
@@ -89,8 +92,8 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "components": set(),
 }
 
-# The rooms of torchx_apps from the ground up: each may import itself and those before it. The mains, which are the
-# modules beside them, may import every room.
+# The rooms of torchx_apps from the ground up: each may import itself and those before
+# it. The mains, which are the modules beside them, may import every room.
 APP_ROOMS = ("cli", "tasks", "recipes", "launch", "jobs", "networks")
 
 
@@ -375,7 +378,8 @@ def test_the_checker_finds_torch_before_the_check() -> None:
     ) == ["torchrec_ext.data.loader.loader"]
 
 
-# What a command line needs before it trains, plans or serves: none of it may import torch, nor what reads files.
+# What a command line needs before it trains, plans or serves: none of it may import
+# torch, nor what reads files.
 WITHOUT_TORCH = (
     *(
         "torchrec_ext.schema.validation",
@@ -423,7 +427,8 @@ HEAVY = (
     "duckdb",
     "ibis",
 )
-# Imports the modules of argv, then runs each app that a line of stdin names, with its flags, in a fork.
+# Imports the modules of argv, then runs each app that a line of stdin names, with its
+# flags, in a fork.
 OBSERVED = """
 import contextlib, importlib, io, json, os, runpy, signal, sys, traceback
 for name in sys.argv[1:]:

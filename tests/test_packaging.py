@@ -164,7 +164,8 @@ def test_the_source_distribution_holds_what_the_wheel_is_built_from(
     } <= names
 
 
-# What TorchX makes of each component: by the file in the clone, by the module elsewhere.
+# What TorchX makes of each component: by the file in the clone, by the module
+# elsewhere.
 APPDEFS = """
 import dataclasses, importlib, json, sys
 from torchx.specs.builders import materialize_appdef
@@ -257,7 +258,8 @@ def test_every_component_is_compared() -> None:
     } == listed
 
 
-# What a distribution of an extra is imported as, if not by its own name. TorchX's `kubernetes` brings docker.
+# What a distribution of an extra is imported as, if not by its own name. TorchX's
+# `kubernetes` brings docker.
 IMPORTED_AS = {
     "faiss-cpu": ["faiss"],
     "ibis-framework": ["ibis"],
@@ -300,7 +302,8 @@ def test_the_suite_collects_without_any_optional_package() -> None:
         "faiss",
         "onnx",
     } <= set(modules)
-    # None in sys.modules makes `import` raise ModuleNotFoundError, and find_spec return None.
+    # None in sys.modules makes `import` raise ModuleNotFoundError, and find_spec return
+    # None.
     program = f"import sys, pytest; sys.modules.update(dict.fromkeys({modules})); sys.exit(pytest.main())"
     environment = {**os.environ, "PYTEST_ADDOPTS": "--collect-only -q -m ''"}
     done = subprocess.run(

@@ -13,7 +13,8 @@ from torchrec_ext.private_names import PRIVATE_NAMES, PrivateNames
 
 ROOT = Path(__file__).parents[1]
 OTHERS = ("torch", "torchrec", "torchx", "fsspec", "fbgemm_gpu")
-# Private by their underscore alone: public in the standard library's documentation, or of Python itself.
+# Private by their underscore alone: public in the standard library's documentation, or
+# of Python itself.
 PYTHONS = {
     "_replace",
     "_asdict",

@@ -80,7 +80,8 @@ def test_the_names_that_a_reader_guesses_are_at_the_top() -> None:
     order += "assert adopt is package and package.adopt is function and all(map(callable, (why_slow, export)))\n"
     order += "try:\n    adopt(1, 2, 3)\nexcept CannotAdopt as error:\n    print(error, flush=True)\n"
     programs = [f"{first}\n{order}" for first in FIRST]
-    # Each in a fork of one process that has imported what is not ours, which takes most of the time.
+    # Each in a fork of one process that has imported what is not ours, which takes most
+    # of the time.
     forks = f"import os, torchrec\nfor program in {programs!r}:\n"
     forks += "    if not os.fork():\n        exec(program)\n        os._exit(0)\n    assert not os.wait()[1]\n"
     done = subprocess.run(

@@ -21,7 +21,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 from typing_extensions import Self
 
-# Length of a loader that does not know yet how many batches it will give, until it has given the last one.
+# Length of a loader that does not know yet how many batches it will give, until it has
+# given the last one.
 ENDLESS = sys.maxsize
 
 
@@ -38,14 +39,16 @@ class _Fields(Pipelineable):
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Marks these tensors as in use on ``stream``, for the allocator."""
-        # record_stream returns nothing, so the result of _map, a batch of None, is dropped.
+        # record_stream returns nothing, so the result of _map, a batch of None, is
+        # dropped.
         self._map(lambda tensor: tensor.record_stream(stream))
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
         values = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }
-        # A number, such as ``queries``, has no device, and the lengths in a dict stay on the host.
+        # A number, such as ``queries``, has no device, and the lengths in a dict stay
+        # on the host.
         plain_types = (int, tuple, dict, type(None))
         for name, value in values.items():
             if not isinstance(value, plain_types):
@@ -373,7 +376,8 @@ def concatenated(
         # torch.cat refuses an empty list.
         values = torch.empty(0, dtype=torch.int64, device=device)
     pairs = list(zip(columns, sizes, strict=True))
-    # One id for each row of every feature is the common case, which needs no concatenation.
+    # One id for each row of every feature is the common case, which needs no
+    # concatenation.
     if all(
         column is not None and column.lengths is None and len(column.values) == size
         for column, size in pairs

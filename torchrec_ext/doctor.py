@@ -126,7 +126,8 @@ def install(
     if not wrong and not extra:
         say("the triple is in place: nothing to install")
         return
-    # Uninstall packages in pip's way: the other fbgemm, in the same folder, and the other torch build.
+    # Uninstall packages in pip's way: the other fbgemm, in the same folder, and the
+    # other torch build.
     other = stack.FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
     names = []
     # The two share files, so taking one out breaks the other: both go.
@@ -217,7 +218,8 @@ def _torch_by_uv(triples: list[Triple], say: Say) -> Triple:
     env = {"SSL_CERT_FILE": os.environ["PIP_CERT"]} if "PIP_CERT" in os.environ else {}
     with tempfile.TemporaryDirectory(prefix="torchrec_ext-uv-") as scratch:
         uv = shutil.which("uv") or _fetch_uv(Path(scratch), say)
-        # Only torch itself: its dependencies come from the user's own index, by pip, one step later.
+        # Only torch itself: its dependencies come from the user's own index, by pip,
+        # one step later.
         command = [
             uv,
             "pip",
@@ -284,7 +286,8 @@ def build_shared_memory(say: Say = print) -> None:
 
 
 def _pip_install(*what: str) -> list[str]:
-    # Bytecode for everything costs 40 s; the doctor's first import writes it for what is used.
+    # Bytecode for everything costs 40 s; the doctor's first import writes it for what
+    # is used.
     return [*PIP, "install", "--quiet", "--no-compile", *what]
 
 
@@ -444,8 +447,8 @@ def probe(variant: Variant) -> Probed | Problem:
     """Imports the triple in a separate process and looks two rows up; returns the findings, or the problem."""
     process = subprocess.run(
         [sys.executable, "-m", "torchrec_ext.probe"],
-        # pip installs without bytecode (install.py): the first import writes what is needed of it, 15 s once, 5 s ever
-        # after.
+        # pip installs without bytecode (install.py): the first import writes what is
+        # needed of it, 15 s once, 5 s ever after.
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
         capture_output=True,
         text=True,

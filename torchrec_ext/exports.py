@@ -49,7 +49,8 @@ def attach(
             )
         importlib.import_module("torchrec_ext.needs_torch")
         value = getattr(importlib.import_module(modules[name]), name)
-        # A subpackage of the same name can be called (:class:`CallableModule`), and stays what the name stands for.
+        # A subpackage of the same name can be called (:class:`CallableModule`), and
+        # stays what the name stands for.
         value = sys.modules.get(f"{package}.{name}", value)
         setattr(sys.modules[package], name, value)
         return value

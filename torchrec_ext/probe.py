@@ -53,7 +53,8 @@ def _no_shared_memory() -> str:
 
 
 if __name__ == "__main__":
-    # An import makes objects that stay. Collecting them took a seventh of the time and freed nothing.
+    # An import makes objects that stay. Collecting them took a seventh of the time and
+    # freed nothing.
     gc.disable()
     main()
     sys.stdout.flush()

@@ -97,7 +97,8 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     with open(new, "wb") as stream:
         stream.write(content)
         stream.flush()
-        # Before the rename: else a power failure could leave the new name with an empty file.
+        # Before the rename: else a power failure could leave the new name with an empty
+        # file.
         os.fsync(stream.fileno())
     os.replace(new, path)
     sync_to_disk(os.path.dirname(os.path.abspath(path)))
@@ -125,7 +126,8 @@ def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> b
         ...     done and open(f"{folder}/a").read()
         'b'
     """
-    # Called through ctypes, because os has no function for it. An old libc has none either.
+    # Called through ctypes, because os has no function for it. An old libc has none
+    # either.
     call = (
         getattr(ctypes.CDLL(None), "renameat2", None)
         if sys.platform == "linux"
@@ -161,7 +163,8 @@ def read_plain(path: str | os.PathLike[str], most: int) -> bytes:
         OSError: see :func:`open_plain`; or the file is larger.
     """
     with open_plain(path) as stream:
-        # One byte more shows that the file is too large, even if it grew after its size was read.
+        # One byte more shows that the file is too large, even if it grew after its size
+        # was read.
         data = stream.read(most + 1)
         if len(data) > most:
             size = os.fstat(stream.fileno()).st_size
@@ -225,7 +228,8 @@ class MeasuredStream:
                 self._stream.write(block)
                 self._begin_to_store(block.nbytes)
             finally:
-                # Waits, because afterwards the memory of the block is the caller's again.
+                # Waits, because afterwards the memory of the block is the caller's
+                # again.
                 hashed.result()
         self._size += block.nbytes
         return block.nbytes
@@ -373,7 +377,8 @@ def lock_folder(
     """
     try:
         os.makedirs(folder, exist_ok=True)
-        # Not "w", because the file may hold the name of another process, for the message.
+        # Not "w", because the file may hold the name of another process, for the
+        # message.
         lock_file = open(os.path.join(folder, name), "a+")  # noqa: SIM115  (held until the caller closes it)
     except OSError as problem:
         raise error(
@@ -401,7 +406,8 @@ def make_hidden(out: Path) -> tuple[Path, int]:
         The folder, and its file descriptor, which keeps the lock while it is open.
     """
     hidden = out.parent / f".{out.name}.partial-{_HOST}-{os.getpid()}"
-    # Another process may remove the new folder as a leftover before it is locked. Then make it again.
+    # Another process may remove the new folder as a leftover before it is locked. Then
+    # make it again.
     while True:
         hidden.mkdir(parents=True)
         handle = os.open(hidden, os.O_RDONLY)

@@ -21,8 +21,8 @@ from typing import Literal, cast
 Variant = Literal["cpu", "cuda"]
 
 FBGEMM_NAME: Mapping[Variant, str] = {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}
-# What torchrec needs beside torch and fbgemm. Listed here because torchrec itself goes in with --no-deps: its metadata
-# asks for the CUDA build of fbgemm on every machine.
+# What torchrec needs beside torch and fbgemm. Listed here because torchrec itself goes
+# in with --no-deps: its metadata asks for the CUDA build of fbgemm on every machine.
 NEEDS: Mapping[str, str | None] = {
     "tensordict": None,
     "torchmetrics": "1.0.3",
@@ -183,7 +183,8 @@ def installed() -> Installed:
     versions: dict[str, str] = {}
     for name in names:
         try:
-            # An interrupted pip leaves metadata without a version: None, or KeyError in newer Pythons.
+            # An interrupted pip leaves metadata without a version: None, or KeyError in
+            # newer Pythons.
             versions[name] = metadata.version(name) or UNREADABLE
         except metadata.PackageNotFoundError:
             continue
@@ -204,7 +205,8 @@ def torch_build(version: str, requires: list[str]) -> Variant:
         >>> torch_build("2.13.0", ["filelock", 'nvidia-nccl-cu13==2.29.7; platform_system == "Linux"'])
         'cuda'
     """
-    # PyTorch's own index marks its builds by a suffix: +cpu or +cu130. The public registry's have none.
+    # PyTorch's own index marks its builds by a suffix: +cpu or +cu130. The public
+    # registry's have none.
     _, plus, suffix = version.partition("+")
     is_cuda = suffix.startswith("cu")
     if not plus:
@@ -245,7 +247,8 @@ def wanted_variant(current: Installed, machine: Variant) -> Variant:
     if requested := asked_variant():
         return requested
     for variant, name in FBGEMM_NAME.items():
-        # Both packages of fbgemm can be installed at once, which is a mix and no variant.
+        # Both packages of fbgemm can be installed at once, which is a mix and no
+        # variant.
         if current.torch_build == variant and set(current.versions) & set(
             FBGEMM_NAME.values()
         ) == {name}:
@@ -280,8 +283,9 @@ def problems(
         _fbgemm_problem(current, fbgemm, variant, python),
     ]
     candidates += [_plain_problem(current, need, python) for need in rest]
-    # Installed before torch, some would pull the registry's torch: gigabytes of CUDA packages. And if no triple is
-    # chosen yet, the doctor chooses one that this machine can have.
+    # Installed before torch, some would pull the registry's torch: gigabytes of CUDA
+    # packages. And if no triple is chosen yet, the doctor chooses one that this machine
+    # can have.
     left_to_doctor = set(NEEDS_THAT_PULL_TORCH)
     if triple is None:
         left_to_doctor |= {fbgemm.name, "torchrec"}
@@ -328,8 +332,8 @@ def _torch_problem(
     here = version or "nothing"
     if version and current.torch_build:
         here = f"{version} ({_BUILD[current.torch_build]})"
-    # Never a plain `pip install torch`: on a CPU machine it takes the CUDA build, and beside a CPU build it does
-    # nothing.
+    # Never a plain `pip install torch`: on a CPU machine it takes the CUDA build, and
+    # beside a CPU build it does nothing.
     return Problem(
         what="torch",
         found=here,
@@ -344,7 +348,8 @@ def _fbgemm_problem(
     other = FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
     if other not in current.versions:
         return _plain_problem(current, fbgemm, python)
-    # Both unpack into the same folder `fbgemm_gpu`: removing one takes files of the other along.
+    # Both unpack into the same folder `fbgemm_gpu`: removing one takes files of the
+    # other along.
     repair = f"{python} -m pip uninstall -y {other} && {python} -m pip install --force-reinstall --no-deps {fbgemm.pin}"
     version = current.versions.get(fbgemm.name)
     here = f"{other} {current.versions[other]}"

@@ -92,7 +92,8 @@ class TensorWriter:
             return
         try:
             self._stream.flush()
-            # On disk before it is renamed: after a crash the file is the old one or whole.
+            # On disk before it is renamed: after a crash the file is the old one or
+            # whole.
             os.fsync(self._stream.fileno())
             self._stream.close()
             os.replace(self._part, self._file)

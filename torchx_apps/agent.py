@@ -87,15 +87,16 @@ def _run(argv: Sequence[str]) -> int:
     def stop() -> None:
         raise SignalException("the job was stopped by SIGTERM", signal.SIGTERM)
 
-    # Replaces torch's handlers: at a second SIGTERM it no longer waits for ranks that save, and it hands SIGHUP on to
-    # ranks, which then do not save.
+    # Replaces torch's handlers: at a second SIGTERM it no longer waits for ranks that
+    # save, and it hands SIGHUP on to ranks, which then do not save.
     signals = map(str.strip, options.signals_to_handle.split(","))
     options.signals_to_handle = ",".join(
         name for name in signals if name not in ("SIGTERM", "SIGHUP")
     )
     signal.signal(signal.SIGTERM, once(stop, stop))
     try:
-        # Not run.main, whose wrapper writes the scheduler's reply file too, and not in one move.
+        # Not run.main, whose wrapper writes the scheduler's reply file too, and not in
+        # one move.
         run.run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as failed:
         rank, failure = first_failure(failed.failures)
@@ -156,7 +157,8 @@ def port_is_taken(endpoint: str) -> bool:
     host, _, port = endpoint.rpartition(":")
     if not port.isdecimal() or host in ("", "localhost", "127.0.0.1", "::1"):
         return False
-    # Bound and never listening: another node that connects in this moment is refused, and tries again.
+    # Bound and never listening: another node that connects in this moment is refused,
+    # and tries again.
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -284,7 +286,8 @@ def _judge_by_own_clock() -> None:
                 )
             self._state.last_heartbeats = compared
             super()._sanitize()
-            # The others compare what stands in the state, so restore the beats as they came.
+            # The others compare what stands in the state, so restore the beats as they
+            # came.
             self._state.last_heartbeats = {
                 node: beats[node] for node in self._state.last_heartbeats
             }

@@ -18,8 +18,9 @@ from torchx_apps.recipes import RECIPES
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES
 
-# One function for both shells: zsh runs it under its emulation of bash's completion. The words are those of the line,
-# since bash splits them at "=" and ":", and then replaces the last part only.
+# One function for both shells: zsh runs it under its emulation of bash's completion.
+# The words are those of the line, since bash splits them at "=" and ":", and then
+# replaces the last part only.
 _SCRIPT = """\
 _torchrec_ext_words() {
   case "$1" in

@@ -50,7 +50,8 @@ def _plan(argv: Sequence[str] | None) -> int:
     if options.dry_run:
         return say_once(options.tables if job is None else describe_keys(job))
     check_flags(options, plan)
-    # Imports make objects that stay: collections took a seventh of their time, and freed nothing.
+    # Imports make objects that stay: collections took a seventh of their time, and
+    # freed nothing.
     gc.disable()
     from torchx_apps.jobs.planning import run_plan
 

@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torchx_apps.cli.errors import describe_error
     from torchx_apps.jobs.resuming import checkpoint_to_export
 
-    # torch.distributed.checkpoint warns whoever reads in a single process, even where that was asked for.
+    # torch.distributed.checkpoint warns whoever reads in a single process, even where
+    # that was asked for.
     warnings.filterwarnings(
         "ignore",
         message="torch.distributed is disabled, unavailable or uninitialized",

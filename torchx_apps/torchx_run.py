@@ -62,8 +62,8 @@ class Run(CmdRun):
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         """Adds the flags of `torchx run`."""
         super().add_arguments(subparser)
-        # For --set before the component, or without one where .torchxconfig names it; after the component's name the
-        # flag is the component's.
+        # For --set before the component, or without one where .torchxconfig names it;
+        # after the component's name the flag is the component's.
         subparser.add_argument(
             "--set",
             action="append",
@@ -158,7 +158,8 @@ class Run(CmdRun):
                 return
             at_hangup_too()
             show_on_this_terminal()
-            # TorchX prints the job's handle, which is of no use for a local job: that ends with this process.
+            # TorchX prints the job's handle, which is of no use for a local job: that
+            # ends with this process.
             with contextlib.redirect_stdout(io.StringIO()):
                 super()._run(jobs, args)
 
@@ -235,7 +236,8 @@ class JobRunner(Runner):
         role = dryrun_info._app.roles[0]
         local = dryrun_info._scheduler == _LOCAL
         launch = None
-        # Other schedulers run an image, whose package and recipes may differ from those here.
+        # Other schedulers run an image, whose package and recipes may differ from those
+        # here.
         if dryrun_info._scheduler in WITHOUT_IMAGE:
             launch = Launch.of(role)
         if launch is None:
@@ -476,7 +478,8 @@ def gather_overrides(tokens: Sequence[str]) -> list[str]:
         if token in _REPEATED and rest:
             token = f"{token}={rest.pop(0)}"
         if token.partition("=")[0] in _REPEATED and "=" in token:
-            # Of two equal overrides the later stays, since it may undo another one in between; TorchX refuses both.
+            # Of two equal overrides the later stays, since it may undo another one in
+            # between; TorchX refuses both.
             overrides.pop(token, None)
             overrides[token] = None
         else:
@@ -525,8 +528,8 @@ def _copy(lines: Iterable[str], prefix: str, file: TextIO) -> None:
             file.flush()
             at_line_start = text.endswith("\n")
     except BrokenPipeError:
-        # `| head` causes this; the job continues, and its logs are kept. Python would raise again when it flushes at
-        # its end.
+        # `| head` causes this; the job continues, and its logs are kept. Python would
+        # raise again when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 

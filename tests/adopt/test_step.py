@@ -617,7 +617,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "in-batch softmax": in_batch,
     "GRU": lambda: listed(nn.GRU(D, D, batch_first=True)),
     "LSTM": lambda: listed(nn.LSTM(D, D, batch_first=True)),
-    # Not by Adam: the gradient of a key's bias is nothing but rounding, which makes steps of full size.
+    # Not by Adam: the gradient of a key's bias is nothing but rounding, which makes
+    # steps of full size.
     "attention": lambda: listed(Attention(), by=sgd, padding_idx=0),
     "transformer": lambda: listed(
         nn.TransformerEncoderLayer(D, 2, 8, 0.0, batch_first=True), by=sgd
@@ -736,7 +737,8 @@ def check(name: str, count: int) -> None:
     assert step.describe().startswith("captured since step 3"), step.describe()
     within = WHOLE
     if "row by row" in step.describe() and name != "SGD":
-        # Decay is the product of all skipped steps; Adam's eps counts as of the first of them.
+        # Decay is the product of all skipped steps; Adam's eps counts as of the first
+        # of them.
         within = BY_ROW if "Adam" in type(made.optimizers[0]).__name__ else 10 * WHOLE
     assert others == pytest.approx(losses, rel=2e-6, abs=max(within / 10, 2e-6))
     assert farthest(states(plain), states(made)) < within
@@ -1876,7 +1878,8 @@ def models(draw: st.DrawFn) -> Callable[[], Case]:
         )
     )
     matrix, tie, frozen_table, clip = (draw(st.booleans()) for _ in range(4))
-    # Normalised over one number, a row is 0 but for rounding, which is then all of the gradient of LayerNorm's weight.
+    # Normalised over one number, a row is 0 but for rounding, which is then all of the
+    # gradient of LayerNorm's weight.
     layers = draw(
         st.lists(
             st.sampled_from(["Linear", "ReLU", "Sigmoid", *["LayerNorm"][: width - 1]]),

@@ -61,7 +61,8 @@ class Mixed(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"four": Four, "mixed": Mixed}
-# One collection exchanges the sizes, lengths and ids, then rows, and in the backward gradients.
+# One collection exchanges the sizes, lengths and ids, then rows, and in the backward
+# gradients.
 EXCHANGES = {"four": 5, "mixed": 15}
 
 

@@ -39,8 +39,8 @@ class TestValid(ComponentTestCase):
 
 
 def test_ours_and_torchxs_own_are_listed() -> None:
-    # A component with a lint error vanishes from this list without a word, and our group hides TorchX's unless named
-    # again.
+    # A component with a lint error vanishes from this list without a word, and our
+    # group hides TorchX's unless named again.
     listed = set(get_components())
     assert {"rec.train.hybrid", "rec.train.networks", "dist.ddp"} <= listed
     assert not any(name.startswith("rec.train._") for name in listed)
@@ -67,7 +67,8 @@ def test_by_default_two_ranks_train_two_tower_on_one_thread_each() -> None:
 
 
 def test_the_agent_takes_the_place_of_torchrun() -> None:
-    # TorchX writes `torchrun --flags`; were that to change, the agent's command would be wrong from its first word.
+    # TorchX writes `torchrun --flags`; were that to change, the agent's command would
+    # be wrong from its first word.
     assert (
         "; exec python3 -m torchx_apps.agent --max_restarts 0 --rdzv_backend c10d "
         in command()

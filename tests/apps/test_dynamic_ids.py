@@ -135,7 +135,8 @@ def hit_rate(root: Path, day: str, bundle: Bundle) -> float:
             RecommendRequest(user={"user_id": user}, k=len(ITEMS))
         )
         scores = dict(zip(answer.items, answer.scores, strict=True))
-        # Items without a row of their own tie. The evaluation counts each of their places alike, the service lists one.
+        # Items without a row of their own tie. The evaluation counts each of their
+        # places alike, the service lists one.
         better = sum(score > scores[item] for score in answer.scores)
         tied = answer.scores.count(scores[item])
         hits.append(min(max((10 - better) / tied, 0.0), 1.0))

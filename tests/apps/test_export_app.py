@@ -240,7 +240,8 @@ def exported(runtime: Runtime, root: Path) -> dict[str, Any]:
         torch.manual_seed(0)
         model = job.build(job.model, task.data)
         schema = model.schema(out_of_range=job.model.out_of_range)
-        # Not what the planner likes: TorchRec divides means twice where one collection has row-wise and other tables.
+        # Not what the planner likes: TorchRec divides means twice where one collection
+        # has row-wise and other tables.
         plan = plan_sharding(
             model, runtime, PlanConfig(sharding="table_wise"), optimizer=job.optimizer
         )
@@ -527,7 +528,8 @@ def test_text_dates_and_missing_values_of_the_shown_item_are_served_as_they_were
     rows = pq.read_table(root / "shown_raw" / "test.parquet").to_pylist()
     assert {None, "watch"} <= {row["device"] for row in rows}
     for row in rows:
-        # A request names somebody: nobody's id is the unknown user, as a missing one is in a file.
+        # A request names somebody: nobody's id is the unknown user, as a missing one is
+        # in a file.
         user = {"user_id": row["user"] or 0, "device": row["device"], "at": row["at"]}
         if row["user"] is None:
             user |= {"user_age": row["user_age"], "joined": None}

@@ -126,7 +126,8 @@ RECIPES = {
                 "train.epochs=3",
                 "model.top_widths=64",
             ),
-            # At higher rates than the recipe's own the transformer, normalised last, does not begin to learn.
+            # At higher rates than the recipe's own the transformer, normalised last,
+            # does not begin to learn.
             *(
                 "model.embedding_dim=16",
                 "model.heads=2",
@@ -169,14 +170,16 @@ RECIPES = {
     ),
 }
 _ON_LABELLED = ("contextual_ncf", "n_tower")
-# What makes an interaction a product, and rows of it positives alone, for a softmax over shared candidates.
+# What makes an interaction a product, and rows of it positives alone, for a softmax
+# over shared candidates.
 _PRODUCTS = {
     "session": "loader.negatives=0",
     "two_tower": "model.interaction=dot loader.negatives=0",
     "n_tower": "model.interaction=dot model.tower_widths=32",
     "stream": "model.interaction=dot train.epochs=6",
 }
-# Where no compiler has built its library, one rank says nothing of shared memory and two refuse it.
+# Where no compiler has built its library, one rank says nothing of shared memory and
+# two refuse it.
 _SHARED = () if no_library() else ("collectives=shared_memory",)
 # By option its choices, and the overrides that each stands for.
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -249,7 +252,8 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "sync": {
         "every_step": (),
         "local_sgd": ("sync.mode=local_sgd", "sync.every=4"),
-        # In so few rounds the default outer momentum, .9, has not yet moved anything far.
+        # In so few rounds the default outer momentum, .9, has not yet moved anything
+        # far.
         "diloco": ("sync.mode=diloco", "sync.every=4", "sync.outer_momentum=0.3"),
         "semi_sync": ("sync.mode=semi_sync",),
     },
@@ -335,7 +339,8 @@ REFUSED = [
         {"amp": ("fp16",), "sync": ("local_sgd", "diloco", "semi_sync")},
         r"train\.amp=fp16 with sync\.mode=(local_sgd|diloco|semi_sync)",
     ),
-    # A table that is sharded is moved inside the backward, where its gradient is still scaled.
+    # A table that is sharded is moved inside the backward, where its gradient is still
+    # scaled.
     Refused(
         {
             "amp": ("fp16",),
@@ -543,7 +548,8 @@ REFUSED = [
     Refused(
         {"compile": ("require",), "ranks": ("2",), "sync": ("every_step",)}, _WAITING
     ),
-    # An exchange that is quantised is one that there is: tables that are free are sharded.
+    # An exchange that is quantised is one that there is: tables that are free are
+    # sharded.
     Refused(
         {"compile": ("require",), "ranks": ("2",), "exchange": ("fp16",)}, _WAITING
     ),
@@ -581,7 +587,8 @@ REFUSED = [
         },
         r"sync\.mode=(local_sgd|diloco) with model\.loss=catalogue: item towers drift apart between exchanges",
     ),
-    # The rows with a click, and the columns of the catalogue that are a row's own item, are counted in each step.
+    # The rows with a click, and the columns of the catalogue that are a row's own item,
+    # are counted in each step.
     Refused(
         {
             "compile": ("require",),
@@ -871,7 +878,8 @@ def learns_little(cell: Cell) -> bool:
     """Whether three options meet that each slow learning: what a few steps then learn is close to chance."""
     slow = [("id_dropout", "on"), ("compress", "linear"), ("sampling", "hard")]
     if cell["compress"] == "linear":
-        # Each takes some .07 of the AUC of the few steps, by runs of one cell of the recipe stream.
+        # Each takes some .07 of the AUC of the few steps, by runs of one cell of the
+        # recipe stream.
         slow += [("ids", "dynamic"), ("amp", "bf16")]
     return (
         sum(cell[name] == choice for name, choice in slow)
@@ -930,7 +938,8 @@ def drawn_cells(n: int, count: int) -> list[dict[str, str]]:
     Each is the one of some that are drawn in which most meet for the first time. To find cells in which all choices of
     two options meet takes half a minute, and of three hours.
     """
-    # A seed whose first cells hold every choice, and few of the recipes that train for long, bst and stream.
+    # A seed whose first cells hold every choice, and few of the recipes that train for
+    # long, bst and stream.
     draw, seen = random.Random(149), set[tuple[tuple[str, str], ...]]()
     choices = {"recipe": tuple(RECIPES)} | {
         name: tuple(of) for name, of in OPTIONS.items()

@@ -60,7 +60,8 @@ def need_duckdb() -> None:
 
 class TestValid(ComponentTestCase):
     def test_all(self) -> None:
-        # TorchX executes the file among its own globals, where `all` would be the component from then on.
+        # TorchX executes the file among its own globals, where `all` would be the
+        # component from then on.
         self.addCleanup(vars(finder).pop, "all", None)
         self.validate(component, "all")
 

@@ -443,7 +443,8 @@ def test_the_text_files_of_lightgcn_give_its_recall(tmp_path: Path) -> None:
     ) == (17, 8, 0)
     question = heldout_question(task.data, "test", job.evaluation.figures)
     baseline = question.of_popularity(torch.from_numpy(task.data.popularity()))
-    # By popularity among what each has not taken: user 0: 4, 5; user 1: 3, 5; user 3: 3, 4, 5; user 7: 2, 4, 5.
+    # By popularity among what each has not taken: user 0: 4, 5; user 1: 3, 5; user 3:
+    # 3, 4, 5; user 7: 2, 4, 5.
     first, second = 1.0, 1 / math.log2(3)
     assert baseline["recall@2"] == pytest.approx((2 / 2 + 2 / 2 + 1 / 1 + 2 / 3) / 4)
     assert baseline["ndcg@2"] == pytest.approx(

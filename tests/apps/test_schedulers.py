@@ -128,7 +128,8 @@ def test_slurms_script_carries_any_value_of_a_variable() -> None:
 def test_slurms_script_requeues_a_fault_but_no_mistake(
     code: int, restarts: int, requeued: bool, tmp_path: Path
 ) -> None:
-    # srun of several nodes ends with 143 where one has met a mistake: the agent's file says so.
+    # srun of several nodes ends with 143 where one has met a mistake: the agent's file
+    # says so.
     mistake = f'> "${MISTAKE_FILE}"; exit 143' if code == MISTAKE else f"exit {code}"
     for command, line in (("srun", mistake), ("scontrol", "echo $@ > requeued")):
         (tmp_path / command).write_text(f"#!/bin/sh\n{line}\n")
@@ -149,7 +150,8 @@ def test_slurms_script_requeues_a_fault_but_no_mistake(
     assert not list(tmp_path.glob("*.mistake"))
 
 
-# What Slurm's commands answer: a job of two nodes that runs, one that has ended, and no accounting.
+# What Slurm's commands answer: a job of two nodes that runs, one that has ended, and no
+# accounting.
 SQUEUE = """#!/bin/sh
 case "$*" in
   *"-j 7"*) echo "7+0|RUNNING|train-0|FOLDER|None"; echo "7+1|RUNNING|train-1|FOLDER|None";;
@@ -359,7 +361,8 @@ def test_the_commands_of_kubernetes_train_on_two_nodes(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "summary.json").exists()
 
 
-# What `srun a : b` does with a job of two parts, where there is no Slurm: both at once, and its status is the worst.
+# What `srun a : b` does with a job of two parts, where there is no Slurm: both at once,
+# and its status is the worst.
 SRUN = """
 import itertools, subprocess, sys
 parts = [list(words) for between, words in itertools.groupby(sys.argv[1:], lambda word: word == ":") if not between]

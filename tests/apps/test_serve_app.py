@@ -135,7 +135,8 @@ def test_bundles_are_swapped_under_load_without_a_lost_request(
                     service, "bundle_loaded", digest=digests[place]
                 )
             )
-        # A folder that is broken is refused, and told; what is live goes on, also when its own folder goes away.
+        # A folder that is broken is refused, and told; what is live goes on, also when
+        # its own folder goes away.
         broken = tmp_path / "broken"
         shutil.copytree(bundles[0].folder, broken)
         (broken / "items.arrow").write_bytes(b"")
@@ -179,7 +180,8 @@ def test_both_workers_count_into_one_page_of_metrics(service: Launched) -> None:
             for _ in range(4)
         ]
 
-    # A worker counts a request after its answer has left, so a page of the other worker may come before the count.
+    # A worker counts a request after its answer has left, so a page of the other worker
+    # may come before the count.
     until(lambda: all(f"{name} 12.0" in page for page in pages()))
     workers = [
         line
@@ -267,7 +269,8 @@ def test_a_worker_that_dies_under_a_bundle_overwritten_in_place_is_replaced_by_o
         until(lambda: len(service.events("bundle_refused")) == 2)
         answer = service.client().post("/v1/recommend", ASKED)
         assert answer.json["bundle"] == bundles[0].bundle.manifest.digest
-        # The folder made right, in place again: it is served, and is the last good one from then on.
+        # The folder made right, in place again: it is served, and is the last good one
+        # from then on.
         shutil.copytree(bundles[1].folder, tmp_path / "right")
         shutil.rmtree(folder)
         (tmp_path / "right").rename(folder)
@@ -384,7 +387,8 @@ def test_a_bundle_that_is_cut_off_under_the_server_is_told_and_put_right(
         put_right()
         until(lambda: status_of_a_request(service) == 200)
         assert not service.events("worker_ended")
-        # A table that is read where it was cut ends the process: the kernel's answer, which nothing in it can catch.
+        # A table that is read where it was cut ends the process: the kernel's answer,
+        # which nothing in it can catch.
         for path in tables:
             os.truncate(path, 0)
         until(lambda: status_of_a_request(service) is None)
@@ -394,7 +398,8 @@ def test_a_bundle_that_is_cut_off_under_the_server_is_told_and_put_right(
             "a file of the bundle was cut off while it was served (SIGBUS); put it right"
             in ended[0]["why"]
         )
-        # The next worker begins with the copies of these small files; large ones would have to be put right first.
+        # The next worker begins with the copies of these small files; large ones would
+        # have to be put right first.
         until(lambda: status_of_a_request(service) == 200)
         put_right()
         until(lambda: status_of_a_request(service) == 200)

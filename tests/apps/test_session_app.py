@@ -85,7 +85,8 @@ def test_the_planted_successors_are_found_and_no_more_than_there_is_to_find(
     (outcome,) = by_ranks[1]
     for name in ("hr@10", "ndcg@10"):
         assert outcome["test"][name] > 0.95 * outcome["best"][name]
-        # Of 1,000 held-out items the share that is found by chance has a standard deviation of less than .015.
+        # Of 1,000 held-out items the share that is found by chance has a standard
+        # deviation of less than .015.
         assert outcome["test"][name] < outcome["best"][name] + 0.045
         assert outcome["test"][name] > 2 * outcome["popularity"][name]
         assert outcome["validation"][name] == pytest.approx(

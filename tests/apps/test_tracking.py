@@ -215,7 +215,8 @@ def test_mlflow_has_parameters_curves_and_artifacts(
     variables = {"MLFLOW_ALLOW_FILE_STORE": "true", "TORCHX_PARENT_RUN_ID": PARENT}
     configure(monkeypatch, {f"{TRACKERS}:MLflowTracker": store}, **variables)
     track(folder)
-    # A second attempt of the job writes on; a setting that was changed is a tag beside the parameter.
+    # A second attempt of the job writes on; a setting that was changed is a tag beside
+    # the parameter.
     track(folder, {**CONFIG, "name": "other"})
     tracker = MLflowTracker(store)
     assert (

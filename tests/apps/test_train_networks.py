@@ -52,7 +52,8 @@ SETS = [
         "model.top_widths=8",
     ]
 ]
-# A step of Adam or Adagrad turns on the last bit of a gradient that is nearly 0; SGD does not.
+# A step of Adam or Adagrad turns on the last bit of a gradient that is nearly 0; SGD
+# does not.
 SGD = [
     f"--set=optimizer.{item}"
     for item in ("tables=sgd", "dense=sgd", "tables_lr=0.1", "dense_lr=0.05")

@@ -84,8 +84,9 @@ CHECKERBOARD = two_tower_with(
     ),
     *("train.epochs=40", "loader.batch_size=256"),
 )
-# The dot product and a modest rate: the top NN at its own rate magnifies the last bit of a sum a hundredfold every
-# fifty steps, so that its figures on 1 and on 2 ranks differ as those of two seeds do.
+# The dot product and a modest rate: the top NN at its own rate magnifies the last bit
+# of a sum a hundredfold every fifty steps, so that its figures on 1 and on 2 ranks
+# differ as those of two seeds do.
 PLANTED = two_tower_with(
     *(
         "data.name=planted",
@@ -121,7 +122,8 @@ def test_planted_tastes_are_found_and_no_more_than_there_is_to_find(
     outcome = planted_by_ranks[1][0]
     for name in ("hr@10", "ndcg@10"):
         assert outcome.figures[name] >= 1.5 * outcome.popularity[name]
-        # Of 2,000 held-out items the share that is hit has a standard deviation of at most 0.011.
+        # Of 2,000 held-out items the share that is hit has a standard deviation of at
+        # most 0.011.
         assert outcome.figures[name] <= outcome.best[name] + 0.035
     assert 0.7 < outcome.figures["auc"] < 1
 

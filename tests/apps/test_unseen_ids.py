@@ -26,8 +26,8 @@ from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 
 USERS, ITEMS, KINDS = 40, 35, 4
-# By item: all but the last 7 are trained; 6 of these are described, and so in the catalogue; the last is in
-# test.parquet alone.
+# By item: all but the last 7 are trained; 6 of these are described, and so in the
+# catalogue; the last is in test.parquet alone.
 TRAINED, DESCRIBED = 28, 34
 NEW_USERS = 4  # whose rows are test rows alone
 

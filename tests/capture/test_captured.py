@@ -178,8 +178,9 @@ def check(kind: tuple[str, str, dict[str, Any]], ways: list[dict[str, float]]) -
 
 @pytest.mark.slow
 def test_200_compiled_steps_equal_200_of_the_sharded_model() -> None:
-    # At a rate at which two eager runs stay together too: at .01 on labels drawn at random, weights that begin 3e-4
-    # apart are .27 apart after 200 steps, whoever takes them.
+    # At a rate at which two eager runs stay together too: at .01 on labels drawn at
+    # random, weights that begin 3e-4 apart are .27 apart after 200 steps, whoever takes
+    # them.
     kind: tuple[str, str, dict[str, Any]] = (
         "adam",
         "auto",
@@ -502,7 +503,8 @@ def test_batches_of_another_size_are_captured_too_and_learn_the_same() -> None:
 
 @pytest.mark.unit
 def test_a_missing_compiler_is_told() -> None:
-    # monkeypatch would delete the setting at the end, and nothing could be compiled in this process any more
+    # monkeypatch would delete the setting at the end, and nothing could be compiled in
+    # this process any more
     none = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
     with (
         none,
@@ -593,8 +595,8 @@ def of_layers(runtime: Runtime) -> list[dict[str, float]]:
     for make in (with_noise_and_statistics, over_a_batch):
         made = []
         for _ in range(2):
-            # A softmax over the batch says nothing of the items' last bias: Adam would make steps of that nothing's
-            # rounding.
+            # A softmax over the batch says nothing of the items' last bias: Adam would
+            # make steps of that nothing's rounding.
             optimizer = OptimizerConfig(
                 tables="adagrad", tables_lr=0.01, dense="sgd", dense_lr=0.1
             )

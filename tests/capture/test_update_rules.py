@@ -129,7 +129,8 @@ def test_skipped_steps_count_at_their_own_rates_under_a_schedule(
 def test_rows_that_all_decay_end_where_adamw_does(
     share: float, decay: float, schedule: Schedule
 ) -> None:
-    # Dense steps round every row in every step, and a decay of 1e-5 a step moves a row little.
+    # Dense steps round every row in every step, and a decay of 1e-5 a step moves a row
+    # little.
     assert distance(share, adam(decay=decay), rate_of(schedule)) < 5e-4
 
 

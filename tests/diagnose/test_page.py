@@ -117,7 +117,7 @@ def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         Diagnosis(HEALTHY).html(tmp_path / "nowhere" / "page.html")
 
 
-# -------------------------------------------------------------------------------------------------- applied in turn
+# ---------------------------------------------------------------------- applied in turn
 
 
 def machine(*causes: str) -> Diagnosis:

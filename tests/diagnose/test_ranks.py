@@ -40,7 +40,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections
 from torchrec_ext.schema import Jagged
 
-# -------------------------------------------------------------------------------------------------- on two real ranks
+# -------------------------------------------------------------------- on two real ranks
 
 
 def _moved() -> Clock:
@@ -484,7 +484,7 @@ def test_a_table_that_is_read_most_is_named_with_its_rank() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------- collectives of one process
+# ----------------------------------------------------------- collectives of one process
 
 
 def _watched(runtime: Runtime) -> list[Any]:
@@ -581,7 +581,7 @@ def test_collectives_give_what_they_give_whether_watched_traced_or_replayed() ->
         assert results[8] is True
 
 
-# ---------------------------------------------------------------------------------------- from measures to facts: pure
+# --------------------------------------------------------- from measures to facts: pure
 
 
 def span(name: str, begin: float, end: float, queued: float = 0.0) -> Span:

@@ -71,7 +71,8 @@ def test_nothing_is_wrong_with_a_step_that_is_its_products() -> None:
     diagnosis = Diagnosis(HEALTHY)
     assert diagnosis.verdict == "products"
     assert {finding.size for finding in diagnosis.findings} <= {"small", "offer"}
-    # 6.5e9 operations at 8e10 a second and 28 bytes of 1.2 M parameters at 2e10, of 92.01 ms.
+    # 6.5e9 operations at 8e10 a second and 28 bytes of 1.2 M parameters at 2e10, of
+    # 92.01 ms.
     assert costs.limit_share(HEALTHY) == pytest.approx(
         (6.5e9 / 8e10 + 28 * 1.2e6 / 2e10) / 0.09201, rel=1e-6
     )

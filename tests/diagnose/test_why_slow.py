@@ -383,7 +383,7 @@ def test_a_number_of_threads_that_is_ten_times_slower_is_tried_once(
     )
 
 
-# --------------------------------------------------------------------------------------------- what the step is made of
+# ------------------------------------------------------------- what the step is made of
 
 
 def test_ops_that_autograd_does_not_record_are_counted_apart_and_work_is_what_many_numbers_take() -> (
@@ -444,7 +444,8 @@ def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
     lines = dict(facts.op_lines)
     assert sum(lines.values()) <= facts.ops
     assert {"backward", "optimizer"} <= set(lines)
-    # Forward, and for the gradients of weights and of the inner activations: 2 x 32 x (8 x 16 + 16).
+    # Forward, and for the gradients of weights and of the inner activations: 2 x 32 x
+    # (8 x 16 + 16).
     forward = 2 * 32 * (8 * 16 + 16)
     assert facts.product_flops == 2 * forward + 2 * 32 * 16
     assert dict(facts.layers) == pytest.approx({"0": 8 / 9, "2": 1 / 9})
@@ -590,7 +591,7 @@ def test_a_batch_may_be_a_mapping_or_a_tensor(form: str) -> None:
     assert facts.has("step", "quadruple", "quarter")
 
 
-# ---------------------------------------------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------------- bad input
 
 
 def test_a_step_that_raises_is_named_and_the_loader_is_still_measured() -> None:
@@ -808,7 +809,7 @@ def test_the_clock_leaves_out_what_the_thread_waited_for_a_core(tmp_path: Any) -
         assert not clock.note
 
 
-# ----------------------------------------------------------------------------------------------------------- realised
+# ----------------------------------------------------------------------------- realised
 
 
 def test_a_remedy_is_measured_beside_the_step_as_it_was(clock: Clock) -> None:
@@ -945,7 +946,7 @@ def test_a_running_iterator_of_persistent_workers_is_left_alone() -> None:
     assert diagnosis.facts.loader.workers == 1
 
 
-# ----------------------------------------------------------------------------------- real programs, by the real clock
+# ----------------------------------------------------- real programs, by the real clock
 
 
 def stepping(

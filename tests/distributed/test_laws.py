@@ -133,8 +133,8 @@ def assert_equal(
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("kind", ["adagrad", "sgd"])
 def test_sharded_equals_unsharded(sharding: str, world_size: int, kind: str) -> None:
-    # SGD with rates at which an error of scale shows: doubled gradients would move the tables by much more than the
-    # tolerance.
+    # SGD with rates at which an error of scale shows: doubled gradients would move the
+    # tables by much more than the tolerance.
     optimizer = (
         OptimizerConfig(tables=kind, tables_lr=0.1)
         if kind == "adagrad"
@@ -409,7 +409,8 @@ def pooled_on_ranks(runtime: Runtime, plans: list[tuple[str, ...]]) -> list[Tens
 
 
 def test_a_mean_beside_row_wise_tables_is_divided_once() -> None:
-    # TorchRec 1.8 alone divides the bags of every other table a second time where one row-wise table is pooled by MEAN.
+    # TorchRec 1.8 alone divides the bags of every other table a second time where one
+    # row-wise table is pooled by MEAN.
     model = means_and_sums(torch.device("cpu"))
     initialise_tables(model, 3)
     expected = pooled(model, model.outputs)

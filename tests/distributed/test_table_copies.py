@@ -104,7 +104,8 @@ def test_with_sgd_two_copies_averaged_in_every_step_are_one(
 def test_copies_are_equal_every_third_step_and_when_settled(
     four_ranks: list[Any], mode: str, expected: list[int]
 ) -> None:
-    # Ranks 0 and 1 hold the same rows, and so do 2 and 3: copies stand side by side on a host.
+    # Ranks 0 and 1 hold the same rows, and so do 2 and 3: copies stand side by side on
+    # a host.
     for first, second in ((0, 1), (2, 3)):
         pairs = zip(
             four_ranks[first][mode]["rows"],

@@ -198,8 +198,8 @@ def test_a_model_of_another_package_learns_what_its_own_loop_learns(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
-    # Adam makes full steps by a gradient that is rounding alone, as that of a bias before DSSM's batch normalisation,
-    # and refuses DLRM's sparse gradients.
+    # Adam makes full steps by a gradient that is rounding alone, as that of a bias
+    # before DSSM's batch normalisation, and refuses DLRM's sparse gradients.
     kind = torch.optim.SGD if "DSSM" in name or "DLRM" in name else torch.optim.Adam
     model, optimizer, loss = made(name, kind)
     own = []

@@ -19,7 +19,8 @@ pytest.importorskip("duckdb", reason="needs the extra `data`")
 pytestmark = [pytest.mark.slow, pytest.mark.launch]
 ROOT = Path(os.environ.get("TORCHREC_EXT_PARQUET_TESTING", ""))
 LIMIT_S = 120  # of a process that imports torch on a busy machine; no file takes a second of it
-# Files that are named damaged and are sound: what was wrong is the reader that stumbled over them.
+# Files that are named damaged and are sound: what was wrong is the reader that stumbled
+# over them.
 SOUND = {
     "ARROW-GH-43605.parquet": "a dictionary of one value, whose indices take 0 bits each"
 }
@@ -66,7 +67,8 @@ def test_a_damaged_file_is_refused_by_name_or_read_right(path: Path) -> None:
     check_refusals(path, results)
     assert any(result["how"] == "refused" for result in results) or path.name in SOUND
     for result in results:
-        # DuckDB has nothing to compare with (None) where it refuses a file for another of its columns.
+        # DuckDB has nothing to compare with (None) where it refuses a file for another
+        # of its columns.
         assert result.get("right") is not False, (
             f"read, and not as DuckDB reads it: {result}"
         )

@@ -20,7 +20,8 @@ from torchrec_ext.ids import Dynamic, DynamicEmbeddings
 WIDTH, SIZE, STEPS, DRIFT = 4, 16, 14, 60
 # Of the few, tables are moved whole.
 FEW, MANY = 70, 340
-# Adam's rows are updated in closed form, which differs where a gradient is near its eps.
+# Adam's rows are updated in closed form, which differs where a gradient is near its
+# eps.
 WITHIN = {"sgd": 0.0, "adagrad": 1e-6, "adam": 2e-3, "adamw": 2e-3}
 Batch = tuple[Tensor, ...]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

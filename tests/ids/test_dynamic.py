@@ -384,7 +384,8 @@ def test_ids_of_yesterday_make_room_and_ids_that_come_rarely_stay() -> None:
     assert days.counts["admitted"] <= 1.05 * (300 + 4 * 150)
     rare = DynamicIds({"a": Dynamic(capacity=600)})
     for batch in range(100):
-        # 400 ids come once in 6 steps each, and three quarters of the look-ups are of an id that comes once.
+        # 400 ids come once in 6 steps each, and three quarters of the look-ups are of
+        # an id that comes once.
         regular = torch.randint(400, (64,), generator=generator)
         rare.step({"a": torch.cat([regular, 1_000 + 192 * batch + torch.arange(192)])})
     assert int((rare.live_ids("a")[0] < 400).sum()) > 380

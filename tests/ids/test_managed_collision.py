@@ -142,7 +142,8 @@ class Model(nn.Module):
 
 
 def managed_model(rows: int, *, is_pooled: bool = True) -> Model:
-    # In another order than the configs', by which TorchRec alone would mix the tables up.
+    # In another order than the configs', by which TorchRec alone would mix the tables
+    # up.
     return Model(
         rows, {name: mch(rows) for name in reversed(TABLES)}, is_pooled=is_pooled
     )

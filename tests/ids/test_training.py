@@ -284,7 +284,8 @@ def check(world_size: int, plans: list[tuple[str, str]]) -> None:
             ), (plan, name)
             few = ranks[0]["few"][feature][1]
             same = tables["endless"][name][ranks[0]["row_of"][feature][few]]
-            # On three ranks and more a gradient is rounded by its place in a message, which Adam magnifies.
+            # On three ranks and more a gradient is rounded by its place in a message,
+            # which Adam magnifies.
             tolerance = 1e-5 if plan[0] == "data_parallel" and world_size > 2 else 0.0
             assert torch.allclose(
                 tables["evicting"][name][few], same, rtol=0, atol=tolerance

@@ -66,7 +66,8 @@ class Cluster:
         self._nodes: list[dict[str, str]] = json.loads(
             (folder / "nodes.json").read_text()
         )
-        # Here, because pytest imports this file wherever it collects, with the extra `kubernetes` or without.
+        # Here, because pytest imports this file wherever it collects, with the extra
+        # `kubernetes` or without.
         from kubernetes import client, config
 
         config.load_kube_config(str(folder / "admin.yaml"))
@@ -274,7 +275,8 @@ class Cluster:
         self._core.patch_namespaced_pod_status(name, NAMESPACE, {"status": status})
 
     def _report(self, job: str, phase: str, retries: int) -> None:
-        # A merge keeps what it is not told: each phase that no longer is has to go by name.
+        # A merge keeps what it is not told: each phase that no longer is has to go by
+        # name.
         tasks = {
             pod.task: {
                 "phase": {

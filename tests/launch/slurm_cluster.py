@@ -212,8 +212,9 @@ class SlurmCluster:
             assert time.monotonic() < end, (
                 f"job {job}: not after {seconds} s:\n{self.files(job)}"
             )
-            # Slurm looks for jobs of several nodes after a change alone. On a cluster other jobs make changes; here one
-            # that was put into the queue again would wait for minutes.
+            # Slurm looks for jobs of several nodes after a change alone. On a cluster
+            # other jobs make changes; here one that was put into the queue again would
+            # wait for minutes.
             self.run("scontrol", "update", "NodeName=host1", "Comment=changed")
             time.sleep(0.3)
 

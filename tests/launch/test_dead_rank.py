@@ -16,7 +16,8 @@ ENDS = {
     "killed_in_training": "rank 1: killed by SIGKILL without an error of its own",
     "mistaken_in_training": "rank 1: price: 7 rows have no currency; fill it in preprocessing",
 }
-# Ranks that talk in every step notice a dead one there; those of local SGD are far from their next meeting.
+# Ranks that talk in every step notice a dead one there; those of local SGD are far from
+# their next meeting.
 MODES = {
     "every step": ["sync.mode=every_step"],
     "local SGD": [

@@ -122,7 +122,8 @@ def test_a_launcher_killed_by_force_leaves_no_process_and_loses_no_checkpoint(
 def test_a_rank_that_is_stopped_ends_the_job_and_is_named(
     stopped: int, moment: str, tmp_path: Path
 ) -> None:
-    # One step between two evaluations, or no evaluation; and never a save, which may take its time.
+    # One step between two evaluations, or no evaluation; and never a save, which may
+    # take its time.
     often = (
         "train.epochs=999",
         "checkpoint.steps=0",

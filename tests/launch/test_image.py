@@ -287,7 +287,8 @@ def test_the_steps_of_the_image_make_one_that_trains_as_a_user_on_a_root_folder_
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "healthy"
-    # As Kubernetes starts a pod with -cfg run_as: a root folder that is read-only, /tmp for all that is written.
+    # As Kubernetes starts a pod with -cfg run_as: a root folder that is read-only, /tmp
+    # for all that is written.
     settings = {
         "data.name": "planted",
         "data.users": 60,

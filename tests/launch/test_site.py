@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.slow(minutes=1.5), pytest.mark.launch]
 SITE = CLONE / "build" / "docs"
 DESK = 1280  # pixels
 
-# Shows one page after another in a frame, and sends what it sees of them to the server, which ends the browser.
+# Shows one page after another in a frame, and sends what it sees of them to the server,
+# which ends the browser.
 DRIVER = """<!doctype html><body style="margin: 0"><iframe id="frame" style="border: 0" height="900"></iframe><script>
 const frame = document.getElementById("frame"), seen = [];
 const show = (path, width) => new Promise((done) => {

@@ -11,7 +11,8 @@ import pytest
 from torchrec_ext import stack
 
 CLONE = Path(__file__).resolve().parents[2]
-# The triple itself, TorchRec's classes whose private parts ours use, checkpoints across plans, a user's own loop.
+# The triple itself, TorchRec's classes whose private parts ours use, checkpoints across
+# plans, a user's own loop.
 TESTS = (
     "tests/test_stack.py",
     "tests/test_doctor.py",

@@ -225,7 +225,8 @@ def test_a_run_leaves_its_folder(
 
 @pytest.mark.slow
 def test_a_bare_torchx_run_in_the_clone_trains_on_two_ranks(tmp_path: Path) -> None:
-    # In a folder of its own, so that the clone's runs/ stays as it is, and on a set that is trained in seconds.
+    # In a folder of its own, so that the clone's runs/ stays as it is, and on a set
+    # that is trained in seconds.
     shutil.copy(CLONE / ".torchxconfig", tmp_path)
     (tmp_path / "components").symlink_to(CLONE / "components")
     done = torchx_run(tmp_path, TORCHREC_EXT_DATA=str(write_ml_100k(tmp_path / "data")))

@@ -81,8 +81,9 @@ def alike(job: Cluster, whole: Cluster) -> None:
     assert job.figures()["auc"] == pytest.approx(whole.figures()["auc"], abs=5e-3)
 
 
-# Without dropout, whose draws depend on the number of ranks; as many rows on each rank, whose means count alike; and
-# plain SGD, under which rounding does not grow as under Adagrad and Adam, which divide by small numbers.
+# Without dropout, whose draws depend on the number of ranks; as many rows on each rank,
+# whose means count alike; and plain SGD, under which rounding does not grow as under
+# Adagrad and Adam, which divide by small numbers.
 ELASTIC = (
     *(
         *SETTINGS,

@@ -123,7 +123,8 @@ def batch(kind: str, step: int, parts: Sequence[int]) -> TowerBatch:
         generator = torch.Generator().manual_seed(10 * step + part)
         for name in schema.keys:
             rows = queries if name in schema.shared else ROWS
-            # Of few items, so that histories, likes and candidates meet in the same rows of a table.
+            # Of few items, so that histories, likes and candidates meet in the same
+            # rows of a table.
             columns[name].append(
                 torch.randint(
                     ITEMS // 5, (rows, LENGTHS.get(name, 1)), generator=generator

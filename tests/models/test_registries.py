@@ -138,7 +138,8 @@ def test_a_refused_loss_is_named_with_those_that_fit(
     name: str, metric: str | None, negatives: int, label: str | None
 ) -> None:
     rows = {"negatives": negatives, "label": label, "metric": metric}
-    # Rows of label 1 alone are refused by their task, an interaction without a metric by its model.
+    # Rows of label 1 alone are refused by their task, an interaction without a metric
+    # by its model.
     kind = LOSSES[name]
     if (
         kind.fits(**rows)

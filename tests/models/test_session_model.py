@@ -65,8 +65,8 @@ def batches(
     return iter(loader)
 
 
-# Dense layers by SGD: attention does not change with the bias of its keys, and Adagrad would magnify the noise in that
-# gradient.
+# Dense layers by SGD: attention does not change with the bias of its keys, and Adagrad
+# would magnify the noise in that gradient.
 OPTIMIZERS = {
     "adagrad": OptimizerConfig(
         tables="adagrad", tables_lr=0.1, dense="sgd", dense_lr=0.2

@@ -33,7 +33,8 @@ from torchrec_ext.networks.skeleton import StackError, first_difference
 from torchrec_ext.networks.stack import Stack
 from torchrec_ext.train.config import Schedule
 
-# With eps = 1e-8 the last bit of a gradient that is nearly 0 decides the direction of a whole step of Adam and Adagrad.
+# With eps = 1e-8 the last bit of a gradient that is nearly 0 decides the direction of a
+# whole step of Adam and Adagrad.
 ADAM = OptimizerConfig(tables="adam", tables_lr=2e-3, dense_lr=1e-3, eps=1e-4)
 SGD = OptimizerConfig(tables="sgd", dense="sgd", tables_lr=0.05, dense_lr=0.02)
 

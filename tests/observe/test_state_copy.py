@@ -303,7 +303,7 @@ def test_tensors_without_bytes_as_a_captured_graph_has_them_do_no_harm() -> None
     assert module.weight.equal(weight)
 
 
-# ------------------------------------------------------------------------------------ what programs keep outside of it
+# ----------------------------------------------------- what programs keep outside of it
 
 
 class Counters:
@@ -483,7 +483,8 @@ def test_files_that_a_step_writes_are_named_on_the_page(tmp_path: Path) -> None:
         str(tmp_path / name) in note for name in ("best.pt", "last.json", "log.csv")
     )
     assert str(tmp_path / "lock") not in note
-    # Of this test's folder: what pytest itself writes meanwhile, such as its output into a file, is no step's.
+    # Of this test's folder: what pytest itself writes meanwhile, such as its output
+    # into a file, is no step's.
     assert [
         each
         for each in why_slow(*mlp()).facts.notes

@@ -86,7 +86,8 @@ class StepAverage:
         self._addresses = [
             (parameter, parameter.data_ptr()) for parameter in self._of_average.values()
         ]
-        # All dicts that hold a module, a weight or n_averaged, each with what it holds now.
+        # All dicts that hold a module, a weight or n_averaged, each with what it holds
+        # now.
         places: list[dict[str, Any]] = [averaged._buffers]
         for module in averaged.modules():
             places += [module._modules, module._parameters]
@@ -154,7 +155,8 @@ class StepAverage:
         averaged = self._averaged
         rest: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         for name, (average, parameter) in self._pairs.items():
-            # Before any look at a tensor: a version that is read updates the rows that are behind.
+            # Before any look at a tensor: a version that is read updates the rows that
+            # are behind.
             if name in updated:
                 continue
             # The average of equal tensors is the same again.
@@ -169,7 +171,8 @@ class StepAverage:
             for of_average, of_model in buffers:
                 of_average.copy_(of_model)
         if pairs:
-            # torch averages some tensors, each paired with its average, and counts one more step.
+            # torch averages some tensors, each paired with its average, and counts one
+            # more step.
             averages, values = zip(*pairs, strict=True)
             part: Any = SimpleNamespace(**vars(averaged))
             part.n_averaged = averaged.n_averaged
@@ -211,7 +214,8 @@ def _decay_of(averaged: AveragedModel) -> float:
     function = averaged.multi_avg_fn or averaged.avg_fn
     if function is None:
         return 0.0
-    # torch decorates its functions with no_grad(), and makes each anew: their code tells them apart.
+    # torch decorates its functions with no_grad(), and makes each anew: their code
+    # tells them apart.
     plain = inspect.unwrap(function)
     code = getattr(plain, "__code__", None)
     if code in _codes(get_swa_multi_avg_fn, get_swa_avg_fn):

@@ -51,7 +51,8 @@ from torchrec_ext.observe.user_lines import first_line, module_line
 Trace = Callable[[AnyBatch], tuple[Tensor, Any]]  # makes the captured step of a batch
 Check = Callable[[Sequence[Tensor]], None]
 
-# How an L2 term of the loss is written so that a table is moved row by row, by the kind of optimizer.
+# How an L2 term of the loss is written so that a table is moved row by row, by the kind
+# of optimizer.
 _WITHOUT_CLOSED_FORM = (
     "which has no closed form for rows that are not read; the decay of AdamW has one"
 )
@@ -189,7 +190,8 @@ class Captures:
                 )
                 parameters.append(parameter)
                 state += tensors
-        # Two forwards that update the same parameters share their memory, and the rows that are behind.
+        # Two forwards that update the same parameters share their memory, and the rows
+        # that are behind.
         key = tuple((each.name, each.table) for each in parameters)
         if key not in self._updates:
             average_rate = rank_step.average.rate if rank_step.average else None
@@ -321,7 +323,8 @@ class Captures:
         table_ids = set(map(id, tables.values()))
         late = []
         for each in update.state:
-            # The memory counts the steps; the optimizers' own counts are written when rows are updated.
+            # The memory counts the steps; the optimizers' own counts are written when
+            # rows are updated.
             if each.name == "step" or id(each.parameter) in table_ids:
                 late.append(each.tensor)
         if self._rank_step.average is not None:
@@ -398,7 +401,8 @@ class Captures:
             for update in self._updates.values():
                 for number, parameter, key, tensor in update.state:
                     if self._rank_step.optimizers[number] is optimizer:
-                        # The optimizer goes on with the capture's tensor in place of the loaded one.
+                        # The optimizer goes on with the capture's tensor in place of
+                        # the loaded one.
                         state = optimizer.state[parameter]
                         tensor.copy_(torch.as_tensor(state[key]))
                         state[key] = tensor

@@ -57,7 +57,8 @@ def check_model(model: nn.Module) -> None:
     Raises:
         CannotAdopt: a module or parameter does what a captured step would not; the message names it.
     """
-    # A line is looked for where there is something to say: Python parses the file of the class for it.
+    # A line is looked for where there is something to say: Python parses the file of
+    # the class for it.
     for path, module in model.named_modules():
         fault = _fault_of_module(module)
         if fault:
@@ -138,7 +139,8 @@ _REFUSED = {
 _FIXED = ("betas", "eps", "weight_decay", "decoupled_weight_decay", *_REFUSED)
 
 
-# Of each parameter that an optimizer moves, by name: optimizer, group, the parameter and its rule.
+# Of each parameter that an optimizer moves, by name: optimizer, group, the parameter
+# and its rule.
 Rules = dict[str, tuple[int, int, nn.Parameter, Choice]]
 
 
@@ -234,7 +236,8 @@ def _check_settings(optimizer: str, group: Mapping[str, Any]) -> None:
 
 
 def _choice(kind: str, group: Mapping[str, Any]) -> Choice:
-    # A decoupled decay, as AdamW's, is of the weight itself; any other is added to the gradient.
+    # A decoupled decay, as AdamW's, is of the weight itself; any other is added to the
+    # gradient.
     decay = float(group.get("weight_decay", 0.0))
     decoupled = bool(group.get("decoupled_weight_decay"))
     return Choice(
@@ -287,7 +290,8 @@ class Changes:
             state: the tensors of the capture.
             is_behind: whether rows are behind, so that nobody can have read, copied or loaded the state.
         """
-        # Compared in every step; the loop below runs only after somebody may have touched the state.
+        # Compared in every step; the loop below runs only after somebody may have
+        # touched the state.
         states = [
             values
             for optimizer in self._optimizers

@@ -113,7 +113,8 @@ def is_masked_select(func: Any) -> bool:
 
 def _selected(input: Tensor, mask: Tensor) -> Tensor:  # noqa: A002
     shape = torch.broadcast_shapes(input.shape, mask.shape)  # type: ignore[no-untyped-call]
-    # Of the dimensions that the mask has: along the others each slice of the input has the same places.
+    # Of the dimensions that the mask has: along the others each slice of the input has
+    # the same places.
     once = the_mask(mask).expand(shape[len(shape) - mask.dim() :]).flatten()
     places = torch.nonzero_static(once, size=_entries(once)).squeeze(1)
     return input.expand(shape).reshape(-1, len(once)).index_select(1, places).flatten()
@@ -139,7 +140,8 @@ def traced_forward(
     return TracedCall(run, backend)
 
 
-# Modules of torch's whose errors say that a call cannot be traced; Dynamo lets those of sizes through as they are.
+# Modules of torch's whose errors say that a call cannot be traced; Dynamo lets those of
+# sizes through as they are.
 _TRACERS = ("torch._dynamo", "torch._subclasses", "torch.fx.experimental")
 
 
@@ -154,7 +156,8 @@ class TracedCall:
     """
 
     def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
-        # Dynamo keeps what it has traced by code object: each caller has one of its own.
+        # Dynamo keeps what it has traced by code object: each caller has one of its
+        # own.
         code = function.__code__.replace(co_name=f"adopted_{next(_NUMBERS)}")
         self._function = FunctionType(
             code, function.__globals__, code.co_name, None, function.__closure__
@@ -188,7 +191,8 @@ class TracedCall:
             if entry.guard_manager.check(values):
                 return self._call_of(entry.code)(*args)
         try:
-            # Anomaly detection reads every gradient's values, which a trace does not have.
+            # Anomaly detection reads every gradient's values, which a trace does not
+            # have.
             anomaly = (
                 torch.autograd.set_detect_anomaly(False)
                 if torch.is_anomaly_enabled()
@@ -204,7 +208,8 @@ class TracedCall:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, CannotCaptureError):
                 raise inner from None
-            # Dynamo leaves out packages as pandas whole, and of these also what it can trace.
+            # Dynamo leaves out packages as pandas whole, and of these also what it can
+            # trace.
             skipped = _SKIPPED.search(str(error))
             if self._skips and skipped and _is_of_a_package(skipped[2]):
                 self._set(dont_skip_tracing=True)
@@ -246,7 +251,8 @@ def changed_between_calls() -> str:
     if reasons:
         line = _users_line(reasons[-1])
         guard = first_line(ValueError(reasons[-1])).partition(": ")[2]
-        # The last name before a comparison: a key, an attribute or a string, of which one group is not empty.
+        # The last name before a comparison: a key, an attribute or a string, of which
+        # one group is not empty.
         names = re.findall(
             r"(?:\['(\w+)'\]|\.(\w+)|'(\w+)')\)? *(?:==|!=|is |in )",
             guard.partition("#")[0],
@@ -387,7 +393,8 @@ class ForwardGraph:
         self.parameters: dict[str, int] = {}
         self.of_batch: dict[int, int] = {}
         for index, tensor in enumerate(real):
-            # Each is known by its identity: a graph's inputs have names of Dynamo's own.
+            # Each is known by its identity: a graph's inputs have names of Dynamo's
+            # own.
             if id(tensor) in names:
                 self.parameters[names[id(tensor)]] = index
                 continue
@@ -425,7 +432,8 @@ class ForwardGraph:
         self.row_nodes = self._calls(the_rows)
         self.raw_ids = self._ids_alone(real) if self.row_nodes else module
         self.reached = self._reached(real)
-        # A parameter that the loss does not reach is not updated: it is read where it is, as a buffer is.
+        # A parameter that the loss does not reach is not updated: it is read where it
+        # is, as a buffer is.
         self.parameters = {
             name: index
             for name, index in self.parameters.items()
@@ -480,7 +488,8 @@ class ForwardGraph:
 
     def _look_at_readers(self, name: str, parameter: fx.Node, is_table: bool) -> None:
         """Notes the look-ups of a parameter, and of a table the line that reads it otherwise."""
-        # A table with one other reader is updated whole, and the user is told which line it is.
+        # A table with one other reader is updated whole, and the user is told which
+        # line it is.
         readers = list(parameter.users)
         others = [node for node in readers if not _is_look_up(node, parameter)]
         if readers and not others:
@@ -500,7 +509,8 @@ class ForwardGraph:
         refused = {self._placeholders[index] for index in self.parameters.values()}
         refused.update(self.row_nodes)
         for node in nodes:
-            # Methods such as add_ write in place; names of placeholders may end like that too.
+            # Methods such as add_ write in place; names of placeholders may end like
+            # that too.
             if node.op != "placeholder" and (
                 node.target in _WRITES or str(node.target).endswith("_")
             ):

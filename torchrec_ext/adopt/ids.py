@@ -26,7 +26,8 @@ class StepIds:
 
     def __init__(self, embeddings: DynamicEmbeddings) -> None:
         self.embeddings = embeddings
-        # Of the look-ups of this step so far, and the number of those that the current forward has read.
+        # Of the look-ups of this step so far, and the number of those that the current
+        # forward has read.
         self._rows: list[Tensor] = []
         self._place = 0
         self.end_step = embeddings.read_by(self._read)

@@ -264,7 +264,8 @@ def _caught_up_first(
     cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     """Updates the rows that are behind, and then calls ``func``; the ``__torch_function__`` of marked tensors."""
-    # A write of whole rows, as of dynamic ids that begin anew, updates these rows alone.
+    # A write of whole rows, as of dynamic ids that begin anew, updates these rows
+    # alone.
     is_write = func is Tensor.__setitem__ and isinstance(
         args[0], _LaggingParameter | _LaggingTensor
     )

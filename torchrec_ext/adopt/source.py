@@ -190,7 +190,8 @@ class AdoptedSource(StepSource):
             drawn_batch = batch
             parts = batch.parts()
             columns = batch.resident.tensors
-            # Dynamo has one graph for each shape of a batch, but for those that are made inside the step.
+            # Dynamo has one graph for each shape of a batch, but for those that are
+            # made inside the step.
             shapes = tuple(tuple(tensor.shape) for tensor in parts)
         else:
             parts = [tensors[index].detach() for index in of_batch]
@@ -200,7 +201,8 @@ class AdoptedSource(StepSource):
         outer_tensors = item.outer()
         on_gpu = self.memory.device.type == "cuda"
         if on_gpu:
-            # A CUDA graph reads the addresses of its capture: what is not of the batch must be where it was.
+            # A CUDA graph reads the addresses of its capture: what is not of the batch
+            # must be where it was.
             addresses = tuple(tensor.data_ptr() for tensor in outer_tensors)
             resident = outer_tensors + columns
         else:
@@ -282,7 +284,8 @@ def _repeats(rows: Rows, leaves: Sequence[Any], size: int) -> dict[int, int]:
     repeats = {}
     for name, leaf in zip(rows.names, leaves, strict=False):
         count = rows.repeats.get(name)
-        # Concatenated, a row's values repeat along the first dimension; stacked, they have one of their own.
+        # Concatenated, a row's values repeat along the first dimension; stacked, they
+        # have one of their own.
         if count is not None and leaf.dim() and len(leaf) == size * count:
             repeats[id(leaf)] = count
     return repeats

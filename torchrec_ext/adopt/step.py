@@ -46,8 +46,8 @@ from torchrec_ext.capture.policy import PATIENCE, CapturePolicy, Compile, two_di
 from torchrec_ext.ids import Dynamic, DynamicEmbeddings
 from torchrec_ext.observe.user_lines import first_line, module_line
 
-# Seconds that a capture took here: so much, and so much more for each torch call of the forward. On a CPU most of it is
-# inductor's; a CUDA graph needs no compiler.
+# Seconds that a capture took here: so much, and so much more for each torch call of the
+# forward. On a CPU most of it is inductor's; a CUDA graph needs no compiler.
 CAPTURE_S = {"cpu": 8.0, "cuda": 2.0}
 CAPTURE_S_PER_CALL = {"cpu": 0.4, "cuda": 0.02}
 RESTARTS = 3  # captures that are given up because the model was changed, before steps stay eager
@@ -424,7 +424,8 @@ class AdoptedStep:
         """Makes the eager step on a batch for which there is no captured one."""
         self.settle()
         is_rare = isinstance(error, RareShapeError)
-        # Before the first capture an error is of the step, and later of one kind of batch.
+        # Before the first capture an error is of the step, and later of one kind of
+        # batch.
         self._too_many += isinstance(error, OneGraphTooMany)
         has_ended = isinstance(error, EndOfCaptureError) or self._too_many > GRAPHS
         if has_ended or (
@@ -449,7 +450,8 @@ class AdoptedStep:
 
     def _take_over(self, optimizer: Optimizer) -> None:
         """Copies a loaded state into the memory of the captured steps."""
-        # Captured steps read the addresses of before, and load_state_dict makes other tensors.
+        # Captured steps read the addresses of before, and load_state_dict makes other
+        # tensors.
         try:
             if not self._policy.reason:
                 self._captures.load_state(optimizer)

@@ -95,7 +95,8 @@ class HoistedTables(nn.Module):
             IndexError: an id outside of its table.
         """
         results: dict[str, Any] = {}
-        # All collections are asked before the first is waited for: a sharded one answers when it is read.
+        # All collections are asked before the first is waited for: a sharded one
+        # answers when it is read.
         for name, collection in self.named_children():
             members = [
                 pair
@@ -162,7 +163,8 @@ def _jagged(members: Sequence[tuple[_LookUp, Tensor]]) -> KeyedJaggedTensor:
                 f"{tuple(first_ids.shape)} of '{first.table}': all ids must be (B, ...), with the batch "
                 "first; reshape them to (B, -1) in forward"
             )
-        # Refuse an id outside of its table, as nn.Embedding does; TorchRec's kernels read row 0 in its place.
+        # Refuse an id outside of its table, as nn.Embedding does; TorchRec's kernels
+        # read row 0 in its place.
         if ids.is_cuda:
             torch._assert_async(((ids >= 0) & (ids < each.rows)).all())
         elif ids.numel():

@@ -203,7 +203,8 @@ class UserStep(RankStep):
             raise CannotAdopt(
                 "the loss does not depend on a parameter that requires a gradient; return the loss itself"
             )
-        # Before the backward, so that no weight is written after a loss that is not finite.
+        # Before the backward, so that no weight is written after a loss that is not
+        # finite.
         self.look(loss, has_updated=False)
         loss.backward()  # type: ignore[no-untyped-call]
         if self._clip_norm:
@@ -264,7 +265,8 @@ class UserStep(RankStep):
 
     def say(self, text: str) -> None:
         """Prints a line on rank 0."""
-        # Under local SGD each rank adopts a model of its own, and all would say the same.
+        # Under local SGD each rank adopts a model of its own, and all would say the
+        # same.
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
             print(f"adopt: {text}", flush=True)
 

@@ -96,7 +96,8 @@ class Verification:
         memory.settle()
         after = contents(memory, outer)
         captured.snapshot.restore()
-        # Not before the captured step, whose own way of updating rows is so compared too.
+        # Not before the captured step, whose own way of updating rows is so compared
+        # too.
         memory.settle()
         update.lag.release()
         before = contents(memory, outer)
@@ -249,7 +250,8 @@ _NEAR, _FLOOR = (
     1e-5,
 )  # of a tensor's greatest gradient, and of the model's greatest: rounding is below
 _ROUNDING = 2.0**-22  # of a float32 weight that is moved
-# Where an input of a ReLU is nothing but rounding, its gradient is all or nothing, and one shift may miss that.
+# Where an input of a ReLU is nothing but rounding, its gradient is all or nothing, and
+# one shift may miss that.
 _SHIFTS = 8
 
 
@@ -288,21 +290,24 @@ def step_difference(
             continue
         name = parameter.name
         weight = eager[name]
-        # Without state it is seen by how far the weight moves, which is rounded as the weight is.
+        # Without state it is seen by how far the weight moves, which is rounded as the
+        # weight is.
         rounding = 0.0 if STATES[parameter.choice.kind] else _ROUNDING * _most(weight)
         rounding += 10 * noise.get(name, 0.0)
         if _most(pull - other) > near * _most(pull) + floor * greatest + rounding:
             return f"the gradient of '{name}'"
         counts = pull.abs() > 100 * max(floor * greatest, noise.get(name, 0.0))
         step = _most(weight - before[name])
-        # A gradient that is rounding makes a step of full size in any direction, and no longer one.
+        # A gradient that is rounding makes a step of full size in any direction, and no
+        # longer one.
         share = torch.where(counts, 0.05, 2.5)
         if _most((weight - captured[name]) / share) > step + 2e-5 * _most(weight):
             return f"the weights of '{name}'"
         if parameter.choice.averages:
             key = f"{name}/{len(parameter.state) - 1}"
             average = eager[key]
-            # Averages differ by as much as the weights may, in the share that these have in them.
+            # Averages differ by as much as the weights may, in the share that these
+            # have in them.
             most = (
                 0.05 * _most(average - before[key]) + 2.5 * memory.average_rate() * step
             )
@@ -396,7 +401,8 @@ def response_to_rounding(
         memory.settle()
         write_back(memory, outer, now)
     loss_noise = max(abs(loss - losses[0]) for loss in losses)
-    # The op-by-op loss is the eager one, so that a wrong trace is not taken for rounding.
+    # The op-by-op loss is the eager one, so that a wrong trace is not taken for
+    # rounding.
     if math.isfinite(exact) and abs(losses[0] - eager_loss) <= _ROUNDING * abs(
         eager_loss
     ):

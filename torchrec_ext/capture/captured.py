@@ -115,7 +115,8 @@ class StepSource(Protocol):
             for name, parameter in self.memory.tables.items()
         }
         device = self.memory.device
-        # Random numbers and buffers, such as those of a batch norm, stay as they are: this is no step.
+        # Random numbers and buffers, such as those of a batch norm, stay as they are:
+        # this is no step.
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             fixed = {name: tensor.clone() for name, tensor in self.memory.fixed.items()}
@@ -260,7 +261,8 @@ class CapturedStep:
             CannotCaptureError: the engine cannot run the model, or there are too many shapes; nothing was trained.
         """
         if isinstance(item, TowerBatch) and item.fresh:
-            # Rows of new ids begin anew just before they are read: nothing of their past is left to catch up.
+            # Rows of new ids begin anew just before they are read: nothing of their
+            # past is left to catch up.
             for note in item.fresh:
                 self._memory.mark_rows_current(note.table, note.rows)
         step_inputs = self._source.inputs(item)
@@ -307,7 +309,8 @@ class CapturedStep:
             self._failed[key] = str(error)
             raise
         except Exception as error:
-            # Perhaps the user's own: the caller then runs the eager step on the same batch, which raises it there.
+            # Perhaps the user's own: the caller then runs the eager step on the same
+            # batch, which raises it there.
             self._failed[key] = (
                 f"{type(error).__name__} at {with_text(raising_line(error))}: {first_line(error)}"
             )
@@ -387,7 +390,8 @@ class CapturedStep:
         with torch.no_grad():
             # Inside of the step, so that a replay counts too.
             tensors["step"].add_(1)
-        # The function is traced once and replayed, so it may only use tensors that it is called with.
+        # The function is traced once and replayed, so it may only use tensors that it
+        # is called with.
         tables = {
             name: memory.table(parameter, tensors)
             for name, parameter in memory.tables.items()
@@ -474,7 +478,8 @@ class CapturedStep:
             table = tables.get(name)
             counted_grads[name] = [grad for grad in grads[name] if grad is not None]
             if isinstance(table, RowTable) and grads[name]:
-                # A row that was looked up twice has one gradient in the norm: the sum of both.
+                # A row that was looked up twice has one gradient in the norm: the sum
+                # of both.
                 row_gradients, is_representative = table.gradients(grads[name])
                 counted_grads[name] = [row_gradients * is_representative]
         norm = self._source.squared_norm(counted_grads).sqrt()

@@ -55,7 +55,8 @@ def hashed_mask(shape: torch.Size, probability: float, device: torch.device) -> 
     """
     first_key, second_key = torch.randint(1 << 31, (2,), device=device).int().unbind()
     places = torch.arange(shape.numel(), dtype=torch.int32, device=device).view(shape)
-    # With one key, steps whose keys differ in their low bits alone would have the same numbers at other places.
+    # With one key, steps whose keys differ in their low bits alone would have the same
+    # numbers at other places.
     numbers = _mixed(_mixed(places ^ first_key) ^ second_key)
     return (numbers & ((1 << _BITS) - 1)) < round(probability * (1 << _BITS))
 

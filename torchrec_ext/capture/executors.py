@@ -27,8 +27,8 @@ from torchrec_ext.observe.ops import tensors_in, waits_for_device
 from torchrec_ext.observe.state_copy import random_state, set_random_state
 from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
 
-# The C++ wrapper saves the Python between kernels, half of a step at 1,280 rows. Size checks are off because
-# callers check shapes themselves.
+# The C++ wrapper saves the Python between kernels, half of a step at 1,280 rows. Size
+# checks are off because callers check shapes themselves.
 _INDUCTOR = {"cpp_wrapper": True, "size_asserts": False}
 
 _Step = Callable[..., list[Tensor]]
@@ -110,7 +110,8 @@ def _compiled(graph: GraphModule, examples: Sequence[Tensor]) -> _Step:
         ) from error
 
 
-# glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes; glibc accepts at most 32 MB for the second.
+# glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes; glibc accepts at most 32 MB
+# for the second.
 _SETTINGS = {-1: 256 << 20, -3: 32 << 20}
 
 
@@ -156,8 +157,9 @@ def traced(step: _Step, tensors: list[Tensor]) -> GraphModule:
             f"{op} at {with_text(raising_line(error))} depends on values that a step computes"
         ) from None
     for node in graph.graph.nodes:
-        # Kernels may return other strides than in the trace, for example batch normalisation of a transposed tensor. A
-        # view would then fail, a reshape does not.
+        # Kernels may return other strides than in the trace, for example batch
+        # normalisation of a transposed tensor. A view would then fail, a reshape does
+        # not.
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
         if depends_on_values(node.meta.get("val")):
@@ -209,7 +211,8 @@ def cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
             line = with_text(raising_line(error))
             raise CannotCaptureError(f"{line} waits for the device: {error}") from None
         except RuntimeError as error:
-            # Its own state still waits for the end of the capture, and the next dropout would fail.
+            # Its own state still waits for the end of the capture, and the next dropout
+            # would fail.
             generator.graphsafe_set_state(spare)
             # The end of the capture raises an error of its own, after that of the step.
             of_step = (
@@ -246,18 +249,21 @@ def _captured_graph(
     with torch.no_grad():
         # torch requires a few runs before a capture, on a side stream.
         with torch.cuda.stream(stream):
-            # A capture that fails would leave torch's allocator as if it still went on, so waits are found before it.
+            # A capture that fails would leave torch's allocator as if it still went on,
+            # so waits are found before it.
             with _RefusesWaits():  # type: ignore[no-untyped-call]
                 step(*tensors)
             for _ in range(2):
                 step(*tensors)
         torch.cuda.current_stream().wait_stream(stream)
-        # cuBLAS keeps a workspace for each stream, whose address goes into the graph. Others free it, as torch.compile
-        # does before each graph of its own, and a replay would then write into memory that is no longer there. So the
-        # graph gets workspaces in its own memory pool, and none of them stays with the streams.
+        # cuBLAS keeps a workspace for each stream, whose address goes into the graph.
+        # Others free it, as torch.compile does before each graph of its own, and a
+        # replay would then write into memory that is no longer there. So the graph gets
+        # workspaces in its own memory pool, and none of them stays with the streams.
         torch._C._cuda_clearCublasWorkspaces()
-        # By default a call of any other thread, such as a loader's that pins memory, would end the capture.
-        # Without a stream of this device torch captures on one that it made for the first capture of the process.
+        # By default a call of any other thread, such as a loader's that pins memory,
+        # would end the capture. Without a stream of this device torch captures on one
+        # that it made for the first capture of the process.
         try:
             with torch.cuda.graph(
                 graph, stream=stream, capture_error_mode="thread_local"

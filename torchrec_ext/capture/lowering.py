@@ -51,7 +51,8 @@ class Pooled(KeyedTensor):
     """A KeyedTensor over separate tensors; only ``values()`` concatenates them."""
 
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        # The fields of a KeyedTensor, whose own constructor takes one concatenated tensor.
+        # The fields of a KeyedTensor, whose own constructor takes one concatenated
+        # tensor.
         self._by_name = dict(zip(names, tensors, strict=True))
         self._keys = list(names)
         self._length_per_key = [tensor.shape[1] for tensor in tensors]
@@ -113,7 +114,8 @@ def _pooled(
     if count == stride:
         return rows
     lengths = features.lengths()[index * stride : (index + 1) * stride].long()
-    # The bag of each id. Ids after the last bag are padding: they go into an extra bag, which is cut off.
+    # The bag of each id. Ids after the last bag are padding: they go into an extra bag,
+    # which is cut off.
     bag = torch.searchsorted(
         lengths.cumsum(0), torch.arange(count, device=ids.device), right=True
     )
@@ -310,7 +312,8 @@ class Packer:
         weights = bags.weights_or_none()
         are_lists = self._are_lists(where, bags, lists)
         parts = list(counts.values())
-        # A feature with one id per bag is never padded: its values go as they are, without a copy.
+        # A feature with one id per bag is never padded: its values go as they are,
+        # without a copy.
         if any(are_lists):
             padded = {key: counts[key] for key in compress(counts, are_lists)}
             self._make_room(where, stride, padded)
@@ -339,7 +342,8 @@ class Packer:
         if lists is not None or not stride or not keys:
             return are_lists
         lengths = bags.lengths()
-        # The counts are compared first: they are on the host, the lengths may be on a GPU.
+        # The counts are compared first: they are on the host, the lengths may be on a
+        # GPU.
         has_single_counts = bags.length_per_key() == [stride] * len(keys)
         if not any(are_lists) and has_single_counts and bool(lengths.eq(1).all()):
             return are_lists
@@ -362,7 +366,8 @@ class Packer:
                 growth = _GROWTH if current else _HEADROOM
                 blocks = math.ceil(int(count * growth) / _ROUND_TO)
                 new_capacity = max(1, blocks) * _ROUND_TO
-                # Never the stride: a part with as many ids as bags would be read as one id in each bag.
+                # Never the stride: a part with as many ids as bags would be read as one
+                # id in each bag.
                 if new_capacity == stride:
                     new_capacity += 1
                 capacities[where, key, stride] = max(current, new_capacity)

@@ -168,7 +168,8 @@ class RowTable:
         lr = self.clock.lr
         rate = self.clock.average_rate
         average = (self.rows.average_slides, rate) if self.choice.averages else None
-        # The sums go on only now, when all rows of the step have been read as of the step before.
+        # The sums go on only now, when all rows of the step have been read as of the
+        # step before.
         if self.choice.kind == "adam":
             slide_on(
                 self.rows.slides,
@@ -220,7 +221,8 @@ class RowTable:
 
 
 TableRows = WholeTable | RowTable
-# Takes rows, look-ups of a step, width and device of a table, and returns whether to update it row by row.
+# Takes rows, look-ups of a step, width and device of a table, and returns whether to
+# update it row by row.
 RowRule = Callable[[int, int, int, str], bool]
 
 
@@ -297,7 +299,8 @@ def moved_parameters(
         if group is None:
             raise CannotCaptureError(f"no optimizer moves '{fqn}'")
         values = [optimizer.state.get(parameter, {}) for parameter in parameters]
-        # A table may have two parameters, the kernel's and ShardedAdam's on top of it: the last one has the state.
+        # A table may have two parameters, the kernel's and ShardedAdam's on top of it:
+        # the last one has the state.
         state, steps = state_tensors(values[-1])
         if len(state) != _STATE_COUNTS[choice.kind]:
             raise CannotCaptureError(
@@ -324,7 +327,8 @@ def owners(optimizer: HybridOptimizer) -> dict[str, list[Any]]:
     result: dict[str, list[Any]] = {}
     prefixes = {name for name, _ in optimizer.optimizers if name}
     for key, parameter in optimizer.params.items():
-        # With several optimizers, TorchRec prefixes a parameter's name by its optimizer's.
+        # With several optimizers, TorchRec prefixes a parameter's name by its
+        # optimizer's.
         first, _, rest = key.partition(".")
         if first in prefixes:
             key = rest
@@ -420,7 +424,8 @@ class StepMemory:
         self._last_rates = [float("nan")] * len(self._rates)
         self._rows: dict[str, RowClock] = {}
         self.unsettled = 0
-        # At so many unsettled steps all rows must be updated, because a clock knows no earlier ones.
+        # At so many unsettled steps all rows must be updated, because a clock knows no
+        # earlier ones.
         self._max_unsettled = math.inf
         self._lost_digits = 0.0
         self.reload()
@@ -482,7 +487,8 @@ class StepMemory:
             rows = parameter.weight[block]
             state = [tensor[block] for tensor in parameter.state]
             new = caught_up(rows, state, last, now, clock, parameter.choice)
-            # One call, because after an interrupt between two calls the rows would be updated once more.
+            # One call, because after an interrupt between two calls the rows would be
+            # updated once more.
             torch._foreach_copy_([rows, *state, last], [*new, now.expand(len(last))])
 
     @torch.no_grad()
@@ -528,7 +534,8 @@ class StepMemory:
         if self._has_averages:
             self._lost_digits += self._digits_lost_at(rates[-1])
         for index, rate in enumerate(rates):
-            # Filling a tensor on a GPU costs a kernel, so it is filled only if the rate has changed.
+            # Filling a tensor on a GPU costs a kernel, so it is filled only if the rate
+            # has changed.
             if rate != self._last_rates[index]:
                 self._last_rates[index] = rate
                 self._rates[index].fill_(rate)

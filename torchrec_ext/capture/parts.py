@@ -51,7 +51,8 @@ def split_at(
     """
     nodes = list(graph.graph.nodes)
     results = list(nodes[-1].args[0])
-    # A part ends with the op of its cut: each op belongs to the first part that ends at or after it.
+    # A part ends with the op of its cut: each op belongs to the first part that ends at
+    # or after it.
     ends = [results[cut] for cut in cuts]
     origins = _Origins(nodes)
     bodies = [_Body(graph, origins) for _ in range(len(ends) + 1)]
@@ -69,7 +70,8 @@ def split_at(
     ]
     for result in filter(None, results):
         if result.op != "placeholder":
-            # The last part returns views of inputs: only then are the inputs fully written.
+            # The last part returns views of inputs: only then are the inputs fully
+            # written.
             number = -1 if result in origins.views else origins.number[result]
             bodies[number].give(result)
     # After the results, because making one an output may add inputs to its part.

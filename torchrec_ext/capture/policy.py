@@ -99,7 +99,8 @@ class CapturePolicy:
     @property
     def steps_to_watch(self) -> int:
         """Number of eager steps before the choice."""
-        # With "require" there is nothing to weigh up: eager steps only let the optimizer make its state.
+        # With "require" there is nothing to weigh up: eager steps only let the
+        # optimizer make its state.
         return WATCHED if self.compile == "auto" else 2
 
     @property

@@ -46,8 +46,8 @@ from torch import Tensor
 
 from torchrec_ext.distributed.optim.config import Choice
 
-# (values, gradient, state, steps made with this one, learning rate, choice) -> (values, state), all (n, ...) of the
-# same rows.
+# (values, gradient, state, steps made with this one, learning rate, choice) -> (values,
+# state), all (n, ...) of the same rows.
 Update = Callable[
     [Tensor, Tensor, list[Tensor], Tensor, Tensor, Choice], tuple[Tensor, list[Tensor]]
 ]
@@ -210,7 +210,8 @@ def fused_adam(
     """Writes a step of Adam of many parameters by one kernel of a GPU; see :func:`stepped`."""
     alike = []
     for weight, grad in zip(weights, grads, strict=True):
-        # The kernel reads numbers in the order of memory, so a gradient must have the strides of its weight.
+        # The kernel reads numbers in the order of memory, so a gradient must have the
+        # strides of its weight.
         alike.append(
             grad
             if grad.stride() == weight.stride()
@@ -393,7 +394,8 @@ def row_clock(rows: int, step: int, choice: Choice, device: torch.device) -> Row
     decays = bool(decay_of(choice))
 
     def sums(dtype: torch.dtype, *, is_used: bool) -> Tensor:
-        # A sum that is not used is a tensor too, so that the clocks of all tables have the same inputs.
+        # A sum that is not used is a tensor too, so that the clocks of all tables have
+        # the same inputs.
         return torch.zeros(SLIDES if is_used else 1, dtype=dtype, device=device)
 
     since = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -465,7 +467,8 @@ def caught_up(
         slide = slide * _log_of_steps(clock.decays, reached, step).exp()
     power2 = torch.exp((since + 1).to(rows.dtype) * math.log(beta2))
     scaled_eps = choice.eps * torch.sqrt(1 - power2)[:, None]
-    # A row that never had a gradient has moments of 0. If eps is 0 too, that would be 0 / 0.
+    # A row that never had a gradient has moments of 0. If eps is 0 too, that would be 0
+    # / 0.
     direction = torch.where(
         first_moment == 0, 0.0, first_moment / (second_moment.sqrt() + scaled_eps)
     )
@@ -489,7 +492,8 @@ def caught_up(
 def _log_of_steps(sums: Tensor, since: Tensor, step: Tensor) -> Tensor:
     """Returns the sums of the logarithms of steps after ``since`` (n,) up to ``step``, (n, 1) float32."""
     sum_at_step = sums.index_select(0, step.long().remainder(len(sums)).view(1))
-    # float32 from here: inductor computes what follows again for each number of a row, which takes long in float64.
+    # float32 from here: inductor computes what follows again for each number of a row,
+    # which takes long in float64.
     return (sum_at_step - sums.index_select(0, since.remainder(len(sums)))).float()[
         :, None
     ]

@@ -103,7 +103,8 @@ class Column:
             pool: (V,) values.
             windows: one window for each of B rows.
         """
-        # Without __init__: windows may overlap, and so have no offsets that it could check.
+        # Without __init__: windows may overlap, and so have no offsets that it could
+        # check.
         column = cls.__new__(cls)
         column._pool = pool
         column._windows = windows
@@ -147,7 +148,8 @@ class Column:
         """The values of all rows, one row after the other: (B,), or (sum of lengths,) for a ragged column."""
         if self._values is None and self._windows is not None:
             lengths = self.lengths
-            # The index of each value in the pool: its place in the result, moved by its row's distance from there.
+            # The index of each value in the pool: its place in the result, moved by its
+            # row's distance from there.
             indices = (self._windows.starts - _offsets(lengths)[:-1]).repeat(lengths)
             indices += np.arange(len(indices))
             self._values = self._pool.take(indices)
@@ -343,12 +345,14 @@ class PackedRows:
     def __init__(self, chunk: Chunk) -> None:
         self.num_rows = chunk.num_rows
         pools: dict[str, Array] = {}
-        # One matrix for each type. Its columns keep their order, so that matrix() finds neighbours side by side.
+        # One matrix for each type. Its columns keep their order, so that matrix() finds
+        # neighbours side by side.
         vectors: dict[np.dtype[Any], dict[tuple[str, str], Array]] = {}
         for name, column in chunk.items():
             arrays = {"values": column.pool}
             if column.ragged:
-                # The values behind the windows stay where they are: overlapping histories would be copied.
+                # The values behind the windows stay where they are: overlapping
+                # histories would be copied.
                 pools[name] = column.pool
                 arrays = column.windows._asdict()
             for kind, values in arrays.items():

@@ -123,7 +123,8 @@ class Comparison:
         generator = random.Random(0)
         ratios = []
         for _ in range(_RESAMPLES):
-            # Not in pairs: the rounds of two reports have nothing to do with each other.
+            # Not in pairs: the rounds of two reports have nothing to do with each
+            # other.
             after = statistics.median(generator.choices(self.after, k=len(self.after)))
             before = statistics.median(
                 generator.choices(self.before, k=len(self.before))

@@ -18,7 +18,8 @@ from torchrec_ext.observe.counts import AllItems, TableFacts, WholeTableOp
 
 Round = Mapping[str, float]
 _RESAMPLES = 300
-# Medians of fifteen turns move by so much from one ten seconds to the next, which a bootstrap over them cannot know.
+# Medians of fifteen turns move by so much from one ten seconds to the next, which a
+# bootstrap over them cannot know.
 DRIFT = 1.09
 
 

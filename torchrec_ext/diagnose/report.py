@@ -183,7 +183,8 @@ class Diagnosis:
         facts = self.facts
         rows = {f"rank {each.rank}": each.spans for each in facts.ranks}
         if not any(rows.values()):
-            # One process has no spans on a common clock, so its rounds stand one after the other.
+            # One process has no spans on a common clock, so its rounds stand one after
+            # the other.
             names = [
                 name
                 for name in ("data", "forward", "backward", "optimizer")
@@ -331,7 +332,8 @@ def apply_in_turn(
             continue
         training, lines = changed
         diagnosis.kept.append((lines, realised.ratio))
-        # Predicted anew from the faster training. For the captured step alone a diagnosis is spared.
+        # Predicted anew from the faster training. For the captured step alone a
+        # diagnosis is spared.
         if not all(each.is_captured for each in untried(now)):
             now = again(training)
     if not diagnosis.proof:
@@ -459,7 +461,7 @@ def _wrapped(text: str, indent: str = "", further: int = 0) -> list[str]:
     )
 
 
-# ------------------------------------------------------------------------------------------------------- as a web page
+# ------------------------------------------------------------------------ as a web page
 
 
 def _write(path: str | Path, text: str) -> None:

@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader
 
 from torchrec_ext.observe.user_lines import owner_of
 
-# Steps of an optimizer after which the loop is taken: what a script makes in its first step is there then.
+# Steps of an optimizer after which the loop is taken: what a script makes in its first
+# step is there then.
 _STEPS = 4
 # Names in the loop's function that no script has.
 _BATCH, _LOOP, _NUMBERS = (
@@ -133,7 +134,8 @@ def _loops_around(frame: FrameType) -> list[ast.For]:
     first = frame.f_code.co_firstlineno
     loops = []
     for node in ast.walk(ast.parse(source)):
-        # A loop that begins before the function calls it, and is found in another frame.
+        # A loop that begins before the function calls it, and is found in another
+        # frame.
         if isinstance(node, ast.For) and first <= node.lineno <= line <= (
             node.end_lineno or node.lineno
         ):
@@ -163,7 +165,8 @@ def _taken(node: ast.For, frame: FrameType) -> Loop:
     if not isinstance(batches, DataLoader | list | tuple | range) and not (
         is_name and isinstance(batches, Iterator)
     ):
-        # A call such as `make_batches()` is made anew for each epoch, as the script does; a named iterator goes on.
+        # A call such as `make_batches()` is made anew for each epoch, as the script
+        # does; a named iterator goes on.
         batches = _Again(make)
     # The loop's own `enumerate` has counted so far.
     variables[_NUMBERS] = itertools.count(_STEPS + 1)

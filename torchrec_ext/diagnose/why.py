@@ -185,16 +185,19 @@ class _Request:
                 "out, or run one rank (recipes: rec.diagnose.why_slow --apply True)"
             )
         diagnosis = self.diagnose(fn, batches)
-        # An iterator's batches are used up by the diagnosis, and a step that fails has nothing to gain.
+        # An iterator's batches are used up by the diagnosis, and a step that fails has
+        # nothing to gain.
         if (
             apply
             and diagnosis.verdict not in ("step failed", "loop failed")
             and not isinstance(batches, Iterator)
         ):
-            # Gains are predicted of iterations with what runs between steps, so the proof has it too.
+            # Gains are predicted of iterations with what runs between steps, so the
+            # proof has it too.
             between_s = diagnosis.facts.mean_between()
             state = StateCopy(*self.roots, batches)
-            # An adopted step adds hooks to the optimizers' state_dict, which StateCopy does not know.
+            # An adopted step adds hooks to the optimizers' state_dict, which StateCopy
+            # does not know.
             hooks = list(
                 map(copy_mapping, chain.from_iterable(map(_hooks, state.optimizers)))
             )
@@ -221,7 +224,8 @@ class _Request:
             roots = (*self.roots, *(function for function, _ in self.between.values()))
             # A list has no position in an epoch that would have to be put back.
             loader = None if isinstance(batches, list | tuple) else batches
-            # Each stretch in which one rank alone may fail ends by agreement, so that the others do not wait for it.
+            # Each stretch in which one rank alone may fail ends by agreement, so that
+            # the others do not wait for it.
             with agreed(ranks):
                 _check(self.budget_s, self.between)
                 state = StateCopy(*roots, loader=loader)
@@ -234,7 +238,8 @@ class _Request:
                     facts = experiments.facts(self.between)
             finally:
                 state.restore()
-            # torch.save opens its file in C++, of which Python's audit hook hears nothing.
+            # torch.save opens its file in C++, of which Python's audit hook hears
+            # nothing.
             files.paths |= experiments.saved_files
             notes = [*facts.notes]
             if note := files.note():
@@ -306,7 +311,8 @@ def _check_eager(fn: StepFunction) -> None:
     values: list[Any] = [fn]
     if isinstance(fn, FunctionType):
         values += map(content_of, fn.__closure__ or ())
-        # Not co_names, which has attributes too: `optimizer.step()` does not call a global `step`.
+        # Not co_names, which has attributes too: `optimizer.step()` does not call a
+        # global `step`.
         for instruction in get_instructions(fn):
             if instruction.opname == "LOAD_GLOBAL":
                 values.append(fn.__globals__.get(instruction.argval))
@@ -362,7 +368,8 @@ def _compare(
         iterations = _Iterations(step, with_batches)
 
         def as_it_was(count: int) -> tuple[float, float]:
-            # The remedy's late updates write weights, which the old step must read as they are.
+            # The remedy's late updates write weights, which the old step must read as
+            # they are.
             iterations.settle()
             state = StateCopy(*roots)
             try:
@@ -372,7 +379,8 @@ def _compare(
             finally:
                 state.restore()
 
-        # A captured step takes two eager steps before its capture, which may take a minute: none of them is timed.
+        # A captured step takes two eager steps before its capture, which may take a
+        # minute: none of them is timed.
         iterations.run(3, timer)
         new, _ = iterations.run(3, timer)
         old, _ = as_it_was(3)
@@ -384,7 +392,8 @@ def _compare(
             iterations.warm_up(timer)
             new, new_rows = iterations.run(new_count, timer)
             if old_rows and new_rows:
-                # A remedy may change the batch size: then only seconds of a row can be compared.
+                # A remedy may change the batch size: then only seconds of a row can be
+                # compared.
                 turns.append(
                     (
                         (old + between_s) / old_rows,

@@ -118,7 +118,8 @@ def hybrid_parallel(
             has one that cannot be expressed.
     """
     dynamic = _dynamic_tables(model, table_copies)
-    # plan_sharding() chooses in the same way, and would refuse our choice beside the caller's declarations.
+    # plan_sharding() chooses in the same way, and would refuse our choice beside the
+    # caller's declarations.
     requested_optimizer = optimizer
     optimizer = chosen_optimizer(model, optimizer)
     if requested_optimizer is None and runtime.is_main:
@@ -134,7 +135,8 @@ def hybrid_parallel(
     choices = declare_table_optimizer(model, optimizer, emulated)
     # Taken while all layers are there: a plan may leave this rank without some towers.
     layers = optimizer.for_layers(dense_layers(model))
-    # Before sharding: a host tower is sharded with the tables that it looks up for others.
+    # Before sharding: a host tower is sharded with the tables that it looks up for
+    # others.
     host_look_ups(model, plan)
     tower_sharder = TowerSharder(timedelta(seconds=runtime.timeout_s))
     if table_copies > 1 and not choices:
@@ -161,8 +163,9 @@ def hybrid_parallel(
             )
     # torch logs it at the first KeyedJaggedTensor of a process, and means TorchRec.
     skip_fx_notice()
-    # TorchRec calls deprecated collectives and ShardedTensor in every step, and its caller cannot choose others. Of
-    # torch's and TorchRec's own modules alone, and at the end of the list: filters of the user's own come first.
+    # TorchRec calls deprecated collectives and ShardedTensor in every step, and its
+    # caller cannot choose others. Of torch's and TorchRec's own modules alone, and at
+    # the end of the list: filters of the user's own come first.
     deprecated = (
         r"`torch\.distributed\.\w+_tensor` is deprecated|Please use DTensor instead"
     )
@@ -183,7 +186,8 @@ def hybrid_parallel(
         sharded, optimizer.clip_norm, choices, layers, emulated
     )
     if dynamic:
-        # It stands on the checkpoint's view of tables and optimizer state, which stands on this package.
+        # It stands on the checkpoint's view of tables and optimizer state, which stands
+        # on this package.
         from torchrec_ext.train.step.fresh_rows import FreshRows
 
         # One for all tables: it finds the shards of the whole model.

@@ -97,14 +97,16 @@ class TowerPlacement:
         """
         ranks: dict[str, list[int]] = {tower: [] for tower in loads}
         if world_size < len(loads):
-            # Large towers are placed first, each on the least loaded rank, so that the small ones even out the loads.
+            # Large towers are placed first, each on the least loaded rank, so that the
+            # small ones even out the loads.
             totals = [0.0] * world_size
             for tower in sorted(loads, key=lambda tower: -loads[tower]):
                 rank = totals.index(min(totals))
                 totals[rank] += loads[tower]
                 ranks[tower].append(rank)
         else:
-            # Each further rank goes to the tower with the busiest ranks, because these set the time of a step.
+            # Each further rank goes to the tower with the busiest ranks, because these
+            # set the time of a step.
             counts = dict.fromkeys(loads, 1)
             for _ in range(world_size - len(loads)):
                 busiest = max(loads, key=lambda tower: loads[tower] / counts[tower])
@@ -134,7 +136,8 @@ class TowerPlacement:
         if rank in members:
             return [(0, rows)]
         others = [other for other in range(self.world_size) if other not in members]
-        # The rows of all ranks without the tower form one sequence, which is cut into equal shares for its ranks.
+        # The rows of all ranks without the tower form one sequence, which is cut into
+        # equal shares for its ranks.
         first = others.index(rank) * rows
         total = len(others) * rows
         ends = [

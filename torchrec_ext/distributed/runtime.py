@@ -30,7 +30,8 @@ from torchrec_ext.distributed.sync_config import Collectives
 from torchrec_ext.schema.validation import check_choice, check_least
 
 DEFAULT_TIMEOUT_S = 300.0
-# Environment variable with the GPU of each local rank, as 2,3; where not set, the GPU of the local rank's number.
+# Environment variable with the GPU of each local rank, as 2,3; where not set, the GPU
+# of the local rank's number.
 GPUS = "TORCHREC_EXT_GPUS"
 # Thread names that gloo gives to its message loop, and torch to its collectives.
 GLOO_THREADS = ("gloo_tcp_loop", "pt_gloo_runloop")
@@ -126,7 +127,8 @@ class Runtime:
             yield _sharing(runtime, collectives)
             dist.barrier()
         except BaseException:
-            # NCCL's teardown would wait for peers, which wait for this rank, and hide the error until the timeout.
+            # NCCL's teardown would wait for peers, which wait for this rank, and hide
+            # the error until the timeout.
             if (
                 runtime.backend == "nccl"
                 and runtime.world_size > 1
@@ -170,7 +172,8 @@ def _leave() -> None:
 def _describe(device: str | None, threads: int | None) -> Runtime:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    # The cores that this process may run on: a container or taskset may leave it fewer than the host has.
+    # The cores that this process may run on: a container or taskset may leave it fewer
+    # than the host has.
     cores = len(os.sched_getaffinity(0))
     check_least("threads", threads)
     gpus = 0

@@ -75,7 +75,8 @@ BY_HOST = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 SUMMED = (ShardingType.ROW_WISE.value, *BY_HOST)
 # Kernels with their rows in the host's memory or on an SSD.
 OFF_THE_GPU = ("fused_uvm", "fused_uvm_caching", "key_value")
-# Embeddings and their gradients may travel in fewer bits; ids are integers and travel as they are.
+# Embeddings and their gradients may travel in fewer bits; ids are integers and travel
+# as they are.
 CODED_OPS = (
     CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
     CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
@@ -392,14 +393,16 @@ def _padded(
 
 def _take_unequal_batches(output_dist: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Replaces TorchRec's reduce-scatters, which it creates in the first forward of a row-wise output dist."""
-    # TorchRec's classes name the method that creates their reduce-scatters in the singular or the plural.
+    # TorchRec's classes name the method that creates their reduce-scatters in the
+    # singular or the plural.
     if next(output_dist.children(), None) is None:
         create = "_create_output_dist_modules"
         if isinstance(output_dist, RwPooledEmbeddingDist):
             create = "_create_output_dist_module"
         getattr(output_dist, create)(inputs[1])
     for name, child in output_dist.named_children():
-        # This hook runs before every forward, and isinstance() would replace our own subclasses again and again.
+        # This hook runs before every forward, and isinstance() would replace our own
+        # subclasses again and again.
         if type(child) is PooledEmbeddingsReduceScatter:
             setattr(output_dist, name, EqualReduceScatter(child._pg, child._codecs))
         elif type(child) is VariableBatchPooledEmbeddingsReduceScatter:
@@ -445,7 +448,8 @@ class BagSharder(RowWiseOnCpu, EmbeddingBagCollectionSharder):
         module_fqn: str | None = None,
     ) -> ShardedBags:
         """Shards ``module`` as TorchRec's sharder does."""
-        # TorchRec's shard() names its own class, so its call is repeated here with ours.
+        # TorchRec's shard() names its own class, so its call is repeated here with
+        # ours.
         return self.sharded_module_type(
             module,
             params,

@@ -74,7 +74,8 @@ class TowerStreams:
         """
         names = list(self._streams)
 
-        # A callback that autograd runs last of all: the backward of other towers may still be ahead.
+        # A callback that autograd runs last of all: the backward of other towers may
+        # still be ahead.
         def join() -> None:
             for name in names:
                 self._cuda.current_stream().wait_stream(self._streams[name])

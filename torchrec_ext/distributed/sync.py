@@ -204,7 +204,8 @@ class LocalOptimizers:
 
     def __enter__(self) -> Self:
         self._agree()
-        # Optimizers step in the order in which they are listed, so the last one ends a step of the loop.
+        # Optimizers step in the order in which they are listed, so the last one ends a
+        # step of the loop.
         self._hook = None
         # An adopted step calls its functions itself.
         if self._step is None:
@@ -223,7 +224,8 @@ class LocalOptimizers:
     def _agree(self) -> None:
         """Gives all ranks the weights of rank 0."""
         tensors = self._model.state_dict()
-        # Shapes are compared first, because a broadcast between unequal shapes fails or hangs without naming a tensor.
+        # Shapes are compared first, because a broadcast between unequal shapes fails or
+        # hangs without naming a tensor.
         shapes_of_rank = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         first, *others = gather_objects(shapes_of_rank, dist.get_world_size())
         for rank, other in enumerate(others, 1):
@@ -312,7 +314,8 @@ class EveryStep:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After an error the other ranks may be elsewhere, so a collective here could hang.
+        # After an error the other ranks may be elsewhere, so a collective here could
+        # hang.
         if kind is None:
             self.settle()
 
@@ -490,7 +493,8 @@ class LocalSGD(EveryStep):
         self._leave.callback(setattr, self._optimizer, "apart", False)
         self._leave.callback(setattr, self._optimizer, "fault", None)
         statistics = self._normalise_apart()
-        # Made now, because its copies of large tables count as equal on all ranks, and the next step is local.
+        # Made now, because its copies of large tables count as equal on all ranks, and
+        # the next step is local.
         self._averager = Averager(
             self._optimizer.replicated_tables,
             [*self._optimizer.dense_parameters, *statistics],
@@ -503,7 +507,8 @@ class LocalSGD(EveryStep):
         ]
         over_ranks = [layer for layer in layers if hasattr(layer, "process_group")]
         if over_ranks:
-            # Their group becomes one of this rank alone, or each forward would wait for the other ranks' steps.
+            # Their group becomes one of this rank alone, or each forward would wait for
+            # the other ranks' steps.
             alone = dist.new_subgroups(1)[0]  # type: ignore[no-untyped-call]
             for layer in over_ranks:
                 self._leave.callback(
@@ -553,7 +558,8 @@ class LocalSGD(EveryStep):
             (parameter.device for parameter in self._model.parameters()),
             torch.device("cpu"),
         )
-        # The maximum of the negated steps is minus the least number of steps, so one all-reduce finds both ends.
+        # The maximum of the negated steps is minus the least number of steps, so one
+        # all-reduce finds both ends.
         worst = torch.tensor(
             [int(self.fault), self._steps, -self._steps], device=device
         )
@@ -638,7 +644,8 @@ class DiLoCo(LocalSGD):
         ):
             parameter.copy_(anchor)
             anchor.grad = None
-        # The outer step moved the weights away from the average, which the averager has marked.
+        # The outer step moved the weights away from the average, which the averager has
+        # marked.
         averager.mark()
 
 

@@ -100,8 +100,8 @@ class CollectionOnCpu(DMPCollection):
     def _mean(self, tensors: list[Tensor]) -> None:
         group = self._default_ctx.replica_pg
         for tensor in tensors:
-            # `data`: in semi-sync a backward still holds the tables as saved tensors and would refuse a change, though
-            # it only writes to them.
+            # `data`: in semi-sync a backward still holds the tables as saved tensors
+            # and would refuse a change, though it only writes to them.
             dist.all_reduce(tensor.data, group=group)
             tensor.data.div_(dist.get_world_size(group))
 

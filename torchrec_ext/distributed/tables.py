@@ -28,7 +28,8 @@ COLLECTIONS = (
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
 )
-# Each block of rows draws from a generator of its own, so another number here means other initial tables.
+# Each block of rows draws from a generator of its own, so another number here means
+# other initial tables.
 _BLOCK_ROWS = 4096
 
 
@@ -114,7 +115,8 @@ def fill_tables(
         columns = slice(shard.column, shard.column + width)
         for start in range(shard.row, end, _BLOCK_ROWS):
             stop = min(start + _BLOCK_ROWS, end)
-            # Whole rows are drawn, so that a split of the columns does not change the draws.
+            # Whole rows are drawn, so that a split of the columns does not change the
+            # draws.
             block = rows(shard.fqn, shard.config, start, stop)[:, columns]
             shard.tensor[start - shard.row : stop - shard.row].copy_(block)
 
@@ -146,7 +148,8 @@ def initialise_tables(module: nn.Module, seed: int) -> None:
     """
 
     def rows(fqn: str, config: BaseEmbeddingConfig, start: int, stop: int) -> Tensor:
-        # A shard may begin inside a block; the whole block is drawn and cut, so that the shards' rows are the table's.
+        # A shard may begin inside a block; the whole block is drawn and cut, so that
+        # the shards' rows are the table's.
         first = start - start % _BLOCK_ROWS
         blocks = [
             _initial_block(config, block, seed)
@@ -163,12 +166,14 @@ def _initial_block(config: BaseEmbeddingConfig, start: int, seed: int) -> Tensor
     block = torch.empty(
         min(_BLOCK_ROWS, config.num_embeddings - start), config.embedding_dim
     )
-    # Python's hash() of a text differs from process to process, and ranks must draw the same rows.
+    # Python's hash() of a text differs from process to process, and ranks must draw the
+    # same rows.
     digest = hashlib.blake2b(
         f"{seed}/{config.name}/{start}".encode(), digest_size=8
     ).digest()
     with torch.random.fork_rng(devices=[]):
-        # Only the CPU's generator: torch.manual_seed would also seed every GPU's, which are not forked here.
+        # Only the CPU's generator: torch.manual_seed would also seed every GPU's, which
+        # are not forked here.
         torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
         config.init_fn(block)
     return block

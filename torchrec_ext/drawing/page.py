@@ -194,7 +194,8 @@ def lanes(rows: Sequence[Lane], caption: str = "") -> str:
 def _bars(spans: Sequence[Bar], end: float, colours: Mapping[str, str]) -> str:
     elements = ""
     outer_bars: list[Bar] = []
-    # The longest first, so that a span inside of another comes after it and is drawn over it.
+    # The longest first, so that a span inside of another comes after it and is drawn
+    # over it.
     for span in sorted(spans, key=lambda other: other.start - other.end):
         if not (math.isfinite(span.start) and span.end > span.start):
             continue
@@ -222,11 +223,13 @@ def gains(rows: Sequence[tuple[str, tuple[float, float] | None]]) -> str:
     Args:
         rows: name and expected interval, or None for an unknown one.
     """
-    # The scale always includes "as fast as now" with some room, so that small gains do not look large.
+    # The scale always includes "as fast as now" with some room, so that small gains do
+    # not look large.
     low = 0.8
     high = 1.25
     for value in itertools.chain.from_iterable(gain or () for _, gain in rows):
-        # 0 and infinity have no place on a logarithmic scale: such bars end at its ends.
+        # 0 and infinity have no place on a logarithmic scale: such bars end at its
+        # ends.
         if value and math.isfinite(value):
             low = min(low, value)
             high = max(high, value)
@@ -403,7 +406,8 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
         last = math.floor(math.log10(high) + 1e-9)
         ticks = [10**power for power in range(first, last + 1)]
         if len(ticks) < 2:
-            # Less than a power of ten: its ends are no round numbers, but say how wide it is.
+            # Less than a power of ten: its ends are no round numbers, but say how wide
+            # it is.
             return [low, high]
         # Five labels fit.
         return ticks[:: math.ceil(len(ticks) / 5)]

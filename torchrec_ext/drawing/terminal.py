@@ -43,7 +43,8 @@ def terminal() -> Any:
     if sys.stderr.isatty():
         return sys.stderr
     try:
-        # It must not become the terminal that this process gets signals from, nor make it wait.
+        # It must not become the terminal that this process gets signals from, nor make
+        # it wait.
         descriptor = os.open(
             os.environ.get(TERMINAL, ""), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK
         )

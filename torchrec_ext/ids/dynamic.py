@@ -101,7 +101,8 @@ class DynamicIds:
         self.counts = dict.fromkeys(
             ("lookups", "unknown", "admitted", "evicted", "refused", "forgotten"), 0
         )
-        # Look-ups of this rank that found no row since the last admission: table, id, number; (n, 3) each.
+        # Look-ups of this rank that found no row since the last admission: table, id,
+        # number; (n, 3) each.
         self._waiting: list[Tensor] = []
         # One memory for all tables, because each step writes into those of all.
         self._sightings = Sightings(starts[-1], self._device)
@@ -291,7 +292,8 @@ class DynamicIds:
             self.counts["admitted"] += len(free)
         # The lowest bit marks a candidate as seen since candidates were last forgotten.
         values = torch.where(rows > 0, rows, -(2 * total.clamp(max=MOST_SIGHTINGS) + 1))
-        # What has been counted before has a place already; only the others are inserted.
+        # What has been counted before has a place already; only the others are
+        # inserted.
         self._index.set(slots[counted], values[counted])
         absent = (~counted & can_have_row).nonzero().squeeze(1)
         self._index.insert(ids[absent], number[absent], values[absent])
@@ -387,8 +389,8 @@ class DynamicIds:
         self.counts = dict(state["counts"])
         self._sightings.drop()
         is_first = self._world_size == 1 or dist.get_rank(self._group) == 0
-        # What waits is a sum over ranks, so one rank has it all.
-        # Tables are numbered as they were given, which may be another order than before.
+        # What waits is a sum over ranks, so one rank has it all. Tables are numbered as
+        # they were given, which may be another order than before.
         waiting = state["waiting"].to(self._device, copy=True)
         numbers = torch.tensor(
             [self.names.index(name) for name in saved], device=self._device

@@ -144,7 +144,8 @@ class DynamicEmbeddings:
             raw = torch.where(raw == 0, EMPTY, raw)
         if not is_training:
             return self.ids.rows({path: raw})[path].to(ids.device)
-        # Several look-ups of one step count as one, so that none of its rows is given away.
+        # Several look-ups of one step count as one, so that none of its rows is given
+        # away.
         rows, notes = self.ids.step({path: raw}, again=not self._is_new_step)
         self._is_new_step = False
         for note in notes:
@@ -156,7 +157,8 @@ class DynamicEmbeddings:
         if not len(note.rows):
             return
         weight = self._modules[note.table].weight
-        # An adopted step may update rows later: a look at a whole tensor would update all of them first.
+        # An adopted step may update rows later: a look at a whole tensor would update
+        # all of them first.
         with torch._C.DisableTorchFunctionSubclass():
             rows = note.rows.to(weight.device)
             values = self._begin(note.table, note.ids).to(weight)

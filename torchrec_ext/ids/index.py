@@ -21,7 +21,8 @@ EMPTY = torch.iinfo(torch.int64).min
 _WAYS = 5  # ids in a bucket
 _WORDS = 8  # 64-bit words in a bucket: five ids, five 32-bit values, and 4 bytes that are not used
 _FIRST_VALUE = 2 * _WAYS  # 32-bit word of the first value
-# Two choices fill buckets of five to .53 without moving an id, and to this share if one id may move.
+# Two choices fill buckets of five to .53 without moving an id, and to this share if one
+# id may move.
 _MOST_FULL = 0.65
 _GROWTH = 1.25
 
@@ -100,7 +101,8 @@ class IdIndex:
     def find(self, ids: Tensor, layout: Layout) -> Tensor:
         """Returns the value of each id, (N,) int64; 0 for an id that is not there."""
         values = self._values_in(_first_bucket(mixed(ids), layout), ids)
-        # Insertions prefer the first bucket, so few ids are left, and most of the time goes into reading lines.
+        # Insertions prefer the first bucket, so few ids are left, and most of the time
+        # goes into reading lines.
         rest = (values == 0).nonzero().squeeze(1)
         rest_ids = ids[rest]
         second = buckets_of(rest_ids, Layout(*(column[rest] for column in layout)))[1]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from torchrec_ext.ids.index import IdIndex, Layout, buckets_of, value_in_either
 
-# About as long as inductor takes for both functions; from its cache it takes a tenth of a second.
+# About as long as inductor takes for both functions; from its cache it takes a tenth of
+# a second.
 COMPILE_S = 8.0
 COMPILE_MORE_S = 3.0  # in a process that has compiled its training step
 _MOST_TIMED = 8  # numbers of ids: bags of any length have many, of which none returns
@@ -25,7 +26,8 @@ class LookUps:
     """
 
     def __init__(self) -> None:
-        # Look-ups are compiled when eager ones have taken so many times as long as a compiler.
+        # Look-ups are compiled when eager ones have taken so many times as long as a
+        # compiler.
         self._patience = 1.0
         self._eager_s: dict[tuple[int, int], float] = {}
         self._compiled: dict[
@@ -96,7 +98,8 @@ def compile_s() -> float:
     return COMPILE_MORE_S if "torch._inductor.compile_fx" in sys.modules else COMPILE_S
 
 
-# No functions with annotations: inductor's cache refuses those of a module in which they are strings.
+# No functions with annotations: inductor's cache refuses those of a module in which
+# they are strings.
 _HASHED = lambda ids, first, size: list(buckets_of(ids, Layout(first, first, size)))  # noqa: E731
 _PROBED = lambda lines, ids, one, two: [value_in_either(lines, ids, one, two)]  # noqa: E731
 

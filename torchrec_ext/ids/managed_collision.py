@@ -295,7 +295,8 @@ def with_dynamic_ids(model: nn.Module) -> list[DynamicManagedCollision]:
             )
     for collection in collections:
         modules: dict[str, DynamicManagedCollision] = {}
-        # In the order of the configs: TorchRec hands out features in theirs and looks modules up in the dict's.
+        # In the order of the configs: TorchRec hands out features in theirs and looks
+        # modules up in the dict's.
         for config in collection.embedding_configs():
             module = collection._managed_collision_modules[config.name]
             other = table_of.setdefault(id(module), config.name)

@@ -64,7 +64,8 @@ def resized(
         # Of each new row the saved one: weights and optimizer state are moved by it.
         source = torch.full((policy.capacity,), -1)
         source[0] = 0
-        # As if they had been admitted one after the other: RowPool knows by their number which rows are free.
+        # As if they had been admitted one after the other: RowPool knows by their
+        # number which rows are free.
         source[spread_rows(torch.arange(1, len(staying) + 1), policy.capacity)] = (
             staying
         )

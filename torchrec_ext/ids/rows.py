@@ -64,7 +64,8 @@ class Sightings:
         step_of_each = torch.repeat_interleave(
             numbers, lengths, output_size=len(places)
         )
-        # The greatest, because places repeat and a plain scatter may write any of them last.
+        # The greatest, because places repeat and a plain scatter may write any of them
+        # last.
         self.step.scatter_reduce_(0, places, step_of_each, "amax")
 
     def drop(self) -> None:
@@ -99,7 +100,8 @@ class RowPool:
         self.id_of = torch.full_like(seen, EMPTY, dtype=torch.int64)
         # Look-ups of all ranks so far.
         self._lookups = 0
-        # Sightings that fade, and the weight of the look-ups since the id's admission, which fades alike.
+        # Sightings that fade, and the weight of the look-ups since the id's admission,
+        # which fades alike.
         self._score = torch.zeros_like(seen, dtype=torch.float32)
         self._age = torch.zeros_like(self._score)
         # Rows are given out in a permuted order, so this counts the first of them.
@@ -149,7 +151,8 @@ class RowPool:
         ids = self.id_of[rows]
         self.id_of[rows] = EMPTY
         self._score[rows] = 0.0
-        # Sorted, so that rows are given again in one order, whatever the order of evictions.
+        # Sorted, so that rows are given again in one order, whatever the order of
+        # evictions.
         self._freed = torch.cat([self._freed, rows]).sort().values
         return ids
 
@@ -236,7 +239,8 @@ class RowPool:
             used_rows = self._never_used(state["used"] - 1)
             self._freed = used_rows[self.id_of[used_rows] == EMPTY].sort().values
         else:
-            # The order of a larger table is another, in which rows with an id stand anywhere.
+            # The order of a larger table is another, in which rows with an id stand
+            # anywhere.
             every_row = self._never_used(self.policy.capacity - 1)
             self._freed = every_row[self.id_of[every_row] == EMPTY]
 
@@ -261,7 +265,8 @@ def expected_sightings(
         return score
     memory = half_life * len(score) / math.log(2)
     rate = score / age.double().clamp(min=1e-12)
-    # Not exp, whose last bits differ from machine to machine, and so might the ids that go.
+    # Not exp, whose last bits differ from machine to machine, and so might the ids that
+    # go.
     growth = 1 + rate * (silence / memory) / 16
     for _ in range(4):
         growth = growth * growth

@@ -37,7 +37,8 @@ def string_ids(
         >>> bool(ids[0] == ids[2]), bool(ids[0] == ids[1])
         (True, False)
     """
-    # The store of a catalogue's ids hashes strings already, and imports nothing but numpy and pyarrow.
+    # The store of a catalogue's ids hashes strings already, and imports nothing but
+    # numpy and pyarrow.
     from torchrec_ext.retrieval.store.ids import hashed
 
     if len(key) != len(_KEY):

@@ -180,10 +180,12 @@ def als_half_step(
         )
     dim = vectors.shape[1]
     counts = torch.bincount(rows, minlength=num_rows)
-    # The part of all columns is the same for each row, so it is computed once (Hu et al. 2008).
+    # The part of all columns is the same for each row, so it is computed once (Hu et
+    # al. 2008).
     shared = unobserved * vectors.T @ vectors
     penalty = l2 * (counts + unobserved * len(vectors))
-    # A row with fewer columns is padded by one whose vector is 0, which adds nothing to its equations.
+    # A row with fewer columns is padded by one whose vector is 0, which adds nothing to
+    # its equations.
     padded = torch.cat([vectors, vectors.new_zeros(1, dim)])
     solution = torch.zeros(num_rows, dim)
     for block, members in _blocks(rows, columns, counts, dim, padding=len(vectors)):

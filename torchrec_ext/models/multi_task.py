@@ -117,7 +117,8 @@ class MultiTaskModel(TowerModel):
             self.interaction.of_tasks(self.outputs(batch), batch.weights),  # type: ignore[operator]
             batch,
         )
-        # By index, because TorchRec's pipeline traces this method with stand-ins that cannot be iterated.
+        # By index, because TorchRec's pipeline traces this method with stand-ins that
+        # cannot be iterated.
         losses = learned[0]
         logits = learned[1]
         weights = learned[2]

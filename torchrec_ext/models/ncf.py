@@ -114,7 +114,8 @@ class ContextualNCF(TowerModel):
             dense=item_dense,
             device=device,
         )
-        # The two halves are one layer over both inputs, so both are drawn with the bounds of that layer.
+        # The two halves are one layer over both inputs, so both are drawn with the
+        # bounds of that layer.
         for tower in (user, item):
             bound = math.sqrt(
                 6 / (user.mlp.linear.in_features + item.mlp.linear.in_features + first)

@@ -157,7 +157,8 @@ class _InBatchLoss(nn.Module):
         self._item_feature = item_feature
         log_q = None
         if counts is not None:
-            # A candidate of no training row is in no batch either; its correction only has to be finite.
+            # A candidate of no training row is in no batch either; its correction only
+            # has to be finite.
             log_q = (counts.clamp(min=1) / counts.sum()).log().float()
         self.register_buffer("log_q", log_q)
 
@@ -174,7 +175,8 @@ class _InBatchLoss(nn.Module):
         log_q = batch.log_q
         if log_q is None and self.log_q is not None:
             log_q = self.log_q[ids]
-        # With queries, a loader makes batches of one size on all ranks, see TowerBatch, so none need be exchanged.
+        # With queries, a loader makes batches of one size on all ranks, see TowerBatch,
+        # so none need be exchanged.
         rows = None if batch.queries is None else len(ids)
         negatives = in_batch_negatives(
             candidates,
@@ -239,8 +241,8 @@ class _InBatchLoss(nn.Module):
         weights = batch.weights[: len(queries)]
         total = batch.total_weight
         if self.labelled:
-            # The total of a batch counts all rows, and here only those with a label do. The unknown item is not in the
-            # catalogue.
+            # The total of a batch counts all rows, and here only those with a label do.
+            # The unknown item is not in the catalogue.
             weights = weights * batch.labels[:count] * (ids[:count] > 0)
             total = _mean_over_ranks(weights)
         weighted = weights.nonzero()[:, 0]

@@ -91,7 +91,8 @@ class TowerModel(nn.Module):
         # In the order of the towers, whatever the order of the argument.
         self._shared = [name for name in towers if name in shared]
         self._weights = _weights(self.towers)
-        # A plan may leave this rank without some of the towers, so their arguments are kept here.
+        # A plan may leave this rank without some of the towers, so their arguments are
+        # kept here.
         self.made_of = {name: how_made(tower) for name, tower in towers.items()}
         self._tables: list[Any] = []
         self._dense: list[str] = []

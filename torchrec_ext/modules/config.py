@@ -66,8 +66,9 @@ class Compression:
         return compressed
 
 
-# What model.interaction of a recipe may be, in the order in which a message lists them, with `metric` of the class.
-# Classes that take hidden layers, an activation or a temperature are given the recipe's.
+# What model.interaction of a recipe may be, in the order in which a message lists them,
+# with `metric` of the class. Classes that take hidden layers, an activation or a
+# temperature are given the recipe's.
 INTERACTIONS = Registry(
     {
         "top_nn": entry("torchrec_ext.modules.interaction:TopMLP"),

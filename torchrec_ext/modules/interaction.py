@@ -32,7 +32,8 @@ from torchrec_ext.modules.layers import (
 )
 from torchrec_ext.schema.validation import check_choice
 
-# Floats of a block of pairs on a CPU: half a MiB, a core's share of the second-level cache.
+# Floats of a block of pairs on a CPU: half a MiB, a core's share of the second-level
+# cache.
 HIDDEN_FLOATS = 2**17
 # On a GPU half a GiB, to score many pairs at once.
 HIDDEN_FLOATS_GPU = 2**27
@@ -142,7 +143,8 @@ class InteractionLayer(Recorded, nn.Module):
         return over_pairs(query, candidates, self._pairs, sum(self.widths))
 
     def _pairs(self, query: Tensor, candidate: Tensor) -> Tensor:
-        # (b, n, D1 + D2): each of the queries (b, 1, D1) beside each of the candidates (1, n, D2).
+        # (b, n, D1 + D2): each of the queries (b, 1, D1) beside each of the candidates
+        # (1, n, D2).
         shape = (query.shape[0], candidate.shape[1], -1)
         pairs = torch.cat([query.expand(shape), candidate.expand(shape)], dim=2)
         outputs = list(torch.split(pairs.flatten(0, 1), self.widths, dim=1))
@@ -462,7 +464,8 @@ class FactorizationMachine(InteractionLayer):
             self.first_order.weight[0], [query.shape[1], candidates.shape[1]]
         )
         outputs = list(torch.split(query, self.width, dim=1))
-        # Products among the query's towers do not depend on the candidate; those with it are one with their sum.
+        # Products among the query's towers do not depend on the candidate; those with
+        # it are one with their sum.
         alone = query @ query_weight + self._products(outputs) + self.first_order.bias
         return (
             alone[:, None]
@@ -592,7 +595,8 @@ class MultiTaskTop(TopMLP):
         """Returns (B, N) logits of every query (B, D1) with every candidate (N, D2)."""
         if self.serve == [0]:
             return super().score_all(query, candidates)
-        # TopMLP's own shortcut has one head: pairs go through ``forward``, which multiplies the tasks.
+        # TopMLP's own shortcut has one head: pairs go through ``forward``, which
+        # multiplies the tasks.
         return InteractionLayer.score_all(self, query, candidates)
 
     @property
@@ -604,7 +608,8 @@ class MultiTaskTop(TopMLP):
         """Returns (B, T) logits of the towers' outputs, (B, D) of any D each."""
         *layers, first = self.mlp
         hidden = self.activation(torch.cat(outputs, dim=1))
-        # Layer by layer, because TorchRec's pipelines trace modules of the model, and a slice of a Sequential is none.
+        # Layer by layer, because TorchRec's pipelines trace modules of the model, and a
+        # slice of a Sequential is none.
         for layer in layers:
             hidden = (
                 layer(hidden, weights)
@@ -668,7 +673,8 @@ def interaction_layer(
     }
     if temperature is not None:
         settings["temperature"] = temperature
-    # A recipe has one set of settings for all interactions, and a dot product has no hidden layers.
+    # A recipe has one set of settings for all interactions, and a dot product has no
+    # hidden layers.
     parameters = inspect.signature(kind.__init__).parameters
     return kind(
         widths, **{key: value for key, value in settings.items() if key in parameters}

@@ -55,11 +55,13 @@ class BatchNorm(nn.BatchNorm1d):
             rows.new_ones(len(rows)) if weights is None else weights.detach().to(rows)
         )
         weight_sums = torch.stack([shares.sum(), shares.square().sum()])
-        # A sum as a product with a vector saves a pass over the rows, forward and backward, beside product and sum.
-        # Sums and counts go over the ranks together, in one exchange.
+        # A sum as a product with a vector saves a pass over the rows, forward and
+        # backward, beside product and sum. Sums and counts go over the ranks together,
+        # in one exchange.
         sums = self._over_ranks(torch.cat([shares @ rows, weight_sums]))
         total, squares = sums[-2:].detach()
-        # A batch whose weights are all 0 has no moments and does not move the running ones.
+        # A batch whose weights are all 0 has no moments and does not move the running
+        # ones.
         counts = total > 0
         total = torch.where(counts, total, 1.0)
         mean = sums[:-2] / total
@@ -142,7 +144,8 @@ def weighs_rows(module: nn.Module) -> bool:
 
 def reads_lengths(module: nn.Module) -> bool:
     """Returns whether a tower or an interaction takes the ``host_lengths`` of the batch's bags."""
-    # By the signature, so that a tower of the user's own needs no argument that it does not read.
+    # By the signature, so that a tower of the user's own needs no argument that it does
+    # not read.
     return "host_lengths" in inspect.signature(module.forward).parameters
 
 
@@ -239,7 +242,8 @@ class Recorded:
             .bind_partial(instance, *args, **kwargs)
             .arguments
         )
-        # Into the dict itself, because nn.Module's __setattr__ does not work before its __init__; without ``self``.
+        # Into the dict itself, because nn.Module's __setattr__ does not work before its
+        # __init__; without ``self``.
         instance.__dict__["arguments"] = dict(list(bound.items())[1:])
         return instance
 

@@ -202,7 +202,8 @@ def softmax_losses(
         ValueError: shapes that do not fit together, a temperature that is not positive.
     """
     _check_temperature(temperature)
-    # Broadcasting would take a log_q of the queries, or a mask of other candidates, without a word.
+    # Broadcasting would take a log_q of the queries, or a mask of other candidates,
+    # without a word.
     for name, values, shapes in (
         ("log_q", log_q, (logits.shape, logits.shape[1:])),
         ("excluded", excluded, (logits.shape,)),
@@ -299,7 +300,8 @@ def codistillation(
             "peer; one peer's alone goes through [None]"
         )
     check_choice("measure", measure, get_args(DistillationMeasure))
-    # A peer learns from its own loss, and its logits may be of another process's old weights.
+    # A peer learns from its own loss, and its logits may be of another process's old
+    # weights.
     peers = peers.detach()
     if measure == "mse":
         losses = mse_loss(logits, peers.mean(dim=0), reduction="none")

@@ -184,7 +184,8 @@ def attend(projected: Tensor, packing: Packing, *, causal: bool) -> Tensor:
         ValueError: ``nested`` and causal on a CPU, for which torch has no kernel.
     """
     if not len(projected):
-        # The result is empty but in the graph, because DistributedDataParallel waits for every gradient.
+        # The result is empty but in the graph, because DistributedDataParallel waits
+        # for every gradient.
         return projected.sum(dim=1)
     if packing.attention == "nested":
         if causal and projected.device.type == "cpu":
@@ -221,7 +222,8 @@ def _padded(projected: Tensor, bucket: Bucket, causal: bool) -> Tensor:
         size, width, *projected.shape[1:]
     )
     query, key, value = padded.permute(2, 0, 3, 1, 4)
-    # Padding is at the end and no earlier step attends to it, so causal attention needs no mask.
+    # Padding is at the end and no earlier step attends to it, so causal attention needs
+    # no mask.
     mask = None if causal or bucket.valid is None else bucket.valid[:, None, None, :]
     output = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal

@@ -475,7 +475,8 @@ class SessionTop(InteractionLayer):
             attention=attention,
         )
         self.network = _SessionNetwork(encoder, (), (), pooling)
-        # Without positions nothing else would tell the target from the steps; as small as positions begin.
+        # Without positions nothing else would tell the target from the steps; as small
+        # as positions begin.
         self.target = (
             nn.Parameter(torch.randn(step) * 0.02) if position == "none" else None
         )

@@ -139,7 +139,8 @@ class SharedTables(nn.Module):
         for table in tables:
             for pair in self._pairs[table.name]:
                 halves = self.halves(outputs[f"{pair.key}@{table.name}"], queries)
-                # By index, because TorchRec's pipeline traces this method with stand-ins that cannot be iterated.
+                # By index, because TorchRec's pipeline traces this method with
+                # stand-ins that cannot be iterated.
                 looked_up |= {
                     f"{feature}@{table.name}": halves[i]
                     for i, feature in enumerate(pair)

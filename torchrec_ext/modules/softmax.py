@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
-# Id of a row without a candidate. Item 0 is the unknown item, or padding if ``present`` is not given.
+# Id of a row without a candidate. Item 0 is the unknown item, or padding if ``present``
+# is not given.
 _PADDING = -1
 # torch 2.13 renamed both and warns about the old names.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -135,7 +136,8 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        # The losses of all ranks depend on a rank's rows: their gradients are summed where the rows came from.
+        # The losses of all ranks depend on a rank's rows: their gradients are summed
+        # where the rows came from.
         local = gradient.new_empty(
             len(gradient) // _ranks(ctx.group), *gradient.shape[1:]
         )
@@ -239,7 +241,8 @@ def widened(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-# Scores of a block: 4 MiB stay in the cache between passes, and all P x C are never in memory.
+# Scores of a block: 4 MiB stay in the cache between passes, and all P x C are never in
+# memory.
 SCORES_PER_BLOCK = 2**20
 
 

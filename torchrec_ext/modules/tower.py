@@ -58,7 +58,8 @@ class AttentionPooling(nn.Module):
         rows = _rows(bags)
         size = len(bags.lengths())
         scores = self.score(values).squeeze(1)
-        # A softmax does not depend on the number that is subtracted, so the peaks need no gradient.
+        # A softmax does not depend on the number that is subtracted, so the peaks need
+        # no gradient.
         peaks = scores.new_full((size,), -torch.inf).scatter_reduce(
             0, rows, scores.detach(), "amax"
         )
@@ -123,7 +124,8 @@ class RowPooling(nn.Module):
 def _rows(bags: JaggedTensor) -> Tensor:
     """Returns the row of each value, (sum of lengths,)."""
     lengths = bags.lengths().long()
-    # With output_size torch need not wait for the device to learn how many values there are.
+    # With output_size torch need not wait for the device to learn how many values there
+    # are.
     size = len(bags.values())
     return torch.repeat_interleave(
         torch.arange(len(lengths), device=lengths.device), lengths, output_size=size
@@ -131,8 +133,8 @@ def _rows(bags: JaggedTensor) -> Tensor:
 
 
 Embedded = TypeVar("Embedded")
-# Embeddings of tables outside a tower, by ``feature@table``: pooled bags (B, width), or bags of rows (sum of lengths,
-# width).
+# Embeddings of tables outside a tower, by ``feature@table``: pooled bags (B, width), or
+# bags of rows (sum of lengths, width).
 LookedUp = Mapping[str, Tensor | JaggedTensor]
 
 
@@ -261,7 +263,8 @@ class Tower(Recorded, nn.Module):
             table for table in bags if set(self.weights).isdisjoint(table.feature_names)
         ]
         self._own_lists = lists
-        # Computed once: at a small network's step, the Python work of each look-up is measurable.
+        # Computed once: at a small network's step, the Python work of each look-up is
+        # measurable.
         self._own_names = _names(self._own_bags)
         self.embeddings: EmbeddingBagCollection | None = None
         self.sequences: EmbeddingCollection | None = None
@@ -524,7 +527,8 @@ class Towers(nn.ModuleDict):
         for name in self.reads if names is None else names:
             shared, tower_columns, weighs, reads_host_lengths = self.reads[name]
             rows, columns = (shared_sparse, shared_dense) if shared else (sparse, dense)
-            # Only what a tower takes: one of the user's own may know none of these arguments.
+            # Only what a tower takes: one of the user's own may know none of these
+            # arguments.
             options: dict[str, Any] = {}
             if looked_up and hasattr(self[name], "release_tables"):
                 options["looked_up"] = looked_up

@@ -94,7 +94,8 @@ class CompiledStep:
         self._optimizer = optimizer
         tables = table_weights(stack)
         self._names = list(tables)
-        # Detached, because the function computes gradients itself; writing them writes the stack's.
+        # Detached, because the function computes gradients itself; writing them writes
+        # the stack's.
         self._weights = [*(weight.detach() for weight in tables.values()), stack.flat]
         self._entries = [self._entry(*entry) for entry in optimizer.entries()]
         self._rates = [torch.zeros((), device=stack.flat.device) for _ in self._entries]
@@ -145,7 +146,8 @@ class CompiledStep:
         self.compile(shape, batches, peers, weight)
         inputs = self._inputs(batches, peers, weight)
         self._optimizer.begin_step()
-        # Rates are tensors that the function reads: a schedule changes them without another compilation.
+        # Rates are tensors that the function reads: a schedule changes them without
+        # another compilation.
         for rate, entry in zip(self._rates, self._entries, strict=True):
             rate.fill_(entry.group["lr"])
         losses = Losses(*self._functions[shape](inputs))
@@ -163,12 +165,14 @@ class CompiledStep:
         """Compiles the function for a shape unless there is one; arguments and errors as of :meth:`run`."""
         if shape in self._functions:
             return
-        # Each shape costs a compilation: loaders that vary their batches would compile without end.
+        # Each shape costs a compilation: loaders that vary their batches would compile
+        # without end.
         if len(self._functions) == MOST_GRAPHS:
             raise CannotCaptureError(
                 f"batches of more than {MOST_GRAPHS} shapes; give them one loader.batch_size"
             )
-        # The example draws noise; the generators go back, as the step itself draws it again.
+        # The example draws noise; the generators go back, as the step itself draws it
+        # again.
         generators = self._stack.generators.values()
         before = [generator.get_state() for generator in generators]
         inputs = self._stack.inputs(batches, peers, weight, look_up=False)
@@ -258,7 +262,8 @@ class CompiledStep:
             index = self._names.index(entry.name)
         rows = len(self._weights[index]) // len(all_members)
         first = rows * all_members.index(entry.members[0])
-        # An entry of one dense weight has its columns alone, one of all dense weights the whole rows.
+        # An entry of one dense weight has its columns alone, one of all dense weights
+        # the whole rows.
         columns = slice(None)
         if (
             not entry.is_table
@@ -298,7 +303,8 @@ class CompiledStep:
             limited = [name in self._optimizer.limited_tables for name in self._names]
 
         def step(*tensors: Tensor) -> list[Tensor]:
-            # The order is that of `memory` in compile(), and after it that of _inputs().
+            # The order is that of `memory` in compile(), and after it that of
+            # _inputs().
             rest = iter(tensors)
 
             def take(items: Sized) -> list[Tensor]:
@@ -335,7 +341,8 @@ class CompiledStep:
                 pooled.append(looked_up_rows.view(members, -1, width))
             loss, logits, *gradients = graph(*dense, *pooled, *fields.values(), *rest)
             grads = [torch.zeros_like(weight) for weight in weights[:-1]]
-            # Several ids, and several features, may share a row of a table: their gradients add up.
+            # Several ids, and several features, may share a row of a table: their
+            # gradients add up.
             for (index, width), rows, filled, grad in zip(
                 lookups, ids, live, gradients[len(dense) :], strict=True
             ):
@@ -354,7 +361,8 @@ class CompiledStep:
             for entry, (state, steps), rate in zip(entries, states, rates, strict=True):
                 weight = entry.of(weights[entry.index])
                 flat_state = [entry.flat(tensor) for tensor in state]
-                # A rule without a count of steps does not read the number; any tensor does.
+                # A rule without a count of steps does not read the number; any tensor
+                # does.
                 step_number = rate
                 if steps:
                     step_number = steps[0] + 1
@@ -368,7 +376,8 @@ class CompiledStep:
                     entry.choice,
                     table=entry.is_table,
                 )
-                # A loss that is not finite leaves all members, states and counts of steps as they are.
+                # A loss that is not finite leaves all members, states and counts of
+                # steps as they are.
                 for target, value in zip(
                     [weight, *flat_state], [values, *new], strict=True
                 ):

@@ -28,8 +28,8 @@ def rewrite(graph: GraphModule) -> GraphModule:
     matrices. Rows are selected, and their gradients added, row by row, not number by number. A bias is added inside the
     product. Every node keeps the ``val`` of its meta, with its shape.
     """
-    # Each takes what those before it leave: only a slice of the whole is a no-op, and only slices have gradients that
-    # are concatenated.
+    # Each takes what those before it leave: only a slice of the whole is a no-op, and
+    # only slices have gradients that are concatenated.
     for change in (
         _slice_split,
         _remove_no_ops,
@@ -128,7 +128,8 @@ def _concatenate_gradients(node: Any) -> None:
         leaf.target is not _aten.slice_backward.default for leaf in leaves
     ):
         return
-    # slice_backward(gradient, sizes, dim, start, end, step): zeros of `sizes` but for the piece.
+    # slice_backward(gradient, sizes, dim, start, end, step): zeros of `sizes` but for
+    # the piece.
     sizes, dim = leaves[0].args[1:3]
     if any(leaf.args[1:3] != (sizes, dim) or leaf.args[5] != 1 for leaf in leaves):
         return

@@ -85,7 +85,8 @@ class StackedOptimizer:
         self._clipped_weights = self._weights_in_norm(choices)
         self._moved: list[tuple[dict[str, Any], StackedWeights]] = []
         self._owners: dict[nn.Parameter, torch.optim.Optimizer] = {}
-        # One optimizer of torch for each kind; members agree on the kind of a weight, as _optimizer() ensures.
+        # One optimizer of torch for each kind; members agree on the kind of a weight,
+        # as _optimizer() ensures.
         kinds = dict.fromkeys(
             choice.kind for choice in choices[stack.members[0]].values()
         )
@@ -138,7 +139,8 @@ class StackedOptimizer:
         if is_table:
             schedule = of_tables
         steps = 0
-        # A constant rate needs no number of steps: members that differ in it alone still share a rule.
+        # A constant rate needs no number of steps: members that differ in it alone
+        # still share a rule.
         if schedule.changes:
             steps = self._steps.get(member, 0)
         return _Rule(choice, schedule, steps)
@@ -162,7 +164,8 @@ class StackedOptimizer:
         self.begin_step()
         if self.clips:
             self._clip(self.limits)
-        # Decay apart from the optimizers: of a table only the rows with a gradient decay.
+        # Decay apart from the optimizers: of a table only the rows with a gradient
+        # decay.
         for group, entry in self._moved:
             if group["choice"].weight_decay:
                 _decay(entry, 1 - group["lr"] * group["choice"].weight_decay)
@@ -231,7 +234,8 @@ class StackedOptimizer:
             torch.stack([grad.square().sum(dim=1) for grad in grads]).sum(dim=0).sqrt()
         )
         most = norms.new_tensor(limits)
-        # torch's clip_grad_norm_ adds 1e-6 to the norm too, and a member must learn as it would alone.
+        # torch's clip_grad_norm_ adds 1e-6 to the norm too, and a member must learn as
+        # it would alone.
         factors = (most / (norms + 1e-6)).clamp(max=1)[:, None]
         for grad in grads:
             grad.mul_(factors)
@@ -271,7 +275,8 @@ class StackedOptimizer:
         count = len(entry.members)
         parts: dict[str, dict[str, Tensor]] = {member: {} for member in entry.members}
         for name, value in self._owners[entry.parameter].state[entry.parameter].items():
-            # A scalar, such as a count of steps, is the same for all members of the entry.
+            # A scalar, such as a count of steps, is the same for all members of the
+            # entry.
             chunks: Sequence[Tensor] = [value] * count
             if value.dim():
                 chunks = value.chunk(count)

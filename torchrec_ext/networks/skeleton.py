@@ -99,7 +99,8 @@ class StackedSteps:
         self.tensors: Sequence[Tensor] = items[0].tensors
         if not are_one(items):
             self.members = len(items)
-            # Rows one member after another; scalars, such as the weight of a batch, one for each member.
+            # Rows one member after another; scalars, such as the weight of a batch, one
+            # for each member.
             tensors = zip(*(item.tensors for item in items), strict=True)
             self.tensors = [
                 torch.cat(parts) if parts[0].dim() else torch.stack(parts)
@@ -283,8 +284,9 @@ class Skeleton:
                 dropout = _Dropout()
                 replaced[id(module)] = dropout
                 self.dropouts.append(dropout)
-        # The copy has the weights of dense layers until a call passes others; tables are not copied.
-        # `replaced` is the memo of the copy: it puts a stand-in wherever a module of it was.
+        # The copy has the weights of dense layers until a call passes others; tables
+        # are not copied. `replaced` is the memo of the copy: it puts a stand-in
+        # wherever a module of it was.
         self.learner = Learner(copy.deepcopy(network, replaced)).train()
         self.parameters = [name for name, _ in self.learner.named_parameters()]
         self._noise_shapes: dict[tuple[torch.Size, ...], list[torch.Size]] = {}
@@ -310,7 +312,8 @@ class Skeleton:
             bags = jagged_of(batch, name)
             if bags is not None:
                 strides[name] = bags.stride()
-        # The batch of a shorter last step has other strides; an empty `reads` marks a collection as not yet read.
+        # The batch of a shorter last step has other strides; an empty `reads` marks a
+        # collection as not yet read.
         for table in self.tables.values():
             table.strides = strides
             table.device = batch.dense.device
@@ -350,7 +353,8 @@ class Skeleton:
                 layer.noise = None
 
 
-# The arguments of a module (Recorded) show in its attributes, but for dropout, whose rate may differ between members.
+# The arguments of a module (Recorded) show in its attributes, but for dropout, whose
+# rate may differ between members.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "arguments", "made_of"})
 _OF_A_TABLE = (
     "name",

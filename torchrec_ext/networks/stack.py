@@ -117,7 +117,8 @@ class StackedTables(nn.Module):
                 dataclasses.replace(table, num_embeddings=rows, init_fn=None)
             )
         weighted = collections[0].is_weighted()
-        # Without memory of its own: each weight becomes the members' weights, one below the other.
+        # Without memory of its own: each weight becomes the members' weights, one below
+        # the other.
         self.collection = EmbeddingBagCollection(
             tables=stacked, is_weighted=weighted, device=torch.device("meta")
         )
@@ -379,7 +380,8 @@ class Stack(nn.Module):
                 f"{differs}: a stack holds networks of one shape; give both the same, or train them beside each other "
                 "on rank groups"
             )
-        # For the whole process: a step's matrices would be mapped and faulted in anew each time.
+        # For the whole process: a step's matrices would be mapped and faulted in anew
+        # each time.
         keep_freed_memory()
         # They are no submodules, because their weights are views of the stack's.
         self.networks = dict(networks)
@@ -456,14 +458,16 @@ class Stack(nn.Module):
             self.columns[name] = columns
             self.dense[name] = nn.Parameter(self.flat[:, columns].view(shape))
             self._dense_grads.append(self.flat_grad[:, columns].view(shape))
-            # The members' own parameters become views, so each network is at any time as trained so far.
+            # The members' own parameters become views, so each network is at any time
+            # as trained so far.
             for parameters, values in zip(
                 by_member, self.dense[name].detach().unbind(), strict=True
             ):
                 parameters[index][1].data = values
 
     def _prepare(self, batch: TowerBatch) -> Skeleton:
-        # The network with the most dropout layers: a network with a rate of 0 may have no such layer.
+        # The network with the most dropout layers: a network with a rate of 0 may have
+        # no such layer.
         self.skeleton = Skeleton(
             max(self.networks.values(), key=lambda network: len(_dropouts(network))),
             batch,
@@ -486,7 +490,8 @@ class Stack(nn.Module):
         """Joins the members' steps into one with a common batch; returns their batches if that is impossible."""
         device = self.flat.device
         steps = [item for item in items if isinstance(item, DrawnStep)]
-        # Whether rows can be read together is found once for each combination of sources.
+        # Whether rows can be read together is found once for each combination of
+        # sources.
         if len(steps) == len(items):
             sources = tuple(item.source for item in steps)
             if sources not in self._sources:
@@ -495,7 +500,8 @@ class Stack(nn.Module):
                 self._sources[sources] = joined_source(steps) if is_here else None
             if (source := self._sources[sources]) is not None:
                 return StackedSteps(steps, source)
-        # By identity: a batch that several members share is made and moved once, and stays one object.
+        # By identity: a batch that several members share is made and moved once, and
+        # stays one object.
         batches: dict[int, TowerBatch] = {}
         for item in items:
             if id(item) not in batches:
@@ -522,7 +528,8 @@ class Stack(nn.Module):
         """
         inputs = self.inputs(batches, peers, weight)
         key = inputs.shapes()
-        # Traced once for each shape; the first is checked, unless peers or noise make the losses others.
+        # Traced once for each shape; the first is checked, unless peers or noise make
+        # the losses others.
         if key not in self._graphs:
             self._graphs[key] = trace(self.skeleton, inputs)  # type: ignore[arg-type]
             if peers is None and not inputs.noise:
@@ -662,7 +669,8 @@ class Stack(nn.Module):
             with torch.no_grad():
                 _, *fields = graph(*inputs)
             field_values = dict(zip(names, fields, strict=True))
-            # Fields that depend on no input are computed here, once, and not in each step.
+            # Fields that depend on no input are computed here, once, and not in each
+            # step.
             variable = leave_out_constants(graph, names)
             constants = {
                 name: value.clone()

@@ -130,7 +130,8 @@ def _parts(
     if entry.is_table:
         return {entry.name: state}
     names = [entry.name]
-    # An entry of one dense weight has its columns alone, one of all has them side by side.
+    # An entry of one dense weight has its columns alone, one of all has them side by
+    # side.
     if entry.parameter.numel() == len(entry.members) * stack.flat.shape[1]:
         names = list(stack.dense)
     shapes = [stack.dense[name].shape[1:] for name in names]
@@ -403,7 +404,8 @@ class _Run:
             self._window = _Window(self.active)
         for name in self.active:
             self._members[name].network.train()
-        # Stale peers predict for batches, so these are made before the step and not in it.
+        # Stale peers predict for batches, so these are made before the step and not in
+        # it.
         streams: list[Iterable[DrawnStep | TowerBatch]] = []
         for loader in loaders:
             steps = getattr(loader, "steps", None)
@@ -454,7 +456,8 @@ class _Run:
                 self._log(name, record)
             if is_over(position, self._members[name].train.epochs):
                 finished.append(name)
-        # A loader shared with a finished member now has that member's position: restore the others once more.
+        # A loader shared with a finished member now has that member's position: restore
+        # the others once more.
         if finished:
             for name, checkpoints in self._active_checkpoints():
                 if name not in finished:
@@ -485,7 +488,8 @@ class _Run:
 
     def _restore_one(self, name: str, checkpoints: RunCheckpoints) -> Position:
         run = self._as_run(name)
-        # A checkpoint holds torch's random state, which for a member is that of its own generator.
+        # A checkpoint holds torch's random state, which for a member is that of its own
+        # generator.
         with drawing_from(self._stack.generators[name]):
             at = checkpoints.restore(run)
         self._window.put(name, run.window.sums)
@@ -522,7 +526,8 @@ class _Run:
     ) -> bool:
         """Makes one step of all members; False when no member is left."""
         losses = self._move(items)
-        # A step with a diverged member has written nothing: the others take it again without that member.
+        # A step with a diverged member has written nothing: the others take it again
+        # without that member.
         while not losses.finite():
             self._drop_diverged(epoch, losses.loss)
             if not self.active:
@@ -547,7 +552,8 @@ class _Run:
             checkpoints.due_after(self.at.step)
             for _, checkpoints in self._active_checkpoints()
         ]
-        # Collecting a member's state takes as long as some steps: only when a checkpoint is due.
+        # Collecting a member's state takes as long as some steps: only when a
+        # checkpoint is due.
         if self.at.done < self._steps and any(due):
             self._save(RunCheckpoints.after_step)
         if self._stop is not None and self._stop():
@@ -613,7 +619,8 @@ class _Run:
                 **self._evaluate(name),
             }
             watch = self._watches[name]
-            # Members that evaluate best so far keep their weights, for the end of their run.
+            # Members that evaluate best so far keep their weights, for the end of their
+            # run.
             if watch.see(record):
                 best.append(name)
                 record["best"] = True

@@ -115,7 +115,8 @@ def _busy(path: str) -> _Busy | None:
     ticks = 0
     for name, *values in lines:
         if name in ours:
-            # user, nice, system, idle, iowait, irq, softirq, steal: all but the two that wait
+            # user, nice, system, idle, iowait, irq, softirq, steal: all but the two
+            # that wait
             ticks += sum(map(int, (*values[:3], *values[5:8])))
     return _Busy(
         time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), process_seconds()

@@ -37,7 +37,8 @@ class FilesWritten:
     def __exit__(self, *_: object) -> None:
         _watchers.discard(self)
         for path, about in _open_for_writing():
-            # A lock file that stays empty is not written, although another process may touch it.
+            # A lock file that stays empty is not written, although another process may
+            # touch it.
             is_empty = not about.st_size and not self._sizes.get(path, 1)
             if about.st_mtime_ns >= self._start and not is_empty:
                 self.paths.add(path)

@@ -17,7 +17,8 @@ class HostCopy:
         self._values = values
         self._arrived: torch.cuda.Event | None = None
         if values.is_cuda:
-            # The copy goes into page-locked memory, so that the host need not wait for it.
+            # The copy goes into page-locked memory, so that the host need not wait for
+            # it.
             self._values = values.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()

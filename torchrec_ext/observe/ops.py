@@ -174,7 +174,8 @@ class Sizes:
 
     def work(self) -> float:
         """Returns the seconds of ops on many numbers, less the price of an op on few numbers."""
-        # An op on few numbers does no work: its seconds are Python and dispatch, which every op has.
+        # An op on few numbers does no work: its seconds are Python and dispatch, which
+        # every op has.
         price = min(self.many, default=0.0)
         if self.few:
             price = statistics.median(self.few)
@@ -258,7 +259,8 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stack = stack_of(sys._getframe(1))
         line, users_line = lines_of(stack)
         if line == "step" and threading.get_ident() != self._thread:
-            # Autograd runs the backward of a GPU's ops in a thread of its own, which has no lines of Python.
+            # Autograd runs the backward of a GPU's ops in a thread of its own, which
+            # has no lines of Python.
             line, users_line = "backward", SampledLine("backward")
         self.ops += 1
         self.seconds += seconds
@@ -275,7 +277,8 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(each.is_cuda for each in op_tensors):
             waits = waits_for_device(func, args, kwargs)
         else:
-            # Backward and optimizer belong to torch: what Python reads there is not for the user to change.
+            # Backward and optimizer belong to torch: what Python reads there is not for
+            # the user to change.
             waits = packet.__name__ in _TO_PYTHON and line not in (
                 "backward",
                 "optimizer",
@@ -311,7 +314,8 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.autograd._profiler_enabled():
             self.modes.add("a profiler")
         line_of_sizes = users_line.name
-        # The step of a user's own optimizer too: torch's wrapper around it is in the stack.
+        # The step of a user's own optimizer too: torch's wrapper around it is in the
+        # stack.
         if any(owner_of(code.co_filename) == "optimizer" for code, _ in stack):
             line_of_sizes = "optimizer"
         self.sizes.add(packet, args, op_tensors, seconds, line_of_sizes)
@@ -435,7 +439,8 @@ class Flow:
         for tensor in outputs:
             storage = _storage_of(tensor)
             if writes and id(tensor) in objects:
-                # It writes into a parameter, or into a sum over steps, which outlives the step.
+                # It writes into a parameter, or into a sum over steps, which outlives
+                # the step.
                 if storage not in self._writers:
                     self._used.add(number)
                 self._writers.setdefault(storage, []).append(number)
@@ -448,7 +453,8 @@ class Flow:
     def _writers_of(self, tensor: Tensor) -> list[int]:
         storage = _storage_of(tensor)
         storage_of_result, number = self._results.get(id(tensor), (0, 0))
-        # Python uses the id of a dead tensor again, so its storage must be the same too.
+        # Python uses the id of a dead tensor again, so its storage must be the same
+        # too.
         if storage_of_result == storage:
             return [number]
         return self._writers.get(storage, [])

@@ -29,7 +29,8 @@ def copy_mapping(mapping: MutableMapping[Any, Any]) -> PutBack:
 
 def refill(mapping: MutableMapping[Any, Any], values: Mapping[Any, Any]) -> None:
     """Puts entries into a mapping in their order, and leaves right ones alone."""
-    # An optimizer and state_dict() go through a mapping in its order, so the order is put back too.
+    # An optimizer and state_dict() go through a mapping in its order, so the order is
+    # put back too.
     if [id(key) for key in mapping] != [id(key) for key in values]:
         mapping.clear()
     for key, value in values.items():

@@ -202,7 +202,8 @@ def data_of(owner: type | types.ModuleType) -> dict[str, Any]:
 def globals_of(function: types.FunctionType) -> dict[str, Any]:
     """Returns the globals named in a function; none of a library's wrapper around a user's function."""
     variables = function.__globals__
-    # By the globals' module, because functools.wraps gives a wrapper the module of the user's function.
+    # By the globals' module, because functools.wraps gives a wrapper the module of the
+    # user's function.
     if is_library(variables.get("__name__", "")):
         return {}
     return {

@@ -82,7 +82,8 @@ class Samples:
             )
 
     def _sample(self) -> None:
-        # Random distances, or a step of a regular length would always be met at the same line.
+        # Random distances, or a step of a regular length would always be met at the
+        # same line.
         generator = random.Random(0)
         due = time.perf_counter()
         # Little is done here, since the loop waits for it.
@@ -90,7 +91,8 @@ class Samples:
             frame = sys._current_frames().get(self._thread)
             now = time.perf_counter()
             past = due
-            # Moments are set beforehand: a call that holds Python has all that fall into it.
+            # Moments are set beforehand: a call that holds Python has all that fall
+            # into it.
             while due <= now:
                 due += generator.uniform(0.2, 1.8) * _SAMPLE_EVERY_S
             self._stacks[tuple(stack_of(frame))] += due - past

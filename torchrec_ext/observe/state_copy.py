@@ -176,7 +176,7 @@ class StateCopy:
         self._copied[id(each)] = each
         return is_new
 
-    # ------------------------------------------------------------------------------------------------ objects by kind
+    # ------------------------------------------------------------------ objects by kind
 
     def _copy(self, each: Any) -> None:
         if isinstance(each, nn.Module):
@@ -225,7 +225,8 @@ class StateCopy:
                 "rows of tables on an SSD (key_value) are not put back: no tensor holds them"
             )
         if isinstance(module, DistributedDataParallel):
-            # All else that it notes is about its reducer, which stays: undone, the next step may end in an assert.
+            # All else that it notes is about its reducer, which stays: undone, the next
+            # step may end in an assert.
             self._put_backs.append(
                 partial(
                     vars(module).update,
@@ -274,7 +275,7 @@ class StateCopy:
         if len(mapping) <= MOST_FOLLOWED:
             self._values(mapping.values())
 
-    # ---------------------------------------------------------------------------------------------------------- data
+    # ----------------------------------------------------------------------------- data
 
     def _values(self, values: Iterable[Any]) -> None:
         for value in list(values):

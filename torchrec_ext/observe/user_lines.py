@@ -29,7 +29,8 @@ _OPTIMIZERS = f"{_TORCH}optim"
 _AUTOGRAD = f"{_TORCH}autograd"
 # A job's own code may be measured too: only what measures is no user of a step.
 _MEASURING = (f"{_PACKAGE}diagnose/", f"{_PACKAGE}observe/")
-# A step's stack ends below these, which call it: else a program that calls why_slow would be the step's own line.
+# A step's stack ends below these, which call it: else a program that calls why_slow
+# would be the step's own line.
 _CALLERS = (
     f"{_PACKAGE}diagnose/experiments/loop.py",
     f"{_PACKAGE}diagnose/experiments/measure.py",

@@ -377,7 +377,8 @@ class BatchSchema(BatchColumns):
         row_keys = set(self.layout.rows.keys)
         all_keys = shared_keys | row_keys
         missing_keys = all_keys - set(columns)
-        # A tensor may lack one kind as a whole, since shared and other features are two tensors of a batch.
+        # A tensor may lack one kind as a whole, since shared and other features are two
+        # tensors of a batch.
         if missing_keys and (
             missing_keys == all_keys or missing_keys not in (shared_keys, row_keys)
         ):
@@ -391,7 +392,8 @@ class BatchSchema(BatchColumns):
         for name in features.keys():  # noqa: SIM118  a KeyedJaggedTensor is no mapping
             ids = columns[name].values()
             feature = self._by_name.get(name)
-            # check_ids writes into the values that it replaces, and the caller's tensor must stay as it is.
+            # check_ids writes into the values that it replaces, and the caller's tensor
+            # must stay as it is.
             if replace:
                 ids = ids.clone()
             values.append(ids)

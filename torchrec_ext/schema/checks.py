@@ -128,7 +128,8 @@ def _of_shape(name: str, column: Tensor, rows: ExpectedRows) -> Tensor:
 
 def finite_range(values: Tensor) -> tuple[float, float] | None:
     """Returns the least and the greatest value; None if a value is not finite (a NaN makes both NaN)."""
-    # One pass finds both bounds, and isfinite need not make a mask as large as the values.
+    # One pass finds both bounds, and isfinite need not make a mask as large as the
+    # values.
     low, high = (bound.item() for bound in torch.aminmax(values))
     return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
@@ -261,7 +262,8 @@ def _runs(columns: Sequence[CheckedBags]) -> Iterator[list[CheckedBags]]:
 
 
 def _check_run(ids: Tensor, columns: list[CheckedBags], replace: bool) -> None:
-    # For one column, a reduction over all dimensions takes half the time of one over a dimension.
+    # For one column, a reduction over all dimensions takes half the time of one over a
+    # dimension.
     if len(columns) == 1:
         low, high = ([bound.item()] for bound in torch.aminmax(ids))
     else:

@@ -100,7 +100,8 @@ def merged(tables: Iterable[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:
         if first is not table:
             _check_same(first, table)
             names = list(dict.fromkeys([*first.feature_names, *table.feature_names]))
-            # Rows that are looked up one by one can be pooled afterwards, but pooled rows cannot be taken apart.
+            # Rows that are looked up one by one can be pooled afterwards, but pooled
+            # rows cannot be taken apart.
             base = first if isinstance(first, EmbeddingConfig) else table
             by_name[table.name] = dataclasses.replace(base, feature_names=names)
     return list(by_name.values())

@@ -80,7 +80,8 @@ class Schedule:
         if step < self.warmup:
             return (step + 1) / self.warmup
         steps_after_warmup = step - self.warmup
-        # The last step has the floor. At least 1, for a run of one step after its warm-up.
+        # The last step has the floor. At least 1, for a run of one step after its
+        # warm-up.
         decay_steps = max(steps - 1 - self.warmup, 1)
         if self.kind == "inverse_sqrt":
             return math.sqrt(max(self.warmup, 1) / max(step + 1, 1))

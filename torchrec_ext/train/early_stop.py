@@ -43,7 +43,8 @@ class EarlyStopWatch:
             raise ValueError(
                 f"train.early_stop.metric={name!r}: an evaluation has no such figure; it has {figures or 'none'}"
             )
-        # Figures may differ between ranks by rounding, and ranks that decide differently would deadlock.
+        # Figures may differ between ranks by rounding, and ranks that decide
+        # differently would deadlock.
         value = self._broadcast(record[name])
         if math.isnan(value):
             raise ValueError(

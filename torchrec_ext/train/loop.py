@@ -117,7 +117,8 @@ def checked_steps(
         config: settings of the training.
     """
     config = config or TrainConfig()
-    # Training reads its checks one step late on a GPU, at no cost that a trial could miss.
+    # Training reads its checks one step late on a GPU, at no cost that a trial could
+    # miss.
     if runtime.device.type == "cuda":
         return make_pipeline(model, optimizer, runtime.device)
     context = forward_context(config.amp, runtime.device)
@@ -126,7 +127,8 @@ def checked_steps(
         runtime,
         sys.maxsize,
         context=context,
-        # A trial only measures, so it goes on after a bad step: the training reports the error.
+        # A trial only measures, so it goes on after a bad step: the training reports
+        # the error.
         leave_out=partial(setattr, optimizer, "leave_out", True),
         gate=gate(config, model, optimizer, runtime),
     )
@@ -271,7 +273,8 @@ class BestWeights:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    # Without copy=True a tensor on the CPU would be returned itself, and change with the training.
+    # Without copy=True a tensor on the CPU would be returned itself, and change with
+    # the training.
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -370,7 +373,8 @@ def train(
             f"train.early_stop.metric={config.early_stop.metric!r}, but nothing is evaluated: pass evaluate"
         )
     for module in model.modules():
-        # A captured step and one without TorchRec's collections do not run the forward that maps ids.
+        # A captured step and one without TorchRec's collections do not run the forward
+        # that maps ids.
         if isinstance(module, DynamicManagedCollision):
             raise ValueError(
                 f"train(): table '{module.table}' has managed collision; keep your own loop or TorchRec's "
@@ -452,7 +456,8 @@ class _Run:
         self.best = BestWeights(model)
         self.over = False
         self.at = Position()
-        # Before the forward, the pipeline and Steps are made: they begin at the restored position.
+        # Before the forward, the pipeline and Steps are made: they begin at the
+        # restored position.
         if checkpoints is not None:
             self.at = checkpoints.restore(self)
         self.progress = Progress(
@@ -469,7 +474,8 @@ class _Run:
             leave_out=leave_out(config, sync, optimizer),
             gate=gate(config, model, optimizer, runtime),
         )
-        # Ranks that exchange nothing in a step learn of a bad loss here, before their weights are averaged.
+        # Ranks that exchange nothing in a step learn of a bad loss here, before their
+        # weights are averaged.
         ranks.checks.append(self.forward.settle)
         scaler = scaling(config, sync, optimizer, runtime)
         forward: Forward = self.forward
@@ -505,13 +511,15 @@ class _Run:
     def _resume(self) -> None:
         self.forward.step = self.at.step
         if self.schedule is not None and self.at.step:
-            # The rate depends only on the number of steps, so the steps so far need not be repeated.
+            # The rate depends only on the number of steps, so the steps so far need not
+            # be repeated.
             self.schedule.last_epoch = self.at.step - 1
             self.schedule.step()
         # The log of a resumed run begins with the records of the run before.
         for record in self.at.history:
             self.log(record)
-        # This checkpoint was written after an evaluation: the next epoch begins, unless the early stop ended the run.
+        # This checkpoint was written after an evaluation: the next epoch begins, unless
+        # the early stop ended the run.
         if self.at.ended:
             self.over = self.watch.stops() is not None
             self.at.begin(self.at.epoch + 1)
@@ -524,7 +532,8 @@ class _Run:
             self.loader.set_epoch(self.at.epoch)
             self.window.restart()
         self.model.train()
-        # An evaluation, a save or a refresh of negatives is over, so the time limit runs again.
+        # An evaluation, a save or a refresh of negatives is over, so the time limit
+        # runs again.
         if self.watchdog is not None:
             position = f"the beginning of epoch {self.at.epoch + 1}"
             if self.at.done:
@@ -548,7 +557,8 @@ class _Run:
                 }
             )
             raise explained from None
-        # An evaluation, or a loader that draws hard negatives with the model, runs it outside the pipeline.
+        # An evaluation, or a loader that draws hard negatives with the model, runs it
+        # outside the pipeline.
         self.steps.pipeline.detach()
 
     def _batches(self, loader: Any) -> Iterator[Any]:
@@ -595,7 +605,8 @@ class _Run:
         # After the record, whose rates are those of the step just made.
         if self.schedule:
             self.schedule.step()
-        # After the last step of an epoch end_epoch() saves, together with the evaluation.
+        # After the last step of an epoch end_epoch() saves, together with the
+        # evaluation.
         if self.checkpoints is not None and self.at.done < len(self.loader):
             self.checkpoints.after_step(self)
         if self.forward.stop_asked:
@@ -604,7 +615,8 @@ class _Run:
             self.watchdog.beat(self.forward.where(step))
 
     def _record_window(self) -> None:
-        # A record waits for the device anyway, so losses that were not read yet are checked first.
+        # A record waits for the device anyway, so losses that were not read yet are
+        # checked first.
         self.forward.settle()
         record = self.window.record(self.at.epoch + 1, self.at.step)
         if isinstance(self.loader, Reporting):
@@ -638,7 +650,8 @@ class _Run:
         self.at.ended = True
         if self.checkpoints is not None:
             self.checkpoints.after_epoch(self, last=last or self.over, best=best)
-        # A checkpoint of the best evaluation can be loaded again, so weights are kept in memory only without one.
+        # A checkpoint of the best evaluation can be loaded again, so weights are kept
+        # in memory only without one.
         saves = self.checkpoints is not None and self.checkpoints.saves
         if best and self.config.early_stop.restore and not saves:
             self.best.keep()

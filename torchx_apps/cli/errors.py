@@ -18,7 +18,8 @@ _LOST_PEER = (
     "Connection refused",
 )
 _PATIENCE_S = 3.0
-# A full disk, a file that cannot be read, a folder that a dying process still holds, a store that does not answer.
+# A full disk, a file that cannot be read, a folder that a dying process still holds, a
+# store that does not answer.
 _FAULTS = {"CheckpointError", "RunFolderError", "StoreError", "StoreUnreachable"}
 
 
@@ -28,8 +29,9 @@ def record_error(error: BaseException) -> None:
     Does nothing if no file is named.
     """
     if lost_a_peer(error):
-        # Another rank failed first and this one only noticed. torchrun reports the first rank to *exit*, and stops
-        # the rest: this pause lets the rank with the cause exit first.
+        # Another rank failed first and this one only noticed. torchrun reports the
+        # first rank to *exit*, and stops the rest: this pause lets the rank with the
+        # cause exit first.
         time.sleep(_PATIENCE_S)
     write_reply(f"{type(error).__name__}: {error}", describe_error(error))
 
@@ -47,7 +49,8 @@ def write_reply(message: str, details: str) -> bool:
     if not path:
         return False
     extra = {"py_callstack": details, "timestamp": str(int(time.time()))}
-    # In one move: TorchX reads the file every second, and half a JSON document ends TorchX with a traceback.
+    # In one move: TorchX reads the file every second, and half a JSON document ends
+    # TorchX with a traceback.
     with open(f"{path}.part", "w") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
     os.replace(file.name, path)

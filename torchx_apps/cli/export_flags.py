@@ -114,7 +114,8 @@ def check_export(options: argparse.Namespace, out: Path) -> None:
         raise ValueError(
             f"--onnx-skip {options.onnx_skip[0]}: there is nothing to leave it out of; give --onnx FOLDER too"
         )
-    # Where the files go is checked before a package is asked for: without it both mistakes would have one answer.
+    # Where the files go is checked before a package is asked for: without it both
+    # mistakes would have one answer.
     for flag in ("onnx", "compiled"):
         path = getattr(options, flag)
         if path is None:

@@ -148,7 +148,8 @@ def similar_keys(key: str, paths: Iterable[str]) -> str:
     for path in paths:
         by_leaf.setdefault(path.rpartition(".")[2], []).append(path)
     alias = _ALIASES.get(name)
-    # The same last part counts most, then another word for it, a word of it, a similar spelling.
+    # The same last part counts most, then another word for it, a word of it, a similar
+    # spelling.
     if name in by_leaf:
         leaves = [name]
     elif alias in by_leaf:
@@ -302,7 +303,8 @@ class _Change:
     value: object
 
 
-# One level of the config: the changes to its keys, and a tree of its own for every group below it.
+# One level of the config: the changes to its keys, and a tree of its own for every
+# group below it.
 _Tree = dict[str, Union[_Change, "_Tree"]]
 
 

@@ -11,12 +11,15 @@ from collections.abc import Callable, Sequence
 from torchx_apps.cli.errors import describe_error, would_come_again, write_reply
 from torchx_apps.cli.sigterm import ending_the_block
 
-# Exit code of a rank, and of the agent, whose user has made a mistake: schedulers need not start such a job again.
+# Exit code of a rank, and of the agent, whose user has made a mistake: schedulers need
+# not start such a job again.
 MISTAKE = 200
-# Variable with a file that the agent makes beside that exit code: of several nodes srun returns the code of any.
+# Variable with a file that the agent makes beside that exit code: of several nodes srun
+# returns the code of any.
 MISTAKE_FILE = "TORCHREC_EXT_MISTAKE_FILE"
 _PR_SET_PDEATHSIG = 1
-# Private memory of a rank that has imported torch and torchrec, before it has data or a model (measured: 265 MiB).
+# Private memory of a rank that has imported torch and torchrec, before it has data or a
+# model (measured: 265 MiB).
 _RANK_BYTES = 256 << 20
 
 
@@ -44,8 +47,9 @@ def exit_code(
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
     except Exception as error:
-        # The agent prints a rank's error; printed here too, it would appear once per rank. An app that TorchX starts
-        # by itself has no agent, and writes its reply itself.
+        # The agent prints a rank's error; printed here too, it would appear once per
+        # rank. An app that TorchX starts by itself has no agent, and writes its reply
+        # itself.
         if not (
             "TORCHELASTIC_RUN_ID" in os.environ
             and os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -61,7 +65,8 @@ def exit_code(
 def _as_a_rank(
     app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None
 ) -> int:
-    # Before torch is imported, which takes seconds. A rank that is started by hand may outlive its shell.
+    # Before torch is imported, which takes seconds. A rank that is started by hand may
+    # outlive its shell.
     die_with_parent()
     from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -193,7 +193,8 @@ def eager_step(
     """Returns the step of a training without graph capture, as a function of a batch."""
     context = forward_context(job.train.amp, runtime.device)
     forward = FiniteLoss(model, runtime, steps, context=context)
-    # PlainStep does not call DistributedDataParallel, so it is for one process on a CPU.
+    # PlainStep does not call DistributedDataParallel, so it is for one process on a
+    # CPU.
     if runtime.device.type == "cpu" and runtime.world_size == 1:
         try:
             plain = PlainStep(model, optimizer, forward, context=context)
@@ -224,7 +225,8 @@ def apply_remedies(
         runtime: this process's rank.
         budget_s: seconds that the rounds of each further diagnosis may take.
     """
-    # Gains are predicted as shares of iterations that include evaluations and checkpoints.
+    # Gains are predicted as shares of iterations that include evaluations and
+    # checkpoints.
     between = diagnosis.facts.mean_between()
 
     def change(current: Job, remedy: Remedy) -> tuple[Job, str] | None:
@@ -300,7 +302,8 @@ def _turns(
         while len(turns) < _TURNS[0] or (
             len(turns) < _TURNS[1] and _first(ranks, time.perf_counter() < end)
         ):
-            # The first of a pair changes, so that a machine that slows down or speeds up favours neither.
+            # The first of a pair changes, so that a machine that slows down or speeds
+            # up favours neither.
             if len(turns) % 2 == 0:
                 turns.append((old.turn(clock), new.turn(clock)))
             else:
@@ -325,7 +328,8 @@ class _Iterated:
     ) -> None:
         self._ranks = ranks
         self._threads = job.threads or runtime.threads
-        # Iterations to use up the batches prepared during the other variant's turn, before its own turn is timed.
+        # Iterations to use up the batches prepared during the other variant's turn,
+        # before its own turn is timed.
         self._ahead = _ahead(job) + 2
         self._iterations = self._endless(job, runtime, stack)
         stack.callback(self._iterations.close)
@@ -346,7 +350,8 @@ class _Iterated:
             before_tables=forward.before_tables,
             sync=job.sync,
         )
-        # Not "auto", which would compare captured steps with eager ones in the middle of a turn.
+        # Not "auto", which would compare captured steps with eager ones in the middle
+        # of a turn.
         captures: Compile = "require" if job.train.compile == "require" else "off"
         config = StepsConfig(compile=captures, total=sys.maxsize, context=context)
         steps = Steps(model, optimizer, runtime, pipeline, forward, ranks, config)
@@ -358,7 +363,8 @@ class _Iterated:
 
     def run(self, clock: Callable[[], float], count: int) -> float:
         """Returns the mean seconds of so many iterations."""
-        # Both variants run in this process, and a remedy may be another number of threads.
+        # Both variants run in this process, and a remedy may be another number of
+        # threads.
         torch.set_num_threads(self._threads)
         start = clock()
         for _ in range(count):

@@ -78,7 +78,8 @@ class Derived:
     make: Callable[[Mapping[str, pa.Array]], Mapping[str, pa.Array]]
 
 
-# By the name of the data set that a bundle was trained on; files of all other sets have the columns that requests name.
+# By the name of the data set that a bundle was trained on; files of all other sets have
+# the columns that requests name.
 PUBLISHED = {
     "ml-100k": Derived(
         makes=("release_year", "genres"),
@@ -272,7 +273,8 @@ def _plain_ids(where: str, name: str, ids: pa.Array) -> pa.Array:
     )
 
 
-# A server that answers requests waits 50 ms; a job that writes all vectors can wait longer.
+# A server that answers requests waits 50 ms; a job that writes all vectors can wait
+# longer.
 _REDIS_TIMEOUT_S = 5.0
 
 

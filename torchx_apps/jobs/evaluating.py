@@ -336,7 +336,8 @@ def _of_parquet(path: Path) -> tuple[_Ids, Tensor]:
             values = lists.flatten().cast(pa.float32()).to_numpy(zero_copy_only=False)
             width, rest = divmod(len(values), len(rows))
             if not start:
-                # The file's footer may claim any number of rows, so allocate for the ids that were read.
+                # The file's footer may claim any number of rows, so allocate for the
+                # ids that were read.
                 vectors = np.empty((len(ids), width), np.float32)
             if rest or lists.null_count or width != vectors.shape[1]:
                 raise DataError(

@@ -347,7 +347,8 @@ def check_record(record: Path, stages: Mapping[str, Stage]) -> None:
         for key in dict.fromkeys([*new, *old]):
             if new.get(key) == old.get(key) or key == later_known:
                 continue
-            # A log that is gone, or that an older version has not recorded, cannot be compared.
+            # A log that is gone, or that an older version has not recorded, cannot be
+            # compared.
             if key.startswith(_LOG) and not (key in new and key in old):
                 continue
             later = ", ".join(
@@ -364,7 +365,8 @@ def begin(stage: Stage, record: Path) -> None:
     records = _records(record)
     records[stage.app] = stage.record()
     record.parent.mkdir(parents=True, exist_ok=True)
-    # In one move, because a run that is killed while it writes must find its record again.
+    # In one move, because a run that is killed while it writes must find its record
+    # again.
     part = record.with_suffix(".part")
     part.write_text(json.dumps(records, indent=2) + "\n")
     part.replace(record)

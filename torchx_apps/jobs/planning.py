@@ -282,7 +282,8 @@ def _request_of_recipe(
     options: argparse.Namespace, job: Job, cluster: Cluster
 ) -> PlanRequest:
     """Returns a request for the tables of a recipe, sized by its data, which must exist."""
-    # Imported here: the training loop, which comes with it, takes half a second that other plans need not wait.
+    # Imported here: the training loop, which comes with it, takes half a second that
+    # other plans need not wait.
     from torchx_apps.jobs.setup import data_for_build, merge_lookups
 
     task = job.task(job.data, progress=True)

@@ -191,7 +191,8 @@ def _draw_frequencies(axis: Any, fitted: FittedPreprocessor) -> None:
     biggest = sorted(vocabularies, key=lambda pair: len(pair[1]), reverse=True)[:8]
     for name, vocabulary in biggest:
         counts = vocabulary.counts.to_numpy()
-        # A thousand points draw the same line as a million. geomspace() refuses 0 as its end.
+        # A thousand points draw the same line as a million. geomspace() refuses 0 as
+        # its end.
         ranks = np.unique(np.geomspace(1, max(1, len(counts)), 1000).astype(np.int64))[
             : len(counts)
         ]
@@ -390,7 +391,8 @@ def _fit(prepared: Prepared, engine: Engine) -> FittedPreprocessor:
         unit="step",
         dynamic_ncols=True,
     ) as bar:
-        # `begin` is called at the beginning of a step, so the first call completes none.
+        # `begin` is called at the beginning of a step, so the first call completes
+        # none.
         steps_done = -1
 
         def begin(step: str) -> None:
@@ -510,7 +512,8 @@ def _write_users(
         fitted, owned_columns("user", fitted.outputs, prepared.user_features)
     )
     histories = [step for step in user_steps.steps if isinstance(step, History)]
-    # A request gives the time, and the events come from the log: the last row has no part in either.
+    # A request gives the time, and the events come from the log: the last row has no
+    # part in either.
     not_last = {key}
     for step in histories:
         not_last |= {step.time, *step.sent}

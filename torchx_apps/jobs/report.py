@@ -37,8 +37,8 @@ NOTHING_BESIDE = Beside({}, {})
 _FALLING = ("log_loss", "ne")
 # With fewer seconds of steps no share of them is worth a hint.
 _LEAST_S = 5.0
-# Shares of the time from which on a hint is given. Small models spend 15 to 19 % of their steps on batches, without a
-# known remedy.
+# Shares of the time from which on a hint is given. Small models spend 15 to 19 % of
+# their steps on batches, without a known remedy.
 _TOO_MUCH = {"data": 0.25, "ranks": 0.33, "outside": 0.5}
 _WHERE = {
     "data": "of the steps' time went to waiting for batches",

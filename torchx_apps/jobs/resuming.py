@@ -209,7 +209,8 @@ def _recorded_meaning(
         if file is None:
             return where, None
         where = str(file)
-        # A file that cannot be read has no meaning, and is refused below. Deeply nested JSON raises RecursionError.
+        # A file that cannot be read has no meaning, and is refused below. Deeply nested
+        # JSON raises RecursionError.
         with suppress(OSError, ValueError, RecursionError):
             then = json.loads(file.read_text())
     if not _is_meaning(then):
@@ -384,7 +385,8 @@ def resume_from(
         CheckpointError: there is no checkpoint at ``resume``, or it is damaged.
     """
     path = None
-    # An attempt that was started again has saved more than the path that the first one was given.
+    # An attempt that was started again has saved more than the path that the first one
+    # was given.
     if again or resume == "auto":
         path = checkpointer.last_good()
     if path is None and resume not in ("never", "auto"):
@@ -413,7 +415,8 @@ def find_checkpoint(
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    # A folder of checkpoints, or a run folder with one; else the location is a checkpoint itself.
+    # A folder of checkpoints, or a run folder with one; else the location is a
+    # checkpoint itself.
     for root in (location, f"{location.rstrip('/')}/{CHECKPOINTS}"):
         folder = CheckpointFolder(root)
         if which == "last":

@@ -47,9 +47,11 @@ from torchx_apps.tasks.task import Evaluator, Task
 _FORMAT = warnings.formatwarning
 # Batches for the trials of plan.towers=auto, used in turn.
 _BATCHES = 4
-# Measured: 10,000 x 10,000 scores of .4 GB took 1.36 GB more, for scores, corrections, shares and gradient.
+# Measured: 10,000 x 10,000 scores of .4 GB took 1.36 GB more, for scores, corrections,
+# shares and gradient.
 _SCORE_COPIES = 4
-# Vectors of all items on each rank: gathered, their gradient, its copy to send, and the optimizer's.
+# Vectors of all items on each rank: gathered, their gradient, its copy to send, and the
+# optimizer's.
 _VECTOR_COPIES = 4
 
 
@@ -87,7 +89,8 @@ def set_up(
         tries_placements: try placements under ``plan.towers=auto``; otherwise all towers are on all ranks.
     """
     job = as_loaded(job, task)
-    # Before the model is built: its first weights come from the seed, on all ranks alike.
+    # Before the model is built: its first weights come from the seed, on all ranks
+    # alike.
     torch.manual_seed(job.train.seed)
     model = build_model(job, task)
     decision = None
@@ -184,7 +187,8 @@ def data_for_build(job: Job, task: Task) -> Any:
     for name in job.ids.policies():
         # Refuses a task without raw ids by name.
         task.raw_values(name)
-    # This model only says which columns share a table, so it takes none of the job's random numbers.
+    # This model only says which columns share a table, so it takes none of the job's
+    # random numbers.
     with torch.random.fork_rng(devices=[]):
         schema: BatchSchema = job.build(job.model, task.data).schema()
     rows = {}
@@ -241,7 +245,8 @@ def place_towers(
     loader.set_epoch(0)
     if job.lookups == "merged":
         merge_lookups(job, model, runtime.world_size)
-    # With all towers on every rank look-ups may be merged, so that placement is tried with a model of its own.
+    # With all towers on every rank look-ups may be merged, so that placement is tried
+    # with a model of its own.
     flat = dataclasses.replace(
         job, plan=dataclasses.replace(job.plan, towers=EVERYWHERE)
     )
@@ -340,7 +345,8 @@ def _check_scores(job: Job, task: Task, samples: int, runtime: Runtime) -> None:
         return
     if job.loader.label:
         samples = math.ceil(samples * task.positives(job.loader)[0])
-    # Bytes of a pair on this host: its ranks share the rows, and the other hosts have the rest.
+    # Bytes of a pair on this host: its ranks share the rows, and the other hosts have
+    # the rest.
     each = 4 * _SCORE_COPIES * runtime.local_world_size / runtime.world_size
     size = each * samples * (samples + job.loader.shared_negatives)
     free = available_memory()

@@ -202,7 +202,8 @@ def draw_stream(records: Sequence[Record], path: Path) -> str:
 def _by_age(ages: Sequence[Record], name: str) -> list[tuple[float, float]]:
     """Returns the mean age in seconds and the mean figure of training and of each bundle, on the same events."""
     oldest = max((record["bundle"] for record in ages if name in record), default=-1)
-    # Publications with fewer bundles are left out, because not every age has their events.
+    # Publications with fewer bundles are left out, because not every age has their
+    # events.
     steps = {record["step"] for record in ages if record["bundle"] == oldest}
     points = []
     for bundle in range(oldest + 1):

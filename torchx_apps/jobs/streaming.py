@@ -305,7 +305,8 @@ def export_ids(
     rows = {}
     for name in (USER, ITEM):
         live_ids, live_rows = ids.live_ids(name)
-        # Ascending ids are their own index: neither the bundle nor its server sorts them again.
+        # Ascending ids are their own index: neither the bundle nor its server sorts
+        # them again.
         live[name], order = live_ids.sort()
         rows[name] = torch.cat([live_rows.new_zeros(1), live_rows[order]])
         counts = torch.ones_like(live_rows)
@@ -411,7 +412,8 @@ class Publisher:
             self._log(record)
         self._ages.add(Bundle.load(self.newest, verify=False))
         self._prune()
-        # While it is behind the log, training has at least half of the time, however long a publication takes.
+        # While it is behind the log, training has at least half of the time, however
+        # long a publication takes.
         end = time.monotonic()
         self._training_until = end + (end - begin)
 

@@ -192,7 +192,8 @@ def run_training(
             collectives=report.collectives_of(runtime),
         )
         tested = _tested(folder, task, evaluator, runtime)
-        # Before EASE and ALS, which may need more memory than there is: a run that ends there has its bundle.
+        # Before EASE and ALS, which may need more memory than there is: a run that ends
+        # there has its bundle.
         bundle = None
         if job.export != "never":
             # Imported here: it takes a second that other runs need not wait.
@@ -251,7 +252,8 @@ def _tested(
     memory = peak_memory(runtime)
     if folder is None:
         return report.Tested(figures, {}, example, memory)
-    # What follows may need more memory than there is, and would take the figures with it.
+    # What follows may need more memory than there is, and would take the figures with
+    # it.
     folder.write("test.json", json.dumps(figures, indent=2))
     return report.Tested(figures, evaluator.baseline("test"), example, memory)
 
@@ -305,7 +307,8 @@ def open_run(
         checkpoint = resume_from(resume, checkpointer, again=again)
     folder = tracking = None
     if runtime.is_main:
-        # A run that goes on writes its folder anew, and any other one refuses the folder of another run.
+        # A run that goes on writes its folder anew, and any other one refuses the
+        # folder of another run.
         folder = RunFolder(path, settings_of(job), replace=resume != "never")
         folder.write(LAUNCH, launch_id())
         tracking = Tracking.start(path, settings_of(job), member=member)
@@ -451,7 +454,8 @@ def _solved(
 
 def settings_of(job: Job) -> dict[str, Any]:
     """Returns every setting of a job, enough for `rec.train.hybrid` to repeat the training."""
-    # asdict() would copy the functions, which JSON does not take: they are named instead.
+    # asdict() would copy the functions, which JSON does not take: they are named
+    # instead.
     config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))  # type: ignore[arg-type]
     for name, function in (("build", job.build), ("task", job.task)):
         config[name] = f"{function.__module__}:{function.__qualname__}"

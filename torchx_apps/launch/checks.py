@@ -10,7 +10,8 @@ import torchx
 from torchx.specs import AppDef, Role
 from torchx.util.strings import normalize_str
 
-# Schedulers that run the job in this machine's folders and environment, where others run an image.
+# Schedulers that run the job in this machine's folders and environment, where others
+# run an image.
 WITHOUT_IMAGE = ("local_cwd", "slurm")
 
 _LABEL = re.compile(r"[A-Za-z]([-A-Za-z0-9_.]*[A-Za-z0-9])?")

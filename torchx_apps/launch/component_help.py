@@ -25,7 +25,8 @@ from torchx_apps.recipes.by_name import Recipes, load_recipe
 from torchx_apps.recipes.events import EVENT_RECIPES
 from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES
 
-# Flags that say where and with what a job runs; they come last in a help, since the defaults do on this machine.
+# Flags that say where and with what a job runs; they come last in a help, since the
+# defaults do on this machine.
 _WHERE = (
     "j",
     "threads",

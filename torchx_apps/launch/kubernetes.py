@@ -255,7 +255,8 @@ def _complete_pod(pod: V1Pod, secret: str | None, run_as: str | None) -> None:
 
     spec = pod.spec
     container = pod.spec.containers[0]
-    # TorchX asks for less than the limit. A pod whose requests equal its limits is the last to be evicted.
+    # TorchX asks for less than the limit. A pod whose requests equal its limits is the
+    # last to be evicted.
     container.resources.requests = dict(container.resources.limits)
     spec.termination_grace_period_seconds = GRACE_S
     spec.enable_service_links = False
@@ -406,7 +407,8 @@ def _as_server(
             label_selector=models.V1LabelSelector(match_labels=labels),
         )
     ]
-    # A Secret without a token keeps the pods from starting; without this they would answer everybody.
+    # A Secret without a token keeps the pods from starting; without this they would
+    # answer everybody.
     if token is not None and "token-file" not in flags:
         reference = models.V1SecretKeySelector(name=token, key=_TOKEN)
         container.env.append(

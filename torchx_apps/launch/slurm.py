@@ -55,7 +55,8 @@ _STATES: Mapping[str, AppState] = {
     "STAGE_OUT": AppState.RUNNING,
     "STOPPED": AppState.RUNNING,
 }
-# Of a job of several parts: it goes on as long as one runs or waits, and one that failed makes it fail.
+# Of a job of several parts: it goes on as long as one runs or waits, and one that
+# failed makes it fail.
 _ORDER = (
     AppState.RUNNING,
     AppState.PENDING,
@@ -63,7 +64,8 @@ _ORDER = (
     AppState.CANCELLED,
     AppState.SUCCEEDED,
 )
-# Slurm sends it so long before the time limit, or up to a minute earlier; the ranks save and end.
+# Slurm sends it so long before the time limit, or up to a minute earlier; the ranks
+# save and end.
 _SIGNAL = "TERM@60"
 
 
@@ -252,7 +254,8 @@ def nodes_of(partition: str | None) -> list[NodeSize]:
     )
     nodes = []
     for name, cpus, memory, gres in _rows(answer, 4):
-        # sinfo marks the default partition by a star, and the least of several nodes by a plus.
+        # sinfo marks the default partition by a star, and the least of several nodes by
+        # a plus.
         if name.rstrip("*") == partition or (partition is None and name.endswith("*")):
             size = NodeSize(
                 cpus=int(cpus.rstrip("+")),

@@ -144,8 +144,8 @@ class Tracking:
         self._each(lambda tracker: tracker.add_metadata(self.run, **values))
 
     def _figures(self, figures: Mapping[str, float], step: int | None = None) -> None:
-        # Any other tracker has names with values. Each step gets a name of its own there, since TorchX's tracker shows
-        # any one of several values of a name.
+        # Any other tracker has names with values. Each step gets a name of its own
+        # there, since TorchX's tracker shows any one of several values of a name.
         suffix = "" if step is None else f" at step {step}"
         values = {f"{name}{suffix}": value for name, value in figures.items()}
 

@@ -135,7 +135,8 @@ def _listed(item: str) -> tuple[str, tuple[str, ...]]:
         raise ValueError(
             f"--member {item}: the name {name!r} must be letters, digits, _ . = + and -, as it names a folder"
         )
-    # A comma before `key=` ends a value; others are part of it, as in model.tower_widths=128,64.
+    # A comma before `key=` ends a value; others are part of it, as in
+    # model.tower_widths=128,64.
     changes = map(str.strip, re.split(r",(?=\s*[A-Za-z_][\w.]*=)", rest))
     return name.strip(), tuple(filter(None, changes))
 
@@ -395,7 +396,8 @@ class World:
             LOCAL_WORLD_SIZE=str(len(local_ranks)),
             MASTER_ADDR=address,
             MASTER_PORT=port,
-            # With the agent's store all ranks would be its clients, and no store would be opened at this port.
+            # With the agent's store all ranks would be its clients, and no store would
+            # be opened at this port.
             TORCHELASTIC_USE_AGENT_STORE="False",
         )
         self._environ.update(

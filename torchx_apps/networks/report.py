@@ -180,7 +180,8 @@ def _figures(result: Result, part: str) -> dict[str, float]:
     if part == "test":
         return result.test
     evaluations = result.validation
-    # The evaluation whose weights the member has: the best where an early stop went back to it.
+    # The evaluation whose weights the member has: the best where an early stop went
+    # back to it.
     if result.restored:
         evaluations = [
             record for record in evaluations if record.get("best")

@@ -104,7 +104,8 @@ def _begin(
         (root / LAUNCH).write_text(launch_id() + "\n")
         world.send("begin", json.dumps([str(root), "auto" if again else config.resume]))
     folder, resume = json.loads(world.receive("begin"))
-    # Nodes without a shared folder would each write a part of the checkpoints, and end without an error.
+    # Nodes without a shared folder would each write a part of the checkpoints, and end
+    # without an error.
     if world.size > 1:
         check_shared(folder, world.rank, world.gathered)
     return Path(folder), dataclasses.replace(config, resume=resume)
@@ -190,7 +191,8 @@ class _Group:
         ]
 
     def _narrow(self) -> None:
-        # Each member that is trained alone has a world of its own, which needs a name of its own.
+        # Each member that is trained alone has a world of its own, which needs a name
+        # of its own.
         self._world.narrow(self._group, f"{self._number}/{self._worlds}")
         self._worlds += 1
 

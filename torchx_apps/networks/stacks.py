@@ -55,7 +55,8 @@ from torchx_apps.tasks.task import Evaluator, Task
 
 # In the run folder of each member of a stack: lists the members.
 STACK_FILE = "stack.json"
-# Keys whose values all members of a stack share; their names say the checkpoints' folders.
+# Keys whose values all members of a stack share; their names say the checkpoints'
+# folders.
 _SHARED = (
     "loader.batch_size",
     "loader.negatives",
@@ -71,8 +72,8 @@ _SHARED = (
     "optimizer.tables",
     "optimizer.dense",
 )
-# Settings of a Job, all of a group where none is named, that change how a network is trained and that a stack does not
-# have.
+# Settings of a Job, all of a group where none is named, that change how a network is
+# trained and that a stack does not have.
 _OF_ONE_NETWORK = {"train": ["amp", "on_nan", "trace_steps"], "sync": [], "start": []}
 
 
@@ -258,7 +259,8 @@ class StackedMembers:
                 continue
             folder = CheckpointFolder(self._folder_of(member))
             path = newest_good(folder, together)
-            # A member that has ended takes no step with the others, and keeps its last checkpoint.
+            # A member that has ended takes no step with the others, and keeps its last
+            # checkpoint.
             if path is not None and _is_over(path, member.job.train.epochs):
                 over[name] = path
             else:
@@ -299,7 +301,8 @@ class StackedMembers:
             return self._evaluators[name].validate()
 
     def _log(self, name: str, record: Record) -> None:
-        # Folders are made only after the first step, because it shows whether the members can be stacked.
+        # Folders are made only after the first step, because it shows whether the
+        # members can be stacked.
         if name not in self._folders:
             member = self._built[name]
             path = self._root / name
@@ -335,7 +338,8 @@ class StackedMembers:
         summary = {"data": member.task.name, "test": figures, "seconds": seconds}
         folder.write("summary.json", json.dumps(summary, indent=2))
         if self._config.weights:
-            # A member's weights are views of the stack's, and torch.save() would write the whole storage.
+            # A member's weights are views of the stack's, and torch.save() would write
+            # the whole storage.
             weights = {
                 key: value.clone() for key, value in member.network.state_dict().items()
             }

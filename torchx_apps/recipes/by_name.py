@@ -116,7 +116,8 @@ def _import(module: str, spec: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # Where the recipe itself imports a module that is missing, the traceback says where.
+        # Where the recipe itself imports a module that is missing, the traceback says
+        # where.
         if not (module + ".").startswith(f"{error.name}."):
             raise
         remedy = "install it, or give the file as my_recipe.py:job"
@@ -128,7 +129,8 @@ def _import(module: str, spec: str) -> ModuleType:
 def _import_file(file: Path, spec: str) -> ModuleType:
     if not file.is_file():
         raise ValueError(f"--recipe {spec}: there is no file {file} in {Path.cwd()}")
-    # Its neighbours can be imported, as with `python my_recipe.py`; its own name cannot hide an installed module.
+    # Its neighbours can be imported, as with `python my_recipe.py`; its own name cannot
+    # hide an installed module.
     sys.path.insert(0, str(file.resolve().parent))
     name = f"_recipe_{file.stem}"
     module_spec = importlib.util.spec_from_file_location(name, file)

@@ -234,8 +234,8 @@ def n_tower() -> Job:
         data=LabelledConfig(),
         task=labelled_task,
         loader=LoaderConfig(negatives=0, label="label"),
-        # tables_l2 keeps the tables from memorising rare ids; its exact value matters little, since batch normalisation
-        # removes the tables' scale.
+        # tables_l2 keeps the tables from memorising rare ids; its exact value matters
+        # little, since batch normalisation removes the tables' scale.
         optimizer=OptimizerConfig(
             tables="adam", tables_lr=1e-3, dense_lr=1e-3, tables_l2=0.05
         ),
@@ -406,7 +406,8 @@ def multi_task() -> Job:
         ),
         data=StreamConfig(),
         task=multi_label_task,
-        # What user and item tell together needs some hundred steps; with millions of rows one epoch of large batches.
+        # What user and item tell together needs some hundred steps; with millions of
+        # rows one epoch of large batches.
         loader=LoaderConfig(batch_size=256, negatives=0),
         optimizer=OptimizerConfig(
             tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=3e-3

@@ -68,7 +68,8 @@ def ncf() -> Job:
         build=build_ncf,
         model=NCFConfig(),
         data=DataConfig(name="ml-1m-ncf", history_length=0),
-        # Of batches of 1,024 to 256 positives the smallest rank held-out items best: validation NDCG .549 against .543.
+        # Of batches of 1,024 to 256 positives the smallest rank held-out items best:
+        # validation NDCG .549 against .543.
         loader=LoaderConfig(batch_size=256),
         optimizer=OptimizerConfig(tables="adam", tables_lr=1e-3, dense_lr=1e-3),
         train=TrainConfig(epochs=15, eval_every=5),
@@ -85,7 +86,8 @@ def contextual_ncf() -> Job:
         task=labelled_task,
         loader=LoaderConfig(batch_size=512, negatives=0, label="label"),
         optimizer=OptimizerConfig(tables="adam", tables_lr=2e-3, dense_lr=2e-3),
-        # Stops early, since longer training makes it overconfident: Frappe takes 5 or 6 epochs, smaller catalogues 3.
+        # Stops early, since longer training makes it overconfident: Frappe takes 5 or 6
+        # epochs, smaller catalogues 3.
         train=TrainConfig(
             epochs=20, early_stop=EarlyStop(metric="log_loss", mode="min", patience=1)
         ),

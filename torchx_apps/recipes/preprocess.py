@@ -482,7 +482,8 @@ def _taobao_rows(
             conversion=converted,
         )
     ]
-    # Negatives are items of training clicks, drawn by their popularity, which alone then tells nothing.
+    # Negatives are items of training clicks, drawn by their popularity, which alone
+    # then tells nothing.
     pool = clicks.filter(clicks.timestamp <= trained).select(*order)
     pool = pool.select(
         drawn_item=pool.item_id,
@@ -590,7 +591,8 @@ def _taobao_csv(path: Path, engine: Any) -> Any:
         kinds[name] = "int64" if is_number else "string"
     table = engine.ibis.read_csv(str(path), columns=kinds, header=header, delim=",")
     try:
-        # DuckDB reads rows when they are asked for, so a wrong one would be met in a later step.
+        # DuckDB reads rows when they are asked for, so a wrong one would be met in a
+        # later step.
         engine.collect(table.aggregate(n=table.timestamp.max()))
     except Exception as error:
         # DuckDB's message names line, column and value.

@@ -63,7 +63,8 @@ def _restored(config: Any, saved: Mapping[str, Any]) -> Any:
     changes = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        # A setting newer than the run keeps the recipe's value. Functions do too: the file has their names alone.
+        # A setting newer than the run keeps the recipe's value. Functions do too: the
+        # file has their names alone.
         if not field.init or field.name not in saved or callable(value):
             continue
         json_value = saved[field.name]

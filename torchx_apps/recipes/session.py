@@ -82,10 +82,12 @@ def session() -> Job:
         model=SessionConfig(),
         data=SequenceConfig(),
         task=session_task,
-        # 256 x 8 = 2,048 candidates that all targets of a step share; with negatives=0 all items.
+        # 256 x 8 = 2,048 candidates that all targets of a step share; with negatives=0
+        # all items.
         loader=LoaderConfig(batch_size=256, negatives=8),
         optimizer=OptimizerConfig(tables_lr=0.1, dense_lr=1e-3),
-        # Ends by the validation items: a set of few or long sequences has few steps an epoch, and needs more epochs.
+        # Ends by the validation items: a set of few or long sequences has few steps an
+        # epoch, and needs more epochs.
         train=TrainConfig(
             epochs=60, eval_every=4, early_stop=EarlyStop(metric="ndcg@10", patience=1)
         ),
@@ -173,11 +175,13 @@ def bst_job() -> Job:
         name="bst",
         build=build_bst,
         model=BstConfig(),
-        # The transformer runs for each pair of a row and an item, so the catalogue is ranked where it is asked for.
+        # The transformer runs for each pair of a row and an item, so the catalogue is
+        # ranked where it is asked for.
         data=StreamConfig(ranked=0),
         task=logged_task,
         loader=LoaderConfig(batch_size=256, negatives=0),
-        # The paper's Adagrad is further from the best possible prediction after as many steps of the generated rows.
+        # The paper's Adagrad is further from the best possible prediction after as many
+        # steps of the generated rows.
         optimizer=OptimizerConfig(
             tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=1e-3
         ),
@@ -229,7 +233,8 @@ def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
             f"{where} with model.position=none: the sessions have no time gaps, so their order would "
             "be lost; set model.position=end, or History(gaps=GAPS)"
         )
-    # Of several columns with one vocabulary the first is the target, the item's id before all.
+    # Of several columns with one vocabulary the first is the target, the item's id
+    # before all.
     item_features = {
         tables[name]: name for name in (*reversed(data.towers["item"][0]), item)
     }

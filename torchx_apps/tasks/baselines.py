@@ -25,8 +25,9 @@ _SECONDS = 10.0
 _RATE = 2e10
 # Scores of a block of queries in memory: 8 MiB.
 _SCORES = 2**21
-# Bytes that ALS takes for a number of a vector (float32, before and after a half step), and for the counts of a row.
-# Its pairs take some 64 bytes each, but nobody knows their number before the rows are read.
+# Bytes that ALS takes for a number of a vector (float32, before and after a half step),
+# and for the counts of a row. Its pairs take some 64 bytes each, but nobody knows their
+# number before the rows are read.
 _VECTORS = 12
 _COUNTS = 64
 
@@ -86,7 +87,8 @@ class ClosedForms:
 
     def seconds(self, name: str) -> float:
         """Returns about how long a baseline takes on one core: its fit, and its scores for all users."""
-        # EASE inverts a matrix (I, I) and multiplies each user's row by it; ALS solves for each row in each half step.
+        # EASE inverts a matrix (I, I) and multiplies each user's row by it; ALS solves
+        # for each row in each half step.
         if name == "ease":
             work = (
                 self.num_items**3
@@ -152,7 +154,8 @@ class ClosedForms:
             scores = torch.zeros(len(known), self.num_items)
             return scores.index_add_(0, rows, self._ease[items])
         vectors = self._als_items
-        # These users may be others than those of training: a half step gives each a vector by the items.
+        # These users may be others than those of training: a half step gives each a
+        # vector by the items.
         users = closed_form.als_half_step(
             rows,
             items,

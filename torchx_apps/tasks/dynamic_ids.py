@@ -166,7 +166,8 @@ def _with_vocabularies(
     for name, values in vocabularies.items():
         # Nobody has counted these values.
         states[name] = Vocabulary(values, pa.array(np.zeros(len(values), np.int64)))
-    # An earlier step may hand raw values on under the same name, such as a history of them.
+    # An earlier step may hand raw values on under the same name, such as a history of
+    # them.
     last: dict[str, int] = {}
     for number, step in enumerate(preprocessor.steps):
         last |= dict.fromkeys(step.writes, number)

@@ -40,7 +40,8 @@ from torchrec_ext.retrieval.bundle.tables import filterable
 from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
 from torchrec_ext.schema import BatchSchema, DataError
 
-# Requests that the export sends to the bundle, to compare its answers with the live model.
+# Requests that the export sends to the bundle, to compare its answers with the live
+# model.
 AUDITED = 1000
 
 

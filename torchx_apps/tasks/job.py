@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from torchrec_ext.schema import BatchSchema
     from torchx_apps.tasks.task import Task
 
-# Variable with the topology of a job that goes on with the nodes that are up, as the component was given it.
+# Variable with the topology of a job that goes on with the nodes that are up, as the
+# component was given it.
 ELASTIC = "TORCHREC_EXT_ELASTIC"
 
 Lookups = Literal["auto", "merged", "apart"]
@@ -68,7 +69,8 @@ class IdsConfig:
         """Returns the settings of ``features`` by column."""
         policies = {}
         for text in self.features:
-            # Imported here: the package needs torch, and a job without such ids need not.
+            # Imported here: the package needs torch, and a job without such ids need
+            # not.
             from torchrec_ext.ids.policy import Dynamic
 
             name, _, settings = text.partition("=")

@@ -65,7 +65,8 @@ class LabelledTask(Task):
         """Explains why no bundle can be made of these rows with this model; None if one can."""
         if "item_id" not in self.data.vocab:
             return without_item(f"the rows of '{self.data.name}' name no item")
-        # The towers of preprocessed rows have the item's last; a bundle of other rows finds it by its name.
+        # The towers of preprocessed rows have the item's last; a bundle of other rows
+        # finds it by its name.
         candidate = "item" if self.data.prepared is None else None
         return without_item_tower(model, self.data.towers["item"], candidate)
 

@@ -99,7 +99,8 @@ class RankingTask(RankedTask):
         self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int
     ) -> ChunkLoader:
         """Returns the loader of the training rows with negatives; the last evaluator's model scores hard negatives."""
-        # The schema has a label range where the loss reads labels, and none if it compares rows.
+        # The schema has a label range where the loss reads labels, and none if it
+        # compares rows.
         if (
             config.negatives == 0
             and not config.label
@@ -179,9 +180,10 @@ class RankingEvaluator(RankedEvaluator):
 
     @cached_property
     def _items(self) -> Chunk:
-        # The evaluation does what serving does: a user or an item without a training row has the unknown id's table row
-        # and its own features. That table row is trained where ids are dropped; otherwise it has its initial values,
-        # which all such items share.
+        # The evaluation does what serving does: a user or an item without a training
+        # row has the unknown id's table row and its own features. That table row is
+        # trained where ids are dropped; otherwise it has its initial values, which all
+        # such items share.
         return self._with_oov_ids(self.data.items, "item_id")
 
     @cached_property

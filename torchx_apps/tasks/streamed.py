@@ -246,7 +246,8 @@ class StreamedEvaluator(RankedEvaluator):
             return
         of_clicked = self.model.module.rows == "positive"
         for number, name in enumerate(self.tasks):
-            # The first task decides what a click is; the others may be learned among the clicked rows.
+            # The first task decides what a click is; the others may be learned among
+            # the clicked rows.
             among_clicked = of_clicked and number > 0
             sums = []
             for of in (split, "train"):

@@ -230,8 +230,8 @@ def test_a_buffer_that_holds_everything_permutes_all_rows(folder: Path) -> None:
     assert sorted(rows) == list(range(300))
     assert rows == order(0)
     assert rows not in (order(1), order(0, seed=1))
-    # Every tenth of the stream has rows of every tenth of the files: in 300 draws the chance that a cell is empty is
-    # below 1 %.
+    # Every tenth of the stream has rows of every tenth of the files: in 300 draws the
+    # chance that a cell is empty is below 1 %.
     counts = np.histogram2d(np.arange(300), rows, bins=3)[0]
     assert counts.min() > 15
 

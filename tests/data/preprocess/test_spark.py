@@ -36,7 +36,8 @@ def session() -> Iterator[Any]:
     builder = SparkSession.builder.master("local[1]").config(
         "spark.ui.enabled", "false"
     )
-    # Interpreted: to compile each of these small queries takes longer than all of them run.
+    # Interpreted: to compile each of these small queries takes longer than all of them
+    # run.
     for name, value in {"wholeStage": "false", "factoryMode": "NO_CODEGEN"}.items():
         builder = builder.config(f"spark.sql.codegen.{name}", value)
     builder = builder.config("spark.sql.adaptive.enabled", "false")

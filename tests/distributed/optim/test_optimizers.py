@@ -407,7 +407,8 @@ def test_a_row_that_rests_keeps_its_moments_and_the_bias_correction_counts_steps
     step_by_step(
         RowAdam([weight], lr=1.0, betas=(0.5, 0.5), eps=0.0), weight, [one, none, one]
     )
-    # First step: both moments .5, corrected by 1 - .5 to 1. Third: .75, corrected by 1 - .5 ** 3.
+    # First step: both moments .5, corrected by 1 - .5 to 1. Third: .75, corrected by 1
+    # - .5 ** 3.
     assert float(weight.detach()) == pytest.approx(
         1 - 1 - (0.75 / 0.875) / math.sqrt(0.75 / 0.875)
     )
@@ -432,8 +433,8 @@ def test_partial_row_wise_adam_has_one_second_moment_per_row_and_lamb_scales_by_
     moved = step_by_step(
         RowAdam([weight], lr=0.1, trust_ratio=True, eps=0.0), weight, [grad]
     )
-    # Adam's first update is the sign, of norm sqrt(2); the first row's norm is 5, the second row's 0, which leaves it
-    # unscaled.
+    # Adam's first update is the sign, of norm sqrt(2); the first row's norm is 5, the
+    # second row's 0, which leaves it unscaled.
     torch.testing.assert_close(
         moved,
         start - 0.1 * torch.tensor([[5 / math.sqrt(2)], [1.0]], dtype=torch.float64),

@@ -480,7 +480,8 @@ def broken(runtime: Runtime) -> str:
 
 
 def test_a_planner_that_breaks_on_rank_0_raises_the_same_on_every_rank() -> None:
-    # A rank that is not told waits for the collectives' own limit, which is longer than this one.
+    # A rank that is not told waits for the collectives' own limit, which is longer than
+    # this one.
     first, second = run_ranks(broken, 2, timeout_s=60)
     assert first == second
     assert first.startswith("the planner failed on rank 0: AttributeError: ")

@@ -68,7 +68,8 @@ def simulated(rank: int, world_size: int, device: str) -> Iterator[Runtime]:
     )
     # TorchRec keeps the groups of a host and across hosts in globals.
     groups = unittest.mock.patch.multiple(comm, _INTRA_PG=None, _CROSS_PG=None)
-    # Rank 0, which does not exist, says in it that TorchRec does not check its collectives.
+    # Rank 0, which does not exist, says in it that TorchRec does not check its
+    # collectives.
     said = unittest.mock.patch("torch.distributed.broadcast_object_list")
     with unittest.mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(HOST)), groups, said:
         dist.init_process_group(
@@ -296,7 +297,8 @@ def check_memory(
         )
         assert (memory.weights, memory.state) == (rank.weights, rank.state)
         assert memory.host == rank.host
-        # Buffers are ids and embeddings on their way, and what is cached. A cache has sets of 32 rows.
+        # Buffers are ids and embeddings on their way, and what is cached. A cache has
+        # sets of 32 rows.
         passing = 0
         for option in drafted.options:
             for shard in option.shards:
@@ -476,7 +478,8 @@ def test_a_rank_of_512_sends_what_the_plan_says(name: str) -> None:
     ranks = forecast(drafted, model, cluster, optimizer)
     for rank in distinct(ranks):
         forward, backward = exchanged(sizes, drafted, config, rank.rank, 512)
-        # A message counts where its shard is: ids that come, embeddings that go, gradients that come.
+        # A message counts where its shard is: ids that come, embeddings that go,
+        # gradients that come.
         inputs = [message for message in forward if not message.dtype.is_floating_point]
         outputs = [message for message in forward if message.dtype.is_floating_point]
         counted = [(message, message.received) for message in inputs + backward]

@@ -292,7 +292,8 @@ def in_any_order(runtime: Runtime, count: int) -> list[str]:
     assert seen == [1000.0 * size]
     done.append("futures")
 
-    # Who does not wait must not keep others from going on, though it does not fit into a ring.
+    # Who does not wait must not keep others from going on, though it does not fit into
+    # a ring.
     large = torch.ones(8_000_000)
     work = dist.all_reduce(large, async_op=True)
     time.sleep(0.05 * rank)

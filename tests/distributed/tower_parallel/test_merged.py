@@ -21,8 +21,8 @@ from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
-# Under Adagrad two updates of a row in one step would not equal one; under SGD, and with an eps like the gradients,
-# errors of scale show too.
+# Under Adagrad two updates of a row in one step would not equal one; under SGD, and
+# with an eps like the gradients, errors of scale show too.
 LEARNING = OptimizerConfig(
     tables="adagrad", tables_lr=0.1, dense="sgd", dense_lr=0.1, eps=0.01
 )

@@ -28,7 +28,8 @@ from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 STEPS = 50
 SGD = OptimizerConfig(tables="sgd", tables_lr=2.0, dense="sgd", dense_lr=0.2)
-# Kernels, ShardedAdam, decay, settings by tower, and a norm of the whole gradient that is always exceeded.
+# Kernels, ShardedAdam, decay, settings by tower, and a norm of the whole gradient that
+# is always exceeded.
 MANY = OptimizerConfig(
     tables="row_wise_adagrad",
     tables_lr=0.1,

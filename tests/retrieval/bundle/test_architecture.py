@@ -226,7 +226,8 @@ MAKES: dict[type[nn.Module], Callable[[Draw], nn.Module]] = {
 }
 
 
-# An interaction of the registry without a line of its own is tried over two towers of equal width.
+# An interaction of the registry without a line of its own is tried over two towers of
+# equal width.
 MAKES = {
     kind: lambda draw, kind=kind: kind([draw(WIDTH)] * 2)
     for kind in RECIPE_INTERACTIONS.values()

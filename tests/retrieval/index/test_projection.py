@@ -92,7 +92,8 @@ def test_the_top_nn_scores_from_its_halves(data: st.DataObject) -> None:
             module.running_mean.normal_()
             module.running_var.uniform_(0.5, 2)
             nn.init.normal_(module.bias)
-    # A layer's norm over few numbers that are nearly equal makes their last digits many times larger.
+    # A layer's norm over few numbers that are nearly equal makes their last digits many
+    # times larger.
     narrowest = min(
         (
             each.normalized_shape[0]

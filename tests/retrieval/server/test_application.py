@@ -91,7 +91,8 @@ def test_the_example_of_a_person_never_seen_is_answered(
 ) -> None:
     served = running.client().get("/v1/bundle").json
     assert served["example_user"] == {"age": 0.0, "history": []}
-    # These histories are of the tables' rows, which are no ids of this catalogue, so they have no titles.
+    # These histories are of the tables' rows, which are no ids of this catalogue, so
+    # they have no titles.
     assert served["known_values"] == {"history": list(range(1, len(bundle.store) + 1))}
     assert served["known_titles"] == {}
     assert served["manifest"]["certificate"]["calibrated"] is True

@@ -52,7 +52,8 @@ def test_a_redis_that_goes_away_degrades_to_what_is_known_and_recovers(
                     "code"
                 ]
 
-            # A busy machine may pass the store's 50 ms now and then; then the fuse lets it rest for a second.
+            # A busy machine may pass the store's 50 ms now and then; then the fuse lets
+            # it rest for a second.
             until(lambda: ask(KNOWN) == (200, "redis"))
             until(lambda: ask(ELSEWHERE) == (200, "redis"))
             assert ask(8) == (200, "live"), "the vectors of another tower are not taken"

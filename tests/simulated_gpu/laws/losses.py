@@ -19,7 +19,8 @@ def test_losses_on_the_device_are_those_on_the_cpu(recipe: str, tmp_path: Path) 
         for device in ("cpu", "cuda")
     ]
     if recipe == "bst":
-        # Its attention rounds in another order as well, and a transformer makes of it another number later.
+        # Its attention rounds in another order as well, and a transformer makes of it
+        # another number later.
         losses = [values[:3] for values in losses]
     assert len(losses[0]) > 1
     assert losses[1] == pytest.approx(losses[0], rel=0, abs=1e-5)

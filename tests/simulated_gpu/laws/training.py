@@ -14,7 +14,8 @@ QUICK = (
     "train.epochs=1",
     "train.log_every=4",
 )
-# Sets that are small enough for a run of seconds; the recipes not named here are small as they are.
+# Sets that are small enough for a run of seconds; the recipes not named here are small
+# as they are.
 SMALL = ("data.users=200", "data.items=100", "loader.batch_size=256")
 SIZES = {
     "ncf": SMALL,

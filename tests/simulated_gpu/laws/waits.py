@@ -22,7 +22,8 @@ EAGER, CAPTURED, ON_DEVICE = (
     "train.compile=require",
     "loader.device=cuda",
 )
-# These two decide by values how long their sequences are, so they have no captured step.
+# These two decide by values how long their sequences are, so they have no captured
+# step.
 NEVER_CAPTURED = ("bst", "session")
 # A set in files has no rows on the device, and sequences are dealt out on the host.
 HOST_ROWS = ("multi_task", "stream", "session")
@@ -63,7 +64,8 @@ def test_a_step_waits_no_more_often_than_it_did(
             "train.log_every=1000000",
             *runs()[name],
         )
-    # Of the second half, when steps are captured; the last step of an epoch waits for its record.
+    # Of the second half, when steps are captured; the last step of an epoch waits for
+    # its record.
     first, last = len(ends) // 2, len(ends) - 2
     assert last - first >= 2, f"{len(ends)} steps are too few"
     places = Counter(

@@ -249,7 +249,7 @@ def _provide(c: Any) -> None:
         setattr(c, name, function)
 
 
-# ---------------------------------------------------------------- torch and its libraries
+# -------------------------------------------------------------- torch and its libraries
 
 
 def _storages(torch: Any) -> None:

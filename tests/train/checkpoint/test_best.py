@@ -205,7 +205,8 @@ def test_a_run_ends_with_the_weights_of_its_best_evaluation(
         torch.equal(left["end"][key], value) for key, value in left["states"][3].items()
     )
     assert "restored" not in left["said"]
-    # A run that had ended early is not trained further, and ends with its best weights again.
+    # A run that had ended early is not trained further, and ends with its best weights
+    # again.
     assert ended["evaluations"] == 0
     assert ended["history"] == found["saved"]["history"]
     assert all(

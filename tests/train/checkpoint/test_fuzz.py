@@ -113,7 +113,8 @@ def test_a_sealed_manifest_that_lacks_a_part(
 def test_tensors_with_other_bytes_in_them(
     checkpoint: Path, examples: int, tmp_path: Path
 ) -> None:
-    # Behind the digests, which find every change: as of a file whose manifest was made for it.
+    # Behind the digests, which find every change: as of a file whose manifest was made
+    # for it.
     for file in checkpoint.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     victim = next(tmp_path.glob("*.distcp"))

@@ -246,7 +246,8 @@ def test_copies_of_tables_and_placed_towers_load_as_any_other(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_all_pairs_of_plans_and_ranks(kind: str, tmp_path: Path) -> None:
-    # Four ranks take four fifths of the time: with a state for each row, and with one for each weight and a step.
+    # Four ranks take four fifths of the time: with a state for each row, and with one
+    # for each weight and a step.
     worlds = (1, 2, 4) if kind in ("row_wise_adagrad", "lazy_adam") else (1, 2)
     count = 0
     for pair in pairs(tmp_path, worlds, SHARDINGS, (kind,)):

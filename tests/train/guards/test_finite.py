@@ -73,8 +73,8 @@ def spoiled(runtime: Runtime) -> dict[str, Any]:
     """What is told, recorded and left in the weights where rank 1 has what is no number at step 3, for each fault."""
     told = {}
     for fault in [*IN_DATA, *IN_WEIGHTS]:
-        # Rows of other ranks too would take up a bad gradient where tables are sharded; replicas let rank 1 alone have
-        # bad weights.
+        # Rows of other ranks too would take up a bad gradient where tables are sharded;
+        # replicas let rank 1 alone have bad weights.
         parallel, optimizer = made(
             runtime, "row_wise" if fault in IN_DATA else "data_parallel"
         )

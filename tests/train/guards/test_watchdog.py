@@ -95,7 +95,8 @@ def test_without_a_limit_given_the_slowest_of_the_last_steps_says_what_is_too_lo
 def waiting(runtime: Runtime, folder: str) -> Any:
     """Rank 0 does not come to a collective: first in a step, then in a pause, in which both have met often before."""
     module._PATIENCE_S = 1.5  # in this process alone
-    # A busy machine starves a rank for as long as a stopped one is silent in so short a test; that is another law's.
+    # A busy machine starves a rank for as long as a stopped one is silent in so short a
+    # test; that is another law's.
     Watchdog._standing_still = lambda *_: []  # type: ignore[method-assign, assignment]
     ends: queue.SimpleQueue[str] = queue.SimpleQueue()
     said = []

@@ -47,8 +47,8 @@ def test_ranks_by_hand() -> None:
             [9.0, 5.0, 4.0, 3.0, 2.0],
         ]
     )
-    # The first leaves out item 4, which ties with its target; the last has its target among what it has seen, which
-    # still counts.
+    # The first leaves out item 4, which ties with its target; the last has its target
+    # among what it has seen, which still counts.
     question = Question(
         targets=torch.tensor([3, 2, 2]),
         seen_rows=torch.tensor([0, 2, 2]),
@@ -292,7 +292,8 @@ def test_a_score_that_is_no_number_is_not_counted_as_worse() -> None:
 @pytest.mark.unit
 def test_the_popularity_ranking_by_hand() -> None:
     popularity = torch.tensor([0, 5, 3, 3, 1])
-    # The most popular item first; then second and third in a tie once item 1 has been seen; then the last of all.
+    # The most popular item first; then second and third in a tie once item 1 has been
+    # seen; then the last of all.
     question = Question(
         targets=torch.tensor([1, 2, 4]),
         seen_rows=torch.tensor([1]),
@@ -412,7 +413,8 @@ def shown(scores: Tensor, question: Question, k: int) -> set[int]:
     return found
 
 
-# Row-wise tables refuse a look-up of nothing, which rows that do not divide by ranks and blocks would ask for.
+# Row-wise tables refuse a look-up of nothing, which rows that do not divide by ranks
+# and blocks would ask for.
 @pytest.mark.parametrize(
     ("interaction", "sharding"), [("top_nn", "auto"), ("dot", "row_wise")]
 )
@@ -429,7 +431,8 @@ def test_any_number_of_ranks_ranks_like_a_plain_loop(
             for o in outcomes
             for other, mine in zip(o["ranks"], (better, ties), strict=True)
         )
-        # Candidates closer than this may change places, since sums are taken in another order.
+        # Candidates closer than this may change places, since sums are taken in another
+        # order.
         most, least = (
             torch.tensor(places(outcomes[0]["scores"], question, margin))
             for margin in (-1e-6, 1e-6)

@@ -103,7 +103,8 @@ def noisy(count: int = 4001) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.unit
 def test_log_loss_entropy_and_calibration_by_definition() -> None:
     """torchrec's are the same but for the base of its logarithm."""
-    # Here and not above: torchmetrics brings matplotlib, 1.7 s, and each rank imports this file.
+    # Here and not above: torchmetrics brings matplotlib, 1.7 s, and each rank imports
+    # this file.
     from torchrec.metrics.calibration import compute_calibration, get_calibration_states
     from torchrec.metrics.ne import compute_ne, get_ne_states
 

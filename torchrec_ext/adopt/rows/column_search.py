@@ -106,7 +106,8 @@ def _array(value: Any) -> Tensor | None:
         return None
     if array.dtype.kind not in "biuf" or array.ndim == 0:
         return None
-    # torch takes neither a foreign byte order nor, without a warning, memory that cannot be written.
+    # torch takes neither a foreign byte order nor, without a warning, memory that
+    # cannot be written.
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     return torch.from_numpy(native if native.flags.writeable else native.copy())
 
@@ -131,7 +132,8 @@ def _sources(dataset: Any, rows: int) -> list[_Source]:
             continue
         is_plain = torch.equal(order, torch.arange(rows))
         for path, value in values:
-            # In the plain order, values of as many rows are among the direct ones already.
+            # In the plain order, values of as many rows are among the direct ones
+            # already.
             if len(value) > int(order.max()) and not (is_plain and len(value) == rows):
                 through.append(_Source(path, value, order))
     return direct + through
@@ -304,7 +306,8 @@ class Reading:
         """Returns what was compared, of ``rows`` in all, in words."""
         if self.compared >= rows:
             return "all rows were compared with the Dataset's"
-        # The rule of three: after no event in n, at most 3 in n are expected with 95 % certainty.
+        # The rule of three: after no event in n, at most 3 in n are expected with 95 %
+        # certainty.
         return (
             f"{self.compared:,} rows were compared with the Dataset's: a difference in more than one row of "
             f"{self.compared // 3:,} would have been seen with 95 % certainty; compared=len(dataset) compares all"
@@ -335,7 +338,8 @@ class ColumnSearch:
         affordable = max(256, _MOST_BYTES // max(size, 1))
         self._compared = max(2, min(reader.num_rows, compared or COMPARED, affordable))
         self._quickly = compared is None
-        # What holds numbers, and each column of a matrix besides, since a draw may exclude by one.
+        # What holds numbers, and each column of a matrix besides, since a draw may
+        # exclude by one.
         self._sources: list[_Source] = []
         ends = torch.tensor([0, self._reader.num_rows - 1])
         for source in _sources(reader.dataset, reader.num_rows):
@@ -416,7 +420,8 @@ class ColumnSearch:
         rows = self._reader.num_rows
         rows_read = np.arange(rows)
         if self._compared < rows:
-            # A random sample alone would miss the one row in which an attribute differs.
+            # A random sample alone would miss the one row in which an attribute
+            # differs.
             some = self._random.choice(rows, self._compared, replace=False)
             rows_read = np.unique(
                 np.concatenate([[0, rows - 1], some, self._extremes()])
@@ -570,7 +575,8 @@ class ColumnSearch:
     def _column(self, piece: SlotPiece, source: _Source, values: Tensor) -> str:
         path_and_dtype = (source.path, values.dtype)
         if path_and_dtype not in self._paths:
-            # The name that a user would give it: the row's key, else the attribute's last name or key.
+            # The name that a user would give it: the row's key, else the attribute's
+            # last name or key.
             key = (
                 None if isinstance(piece.index, int) else self._reader.names[piece.slot]
             )

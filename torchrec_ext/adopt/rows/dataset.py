@@ -106,7 +106,8 @@ class ReadDataset:
         names = law.column_names()
         for argument, name in names:
             integers({**attributes, **own}, name, argument)
-        # A range of ids and the column of a mapping's keys are looked for in all columns of integers.
+        # A range of ids and the column of a mapping's keys are looked for in all
+        # columns of integers.
         looks = law.items is None or (
             law.by is None and isinstance(law.exclude, Mapping)
         )

@@ -390,7 +390,8 @@ class Evidence:
         never = []
         for other in self.exclusions:
             expected, count = self.hits(draws, other)
-            # A mapping is there for this, so it is proposed also where too few draws could show it.
+            # A mapping is there for this, so it is proposed also where too few draws
+            # could show it.
             mapping = isinstance(other.exclude, Mapping)
             if not count and expected > 0 and (expected >= least or mapping):
                 never.append((expected >= least, mapping, expected, other))
@@ -488,7 +489,8 @@ def _poisson(observed: int, expected: float) -> float:
 
 def _tail(observed: int, expected: float, variance: float) -> float:
     """Returns the two-sided p-value of a number of equal pairs: Poisson where few are expected, normal above."""
-    # Pairs of one item come together, which a Poisson law does not know: with many the variance counts.
+    # Pairs of one item come together, which a Poisson law does not know: with many the
+    # variance counts.
     if expected < 100:
         return _poisson(observed, float(expected))
     return math.erfc(abs(observed - expected) / math.sqrt(2 * variance))
@@ -601,7 +603,8 @@ def _exclusions(
             continue
         for name in keys:
             exclusion = of_mapping(pairs, reading.columns, name, code)
-            # The column holds the keys if most rows have one; a look at the first is enough.
+            # The column holds the keys if most rows have one; a look at the first is
+            # enough.
             if (exclusion.keys[:1000] >= 0).mean() > 0.5:
                 yield exclusion
     if positive is not None:

@@ -310,7 +310,8 @@ def _holder(
             and np.isin(integers(columns, name, "by"), users).all()
         ):
             names.append(name)
-    # Of several columns with such values, the one whose rows have their positives in the mapping.
+    # Of several columns with such values, the one whose rows have their positives in
+    # the mapping.
     if positive is not None and len(names) > 1:
         items = integers(columns, positive, "positive")[:_LOOKED_AT].tolist()
         candidates = names
@@ -371,7 +372,8 @@ class NegativeDraws:
         )
         self._sampler.seed = seed
         self.known: KnownPairs = self._sampler.known
-        # A key above those of the pairs reads the row of the users who have taken nothing, as -1 does.
+        # A key above those of the pairs reads the row of the users who have taken
+        # nothing, as -1 does.
         self.keys = self.exclusion.keys
         counts = self.known.known(self.keys)
         least = 1 if self.law.replace else self.count
@@ -388,7 +390,8 @@ class NegativeDraws:
         keys = self.keys[rows]
         if self.law.replace:
             return self.ids[self._sampler.draw(keys, rows, epoch, self.count).ids - 1]
-        # Draws the j-th item among the free ones left by the draws before it; every order is as likely.
+        # Draws the j-th item among the free ones left by the draws before it; every
+        # order is as likely.
         numbers = uniform(
             stream(self._sampler.seed, epoch, PROPOSED),
             rows[:, None],
@@ -401,7 +404,8 @@ class NegativeDraws:
             rank = np.minimum(
                 (numbers[:, index] * free_left).astype(np.int64), free_left - 1
             )
-            # From the least on: each item drawn before moves the free ones above it down by one.
+            # From the least on: each item drawn before moves the free ones above it
+            # down by one.
             for before in np.sort(ranks[:, :index], axis=1).T:
                 rank += rank >= before
             ranks[:, index] = rank

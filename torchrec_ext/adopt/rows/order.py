@@ -73,7 +73,8 @@ class RowOrder:
         if not full or rest >= ranks:
             batches.append(last.tensor_split(ranks)[self.rank])
         elif self.rank < rest:
-            # Too few rows for one more step on every rank: some ranks have a row more in the step before.
+            # Too few rows for one more step on every rank: some ranks have a row more
+            # in the step before.
             batches[-1] = torch.cat([batches[-1], last[self.rank, None]])
         return batches
 
@@ -104,7 +105,8 @@ class LoaderOrder:
         with self.reader.untouched(generators_alone=True):
             # numpy's seed has 32 bits.
             seed_everything(seed % 2**32)
-            # A sampler may draw from a generator of its own, also the one inside a BatchSampler.
+            # A sampler may draw from a generator of its own, also the one inside a
+            # BatchSampler.
             samplers: tuple[Any, ...] = (
                 self.sampler,
                 getattr(self.sampler, "sampler", None),
@@ -167,7 +169,8 @@ def sampler_of(
     sampler = loader.sampler
     batches = loader.batch_sampler
     size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
-    # Of torch's own samplers, by the class itself: one derived from them may do anything.
+    # Of torch's own samplers, by the class itself: one derived from them may do
+    # anything.
     shuffles = (
         type(sampler) is RandomSampler
         and not sampler.replacement

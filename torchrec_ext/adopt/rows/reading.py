@@ -361,7 +361,8 @@ class _Snapshot:
     def _restored_objects(self) -> Iterator[str]:
         for path, value, before in self._objects:
             after = vars(value)
-            # This object stands for an attribute that is not there, because None may be a value.
+            # This object stands for an attribute that is not there, because None may be
+            # a value.
             changed = [
                 name
                 for name in {**before, **after}

@@ -67,7 +67,8 @@ class Rereads:
         Raises:
             CannotAdopt: the message says why.
         """
-        # Causes with a remedy of their own come first: below, the same rows are noise or several draws.
+        # Causes with a remedy of their own come first: below, the same rows are noise
+        # or several draws.
         self._check_each_row()
         self._check_features()
         where = self._reader.where
@@ -105,7 +106,8 @@ class Rereads:
         rows = self._rows[stays]
         first = [values[torch.from_numpy(stays)] for values in self._values[0]]
         more = self._read(rows, range(ROUNDS, ROUNDS + _MORE_ROUNDS))
-        # Where a row's number decides between a positive and a negative, as `row % 5`, no draw moves the positives.
+        # Where a row's number decides between a positive and a negative, as `row % 5`,
+        # no draw moves the positives.
         rows = rows[self._that_stay(_changes([first, *more]))]
         if len(rows) < least:
             return

@@ -162,7 +162,8 @@ def _refuse_differences(split: TowerSplit, plain: Mapping[str, Tensor | None]) -
         # Of outputs, which are in 16 bits under autocast.
         rounding = torch.finfo(split.dtype).eps
         share = max(torch.finfo(parameter.dtype).eps ** 0.5, 8 * rounding)
-        # Where a gradient is nothing but rounding, the greatest of all says how much that is.
+        # Where a gradient is nothing but rounding, the greatest of all says how much
+        # that is.
         allowed = share * (float(theirs.abs().max()) + greatest / 10)
         alike = (parameter.grad is None) == (gradient is None)
         if not alike or bool(((ours - theirs).abs() > allowed).any()):

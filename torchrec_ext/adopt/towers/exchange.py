@@ -65,7 +65,8 @@ class _Record:
         for piece, before in zip(
             pieces, torch.split(message, [len(piece) for piece in pieces]), strict=True
         ):
-            # The head is bits and no number: equal, or other ranks would not have gone on.
+            # The head is bits and no number: equal, or other ranks would not have gone
+            # on.
             far = torch.nan_to_num(piece - before).abs()
             # Only the first difference is named: all that follow come of it.
             if len(piece) and float(far.max()) > _NEAR * float(
@@ -243,7 +244,8 @@ class OutputExchange:
         for rank, (piece, width) in enumerate(
             zip(torch.split(flat, self.message_sizes), self._widths, strict=True)
         ):
-            # In front stands the header, and behind the rows the room for a larger batch.
+            # In front stands the header, and behind the rows the room for a larger
+            # batch.
             body = piece[len(piece) - self.capacity * width :]
             of_ranks.append(iter(self._split(rank, body[: size * width], size)))
         leaves = []
@@ -292,7 +294,8 @@ class OutputExchange:
                 self._rank, piece[self._start :], share.stop - share.start
             )
             for gradient, each in zip(gradients, leaves, strict=True):
-                # Added, because ranks without rows of their own read the first row, with weight 0.
+                # Added, because ranks without rows of their own read the first row,
+                # with weight 0.
                 gradient[share] += each
         if not self.small:
             return gradients, None
@@ -360,7 +363,8 @@ class OutputExchange:
     def sum_begun(self, total: Tensor) -> Any:
         """Begins to sum a large total over the ranks, in place; returns what :meth:`sum_ended` takes. Collective."""
         if self._record.next is None:
-            # The sum is made in place, and what was sent is compared when the exchange is replayed.
+            # The sum is made in place, and what was sent is compared when the exchange
+            # is replayed.
             return total.clone(), total, dist.all_reduce(total, async_op=True)
         return total, None, None
 

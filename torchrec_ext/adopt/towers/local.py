@@ -121,7 +121,8 @@ class LocalTowers:
                     outputs += tower.run(arguments, rows)
             clock("towers")
         except Exception as error:
-            # The others wait for this rank's outputs, so that it sends none and says so.
+            # The others wait for this rank's outputs, so that it sends none and says
+            # so.
             problem = error
             outputs = []
             header = header._replace(failed=1.0)
@@ -144,7 +145,8 @@ class LocalTowers:
         gradients: list[Tensor | None] = [parameter.grad for parameter in top]
         weighed = loss.detach() * weight
         if problem is not None:
-            # A rank that failed sends zeros with a flag, because the others wait for its gradients.
+            # A rank that failed sends zeros with a flag, because the others wait for
+            # its gradients.
             gradients = [None] * len(top)
             weighed = torch.zeros_like(loss)
         total = exchange.total(weighed, gradients, failed=problem is not None)
@@ -177,7 +179,8 @@ class LocalTowers:
         for parameter, ranks, gradient in zip(
             top, used, exchange.split_total(summed), strict=True
         ):
-            # One without a gradient on any rank has none in one process, which optimizers tell from zero.
+            # One without a gradient on any rank has none in one process, which
+            # optimizers tell from zero.
             parameter.grad = gradient if ranks else None
         clock("exchange")
         return summed[0].to(loss.dtype), tree_map_only(Tensor, Tensor.detach, aux)

@@ -82,15 +82,16 @@ class TowerSplit:
         leaves, self._spec = tree_flatten(tuple(example))
         self.rows = batch_rows(leaves)
         self._kinds = list(map(_kind, leaves))
-        # UserLoss.refuse_sums() compares the losses of two rows and two others with that of all four.
+        # UserLoss.refuse_sums() compares the losses of two rows and two others with
+        # that of all four.
         if self.rows < 4:
             raise CannotAdopt(
                 f"the example has {self.rows} row(s): give a real batch, of 4 rows or more"
             )
         self.draws_random = self._draws_at_random(example)
         if self.draws_random:
-            # Without dropout the gradients can be compared with those of one process; nothing_moves() restores the
-            # mode.
+            # Without dropout the gradients can be compared with those of one process;
+            # nothing_moves() restores the mode.
             model.eval()
             if self._draws_at_random(example):
                 raise CannotAdopt(
@@ -135,7 +136,8 @@ class TowerSplit:
 
     def refuse_different_ranks(self, example: Sequence[Any]) -> None:
         """Refuses ranks with different models, optimizers, towers or examples. Collective."""
-        # Names and values of all that ranks must have in common, the most telling difference first.
+        # Names and values of all that ranks must have in common, the most telling
+        # difference first.
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         facts = [("towers", str({tower.path: tower.rank for tower in self.towers}))]
         facts.append(("the number of parameters and buffers", str(len(tensors))))

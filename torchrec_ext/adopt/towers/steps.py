@@ -130,7 +130,8 @@ class TowerRankStep(RankStep):
             if parameter.grad is not None:
                 gradients = of_top if id(parameter) in top else of_towers
                 gradients.append(parameter.grad)
-        # Only towers differ by rank: gradients outside of them are sums over the ranks already.
+        # Only towers differ by rank: gradients outside of them are sums over the ranks
+        # already.
         squares = exchange.sum_of(squared_norm(of_towers, exchange)) + squared_norm(
             of_top, exchange
         )
@@ -209,7 +210,8 @@ class TowersTrace:
         rows = int(self._header.rows)
         if not exchange.fits(rows):
             raise RareShapeError("a batch of more rows than any before")
-        # Dynamo guards on the same stand-ins in each step; the captured one reads what arrives in their place.
+        # Dynamo guards on the same stand-ins in each step; the captured one reads what
+        # arrives in their place.
         if rows not in self._received:
             self._received[rows] = exchange.received(
                 exchange.blanks(rows, late=False)[0], rows
@@ -223,7 +225,8 @@ class TowersTrace:
             arguments = local.arguments(args, rows)
             self._batch = GivenBatch(tuple(arguments))
             outputs = self._captures.call_traced(self._towers, towers, arguments)
-            # Dynamo orders a graph's outputs as it likes: where the towers return each blank shows which it is.
+            # Dynamo orders a graph's outputs as it likes: where the towers return each
+            # blank shows which it is.
             blanks = list(map(id, self._blanks))
             self._places = tuple(
                 blanks.index(id(output)) for output in tree_leaves(outputs)
@@ -245,7 +248,8 @@ class TowersTrace:
         graph, check = self._tower_graphs[number]
         check(tensors)
         self._tower_call = GraphCall(graph, self._batch, tensors)
-        # Stand for the outputs until the step is made; Dynamo puts them where the towers return them.
+        # Stand for the outputs until the step is made; Dynamo puts them where the
+        # towers return them.
         self._blanks = [
             torch.empty(output.shape, dtype=output.dtype) for output in graph.outputs
         ]
@@ -330,7 +334,8 @@ class TowersSource(AdoptedSource):
         self._top = [names[id(parameter)] for parameter in local.split.top]
         updated = {each.name for each in memory.parameters}
         self._used = [name in updated for name in self._top]
-        # The norm and a large total come after the towers' backward, by a third exchange.
+        # The norm and a large total come after the towers' backward, by a third
+        # exchange.
         late = bool(clip_norm) or not self._exchange.small
         self.cuts = (1, TOTAL + 1, TOTAL + 2) if late else (1, TOTAL + 1)
         self._rows = 0
@@ -379,7 +384,8 @@ class TowersSource(AdoptedSource):
         try:
             _, (_, outputs) = step(inputs)
         except Exception as error:
-            # It ended before it wrote anything but the count, or this rank has failed for good.
+            # It ended before it wrote anything but the count, or this rank has failed
+            # for good.
             self.memory.take_back(steps_made)
             raise EndOfStepError from error
         return self.whole_loss, outputs
@@ -492,7 +498,8 @@ class TowersSource(AdoptedSource):
 
     def fail(self, cut: int, error: Exception) -> None:
         """Signals a failure to the other ranks, so that all raise alike. Collective."""
-        # The others wait for this rank's outputs or gradients; after these they make the step without it.
+        # The others wait for this rank's outputs or gradients; after these they make
+        # the step without it.
         if cut == 0 and not self._exchange.met:
             head = self._exchange.header(self._header._replace(failed=1.0))
             self._exchange.exchange_outputs(
@@ -548,7 +555,8 @@ class _InParts(StepEngine):
         compiled = [
             self.compile(piece.graph, unaliased(piece.examples)) for piece in pieces
         ]
-        # Room for the inputs and for what the pieces give to one another, by its number.
+        # Room for the inputs and for what the pieces give to one another, by its
+        # number.
         count = 1 + max(
             input_count,
             *itertools.chain.from_iterable(piece.outputs for piece in pieces),

@@ -404,7 +404,8 @@ class UserLoss:
                 inputs[tower.path] = tree_flatten((positional, keywords))[0]
                 if all(each.path in inputs for each in towers):
                     raise _InputsRead
-                # This tower is not asked for: what is read may not depend on it, see _refuse_dependent().
+                # This tower is not asked for: what is read may not depend on it, see
+                # _refuse_dependent().
                 zeros = [
                     torch.zeros(rows, *shape, device=device) for shape in tower.shapes
                 ]
@@ -466,7 +467,8 @@ class UserLoss:
         Args:
             outputs: leaves of the outputs of all towers.
         """
-        # In place, because the functions hold this dict, and Dynamo would trace others anew.
+        # In place, because the functions hold this dict, and Dynamo would trace others
+        # anew.
         self._finished.update(self._by_tower(outputs))
         for tower in self._towers:
             self._stand_ins.setdefault(tower.module, self._stand_in(tower))
@@ -587,7 +589,8 @@ def nothing_moves(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator
 
     StateCopy would also copy the weights. A tower's tables may be large, and nothing in the block changes them.
     """
-    # Optimizers may move parameters of other modules too. A parameter is hashed by its identity.
+    # Optimizers may move parameters of other modules too. A parameter is hashed by its
+    # identity.
     parameters = set(model.parameters())
     for optimizer in optimizers:
         for group in optimizer.param_groups:

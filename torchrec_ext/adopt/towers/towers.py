@@ -136,7 +136,8 @@ class TowersApart:
         except Exception as error:
             problem = error.__cause__ if isinstance(error, EndOfStepError) else error
             assert isinstance(problem, Exception)
-            # The other ranks wait for the outputs of this one, unless all have raised after that exchange.
+            # The other ranks wait for the outputs of this one, unless all have raised
+            # after that exchange.
             if not self._local.exchange.met:
                 self._local.exchange_outputs([], OutputHeader(failed=1.0), problem)
             raise problem from problem.__cause__
@@ -216,7 +217,8 @@ class TowerWeights:
     def broadcast(self) -> None:
         """Broadcasts every tower's weights, buffers and optimizer state from its rank. Collective."""
         for tower in self._split.towers:
-            # .data, because a parameter that requires a gradient is not written in place.
+            # .data, because a parameter that requires a gradient is not written in
+            # place.
             for tensor in (*tower.module.parameters(), *tower.module.buffers()):
                 self._broadcast(tensor.data, tower.rank)
             for optimizer in self._split.optimizers:

@@ -78,7 +78,8 @@ def fetch(
                 _copy(source, unfinished, licence, progress)
                 verify(unfinished, source)
                 unfinished.replace(target)
-    # urllib's errors are OSErrors, too. Some wrap their cause, an OSError of the socket or a text.
+    # urllib's errors are OSErrors, too. Some wrap their cause, an OSError of the socket
+    # or a text.
     except OSError as error:
         cause = getattr(error, "reason", None) or error
         return getattr(cause, "strerror", None) or str(cause)
@@ -119,7 +120,8 @@ def _copy(source: Download, target: Path, licence: str, progress: bool) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """Lets one process of this host in at a time; without file locks two may download, and either's file is whole."""
     with path.open("w") as stream:
-        # Some network file systems have no locks. See the docstring for what may happen then.
+        # Some network file systems have no locks. See the docstring for what may happen
+        # then.
         with suppress(OSError):
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield
@@ -182,7 +184,8 @@ def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData
                 progress=progress,
             )
         except DatasetUnavailable as error:
-            # Added here, because preprocessing looks for the same file and has no data.name.
+            # Added here, because preprocessing looks for the same file and has no
+            # data.name.
             raise DatasetUnavailable(f"{error}, or set data.name=planted") from None
         if path.is_dir():
             _warn_if_other(path)

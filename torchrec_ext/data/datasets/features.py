@@ -40,7 +40,8 @@ from torchrec_ext.schema.validation import listed
 # Stands in a list for a value that is in no vocabulary.
 _UNKNOWN = "unknown"
 SEPARATOR = "|"
-# Share of distinct values from which on a column names its row, as a title does, and says nothing about another row.
+# Share of distinct values from which on a column names its row, as a title does, and
+# says nothing about another row.
 MOST_DISTINCT = 0.5
 MISSING_TIME = np.iinfo(np.int64).min
 # The first text among these rows decides whether a column holds dates.
@@ -477,7 +478,8 @@ def times_in(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Ar
         ) from None
 
 
-# Reads a column of a file; called with the file, the column's name in it, and its values.
+# Reads a column of a file; called with the file, the column's name in it, and its
+# values.
 Convert = Callable[[Path, str, pa.ChunkedArray], pa.Array]
 
 
@@ -691,7 +693,8 @@ def check_described(path: Path, key: str, ids: Array) -> None:
     Raises:
         DataError: an id has two rows, one of which would be lost.
     """
-    # Stable, so that the message names the first two rows of an id in the order of the file.
+    # Stable, so that the message names the first two rows of an id in the order of the
+    # file.
     order = np.argsort(ids, kind="stable")
     twice = np.flatnonzero(ids[order[1:]] == ids[order[:-1]])
     if len(twice):

@@ -147,7 +147,8 @@ def _owned(file: Path, rows: list[list[str]], name: str) -> Chunk:
     )
 
 
-# The folder that `rec.data.preprocess` writes next to the rows. Id 0 of these rows is the unknown value.
+# The folder that `rec.data.preprocess` writes next to the rows. Id 0 of these rows is
+# the unknown value.
 PREPROCESSOR = "preprocessor"
 # The file of each part: TRAIN, VALIDATION and TEST count from 0.
 _NAMES = dict(enumerate(PARTS))
@@ -211,7 +212,8 @@ def from_folder(
     columns = columns or {}
     files = _read_files(folder, context)
     pairs = _pairs_of(files, context, validation=validation, seed=seed)
-    # Before the ids become rows, because the training rows decide which items are in the catalogue.
+    # Before the ids become rows, because the training rows decide which items are in
+    # the catalogue.
     split = _split(pairs.rows, pairs.part, history_length, seed)
     if (folder / PREPROCESSOR).is_dir():
         _check_placeholder(folder, pairs.rows.take(split.rows[split.part == TRAIN]))
@@ -314,7 +316,8 @@ def _read_files(folder: Path, context: Sequence[str]) -> _Files:
         tables[name] = {key: pa.array(column.values) for key, column in chunk.items()}
     for name, keys in columns.items():
         path = folder / f"{name}.parquet"
-        # Without one of these two, reading fails and names it; the others need not exist.
+        # Without one of these two, reading fails and names it; the others need not
+        # exist.
         if name in ("train", "test") or path.exists():
             paths[name] = path
             tables[name] = _read(path, *keys)

@@ -99,7 +99,8 @@ def with_profiles(
         length: greatest length of a profile.
         seed: seed of the order.
     """
-    # One number for each pair and part, so that np.unique compares both. A pair may be in several parts.
+    # One number for each pair and part, so that np.unique compares both. A pair may be
+    # in several parts.
     pair = (user * (item.max(initial=0) + 1) + item) * 3 + part
     shuffled = np.random.default_rng(seed).permutation(
         np.unique(pair, return_index=True)[1]
@@ -113,7 +114,8 @@ def with_profiles(
     # Number of training rows before each row.
     before = np.concatenate([[0], training.cumsum()])
     count = before[past_last] - before[first]
-    # A user's training items twice in a row: all of them but the one at place p are the count - 1 items from p + 1 on.
+    # A user's training items twice in a row: all of them but the one at place p are the
+    # count - 1 items from p + 1 on.
     start = 2 * before[first]
     index = np.arange(len(rows)) - first
     pool = np.zeros(2 * int(training.sum()), dtype=np.int64)
@@ -419,7 +421,8 @@ def _context_of(
     """Fits context to the training rows ``rows``; returns the mapping, and all rows under it."""
     if not context:
         return RowContext(), {}
-    # All rows decide whether a column has missing values; the training rows, by their mean, what these become.
+    # All rows decide whether a column has missing values; the training rows, by their
+    # mean, what these become.
     filled = [name for name, column in context.items() if column.null_count]
     training = {name: column.take(pa.array(rows)) for name, column in context.items()}
     fitted = RowContext.fit(training, filled=filled)
@@ -455,7 +458,8 @@ def _check_known(name: str, column: str, ids: Int64, size: int) -> None:
 def rows_among(ids: Int64, values: Int64) -> Int64:
     """Returns (N,) the row of each of ``values`` (N,) among ``ids`` (rows,), -1 for a value without one."""
     order = np.argsort(ids, kind="stable")
-    # A value above all ids has no place among them: compared with the last one, it is not found.
+    # A value above all ids has no place among them: compared with the last one, it is
+    # not found.
     indices = np.minimum(ids[order].searchsorted(values), len(ids) - 1)
     return np.where(ids[order][indices] == values, order[indices], -1)
 

@@ -156,7 +156,8 @@ class LabelledData:
         """
         names = self.user_features if key == "user_id" else self.item_features
         last = np.full(self.vocab[key], -1)
-        # numpy keeps the last value that is assigned to an index, so each id gets its last row.
+        # numpy keeps the last value that is assigned to an index, so each id gets its
+        # last row.
         last[self.train[key].values] = np.arange(self.train.num_rows)
         is_trained = last[rows] >= 0
         last_rows = self.train.take(np.maximum(last[rows], 0))
@@ -262,7 +263,8 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
         )
     )
     descriptions = _descriptions(folder, files["train"], raw["train"])
-    # Before the vocabularies are fitted: what users.parquet and items.parquet say is read from there alone.
+    # Before the vocabularies are fitted: what users.parquet and items.parquet say is
+    # read from there alone.
     raw = {
         part: _without_described(files[part], columns, descriptions)
         for part, columns in raw.items()
@@ -289,7 +291,8 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
         words = words.joined(about.words)
         owned[about.name] = (*owned[about.name], *about.words.names)
         sparse += about.words.vocab
-    # Of ids 0 to N - 1 row N is the unknown one. Hours, weekdays and months all have a row, trained or not.
+    # Of ids 0 to N - 1 row N is the unknown one. Hours, weekdays and months all have a
+    # row, trained or not.
     unknown = dict(sizes)
     for columns_of_times in words.times.values():
         unknown |= dict.fromkeys(columns_of_times, 0)
@@ -481,7 +484,8 @@ def _words(
         if not pa.types.is_integer(column.type):
             continue
         if is_preprocessed and name in _NAMES.values():
-            # Not a value of the vocabulary: 0 in a held-out row becomes the unknown, too.
+            # Not a value of the vocabulary: 0 in a held-out row becomes the unknown,
+            # too.
             inputs[name] = pc.if_else(
                 pc.equal(column, 0), pa.scalar(None, column.type), column
             )
@@ -570,7 +574,8 @@ def _plain(column: pa.Array) -> pa.Array:
     if pa.types.is_boolean(column.type):
         return column.cast(pa.int64())
     if pa.types.is_floating(column.type):
-        # Rounded to 32 bits, so that a number compares equal in files of 32 and of 64 bits.
+        # Rounded to 32 bits, so that a number compares equal in files of 32 and of 64
+        # bits.
         return column.cast(pa.float32()).cast(pa.float64())
     return column
 

@@ -265,7 +265,8 @@ def from_parquet(folder: Path) -> Tables:
     return ratings, users, items
 
 
-# The publisher's files, in the order of the tables: the separator, and the number of fields of a line.
+# The publisher's files, in the order of the tables: the separator, and the number of
+# fields of a line.
 _TEXTS = {"u.data": ("\t", 4), "u.user": ("|", 5), "u.item": ("|", 6 + len(GENRES))}
 
 

@@ -205,7 +205,8 @@ def training_windows(sequences: Column, max_targets: int) -> Column:
     targets = np.maximum(sequences.lengths - 1, 0)
     pieces = -(-targets // max_targets)
     rows = np.arange(len(pieces)).repeat(pieces)
-    # Counted from the end, so that only the first piece of a user is short: 0 for a user's last piece.
+    # Counted from the end, so that only the first piece of a user is short: 0 for a
+    # user's last piece.
     from_end = np.cumsum(pieces)[rows] - 1 - np.arange(len(rows))
     starts, stops = sequences.take(rows).windows
     stops -= from_end * max_targets
@@ -296,7 +297,8 @@ def _order(path: Path, name: str, column: pa.ChunkedArray) -> pa.Array:
     order = raw_column(path, name, column)
     refuse_lists(path, name, order)
     if pa.types.is_string(order.type):
-        # raw_column keeps text without a first date. This raises an error that names the row.
+        # raw_column keeps text without a first date. This raises an error that names
+        # the row.
         times_in(path, name, order)
     return order.cast(pa.int64()) if pa.types.is_timestamp(order.type) else order
 
@@ -410,7 +412,8 @@ def planted_sequences(
     steps = np.zeros((users, LONGEST), dtype=np.int64)
     available = np.ones((users, items), dtype=bool)
     for step in range(LONGEST):
-        # At step 0 this reads the last column, which is still 0; ``follows`` is False there.
+        # At step 0 this reads the last column, which is still 0; ``follows`` is False
+        # there.
         following = successor[steps[:, step - 1]]
         follows = (rng.random(users) < 0.7) & available[rows, following] & (step > 0)
         # The greatest of uniform numbers is a uniform choice among the available items.
@@ -435,7 +438,8 @@ def _best(steps: Int64, lengths: Int64, successor: Int64) -> dict[str, float]:
     available = np.ones((len(steps), len(successor)), dtype=bool)
     before = np.arange(steps.shape[1]) < last[:, None]
     available[np.nonzero(before)[0], steps[before]] = False
-    # Number of places that the guess takes: none if the user has taken the successor already.
+    # Number of places that the guess takes: none if the user has taken the successor
+    # already.
     first = available[rows, guesses].astype(np.int64)
     # Of each figure the sum of its gains at the first n places, for n from 0 to 10.
     gains = {
@@ -445,7 +449,8 @@ def _best(steps: Int64, lengths: Int64, successor: Int64) -> dict[str, float]:
     }
     figures = {}
     for name, upto in gains.items():
-        # All other items come in any order: each of them has the same share of the gains that are left.
+        # All other items come in any order: each of them has the same share of the
+        # gains that are left.
         by_chance = (upto[-1] - upto[first]) / (available.sum(axis=1) - first)
         figures[name] = float(np.where(targets == guesses, upto[1], by_chance).mean())
     return figures

@@ -358,7 +358,8 @@ class StreamedData:
                     f"{self.folder}: column '{name}' has ids of {ids.min()} to {ids.max()}, and its vocabulary rows 0 "
                     f"to {len(last) - 1}: the rows and the preprocessor are of two runs; preprocess the log again"
                 )
-            # numpy keeps the last value that is assigned to an index, so each id gets its last row.
+            # numpy keeps the last value that is assigned to an index, so each id gets
+            # its last row.
             last[ids] = np.arange(start, start + len(ids))
             start += len(ids)
         return last
@@ -376,7 +377,8 @@ def prepared_folder(name: str, root: str | None) -> Path | None:
 
     Files train.parquet or inter.parquet beside the rows are a set of their own, which is read instead.
     """
-    # A known set is read by its own loader, whatever folder of this name lies where the command runs.
+    # A known set is read by its own loader, whatever folder of this name lies where the
+    # command runs.
     if name in (*NAMES, "frappe"):
         return None
     for folder in (Path(name), data_folder(name, root)):
@@ -549,7 +551,8 @@ def labelled_rows_of(data: StreamedData, *, context: bool = True) -> LabelledDat
         dense=data.dense,
         user_features=described["user"],
         item_features=described["item"],
-        # Where LabelledData would take the last row: a preprocessor's unknown value has id 0.
+        # Where LabelledData would take the last row: a preprocessor's unknown value has
+        # id 0.
         oov_ids=dict.fromkeys(data.features, 0),
         prepared=data,
     )
@@ -613,7 +616,8 @@ def interactions_of(data: StreamedData) -> InteractionData:
     outside = len(item_rows) + 1
     for split in ("validation", "test"):
         ids = rows[split]["item_id"].values
-        # An unknown item becomes one outside the catalogue, so that a model cannot find it.
+        # An unknown item becomes one outside the catalogue, so that a model cannot find
+        # it.
         rows[split] = rows[split].with_columns(
             {"item_id": Column(np.where(ids > 0, ids, outside))}
         )
@@ -654,7 +658,8 @@ def _values_of(preprocessor: FittedPreprocessor, name: str, rows: int) -> Array 
     if not isinstance(state, Vocabulary):
         return None
     values: Array = state.values.to_numpy(zero_copy_only=False)
-    # Before the values stands that of row 0, the unknown; after them that of the row outside the catalogue.
+    # Before the values stands that of row 0, the unknown; after them that of the row
+    # outside the catalogue.
     nobody = np.array([None], object) if values.dtype == object else np.array([-1])
     return np.concatenate([nobody, values, nobody])[:rows]
 
@@ -746,7 +751,8 @@ def planted_log_folder(
     shown_items = columns["item_id"][clicks]
     shown_items[1::2] = rng.integers(1, int(shown_items.max()) + 1, size)
     click = np.tile(np.array([1.0, 0.0]), size)
-    # A drawn item that is the clicked one would have both labels, so its row is dropped.
+    # A drawn item that is the clicked one would have both labels, so its row is
+    # dropped.
     mask = (click > 0) | (shown_items != columns["item_id"][clicks])
     clicks = clicks[mask]
     shown_items = shown_items[mask]
@@ -825,7 +831,8 @@ def planted_log_folder(
         "click": click_chance,
         "conversion": click_chance * log.buys(shown_items[test]),
     }
-    # Those of the click stand under their plain names, too, since the click is the label.
+    # Those of the click stand under their plain names, too, since the click is the
+    # label.
     best = best_prediction(click_chance, click_chance, click[test])
     for name, chance in chances.items():
         for figure, value in best_prediction(chance, chance, rows[name][test]).items():
@@ -841,7 +848,8 @@ def _past(
     With ``itself=1`` the row's own click is the last of them.
     """
     users = columns["user_id"]
-    # A user's clicks one after the other, in the order of time, and the place of each click among them.
+    # A user's clicks one after the other, in the order of time, and the place of each
+    # click among them.
     order = np.argsort(users, kind="stable")
     place = np.argsort(order)[clicks]
     first = users[order].searchsorted(users[clicks])

@@ -193,7 +193,8 @@ def _best(preferences: _Floats, data: InteractionData) -> Mapping[str, float]:
     weights = preferences[users]
     masked_items = data.seen(users, "train", "validation")
     weights[masked_items.owners, masked_items.values] = 0.0
-    # The chance of each test item that is left, greatest first: one of them is the answer.
+    # The chance of each test item that is left, greatest first: one of them is the
+    # answer.
     top = -np.sort(-weights, axis=1)[:, :10] / weights.sum(axis=1, keepdims=True)
     gain = 1 / np.log2(np.arange(10) + 2)
     figures = {}
@@ -343,7 +344,8 @@ def planted_log(
                 )
                 category = (category + 1) % categories if follow else other
                 item = category + categories * int(rng.integers(items // categories))
-                # Ids begin at 1: item 0, which is of category 0, becomes the last multiple of ``categories``.
+                # Ids begin at 1: item 0, which is of category 0, becomes the last
+                # multiple of ``categories``.
                 rows.append(
                     (
                         now,

@@ -84,7 +84,8 @@ class ColumnRules:
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(
             zero_copy_only=False
         )
-        # Unlike array.values, flatten leaves out null lists and the values outside a slice.
+        # Unlike array.values, flatten leaves out null lists and the values outside a
+        # slice.
         values = array.flatten()
         if values.null_count and name not in self.fill:
             row = int(

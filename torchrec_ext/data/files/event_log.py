@@ -32,7 +32,8 @@ from torchrec_ext.schema import DataError
 # Bytes that are read from a text file at a time.
 _BLOCK = 2**20
 _LONGEST_LINE = 2**24
-# Bytes before the position that are compared with those that were read, at each look and after a resume.
+# Bytes before the position that are compared with those that were read, at each look
+# and after a resume.
 _TAIL = 256
 # Bytes at the end of a parquet file, where its metadata are.
 _FOOTER = 4096
@@ -134,7 +135,8 @@ class EventLog:
                 pieces.append(piece)
                 count += len(piece)
             elif not names:
-                # Listed before the rest of a file is read: what precedes a later file is then complete.
+                # Listed before the rest of a file is read: what precedes a later file
+                # is then complete.
                 names = self._names()
                 if not names:
                     break
@@ -216,7 +218,8 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     key = []
     for part in filter(None, re.split(r"(\d+)", name)):
         number = int(part) if part.isdecimal() else 0
-        # Text and numbers are never compared with one another: the first entry decides between them.
+        # Text and numbers are never compared with one another: the first entry decides
+        # between them.
         key.append((part.isdecimal(), number, part))
     return key
 
@@ -274,7 +277,8 @@ class _LineFile(_EventFile):
 
     def __init__(self, path: Path, columns: EventsConfig) -> None:
         super().__init__(path, columns)
-        # The last bytes before the place, and the bytes after it that are no events yet.
+        # The last bytes before the place, and the bytes after it that are no events
+        # yet.
         self._tail = b""
         self._buffer = b""
         # None for JSON; empty before the first line was read.
@@ -315,7 +319,8 @@ class _LineFile(_EventFile):
                     f"{self.path}: a line has more than {_LONGEST_LINE:,} bytes; write an event a line"
                 )
         if len(ends) < most and not is_last:
-            # A later file exists, so this one is complete, and its last line may have no end.
+            # A later file exists, so this one is complete, and its last line may have
+            # no end.
             return self._buffer
         return self._buffer[: ends[:most].max(initial=-1) + 1]
 

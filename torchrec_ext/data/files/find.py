@@ -54,7 +54,8 @@ class DataFile:
         blocks = [str(size).encode()]
         with open(self.path, "rb") as stream:
             for number in range(_BLOCKS):
-                # The first block is at the start of the file, and the last one at its end.
+                # The first block is at the start of the file, and the last one at its
+                # end.
                 stream.seek(max(0, size - _BLOCK) * number // (_BLOCKS - 1))
                 blocks.append(stream.read(_BLOCK))
         return b"".join(blocks)
@@ -126,7 +127,8 @@ def check_partitions(file: DataFile, columns: Collection[str]) -> None:
 
 def _local(path: str, endings: Sequence[str]) -> list[DataFile]:
     try:
-        # A set, because patterns such as ** match a file both by itself and below its folder.
+        # A set, because patterns such as ** match a file both by itself and below its
+        # folder.
         unique_names: set[str] = set()
         for match in _matches(path):
             unique_names.update(_below(match, endings))
@@ -162,7 +164,8 @@ def _matches(path: str) -> list[str]:
             os.path.join(".", *segments[:index], *inside), recursive=True
         ):
             if glob.has_magic(segment):
-                # Raises if the folder may not be listed; a glob would find nothing there.
+                # Raises if the folder may not be listed; a glob would find nothing
+                # there.
                 os.scandir(folder).close()
             else:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -256,7 +259,8 @@ def _remote(path: str, endings: Sequence[str]) -> list[DataFile]:
             unique_names.update(_below_remote(system, match, endings))
     except DataError:
         raise
-    # Each file system has errors of its own: no such bucket, no right, no network, no driver.
+    # Each file system has errors of its own: no such bucket, no right, no network, no
+    # driver.
     except Exception as error:
         raise DataError(
             f"{path}: cannot be read ({type(error).__name__}: {error}); check address, rights and network"

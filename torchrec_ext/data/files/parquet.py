@@ -68,7 +68,8 @@ def read_columns(path: PathLike, names: Sequence[str] | None = None) -> pa.Table
     table_names = list(source.columns if names is None else names)
     for name in table_names:
         source.type_of(name)
-    # The source decodes a group in one thread, as a loader wants it; here nothing else runs meanwhile.
+    # The source decodes a group in one thread, as a loader wants it; here nothing else
+    # runs meanwhile.
     with ThreadPoolExecutor() as pool:
         tables = list(
             pool.map(lambda group: source.table(group, table_names), source.groups)

@@ -41,7 +41,8 @@ from torchrec_ext.schema.validation import listed
 ARRAYS: tuple[Kind, ...] = ("floats", "ints")
 # Footers that are read at a time: each waits for the disk or the network.
 _FOOTERS_AT_ONCE = 8
-# Bytes that reading a part may hold without a warning. A group of a million rows of 41 columns holds 80 MB.
+# Bytes that reading a part may hold without a warning. A group of a million rows of 41
+# columns holds 80 MB.
 HEAVY = 256 << 20
 
 
@@ -227,7 +228,8 @@ class FileSource(ABC):
                         f"{held_bytes / 2**20:,.0f} MB of the row group are held; {self.remedy.format(size=size)}",
                         stacklevel=2,
                     )
-            # The caller's alone. A name in this frame would keep the chunk alive, one for each lane.
+            # The caller's alone. A name in this frame would keep the chunk alive, one
+            # for each lane.
             yield chunk_slot.pop()
 
     def _stored(self, names: Sequence[str]) -> list[str]:
@@ -267,7 +269,8 @@ class FileSource(ABC):
             return read_table(names) if names else pa.table({})
         # Of Arrow, the disk, or any fsspec file system.
         except Exception as error:
-            # A file that was cut or replaced meanwhile fails in many ways, so the cause is told instead.
+            # A file that was cut or replaced meanwhile fails in many ways, so the cause
+            # is told instead.
             file.check_unchanged()
             if isinstance(error, DataError):
                 raise
@@ -372,7 +375,8 @@ def _has_checksum(header: bytes) -> bool:
     offset = 0
     while offset < len(header):
         field += header[offset] >> 4
-        # Type 5 is i32. A field of another type means that the header is not as it should be.
+        # Type 5 is i32. A field of another type means that the header is not as it
+        # should be.
         if field >= _CRC or header[offset] & 15 != 5:
             return field == _CRC
         offset += 1
@@ -382,12 +386,15 @@ def _has_checksum(header: bytes) -> bool:
     return False
 
 
-# Parsed footers that are held. A set of more files parses them anew for each row group rather than fill the memory.
+# Parsed footers that are held. A set of more files parses them anew for each row group
+# rather than fill the memory.
 _FOOTER_LIMIT = 64
-# Bytes of each column that are read at a time if a row group is read in parts. A remote request takes longer to answer.
+# Bytes of each column that are read at a time if a row group is read in parts. A remote
+# request takes longer to answer.
 _AHEAD = 1 << 16
 _AHEAD_REMOTE = 1 << 20
-# Rows that are decoded at a time. Arrow keeps the last ones: 22 MB for 65,536 of 41 columns.
+# Rows that are decoded at a time. Arrow keeps the last ones: 22 MB for 65,536 of 41
+# columns.
 _PIECE = 16_384
 
 
@@ -420,7 +427,8 @@ class ParquetSource(FileSource):
     def __init__(self, paths: PathLike | Sequence[PathLike], **options: Any) -> None:
         self._footers: dict[str, pq.FileMetaData] = {}
         super().__init__(paths, **options)
-        # Without footers in memory every file would be opened again, so the first stands for all.
+        # Without footers in memory every file would be opened again, so the first
+        # stands for all.
         files = self.files if self._footers else self.files[:1]
         for file in files:
             if self.warns and file.remote is None:
@@ -440,7 +448,8 @@ class ParquetSource(FileSource):
             for number in range(metadata.num_row_groups)
         ]
         stream = pa.BufferOutputStream()
-        # The footer has sizes and statistics of all columns, so its digest stands for the content.
+        # The footer has sizes and statistics of all columns, so its digest stands for
+        # the content.
         metadata.write_metadata_file(stream)
         return _Opening(
             metadata.schema.to_arrow_schema(),
@@ -483,7 +492,8 @@ class ParquetSource(FileSource):
             )
             for first in range(0, group.rows, size):
                 rows = min(size, group.rows - first)
-                # The table gets no name, since it would live on in this frame, one for each lane.
+                # The table gets no name, since it would live on in this frame, one for
+                # each lane.
                 if first + rows > start:
                     yield _joined(batches, rows).slice(max(start - first, 0))
                 else:

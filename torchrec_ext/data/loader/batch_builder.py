@@ -96,14 +96,17 @@ class BatchBuilder:
         width = 1 if candidates is None else candidates.shape[1]
         if row_numbers is None:
             row_numbers = np.arange(users.num_rows)
-        # The dense columns of the rows and of the shared rows as matrices, if `users` store them as such.
+        # The dense columns of the rows and of the shared rows as matrices, if `users`
+        # store them as such.
         dense: dict[Sequence[str], Array] = {}
         for names in (self.schema.row_dense, self.schema.shared_dense):
-            # Features of items come from `self.items`, so such a matrix has columns from two places.
+            # Features of items come from `self.items`, so such a matrix has columns
+            # from two places.
             if any(name in self.items for name in names):
                 continue
             matrix = users.matrix(names)
-            # Other types than numbers go column by column, to name the column in the error.
+            # Other types than numbers go column by column, to name the column in the
+            # error.
             if matrix is not None and matrix.dtype.kind in "fiub":
                 dense[names] = matrix
         columns = self._user_columns(users, width, dense)
@@ -111,7 +114,8 @@ class BatchBuilder:
             columns |= self._item_columns(
                 np.ascontiguousarray(candidates).reshape(-1), row_numbers
             )
-        # A batch without weights counts all of its rows, but padding must count for nothing.
+        # A batch without weights counts all of its rows, but padding must count for
+        # nothing.
         if weights is None and padded_rows and padded_rows > users.num_rows:
             weights = np.ones(users.num_rows * width, np.float32)
         vectors = {"labels": labels, "weights": weights, "log_q": log_q}
@@ -172,7 +176,8 @@ class BatchBuilder:
         floats = {}
         for name, values in vectors.items():
             if values is not None:
-                # (B, N) becomes (B x N,), and the further tasks' labels (B, N, tasks) become (B x N, tasks).
+                # (B, N) becomes (B x N,), and the further tasks' labels (B, N, tasks)
+                # become (B x N, tasks).
                 rows = values.reshape(-1, *values.shape[2:])
                 floats[name] = padded(
                     as_tensor(rows.astype(np.float32, copy=False)), size
@@ -278,7 +283,8 @@ class _Repeated(NamedTuple):
 
 def _jagged(name: str, repeated: _Repeated, weights: Array | None, pad: int) -> Jagged:
     column, times = repeated
-    # What torch has no tensor of; the schema refuses floats, in batches that were built elsewhere as well.
+    # What torch has no tensor of; the schema refuses floats, in batches that were built
+    # elsewhere as well.
     if column.pool.dtype.kind not in "iufb":
         raise DataError(
             f"column '{name}' is {column.pool.dtype}, ids must be integers; map the values to ids first"
@@ -301,7 +307,8 @@ def _jagged(name: str, repeated: _Repeated, weights: Array | None, pad: int) -> 
     values = as_tensor(column.values)
     lengths = torch.from_numpy(column.lengths.astype(np.int32))
     if times > 1:
-        # Repeat rows by FBGEMM: it copies whole rows, several times faster than a gather by an index per value.
+        # Repeat rows by FBGEMM: it copies whole rows, several times faster than a
+        # gather by an index per value.
         rows = torch.from_numpy(np.arange(len(lengths), dtype=np.int32).repeat(times))
         lengths, values, weighing = torch.ops.fbgemm.permute_1D_sparse_data(
             rows, lengths, values, weighing, len(values) * times

@@ -188,7 +188,8 @@ class BlockLayout:
             values = column.values.astype(np.int64, copy=False)
         else:
             values = as_int64(group.name, name, column, group.first)
-        # As unsigned numbers negative ids are the largest: one pass over the column finds both kinds.
+        # As unsigned numbers negative ids are the largest: one pass over the column
+        # finds both kinds.
         if (
             feature is not None
             and not feature.dynamic
@@ -199,7 +200,8 @@ class BlockLayout:
             if self.out_of_range != "oov":
                 raise _out_of_range(group, feature, column, values, is_outside)
             values = np.where(is_outside, feature.oov_id, values)
-        # Almost always: the values stay a view of Arrow's memory until a shuffle or a batch copies them.
+        # Almost always: the values stay a view of Arrow's memory until a shuffle or a
+        # batch copies them.
         if values is column.values:
             return column
         return Column(values, column.offsets)
@@ -263,7 +265,8 @@ class Memory:
         buffer = None
         with self._lock:
             for index, spare in enumerate(self._free):
-                # At most twice the size, so that a small block does not hold the memory of a large one.
+                # At most twice the size, so that a small block does not hold the memory
+                # of a large one.
                 if size <= spare.size <= 2 * size:
                     buffer = self._free.pop(index)
                     break
@@ -366,7 +369,8 @@ class Assembler:
             targets = self._matrix(slices, size, self.schema.tasks)
         if self.schema.shared:
             shared_dense = self._matrix(slices, size, self.schema.shared_dense)
-            # Rows from files come as they are, so that each has a shared row of its own.
+            # Rows from files come as they are, so that each has a shared row of its
+            # own.
             index = torch.arange(size)
         return pack(
             self.schema.layout,
@@ -399,7 +403,8 @@ class Assembler:
                 piece.rows.floats[index][piece.start : piece.stop] for piece in slices
             ]
             columns[name] = Column(joined(vectors, np.float32))
-        # After the floats: a column that is both an id and a label is read as an id, exactly.
+        # After the floats: a column that is both an id and a label is read as an id,
+        # exactly.
         for name, index in self._scalar.items():
             columns[name] = Column(_joined_ids(slices, index))
         for name in self._layout.ids:
@@ -454,7 +459,8 @@ class Assembler:
         start = 0
         for run in _runs(names, self._scalar):
             name = run.names[0]
-            # Columns that follow one another in the blocks' matrix take one copy together.
+            # Columns that follow one another in the blocks' matrix take one copy
+            # together.
             if run.first is not None:
                 width = len(run.names)
                 out = values[start : start + width * count].reshape(width, count)
@@ -500,9 +506,11 @@ def summed_weights(slices: Sequence[Slice], name: str) -> float:
     """Returns the sum of the weights in column ``name`` of the rows of ``slices``."""
     total = 0.0
     for piece in slices:
-        # Not at the column's usual place: of other ranks' rows a block may hold the weights alone.
+        # Not at the column's usual place: of other ranks' rows a block may hold the
+        # weights alone.
         column = piece.rows.float_names.index(name)
-        # In float64, as for rows in memory and on a device: all three divide the loss by one number.
+        # In float64, as for rows in memory and on a device: all three divide the loss
+        # by one number.
         total += float(
             piece.rows.floats[column][piece.start : piece.stop].sum(dtype=np.float64)
         )

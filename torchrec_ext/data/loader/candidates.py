@@ -84,7 +84,8 @@ def identified(
         else:
             continue
         feature = schema.feature(name)
-        # As in the batch's bags: an id outside its table is the unknown one, and dynamic ids are any numbers.
+        # As in the batch's bags: an id outside its table is the unknown one, and
+        # dynamic ids are any numbers.
         if feature is not None and not feature.dynamic:
             ids = np.where(
                 (ids < 0) | (ids >= feature.num_embeddings), feature.oov_id, ids
@@ -132,7 +133,8 @@ class OwnCandidates:
         try:
             return self._candidates(rows, numbers, epoch)
         except DataError:
-            # A user of a later step has no negative; that step says so when its turn comes.
+            # A user of a later step has no negative; that step says so when its turn
+            # comes.
             return None
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
@@ -172,7 +174,8 @@ class OwnCandidates:
         users = rows["user_id"].values
         positives = rows["item_id"].values
         ids, log_q = self._negatives.draw(users, numbers, epoch, self._config.negatives)
-        # Samplers know the items from 1 on; an out-of-vocabulary positive (0) takes the log q of item 1.
+        # Samplers know the items from 1 on; an out-of-vocabulary positive (0) takes the
+        # log q of item 1.
         valid_positives = np.maximum(positives, 1)
         positive_log_q = self._negatives.log_q(users, valid_positives)
         return Candidates(
@@ -218,7 +221,8 @@ class SharedCandidates:
         self._items = items
         self._candidates = candidates
         self._share = share
-        # Features of items in the shared rows: each row of the batch then needs a shared row of its own.
+        # Features of items in the shared rows: each row of the batch then needs a
+        # shared row of its own.
         self._own_shared_rows = any(name in schema.shared for name in items)
 
     def draw_ahead(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
@@ -254,7 +258,8 @@ class SharedCandidates:
                 if self._own_shared_rows or name not in self._schema.shared:
                     columns[name].append((None, len(padded_extra)))
         ids = np.concatenate([positives, extra])
-        # The rows of the ids in the padded batch: positives from 0 on, extra candidates behind the padded queries.
+        # The rows of the ids in the padded batch: positives from 0 on, extra candidates
+        # behind the padded queries.
         indices = np.concatenate(
             [np.arange(len(positives)), queries + np.arange(len(extra))]
         )
@@ -269,7 +274,8 @@ class SharedCandidates:
             shared_size = size
             index = torch.arange(size)
         else:
-            # Extra candidates need some shared row and are no queries, so the first one does for all.
+            # Extra candidates need some shared row and are no queries, so the first one
+            # does for all.
             shared_size = queries
             index = torch.from_numpy(np.arange(size) * (np.arange(size) < queries))
         batch = self._schema.assemble(

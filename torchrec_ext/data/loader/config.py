@@ -163,7 +163,8 @@ class LoaderConfig:
                 f"loader.shared_negatives={self.shared_negatives} with loader.sampling={self.sampling!r}: set "
                 f"sampling={sharing}"
             )
-        # The default may stand there without being asked for, so it is no contradiction.
+        # The default may stand there without being asked for, so it is no
+        # contradiction.
         if (
             self.sampling != LoaderConfig.sampling
             and not sampler.shared

@@ -81,7 +81,8 @@ class DynamicIdLoader:
         self._policies = dict(features)
         self._raw_ids = dict(raw_ids or {})
         self.ids = DynamicIds(features, every=every, group=group)
-        # Look-ups of this rank at the last figures, and those among them that read row 0.
+        # Look-ups of this rank at the last figures, and those among them that read row
+        # 0.
         self._reported = torch.zeros(2, dtype=torch.int64)
 
     @property
@@ -157,7 +158,8 @@ class DynamicIdLoader:
         raw_ids = self._raw_ids.get(feature)
         if raw_ids is None:
             return ids
-        # torch checks the range anyway, so the ids are looked at again only to name one.
+        # torch checks the range anyway, so the ids are looked at again only to name
+        # one.
         try:
             return raw_ids.index_select(0, ids)
         except IndexError:
@@ -252,7 +254,8 @@ class DynamicIdLoader:
                 "start.path: its training had no dynamic ids, and no vocabulary says whose its rows are; leave it out"
             )
         tables = {}
-        # A state as of a training with dynamic ids in which no id has been looked up yet.
+        # A state as of a training with dynamic ids in which no id has been looked up
+        # yet.
         for name in self._tables:
             ids = self._raw_ids.get(name)
             if ids is None or int(ids[0]) != EMPTY:

@@ -134,7 +134,8 @@ class StreamPlan:
         whole, rest = divmod(self.num_rows, self.batch_size)
         if self.drop_last:
             rest = 0
-        # Of the last step, which is not full, each lane has its share, rounded down as Share.part() rounds a rank's.
+        # Of the last step, which is not full, each lane has its share, rounded down as
+        # Share.part() rounds a rank's.
         return [
             whole * slot + slot * rest // self.batch_size for slot in self.lane_slots
         ]
@@ -152,7 +153,8 @@ class StreamPlan:
         """Returns the blocks of each lane in an epoch."""
         order = np.arange(len(self.group_rows))
         least = 1
-        # Small row groups are shuffled together in one block; without a shuffle each segment is a block.
+        # Small row groups are shuffled together in one block; without a shuffle each
+        # segment is a block.
         if self.shuffle:
             order = self._random(epoch, 0, 0).permutation(len(order))
             least = self.part_rows
@@ -181,7 +183,8 @@ class StreamPlan:
             everyone: yield the rows of all ranks.
         """
         low, high = self.slots(rank, world_size)
-        # A rank that needs its own rows alone does not look at the other lanes, of which there may be hundreds.
+        # A rank that needs its own rows alone does not look at the other lanes, of
+        # which there may be hundreds.
         lane_numbers = (
             range(self.num_lanes) if everyone else self.lanes_of(rank, world_size)
         )
@@ -195,7 +198,8 @@ class StreamPlan:
             for start, stop in pairwise(cuts):
                 mine = low <= start < high
                 if mine or everyone:
-                    # From slots of the batch to rows of the lane, of which each step takes (last - first).
+                    # From slots of the batch to rows of the lane, of which each step
+                    # takes (last - first).
                     shift = step * (last - first) - first
                     yield from _cut(lanes[lane], start + shift, stop + shift, mine)
 
@@ -242,7 +246,8 @@ def _lane(
     while position < end:
         first = int(starts[index])
         past_last = int(starts[index + 1])
-        # The next multiple of `most` rows in the row group: a segment is a part that is read at once.
+        # The next multiple of `most` rows in the row group: a segment is a part that is
+        # read at once.
         part_end = first + ((position - first) // most + 1) * most
         stop = min(end, past_last, part_end)
         segments.append(Segment(int(order[index]), position - first, stop - first))

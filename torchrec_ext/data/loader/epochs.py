@@ -146,7 +146,8 @@ class BuiltAhead:
         while self.depth is None:
             seconds = {}
             depths = [0, self.DEPTH]
-            # In turns, so that a machine that gets slower or faster favours neither way.
+            # In turns, so that a machine that gets slower or faster favours neither
+            # way.
             if len(self._gains) % 2:
                 depths.reverse()
             for depth in depths:
@@ -187,7 +188,8 @@ class Epochs(ABC):
         on_gpu = torch.cuda.is_available()
         self._pin = on_gpu if config.pin_memory is None else config.pin_memory
         depth = config.prefetch
-        # On a GPU copies to the device overlap with the step as well, so a thread pays without a measurement.
+        # On a GPU copies to the device overlap with the step as well, so a thread pays
+        # without a measurement.
         if depth is None and on_gpu:
             depth = BuiltAhead.DEPTH
         self.ahead = BuiltAhead(depth)
@@ -233,7 +235,8 @@ class Epochs(ABC):
         if self._pin:
             batches = (batch.pin_memory() for batch in batches)
         for step, batch in enumerate(self.ahead.of(batches), start=start + 1):
-            # Here and not in the thread: batches that nobody has taken yet do not count.
+            # Here and not in the thread: batches that nobody has taken yet do not
+            # count.
             self._step = step
             yield batch
 
@@ -259,7 +262,8 @@ class Epochs(ABC):
         """
         stream = self.stream_facts()
         changes = []
-        # Facts that the state lacks are not compared: it may come from an earlier version.
+        # Facts that the state lacks are not compared: it may come from an earlier
+        # version.
         for name, value in state["stream"].items():
             if value != stream.get(name):
                 changes.append(f"{name} was {value!r} and is {stream.get(name)!r}")

@@ -111,7 +111,8 @@ class EventLoader:
         return self._batches if self._is_over else ENDLESS
 
     def __iter__(self) -> Iterator[TowerBatch]:
-        # Not in load_state_dict(): the error of a changed log is the run's, not that of its checkpoint.
+        # Not in load_state_dict(): the error of a changed log is the run's, not that of
+        # its checkpoint.
         self._log.load_state_dict(self._position)
         while len(events := self._next()):
             self._position = self._log.state_dict()
@@ -137,7 +138,8 @@ class EventLoader:
             now = time.monotonic()
             if len(more):
                 last = now
-                # A batch waits from its first event on, not from the look at an empty log.
+                # A batch waits from its first event on, not from the look at an empty
+                # log.
                 if not len(events):
                     begin = now
                 events = Events.joined([events, more])

@@ -53,7 +53,8 @@ class LaneReader:
         self._source = source
         self._part_rows = part_rows
         self._parts: Iterator[Chunk] = iter(())
-        # Row group and row that the next of these parts begins with; at first there is none.
+        # Row group and row that the next of these parts begins with; at first there is
+        # none.
         self._next = (-1, 0)
 
     def read(self, segment: Segment) -> tuple[dict[str, Column], dict[str, Float32]]:
@@ -69,7 +70,8 @@ class LaneReader:
                     group, self.layout.names, segment.start, self._part_rows
                 )
                 row = segment.start
-            # Skips other ranks' parts: to begin anew would decode all that lies before them.
+            # Skips other ranks' parts: to begin anew would decode all that lies before
+            # them.
             while row < segment.start:
                 row += next(self._parts).num_rows
             chunk = next(self._parts)
@@ -101,7 +103,8 @@ def load_block(
     """
     parts = [lane.read(segment) for segment in block.segments]
     numbers = np.zeros(0, np.int64)
-    # Rows of other ranks, of which the weights alone are read, are in no batch of this one.
+    # Rows of other ranks, of which the weights alone are read, are in no batch of this
+    # one.
     if lane.layout.features:
         numbers = np.concatenate(
             [
@@ -148,7 +151,8 @@ def _shuffled_vectors(
     matrix, buffer = memory.take(len(vectors), len(order), np.dtype(dtype))
     buffers.append(buffer)
     for column, out in zip(vectors, matrix, strict=True):
-        # A mode other than "raise" lets numpy write to `out` without a copy in between; the order has no place to clip.
+        # A mode other than "raise" lets numpy write to `out` without a copy in between;
+        # the order has no place to clip.
         np.take(column, order, out=out, mode="clip")
     return matrix
 
@@ -213,7 +217,8 @@ class Stream:
     def fingerprint(self) -> dict[str, Any]:
         """Returns the sizes of the source behind the order of rows; the loader's settings come on top."""
         plan = self.plan
-        # Little-endian, so that a position that was saved on one machine is one on any other.
+        # Little-endian, so that a position that was saved on one machine is one on any
+        # other.
         counts = hashlib.sha256(
             np.array(plan.group_rows, dtype="<i8").tobytes()
         ).hexdigest()[:16]
@@ -236,7 +241,8 @@ class Stream:
             keys = dict.fromkeys(
                 (piece.block.lane, piece.block.number) for piece in pieces
             )
-            # A lane goes forward only, so a block that this step does not need is not needed again.
+            # A lane goes forward only, so a block that this step does not need is not
+            # needed again.
             for key in loaded_blocks.keys() - keys:
                 memory.give(loaded_blocks.pop(key))
             # In the order of the pieces, in which the thread reads the blocks.
@@ -279,7 +285,8 @@ class Stream:
                 if last.get(block.lane, -1) >= block.number:
                     continue
                 last[block.lane] = block.number
-                # Blocks of other ranks are read for their weights alone, by readers of their own.
+                # Blocks of other ranks are read for their weights alone, by readers of
+                # their own.
                 mine = self.plan.reads(block, self._rank, self._world_size)
                 if (block.lane, mine) not in readers:
                     layout = self._layout
@@ -321,10 +328,12 @@ class StreamedRows:
         in_order: bool = True,
     ) -> None:
         ids = pairing.ids if pairing else ()
-        # Features of items are looked up in `items`; of the item the rows have the id alone.
+        # Features of items are looked up in `items`; of the item the rows have the id
+        # alone.
         without = [name for name in items or () if name not in ids]
         layout = BlockLayout.of(schema, config, ids, without)
-        # A rank decodes its lanes as a whole: with a lane of its own it decodes no rows of others.
+        # A rank decodes its lanes as a whole: with a lane of its own it decodes no rows
+        # of others.
         own_lane = share.world_size > config.lanes
         if not config.shuffle:
             own_lane = not in_order

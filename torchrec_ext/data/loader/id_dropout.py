@@ -114,13 +114,15 @@ def drop_ids(
         feature = schema.feature(name)
         if feature is not None:
             rows = numbers[name in schema.shared]
-            # A stream for each feature, so that one is dropped whether or not another is.
+            # A stream for each feature, so that one is dropped whether or not another
+            # is.
             uniform = device_uniform(
                 stream(key, _salt(name)), rows, torch.zeros_like(rows)
             )
             dropped[name] = (uniform < rate, feature.oov_id)
     new_ids = {name: _replace_bags(part, dropped) for name, part in parts.items()}
-    # A loader of the user's own may leave `items` to the ids of the batch, which are dropped now.
+    # A loader of the user's own may leave `items` to the ids of the batch, which are
+    # dropped now.
     if batch.items is None and schema.candidate and schema.candidate in rates:
         batch = dataclasses.replace(batch, items=batch.ids(schema.candidate))
     return with_parts(batch, new_ids)
@@ -218,7 +220,8 @@ def parts_of(batch: TowerBatch, schema: BatchSchema) -> dict[str, BatchBags]:
         if ids is not None:
             halves: list[tuple[str | None, bool, int]] = []
             for pair in pairs:
-                # Shared rows have one bag for each query; a key has those first, then the batch's own.
+                # Shared rows have one bag for each query; a key has those first, then
+                # the batch's own.
                 halves += [(pair.shared, True, queries), (pair.row, False, rows)]
             parts[name] = _part(ids, halves)
     return parts
@@ -254,7 +257,8 @@ def _row_numbers(
     numbers = {False: rows, True: rows.new_zeros(queries)}
     for part in parts.values():
         sums = rows.new_zeros(part.ids.lengths().numel())
-        # A sum of hashes: the order of the ids in a bag does not matter, and an id of 0 counts.
+        # A sum of hashes: the order of the ids in a bag does not matter, and an id of 0
+        # counts.
         sums.index_add_(0, part.bags, mixed(part.ids.values().long() + 1))
         for piece in part.pieces:
             numbers[piece.shared].add_(
@@ -306,7 +310,8 @@ def with_values(ids: KeyedJaggedTensor, values: Tensor) -> KeyedJaggedTensor:
 @lru_cache
 def _salt(name: str) -> int:
     """Returns an odd number within int64 for the name of a feature."""
-    # Odd, so that a product with it modulo 2^64 loses no bit. Python's own hash of a text differs from run to run.
+    # Odd, so that a product with it modulo 2^64 loses no bit. Python's own hash of a
+    # text differs from run to run.
     return (
         int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         | 1

@@ -15,7 +15,8 @@ from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.negatives.mixed import MixedCandidates
 from torchrec_ext.schema import BatchSchema
 
-# Rows of a rank to gather and draw for together: the cost of a numpy call is then small.
+# Rows of a rank to gather and draw for together: the cost of a numpy call is then
+# small.
 ROWS_AT_ONCE = 4096
 
 
@@ -67,7 +68,8 @@ class MemoryRows:
             chunk,
         )
         self.num_rows = chunk.num_rows
-        # Dense columns come first and in the schema's order: a batch reads them as one matrix each.
+        # Dense columns come first and in the schema's order: a batch reads them as one
+        # matrix each.
         dense = [
             name for name in (*schema.row_dense, *schema.shared_dense) if name in chunk
         ]
@@ -121,7 +123,8 @@ class MemoryRows:
                 total = float(len(global_rows))
                 if self._weights is not None:
                     weights = self._weights[rows]
-                    # Of all ranks' rows: every rank divides its loss by the weight of the global batch.
+                    # Of all ranks' rows: every rank divides its loss by the weight of
+                    # the global batch.
                     total = float(self._weights[global_rows].sum(dtype=np.float64))
                 candidates = None
                 if candidates_ahead is not None:

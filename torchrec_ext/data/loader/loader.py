@@ -181,7 +181,8 @@ def on_host(
             "a frequency estimate with a source of rows: a rank sees its own rows only; give MixedCandidates the "
             "counts of the items, or rows in memory"
         )
-    # Rows that come as they are go straight from their blocks into the batch, each value copied once.
+    # Rows that come as they are go straight from their blocks into the batch, each
+    # value copied once.
     if items is None and not config.negatives:
         pairing = None
     return StreamedRows(chunk, schema, config, items, pairing, share, in_order=in_order)
@@ -320,7 +321,8 @@ class ChunkLoader(Epochs):
         self._sampler = negatives
         self._refresh = refresh
         device = device or config.device
-        # Of files an array column becomes columns of one number where a row group is read.
+        # Of files an array column becomes columns of one number where a row group is
+        # read.
         if isinstance(chunk, Chunk):
             chunk = with_elements(chunk, schema.dense)
             rows = chunk.num_rows
@@ -354,7 +356,8 @@ class ChunkLoader(Epochs):
                 torch.device(device),
             )
         super().__init__(config, self._rows.num_rows, "rows")
-        # Rows on a device: there is nothing for a thread to hide, and no copy to pin memory for.
+        # Rows on a device: there is nothing for a thread to hide, and no copy to pin
+        # memory for.
         if not self._rows.ahead:
             self.ahead = BuiltAhead(0)
             self._pin = False
@@ -362,7 +365,8 @@ class ChunkLoader(Epochs):
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step; from the second epoch on refreshes hard negatives."""
         super().set_epoch(epoch)
-        # An epoch that was resumed on another number of ranks keeps its order; the next one has this number's.
+        # An epoch that was resumed on another number of ranks keeps its order; the next
+        # one has this number's.
         if isinstance(self._rows, StreamedRows):
             self._rows.follow(None)
         if (
@@ -406,7 +410,8 @@ class ChunkLoader(Epochs):
         super().load_state_dict(state)
         if isinstance(self._sampler, Stateful):
             self._sampler.load_state_dict(state["sampler"])
-        # Saved after an epoch's last step but before its end: an estimate has still to count the epoch.
+        # Saved after an epoch's last step but before its end: an estimate has still to
+        # count the epoch.
         if isinstance(self._sampler, MixedCandidates) and self._start == len(self):
             for _ in self._rows.batches(self._epoch, self._start):
                 pass

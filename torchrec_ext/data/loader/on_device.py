@@ -111,7 +111,8 @@ class DeviceTable:
                 device.
         """
         bags = {}
-        # A row's ids lie side by side, so that it is one read; a feature's ids have to follow one another.
+        # A row's ids lie side by side, so that it is one read; a feature's ids have to
+        # follow one another.
         matrix = self._ids.index_select(0, rows).t().contiguous()
         for name in names:
             if name in self._scalar:
@@ -139,7 +140,8 @@ class DeviceTable:
 def _gather_bags(column: _Ragged, rows: Tensor, total: int) -> Jagged:
     lengths = column.lengths.index_select(0, rows)
     ends = lengths.long().cumsum(0)
-    # The index of each id: its place in the result, moved by its row's distance from there.
+    # The index of each id: its place in the result, moved by its row's distance from
+    # there.
     shift = (column.starts.index_select(0, rows) - ends + lengths).repeat_interleave(
         lengths, output_size=total
     )
@@ -360,7 +362,8 @@ class ResidentRows:
             batch = self._batch(
                 self._tables, local, candidates, counts.totals, self._total_weight(rows)
             )
-            # A session's buckets depend on its lengths: known on the host, they spare a wait for the device.
+            # A session's buckets depend on its lengths: known on the host, they spare a
+            # wait for the device.
             if self._device.type != "cpu":
                 batch.host_lengths = {}
                 for name, lengths in counts.lengths.items():
@@ -463,7 +466,8 @@ class ResidentRows:
             [torch.empty(0, dtype=torch.int64, device=self._device), *local_rows]
         )
         sizes = [len(local) for local in local_rows]
-        # Of the whole epoch: one copy from the device for each column, not for each step.
+        # Of the whole epoch: one copy from the device for each column, not for each
+        # step.
         for name in self._table.ragged:
             lengths = torch.split(self._table.lengths(name, rows).cpu(), sizes)
             for count, part in zip(counts, lengths, strict=True):
@@ -487,7 +491,8 @@ class ResidentRows:
             return torch.full(
                 (), len(global_rows) * self._width / ranks, device=self._device
             )
-        # In float64 up to the end, since a GPU divides a float32 by multiplying with the rounded reciprocal.
+        # In float64 up to the end, since a GPU divides a float32 by multiplying with
+        # the rounded reciprocal.
         return (
             self._table.numbers(global_rows)[self._config.weight].double().sum()
             * self._width
@@ -616,7 +621,8 @@ class ResidentRows:
         self, bags: Mapping[str, Jagged], keys: Keys, sizes: Sequence[int]
     ) -> KeyedIds:
         columns = {}
-        # A key may join the bags of two features; told its ids, the KeyedJaggedTensor does not wait for the device.
+        # A key may join the bags of two features; told its ids, the KeyedJaggedTensor
+        # does not wait for the device.
         counts = [0] * len(keys.keys)
         halves = len(keys.features) // max(len(keys.keys), 1)
         for index, name in enumerate(keys.features):
@@ -662,7 +668,8 @@ def read_all(
     for group in source.groups:
         columns, floats = layout.checked(group, source.read(group, layout.names))
         for name, values in floats.items():
-            # A column that is both an id and a label stays an id, whose integers are exact.
+            # A column that is both an id and a label stays an id, whose integers are
+            # exact.
             columns.setdefault(name, Column(values))
         chunks.append(columns)
     return concatenate_rows(chunks, chunks[0])

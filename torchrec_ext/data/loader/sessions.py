@@ -101,11 +101,13 @@ class SessionLoader(Epochs):
             torch.from_numpy(self._sequences.take(local_rows).values),
             padded(torch.from_numpy(self._lengths[local_rows]), size).int(),
         )
-        # Candidates belong to the step, but TorchRec wants them as bags of its rows, here of equal lengths.
+        # Candidates belong to the step, but TorchRec wants them as bags of its rows,
+        # here of equal lengths.
         lengths_of_candidates = torch.diff(
             torch.arange(size + 1) * len(candidates) // size
         ).int()
-        # The targets of all ranks: every item of a sequence but the first. Each rank divides its loss by them.
+        # The targets of all ranks: every item of a sequence but the first. Each rank
+        # divides its loss by them.
         targets = float((lengths - 1).sum())
         return self._schema.assemble(
             {
@@ -125,7 +127,8 @@ class SessionLoader(Epochs):
         if not self.config.negatives:
             everything = np.arange(1, self._num_items + 1)
         else:
-            # The same seed on every rank: all draw the candidates of the step, and each takes its part of them.
+            # The same seed on every rank: all draw the candidates of the step, and each
+            # takes its part of them.
             generator = np.random.Generator(
                 np.random.PCG64([self.config.seed, epoch, step, 1])
             )

@@ -164,7 +164,8 @@ class HardNegatives(TrainingSampler):
                 f"the index returned item {best[row, rank]} for user {users[row]}; items are 1 to {num_items}: return "
                 "the ids of the data, not places in the index, and 0 where there is none"
             )
-        # Items below 1 stand for none. They are clipped, because contains() takes no negative ids.
+        # Items below 1 stand for none. They are clipped, because contains() takes no
+        # negative ids.
         good = (best > 0) & ~self.easy.known.contains(
             users[:, None], np.maximum(best, 0)
         )

@@ -15,9 +15,11 @@ _ONE = np.uint64(1)
 _LAST_BIT = np.uint64(63)
 # Places whose copies a bitmap is made from: so many stay in the cache.
 _AT_ONCE = 1 << 18
-# Of a user: the start of the pairs, the number of free items, its logarithm, and one number while these are made.
+# Of a user: the start of the pairs, the number of free items, its logarithm, and one
+# number while these are made.
 _ROW_BYTES = 32
-# A bitmap of users x items takes up to 32 MB. Above, pairs are searched in sorted order.
+# A bitmap of users x items takes up to 32 MB. Above, pairs are searched in sorted
+# order.
 MOST_BITS = 1 << 28
 
 
@@ -62,8 +64,8 @@ class KnownPairs:
         self._log_free = np.log(
             self.num_free, where=self.num_free > 0, out=np.full(len(counts), -np.inf)
         )
-        # For each pair the number of not taken items below it: ascending within a user, so a search finds the r-th one
-        # not taken.
+        # For each pair the number of not taken items below it: ascending within a user,
+        # so a search finds the r-th one not taken.
         self.below = self.keys - 1 - (np.arange(len(self.keys)) - self.starts[owners])
         self.bitmap: NDArray[np.uint8] | None = None
         filtered_keys = self.keys
@@ -129,7 +131,8 @@ class KnownPairs:
     def nth_free(self, users: Int64, ranks: Int64) -> Int64:
         """Returns (B,) item number ``ranks`` (B,), from 0, among those not taken by each of ``users`` (B,)."""
         rows = self.row_of(users)
-        # The free item of rank r comes after all taken items that have at most r free items below them.
+        # The free item of rank r comes after all taken items that have at most r free
+        # items below them.
         below = self.below.searchsorted(ranks + rows * self._width, side="right")
         items: Int64 = ranks + 1 + below - self.starts[rows]
         return items
@@ -194,7 +197,8 @@ def bitmap(places: Int64, size: int) -> NDArray[np.uint8]:
         some = places[start : start + _AT_ONCE]
         bytes_ = some >> 3
         bits = (some & 7).astype(np.uint8)
-        # One bit at a time, because a byte that stands twice in an assignment takes the last value alone.
+        # One bit at a time, because a byte that stands twice in an assignment takes the
+        # last value alone.
         for bit in range(8):
             packed[bytes_[bits == bit]] |= np.uint8(1 << bit)
     return packed

@@ -71,7 +71,8 @@ class MixedNegatives:
             in_batch: (C,) log-probability that one of the batch's candidates is the item: its share of the training
                 rows, or ``StreamingFrequency.log_q(ids) - log(batch_size)``.
         """
-        # Of B + N candidates, B are drawn like the batch's and N uniformly: log((B p + N / I) / (B + N)).
+        # Of B + N candidates, B are drawn like the batch's and N uniformly: log((B p +
+        # N / I) / (B + N)).
         from_batch = in_batch + math.log(self.batch_size)
         from_all = torch.full_like(in_batch, math.log(self.extra / self.num_items))
         return torch.logaddexp(from_batch, from_all) - math.log(
@@ -199,7 +200,8 @@ class StreamingFrequency:
         return torch.where(ids == 0, buckets, hashed)
 
 
-# Per item. With two hash functions one item in 70 shares both of its buckets with others.
+# Per item. With two hash functions one item in 70 shares both of its buckets with
+# others.
 _BUCKETS = 8
 
 
@@ -242,7 +244,8 @@ class MixedCandidates(TrainingSampler):
             ).log()
         self._epoch = 0
         self._counts = False
-        # The state at the end of the epoch, which a prefetch thread reaches before the caller.
+        # The state at the end of the epoch, which a prefetch thread reaches before the
+        # caller.
         self._after: dict[str, Any] | None = None
 
     @classmethod

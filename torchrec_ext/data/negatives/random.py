@@ -41,7 +41,8 @@ def alias_table(probabilities: Float64) -> tuple[Float64, Int64]:
     lack = np.cumsum(1 - scaled[light])
     spare = np.cumsum(scaled[heavy] - 1)
     last = len(heavy) - 1
-    # The light slots before each have taken so much: the heavy slot that is not used up by it fills this one.
+    # The light slots before each have taken so much: the heavy slot that is not used up
+    # by it fills this one.
     taken_before = np.concatenate([[0.0], lack[:-1]])[: len(light)]
     givers = spare.searchsorted(taken_before, side="right")
     alias[light] = heavy[np.minimum(givers, last)]
@@ -59,7 +60,8 @@ def stream(seed: int, *numbers: int) -> int:
     """Returns the 64-bit key of one stream of random numbers."""
     key = seed & _MASK
     for number in numbers:
-        # An array of one number, because _mixed works in place and uint64 arrays wrap around in silence.
+        # An array of one number, because _mixed works in place and uint64 arrays wrap
+        # around in silence.
         key = int(
             _mixed(np.array([(key * _GOLDEN + number + 1) & _MASK], dtype=np.uint64))[0]
         )

@@ -33,7 +33,8 @@ class FreeMass:
 
     def __init__(self, known: KnownPairs, weights: NDArray[np.float64]) -> None:
         rows = known.num_users + 1
-        # Whole numbers up to 2 ** 52 are exact in float64; 2 ** 62 / rows keeps the sum over all users in int64.
+        # Whole numbers up to 2 ** 52 are exact in float64; 2 ** 62 / rows keeps the sum
+        # over all users in int64.
         largest_sum = min(1 << 52, (1 << 62) // rows)
         units = np.maximum(np.rint(weights * (largest_sum / weights.sum())), 1).astype(
             np.int64
@@ -50,7 +51,8 @@ class FreeMass:
         own_before = self.before[:-1] - self.before[self.starts[owners]]
         ends = np.append(self.starts[1:], len(taken_items))
         self.mass = self.total - (self.before[ends] - self.before[self.starts])
-        # For each pair the free weight below it: ascending within a user, so a search finds the item at any place.
+        # For each pair the free weight below it: ascending within a user, so a search
+        # finds the item at any place.
         self.below = self.sums[taken_items - 1] - own_before + owners * (self.total + 1)
 
     def item_at(self, users: Int64, places: Int64) -> Int64:
@@ -63,7 +65,8 @@ class FreeMass:
         return items
 
 
-# The number of a stream within an epoch, so that hard and mixed negatives can share a seed with these.
+# The number of a stream within an epoch, so that hard and mixed negatives can share a
+# seed with these.
 PROPOSED, FROM_REST, KIND, PLACE, SHARED = range(5)
 
 

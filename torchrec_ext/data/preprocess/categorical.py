@@ -107,7 +107,8 @@ class Vocabulary:
         return ordered, ids
 
 
-# As many texts as a block of rows has, so that a vocabulary of any size needs no more objects than a block.
+# As many texts as a block of rows has, so that a vocabulary of any size needs no more
+# objects than a block.
 _TEXTS_AT_ONCE = 65_536
 
 
@@ -196,7 +197,8 @@ class Categorify(Step):
         counts = values.group_by("value").aggregate(count=lambda t: t.count())
         if self.min_count > 1:
             counts = counts.filter(counts["count"] >= self.min_count)
-        # Ties by value: ids must not depend on the engine, its threads or the order of the files.
+        # Ties by value: ids must not depend on the engine, its threads or the order of
+        # the files.
         counts = counts.order_by(counts["count"].desc(), counts.value.asc())
         if self.max_size:
             counts = counts.limit(self.max_size)

@@ -166,7 +166,8 @@ class Types(dict[str, str]):
 
 Mask = NDArray[np.bool_]
 _REFUSALS = (pa.ArrowException, TypeError, ValueError, OverflowError)
-# What may be sent for a column; for a time its own kinds, or an integer in the column's unit.
+# What may be sent for a column; for a time its own kinds, or an integer in the column's
+# unit.
 _TAKES = {
     "bool": {"bool"},
     "int64": {"int64", "float64", "float32"},  # 3.0, not 3.5
@@ -297,7 +298,8 @@ def _plain(data: list[Any], raw: str) -> Cells | None:
     lengths = None
     if reading is None:
         return None
-    # Types as sets: exact ones, since a bool is an int to isinstance, and a look at each value would be slower.
+    # Types as sets: exact ones, since a bool is an int to isinstance, and a look at
+    # each value would be slower.
     if reading.listed:
         if set(map(type, data)) - {list}:
             return None
@@ -402,7 +404,8 @@ def as_times(array: pa.Array) -> pa.Array:
 
 
 def _from_iso(array: pa.Array) -> pa.Array:
-    # Arrow reads a time with a zone only: a date becomes its midnight, and both are in UTC unless a zone is written.
+    # Arrow reads a time with a zone only: a date becomes its midnight, and both are in
+    # UTC unless a zone is written.
     zone = pc.if_else(
         pc.equal(pc.utf8_length(array), len("2024-02-29")), "T00:00Z", "Z"
     )

@@ -149,7 +149,8 @@ class DuckDB:
             "threads": threads,
             "memory_limit": memory,
         }
-        # Thousands of small batches pass through the stream: with the default, 1 MB, its two sides wait for each other.
+        # Thousands of small batches pass through the stream: with the default, 1 MB,
+        # its two sides wait for each other.
         settings["streaming_buffer_size"] = "64MB"
         for name, value in settings.items():
             if value is None:
@@ -234,7 +235,8 @@ class DuckDB:
         return sink.rows
 
     def _stream(self, expression: Table) -> pa.RecordBatchReader:
-        # Not Ibis's to_pyarrow_batches: Ibis 12 calls a method that DuckDB 2.0 has dropped.
+        # Not Ibis's to_pyarrow_batches: Ibis 12 calls a method that DuckDB 2.0 has
+        # dropped.
         sql = self.ibis.compile(expression)
         result = self.ibis.con.sql(sql)
         open_reader = (
@@ -345,8 +347,8 @@ def floor_mod(a: Expr, b: int) -> Expr:
     return (a % b + b) % b
 
 
-# Another zone of the session would change the hours of times. ANSI mode would raise errors that DuckDB and numpy do
-# not raise.
+# Another zone of the session would change the hours of times. ANSI mode would raise
+# errors that DuckDB and numpy do not raise.
 _SETTINGS = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.ansi.enabled": "false",
@@ -375,7 +377,8 @@ class Spark:
         self._own = isinstance(session, str) and active is None
         self.session = session
         if isinstance(session, str):
-            # With a session active, Spark's builder returns that one, whatever the master.
+            # With a session active, Spark's builder returns that one, whatever the
+            # master.
             if active is not None and session not in (
                 "spark",
                 active.conf.get("spark.master", session),
@@ -468,7 +471,8 @@ class Spark:
     def _look_over(self, sink: Sink) -> int:
         from pyspark.sql import functions as f
 
-        # With a schema, since Spark cannot infer one without a file. transform() then reports the missing rows.
+        # With a schema, since Spark cannot infer one without a file. transform() then
+        # reports the missing rows.
         fields = ", ".join(
             f"`{name}` {_spark_type(kind)}" for name, kind in sink.columns.items()
         )
@@ -482,7 +486,8 @@ class Spark:
                 return column.isNull()
             return column.isNull() | f.isnan(column) | (f.abs(column) == float("inf"))
 
-        # In one pass over the result. Names by number, because a column may be called anything.
+        # In one pass over the result. Names by number, because a column may be called
+        # anything.
         counts: list[Any] = []
         for name, kind in sink.columns.items():
             counts.append(f.sum(bad(name, kind).cast("long")).alias(str(len(counts))))

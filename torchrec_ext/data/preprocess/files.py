@@ -70,7 +70,8 @@ class Files:
         except DataError:
             raise
         except Exception:
-            # Engines differ in what they say of damage, so the files are read once more: that fails at the damage.
+            # Engines differ in what they say of damage, so the files are read once
+            # more: that fails at the damage.
             for group in self.source.groups:
                 self.source.table(group, self.source.columns)
             raise
@@ -88,7 +89,8 @@ def scan(paths: PathLike | Sequence[PathLike]) -> Files:
     for number, file in enumerate(source.files):
         for name, dtype in schema.items():
             other = source.type_of(name, number)
-            # Writers differ in how they lay texts out: string, large_string or a dictionary.
+            # Writers differ in how they lay texts out: string, large_string or a
+            # dictionary.
             if other != dtype and not raw_type(dtype) == raw_type(other) == "string":
                 raise DataError(
                     f"{file.name}: column '{name}' is {other}, in {source.files[0].name} it is {dtype}; give files "

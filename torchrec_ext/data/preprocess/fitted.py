@@ -149,7 +149,8 @@ class FittedPreprocessor:
         for number, (step, state) in enumerate(self.pairs):
             for name in step.writes:
                 vocabulary_of.pop(name, None)
-            # By number at first: a later step may replace the column that would name it.
+            # By number at first: a later step may replace the column that would name
+            # it.
             for name in step.vocab(state):
                 vocabulary_of[name] = number if isinstance(state, Vocabulary) else name
         first_columns: dict[int | str, str] = {}
@@ -253,13 +254,15 @@ class FittedPreprocessor:
             with past.blaming(), data.blaming():
                 table = _apply_steps(self, data, past.table, opened)
                 order = [_ordering(data, table, name) for name in order_by]
-                # Ties, and all rows without `order_by`, in the order of the files, if the engine knows it.
+                # Ties, and all rows without `order_by`, in the order of the files, if
+                # the engine knows it.
                 if ROW in table.columns:
                     order.append(table[ROW])
                 if order:
                     table = table.order_by(order)
                 rows = opened.write(table.select(*self.outputs), sink)
-            # Executors of a cluster that write to disks of their own leave nothing here.
+            # Executors of a cluster that write to disks of their own leave nothing
+            # here.
             if data.rows not in (None, rows):
                 raise DataError(
                     f"{out}: got {rows:,} of the {data.rows:,} rows of {data.where}; where several machines write, "
@@ -420,7 +423,8 @@ def _result_cells(
     return Cells(values=values, valid=valid, lengths=cells.lengths)
 
 
-# 26 steps took Ibis and DuckDB 2.8 s to plan in one piece, 2.2 s in stages of 8, 5.4 s in stages of 1.
+# 26 steps took Ibis and DuckDB 2.8 s to plan in one piece, 2.2 s in stages of 8, 5.4 s
+# in stages of 1.
 _STEPS_PER_STAGE = 8
 
 
@@ -583,7 +587,8 @@ def _vocabulary(folder: Path, entry: Mapping[str, Any]) -> Vocabulary:
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         _check_size(path, file.metadata, entry["rows"])
         table = file.read().combine_chunks()
-    # combine_chunks() has made one chunk of each column; of an empty one there is none to take.
+    # combine_chunks() has made one chunk of each column; of an empty one there is none
+    # to take.
     if not len(table):
         return Vocabulary(
             table["value"].combine_chunks(), table["count"].combine_chunks()

@@ -52,7 +52,8 @@ def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
             f"{out}: must be the path of a folder to make; write to this machine or a mounted disk, and copy it from "
             "there"
         )
-    # Before the check: an earlier result that a killed process hid is put back, and then counts.
+    # Before the check: an earlier result that a killed process hid is put back, and
+    # then counts.
     with disk_errors(out):
         remove_leftovers(out)
     _check_free(out, overwrite, mark)
@@ -121,7 +122,8 @@ def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
         raise
     except Exception as error:
         folder = visible_name(out)
-        # Engines wrap the system's error, so its number may be gone and only its words are left.
+        # Engines wrap the system's error, so its number may be gone and only its words
+        # are left.
         full = isinstance(error, OSError) and error.errno in (
             errno.ENOSPC,
             errno.EDQUOT,

@@ -15,7 +15,8 @@ from torchrec_ext.data.preprocess.times import per_second, whole_seconds
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import check_least
 
-# Starts of buckets of gaps in seconds, for History.gaps: 1, 2, 4 and so on to two years.
+# Starts of buckets of gaps in seconds, for History.gaps: 1, 2, 4 and so on to two
+# years.
 GAPS = tuple(2**power for power in range(27))
 _FARTHEST = (
     2**61
@@ -130,7 +131,8 @@ class History(Step):
             ),
             "int64",
         ]
-        # `writes` is in the order of the events' columns: item, those of `also`, and the gap if there is one.
+        # `writes` is in the order of the events' columns: item, those of `also`, and
+        # the gap if there is one.
         return {
             name: f"list<{kind}>"
             for name, kind in zip(self.writes, kinds, strict=False)
@@ -157,7 +159,8 @@ class History(Step):
             table[self.time] == histories["__time__"],
         ]
         joined = table.left_join(histories, same_moment)
-        # `writes` is in the order of the events' columns: item, those of `also`, and the second of a gap.
+        # `writes` is in the order of the events' columns: item, those of `also`, and
+        # the second of a gap.
         lists = {
             name: joined[f"__{tail}__"]
             for name, tail in zip(self.writes, tails, strict=True)
@@ -224,7 +227,8 @@ class History(Step):
             tail = self._tail(*fields)
             events += tail
             lengths[index] = len(tail)
-        # The columns of the events in the order in which a tail is sorted; of no events there are none to transpose.
+        # The columns of the events in the order in which a tail is sorted; of no events
+        # there are none to transpose.
         times, items, *also = list(zip(*events, strict=True)) or [()] * len(lists)
         results = {}
         for name, values, each in zip(
@@ -287,9 +291,11 @@ def _histories(
     """Returns (__user__, __time__, __COLUMN__ ...) of each moment with earlier events, one list per column."""
     import ibis
 
-    # By time and then by the ids, so that the order does not depend on the engine or on the files.
+    # By time and then by the ids, so that the order does not depend on the engine or on
+    # the files.
     order = [events[name] for name in events.columns if name not in ("user", "second")]
-    # The list at an event's number is the history of a moment with so many events before it.
+    # The list at an event's number is the history of a moment with so many events
+    # before it.
     latest = ibis.window(
         group_by=events.user, order_by=order, preceding=length - 1, following=0
     )
@@ -299,7 +305,8 @@ def _histories(
         + 1,
         **{f"__{name}__": events[name].collect().over(latest) for name in columns},
     )
-    # A moment is sorted before the events of its own time (0 before 1), so these are not counted.
+    # A moment is sorted before the events of its own time (0 before 1), so these are
+    # not counted.
     both = ibis.union(
         moments.mutate(event=ibis.literal(0, type="int64")),
         events.select("user", "time", event=ibis.literal(1, type="int64")),

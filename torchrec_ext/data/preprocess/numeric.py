@@ -90,7 +90,8 @@ def quantiles_of(
     counts = values.group_by(x=values.x + 0.0).aggregate(n=lambda t: t.count())
     import ibis
 
-    # The number of rows with a value up to x. Counts are exact in every engine; quantile functions may interpolate.
+    # The number of rows with a value up to x. Counts are exact in every engine;
+    # quantile functions may interpolate.
     upto = counts.n.sum().over(
         ibis.window(order_by=counts.x, preceding=None, following=0)
     )
@@ -408,7 +409,8 @@ class FillMissing(ColumnStep):
             return {"value": self.value}
         kind = types[self.column]
         x = table[self.column]
-        # Integers and texts stay what they are: as a float a large integer would be another one.
+        # Integers and texts stay what they are: as a float a large integer would be
+        # another one.
         if kind == "float64" or self.statistic != "most_common":
             x = number(x, kind, run.engine)
         values = table.select(x=x)

@@ -50,7 +50,8 @@ class Preprocessor:
         object.__setattr__(self, "steps", tuple(self.steps))
         object.__setattr__(self, "keep", tuple(self.keep))
         step_columns: set[str] = set()
-        # Histories come from events as the files have them, so no step may have replaced their columns.
+        # Histories come from events as the files have them, so no step may have
+        # replaced their columns.
         for step in self.steps:
             late = sorted(step_columns.intersection(step.event_reads))
             if late:
@@ -128,7 +129,8 @@ class Preprocessor:
                 for number, step in enumerate(self.steps):
                     if progress:
                         progress(str(step))
-                    # Only the steps behind the columns of this one are run again over the rows.
+                    # Only the steps behind the columns of this one are run again over
+                    # the rows.
                     table = chain.before(number, step.fit_reads)
                     states.append(step.fit(table, types[number], chain.run(number)))
         return FittedPreprocessor(

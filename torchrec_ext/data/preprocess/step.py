@@ -175,7 +175,8 @@ def ancestors(
     """
     required_columns = set(columns)
     step_numbers = []
-    # Backwards, as a step that makes a required column requires its own inputs from earlier steps.
+    # Backwards, as a step that makes a required column requires its own inputs from
+    # earlier steps.
     for index in reversed(range(number)):
         if not required_columns.isdisjoint(steps[index].writes):
             step_numbers.append(index)

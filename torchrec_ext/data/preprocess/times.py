@@ -57,7 +57,8 @@ def offsets_of(zone: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     )
     starts: list[int] = []
     offsets = [_offset(zone_info, begin)]
-    # A day that ends with another offset than it begins with has a change, found by bisection.
+    # A day that ends with another offset than it begins with has a change, found by
+    # bisection.
     for day in range(begin, end, _DAY):
         after = _offset(zone_info, day + _DAY)
         if after != offsets[-1]:
@@ -88,7 +89,8 @@ Feature = Literal["hour", "weekday", "hour_of_week", "day", "month"]
 Unit = Literal["s", "ms", "us", "ns"]
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 SIZES = {"hour": 24, "weekday": 7, "hour_of_week": 168, "day": 31, "month": 12}
-# From 1900 to 2200: beyond it a time is a mistake of unit, and engines disagree on what they can hold.
+# From 1900 to 2200: beyond it a time is a mistake of unit, and engines disagree on what
+# they can hold.
 _FIRST, _LAST = -2_208_988_800, 7_258_118_400
 
 
@@ -157,7 +159,8 @@ class TimeFeatures(Step):
             __second__=second_of(table[self.column], types[self.column], self.unit)
         )
         offset = step_function(table["__second__"], state["starts"], state["offsets"])
-        # A stage, so that the query has the zone's hundred conditions once and not in every feature.
+        # A stage, so that the query has the zone's hundred conditions once and not in
+        # every feature.
         table = run.engine.stage(table.mutate(__local__=table["__second__"] + offset))
         local = table["__local__"]
         features = {}

@@ -37,7 +37,8 @@ class BatchSource:
         elif isinstance(batches, DataLoader):
             self.kind = "DataLoader"
             if batches.persistent_workers:
-                # Its workers may be in the middle of the user's epoch: a copy has workers of its own.
+                # Its workers may be in the middle of the user's epoch: a copy has
+                # workers of its own.
                 self._iterable = loader_with(batches)
         self._iterator = iter(self._iterable)
         if self._iterator is batches:
@@ -199,7 +200,8 @@ def _wall_seconds(batches: Iterator[Any], call: Callable[[Any], object]) -> floa
 
 def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object]:
     """Returns a function of a whole batch: ``fn`` is called with the entries of a tuple or list if it takes these."""
-    # A named tuple is one thing: whoever names the entries of a batch reads them by name.
+    # A named tuple is one thing: whoever names the entries of a batch reads them by
+    # name.
     if not isinstance(batch, tuple | list) or hasattr(batch, "_fields"):
         return fn
     try:

@@ -154,7 +154,8 @@ class Collectives:
         poll = threading.Thread(target=self._poll, args=(stop,), daemon=True)
         try:
             for name in _NAMES:
-                # Under autograd's keys, so that the kernels of c10d stand below and can be called from here.
+                # Under autograd's keys, so that the kernels of c10d stand below and can
+                # be called from here.
                 for key in ("AutogradCPU", "AutogradCUDA"):
                     library.impl(name, self._kernel(name), key, with_keyset=True)  # type: ignore[no-untyped-call]
             if mode == "watch":
@@ -190,7 +191,8 @@ class Collectives:
             with self._lock:
                 self.failure = text
                 waiting = list(self._open)
-            # A rank cannot be woken in gloo or NCCL, but the future that it waits for is ours.
+            # A rank cannot be woken in gloo or NCCL, but the future that it waits for
+            # is ours.
             for future in waiting:
                 self._settle(future, OtherRankError(text))
             return
@@ -268,7 +270,8 @@ class Collectives:
     def _guarded(self, work: Work, outputs: Sequence[Tensor]) -> Work:
         """Returns a work that also ends with an error of another rank."""
         first: torch.futures.Future[Any] = torch.futures.Future()
-        # What Future.set_exception sets is raised by Python alone; C++, as DDP's reducer, sees what a callback raises.
+        # What Future.set_exception sets is raised by Python alone; C++, as DDP's
+        # reducer, sees what a callback raises.
         future = first.then(_value)
         with self._lock:
             self._open.add(first)
@@ -364,7 +367,8 @@ class Ranks:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        # A group of its own, so that what the diagnosis exchanges never meets the step's collectives.
+        # A group of its own, so that what the diagnosis exchanges never meets the
+        # step's collectives.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(minutes=10))
         self._key = f"torchrec_ext/why_slow/{next(_numbers)}"
         self._sections = 0
@@ -448,7 +452,8 @@ class Ranks:
                 is_in_step = False
             elif text:
                 failed.append(f"rank {rank}: {text}")
-        # If every rank has raised by itself, or none has, they are still in step with each other.
+        # If every rank has raised by itself, or none has, they are still in step with
+        # each other.
         if not is_in_step or 0 < len(failed) < self.size:
             raise RanksFailedError(
                 "; ".join(failed) or "a rank has ended", names_rank=bool(failed)

@@ -161,7 +161,7 @@ class TrainingLoop:
             )
         self._step = called_with(fn, self.source.first)
 
-    # ----------------------------------------------------------------------------------------------- the loop as it is
+    # ---------------------------------------------------------------- the loop as it is
 
     def call(self, batch: Any) -> object:
         """Runs the step on a batch."""
@@ -188,7 +188,8 @@ class TrainingLoop:
         seconds = {"backward": 0.0, "optimizer": 0.0}
         for span in self.spans[:-1]:
             seconds[span.name] += span.seconds
-        # All that is neither of the two counts as forward: so the parts add up to the step.
+        # All that is neither of the two counts as forward: so the parts add up to the
+        # step.
         forward = step - (seconds["backward"] + seconds["optimizer"])
         return {
             "data": data,
@@ -201,7 +202,8 @@ class TrainingLoop:
     def run(self) -> Round:
         """Runs the iterations of a round, and returns the mean seconds of their parts."""
         if self.iterations > 1:
-            # What the step keeps for later was put back: it makes that anew once, and not in a timed iteration.
+            # What the step keeps for later was put back: it makes that anew once, and
+            # not in a timed iteration.
             self.iterate()
         with garbage_seconds(self.clock) as collecting:
             parts = [self.iterate() for _ in range(self.iterations)]
@@ -229,13 +231,14 @@ class TrainingLoop:
                 self.iterations, 3 * workers * (loader.prefetch_factor or 2)
             )
         elif seconds > 0.5 or elapsed_s > 1.0:
-            # The latter where others use the machine, and a first iteration waits for cores.
+            # The latter where others use the machine, and a first iteration waits for
+            # cores.
             self.iterations = self.turn_steps = 1
         elif self.source.kind == "iterator":
             # All that is taken of an iterator is kept in memory, to be handed back.
             self.iterations = _ITERATIONS
 
-    # -------------------------------------------------------------------------------------------------- steps in a row
+    # ------------------------------------------------------------------- steps in a row
 
     def several(self, count: int) -> list[Any]:
         """Returns so many batches for changed steps, again from the first if there are fewer."""
@@ -266,7 +269,7 @@ class TrainingLoop:
                 self.call(batch)
         return (self.clock() - start) / len(batches)
 
-    # ----------------------------------------------------------------------------------------------------------- spans
+    # ---------------------------------------------------------------------------- spans
 
     def _end(self, name: str, begin: Moment) -> float:
         """Notes a span up to now, and returns its seconds."""

@@ -123,7 +123,8 @@ class Experiments:
         kernels, device_busy = self._watch_device(rounds)
         flops, traffic = machine
         if not cuda:
-            # Before and after the rounds, because others may have the machine at one of both moments.
+            # Before and after the rounds, because others may have the machine at one of
+            # both moments.
             flops, traffic = map(max, machine, roofline())
         facts = Facts(
             rounds=rounds,
@@ -214,7 +215,8 @@ class Experiments:
                 tables[id(module)] = facts, module
                 reads.append((module, facts.read))
         counted.tables = tables
-        # A step with small tables moves few rows: what it takes less is the price of the sweep over all rows.
+        # A step with small tables moves few rows: what it takes less is the price of
+        # the sweep over all rows.
         if reads:
             self._variants.small = SmallTables(loop.state, reads, _SMALL_TABLE)
         return counted
@@ -429,7 +431,8 @@ def _line_facts(
     """Returns the user's lines of most seconds, with their ops."""
     lines = []
     for (phase, line), seconds in samples.seconds.items():
-        # A line without a text is none of the user's, such as that of garbage collections.
+        # A line without a text is none of the user's, such as that of garbage
+        # collections.
         if line.text:
             ops = counted.by_line.get(line, OpsOfLine())
             of_line = LineFacts(

@@ -61,7 +61,8 @@ from torchrec_ext.observe.user_lines import described
 LINK_BYTES = 2**18  # that a rank sends to each other one
 _LINK_S = 2.0  # at most, for all of these
 _LEAST_ALONE_S = 0.2  # of steps of a rank by itself, of which one wait for a core must not be the half
-# Steps of a round, at least and at most: a rank that is slow in every second step is not always, or never, seen to be.
+# Steps of a round, at least and at most: a rank that is slow in every second step is
+# not always, or never, seen to be.
 _TRACED = 4, 16
 _RECORDED = 2  # batches on which steps run without exchange
 
@@ -93,7 +94,8 @@ class LocalSteps:
         for module in chain.from_iterable(map(every_module, loop.modules)):
             if isinstance(module, DistributedDataParallel):
                 self._copies.append(module)
-            # Kernels alone: a sharded collection has a `fused_optimizer` too, of all its kernels.
+            # Kernels alone: a sharded collection has a `fused_optimizer` too, of all
+            # its kernels.
             if hasattr(module, "emb_module") and hasattr(module, "fused_optimizer"):
                 self.fused.append(module.fused_optimizer)
 
@@ -146,7 +148,8 @@ class LocalSteps:
                     each.require_backward_grad_sync,
                 )
                 each.require_backward_grad_sync = False
-            # Set the learning rate of sharded tables to 0: an update takes as long and moves nothing.
+            # Set the learning rate of sharded tables to 0: an update takes as long and
+            # moves nothing.
             for fused in self.fused:
                 # zero_grad hands the rate to the kernel.
                 stack.callback(fused.zero_grad)
@@ -236,7 +239,8 @@ class RankRounds:
         try:
             for _ in range(3):
                 failure = None
-                # The batch by itself first: a loader that raises must not leave the other ranks in the step.
+                # The batch by itself first: a loader that raises must not leave the
+                # other ranks in the step.
                 try:
                     self._loop.source.peek()
                 except StopIteration:
@@ -274,11 +278,13 @@ class RankRounds:
         missing = loop.not_measured
         first = self.real(loop.run)
         loop.choose_iterations(first, time.perf_counter() - start)
-        # As many as on rank 0: ranks that ran other numbers of steps would wait for each other for ever.
+        # As many as on rank 0: ranks that ran other numbers of steps would wait for
+        # each other for ever.
         loop.iterations, loop.turn_steps = self.gather(
             (loop.iterations, loop.turn_steps)
         )[0]
-        # The other ranks of a host are no neighbours: what they use is not counted as busy.
+        # The other ranks of a host are no neighbours: what they use is not counted as
+        # busy.
         rate = (process_seconds() - before) / max(time.perf_counter() - start, 1e-9)
         others = sum(self.gather(rate)) - rate
         cores = busy()
@@ -349,7 +355,7 @@ class RankRounds:
         why = f"a round takes longer than budget_s={self._budget_s:g} holds {FEWEST_ROUNDS} times; give more"
         self._loop.not_measured.update(dict.fromkeys(late, why))
 
-    # ---------------------------------------------------------------------------------- what is probed without the step
+    # -------------------------------------------------- what is probed without the step
 
     def _probe(self) -> None:
         """Times a rank without exchange alone and beside the others, a tiny collective, and each rank's link."""
@@ -357,7 +363,8 @@ class RankRounds:
         together = []
         error: Exception | None = None
         with self._steps.without_exchange():
-            # Twice, and the shorter counts: other processes can only make a step longer.
+            # Twice, and the shorter counts: other processes can only make a step
+            # longer.
             for _ in range(2):
                 for rank in range(self.size):
                     self._meet()
@@ -410,7 +417,8 @@ def _probe_links(ranks: Ranks, device: torch.device) -> tuple[float, float]:
         dist.all_reduce(few)
         _settle(device)
         latencies.append(time.perf_counter() - start)
-    # The first two warm up. The least of the ranks: the one that came last has waited for nobody.
+    # The first two warm up. The least of the ranks: the one that came last has waited
+    # for nobody.
     latency_s = min(ranks.gather(statistics.median(latencies[2:])))
     begin = time.perf_counter()
     turns = list[list[float]]()

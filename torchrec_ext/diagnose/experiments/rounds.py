@@ -20,7 +20,8 @@ from torchrec_ext.observe.user_lines import described
 MOST_ROUNDS, FEWEST_ROUNDS = 15, 4
 _LONGER = 3  # times so many rounds where they are spread too far for a verdict, and there is time
 _STEADY = 0.25  # spread of iterations at which no further rounds are made
-# With fewer rounds there is no verdict, so the first four may take longer than the budget.
+# With fewer rounds there is no verdict, so the first four may take longer than the
+# budget.
 _OVERTIME = 3
 
 
@@ -105,7 +106,8 @@ class Rounds:
         start = time.perf_counter()
         missing = self._loop.not_measured
         with self._loop.watching():
-            # The loop is a variant too: it stands in each round beside the changes that it is compared with.
+            # The loop is a variant too: it stands in each round beside the changes that
+            # it is compared with.
             as_it_is = Variant("loop", self._loop.run)
             first = attempt(self._loop, as_it_is)
             if not first:
@@ -151,7 +153,8 @@ class Rounds:
                 num_tried += 1
         return round_s
 
-    # What several ranks exchange or agree on, see RankRounds, is this process's own here.
+    # What several ranks exchange or agree on, see RankRounds, is this process's own
+    # here.
 
     def facts(self, facts: Facts) -> Facts:
         """Returns the facts of all ranks from those of this one."""

@@ -77,7 +77,8 @@ def _matched(steps: Sequence[Traced], offsets: Sequence[float]) -> list[Meeting]
             numbers[call.ranks] += 1
     matched = []
     for (ranks, _), by_rank in calls.items():
-        # A rank that called fewer has left the loop: what it did not call cannot be matched.
+        # A rank that called fewer has left the loop: what it did not call cannot be
+        # matched.
         if len(by_rank) == len(ranks):
             last = max(
                 call.begin.wall - offsets[rank] for rank, call in by_rank.items()
@@ -90,7 +91,8 @@ def _inside(step: Traced, call: Call) -> str:
     for part in step.parts:
         if part.begin.wall <= call.begin.wall <= part.end.wall:
             return part.name
-    # What is neither backward nor an optimizer counts as forward, as in a round of one process.
+    # What is neither backward nor an optimizer counts as forward, as in a round of one
+    # process.
     return "forward"
 
 
@@ -202,11 +204,13 @@ def common_rounds(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
             for name in ("data", "sleep", "op", "bare", "sync", "gc")
             if name in low
         }
-        # The least: a rank that stood in the run queue does not see that itself, and the others waited for it.
+        # The least: a rank that stood in the run queue does not see that itself, and
+        # the others waited for it.
         each["step"] = max(
             min(other["data"] + other["step"] for other in rounds) - low["data"], 0.0
         )
-        # Traced steps complete each collective where it is called, so they are longer than those of the loop.
+        # Traced steps complete each collective where it is called, so they are longer
+        # than those of the loop.
         traced_s = sum(low[f"traced_{name}"] for name in STEP_PARTS)
         scale = min(1.0, each["step"] / max(traced_s, 1e-12))
         for name in STEP_PARTS:

@@ -21,7 +21,8 @@ from torchrec_ext.observe.clock import ThreadClock
 from torchrec_ext.observe.reached import named_modules
 from torchrec_ext.observe.state_copy import StateCopy
 
-# Times the step that a first trial may take: threads that wait for a core make a step many times as long.
+# Times the step that a first trial may take: threads that wait for a core make a step
+# many times as long.
 _TRIAL = 10.0
 _IDLE = 0.3  # cores that others may keep busy where more threads are tried
 
@@ -55,7 +56,8 @@ class Variants:
         """Yields the experiments for a step of so many seconds while others keep ``busy`` cores busy."""
         loop = self._loop
         not_measured = loop.not_measured
-        # First, since it decides most, and later variants are left out where there is no time.
+        # First, since it decides most, and later variants are left out where there is
+        # no time.
         if self.small is not None and not loop.compiled:
             yield Variant("small_tables", self._with_small_tables)
         if self.modes:
@@ -125,7 +127,8 @@ class Variants:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            # The first step wakes the threads, and shows a number of threads that is hopeless.
+            # The first step wakes the threads, and shows a number of threads that is
+            # hopeless.
             first = self._loop.timed(self._loop.several(1))
             if first > at_most:
                 raise RuntimeError(
@@ -139,7 +142,8 @@ class Variants:
         device = "cuda" if self._loop.cuda else "cpu"
 
         def inside() -> Any:
-            # Autocast keeps the weights' casts until it ends, so each step has its own, as in a loop.
+            # Autocast keeps the weights' casts until it ends, so each step has its own,
+            # as in a loop.
             return torch.autocast(device, torch.bfloat16)
 
         return {"bf16": self._loop.timed(self._loop.steps(), inside)}
@@ -259,7 +263,8 @@ class SmallTables:
                 max(1 + (module.padding_idx or 0), self._rows_for_each * reads),
             )
             if id(weight) in self._small:
-                # Two modules share the weight: its small table has room for the ids of both.
+                # Two modules share the weight: its small table has room for the ids of
+                # both.
                 rows = max(rows, len(self._small[id(weight)][1]))
             # The weight is held too, so that its id is not used again.
             self._small[id(weight)] = (

@@ -41,7 +41,8 @@ def _answer(name: str, gain: Gain | None, why: str) -> Answer:
     helps: Helps = "perhaps"
     if gain is None:
         helps = "not known"
-    # What the machine drifts between two moments widens an interval, and says nothing about the remedy.
+    # What the machine drifts between two moments widens an interval, and says nothing
+    # about the remedy.
     elif gain.high / DRIFT < UNDER:
         helps = "no"
     elif gain.low >= UNDER:
@@ -93,7 +94,8 @@ def _ddp(facts: Facts) -> Answer:
     if not facts.has("data", "step", "quarter", "op"):
         return _answer(name, None, facts.not_measured.get("quarter", "not measured"))
     dense = 4 * facts.parameters
-    # Half the batch in each of two processes; gradients of all parameters cross memory four to twelve times.
+    # Half the batch in each of two processes; gradients of all parameters cross memory
+    # four to twelve times.
     exchange = dense / max(facts.bytes_per_s, 1e9)
 
     def slow(each: Round) -> float:
@@ -170,7 +172,8 @@ def _compile(facts: Facts) -> Answer:
             "torch.compile", remedy.gain, f"{remedy.lines[0]}: {remedy.basis}"
         )
 
-    # The optimizer and rows that are not read stay as they are where model and loss alone are compiled.
+    # The optimizer and rows that are not read stay as they are where model and loss
+    # alone are compiled.
     def seconds(each: Round, *, launches: float, rest: float, most: float) -> float:
         if not each["step"]:
             return each["data"]

@@ -133,7 +133,8 @@ def too_noisy(facts: Facts) -> str:
         return f"no verdict: whether rows that are not read cost time is not known ({why}); give more time (budget_s)"
     is_certain = False
     for finding in faults:
-        # A share is a ratio within a round, and what slows the machine slows both sides of it.
+        # A share is a ratio within a round, and what slows the machine slows both sides
+        # of it.
         if finding.size == "large" and finding.least >= MEDIUM:
             is_certain = True
         for remedy in finding.remedies:

@@ -53,7 +53,8 @@ class _Captured(NamedTuple):
 
 _FASTEST = _Captured(lazy=1.0, launches=1.0, products=0.9, rest=0.25, fixed_s=0.06e-3)
 _SLOWEST = _Captured(lazy=1.10, launches=0.7, products=1.0, rest=0.8, fixed_s=0.25e-3)
-# Of the loader's time this stays, at least and at most: where batches are ready, and where they are made from columns.
+# Of the loader's time this stays, at least and at most: where batches are ready, and
+# where they are made from columns.
 READY, FROM_COLUMNS = (0.0, 0.01), (0.01, 0.05)
 
 
@@ -85,7 +86,8 @@ def swept_seconds(facts: Facts, each: Round) -> float:
         return 0.0
     by_lines = whole_table_seconds(facts, each)  # of the user, not the optimizer
     swept = max(0.0, each["step"] - changed_seconds(each, "small_tables") - by_lines)
-    # Small tables also save memory traffic elsewhere; the optimizer explains a sweep only up to a multiple of itself.
+    # Small tables also save memory traffic elsewhere; the optimizer explains a sweep
+    # only up to a multiple of itself.
     most = _SWEEPS * each["optimizer"] if each.get("optimizer") else swept
     return min(swept, most)
 
@@ -341,7 +343,8 @@ def rows_remedy(facts: Facts) -> Remedy:
         ),
         gain=expected(
             facts,
-            # Batches are made inside the step then, so that no loader runs between two of them.
+            # Batches are made inside the step then, so that no loader runs between two
+            # of them.
             lambda each: (
                 FROM_COLUMNS[1] * each["data"]
                 + warm_share(each) * _captured_seconds(facts, each, _SLOWEST)
@@ -373,7 +376,8 @@ def traffic(facts: Facts) -> float:
     """Returns the least bytes of parameters, gradients and moments in a step."""
     tables = sum(each.numbers for each in facts.tables)
     rows = sum(min(each.rows, each.read) * each.dim for each in facts.tables)
-    # Seven passes of four bytes: weight and two moments are read and written, the gradient is passed once.
+    # Seven passes of four bytes: weight and two moments are read and written, the
+    # gradient is passed once.
     return 4 * 7 * (max(0, facts.parameters - tables) + rows)
 
 

@@ -158,7 +158,8 @@ def _less_often(facts: Facts) -> list[Remedy]:
         whole = Remedy(
             name="tables whole on every rank",
             lines=("--set plan.sharding=data_parallel",),
-            # Gradients of whole tables are summed too, so at worst the exchange takes a tenth longer.
+            # Gradients of whole tables are summed too, so at worst the exchange takes a
+            # tenth longer.
             gain=_gain_of_exchange(facts, -0.1, 1 - sums),
             changes=Change.ROUNDING,
             basis=f"predicted: the tables take {mib:.3g} MiB, and their gradients are summed in place of rows",
@@ -282,7 +283,8 @@ def bandwidth(facts: Facts) -> Finding | None:
         "model.register_comm_hook(None, bf16_compress_hook)  # DDP",
     )
     if facts.recipe:
-        # A plan's precision is that of rows of sharded tables alone, not of gradient sums.
+        # A plan's precision is that of rows of sharded tables alone, not of gradient
+        # sums.
         rows = 1 - _share_of_sums(facts)
         lines = (
             "--set plan.forward_precision=bf16 --set plan.backward_precision=bf16",

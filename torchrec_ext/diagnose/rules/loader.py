@@ -60,7 +60,8 @@ def loader_sleeps(facts: Facts) -> Finding | None:
     )
     workers = _worker_remedy(facts, min(count, 16))
     if workers.gain is not None and count > 1 and not loader.workers:
-        # One worker was tried, and more are proposed: at best these have every batch ready.
+        # One worker was tried, and more are proposed: at best these have every batch
+        # ready.
         high = workers.gain.high
         if ready.gain is not None:
             high = max(high, ready.gain.high)
@@ -108,7 +109,8 @@ def row_python(facts: Facts) -> Finding | None:
         return None
     if loader.collate_s > rows:
         return None
-    # Rows and collating were timed in one moment, and the batch in others, in which the machine may have been slower.
+    # Rows and collating were timed in one moment, and the batch in others, in which the
+    # machine may have been slower.
     share = rows / (rows + loader.collate_s)
     title = "the Dataset is read row by row in Python"
     waits = "it computes and does not wait"
@@ -165,7 +167,8 @@ def _data_lines(facts: Facts) -> list[str]:
     """Returns a sentence for each line with much of the loader's time."""
     lines = [line for line in facts.lines if line.phase == "data"]
     sampled = sum(line.seconds for line in lines)
-    # Lines were sampled in another moment than the rounds, in which the loader may have taken a larger share.
+    # Lines were sampled in another moment than the rounds, in which the loader may have
+    # taken a larger share.
     scale = min(1.0, share_of(facts, _DATA) * facts.sampled_s / max(sampled, 1e-12))
     sentences = []
     for line in lines[:3]:
@@ -205,7 +208,8 @@ def _worker_remedy(facts: Facts, workers: int) -> Remedy:
         count=workers,
     )
     if facts.loader.kind != "DataLoader":
-        # A generator has no rows to deal out, so it gets a loader around it, which nobody but its author can write.
+        # A generator has no rows to deal out, so it gets a loader around it, which
+        # nobody but its author can write.
         lines = (
             "class Batches(torch.utils.data.IterableDataset):",
             "    def __iter__(self): ...  # your generator; a second worker would repeat it",
@@ -225,7 +229,8 @@ def worker_gain(facts: Facts) -> tuple[Gain | None, str]:
     if facts.worker:
         gain = paired_gain([before / after for before, after in facts.worker])
         low, high = gain
-        # The wall clock sees the neighbours too, and no worker hides more than the loader's whole time.
+        # The wall clock sees the neighbours too, and no worker hides more than the
+        # loader's whole time.
         bound = expected(facts, lambda each: max(alone_seconds(each), each["data"]))
         if bound is not None:
             high = min(high, bound.high)
@@ -241,7 +246,8 @@ def worker_gain(facts: Facts) -> tuple[Gain | None, str]:
         return None, facts.not_measured.get("worker", "not measured")
     if facts.loader.workers:
         return None, f"{facts.loader.workers} are there already"
-    # At best the loader's time disappears behind the step; at worst it only moves, and what it sends is copied twice.
+    # At best the loader's time disappears behind the step; at worst it only moves, and
+    # what it sends is copied twice.
     gain = facts.gain(
         lambda each: 1.2 * each["data"] + each["step"],
         lambda each: max(alone_seconds(each), each["data"]),

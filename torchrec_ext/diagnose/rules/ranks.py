@@ -41,7 +41,8 @@ def _iterations(facts: Facts) -> list[float]:
     """Returns the seconds of each traced iteration: the least of the ranks, which wait for each other."""
     iterations = []
     for step in zip(*(each.steps for each in facts.ranks), strict=True):
-        # The least, because a rank that stood in the run queue took longer without knowing it.
+        # The least, because a rank that stood in the run queue took longer without
+        # knowing it.
         iterations.append(
             min(_computed(each) + each["wait"] + each["exchange"] for each in step)
         )
@@ -219,7 +220,8 @@ def rotating_straggler(facts: Facts) -> Finding | None:
     # Fewer steps do not tell whether the slowest rank is always the same.
     if len(steps) < 8 or max(counts) > _CONSTANT * len(steps):
         return None
-    # By the median, so that a step in which the machine had a hiccup makes no straggler.
+    # By the median, so that a step in which the machine had a hiccup makes no
+    # straggler.
     seconds = statistics.median(
         [max(step) - statistics.median_low(step) for step in computed]
     )
@@ -263,7 +265,7 @@ def rotating_straggler(facts: Facts) -> Finding | None:
     )
 
 
-# ------------------------------------------------------------------------------------------- what ranks have to look up
+# ----------------------------------------------------------- what ranks have to look up
 
 
 class Excessive(NamedTuple):

@@ -220,7 +220,8 @@ def debug_modes(facts: Facts) -> Finding | None:
             "torch.autograd.set_detect_anomaly(False)",
             "leave `with torch.profiler.profile()` after some steps",
         ),
-        # Both modes look up the stack at each op, and the frames of an experiment are on top of the user's own.
+        # Both modes look up the stack at each op, and the frames of an experiment are
+        # on top of the user's own.
         gain=gain_without(facts, seconds, 0.85, 1.0),
         changes=Change.EXACT,
         basis=basis,
@@ -296,7 +297,8 @@ def garbage(facts: Facts) -> Finding | None:
     error = mean
     if len(seconds) > 1:
         error = stdev(seconds) / len(seconds) ** 0.5
-    # Each round gets the mean in place of its own, or rounds without a collection would say that none is needed.
+    # Each round gets the mean in place of its own, or rounds without a collection would
+    # say that none is needed.
     rounds = [
         {**each, "step": max(0.0, each["step"] - each["gc"]) + mean, "gc": mean}
         for each in facts.rounds
@@ -305,7 +307,8 @@ def garbage(facts: Facts) -> Finding | None:
     remedy = Remedy(
         name="fewer objects for the garbage collector to walk over",
         lines=("import gc; gc.collect(); gc.freeze()  # before the training loop",),
-        # A collection also leaves the step with cold caches. Its mean is not known better than its error says.
+        # A collection also leaves the step with cold caches. Its mean is not known
+        # better than its error says.
         gain=gain_without(
             facts,
             lambda _: mean,
@@ -379,7 +382,8 @@ def host_syncs(facts: Facts) -> Finding | None:
         f"{what}: {lines}",
         f"with the ops that feed them: {facts.sync_ops:,} of {facts.ops:,} ops",
     ]
-    # Seconds at the lines themselves leave a far narrower interval than the price of their ops.
+    # Seconds at the lines themselves leave a far narrower interval than the price of
+    # their ops.
     least, most = 0.6, 1.3
     basis = "predicted from the price of an op and of .item() on this machine"
     if facts.lines:

@@ -30,7 +30,8 @@ from torchrec_ext.distributed.tower_parallel.lookups import sharing_groups
 from torchrec_ext.modules.tower import Towers
 
 EVERYWHERE = "data_parallel"
-# Most placements that do not run all towers on every rank: on 2 to 4 ranks two towers have no more.
+# Most placements that do not run all towers on every rank: on 2 to 4 ranks two towers
+# have no more.
 _MOST_PLACED = 5
 # Seconds spent on whole steps of each candidate.
 _TRIAL_S = 1.0
@@ -77,7 +78,8 @@ def _placements(
     in_proportion = TowerPlacement.apart(loads, world_size)
     yield in_proportion
     counts = {name: len(ranks) for name, ranks in in_proportion.ranks.items()}
-    # Loads are estimates, so the placements one rank next to the proportional one are tried too.
+    # Loads are estimates, so the placements one rank next to the proportional one are
+    # tried too.
     for more, fewer in permutations(loads, 2):
         if world_size >= len(loads) and counts[fewer] > 1:
             yield _in_order(
@@ -88,7 +90,8 @@ def _placements(
         for names in combinations(loads, size):
             ranks = dict.fromkeys(loads, everywhere)
             if size == 1:
-                # One tower alone gets the last half of the ranks, or it would be on every rank too.
+                # One tower alone gets the last half of the ranks, or it would be on
+                # every rank too.
                 ranks[names[0]] = everywhere[world_size // 2 :]
             else:
                 ranks |= TowerPlacement.apart(
@@ -216,10 +219,12 @@ def auto_plan(
         everywhere = model
     why_apart_is_refused = together or why_together(model, runtime)
 
-    # Tables that do not fit on all ranks together fit under no placement: refused before anything is tried.
+    # Tables that do not fit on all ranks together fit under no placement: refused
+    # before anything is tried.
     flat = dataclasses.replace(config, towers=EVERYWHERE)
     plan_sharding(everywhere, runtime, flat, optimizer=optimizer, batch_size=len(batch))
-    # TorchRec's planner guesses the speed of the network, so its choice is tried next to the two extremes.
+    # TorchRec's planner guesses the speed of the network, so its choice is tried next
+    # to the two extremes.
     kinds: list[str] = [config.sharding]
     if config.sharding == "auto":
         kinds = ["table_wise", "auto", "data_parallel"]
@@ -231,7 +236,8 @@ def auto_plan(
     # Candidates with one plan would only be measured twice.
     distinct: list[Candidate] = []
     refused: list[Candidate] = []
-    # Trials draw random numbers, and the training after them must draw what it would have drawn without them.
+    # Trials draw random numbers, and the training after them must draw what it would
+    # have drawn without them.
     with torch.random.fork_rng(devices=[]), Trials(runtime, optimizer, steps) as trials:
         samples = {True: Sample.of(everywhere, batch, more)}
         if not why_apart_is_refused:

@@ -49,8 +49,9 @@ class Sample:
         cls, model: nn.Module, batch: TowerBatch, more: Sequence[TowerBatch] = ()
     ) -> Sample:
         """Makes the sample of an unsharded ``model``, which is not changed."""
-        # How many rows of each table may be kept so that all together take BYTES or less, by bisection: large tables
-        # are cut to one number of rows, and small ones stay.
+        # How many rows of each table may be kept so that all together take BYTES or
+        # less, by bisection: large tables are cut to one number of rows, and small ones
+        # stay.
         tables = tables_of(model)
         rows = 1
         high = max((table.num_embeddings for table in tables), default=1)

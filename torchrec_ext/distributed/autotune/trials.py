@@ -122,24 +122,28 @@ class Trials:
         in_a_row = []
         round_s = 0.0
         for step in steps:
-            # Ranks must make equally many steps, or a collective would wait for ever. So all go by the slowest time.
+            # Ranks must make equally many steps, or a collective would wait for ever.
+            # So all go by the slowest time.
             step_s = max_over_ranks(self._mean_s(step), self._runtime)
             count = min(max(int(_IN_A_ROW_S / max(step_s, 1e-6)), 1), 8)
             in_a_row.append(count)
             round_s += step_s * count
-        # Computed from times that are equal on all ranks, so that all ranks make equally many rounds.
+        # Computed from times that are equal on all ranks, so that all ranks make
+        # equally many rounds.
         least, most = _ROUNDS
         rounds = min(max(int(seconds * len(steps) / max(round_s, 1e-6)), least), most)
         samples: list[list[float]] = [[] for _ in steps]
         for _ in range(rounds):
             for step, count, times in zip(steps, in_a_row, samples, strict=True):
-                # A rank that begins earlier would wait for the others within its measured time.
+                # A rank that begins earlier would wait for the others within its
+                # measured time.
                 if dist.is_initialized():
                     dist.barrier()
                 times.append(self._mean_s(step, count))
         medians = []
         for times in samples:
-            # The slowest rank's time is that of the step, and the median forgets rounds that other processes disturbed.
+            # The slowest rank's time is that of the step, and the median forgets rounds
+            # that other processes disturbed.
             slowest = [max_over_ranks(seconds, self._runtime) for seconds in times]
             medians.append(1e3 * statistics.median(slowest))
         return medians

@@ -152,7 +152,8 @@ class Choice:
         """Returns the class and arguments for TorchRec's choice of an FBGEMM kernel, without weight decay."""
         from torchrec_ext.distributed.optim.kinds import FUSED
 
-        # FBGEMM's own weight decay follows another rule for each optimizer, see decay_sharded_rows().
+        # FBGEMM's own weight decay follows another rule for each optimizer, see
+        # decay_sharded_rows().
         arguments: dict[str, Any] = {"lr": self.lr}
         if self.kind != "sgd":
             arguments["eps"] = self.eps
@@ -164,7 +165,8 @@ class Choice:
         """Returns class and arguments for a table of :class:`ShardedAdam`, kept out of the kernel of SGD tables."""
         from torchrec import optim as placeholders
 
-        # A step of SGD leaves the gradient in the rows, from which ShardedAdam reads it.
+        # A step of SGD leaves the gradient in the rows, from which ShardedAdam reads
+        # it.
         return placeholders.SGD, self.fused()[1]
 
     def unfused(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -267,7 +269,8 @@ class OptimizerConfig:
             raise ValueError(
                 f"betas={self.betas}: must be two numbers of at least 0 and below 1, such as 0.9,0.999"
             )
-        # They are parsed here for their errors alone, so that a wrong text is refused with the other settings.
+        # They are parsed here for their errors alone, so that a wrong text is refused
+        # with the other settings.
         self._overrides("per_table")
         self._overrides("per_layer")
 

@@ -23,7 +23,8 @@ from torchrec_ext.distributed.sharders import refused_because
 from torchrec_ext.distributed.tables import collections
 
 FUSED_ON_CPU = ("adagrad", "row_wise_adagrad", "sgd")
-# Larger tables of adam and lazy_adam are left to the planner: a replica's step sweeps all its rows.
+# Larger tables of adam and lazy_adam are left to the planner: a replica's step sweeps
+# all its rows.
 REPLICATED_WEIGHTS = 2**20
 # ShardedAdam runs these optimizers if FBGEMM has no kernel for them.
 EMULATED = ("adam", "lazy_adam")
@@ -139,7 +140,8 @@ def declare_table_optimizer(
     for _, collection in collections(model):
         for name, parameter in collection.named_parameters():
             setattr(parameter, _CALLERS, _declared(parameter))
-            # A second declaration would be added to the first, and TorchRec refuse both.
+            # A second declaration would be added to the first, and TorchRec refuse
+            # both.
             for tag in _TAGS:
                 if hasattr(parameter, tag):
                     delattr(parameter, tag)
@@ -181,7 +183,8 @@ def _sharding(
 ) -> str:
     if has_kernel(optimizer, device) or sharding == "data_parallel":
         return sharding
-    # ShardedAdam's moments have the type of the table: in half precision an eps of 1e-8 would be 0.
+    # ShardedAdam's moments have the type of the table: in half precision an eps of 1e-8
+    # would be 0.
     emulated = optimizer in EMULATED and table.data_type == DataType.FP32
     small = table.num_embeddings * table.embedding_dim <= REPLICATED_WEIGHTS
     if (

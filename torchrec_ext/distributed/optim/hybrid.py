@@ -165,7 +165,8 @@ class HybridOptimizer(CombinedOptimizer):
         if self.leave_out:
             self.leave_out = False
             return
-        # Before the check, which may raise: the kernels have left gradients in place of rows.
+        # Before the check, which may raise: the kernels have left gradients in place of
+        # rows.
         for adam in self._sharded:
             adam.take()
         if self._gradient_is_good():
@@ -210,7 +211,8 @@ class HybridOptimizer(CombinedOptimizer):
                 parameter.grad
             )
         for count, gradients in by_count.items():
-            # Each of these ranks adds the same square, so the sum over all ranks counts it once.
+            # Each of these ranks adds the same square, so the sum over all ranks counts
+            # it once.
             square += get_total_norm(gradients).square() / count
         dist.all_reduce(square)
         return square.sqrt()
@@ -224,7 +226,8 @@ class HybridOptimizer(CombinedOptimizer):
                 if parameter.grad is None:
                     continue
                 if parameter in self._tables:
-                    # Only rows with a gradient decay, as in sharded tables: a table learns the same under every plan.
+                    # Only rows with a gradient decay, as in sharded tables: a table
+                    # learns the same under every plan.
                     rows = rows_with_gradient(parameter.grad)
                     parameter.index_copy_(0, rows, parameter[rows] * factor)
                 else:
@@ -233,7 +236,8 @@ class HybridOptimizer(CombinedOptimizer):
     def bad_gradients(self) -> list[str]:
         """Returns the names of this rank's parameters with a gradient that is not finite."""
         gradients = self._gradients()
-        # One norm is cheaper than a check of each gradient, and the step needs it anyway.
+        # One norm is cheaper than a check of each gradient, and the step needs it
+        # anyway.
         self._checked = _CheckedGradients.of(list(gradients.values()))
         if torch.isfinite(self._checked.norm):
             return []
@@ -291,7 +295,8 @@ def make_first_state(optimizer: torch.optim.Optimizer) -> None:
             gradients.append((parameter, parameter.grad))
             parameter.grad = torch.zeros_like(parameter)
         rates.append(group["lr"])
-        # With a gradient of 0 this leaves the weights as they are, whatever the weight decay.
+        # With a gradient of 0 this leaves the weights as they are, whatever the weight
+        # decay.
         group["lr"] = 0.0
     optimizer.step()
     for group, rate in zip(groups, rates, strict=True):

@@ -58,7 +58,8 @@ class RowAdam(torch.optim.Optimizer):
             for table in group["params"]:
                 if table.grad is not None:
                     state = self.state[table]
-                    # A group has further entries, such as the weight decay that HybridOptimizer applies itself.
+                    # A group has further entries, such as the weight decay that
+                    # HybridOptimizer applies itself.
                     rule = {name: group[name] for name in self.defaults}
                     _start(state, table, rule["row_wise"])
                     rows = rows_with_gradient(table.grad)
@@ -134,7 +135,8 @@ def rows_with_gradient(grad: Tensor) -> Tensor:
     return grad.ne(0).any(dim=1).nonzero().squeeze(1)
 
 
-# TorchRec derives the kernel from the class, and the planner the bytes of state; the Adam classes here are never run.
+# TorchRec derives the kernel from the class, and the planner the bytes of state; the
+# Adam classes here are never run.
 FUSED: dict[str, type[torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "row_wise_adagrad": RowWiseAdagrad,

@@ -67,7 +67,8 @@ def read_past_caches(model: nn.Module) -> None:
     """
     for _, collection in collections(model):
         if "fused_uvm_caching" in kernels_by_table(collection).values():
-            # Hooks run in order: TorchRec's own, which writes the rows back, is there already.
+            # Hooks run in order: TorchRec's own, which writes the rows back, is there
+            # already.
             collection.register_state_dict_pre_hook(_empty_caches)  # type: ignore[no-untyped-call]
 
 
@@ -127,8 +128,9 @@ class _Decay:
         tables = kernel.split_embedding_weights()
         rows_by_table = _rows_with_gradient(kernel, indices, offsets, grad)
         for table, decay, rows in zip(tables, self._decays, rows_by_table, strict=True):
-            # Repeated rows write equal values, so they need not be removed. `data`: the backward that follows holds
-            # the weights as saved tensors and would refuse a change, though it only writes to them.
+            # Repeated rows write equal values, so they need not be removed. `data`: the
+            # backward that follows holds the weights as saved tensors and would refuse
+            # a change, though it only writes to them.
             table.data.index_copy_(0, rows, table[rows] * (1 - lr * decay))
 
 
@@ -226,7 +228,8 @@ class RowGradients:
                 if owner == number
             ]
             rows = torch.unique(torch.cat(rows_read))
-            # Another look-up of this step may have put rows aside already; they are 0 now, so do not save them again.
+            # Another look-up of this step may have put rows aside already; they are 0
+            # now, so do not save them again.
             rows = rows[~aside[rows]]
             aside[rows] = True
             saved.append((rows, table[rows]))
@@ -276,7 +279,8 @@ class ShardedAdam(KeyedOptimizer):
         steps: dict[str, Tensor] = {}
         weights = module.emb_module.split_embedding_weights()
         specs = module.emb_module.embedding_specs
-        # A kernel has several shards of a table whose columns are split: they share a count of steps.
+        # A kernel has several shards of a table whose columns are split: they share a
+        # count of steps.
         for config, table, (_, _, location, _) in zip(
             module.config.embedding_tables, weights, specs, strict=True
         ):
@@ -352,7 +356,8 @@ class _AdamShard(NamedTuple):
         beta1, beta2 = choice.betas
         first = self.moments["exp_avg"]
         second = self.moments["exp_avg_sq"]
-        # The penalty gives all rows a gradient; without it, those outside the batch only have their moments decay.
+        # The penalty gives all rows a gradient; without it, those outside the batch
+        # only have their moments decay.
         if choice.l2:
             whole = (self.table * choice.l2).index_add_(0, rows, gradient)
             first.lerp_(whole, 1 - beta1)
@@ -369,7 +374,8 @@ def _zeros_beside(table: Tensor, location: EmbeddingLocation) -> Tensor:
     """Returns zeros of the shape of a table, on the GPU only if its rows are there."""
     if location != EmbeddingLocation.MANAGED:
         return torch.zeros_like(table)
-    # A table is in host memory because the GPU has no room for it, let alone for two moments of its size.
+    # A table is in host memory because the GPU has no room for it, let alone for two
+    # moments of its size.
     in_host_memory = torch.ops.fbgemm.new_unified_tensor(table, table.shape, False)
     return torch.zeros(table.shape, device=table.device, out=in_host_memory)
 
@@ -395,7 +401,8 @@ def sharded_adams(model: nn.Module, choices: Mapping[str, Choice]) -> list[Shard
     for path, collection in collections(model):
         for module in kernels_of(collection):
             names = {table.name for table in module.config.embedding_tables}
-            # TorchRec puts tables with one optimizer into a kernel, so all or none of them are here.
+            # TorchRec puts tables with one optimizer into a kernel, so all or none of
+            # them are here.
             if not names.isdisjoint(choices):
                 optimizers.append(ShardedAdam(path, module, choices))
     return optimizers

@@ -374,7 +374,8 @@ class Request(NamedTuple):
         requests = config.choices([table.name for table in tables])
         kinds = {}
         for name, choice in requests.items():
-            # The kernel dense runs data_parallel tables alone, so it decides an open sharding.
+            # The kernel dense runs data_parallel tables alone, so it decides an open
+            # sharding.
             if (choice.sharding, choice.kernel) == ("auto", "dense"):
                 kinds[name] = "data_parallel"
             else:
@@ -399,7 +400,8 @@ class Request(NamedTuple):
         constraints: dict[str, ParameterConstraints] = {}
         for table in self.tables:
             choice = self.choices[table.name]
-            # An optimizer of ours, or our weight decay, writes rows where they lie, past the cache of a kernel.
+            # An optimizer of ours, or our weight decay, writes rows where they lie,
+            # past the cache of a kernel.
             by_row = (
                 not has_kernel(choice.kind, runtime.device.type)
                 or choice.weight_decay > 0
@@ -487,7 +489,8 @@ def draft(
         enumerator=EmbeddingEnumerator(
             topology, batch_size, request.constraints, estimators
         ),
-        # Our reserve is off the topology already: TorchRec's leaves the memory of a CPU rank as it is.
+        # Our reserve is off the topology already: TorchRec's leaves the memory of a CPU
+        # rank as it is.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         stats=stats,
         constraints=request.constraints,
@@ -501,7 +504,8 @@ def draft(
             requested_types.update(constraint.sharding_types or ())
         by_host = not requested_types.isdisjoint(BY_HOST)
         plan = planner.plan(model, sharders(request.codecs, by_host=by_host))
-        # The attributes by which tables of one sharding type share a cache, by table name.
+        # The attributes by which tables of one sharding type share a cache, by table
+        # name.
         kinds: dict[str, Hashable] = {}
         for table in request.tables:
             kinds[table.name] = (
@@ -573,7 +577,8 @@ def _constraint(
         )
     if reason:
         raise PlanError(f"table '{table.name}': {reason}")
-    # The kernel fields of the planner's constraints; none if the planner is free to choose.
+    # The kernel fields of the planner's constraints; none if the planner is free to
+    # choose.
     kernel: dict[str, Any] = {}
     if request.kernel != "auto":
         kernel["compute_kernels"] = [request.kernel]
@@ -609,7 +614,8 @@ def _constraint(
         pieces = runtime.world_size
     if pieces == 1:
         return ParameterConstraints(sharding_types=[sharding], **kernel)
-    # FBGEMM's kernels need a multiple of 4 columns, and no rank should hold two pieces of a table.
+    # FBGEMM's kernels need a multiple of 4 columns, and no rank should hold two pieces
+    # of a table.
     for width in range(4, table.embedding_dim, 4):
         if table.embedding_dim % width == 0 and width * pieces >= table.embedding_dim:
             return ParameterConstraints(

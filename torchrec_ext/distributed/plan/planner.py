@@ -95,13 +95,15 @@ def plan_sharding(
         runtime, world_size=ranks, local_world_size=min(ranks, runtime.local_world_size)
     )
     checked_on = on_copy
-    # With placed towers, how columns may be split is checked later, on the ranks of each tower.
+    # With placed towers, how columns may be split is checked later, on the ranks of
+    # each tower.
     if placement is not None:
         checked_on = dataclasses.replace(runtime, world_size=1, local_world_size=1)
     refuse_unplaced(model, config, placement, table_copies)
     request = Request.of(model, checked_on, config, optimizer, constraints or {})
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
-    # The planner runs on rank 0 alone. TorchRec's collective_plan would leave the other ranks waiting where it fails.
+    # The planner runs on rank 0 alone. TorchRec's collective_plan would leave the other
+    # ranks waiting where it fails.
     if runtime.rank == 0:
         try:
             # Measured on rank 0: hosts of one job are taken to be equal.
@@ -188,8 +190,9 @@ def why_on_all_ranks(choice: TableChoice) -> str:
     return ""
 
 
-# Most weights of all tables together that are cheaper to replicate than to shard, on a CPU. With six equal tables on 2
-# ranks, replicas made a step 1.15 to 1.32 times as fast at .05 M to .38 M weights, and slower (.74 to .87) from 1 M on.
+# Most weights of all tables together that are cheaper to replicate than to shard, on a
+# CPU. With six equal tables on 2 ranks, replicas made a step 1.15 to 1.32 times as fast
+# at .05 M to .38 M weights, and slower (.74 to .87) from 1 M on.
 SMALL_WEIGHTS = 2**18
 
 
@@ -226,7 +229,8 @@ def small_tables_whole(
     free = all(
         (choice.sharding, choice.kernel) == ("auto", "auto") for choice in requests
     )
-    # A limit of the norm would take in the tables, which it leaves out while they are sharded.
+    # A limit of the norm would take in the tables, which it leaves out while they are
+    # sharded.
     if weights > SMALL_WEIGHTS or impossible or not free or optimizer.clip_norm:
         return {}
     return {

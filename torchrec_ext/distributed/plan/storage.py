@@ -55,7 +55,8 @@ class TableStorage(EmbeddingStorageEstimator):
         """Sets the storage of each shard of each option."""
         declared = []
         for option in sharding_options:
-            # TorchRec counts no state for a table without an optimizer. All options of a table have one tensor.
+            # TorchRec counts no state for a table without an optimizer. All options of
+            # a table have one tensor.
             if hasattr(option.tensor, _DECLARED):
                 declared.append((option.tensor, vars(option.tensor).pop(_DECLARED)))
         try:

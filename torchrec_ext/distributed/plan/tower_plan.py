@@ -32,7 +32,8 @@ def table_shardings(plan: ShardingPlan) -> dict[str, ParameterSharding]:
     """Returns the sharding of each table by its name, whatever the path of its collection."""
     shardings: dict[str, ParameterSharding] = {}
     for module in plan.plan.values():
-        # A TowerPlan has no tables of its own: the plans of its towers' collections are there too.
+        # A TowerPlan has no tables of its own: the plans of its towers' collections are
+        # there too.
         if isinstance(module, EmbeddingModuleShardingPlan):
             shardings |= module
     return shardings

@@ -75,7 +75,8 @@ def tower_placement(
     towers: dict[str, Any] = dict(located[1].items())
     _check_weighted(asked, towers)
     if asked == "tower_parallel":
-        # Place towers on ranks in proportion to their cost; towers with a shared table count as one.
+        # Place towers on ranks in proportion to their cost; towers with a shared table
+        # count as one.
         together = {"+".join(unit): unit for unit in sharing_groups(towers)}
         if len(together) == 1 and len(towers) > 1:
             table, names = next(
@@ -184,7 +185,8 @@ def draft_towers(
     # The largest tower goes first, while there is most room.
     for name in sorted(towers, key=lambda name: -_weights(by_tower[name])):
         members = placement.ranks[name]
-        # Describe these ranks as a job of their own, with one rank a host if hosts hold unequal numbers of them.
+        # Describe these ranks as a job of their own, with one rank a host if hosts hold
+        # unequal numbers of them.
         hosts = Counter(rank // runtime.local_world_size for rank in members)
         counts = set(hosts.values())
         on_each_host = 1
@@ -203,7 +205,8 @@ def draft_towers(
         if not names:
             continue
         try:
-            # A topology has one size of memory for all ranks, so that of the fullest counts.
+            # A topology has one size of memory for all ranks, so that of the fullest
+            # counts.
             drafted = draft(
                 by_tower[name],
                 tower_request,

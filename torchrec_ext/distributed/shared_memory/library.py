@@ -23,7 +23,8 @@ import torch
 
 NAME = "shared_memory"
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("backend.cpp", "ring.h"))
-# A library for one CPU may not run on another, and a cache may lie in a home folder that hosts share.
+# A library for one CPU may not run on another, and a cache may lie in a home folder
+# that hosts share.
 _CPU = (
     "vendor_id",
     "cpu family",
@@ -144,7 +145,8 @@ def compile_to(path: Path, *flags: str) -> None:
         ) from None
     except subprocess.CalledProcessError as error:
         lines = error.stderr.splitlines()
-        # The first error is the cause of the others; without any, the last line says most.
+        # The first error is the cause of the others; without any, the last line says
+        # most.
         why = next((line for line in lines if "error" in line), "".join(lines[-1:]))
         raise LibraryError(
             f"{command[0]} fails: {why[:150] or 'without a word'}"

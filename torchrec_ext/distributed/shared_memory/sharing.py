@@ -109,7 +109,8 @@ def obstacle_to_sharing(group: dist.ProcessGroup) -> str:
     if group.size() == 1:
         return "the group has one rank"
     memory, pids, obstacle = _common_memory(group)
-    # Gloo goes into the backend, which hands it the collectives that it does not do itself.
+    # Gloo goes into the backend, which hands it the collectives that it does not do
+    # itself.
     if not obstacle:
         timeout = gloo.options._timeout
         backend = library.load().make_backend(
@@ -197,7 +198,8 @@ def _opened(path: str, token: str) -> tuple[int, str]:
         memory = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         return -1, f"a rank cannot open the memory of rank 0: {error.strerror}"
-    # The path may lead elsewhere, if process numbers are not those of rank 0's namespace after all.
+    # The path may lead elsewhere, if process numbers are not those of rank 0's
+    # namespace after all.
     size = os.fstat(memory).st_size - _TOKEN
     if size < 0 or os.pread(memory, _TOKEN, size) != token.encode():
         return memory, "the memory of rank 0 is not what it said"

@@ -84,7 +84,8 @@ def join_rows(pieces: Sequence[TowerRows]) -> TowerRows:
         return pieces[0]
     lengths = torch.cat([piece.lengths for piece in pieces], dim=1)
     features = len(lengths)
-    # Reorders whole runs of ids from rank by rank, each feature by feature, to feature by feature.
+    # Reorders whole runs of ids from rank by rank, each feature by feature, to feature
+    # by feature.
     runs = torch.stack(
         [piece.lengths.sum(dim=1, dtype=torch.int32) for piece in pieces]
     ).view(-1)
@@ -104,7 +105,8 @@ def slice_rows(rows: TowerRows, start: int, stop: int) -> TowerRows:
     """Returns the rows from ``start`` to ``stop``."""
     if (start, stop) == (0, rows.height):
         return rows
-    # A feature's ids are three runs: of the rows before, of these rows, and of the rows after.
+    # A feature's ids are three runs: of the rows before, of these rows, and of the rows
+    # after.
     ends = rows.lengths.sum(dim=1).cumsum(0)
     firsts = ends - rows.lengths[:, start:].sum(dim=1)
     lasts = ends - rows.lengths[:, stop:].sum(dim=1)
@@ -253,7 +255,8 @@ class TowerExchange:
             for piece in pieces:
                 header += (piece.height, len(piece.values))
         sizes = [2 + 2 * len(coming) for coming in route.coming]
-        # A peer announces B, Q, and two numbers for each tower that it sends rows to, so all sizes are known.
+        # A peer announces B, Q, and two numbers for each tower that it sends rows to,
+        # so all sizes are known.
         received = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
         work = dist.all_to_all_single(
             received,
@@ -265,7 +268,8 @@ class TowerExchange:
         )
 
         def send_rows() -> AfterCollective:
-            # One copy to the host for all sizes, which lie there while the payload is split.
+            # One copy to the host for all sizes, which lie there while the payload is
+            # split.
             return self._send(
                 context,
                 slices,
@@ -340,15 +344,18 @@ class TowerExchange:
             )
             context.received.setdefault(name, []).append(count)
         result: dict[str, TowerRows] = {}
-        # Two ranks that run the same towers one after the other must do so in one order, whoever's rows came first.
+        # Two ranks that run the same towers one after the other must do so in one
+        # order, whoever's rows came first.
         for name, spec in self._specs.items():
             if name not in received:
                 continue
             result[name] = join_rows(received[name])
             if spec.equal:
-                # A header begins with B and Q; a tower of shared rows runs Q of them for each rank, any other B.
+                # A header begins with B and Q; a tower of shared rows runs Q of them
+                # for each rank, any other B.
                 counts = tuple(header[spec.shared] for header in headers)
-                # The rows of the tower's busiest rank; cached, as ranks mostly have as many rows in every step.
+                # The rows of the tower's busiest rank; cached, as ranks mostly have as
+                # many rows in every step.
                 if (name, counts) not in self._busiest:
                     self._busiest[name, counts] = self._placement.busiest(name, counts)
                 result[name] = pad_rows(result[name], self._busiest[name, counts])
@@ -366,7 +373,8 @@ class TowerExchange:
         Returns:
             (B, D) or (Q, D) outputs for this rank's rows, by tower.
         """
-        # Empty rows that filled up the others have no sender, so their outputs are cut off.
+        # Empty rows that filled up the others have no sender, so their outputs are cut
+        # off.
         outputs_by_rank = {
             name: iter(torch.split(outputs[name][: sum(rows)], rows))
             for name, rows in context.received.items()

@@ -165,7 +165,8 @@ def batch_of_arrivals(
         none[shared] = FeatureBags(
             no_ids, torch.zeros(height, dtype=torch.int32, device=device)
         )
-    # Sharded collections keep the order of the keys that they saw first, whichever towers are asked.
+    # Sharded collections keep the order of the keys that they saw first, whichever
+    # towers are asked.
     bags: dict[bool, dict[str, FeatureBags]] = {False: {}, True: {}}
     for features, shared, _ in towers:
         bags[shared] |= dict.fromkeys(features, none[shared])

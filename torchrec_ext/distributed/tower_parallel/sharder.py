@@ -107,7 +107,8 @@ def tower_groups(
         tuple(range(placement.world_size)): everyone
     }
     for tower, ranks in placement.ranks.items():
-        # All ranks of the job must create every group, in one order; towers on the same ranks share theirs.
+        # All ranks of the job must create every group, in one order; towers on the same
+        # ranks share theirs.
         if ranks not in groups:
             groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         if dist.get_rank(everyone) in ranks:
@@ -131,11 +132,13 @@ def shard_tower(
         group: process group of the tower's ranks.
         device: device of this rank.
     """
-    # Given the group, the constructor would make a device mesh of the job's first ranks instead of the group's.
+    # Given the group, the constructor would make a device mesh of the job's first ranks
+    # instead of the group's.
     env = ShardingEnv.from_local(dist.get_world_size(group), dist.get_rank(group))
     env.process_group = group
     members = dist.get_process_group_ranks(group)
-    # DistributedDataParallel must leave these sharded parameters and buffers as they are.
+    # DistributedDataParallel must leave these sharded parameters and buffers as they
+    # are.
     by_rank = []
     for path, collection in list(collections(tower)):
         parent, _, name = path.rpartition(".")
@@ -153,7 +156,8 @@ def shard_tower(
         if hasattr(module, "process_group"):
             module.process_group = group  # type: ignore[assignment]
     dense = [name for name, _ in tower.named_parameters() if name not in by_rank]
-    # DistributedDataParallel refuses a module without parameters, and one rank has nothing to average.
+    # DistributedDataParallel refuses a module without parameters, and one rank has
+    # nothing to average.
     if env.world_size == 1 or not dense:
         return tower
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(tower, by_rank)  # type: ignore[no-untyped-call]
@@ -249,7 +253,8 @@ class ShardedTowers(
                 shared=self._reads[name].shared,
                 equal=needs_equal_rows(plans, plan.placement.ranks[name]),
             )
-        # All towers' specs are known on all ranks, since each rank packs rows for towers that it lacks.
+        # All towers' specs are known on all ranks, since each rank packs rows for
+        # towers that it lacks.
         self._exchange = TowerExchange(plan.placement, specs, everyone, device)
         groups = tower_groups(plan.placement, everyone, timeout)
         for name, tower in towers.items():
@@ -339,7 +344,8 @@ class ShardedTowers(
             output = self._run[name](kjt, dense, **options).float()
             scale = len(self._placement.ranks[name]) / self._world_size
             if output.requires_grad and scale != 1:
-                # Gradients are averaged over the tower's ranks here, but over all ranks in the flat model.
+                # Gradients are averaged over the tower's ranks here, but over all ranks
+                # in the flat model.
                 output.register_hook(lambda gradient, scale=scale: gradient * scale)  # type: ignore[no-untyped-call]
             outputs[name] = output
         return outputs

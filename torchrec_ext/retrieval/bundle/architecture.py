@@ -131,7 +131,8 @@ def rebuild(description: Any, *, also: Sequence[type[nn.Module]] = ()) -> nn.Mod
 def _allowed_classes(also: Sequence[type[nn.Module]]) -> dict[str, type[nn.Module]]:
     classes = dict(_MODULES)
     for kind in also:
-        # A file names classes by one word, so no class of a caller may have a name of ours.
+        # A file names classes by one word, so no class of a caller may have a name of
+        # ours.
         if kind.__name__ in _MODULES or not issubclass(kind, Recorded):
             raise BundleError(
                 f"also: {kind.__name__} must be Recorded, and have a name of its own (not {listed(sorted(_MODULES))})"
@@ -151,7 +152,8 @@ def _describe_value(where: str, value: Any, also: Sequence[type[nn.Module]]) -> 
     if isinstance(value, nn.Module):
         return describe_module(value, also=also)
     if isinstance(value, EmbeddingBagConfig | EmbeddingConfig):
-        # Fields that a bundle does not have must be as in a new table, or the bundle would compute otherwise.
+        # Fields that a bundle does not have must be as in a new table, or the bundle
+        # would compute otherwise.
         plain = type(value)(num_embeddings=1, embedding_dim=1, feature_names=[])
         for field in dataclasses.fields(value):
             differs = getattr(value, field.name) != getattr(plain, field.name)
@@ -220,7 +222,8 @@ def _build_value(
             f"{where}: class {name!r} is not one that a bundle may name ({listed(sorted(classes))}); if it is your "
             "own, give it to Bundle.load as also=[...]"
         )
-    # Before construction: a huge number of layers takes time and memory on the meta device too.
+    # Before construction: a huge number of layers takes time and memory on the meta
+    # device too.
     _check_sizes(f"{where}.{name}", arguments, table=name in _TABLES)
     try:
         if name in _TABLES:
@@ -314,7 +317,8 @@ def fill_dense(
                 f"{where}: weight '{name}' is {tuple(tensor.shape)} {tensor.dtype}, the architecture needs "
                 f"{tuple(weight.shape)} {weight.dtype}; export the bundle again"
             )
-    # Assigned, because meta tensors have no memory to copy into; not strict, because the tables are none of these.
+    # Assigned, because meta tensors have no memory to copy into; not strict, because
+    # the tables are none of these.
     module.load_state_dict(dict(tensors), strict=False, assign=True)
 
 
@@ -332,7 +336,8 @@ class Int8Table(nn.Module):
     def __init__(self, holder: nn.Module, rows: Tensor, scales: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(rows, requires_grad=False)
-        # A plain attribute: a buffer would be one of the weights that fill_dense() expects.
+        # A plain attribute: a buffer would be one of the weights that fill_dense()
+        # expects.
         self.scales = scales
         self._mode: str | None = None
         if isinstance(holder, nn.EmbeddingBag):
@@ -374,7 +379,8 @@ def map_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None
     Raises:
         BundleError: a file is of another table.
     """
-    # A list, because replacing a table changes the modules that values_by_table() walks through.
+    # A list, because replacing a table changes the modules that values_by_table() walks
+    # through.
     for name, holder, weight in list(values_by_table(model)):
         if name not in files:
             raise BundleError(
@@ -398,7 +404,8 @@ def map_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None
                 f"{file}: {content}, table '{name}' is {tuple(weight.shape)} {weight.dtype}: it is of another model, "
                 "or was cast; export the bundle again"
             )
-        # The mapped rows themselves: nothing is read before a look-up, and all processes share the pages.
+        # The mapped rows themselves: nothing is read before a look-up, and all
+        # processes share the pages.
         holder.weight = nn.Parameter(rows, requires_grad=False)
 
 

@@ -106,7 +106,8 @@ class LiveModel:
         if isinstance(inner, InteractionLayer) and inner.metric is not None:
             self.metric = inner.metric
         self.interaction = describe_module(how_made(inner), also=also)
-        # The candidate comes last in the bundle, and the interaction still takes the towers in the model's order.
+        # The candidate comes last in the bundle, and the interaction still takes the
+        # towers in the model's order.
         if self.names != self._names:
             widths = []
             for name in self.names:
@@ -192,7 +193,8 @@ def _rounding(module: nn.Module) -> float:
     }
     roundings = [0.0]
     for kind in kinds:
-        # Four times the rounding of one number; integers have a scale for each few numbers.
+        # Four times the rounding of one number; integers have a scale for each few
+        # numbers.
         roundings.append(
             4 * torch.finfo(kind).eps if kind.is_floating_point else LOGIT_SHARE
         )
@@ -246,7 +248,8 @@ class Audit:
         """Chooses pairs evenly over both tables, including the last row of each; equal on every rank."""
         rows = even_rows(len(queries), pairs)
         positions = even_rows(len(candidates), pairs)
-        # Shuffled, so that early queries do not always meet early items; a fixed seed, so that every rank agrees.
+        # Shuffled, so that early queries do not always meet early items; a fixed seed,
+        # so that every rank agrees.
         mixed = positions[np.random.default_rng(0).permutation(pairs)]
         return cls(
             queries.take(pa.array(rows)),
@@ -259,7 +262,8 @@ class Audit:
         """Returns (P,) logits of the trained model. If it is sharded, call this on every rank."""
         queries = query.read(self.queries.to_pydict())
         candidates = candidate.read(self.candidates.to_pydict())
-        # The model computes from one batch, so the columns of both sides are joined row by row.
+        # The model computes from one batch, so the columns of both sides are joined row
+        # by row.
         batch = live.schema().assemble(
             live.model_ids({**queries.sparse, **candidates.sparse}),
             {**queries.dense, **candidates.dense},
@@ -378,7 +382,8 @@ def check_store(
         )
     rounding = float(rounding)
     most = greatest_loss(vectors, store.dtype)
-    # `rounding` comes from the manifest: a forged, large value would let any store pass the comparison below.
+    # `rounding` comes from the manifest: a forged, large value would let any store pass
+    # the comparison below.
     if not 0 <= rounding <= 1.01 * most + tolerance(vectors):
         raise BundleError(
             f"{where}: its manifest says that {store.dtype} lost {rounding:.3g} of a number, where rounding loses "

@@ -274,7 +274,8 @@ class Bundle:
                 f"{listed[2]}, the architecture {self.query}, '{self.candidate}' and {self.architecture.metric}; "
                 f"{_ANEW}"
             )
-        # Stored vectors name a tower by its digest, so the manifest's must be that of these files.
+        # Stored vectors name a tower by its digest, so the manifest's must be that of
+        # these files.
         for what, digest in (
             ("query", self.query_digest),
             ("candidate", self.candidate_digest),
@@ -285,7 +286,8 @@ class Bundle:
                 )
 
     def _check_catalogue(self) -> None:
-        # All are by position, so parts of another catalogue would answer with wrong items.
+        # All are by position, so parts of another catalogue would answer with wrong
+        # items.
         sizes = {
             "items": len(self.items),
             STORE: len(self.store),
@@ -403,7 +405,8 @@ def _check_users(
                     f"items; {_ANEW}"
                 )
             first += len(chunk)
-    # Reading all users would be slow, and one row of each special kind is refused just like the others of its kind.
+    # Reading all users would be slow, and one row of each special kind is refused just
+    # like the others of its kind.
     odd_rows: set[int] = set()
     for name, column in users.features():
         if name in query.request_columns:
@@ -416,7 +419,8 @@ def _check_users(
             who = "the user of whom nothing is known"
             table_row = -1
         try:
-            # A request's other columns come from its caller, so those of an audited query stand in for them.
+            # A request's other columns come from its caller, so those of an audited
+            # query stand in for them.
             query.read({**context, **users.rows([table_row])})
         except (ValueError, TypeError, OverflowError) as error:
             raise BundleError(

@@ -257,7 +257,8 @@ class Architecture:
         """
         values = read_json(folder / ARCHITECTURE)
         try:
-            # The types are checked here, once, because the file may come from anybody and later code relies on them.
+            # The types are checked here, once, because the file may come from anybody
+            # and later code relies on them.
             towers = {
                 str(name): description for name, description in values.pop("towers")
             }
@@ -434,7 +435,8 @@ def open_encoder(
         raise BundleError(
             f"{folder / ARCHITECTURE}: towers {list(names)}: {error}; export the bundle again"
         ) from None
-    # Tables first: only their weights are real then, and fill_dense() must find all others.
+    # Tables first: only their weights are real then, and fill_dense() must find all
+    # others.
     map_tables(folder, model, architecture.tables)
     dense: dict[str, Tensor] = {}
     for name in names:

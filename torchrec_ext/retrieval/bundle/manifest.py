@@ -156,7 +156,8 @@ def check_files(
     paths = _files(folder)
     for name in sorted(listed):
         if name not in paths:
-            # A renamed file is missing under its old name and unlisted under its new one: name both.
+            # A renamed file is missing under its old name and unlisted under its new
+            # one: name both.
             unlisted = min(set(paths) - set(listed), default=None)
             hint = ""
             if unlisted is not None:
@@ -174,7 +175,8 @@ def check_files(
             raise BundleError(
                 f"{path}: {size:,} bytes, the manifest lists {listed[name]['bytes']:,}: it is cut or changed; {_ANEW}"
             )
-    # Last, because reading every file takes a second for each GB, and the checks above no time.
+    # Last, because reading every file takes a second for each GB, and the checks above
+    # no time.
     for name, path in paths.items():
         if digests and measure_file(path)["sha256"] != listed[name]["sha256"]:
             raise BundleError(

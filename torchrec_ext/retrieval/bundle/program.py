@@ -48,7 +48,8 @@ Node = Sequence[Any]
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 MOST_BYTES = 2**31  # limit for the values of all nodes; more rows run in several blocks
-# Cost in operations: 1 per flop, 32 per element read or written, 2^17 per call. A core does about 2^34 per second.
+# Cost in operations: 1 per flop, 32 per element read or written, 2^17 per call. A core
+# does about 2^34 per second.
 _OPERATIONS = 2**34
 _OPERATIONS_OF_A_ROW = 2**31
 _OF_AN_ELEMENT, _OF_A_CALL = 2**5, 2**17
@@ -95,7 +96,8 @@ class Program:
                 )
             texts = list(_texts([*arguments, *options.values()]))
             tables = [text for text in texts if text[:1] == "&"]
-            # At run time a table is a module, not a tensor, so only a look-up can read it.
+            # At run time a table is a module, not a tensor, so only a look-up can read
+            # it.
             if tables and (
                 name != "embedding.default" or tables != list(arguments)[:1]
             ):
@@ -139,7 +141,8 @@ class Program:
         Raises:
             ValueError: the program does not fit its weights, or takes too much memory or time.
         """
-        # Requests repeat the same numbers of rows, so each number gets only one dry run.
+        # Requests repeat the same numbers of rows, so each number gets only one dry
+        # run.
         if rows not in self._blocks:
             blocks, operations = self._split(rows)
             if operations > _OPERATIONS + rows * _OPERATIONS_OF_A_ROW:
@@ -158,7 +161,8 @@ class Program:
                 f"the program takes more than {MOST_BYTES:,} bytes or {_OPERATIONS:,} operations for one row; "
                 "make it smaller"
             )
-        # Memory need not grow in proportion to the rows, so each half is measured again.
+        # Memory need not grow in proportion to the rows, so each half is measured
+        # again.
         first, first_operations = self._split(rows // 2)
         second, second_operations = self._split(rows - rows // 2)
         return first + second, first_operations + second_operations
@@ -445,7 +449,8 @@ class ProgramTower(Recorded, nn.Module):
         try:
             results = self._program({**values, "rows": len(dense)})
         except ValueError as error:
-            # Columns are checked before, so only an id that the program computes can be beyond its table.
+            # Columns are checked before, so only an id that the program computes can be
+            # beyond its table.
             if not isinstance(error.__cause__, IndexError):
                 raise
             id_columns = listed(

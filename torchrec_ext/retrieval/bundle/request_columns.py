@@ -351,7 +351,8 @@ def _bags(
     if strict:
         unknown = np.zeros(len(ids), np.bool_)
     if is_raw and lengths is not None:
-        # A list may be padded with the out-of-vocabulary row itself; the row alone stands for an unknown id.
+        # A list may be padded with the out-of-vocabulary row itself; the row alone
+        # stands for an unknown id.
         unknown &= raw_ids != feature.oov_id
     bag_lengths = bag_weights = None
     if lengths is not None:

@@ -61,7 +61,8 @@ class UserTable:
                 raise ValueError(
                     f"rows: {row} is not a user of this bundle, which has {len(self):,} (0 to {len(self) - 1})"
                 )
-            # Slices of the memory-mapped table copy no column. The table's last row, -1 here, is for unknown users.
+            # Slices of the memory-mapped table copy no column. The table's last row, -1
+            # here, is for unknown users.
             slices.append(self._features.slice(row % len(self._features), 1))
         return pa.concat_tables(slices or [self._features.slice(0, 0)]).to_pydict()  # type: ignore[no-any-return]
 
@@ -347,7 +348,8 @@ def write_table(path: Path, table: pa.Table) -> None:
             raise BundleError(
                 f"column '{field.name}' is {field.type}, must be whole numbers, numbers, text or lists of them"
             )
-    # Neither metadata nor chunk boundaries of the source may change the bytes, and so the bundle's digest.
+    # Neither metadata nor chunk boundaries of the source may change the bytes, and so
+    # the bundle's digest.
     table = table.replace_schema_metadata(None).combine_chunks()
     with (
         pa.OSFile(str(path), "wb") as sink,

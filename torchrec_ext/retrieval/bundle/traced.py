@@ -115,7 +115,8 @@ class TracedModel(nn.Module):
         model.state_dict()
         paths = _paths(model, towers)
         self._call, columns = _inputs(model, queries, catalogue)
-        # Not a submodule: the programs hold its weights, which must not be exported twice.
+        # Not a submodule: the programs hold its weights, which must not be exported
+        # twice.
         self.__dict__["_model"] = model
         with torch.no_grad():
             split = _Split(_trace(model, self._call, columns), columns, list(towers))
@@ -135,7 +136,8 @@ class TracedModel(nn.Module):
             self._tables += tower.tables
             self._dense += tower.dense
         self.eval().requires_grad_(False)
-        # The model itself is checked, so its ids must be rows: unknown ones are replaced as in a request.
+        # The model itself is checked, so its ids must be rows: unknown ones are
+        # replaced as in a request.
         example = {name: column.values for name, column in columns.items()}
         oov_rows = {name: row for name, row in oov_ids.items() if row >= 0}
         for feature in BatchSchema.from_tables(self._tables, oov_ids=oov_rows).sparse:
@@ -193,7 +195,8 @@ class TracedModel(nn.Module):
                 "catalogue whose ids the tables have"
             ) from None
         for row in np.unique(even_rows(len(logits), _CHECKED_ROWS)).tolist():
-            # Three rows instead of one, because squeeze() and the like treat a batch of one differently.
+            # Three rows instead of one, because squeeze() and the like treat a batch of
+            # one differently.
             among = [number % len(logits) for number in range(row, row + 3)]
             alone = self._model_logits(
                 {name: values[among] for name, values in columns.items()}
@@ -412,7 +415,8 @@ class _Split:
         crossing: dict[Node, None] = {}
         for node in self.pairwise:
             crossing |= dict.fromkeys(node.all_input_nodes)
-        # The values of one side that the pairwise nodes read, the query's first, each side's in their order.
+        # The values of one side that the pairwise nodes read, the query's first, each
+        # side's in their order.
         self.frontier = [
             node for side in (0, 1) for node in crossing if self._side(node) == side
         ]
@@ -433,7 +437,8 @@ class _Split:
             self.result.meta.get("val"), Tensor
         ):
             shape = tuple(self.result.meta["val"].shape)
-        # In the trace the number of rows is symbolic, so a plain int is not one logit for each row.
+        # In the trace the number of rows is symbolic, so a plain int is not one logit
+        # for each row.
         one_for_each_row = (
             shape != () and not isinstance(shape[0], int) and shape[1:] in ((), (1,))
         )
@@ -542,7 +547,8 @@ class _Split:
         inner = _closure(results, self.references)
         for node in inner:
             for each in node.all_input_nodes:
-                # A matrix becomes a table only if nothing but look-ups by columns reads it.
+                # A matrix becomes a table only if nothing but look-ups by columns reads
+                # it.
                 if self.references.get(each, "").startswith("$"):
                     column = ""  # any other use
                     if _name(node) == "embedding.default" and each is node.args[0]:
@@ -610,7 +616,8 @@ class _Split:
             rtol=0,
             atol=1e-9 * max(1.0, float(logits.abs().max())),
         )
-        # The random points determine the factor only within floating-point error, so 0.1 would become 0.1000000000002.
+        # The random points determine the factor only within floating-point error, so
+        # 0.1 would become 0.1000000000002.
         if not same or scale <= 0:
             return None
         return round(scale, 12)
@@ -660,7 +667,8 @@ class _Split:
                 # A computed matrix or bias is none of the model's weights.
                 if any(each is None for each in weights[-1]):
                     return None
-            # Another slope of a leaky ReLU, or GELU by tanh, is no activation of a TopMLP.
+            # Another slope of a leaky ReLU, or GELU by tanh, is no activation of a
+            # TopMLP.
             elif arguments or node.kwargs:
                 return None
         matrices = [matrix for matrix, *_ in weights]

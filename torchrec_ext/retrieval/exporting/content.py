@@ -227,14 +227,16 @@ class BundleContent:
             towers=self.live.towers,
             interaction=self.live.interaction,
             metric=self.live.metric,
-            # Numbered files: a table's name may contain characters that no file name can have.
+            # Numbered files: a table's name may contain characters that no file name
+            # can have.
             tables={
                 name: f"tables/{number:03}.safetensors"
                 for number, name in enumerate(sorted(table_names))
             },
             oov_ids=dict(self.oov_ids),
             unseen={name: list(rows) for name, rows in self.unseen.items()},
-            # Reversed, because the last type of a column stays: a column of both tables has the query's.
+            # Reversed, because the last type of a column stays: a column of both tables
+            # has the query's.
             types={field.name: _raw(field) for field in reversed(fields)},
         )
 
@@ -279,7 +281,8 @@ class BundleContent:
             what, logits, expected, remedy, self.live.rounding
         )
         rounding: dict[str, Any] = {}
-        # The exact towers are checked first and then rounded, so that an error of either has its own message.
+        # The exact towers are checked first and then rounded, so that an error of
+        # either has its own message.
         if self.settings.tables == "int8":
             best = self._best(query, candidate, interaction)
             rounding = self._round_tables(folder)
@@ -289,7 +292,8 @@ class BundleContent:
                 logits, expected, best, self._best(query, candidate, interaction)
             )
         self.audit.write(folder, logits)
-        # The stores carry the towers' digests, so the files so far are measured before the stores are written.
+        # The stores carry the towers' digests, so the files so far are measured before
+        # the stores are written.
         files = file_digests(folder)
         store, store_entries = self._write_stores(
             folder, candidate, interaction, files, vectors
@@ -310,7 +314,8 @@ class BundleContent:
             "greatest_difference": difference,
             "allowed": allowed,
         }
-        # Not a part of the content, because times and versions differ between equal exports.
+        # Not a part of the content, because times and versions differ between equal
+        # exports.
         certificate = {
             "parity": parity,
             "calibrated": self.live.calibrated,
@@ -379,7 +384,8 @@ class BundleContent:
         blocks: Iterator[tuple[str, int, Tensor]],
         dense: Mapping[str, Tensor],
     ) -> None:
-        # Not by safetensors' save_file: it ignores the umask, and only the owner may read its files.
+        # Not by safetensors' save_file: it ignores the umask, and only the owner may
+        # read its files.
         (folder / "tables").mkdir()
         (folder / "towers").mkdir()
         total_bytes = sum(shapes[name].bytes for name in self.architecture.tables)

@@ -118,7 +118,8 @@ def export(
             model, towers, candidate, preprocessor, catalogue, queries, oov_ids or {}
         )
         oov_ids = dict.fromkeys(model.features, -1) | dict(oov_ids or {})
-        # The towers' digests have the columns' types: a column that no tower reads must not change them.
+        # The towers' digests have the columns' types: a column that no tower reads must
+        # not change them.
         queries = model.read_columns(queries)
         catalogue = dataclasses.replace(
             catalogue, features=model.read_columns(catalogue.features)
@@ -161,15 +162,18 @@ def export(
                     outcome = content.write(
                         folder, weights.tables, blocks, dense, expected
                     )
-                    # On the disk before the folder gets its name, so that a crash leaves no bundle of empty files.
+                    # On the disk before the folder gets its name, so that a crash
+                    # leaves no bundle of empty files.
                     sync_tree(folder)
             except Exception as error:
                 # Raised below, when the other ranks have sent their rows.
                 outcome = error
-        # The other ranks send their rows even if rank 0 failed, so that no rank waits forever.
+        # The other ranks send their rows even if rank 0 failed, so that no rank waits
+        # forever.
         for _ in blocks:
             pass
-        # Sent to all ranks, so that every rank raises rank 0's error, or returns its manifest.
+        # Sent to all ranks, so that every rank raises rank 0's error, or returns its
+        # manifest.
         outcome = ranks.gathered(outcome)[0]
     if isinstance(outcome, Exception):
         raise outcome
@@ -222,7 +226,8 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# Larger blocks get new pages from the system each time, which takes longer than to gather and to write them.
+# Larger blocks get new pages from the system each time, which takes longer than to
+# gather and to write them.
 _BLOCK_BYTES = 8 * 2**20
 _PATIENCE = timedelta(
     hours=6
@@ -252,7 +257,8 @@ class ExportRanks:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank = dist.get_rank()
             self.size = dist.get_world_size()
-            # A group of its own: gloo sends CPU tensors, and the default group's timeout is too short.
+            # A group of its own: gloo sends CPU tensors, and the default group's
+            # timeout is too short.
             self.group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     def gathered(self, value: Any) -> list[Any]:
@@ -348,7 +354,8 @@ class LiveWeights:
             if name in self._rows_of:
                 rows = self._rows_of[name][start:stop]
             block = torch.empty(stop - start, width, dtype=self.tables[name].dtype)
-            # Every rank goes through the pieces of all ranks, so that a sender and rank 0 meet in one order.
+            # Every rank goes through the pieces of all ranks, so that a sender and rank
+            # 0 meet in one order.
             for piece in self._pieces[name]:
                 places = (
                     ((rows >= piece.row) & (rows < piece.row + piece.rows))

@@ -63,7 +63,8 @@ class ScoreBounds:
                 (float(errors[block].max()), float(self._norms[block].max()))
             )
         self._greatest = max(error + norm for error, norm in self._block_maxima)
-        # In float32 a product is off by up to D roundings of its factors' norms: the bound's, and the exact one's.
+        # In float32 a product is off by up to D roundings of its factors' norms: the
+        # bound's, and the exact one's.
         self._slack = (codes.shape[1] + 8) * 2.0**-22
         self._buffers = threading.local()
 
@@ -79,7 +80,8 @@ class ScoreBounds:
             rows = slice(start, start + len(block))
             coded, scale = encode(block, "int8")
             assert scale is not None
-            # In float64, so that the errors are those of the codes; the factors cover the rounding to float32.
+            # In float64, so that the errors are those of the codes; the factors cover
+            # the rounding to float32.
             near = coded.double() * scale.double()[:, None]
             codes[rows] = coded
             scales[rows] = scale
@@ -112,8 +114,8 @@ class ScoreBounds:
         codes = self.codes[: len(first)]
         scores = np.empty(len(first), np.float32)
         products = torch.empty(1, len(first), dtype=torch.int32)
-        # Only the products: the steps after them cost the same either way, and here, unlike in a server, the rows are
-        # in a cache.
+        # Only the products: the steps after them cost the same either way, and here,
+        # unlike in a server, the rows are in a cache.
         all_rows_s = _seconds(lambda: np.dot(first.numpy(), queries[0], out=scores))
         return _seconds(lambda: _int8_products(codes[:1], codes, products)) < all_rows_s
 
@@ -121,7 +123,8 @@ class ScoreBounds:
         """Compiles the kernels beforehand; each takes some milliseconds of the first search otherwise."""
         count = 1
         while count <= _WARM:
-            # A kernel depends on a block's length: all have one length, except perhaps the last.
+            # A kernel depends on a block's length: all have one length, except perhaps
+            # the last.
             for block in {
                 len(self.codes[each]): each for each in self._blocks()
             }.values():
@@ -159,7 +162,8 @@ class ScoreBounds:
             _Query(query, k, self._greatest, self._slack, size // _SHARE)
             for query in queries
         ]
-        # A kernel is compiled for each number of queries, so numbers are rounded up to powers of two.
+        # A kernel is compiled for each number of queries, so numbers are rounded up to
+        # powers of two.
         coded = np.zeros(
             (1 << (len(searches) - 1).bit_length(), queries.shape[1]), np.int8
         )
@@ -270,7 +274,8 @@ class _Query:
         """
         above = np.inf  # rows with a copy score from here on are computed already
         guesses: list[float] = []
-        # The first block has no threshold yet: computing its best rows by the copy gives one.
+        # The first block has no threshold yet: computing its best rows by the copy
+        # gives one.
         if self._kth_product is None:
             guesses = _guesses(copy_scores, self._k, allowed)
         for guess in guesses:
@@ -288,7 +293,8 @@ class _Query:
             - self.of_errors * block_maxima[0]
             - self.of_norms * block_maxima[1]
         )
-        # First by the block's widest bound, one comparison a row; only the survivors are bounded one by one.
+        # First by the block's widest bound, one comparison a row; only the survivors
+        # are bounded one by one.
         if block_threshold < above:
             survivors = _between(copy_scores, block_threshold, above, allowed)
             reach = (
@@ -312,7 +318,8 @@ class _Query:
         self._values = np.concatenate(
             [self._values, np.einsum("nd,d->n", rows(positions), self._query)]
         )
-        # Rows of later blocks must exceed it, so each block rules out more than the one before.
+        # Rows of later blocks must exceed it, so each block rules out more than the one
+        # before.
         if len(self._values) >= self._k:
             self._kth_product = float(np.partition(self._values, -self._k)[-self._k])
 
@@ -333,7 +340,8 @@ def _between(
     if high != np.inf:
         inside &= scores < high
     indices = np.flatnonzero(inside)
-    # They are few: looking them up takes a hundredth of the time of writing -inf to half of the scores.
+    # They are few: looking them up takes a hundredth of the time of writing -inf to
+    # half of the scores.
     if allowed is not None:
         indices = indices[allowed[indices]]
     return indices

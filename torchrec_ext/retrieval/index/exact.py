@@ -68,7 +68,8 @@ class _Best:
 
     def add(self, start: int, scores: Float32s, allowed: Bools | None) -> None:
         if not self._candidates and len(scores) > self._k:
-            # The K-th of some of them is no greater than that of all, and takes a tenth of the time.
+            # The K-th of some of them is no greater than that of all, and takes a tenth
+            # of the time.
             step = max(1, len(scores) // max(_SAMPLE, 8 * self._k))
             sample = scores[::step]
             if allowed is not None:
@@ -82,7 +83,8 @@ class _Best:
         if not len(indices):
             return
         greater = scores[indices]
-        # This happens with many equal scores, or with scores that rise with the position.
+        # This happens with many equal scores, or with scores that rise with the
+        # position.
         if len(greater) > self._k:
             kth = _kth(greater, self._k)
             indices = indices[greater >= kth]
@@ -119,11 +121,13 @@ def _kth(scores: Float32s, k: int) -> np.float32:
 
 
 Metric = Literal["dot", "cosine", "top_nn"]
-# Up to these shares of allowed rows, gathering them is faster than reading, or than running a network over, all rows.
+# Up to these shares of allowed rows, gathering them is faster than reading, or than
+# running a network over, all rows.
 FEW = 1 / 32
 FEW_OF_NETWORK = 3 / 4
-# Rows are multiplied in groups of this many: BLAS sums the rows of a smaller rest in another order, and then a row's
-# score would depend on its neighbours, and so on the filter.
+# Rows are multiplied in groups of this many: BLAS sums the rows of a smaller rest in
+# another order, and then a row's score would depend on its neighbours, and so on the
+# filter.
 _LANES = 64
 
 
@@ -245,10 +249,12 @@ class Blockwise:
         excluded_positions: Sequence[NDArray[np.int64]],
     ) -> tuple[Tensor, Tensor]:
         best = TopK(len(prepared), k)
-        # One buffer for all blocks: allocating one per block costs as much as finding its greatest scores.
+        # One buffer for all blocks: allocating one per block costs as much as finding
+        # its greatest scores.
         buffer = torch.empty(len(prepared) * min(self._rows, self.size))
         for start, stop in self.blocks():
-            # Filling scores with -inf where the mask is False would take a quarter of the time of the products.
+            # Filling scores with -inf where the mask is False would take a quarter of
+            # the time of the products.
             allowed: Bools | None = None
             if mask is not None:
                 allowed = mask[start:stop]
@@ -294,7 +300,8 @@ class Blockwise:
         if self._bounds is None:
             self.fill_scores(prepared, rows, positions, out)
             return
-        # As the bounds compute the rows that they cannot rule out, so that no filter changes an item's score.
+        # As the bounds compute the rows that they cannot rule out, so that no filter
+        # changes an item's score.
         if self._inverse_norms is not None:
             rows = rows * self._inverse_norms[positions][:, None]
         for query, scores in zip(torch.split(prepared, 1), out, strict=True):
@@ -466,7 +473,8 @@ class ExactIndex(Blockwise):
         super().__init__(source, _bytes(source) // (4 * max(1, self.width)))
         self.metric = metric
         if metric == "cosine":
-            # Stored rows stay as they are, in the mapped file: a product with 1 / norm follows each score.
+            # Stored rows stay as they are, in the mapped file: a product with 1 / norm
+            # follows each score.
             norms = [
                 self.block(start, stop).norm(dim=1) for start, stop in self.blocks()
             ]
@@ -610,7 +618,8 @@ def _products(queries: Tensor, rows: Tensor, out: Tensor) -> None:
     if rest and len(rows) > rest:
         _products(queries, rows[:-rest], out[:, :-rest])
     if rest:
-        # Rows of zeros fill the last group; only the products of its own rows are taken.
+        # Rows of zeros fill the last group; only the products of its own rows are
+        # taken.
         last = torch.zeros(_LANES, rows.shape[1])
         last[:rest] = rows[len(rows) - rest :]
         products = torch.empty(len(queries), _LANES)

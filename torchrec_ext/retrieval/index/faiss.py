@@ -89,7 +89,8 @@ class HnswKind(FaissKind):
 
     def settings(self, count: int, k: int) -> list[int]:
         """See :meth:`FaissKind.settings`."""
-        # From 16 to 4,096 in steps of sqrt(2), but at least k: HNSW finds no more than the nodes it keeps open.
+        # From 16 to 4,096 in steps of sqrt(2), but at least k: HNSW finds no more than
+        # the nodes it keeps open.
         return sorted(
             {max(min(k, count), int(2 ** (half / 2))) for half in range(8, 25)}
         )
@@ -403,7 +404,8 @@ class FaissIndex:
             else:
                 low = middle + 1
         recalls = recalls_at(low, 1)
-        # The first half chose the setting, so its recall there is biased upwards. The other half decides.
+        # The first half chose the setting, so its recall there is biased upwards. The
+        # other half decides.
         while _recall_lower_bound(recalls) < recall and low + 1 < len(settings):
             low += 1
             recalls = recalls_at(low, 1)
@@ -426,7 +428,8 @@ class FaissIndex:
         """See :class:`torchrec_ext.retrieval.index.exact.Index`; each query is searched with its own filter."""
         check_request(queries, k, self.size, allowed, excluded)
         candidate_mask = self._exact.candidate_mask(allowed)
-        # A graph or a few lists hold too few of a rare value's items, and scoring all of these takes less time.
+        # A graph or a few lists hold too few of a rare value's items, and scoring all
+        # of these takes less time.
         if (
             candidate_mask is not None
             and np.count_nonzero(candidate_mask) <= self.size * FEW
@@ -476,7 +479,8 @@ class FaissIndex:
         _, candidates = self._index.search(
             index_queries, candidate_count, params=parameters
         )
-        # In ascending order, so that the stable sort below puts the smaller position first among ties.
+        # In ascending order, so that the stable sort below puts the smaller position
+        # first among ties.
         candidates.sort(axis=1)
         if not isinstance(self._exact.source, Tensor):
             self._exact.source.check()
@@ -541,7 +545,8 @@ class FaissIndex:
 
 def _recall_lower_bound(recalls: Tensor) -> float:
     """Returns a 95 % lower confidence bound of the mean recall, from a sample (Q,)."""
-    # 1.645 standard errors below the mean: the one-sided 95 % quantile of a normal distribution.
+    # 1.645 standard errors below the mean: the one-sided 95 % quantile of a normal
+    # distribution.
     return float(
         recalls.mean() - 1.645 * recalls.std(correction=0) / len(recalls) ** 0.5
     )

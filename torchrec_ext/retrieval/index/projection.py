@@ -148,7 +148,8 @@ class _FM(_Linear):
         width = self.width
         weight: Tensor = machine.first_order.weight[0]
         towers = query.view(*query.shape[:-1], -1, width)
-        # The sum of all pairs' products is half of the squared sum less the sum of squares.
+        # The sum of all pairs' products is half of the squared sum less the sum of
+        # squares.
         total = towers.sum(dim=-2)
         products = (total.square() - towers.square().sum(dim=-2)).sum(dim=-1) / 2
         alone = query @ weight[:-width] + products + machine.first_order.bias[0]
@@ -182,7 +183,8 @@ class _TopMLP(Projection):
         self.width = min(first.out_features, width)
         self.query_width = first.out_features
         self.query_inputs = first.in_features - width
-        # For score_in_place(): plain attributes, because a module's attribute look-up is slow.
+        # For score_in_place(): plain attributes, because a module's attribute look-up
+        # is slow.
         self._layers = tuple(self.rest)
         self._by_numpy = type(self.interaction.activation) in (nn.ReLU, nn.Identity)
 
@@ -221,7 +223,8 @@ class _TopMLP(Projection):
         if self.last is None:
             return hidden[..., 0]
         hidden = self.rest(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
-        # The last layer has one column: written as a sum, the compiler fuses it, and uncompiled it is no slower.
+        # The last layer has one column: written as a sum, the compiler fuses it, and
+        # uncompiled it is no slower.
         return (hidden * self.last.weight[0]).sum(dim=-1) + self.last.bias  # type: ignore[no-any-return]
 
     def score_in_place(

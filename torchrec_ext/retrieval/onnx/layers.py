@@ -235,7 +235,8 @@ class PaddedTower(nn.Module):
             if replaces_unseen:
                 rows[table] = _with_unseen(rows[table], table, encoder)
         self.weights = _parameters(rows.values())
-        # By number: a table's name may hold characters that no parameter can be called by.
+        # By number: a table's name may hold characters that no parameter can be called
+        # by.
         self._indices = {table: index for index, table in enumerate(rows)}
         self._weighted: dict[str, str] = tower.weights
         self._dense: list[str] = list(tower.dense)
@@ -291,7 +292,8 @@ class PaddedTower(nn.Module):
         columns_by_name = dict(
             zip([each.name for each in self.inputs], columns, strict=True)
         )
-        # The tower has one pool for each list under attention, in the order of its tables.
+        # The tower has one pool for each list under attention, in the order of its
+        # tables.
         pools: Iterator[Any] = iter(())
         if self.attention is not None:
             pools = iter(self.attention.pools)
@@ -445,11 +447,13 @@ def _with_unseen(weight: Tensor, table: str, encoder: RowEncoder) -> Tensor:
 def _attend(pool: AttentionPooling, rows: Tensor, is_id: Tensor) -> Tensor:
     """Returns (B, D) pooled rows as :class:`AttentionPooling` does, from padded rows (B, L, D)."""
     scores = pool.score(rows).squeeze(-1).masked_fill(~is_id, -torch.inf)
-    # A bag without ids has only -inf: exp() gives NaN there, which torch.where() replaces by 0.
+    # A bag without ids has only -inf: exp() gives NaN there, which torch.where()
+    # replaces by 0.
     weights = torch.where(
         is_id, torch.exp(scores - scores.amax(dim=1, keepdim=True)), 0.0
     )
-    # The greatest weight of a bag is 1, so the sum is below 1 only for an empty bag, which stays 0.
+    # The greatest weight of a bag is 1, so the sum is below 1 only for an empty bag,
+    # which stays 0.
     return (weights[..., None] * rows).sum(dim=1) / weights.sum(dim=1).clamp(min=1)[
         :, None
     ]

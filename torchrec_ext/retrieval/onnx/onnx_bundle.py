@@ -64,7 +64,8 @@ def check_onnx(bundle: Bundle, folder: Path | str) -> dict[str, float]:
         if name in description["towers"]:
             path = folder / description["towers"][name]["file"]
             columns = PaddedTower(encoder, name).columns(audit_rows)
-            # From the file, so that the top NN is checked with what its callers will give it.
+            # From the file, so that the top NN is checked with what its callers will
+            # give it.
             outputs[name], differences[name] = _check_tower(
                 f"tower '{name}'", path, columns, expected
             )
@@ -94,7 +95,8 @@ def _check_tower(
     run = open_onnx(path)
     inputs = {name: value.numpy() for name, value in columns.items()}
     outputs = run(inputs)
-    # Single rows too: a traced graph may have fixed the number of rows, or broadcast a row over a batch.
+    # Single rows too: a traced graph may have fixed the number of rows, or broadcast a
+    # row over a batch.
     single_outputs = []
     for row in range(_SINGLE):
         single_outputs.append(
@@ -121,7 +123,8 @@ def _check_top(
     towers = torch.cat([outputs[name] for name in bundle.query], dim=1)
     queries = query({"towers": towers.numpy()})
     rows = candidates({"tower": outputs[bundle.candidate].numpy()})
-    # Each audited pair by itself, then one query with all candidates, as a caller runs it.
+    # Each audited pair by itself, then one query with all candidates, as a caller runs
+    # it.
     pairs = [
         top({"query": user, "candidates": item[None]})
         for user, item in zip(queries, rows, strict=True)
@@ -324,7 +327,8 @@ def export_bundle(
         }
         description["preprocessed"] = (bundle.folder / "preprocessor").is_dir()
         (folder / _NAME).write_text(json.dumps(description, indent=1) + "\n")
-        # check_onnx() reads the description that was just written, and its result completes it.
+        # check_onnx() reads the description that was just written, and its result
+        # completes it.
         description["differences"] = check_onnx(bundle, folder)
         _write_examples(bundle, folder, description)
         (folder / _NAME).write_text(json.dumps(description, indent=1) + "\n")

@@ -108,7 +108,8 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
     @property
     def busy_s(self) -> float:
         """Running time of the current batch in seconds; 0 without one."""
-        # Without the lock, and read once, because the thread sets it to None between two reads.
+        # Without the lock, and read once, because the thread sets it to None between
+        # two reads.
         start = self._batch_start
         return 0.0 if start is None else time.monotonic() - start
 
@@ -125,7 +126,8 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
         with self._change:
             if self._closing:
                 raise RuntimeError("the batcher is closed")
-            # Cancelled requests still take room: clear them out before refusing a live one.
+            # Cancelled requests still take room: clear them out before refusing a live
+            # one.
             if len(self._waiting) >= self._capacity:
                 self._waiting = deque(
                     each for each in self._waiting if not each.answer.cancelled()
@@ -164,7 +166,8 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
         try:
             answers = self._answer(requests)
             assert len(answers) == len(requests), "one answer each"
-        # Whatever it is: an error of one request must not end the thread, on which all others wait.
+        # Whatever it is: an error of one request must not end the thread, on which all
+        # others wait.
         except Exception as error:
             if len(requests) == 1:
                 return [error]
@@ -185,7 +188,8 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
                     self._change.wait_for(
                         full, timeout=max(0.0, end - time.monotonic())
                     )
-                # The first requests that fit into one batch, without the cancelled ones: none, if all of them were.
+                # The first requests that fit into one batch, without the cancelled
+                # ones: none, if all of them were.
                 batch: list[_Waiting[RequestT, AnswerT]] = []
                 later: deque[_Waiting[RequestT, AnswerT]] = deque()
                 while self._waiting and len(batch) < self._max_batch:
@@ -199,7 +203,8 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
                     elif waiting.answer.set_running_or_notify_cancel():
                         batch.append(waiting)
                         self._running_s += waiting.cost_s
-                # In front, so that a request that did not fit is the first of the next batch.
+                # In front, so that a request that did not fit is the first of the next
+                # batch.
                 self._waiting = later + self._waiting
                 if batch or (self._closing and not self._waiting):
                     return batch

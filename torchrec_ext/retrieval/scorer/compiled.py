@@ -34,8 +34,9 @@ _CHECKED = 8  # audited users whose scores are compared
 _EXAMPLE = (
     4  # positions, or ids of a list, in the traced example; the program takes 2 or more
 )
-# One thread, because a server has a worker for each core. Without the newest processor's own instructions, because a
-# cache folder may be shared by machines of one capability.
+# One thread, because a server has a worker for each core. Without the newest
+# processor's own instructions, because a cache folder may be shared by machines of one
+# capability.
 _CONFIG = (
     {"cpp.threads": 1, "cpp.march": "x86-64-v3"}
     if os.uname().machine == "x86_64"
@@ -54,7 +55,8 @@ class CompiledScores:
     def __init__(self, package: Path, constants: Sequence[Tensor]) -> None:
         self.package = package
         self.constants = constants
-        # The loader itself: torch's wrapper flattens trees, which takes longer than a small request.
+        # The loader itself: torch's wrapper flattens trees, which takes longer than a
+        # small request.
         self._run = torch._inductor.aoti_load_package(str(package)).loader.run
 
     def __call__(self, user: list[Tensor], positions: Tensor) -> tuple[Tensor, bool]:
@@ -177,7 +179,8 @@ class _Scores(nn.Module):
                 }
                 outputs.append(functional_call(tower, weights_by_name, columns)[0])
             query = torch.cat(outputs)
-        # Clamp wrong positions instead of raising: an exception in an OpenMP thread ends the process.
+        # Clamp wrong positions instead of raising: an exception in an OpenMP thread
+        # ends the process.
         inside = positions.clamp(0, stored_rows[0].shape[0] - 1)
         rows = stored_rows[0][inside].float()
         if self._scaled:
@@ -258,7 +261,8 @@ class UserScorer:
         Raises:
             StoreError: the store's file was cut off.
         """
-        # The rows are mapped: a file that was cut off would end the process at the first read.
+        # The rows are mapped: a file that was cut off would end the process at the
+        # first read.
         self._check()
         user = [column for tower in self.towers for column in tower.row(rows)]
         scores, unusable = self._compiled(user, positions)
@@ -270,7 +274,8 @@ def _private_folder(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     parent = os.stat(folder.parent)
     status = os.lstat(folder)
-    # With the sticky bit, as /tmp has it, others may write to the parent but not replace this folder.
+    # With the sticky bit, as /tmp has it, others may write to the parent but not
+    # replace this folder.
     replaceable = (
         bool(parent.st_mode & stat.S_IWOTH) and not parent.st_mode & stat.S_ISVTX
     )

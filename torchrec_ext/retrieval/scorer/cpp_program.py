@@ -71,7 +71,8 @@ def write_compiled(
         shutil.copyfile(scorer.package, folder / _PACKAGE)
         (folder / _INPUTS).write_text("\n".join(_inputs(bundle, scorer)) + "\n")
         program = files("torchrec_ext.retrieval.scorer") / _PROGRAM
-        # The source and no binary, because a reader can compile it and see what it does.
+        # The source and no binary, because a reader can compile it and see what it
+        # does.
         (folder / _PROGRAM).write_text(program.read_text())
         certificate = {
             "bundle": bundle.manifest.digest,
@@ -100,7 +101,8 @@ def _inputs(bundle: Bundle, scorer: UserScorer) -> Iterator[str]:
         yield f"constant {rows / file_name} {_array(array)[0]} 0 {_array(array)[1]}"
     ids = bundle.store.folder / _IDS
     with ids.open("rb") as stream:
-        # For the place where the numbers begin: the program maps the file and knows nothing of numpy.
+        # For the place where the numbers begin: the program maps the file and knows
+        # nothing of numpy.
         np.lib.format.read_magic(stream)
         shape, _, _ = np.lib.format.read_array_header_1_0(stream)
         yield f"ids {ids.relative_to(bundle.folder)} int64 {stream.tell()} {shape[0]}"

@@ -92,7 +92,8 @@ class ReadyBundle:
         self.size = len(bundle.store.ids)
         # Measured on this machine, because a batch takes requests by their cost.
         self.search_s, self.score_s = self._measure_seconds()
-        # Seconds per row of each side's towers, from the latest answer: there are no inputs to measure with before.
+        # Seconds per row of each side's towers, from the latest answer: there are no
+        # inputs to measure with before.
         self.embed_s = {"query": 0.0, "candidate": 0.0}
         self.nearest_s = 0.0
 
@@ -155,7 +156,8 @@ class ReadyBundle:
                     self._rank, pending, pending.selection.candidates
                 )
                 continue
-            # A search takes one mask of allowed items, so only requests without a mask can share it, under key -1.
+            # A search takes one mask of allowed items, so only requests without a mask
+            # can share it, under key -1.
             key = -1 if pending.selection.allowed is None else pending.index
             groups.setdefault(key, []).append(pending)
         for group in groups.values():
@@ -163,7 +165,8 @@ class ReadyBundle:
                 max(pending.request.k, pending.request.retrieve or retrieve)
                 for pending in group
             ]
-            # One search for the largest request; each request takes its own width of the results.
+            # One search for the largest request; each request takes its own width of
+            # the results.
             results = guarded(self._search, group, min(max(widths), self.size))
             for row, pending in enumerate(group):
                 if isinstance(results, Exception):
@@ -283,13 +286,15 @@ class ReadyBundle:
             scores = self._score_user(user.columns, positions)
             if scores is not None:
                 return scores
-            # An unknown item, or a user whose vector is not finite: the code below answers, or says why not.
+            # An unknown item, or a user whose vector is not finite: the code below
+            # answers, or says why not.
         vector = self.users.vector(user)
         if positions.numpy().min(initial=0) >= 0:
             return self._score(vector[0], positions)
         is_known = positions >= 0
         projection = self.bundle.projection
-        # All positions get the unknown item's score; those of known items are then overwritten.
+        # All positions get the unknown item's score; those of known items are then
+        # overwritten.
         scores = projection.score(projection.query(vector)[0], self._unknown).repeat(
             len(positions)
         )

@@ -166,10 +166,12 @@ class RemoteVectors:
                 f"the {self.source} of users' vectors is out of reach; it is tried again within {self._retry_s:g} s"
             )
         if (tower, width) not in self._stores:
-            # Only the latest tower's store: after a swap of the bundle nobody asks for the former one.
+            # Only the latest tower's store: after a swap of the bundle nobody asks for
+            # the former one.
             self._stores = {(tower, width): self._connect(tower, width)}
         store = self._stores[tower, width]
-        # The store counts from its own beginning; here the count goes on over all stores.
+        # The store counts from its own beginning; here the count goes on over all
+        # stores.
         before = store.malformed
         try:
             result = store.find(cast(Sequence[int], ids))

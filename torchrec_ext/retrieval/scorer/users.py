@@ -79,7 +79,8 @@ class UserLookup:
         if not requests:
             return []
         results: dict[int, ResolvedUser | Exception] = {}
-        # In this order: a stored vector needs no features, and only the rest runs the towers.
+        # In this order: a stored vector needs no features, and only the rest runs the
+        # towers.
         rows = self._rows(requests, results)
         self._take_stored(requests, rows, results)
         for index in range(len(requests)) if self._embeds_later else ():
@@ -206,7 +207,8 @@ class UserLookup:
                     vectors[number : number + 1], cold, rows[index]
                 )
             pending = [index for index in pending if index not in results]
-        # A user without a row in the bundle has no features, so nothing but the unreachable vector could answer.
+        # A user without a row in the bundle has no features, so nothing but the
+        # unreachable vector could answer.
         if failure is not None:
             results |= {index: failure for index in pending if rows[index] < 0}
 
@@ -292,8 +294,9 @@ class UserLookup:
                     )
                     raise RequestError(f"{where[index]}.{name}", why)
             _check_finite(user, where[index])
-            # The default features of an unknown user apply only to a request with nothing but an id. Next to other
-            # features they would hide a missing column.
+            # The default features of an unknown user apply only to a request with
+            # nothing but an id. Next to other features they would hide a missing
+            # column.
             has_user_row = table is not None and (
                 rows[index] >= 0 or set(user) == {self.key}
             )

@@ -165,7 +165,8 @@ class _Endpoints:
     async def metrics(self, request: HttpRequest) -> Response:
         """Returns the metrics of all workers."""
         self._queued.metrics.waiting.set(self._queued.waiting())
-        # In a thread, because it reads the files of all workers, and requests should not wait for that.
+        # In a thread, because it reads the files of all workers, and requests should
+        # not wait for that.
         page = await asyncio.get_running_loop().run_in_executor(
             None, self._queued.metrics.page
         )
@@ -204,7 +205,8 @@ async def _content(request: HttpRequest, limits: Limits, deadline: float) -> byt
             "not_json",
             "the content type must be application/json; send the header `Content-Type: application/json`",
         )
-    # Refuse by the declared length first, before any memory is taken; a client may also declare none.
+    # Refuse by the declared length first, before any memory is taken; a client may also
+    # declare none.
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limits.body_bytes:
         raise _too_long(limits)
@@ -225,7 +227,8 @@ async def _received(receive: Receive, limits: Limits, deadline: float) -> Messag
     """Returns the next piece of the body, without the task that ``asyncio.wait_for`` makes even if it is there."""
     task = asyncio.current_task()
     assert task is not None
-    # Cancels the handler itself, with a word by which its own timer is known from any other cancellation.
+    # Cancels the handler itself, with a word by which its own timer is known from any
+    # other cancellation.
     timer = asyncio.get_running_loop().call_later(
         max(0.0, deadline - time.monotonic()), task.cancel, _LATE
     )
@@ -312,7 +315,8 @@ class Guard:
         queued = self._queued
         status = 0
         path = scope["path"]
-        # Starlette's routes raise for 404 and 405 if there is an app, so these answers are our own too.
+        # Starlette's routes raise for 404 and 405 if there is an app, so these answers
+        # are our own too.
         scope["app"] = self
 
         async def send_counted(message: Message) -> None:

@@ -155,7 +155,8 @@ def certify(
     Raises:
         ValueError: no choice holds the target; the message says what is reachable here.
     """
-    # An exception ends the measured service too; a signal by itself would leave it behind.
+    # An exception ends the measured service too; a signal by itself would leave it
+    # behind.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(1))
     cores = len(os.sched_getaffinity(0))
@@ -262,7 +263,8 @@ def _serving(settings: ServerConfig) -> Iterator[_Service]:
     """
     listening = listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
-    # Under loopback names alone the server is private, and so tells ids of the bundle's users to ask for.
+    # Under loopback names alone the server is private, and so tells ids of the bundle's
+    # users to ask for.
     settings = dataclasses.replace(
         settings, token=None, allowed_hosts=LOOPBACK, log_requests=False, drain_s=0
     )
@@ -294,7 +296,8 @@ def _run(
 ) -> None:
     """Runs a service; sends an empty text when it is ready, or the reason why it cannot begin."""
     with log.open("w") as file:
-        # The workers inherit it: their lines about a measurement are not for the operator.
+        # The workers inherit it: their lines about a measurement are not for the
+        # operator.
         os.dup2(file.fileno(), sys.stderr.fileno())
     try:
         Supervisor(settings, listening, Log()).run(lambda _: parent.send(""))

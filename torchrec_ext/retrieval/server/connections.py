@@ -35,8 +35,9 @@ class Connections:
     def __init__(self, limits: Limits, closed: Callable[[str], None]) -> None:
         self.limits = limits
         self.closed = closed
-        # Idle connections without and with an admitted request. Dicts keep the order of insertion, so the first key
-        # has been idle longest, and drop any key at once, unlike a queue.
+        # Idle connections without and with an admitted request. Dicts keep the order of
+        # insertion, so the first key has been idle longest, and drop any key at once,
+        # unlike a queue.
         self._idle_unadmitted: dict[BoundedProtocol, None] = {}
         self._idle_admitted: dict[BoundedProtocol, None] = {}
 
@@ -106,7 +107,8 @@ class BoundedProtocol(HttpToolsProtocol):
         calls = self._calls
         self._stage = self._stage or "head"
         super().data_received(data)
-        # The parser makes no callback before a header's end, so a growing header must be counted here.
+        # The parser makes no callback before a header's end, so a growing header must
+        # be counted here.
         self._pending_bytes += len(data)
         if self._calls != calls:
             self._pending_bytes = 0

@@ -37,7 +37,8 @@ class LastGood:
     def keep(self, folder: Path) -> None:
         """Keeps the bundle in ``folder`` instead of the former one; called again for the same files, does nothing."""
         files = identity(folder)
-        # A worker that began with the hidden folder serves files that are there already.
+        # A worker that began with the hidden folder serves files that are there
+        # already.
         if files == self._files or folder == self._hidden:
             return
         self.close()
@@ -47,7 +48,8 @@ class LastGood:
         try:
             remove_leftovers(target)
             self._hidden, self._lock = make_hidden(target)
-            # copyfile() does not keep modes, so the folder keeps out whoever may not read the bundle.
+            # copyfile() does not keep modes, so the folder keeps out whoever may not
+            # read the bundle.
             self._hidden.chmod(0o700)
             for name, path in files_below(folder).items():
                 _link_or_copy(path, self._hidden / name)

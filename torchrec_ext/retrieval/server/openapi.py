@@ -81,7 +81,8 @@ def known_values(bundle: Bundle, *, private: bool) -> dict[str, list[Any]]:
             continue
         values = bundle.encoders[0].columns.known_values(name, _MOST_NAMED)
         are_few = 0 < len(values) <= _FEW and (private or bundle.users is not None)
-        # Only lists of them: a single number may be the id of a person, although an item has it too.
+        # Only lists of them: a single number may be the id of a person, although an
+        # item has it too.
         are_items = kind.startswith("list<") and bool(item_titles(bundle, values))
         if are_few or are_items:
             columns[name] = values
@@ -100,7 +101,8 @@ def _holds_users(bundle: Bundle, name: str) -> bool:
 def item_titles(bundle: Bundle, values: Sequence[Any]) -> list[str]:
     """Returns the titles of a column's known values, if these are ids of the catalogue; else an empty list."""
     kind = str if bundle.store.ids.kind == "str" else int
-    # Other columns have whole numbers too, such as a code of two values: those are no items.
+    # Other columns have whole numbers too, such as a code of two values: those are no
+    # items.
     is_whole = 2 * len(values) > min(len(bundle.store.ids), _MOST_NAMED)
     if not is_whole or set(map(type, values)) != {kind}:
         return []

@@ -162,7 +162,8 @@ class QueuedScorer:
             left_s = max(0.0, deadline - time.monotonic())
             await asyncio.wait({answer}, timeout=min(left_s, _SOON_S))
             if not answer.done() and left_s > _SOON_S:
-                # Wait for the client too: nobody needs the answer after the client has gone.
+                # Wait for the client too: nobody needs the answer after the client has
+                # gone.
                 gone = asyncio.ensure_future(_gone(receive))
                 either: set[asyncio.Future[Any]] = {answer, gone}
                 await asyncio.wait(

@@ -8,7 +8,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-# ASCII, because a lone surrogate in an id could not be encoded otherwise; NaN is no JSON.
+# ASCII, because a lone surrogate in an id could not be encoded otherwise; NaN is no
+# JSON.
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 

@@ -133,7 +133,8 @@ class Supervisor:
             if self._should_end():
                 return False
             for index, worker in enumerate(self._workers):
-                # Check before reading: an ended worker's last messages are still in the pipe.
+                # Check before reading: an ended worker's last messages are still in the
+                # pipe.
                 ended = not worker.process.is_alive()
                 self._hear(worker)
                 self._end_if_hanging(worker)
@@ -193,7 +194,8 @@ class Supervisor:
         now = time.monotonic()
         silent_s = now - worker.last_heartbeat
         starting = not worker.digest
-        # A worker sends heartbeats while it loads, so a load that never ends needs a limit of its own.
+        # A worker sends heartbeats while it loads, so a load that never ends needs a
+        # limit of its own.
         starts_too_long = starting and now - worker.start_time > self._settings.start_s
         hangs = silent_s > self._settings.hang_s or starts_too_long
         if hangs and worker.process.is_alive():
@@ -208,12 +210,14 @@ class Supervisor:
             worker.hung = True
 
     def _replace(self, index: int, worker: _Worker) -> None:
-        # Not before run() has set the folder of the metrics, which prometheus_client reads when it is imported.
+        # Not before run() has set the folder of the metrics, which prometheus_client
+        # reads when it is imported.
         from torchrec_ext.retrieval.server.telemetry import forget_worker
 
         now = time.monotonic()
         if worker.restart_time is None:
-            # Pauses of 1, 2, 4 and up to 30 s: a bundle that ends every worker must not keep the machine busy.
+            # Pauses of 1, 2, 4 and up to 30 s: a bundle that ends every worker must not
+            # keep the machine busy.
             self._pause_s = min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S)
             if now - worker.start_time > _LONGEST_PAUSE_S:
                 self._pause_s = 0.0
@@ -246,7 +250,8 @@ class Supervisor:
         signal_count = len(self._signals)
         self._send_signal(signal.SIGTERM)
         start = time.monotonic()
-        # 10 s more than the workers' own limit, so that only a worker beyond it is killed.
+        # 10 s more than the workers' own limit, so that only a worker beyond it is
+        # killed.
         end = start + self._settings.linger_s + self._settings.drain_limit_s + 10
         while alive := self._alive():
             if time.monotonic() > end or len(self._signals) > signal_count:
@@ -261,7 +266,8 @@ class Supervisor:
             wait(alive, timeout=_TICK_S)
         statuses = []
         for worker in self._workers:
-            # Others did not serve at the end: never ready, or ended before and logged then.
+            # Others did not serve at the end: never ready, or ended before and logged
+            # then.
             if worker.digest and worker.restart_time is None:
                 statuses.append(worker.process.exitcode)
         self._log("ended", statuses=statuses)

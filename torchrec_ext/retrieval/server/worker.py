@@ -34,8 +34,8 @@ READY = "ready"
 FAILED = "failed"
 ALIVE = "alive"
 SERVING = "serving"
-# A thread may hold the interpreter lock for this long. Python's default of 5 ms would delay a request that arrives
-# during another one.
+# A thread may hold the interpreter lock for this long. Python's default of 5 ms would
+# delay a request that arrives during another one.
 _SWITCH_S = 5e-4
 _OWN_FILES = (
     256  # open files of a worker: two bundles during a swap, Redis, metrics and logs
@@ -70,7 +70,8 @@ def run_worker(
             queued, watch = _prepare(settings, last_good)
         except Exception as error:
             failure = str(error)
-            # ValueError and OSError have messages for users; for other errors the class says more than the message.
+            # ValueError and OSError have messages for users; for other errors the class
+            # says more than the message.
             if not isinstance(error, ValueError | OSError):
                 failure = f"{type(error).__name__}: {failure}"
         else:
@@ -120,8 +121,9 @@ def _prepare(
     from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
     from torchrec_ext.retrieval.server.telemetry import resident_bytes
 
-    # Imported modules never become garbage, but searching them takes the collector 0.2 s, in which no request is
-    # answered. It still searches later objects, such as bundles.
+    # Imported modules never become garbage, but searching them takes the collector 0.2
+    # s, in which no request is answered. It still searches later objects, such as
+    # bundles.
     gc.collect()
     gc.freeze()
     allow_files(settings.limits.connections)
@@ -300,7 +302,8 @@ def bundle_folder(pointer: Path) -> Path:
             f"bundle {str(pointer)!r}: {what}; give a bundle's folder, a link to one, or a text file with its path"
         )
     of_a_run = target / _OF_A_RUN
-    # Resolved, so that a link that moves later does not change the open bundle's folder.
+    # Resolved, so that a link that moves later does not change the open bundle's
+    # folder.
     if (
         not (target / BUNDLE_MANIFEST).exists()
         and (of_a_run / BUNDLE_MANIFEST).is_file()

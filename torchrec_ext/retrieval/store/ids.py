@@ -79,7 +79,8 @@ def _hash_block(
     ends = lengths.astype(np.uint64) << np.uint64(56)
     for number in range(int(lengths.max()) // _WORD + 1):
         remaining = lengths - _WORD * number
-        # A slice gives views, an index array copies: it is only for strings of different lengths.
+        # A slice gives views, an index array copies: it is only for strings of
+        # different lengths.
         rows: Any = slice(None)
         if remaining.min() < 0:
             rows = np.flatnonzero(remaining >= 0)
@@ -163,7 +164,8 @@ class IdMap:
         self.key = key
         if "offsets" in arrays:
             self.kind = "str"
-            # Arrow reads the arrays in place, so the strings of a map are those of the mapped file.
+            # Arrow reads the arrays in place, so the strings of a map are those of the
+            # mapped file.
             buffers = (pa.py_buffer(arrays["offsets"]), pa.py_buffer(arrays["bytes"]))
             self._strings = pa.LargeStringArray.from_buffers(
                 len(arrays["offsets"]) - 1, *buffers
@@ -196,9 +198,11 @@ class IdMap:
     @classmethod
     def _build_from_strings(cls, strings: pa.LargeStringArray) -> IdMap:
         offsets, content = _buffers(strings)
-        # Equal hashes of different strings would need a second comparison in every look-up: try another key instead.
+        # Equal hashes of different strings would need a second comparison in every
+        # look-up: try another key instead.
         for attempt in range(_KEYS):
-            # Derive a key from all ids: equal ids give equal files, and nobody knows the key beforehand.
+            # Derive a key from all ids: equal ids give equal files, and nobody knows
+            # the key beforehand.
             digest = hashlib.blake2b(
                 digest_size=_KEY_BYTES, salt=attempt.to_bytes(_KEY_BYTES, "little")
             )
@@ -274,7 +278,8 @@ class IdMap:
             np.searchsorted(self.arrays["sorted"], hashes), len(self) - 1
         )
         positions = self.arrays["order"][index]
-        # An unknown string can share a hash with a known one, so the strings are compared too.
+        # An unknown string can share a hash with a known one, so the strings are
+        # compared too.
         same = (self.arrays["sorted"][index] == hashes) & _equal(
             self._strings.take(pa.array(positions)), ids
         )
@@ -453,7 +458,8 @@ def checked_ids(ids: KnownIds) -> IdArray | pa.LargeStringArray:
         return array.astype(np.int64, copy=False)
     if array.dtype.kind in "UOT":
         try:
-            # Not from pandas, whose missing values are NaN too: here a NaN is a wrong id.
+            # Not from pandas, whose missing values are NaN too: here a NaN is a wrong
+            # id.
             strings = pa.array(array, type=pa.large_string(), from_pandas=False)
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise ValueError(
@@ -472,7 +478,8 @@ def checked_ids(ids: KnownIds) -> IdArray | pa.LargeStringArray:
 def _buffers(strings: pa.LargeStringArray) -> tuple[IdArray, NDArray[np.uint8]]:
     """Returns the offsets (N + 1,) of strings, and their bytes."""
     _, offsets, content = strings.buffers()
-    # Arrow pads its buffers, so there can be more offsets than strings; no content at all is None.
+    # Arrow pads its buffers, so there can be more offsets than strings; no content at
+    # all is None.
     begins = np.frombuffer(offsets, np.int64)[: len(strings) + 1]
     return begins, np.frombuffer(content or b"", np.uint8)
 
@@ -483,7 +490,8 @@ def _equal(first: pa.Array, second: pa.Array) -> NDArray[np.bool_]:
 
 def _first_of_consecutive(arrays: dict[str, NDArray[Any]]) -> int | None:
     ids = arrays["ids"]
-    # Without an order the ids ascend, so the first and the last tell whether any is missing between them.
+    # Without an order the ids ascend, so the first and the last tell whether any is
+    # missing between them.
     if "order" in arrays or not len(ids):
         return None
     if int(ids[-1]) - int(ids[0]) != len(ids) - 1:

@@ -75,14 +75,17 @@ class RedisStore:
         ):
             if value is not None and not value > 0:
                 raise ValueError(f"{field}={value}: must be greater than 0")
-        # The address without the user and password before the host's @, and without the options.
+        # The address without the user and password before the host's @, and without the
+        # options.
         scheme, mark, rest = url.partition("://")
         host, _, options = rest.partition("?")
-        # If a password contains both ? and @, the begin of the host is ambiguous: hide everything.
+        # If a password contains both ? and @, the begin of the host is ambiguous: hide
+        # everything.
         address = "..." if "@" in options else host.rpartition("@")[2]
         self.where = f"{scheme}{mark}{address}"
         try:
-            # One immediate retry: a connection that the server closed while idle fails once, without delay.
+            # One immediate retry: a connection that the server closed while idle fails
+            # once, without delay.
             self._redis = redis.Redis.from_url(
                 url,
                 socket_timeout=timeout_s,
@@ -138,8 +141,8 @@ class RedisStore:
     ) -> tuple[Tensor, NDArray[np.bool_]]:
         keys = self._keys(ids)
         size = 4 * width
-        # Only the first bytes, since a value of gigabytes would delay all; a key of another type gives an error of its
-        # own in the answer.
+        # Only the first bytes, since a value of gigabytes would delay all; a key of
+        # another type gives an error of its own in the answer.
         values = self._send_pipeline(
             lambda pipe: [pipe.getrange(key, 0, size) for key in keys],
             allowed_error="WRONGTYPE",
@@ -151,7 +154,8 @@ class RedisStore:
                 vectors[row] = np.frombuffer(value, "<f4")
                 exists[row] = np.isfinite(vectors[row]).all()
         vectors[~exists] = 0.0
-        # An empty answer means that the key is missing; everything else without a vector is malformed.
+        # An empty answer means that the key is missing; everything else without a
+        # vector is malformed.
         self.malformed += sum(value != b"" for value in values) - int(exists.sum())
         return torch.from_numpy(vectors), exists
 
@@ -177,7 +181,8 @@ class RedisStore:
             for row in block:
                 pipe.set(keys[row], rows[row].tobytes(), px=self._expiry_ms)
 
-        # A round trip for each batch, unlike look-ups: a pipeline holds all its commands in memory.
+        # A round trip for each batch, unlike look-ups: a pipeline holds all its
+        # commands in memory.
         for start in range(0, len(keys), self._batch):
             block = range(start, min(start + self._batch, len(keys)))
             self._send_pipeline(functools.partial(write, block=block))
@@ -227,7 +232,8 @@ class RedisStore:
             allowed_error: first word of errors to return among the answers instead of raising.
         """
         try:
-            # No transaction: each vector stands for itself, so other clients' commands may come between.
+            # No transaction: each vector stands for itself, so other clients' commands
+            # may come between.
             with self._redis.pipeline(transaction=False) as pipe:
                 fill(pipe)
                 answers = list(pipe.execute(raise_on_error=allowed_error is None))
@@ -237,7 +243,8 @@ class RedisStore:
                 ):
                     raise answer
             return answers
-        # A subclass of ConnectionError, although the server does answer, so it comes first.
+        # A subclass of ConnectionError, although the server does answer, so it comes
+        # first.
         except redis.exceptions.AuthenticationError as error:
             raise StoreError(f"{self.where} refuses: {error}") from None
         except (

@@ -174,7 +174,8 @@ class LossMeter:
         self._sum = 0.0
         self._numbers = 0
         self._rows = 0
-        # Scores and rows of the best k so far: by the exact rows, then by the stored ones.
+        # Scores and rows of the best k so far: by the exact rows, then by the stored
+        # ones.
         self._best: list[tuple[Tensor, Tensor] | None] = [None, None]
 
     def add(self, vectors: Tensor, stored: Tensor) -> None:
@@ -184,7 +185,8 @@ class LossMeter:
             self._greatest = max(self._greatest, float(difference.max()))
             self._sum += float(difference.sum(dtype=torch.float64))
         if self.queries is not None:
-            # The same queries over both, so that what differs between the lists is rounding alone.
+            # The same queries over both, so that what differs between the lists is
+            # rounding alone.
             self._best[0] = self._merge_best(self._best[0], self.queries @ vectors.T)
             self._best[1] = self._merge_best(self._best[1], self.queries @ stored.T)
         self._numbers += difference.numel()

@@ -204,7 +204,8 @@ class EmbeddingStore:
             return False
         self.check()
         for mapping in mappings:
-            # Read the file from start to end, and enter its pages into this process's page table.
+            # Read the file from start to end, and enter its pages into this process's
+            # page table.
             mapping.madvise(mmap.MADV_WILLNEED)
             for start in range(0, len(mapping), _PIECE):
                 length = min(_PIECE, len(mapping) - start)
@@ -230,7 +231,8 @@ def _map_numbers(
     path: Path, dtype: torch.dtype, numbers: int
 ) -> tuple[Any, mmap.mmap | None, Tensor]:
     """Maps a file of numbers; returns the open file, its mapping (None if empty), and the numbers."""
-    # Stays open, so that check() asks for this file's size even if another has taken its name.
+    # Stays open, so that check() asks for this file's size even if another has taken
+    # its name.
     stream = path.open("rb")
     if not numbers:  # nothing to map
         return stream, None, torch.empty(0, dtype=dtype)

@@ -135,7 +135,8 @@ def new_version(folder: Path) -> Iterator[Path]:
         StoreError: another process is writing, or the disk refuses.
     """
     with _lock(folder):
-        # Also numbers of versions without a manifest, so that a new version never meets the rest of an old one.
+        # Also numbers of versions without a manifest, so that a new version never meets
+        # the rest of an old one.
         numbers = [
             int(name[1:]) for name in os.listdir(folder) if _NAME.fullmatch(name)
         ]
@@ -174,8 +175,9 @@ def publish_version(
         else:
             files[name] = measure_file(file)
         sync_to_disk(file)
-    # The order survives a crash at any point: first the files, then the manifest, then the folder's final name, and
-    # last the pointer, so that it never names an incomplete version.
+    # The order survives a crash at any point: first the files, then the manifest, then
+    # the folder's final name, and last the pointer, so that it never names an
+    # incomplete version.
     write_whole(
         path / MANIFEST,
         sealed_json({"format": _FORMAT, **content, "files": files}, "digest"),
@@ -202,7 +204,8 @@ def prune_store(folder: Path | str, keep: int = 2) -> list[str]:
             name for name in versions(folder)[:-keep] if name != current(folder)
         ]
         for name in old_versions:
-            # Without a manifest the version no longer counts, even if the removal is interrupted.
+            # Without a manifest the version no longer counts, even if the removal is
+            # interrupted.
             (folder / name / MANIFEST).unlink()
             shutil.rmtree(folder / name)
     return old_versions

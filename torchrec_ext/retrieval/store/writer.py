@@ -93,7 +93,8 @@ class RowWriter:
         self.meter: LossMeter | None = None
         self._ids: list[Any] = []
         self._files: dict[str, IO[bytes]] = {}
-        # Digests are computed on the way: publishing would read a catalogue's rows again, about 1 s for each GB.
+        # Digests are computed on the way: publishing would read a catalogue's rows
+        # again, about 1 s for each GB.
         self._sha = {}
         for name in (ROWS, SCALES) if ROW_FORMATS[dtype].scaled else (ROWS,):
             self._files[name] = (folder / name).open("wb")
@@ -270,7 +271,8 @@ def _join_shares(
 
 
 def _sorted_blocks(shares: Sequence[EmbeddingStore]) -> Iterator[Block]:
-    # An empty share has no width, and its ids are int64 even if those of the others are strings.
+    # An empty share has no width, and its ids are int64 even if those of the others are
+    # strings.
     filled_shares = [share for share in shares if len(share)]
     if not filled_shares:
         return

@@ -50,7 +50,8 @@ class Checkpointer:
         self._runtime = runtime
         self._keep = keep
         self.together = CheckpointRanks(runtime)
-        # One thread, because the ranks' collectives over the group of checkpoints must come in one order.
+        # One thread, because the ranks' collectives over the group of checkpoints must
+        # come in one order.
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="checkpoint", initializer=yield_to_others
         )
@@ -114,7 +115,8 @@ class Checkpointer:
 
     def mark_best(self, step: int, figures: Mapping[str, Any]) -> None:
         """Moves the mark of the best checkpoint to ``step``; the marked checkpoint is never pruned."""
-        # The mark waits in the same thread for the save, so that it never names a checkpoint that is not complete.
+        # The mark waits in the same thread for the save, so that it never names a
+        # checkpoint that is not complete.
         save_in_flight = self._running
 
         def mark() -> None:
@@ -262,7 +264,8 @@ class Checkpointer:
     def _explain_failure(
         self, path: str, needed_bytes: int, error: BaseException
     ) -> str:
-        # Other files may have filled the disk during the save: then "no space" explains the error better than its text.
+        # Other files may have filled the disk during the save: then "no space" explains
+        # the error better than its text.
         free = self._free_bytes()
         if free < needed_bytes // 10:
             return self._no_space(path, needed_bytes, free)

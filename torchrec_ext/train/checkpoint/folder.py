@@ -89,7 +89,8 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
         raise CheckpointError(
             f"{where} is of format {version}, this version reads up to {MANIFEST_FORMAT}: update torchrec-ext"
         )
-    # The bytes are compared too: JSON with, for example, a key given twice has the same content under other bytes.
+    # The bytes are compared too: JSON with, for example, a key given twice has the same
+    # content under other bytes.
     if sha != json_digest(manifest) or data != sealed(manifest):
         raise CheckpointError(
             f"{where} is damaged: its content does not fit its digest"
@@ -122,7 +123,8 @@ _STEP_NAME = re.compile(r"step-(\d{10})")
 _PARTIAL = ".partial"
 _AGAIN = ".again"
 _ASIDE = re.compile(r"set-aside-(\d+)")
-# Note of a pending move: it is written first, so that a kill never leaves half of the steps behind.
+# Note of a pending move: it is written first, so that a kill never leaves half of the
+# steps behind.
 _MOVE_NOTE = "set-aside.json"
 
 
@@ -153,7 +155,8 @@ class CheckpointFolder:
         try:
             self.files, self.root = _file_system(folder)
         except Exception as error:
-            # Each driver has errors of its own: not installed, no such protocol, no network, no right.
+            # Each driver has errors of its own: not installed, no such protocol, no
+            # network, no right.
             raise CheckpointError(
                 f"checkpoint folder '{folder}' cannot be opened ({type(error).__name__}: {error}); check the address, "
                 "its driver and the network"
@@ -209,13 +212,15 @@ class CheckpointFolder:
         first, second = self._names_of_step(step)
         if self.remote:
             other = first if path == second else second
-            # The other checkpoint of this step is removed only after the new one counts.
+            # The other checkpoint of this step is removed only after the new one
+            # counts.
             with self.files.open(f"{path}/{MANIFEST_NAME}", "wb") as stream:
                 stream.write(content)
             self._remove(other)
             return
         write_whole(f"{path}/{MANIFEST_NAME}", content)
-        # A folder cannot be renamed onto another, so an existing first one is replaced in two moves.
+        # A folder cannot be renamed onto another, so an existing first one is replaced
+        # in two moves.
         target = second if os.path.exists(first) else first
         rename_synced(path, target)
         self._settle(step)
@@ -227,7 +232,8 @@ class CheckpointFolder:
             if not is_whole:
                 self.files.rm(f"{self.root}/{name}", recursive=True)
                 unfinished.append(name)
-        # A kill between the commit and the renaming of a step that was saved twice leaves both.
+        # A kill between the commit and the renaming of a step that was saved twice
+        # leaves both.
         for step in self.steps():
             self._settle(step)
         return unfinished
@@ -281,7 +287,8 @@ class CheckpointFolder:
             if not self.remote:
                 os.rename(source, f"{aside}/{_name_of(source)}")
                 continue
-            # Files move one by one, because moving a folder onto an existing one would nest it.
+            # Files move one by one, because moving a folder onto an existing one would
+            # nest it.
             for file in self.files.find(source):
                 self.files.mv(file, f"{aside}/{_name_of(source)}/{_name_of(file)}")
             # memory:// has folders, an object store has none.
@@ -403,7 +410,8 @@ class CheckpointFolder:
             return []
         names = self._names()
         entries = []
-        # All steps of a pending move leave the list at once, so that a resume never sees half of them.
+        # All steps of a pending move leave the list at once, so that a resume never
+        # sees half of them.
         moved_steps: list[int] = []
         if _MOVE_NOTE in names and (move := self._pending_move()) is not None:
             moved_steps = move.steps
@@ -412,7 +420,8 @@ class CheckpointFolder:
                 name.removesuffix(_PARTIAL).removesuffix(_AGAIN)
             )
             if match and int(match[1]) not in moved_steps:
-                # A partial folder never counts, not even if a kill came between its manifest and its new name.
+                # A partial folder never counts, not even if a kill came between its
+                # manifest and its new name.
                 is_whole = not name.endswith(_PARTIAL) and self._is_whole(
                     f"{self.root}/{name}"
                 )
@@ -629,7 +638,8 @@ def _write_probe(files: AbstractFileSystem, root: str) -> tuple[str, str]:
     except OSError as error:
         return name, str(error.strerror or error)
     except Exception as error:
-        # Each driver has errors of its own: no such bucket, no right, no network, read-only.
+        # Each driver has errors of its own: no such bucket, no right, no network,
+        # read-only.
         return (
             name,
             f"{type(error).__name__}({error}); check the address, its rights and the network",

@@ -33,7 +33,8 @@ from torchrec_ext.train.checkpoint.state import (
 )
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, reader
 
-# A kind of difference that no setting allows: without dynamic ids it is not known which rows would go.
+# A kind of difference that no setting allows: without dynamic ids it is not known which
+# rows would go.
 _LOST_ROWS = "lost_rows"
 # Rows of a larger table that are read at once.
 _MOST_ROWS = 2**18
@@ -91,7 +92,8 @@ def match(
         name: tuple(value.size()) for name, value in wanted.items()
     }
     saved_sizes = dict(saved_shapes)
-    # Only the rows of a row state must fit: its columns depend on the split of the table, which may differ.
+    # Only the rows of a row state must fit: its columns depend on the split of the
+    # table, which may differ.
     for name, row_state in state.row_states.items():
         model_sizes[name] = (row_state.rows,)
         if name in saved_sizes:
@@ -109,7 +111,8 @@ def match(
                 result.row_states.append(name)
             else:
                 result.tensors[name] = _clip_rows(wanted[name], saved_sizes[name])
-    # A rank without a shard of a table has no tensors of it, so the names come from the tables' configs.
+    # A rank without a shard of a table has no tensors of it, so the names come from the
+    # tables' configs.
     model_names = set(model_sizes)
     for table, slot in product(state.tables, _slots(state)):
         model_names.add(f"tables.{table}.{slot}")
@@ -122,7 +125,8 @@ def match(
             differences[line] = "fewer_layers"
         elif table and table not in state.tables:
             differences[line] = "fewer_tables"
-        # The table is there, but its optimizer keeps another state, or its ids are no longer dynamic.
+        # The table is there, but its optimizer keeps another state, or its ids are no
+        # longer dynamic.
         elif table or (
             name.startswith("ids.")
             and name.split(".")[1] in state.tables.keys() - state.ids.keys()
@@ -148,7 +152,8 @@ def _kind(
     table = table_in_name(name)
     if table:
         if before is None:
-            # The state of a saved table under another optimizer: no setting makes it up.
+            # The state of a saved table under another optimizer: no setting makes it
+            # up.
             if table in saved["tables"]:
                 return None
             return "new_tables"
@@ -195,7 +200,8 @@ def _refuse(
     result: Match,
 ) -> None:
     by_rank = together.gathered(differences)
-    # Every rank refuses the same differences: if only one raised, the others would wait for it in the load.
+    # Every rank refuses the same differences: if only one raised, the others would wait
+    # for it in the load.
     everything: dict[str, str | None] = {}
     for lines in by_rank:
         everything |= lines
@@ -342,7 +348,8 @@ def load_checkpoint(
         if tuple(widths) == row_state.widths:
             to_load[name] = Parts((rows, len(widths)), parts)
         else:
-            # Parts of this rank with the same rows share a buffer, which has all saved columns.
+            # Parts of this rank with the same rows share a buffer, which has all saved
+            # columns.
             buffers = {}
             for shard in parts:
                 row = shard.offsets[0]
@@ -353,7 +360,8 @@ def load_checkpoint(
     cold_rows = _cold_rows(state, matched, cold or {})
     load_tensors(path, {**to_load, **other_splits}, together)
     if cold_rows:
-        # A load of its own: a name has one shape in a load, and these are full rows even if the table is split.
+        # A load of its own: a name has one shape in a load, and these are full rows
+        # even if the table is split.
         load_tensors(path, cold_rows, together)
     # Kernels have counters, not tensors: the load filled copies.
     state.count(step_counts)
@@ -438,7 +446,8 @@ def _load_moved(
     Saved rows may go to any rank, so each reads them all, in blocks.
     """
     row_state = state.row_states.get(name)
-    # A rank without a shard of the table has no tensor of it, and takes part all the same.
+    # A rank without a shard of the table has no tensor of it, and takes part all the
+    # same.
     parts = getattr(row_state or state.tensors.get(name), "parts", [])
     for shard in parts:
         shard.tensor.zero_()

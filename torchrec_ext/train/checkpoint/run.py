@@ -205,7 +205,8 @@ class RunCheckpoints:
         try:
             run.loader.load_state_dict(_with_tensors(content["loader"], extra))
         except IdsChangedError as error:
-            # Their rows hold the weights of ids that this job cannot name, so no epoch can follow.
+            # Their rows hold the weights of ids that this job cannot name, so no epoch
+            # can follow.
             raise ValueError(f"checkpoint '{self._resume}': {error}") from None
         except ValueError as error:
             if self._config.changed == "refuse":
@@ -215,7 +216,8 @@ class RunCheckpoints:
             # Under checkpoint.changed=next_epoch the rest of this epoch is left out.
             position.ended = True
         self._checkpointer.branch(saved, content["watch"]["best"])
-        # Resumed in its own folder, the run need not save this step again; in another folder it must.
+        # Resumed in its own folder, the run need not save this step again; in another
+        # folder it must.
         if _parent(self._resume) == self._checkpointer.folder.address:
             self._last_saved_step = position.step
             self._saved_records = len(saved["content"]["position"]["history"])
@@ -279,7 +281,8 @@ class RunCheckpoints:
             or saved["ended"]
         ):
             return content
-        # The note may be from an earlier run that had reached this step too: its records then differ in their times.
+        # The note may be from an earlier run that had reached this step too: its
+        # records then differ in their times.
         records_before = note["position"]["history"][: note["records"]]
         if records_before != saved["history"] or note["records"] != len(
             saved["history"]

@@ -121,7 +121,8 @@ class Parts:
     def _blocks(self) -> Iterator[LocalShard]:
         """Yields the rectangles, cut into blocks of rows."""
         for tensor, (row, *rest) in self.parts:
-            # Cut by rows, so that the blocks of a contiguous rectangle are contiguous too.
+            # Cut by rows, so that the blocks of a contiguous rectangle are contiguous
+            # too.
             rows = max(_BLOCK_BYTES // max(tensor[0].nbytes, 1), 1)
             for start in range(0, len(tensor), rows):
                 yield LocalShard(tensor[start : start + rows], (row + start, *rest))
@@ -176,7 +177,8 @@ class LoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Returns the tensor to load into."""
         value = self.state_dict[index.fqn]
-        # A read item counts its offsets from the rectangle's, even if they lie in a later block.
+        # A read item counts its offsets from the rectangle's, even if they lie in a
+        # later block.
         if isinstance(value, Parts):
             value = value.rectangle(index.offset or ())
         return value
@@ -305,7 +307,8 @@ def model_state(
     rows: dict[str, RowState] = {}
     for single in _split_combined(optimizer):
         torch_optimizer = getattr(single, "_optimizer", None)
-        # A load fills tensors in place, so the state must be there before the first step.
+        # A load fills tensors in place, so the state must be there before the first
+        # step.
         if (
             isinstance(single, KeyedOptimizerWrapper)
             and torch_optimizer is not None
@@ -325,7 +328,8 @@ def model_state(
     kernels = {}
     for table, kernel in _kernels(model):
         step = f"tables.{table}.step"
-        # A count that is among the tensors already is torch's own, and needs no copy of the kernel's.
+        # A count that is among the tensors already is torch's own, and needs no copy of
+        # the kernel's.
         if f"tables.{table}.exp_avg" in tensors and step not in tensors:
             kernels[step] = kernel
     paths = {
@@ -372,7 +376,8 @@ def _slots(
             name = "exp_avg"
         slots[name] = slots.pop("momentum1")
     if table and "sum" in slots:
-        # torch's Adagrad counts steps for a decay of its rate, which no setting offers; kernels do not count.
+        # torch's Adagrad counts steps for a decay of its rate, which no setting offers;
+        # kernels do not count.
         slots.pop("step", None)
     return slots
 
@@ -390,7 +395,8 @@ def _add_table_state(
     if slot == "step":
         tensors[name] = value
     elif isinstance(value, (ShardedTensor, DTensor)):
-        # If a table has copies, its state is a DTensor, but its weight is a ShardedTensor of one copy.
+        # If a table has copies, its state is a DTensor, but its weight is a
+        # ShardedTensor of one copy.
         shards = []
         for piece, weight_piece in zip(
             _local_pieces(value), _local_pieces(weight), strict=True
@@ -417,7 +423,8 @@ def _local_pieces(tensor: ShardedTensor | DTensor) -> list[LocalShard]:
             LocalShard(shard.tensor, tuple(shard.metadata.shard_offsets))
             for shard in tensor.local_shards()
         ]
-    # This is TorchRec's LocalShardsWrapper. A rank without a shard has an offset nevertheless, which map() leaves out.
+    # This is TorchRec's LocalShardsWrapper. A rank without a shard has an offset
+    # nevertheless, which map() leaves out.
     local: Any = tensor.to_local()
     return list(
         map(LocalShard, local.local_shards(), map(tuple, local.local_offsets()))

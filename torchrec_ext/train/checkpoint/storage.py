@@ -65,14 +65,16 @@ class CheckpointError(ValueError):
 
 def cause(error: BaseException) -> str:
     """Returns the first failed rank's error in one line."""
-    # torch wraps the errors of a step of saving or loading by rank, each with its traceback.
+    # torch wraps the errors of a step of saving or loading by rank, each with its
+    # traceback.
     failures = list(getattr(error, "failures", {}).values())
     if failures:
         error = failures[0][0]
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-# Opcodes of pickle that no index has: some reserve any amount of memory, others call more than `_ALLOWED_NAMES`.
+# Opcodes of pickle that no index has: some reserve any amount of memory, others call
+# more than `_ALLOWED_NAMES`.
 _REFUSED_OPCODES = {
     pickle.BYTEARRAY8,
     pickle.NEXT_BUFFER,
@@ -141,7 +143,8 @@ def read_metadata(data: bytes, where: str) -> Metadata:
 def _is_valid(metadata: Metadata) -> bool:
     """Returns whether every tensor of an index has a shape, a dtype, and chunks in files next to it."""
     try:
-        # The file may hold anything, so nothing here relies on the types that torch declares.
+        # The file may hold anything, so nothing here relies on the types that torch
+        # declares.
         tensors: dict[Any, Any] = metadata.state_dict_metadata
         chunks: dict[Any, Any] = metadata.storage_data
         for name, tensor in tensors.items():

@@ -128,7 +128,8 @@ def _check_vectors(
 
 
 def _read_numpy(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
-    # Mapped, because a .npy file may be larger than memory. A pickle in it would run code.
+    # Mapped, because a .npy file may be larger than memory. A pickle in it would run
+    # code.
     vectors = np.load(path, mmap_mode="r", allow_pickle=False)
     ids = None
     if path.suffix == ".npz":
@@ -206,7 +207,8 @@ def publish_weights(
         tensor = metadata[saved_name]
         shapes[name] = Shape(tuple(tensor.size), tensor.properties.dtype)
     try:
-        # All shapes come first, because a safetensors file begins with the place of each tensor.
+        # All shapes come first, because a safetensors file begins with the place of
+        # each tensor.
         with TensorWriter(file, shapes) as out:
             for name, saved_name in names.items():
                 for row, block in _read_blocks(path, saved_name, metadata[saved_name]):

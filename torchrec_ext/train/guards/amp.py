@@ -68,7 +68,8 @@ class LossScaling:
             key for key, table in optimizer.params.items() if id(table) in replicated
         ]
         for name in optimizer.table_choices:
-            # The kernels of a sharded table update it inside the backward, before the gradient is divided.
+            # The kernels of a sharded table update it inside the backward, before the
+            # gradient is divided.
             if not any(f".{name}." in key for key in keys):
                 raise ValueError(
                     f"train.amp=fp16: table '{name}' is sharded, so its backward moves it by scaled "

@@ -140,7 +140,8 @@ class FiniteLoss:
             return loss, output
         self.look(loss, batch)
         if self.left_out:
-            # The backward of this zero reaches no table and no layer: even a gradient of 0 would update these.
+            # The backward of this zero reaches no table and no layer: even a gradient
+            # of 0 would update these.
             loss = torch.zeros_like(loss, requires_grad=True)
         return loss, output
 
@@ -175,7 +176,8 @@ class FiniteLoss:
             answers = worst.tolist()
         if step_at_gate is not None:
             step_at_gate.worst = answers[:2]
-            # The gate is emptied before the error is raised, so that no later call can open it.
+            # The gate is emptied before the error is raised, so that no later call can
+            # open it.
             if answers[0]:
                 self._gate.drop()
             self._check(step_at_gate)
@@ -211,7 +213,8 @@ class FiniteLoss:
         Raises:
             TrainingDivergedError: see :meth:`__call__`.
         """
-        # A captured step has written its update before anybody can look at its loss, so waiting would gain nothing.
+        # A captured step has written its update before anybody can look at its loss, so
+        # waiting would gain nothing.
         self._late = self._late or written
         self.step += 1
         loss = loss.detach()
@@ -246,7 +249,8 @@ class FiniteLoss:
 
     def _worst(self, loss: Tensor) -> HostCopy | list[float]:
         """Returns the :meth:`local_answers`: the greatest of all ranks, or this rank's if they do not compare."""
-        # Plain Python, because ten tensor ops are a noticeable share of a small network's step.
+        # Plain Python, because ten tensor ops are a noticeable share of a small
+        # network's step.
         if loss.device.type == "cpu":
             answers = self.local_answers(loss)
             if not self._ranks_compare:
@@ -284,7 +288,8 @@ class FiniteLoss:
         if checked is None:
             return
         bad, stop_requested = checked.answers()
-        # If ranks do not compare in this step, the answer is this rank's own: the others receive it in settle().
+        # If ranks do not compare in this step, the answer is this rank's own: the
+        # others receive it in settle().
         self.stop_asked = self.stop_asked or (
             bool(stop_requested) and not self._ranks.silent
         )
@@ -336,7 +341,8 @@ class FiniteLoss:
                 bad_loss = str(checked.loss.sum().item())
                 columns = list(_bad_columns(checked.batch, self._model))
         weights: list[str] = []
-        # If losses are read late, the bad step has already changed the weights, so they no longer show the cause.
+        # If losses are read late, the bad step has already changed the weights, so they
+        # no longer show the cause.
         if not self._late:
             weights = list(_bad_weights(self._model))
         ranks = gather_objects(
@@ -346,7 +352,8 @@ class FiniteLoss:
         # Every loss is finite, so it was a gradient: meet() raises its error.
         if not bad_ranks:
             self._ranks.meet()
-        # Bad data explains bad weights, but not the other way round, so data is named first.
+        # Bad data explains bad weights, but not the other way round, so data is named
+        # first.
         data_causes: list[str] = []
         # Replicated weights are bad on every rank alike, and are named once.
         weight_causes: dict[str, None] = {}

@@ -49,7 +49,8 @@ class GradientGate:
             for path, collection in collections(model)
             if _sharded(collection)
         }
-        # Each cut: its path, the vectors, and the detached copy that the dense layers read.
+        # Each cut: its path, the vectors, and the detached copy that the dense layers
+        # read.
         self._cuts: list[tuple[str, Tensor, Tensor]] = []
         self._bad: tuple[list[str], list[str]] = [], []
 
@@ -98,7 +99,8 @@ class GradientGate:
             messages.append(
                 f"the gradient of {prefix}{first_few(names)} is not finite{on_ranks}"
             )
-        # Layers first: their bad gradient is nearer to the loss, and the vectors' usually follows from it.
+        # Layers first: their bad gradient is nearer to the loss, and the vectors'
+        # usually follows from it.
         return "; ".join(reversed(messages))
 
     def drop(self) -> None:
@@ -121,7 +123,8 @@ class GradientGate:
     def _hook_for(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             assert isinstance(output, LazyAwaitable)
-            # The vectors are there only when the exchange has ended, so the cut waits for that.
+            # The vectors are there only when the exchange has ended, so the cut waits
+            # for that.
             output.callbacks.append(lambda output_now: self._cut(path, output_now))
 
         return hook

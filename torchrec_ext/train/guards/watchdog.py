@@ -17,17 +17,20 @@ from typing_extensions import Self
 
 # Seconds between two looks at the rank, or fewer with a short limit.
 _POLL_S = 1.0
-# A rank that only waits reports this much later, so that the rank it waits for reports first.
+# A rank that only waits reports this much later, so that the rank it waits for reports
+# first.
 _PATIENCE_S = 5.0
-# Without a limit from the user: this many times the slowest of the last steps, within these bounds. The lower bound
-# ends a job of fast steps within a minute, half of which torchrun waits for a stopped rank. The upper bound is below
-# the collectives' own timeout of five minutes.
+# Without a limit from the user: this many times the slowest of the last steps, within
+# these bounds. The lower bound ends a job of fast steps within a minute, half of which
+# torchrun waits for a stopped rank. The upper bound is below the collectives' own
+# timeout of five minutes.
 _SLOWEST_STEPS = 100.0
 _LEAST_S = 25.0
 _MOST_S = 240.0
 # Factor of the slowest step's time with each step.
 _DECAY = 0.98
-# After so long without a step a rank signals that its process runs, and reads the signs of the others.
+# After so long without a step a rank signals that its process runs, and reads the signs
+# of the others.
 _SIGN_AFTER_S = 5.0
 
 
@@ -128,7 +131,8 @@ class Watchdog:
         """Records a finished step; ``where`` names it in reports."""
         now = time.monotonic()
         if self._last_beat is not None:
-            # The decay forgets a slow step, such as one that warmed up or compiled, after some hundred others.
+            # The decay forgets a slow step, such as one that warmed up or compiled,
+            # after some hundred others.
             self._slowest_s = max(
                 now - self._last_beat, _DECAY * (self._slowest_s or 0.0)
             )
@@ -150,11 +154,13 @@ class Watchdog:
                 self._collective = call
                 self._collective_since = now
             if last is None:
-                # In a pause only the time in one collective counts: computing may take as long as it likes.
+                # In a pause only the time in one collective counts: computing may take
+                # as long as it likes.
                 faulthandler.cancel_dump_traceback_later()
                 last = self._collective_since
             else:
-                # Armed anew in each round, so it fires by itself if this thread cannot run.
+                # Armed anew in each round, so it fires by itself if this thread cannot
+                # run.
                 faulthandler.dump_traceback_later(
                     after_s + _PATIENCE_S, file=self._file
                 )
@@ -167,7 +173,8 @@ class Watchdog:
             silent_ranks: list[int] = []
             if now - last > after_s:
                 silent_ranks = self._standing_still(now, after_s)
-            # A rank that only waits leaves the first report to the rank it waits for, unless that one is silent.
+            # A rank that only waits leaves the first report to the rank it waits for,
+            # unless that one is silent.
             limit_s = after_s
             if call is not None:
                 limit_s += _PATIENCE_S
@@ -200,7 +207,8 @@ class Watchdog:
                 self._last_counts[rank] = count, now
 
     def _standing_still(self, now: float, after_s: float) -> list[int]:
-        # A rank without a step counts on in each round: if its count stands still, so does its process.
+        # A rank without a step counts on in each round: if its count stands still, so
+        # does its process.
         silence_s = min(_SIGN_AFTER_S, after_s / 2)
         return [
             rank

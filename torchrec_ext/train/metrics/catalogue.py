@@ -174,8 +174,9 @@ def ranks_of(
             f"targets: item {int(items.max())}, but the catalogue has {scores.shape[1]} items, from 0; give its row"
         )
     target_scores = scores[rows, items]
-    # Refuse NaN: it compares as neither better nor equal, and so would count as worse than the target.
-    # The sum is one pass over the scores; only if it is NaN are they looked at one by one.
+    # Refuse NaN: it compares as neither better nor equal, and so would count as worse
+    # than the target. The sum is one pass over the scores; only if it is NaN are they
+    # looked at one by one.
     if not torch.isfinite(target_scores).all() or torch.isnan(scores.sum()):
         bad = torch.isnan(scores).nonzero()
         problem = "a target's is infinite"
@@ -186,7 +187,8 @@ def ranks_of(
             raise ValueError(
                 f"scores: {problem}; a rank needs numbers: has training diverged?"
             )
-    # Left-out items get -inf, and then the targets their score back: a target may be among the left-out items.
+    # Left-out items get -inf, and then the targets their score back: a target may be
+    # among the left-out items.
     seen_rows, seen_items = question.seen_by(start, stop)
     scores[seen_rows.to(scores.device), seen_items.to(scores.device)] = -torch.inf
     scores[:, list(question.not_items)] = -torch.inf
@@ -197,7 +199,8 @@ def ranks_of(
         return TargetRanks(
             *_compare(scores, rows, target_scores, alone=False), rows + start
         )
-    # A target below the bound is certainly beyond depth, so its scores need not be compared one by one.
+    # A target below the bound is certainly beyond depth, so its scores need not be
+    # compared one by one.
     within_depth = (target_scores >= _bounds(scores, depth)[rows]).nonzero()[:, 0]
     better = torch.full_like(rows, depth)
     ties = torch.zeros_like(rows)
@@ -215,7 +218,8 @@ def _bounds(scores: Tensor, depth: int) -> Tensor:
     The row is split into parts, and only the greatest score of each part is compared. These are scores of the row, so
     the ``depth``-th greatest of them is at most the row's own. It takes a fraction of the time of a full selection.
     """
-    # There are many parts per place, so that few of the best share one and the bound is close.
+    # There are many parts per place, so that few of the best share one and the bound is
+    # close.
     parts = 16 * depth
     folds = scores.shape[1] // parts
     if folds > 1:
@@ -232,7 +236,8 @@ def _compare(
         column = target_scores[:, None]
         # One is subtracted, because a target equals itself.
         return _count(torch.gt, scores, column), _count(torch.eq, scores, column) - 1
-    # A row of scores is copied for each of its targets: in blocks, so that the copies are never larger than the scores.
+    # A row of scores is copied for each of its targets: in blocks, so that the copies
+    # are never larger than the scores.
     size = max(1, len(scores))
     better = []
     ties = []
@@ -298,7 +303,8 @@ def catalogue_ranks(
     start = own_start(len(embedded), question.queries, runtime)
     parts = []
     rows = max(1, _PAIRS_PER_BLOCK // max(len(items), 1))
-    # Ranks look for a stop after the same block, so all count as many as the busiest has.
+    # Ranks look for a stop after the same block, so all count as many as the busiest
+    # has.
     most_blocks = max(1, -(-question.queries // (runtime.world_size * rows)))
     for block in watched(
         torch.split(embedded, rows),
@@ -327,7 +333,8 @@ def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
         raise ValueError(
             f"targets: item {int(question.targets.max())}, but the catalogue has {count} items, from 0; give its row"
         )
-    # Items are compared by the level of their popularity, as an integer fits into a key with a query.
+    # Items are compared by the level of their popularity, as an integer fits into a key
+    # with a query.
     levels, places = torch.unique(popularity, return_inverse=True)
     level = places.cpu().numpy()
     rows = np.arange(question.queries)
@@ -354,11 +361,13 @@ def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
     excluded_keys = _sorted(
         question.seen_rows.cpu().numpy() * count + question.seen_items.cpu().numpy()
     )
-    # Each pair counts once, and only if its item is a candidate: others do not count in the totals either.
+    # Each pair counts once, and only if its item is a candidate: others do not count in
+    # the totals either.
     excluded_keys = excluded_keys[
         (np.diff(excluded_keys, prepend=-1) > 0) & is_candidate[excluded_keys % count]
     ]
-    # Two sorted lists of keys are intersected by binary search: np.isin would sort both together again.
+    # Two sorted lists of keys are intersected by binary search: np.isin would sort both
+    # together again.
     index = excluded_keys.searchsorted(target_keys)
     is_target = np.append(excluded_keys, -1)[index] == target_keys
     # A query's targets are ranked nevertheless.

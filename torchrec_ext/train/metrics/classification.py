@@ -20,7 +20,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.metrics.shares import gather_uneven_rows
 
-# Sign, exponent and 9 bits after the point: a bin is at most a 512th of its logits wide.
+# Sign, exponent and 9 bits after the point: a bin is at most a 512th of its logits
+# wide.
 BITS = 18
 
 
@@ -92,10 +93,11 @@ class ClassificationMetrics:
         self._sums += torch.stack(
             [loss, (weights * logits.sigmoid()).sum(), *classes.sum(1)]
         )
-        # Bins 0 to 2**BITS - 1, (B,) int64, in the order of the logits: the first bits of each float32. As integers,
-        # the bits of positive floats are in the order of the floats. Those of negative floats are reversed, so all of
-        # their bits but the sign are flipped.
-        # 0.0 is added, because -0.0 is the same number as 0.0 in other bits.
+        # Bins 0 to 2**BITS - 1, (B,) int64, in the order of the logits: the first bits
+        # of each float32. As integers, the bits of positive floats are in the order of
+        # the floats. Those of negative floats are reversed, so all of their bits but
+        # the sign are flipped. 0.0 is added, because -0.0 is the same number as 0.0 in
+        # other bits.
         bits = (logits.float() + 0.0).view(torch.int32)
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         bins: Tensor = (ordered >> (32 - BITS)).long() + 2 ** (BITS - 1)
@@ -178,7 +180,8 @@ def _area(classes: Tensor) -> tuple[float, float]:
     pairs = float(positive.sum() * negative.sum())
     if not pairs:
         return math.nan, math.nan
-    # A pair is in order if its negative row is below; pairs within one value tie and count half.
+    # A pair is in order if its negative row is below; pairs within one value tie and
+    # count half.
     negatives_below = negative.cumsum(0) - negative
     ordered = float((positive * (negatives_below + negative / 2)).sum())
     tied = float((positive * negative).sum())

@@ -62,7 +62,8 @@ class EvaluationWatch:
                 yield block
             if number - last_checked < check_every and number < total:
                 continue
-            # The interval is counted in blocks, not in seconds, so that all ranks check after the same block.
+            # The interval is counted in blocks, not in seconds, so that all ranks check
+            # after the same block.
             last_checked = number
             now = time.perf_counter()
             block_s = self._check_ranks((now - start) / number)

@@ -246,7 +246,8 @@ class _Places:
         """
         start = torch.full_like(self.relevant, torch.iinfo(torch.int64).max)
         start = start.scatter_reduce(0, self._queries, self._better, "amin")
-        # Relevant items of one score have equal numbers of better candidates, so these identify the group.
+        # Relevant items of one score have equal numbers of better candidates, so these
+        # identify the group.
         in_group = self._better == start[self._queries]
         relevant = self._zeros.index_add(0, self._queries, in_group.double())
         size = self._zeros.scatter_reduce(
@@ -264,7 +265,8 @@ class _Places:
             )
             hit += here
             reciprocal += here / (start + offset + 1)
-            # Clamped, because past the end of a group fewer places are left than there are relevant items.
+            # Clamped, because past the end of a group fewer places are left than there
+            # are relevant items.
             none_yet = none_yet * ((remaining - relevant) / remaining).clamp(min=0)
         return hit, reciprocal
 
@@ -348,7 +350,8 @@ def candidate_ranks(
     parts = [torch.split(tensor, rows) for tensor in (*embedded, own_ids)]
     for *block_towers, block_ids in watched(zip(*parts, strict=True), most_blocks):
         outputs = [tensor.repeat_interleave(width, dim=0) for tensor in block_towers]
-        # Padding has ids below 0: it is scored as item 0, and ranks_among() leaves it out.
+        # Padding has ids below 0: it is scored as item 0, and ranks_among() leaves it
+        # out.
         candidates_of_block = items[block_ids.clamp(min=0).flatten()]
         scores.append(
             model.interaction([*outputs, candidates_of_block]).view(block_ids.shape)

@@ -49,7 +49,8 @@ def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[PaddedRow
         >>> own_share(5, Runtime(rank=1, world_size=2), block=2)
         [PaddedRows(rows=slice(3, 5, None), keep=2), PaddedRows(rows=slice(4, 5, None), keep=0)]
     """
-    # Every rank gets equally many blocks, the last ones perhaps without a row that counts: look-ups are collective.
+    # Every rank gets equally many blocks, the last ones perhaps without a row that
+    # counts: look-ups are collective.
     share = -(-total // runtime.world_size)
     stop = min((runtime.rank + 1) * share, total)
     shares = []
@@ -104,7 +105,8 @@ def gather_uneven_rows(rows: Tensor, runtime: Runtime) -> Tensor:
     """Concatenates the rows (n_r, ...) of all ranks; their numbers n_r may differ."""
     if runtime.world_size == 1:
         return rows
-    # all_gather needs equal shapes, so the rows are padded to the longest rank's number and cut afterwards.
+    # all_gather needs equal shapes, so the rows are padded to the longest rank's number
+    # and cut afterwards.
     sizes = [
         torch.zeros(1, dtype=torch.int64, device=rows.device)
         for _ in range(runtime.world_size)

@@ -14,7 +14,8 @@ from torchrec_ext.train.metrics.ranking import TargetRanks
 Similarity = Literal["dot", "cosine"]
 # Scores of 1 MiB stay in the cache between the passes over them.
 SCORES = 2**18
-# With fewer queries a block, a large catalogue would be read from memory for each of them.
+# With fewer queries a block, a large catalogue would be read from memory for each of
+# them.
 QUERIES = 8
 
 

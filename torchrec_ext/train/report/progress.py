@@ -103,7 +103,8 @@ class Window:
         self._sums = torch.zeros(3, dtype=torch.float64, device=self._runtime.device)
         self._start = time.perf_counter()
         self._data_wait_s = 0.0
-        # The clock has no known start: its value now is subtracted here, and its value at the record is added there.
+        # The clock has no known start: its value now is subtracted here, and its value
+        # at the record is added there.
         self._sleep_s = -self._sleep()
 
     def fetch(self, batches: Iterator[_Item]) -> _Item | None:
@@ -161,7 +162,8 @@ class Window:
             "data_wait": float(by_rank[:, 3].max()) / seconds,
         }
         if waits_known:
-            # The two waits are read from two clocks, so their sum may be a little above 1: it is cut.
+            # The two waits are read from two clocks, so their sum may be a little above
+            # 1: it is cut.
             shares = []
             for data, collectives in waits:
                 shares.append([round(data, 4), round(min(collectives, 1 - data), 4)])
@@ -277,7 +279,8 @@ class Progress:
             self._bar.set_postfix_str(
                 f"loss {record['loss']:.4f}, {record.get('rows_per_s', 0.0):,.0f} rows/s"
             )
-        # The bar on this process's own terminal shows the figures of steps. The log of a launcher needs them too.
+        # The bar on this process's own terminal shows the figures of steps. The log of
+        # a launcher needs them too.
         if figures and not (is_step and self._terminal is sys.stderr):
             self.say(
                 step_line(

@@ -33,8 +33,8 @@ Event = dict[str, Any]
 # Prefix of a tower's name in the trace.
 TOWER = "tower "
 _BACKWARD = "autograd::engine::evaluate_function: "
-# Operators that compute. TorchRec's autograd functions that wait for an exchange are operators too, but these call the
-# ones below to compute.
+# Operators that compute. TorchRec's autograd functions that wait for an exchange are
+# operators too, but these call the ones below to compute.
 _COMPUTING = ("aten::", "fbgemm::")
 
 
@@ -71,7 +71,8 @@ def at_least(count: int, sets: Sequence[Sequence[Interval]]) -> list[Interval]:
         >>> at_least(2, [[(0, 4)], [(1, 2), (3, 6)], [(5, 7)]])
         [(1, 2), (3, 4), (5, 6)]
     """
-    # At equal times ends sort before starts, so intervals that only touch do not count as simultaneous.
+    # At equal times ends sort before starts, so intervals that only touch do not count
+    # as simultaneous.
     edges = []
     for intervals in sets:
         for start, stop in intervals:
@@ -212,8 +213,8 @@ def _backward(
             result[tower][-1] = (result[tower][-1][0], stop)
         elif tower:
             result.setdefault(tower, []).append((start, stop))
-        # A node without an operator of the forward, such as one that adds up a parameter's gradient, belongs to its
-        # neighbours.
+        # A node without an operator of the forward, such as one that adds up a
+        # parameter's gradient, belongs to its neighbours.
         if number in tower_of_node:
             tower_before = tower
     return result
@@ -370,7 +371,8 @@ class Timeline:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
-        # A tower has matplotlib's next colour on all ranks, whichever rank runs it first.
+        # A tower has matplotlib's next colour on all ranks, whichever rank runs it
+        # first.
         colours: dict[str, str] = {}
         for rank in self.spans:
             for name in (*rank.forward, *rank.backward):
@@ -503,7 +505,8 @@ class StepTrace:
         if self._runtime.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities)
-        # All traces begin with the same step, and no rank waits in it for one that starts its profiler.
+        # All traces begin with the same step, and no rank waits in it for one that
+        # starts its profiler.
         dist.barrier()
         self._profile.start()
 
@@ -516,7 +519,8 @@ class StepTrace:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))
-            # Traces are text of many MB per rank: the fastest compression already shrinks them to a fraction.
+            # Traces are text of many MB per rank: the fastest compression already
+            # shrinks them to a fraction.
             local = (
                 socket.gethostname(),
                 *self._clock,

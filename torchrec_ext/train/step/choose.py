@@ -118,7 +118,8 @@ def pin(runtime: Runtime) -> list[int]:
     share = len(cores) // runtime.local_world_size
     if share == 0 or runtime.local_world_size == 1:
         return cores[: max(share, 1)]
-    # Ranks of a host get disjoint cores: threads of two ranks on one core would slow both down.
+    # Ranks of a host get disjoint cores: threads of two ranks on one core would slow
+    # both down.
     local = cores[runtime.local_rank * share : (runtime.local_rank + 1) * share]
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), local)
@@ -327,7 +328,8 @@ class Steps:
             if not waits or self._ranks.silent:
                 yield self._plain(batch)
             else:
-                # One at a time: the pipeline must hold no batch when the plain steps begin.
+                # One at a time: the pipeline must hold no batch when the plain steps
+                # begin.
                 yield from self._piped(iter([batch]))
 
     def _piped(self, batches: Iterator[TowerBatch]) -> Iterator[Any]:
@@ -467,7 +469,8 @@ class Steps:
         try:
             step.reload()  # before anything reads the number of steps
         except CannotCaptureError as mismatch:
-            # The eager step updated only some parameters, for example because one had no gradient.
+            # The eager step updated only some parameters, for example because one had
+            # no gradient.
             self._step = None
             error = mismatch
             rare = False

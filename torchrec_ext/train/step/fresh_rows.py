@@ -120,7 +120,8 @@ class FreshRows:
     def _drawn(self, table: str, ids: Tensor) -> Tensor:
         config = self._configs[table]
         values = torch.empty(len(ids), config.embedding_dim)
-        # The random state is put back, so that dropout does not depend on which ids are new.
+        # The random state is put back, so that dropout does not depend on which ids are
+        # new.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(mixed(ids.cpu()).sum()) & (2**63 - 1))
             assert config.init_fn is not None  # TorchRec fills it in

@@ -38,7 +38,8 @@ class ForwardOnCpu(EmbeddingPipelinedForward):
         self._context.module_contexts.pop(self._name)
         embeddings = self._context.embedding_a2a_requests.pop(self._name).wait()
         if isinstance(embeddings, KeyedTensor):
-            # End the loss's backward here; the pipeline passes the gradient to the tables afterwards.
+            # End the loss's backward here; the pipeline passes the gradient to the
+            # tables afterwards.
             values = embeddings.values()
             embeddings._values = values.detach().requires_grad_()
             self._context.embedding_tensors.append([values])
@@ -139,7 +140,8 @@ def make_pipeline(
     options: dict[str, Any] = {}
     if sync.looks_ahead and has_tables:
         refuse_placed_towers(model, sync)
-        # TorchRec's semi-sync pipeline looks up the rows of batch B + 1 before the update by batch B.
+        # TorchRec's semi-sync pipeline looks up the rows of batch B + 1 before the
+        # update by batch B.
         replicated = _replicated_tables(model)
         if replicated:
             raise ValueError(
@@ -166,7 +168,8 @@ def make_pipeline(
         model,
         optimizer,
         device,
-        # The last batches of an epoch are trained too, not only those with a next one in the pipeline.
+        # The last batches of an epoch are trained too, not only those with a next one
+        # in the pipeline.
         execute_all_batches=True,
         custom_model_fwd=forward,
         dmp_collection_sync_interval_batches=sync.tables_every,

@@ -142,7 +142,8 @@ class GradientMean:
         weights: weights of the gradients.
     """
 
-    # 4 MiB: DistributedDataParallel's first bucket is 1 MiB, and only larger gradients hide behind the backward.
+    # 4 MiB: DistributedDataParallel's first bucket is 1 MiB, and only larger gradients
+    # hide behind the backward.
     MOST_WEIGHTS = 2**20
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -161,7 +162,8 @@ class GradientMean:
             if grad is None:
                 grad = torch.zeros_like(weight)
             pieces.append(grad.reshape(-1))
-        # Which gradients there are travels with them, as numbers: a sum of 0 means none on any rank.
+        # Which gradients there are travels with them, as numbers: a sum of 0 means none
+        # on any rank.
         notes = torch.tensor([*(float(grad is not None) for grad in grads), *answers])
         flat = torch.cat([*pieces, notes])
         dist.all_reduce(flat)
@@ -208,7 +210,8 @@ class PlainStep:
         by_name = owners(optimizer)
         tables = {}
         self._parameters: list[nn.Parameter] = []
-        # There is never a table read id by id, because no plan replicates these on a CPU.
+        # There is never a table read id by id, because no plan replicates these on a
+        # CPU.
         for shard in local_shards(model):
             parameters_of_shard = by_name.get(shard.fqn, [])
             is_replicated = (
@@ -278,7 +281,8 @@ class PlainStep:
     def _update(self, grads: Sequence[Tensor | None]) -> None:
         if self._adam is not None and self._adam.step(grads):
             return
-        # The optimizer itself makes the first step, which creates its state, and handles missing and bad gradients.
+        # The optimizer itself makes the first step, which creates its state, and
+        # handles missing and bad gradients.
         for parameter, grad in zip(self._parameters, grads, strict=True):
             parameter.grad = grad
         self._optimizer.step()
@@ -349,7 +353,8 @@ def _one_each(features: KeyedJaggedTensor) -> bool:
     weighted = features.weights_or_none() is not None
     if weighted or features.values().numel() != lengths.numel():
         return False
-    # There are equally many ids and bags: if no bag has more than one id, none has fewer.
+    # There are equally many ids and bags: if no bag has more than one id, none has
+    # fewer.
     return not lengths.numel() or int(lengths.max()) == 1
 
 
@@ -358,7 +363,8 @@ class _OneEach:
 
     def __init__(self, features: KeyedJaggedTensor) -> None:
         keys = features.keys()
-        # Ids are stored feature by feature, so with one id a bag they are a matrix with a row for each feature.
+        # Ids are stored feature by feature, so with one id a bag they are a matrix with
+        # a row for each feature.
         ids_by_feature = features.values().view(len(keys), -1).unbind()
         self._ids = dict(zip(keys, ids_by_feature, strict=True))
 
