@@ -51,9 +51,8 @@ SOURCES = {"TorchBench's": TORCHBENCH, "examples'": EXAMPLES, "TraceML's": TRACE
 
 def brought(source: str) -> Path:
     """Returns the folder of a repository at a commit in the cache folder; raises as :func:`checkout`."""
-    from torchrec_ext.data.datasets.catalog import (
-        cache_folder,
-    )  # not beside the numpy that recommenders bring
+    # not beside the numpy that recommenders bring
+    from torchrec_ext.data.datasets.catalog import cache_folder
 
     return checkout(source, cache_folder() / source.replace("/", "-"))
 

@@ -44,21 +44,18 @@ NAMED: dict[str, tuple[str, ...]] = {
     "loader_sleeps": ("INPUT_BOUND",),
     "row_python": ("INPUT_BOUND",),  # "slow preprocessing"
     "products": ("COMPUTE_BOUND",),  # "large model compute cost"
-    "untouched_rows": (
-        "COMPUTE_BOUND optimizer",
-    ),  # "expensive optimizer step": where the time goes, if not why
+    # "expensive optimizer step": where the time goes, if not why
+    "untouched_rows": ("COMPUTE_BOUND optimizer",),
     "host_syncs": ("RESIDUAL_HEAVY",),  # "CPU stalls"
-    "between_steps": (
-        "RESIDUAL_HEAVY",
-    ),  # "validation or evaluation inside the measured loop"
+    # "validation or evaluation inside the measured loop"
+    "between_steps": ("RESIDUAL_HEAVY",),
     "straggler_input": ("INPUT_STRAGGLER",),
     "straggler_backward": ("COMPUTE_STRAGGLER", "STRAGGLER"),
     "slow_rank": ("COMPUTE_STRAGGLER", "STRAGGLER"),
     "uneven_lists": ("COMPUTE_STRAGGLER", "STRAGGLER"),  # "uneven shapes or data"
     "imbalanced_table": ("COMPUTE_STRAGGLER", "STRAGGLER"),
-    "slow_link": (
-        "STRAGGLER",
-    ),  # "inspect sync, collective, and unattributed work around the culprit rank"
+    # "inspect sync, collective, and unattributed work around the culprit rank"
+    "slow_link": ("STRAGGLER",),
     # No category has these. Small ops, threads and processes on few cores are not
     # "large model compute cost"; residual time is "not direct collective, NCCL, or
     # all-reduce timing"; a straggler that rotates is not one rank.

@@ -28,10 +28,8 @@ from harness import ROOT, Options, Row, row
 from torchrec_ext.retrieval.server.load import answered, http_request
 
 RATE, REQUESTS, PUBLISH_S = 10_000, 100, 1.5
-SIZES = {
-    False: (1_000_000, 200_000, 600),
-    True: (5_000, 1_000, 15),
-}  # by --quick: users, items, seconds
+# by --quick: users, items, seconds
+SIZES = {False: (1_000_000, 200_000, 600), True: (5_000, 1_000, 15)}
 _TICK_S = 0.05
 
 

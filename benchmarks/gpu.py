@@ -52,10 +52,8 @@ SIZES = (
 )
 SMALL = ("train.epochs=1", "loader.batch_size=256")
 IDS = ("ids.user_id=dynamic,capacity=4096", "ids.item_id=dynamic,capacity=4096")
-FEW = (
-    "data.users=200",
-    "data.items=100",
-)  # of the recipes that learn pairs; the rows of n_tower are few as they are
+# of the recipes that learn pairs; the rows of n_tower are few as they are
+FEW = ("data.users=200", "data.items=100")
 
 
 class Part(NamedTuple):

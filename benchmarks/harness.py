@@ -31,9 +31,8 @@ Row = dict[str, object]
 Clock = Callable[[], float]
 LIMIT_S = 600.0  # of any wait for another process or thread
 ROOT = Path(__file__).resolve().parents[1]
-os.environ.pop(
-    "PYTHONDONTWRITEBYTECODE", None
-)  # with it, which users lack, each process compiles the package anew
+# with it, which users lack, each process compiles the package anew
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 class Options(NamedTuple):
@@ -587,9 +586,8 @@ def checkout(source: str, folder: Path, *, limit_s: float = 300.0) -> Path:
     if folder.is_dir():
         return folder
     name, commit = source.split("@")
-    partial = folder.with_suffix(
-        ".partial"
-    )  # a clone that was interrupted is no checkout
+    # a clone that was interrupted is no checkout
+    partial = folder.with_suffix(".partial")
     git = ["git", "-C", partial]
     output(["git", "init", "--quiet", partial], limit_s=limit_s)
     output(

@@ -168,9 +168,8 @@ def _on_two_hosts(sizes: dict[str, int]) -> dict[str, Any]:
     with _namespaces() as names, tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         processes: list[subprocess.Popen[bytes]] = []
-        signal.signal(
-            signal.SIGTERM, lambda *_: sys.exit(143)
-        )  # so that the hosts go, and the ranks with them
+        # so that the hosts go, and the ranks with them
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         for rank, name in enumerate(names):
             place = {
                 "RANK": str(rank),

@@ -283,10 +283,8 @@ def allocated() -> float:
     return (heap.uordblks + heap.hblkhd) / 1e6
 
 
-MALLOC = {
-    "PYTHONMALLOC": "malloc",
-    "ARROW_DEFAULT_MEMORY_POOL": "system",
-}  # one allocator, which counts
+# one allocator, which counts
+MALLOC = {"PYTHONMALLOC": "malloc", "ARROW_DEFAULT_MEMORY_POOL": "system"}
 
 
 def used(folder: Path) -> dict[str, float]:

@@ -35,9 +35,8 @@ from harness import ROOT, Options, Row, command_line, has_data, row
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.recipes.by_name import load_recipe
 
-_BESIDE = (
-    "evaluation.baselines=popularity",
-)  # EASE and ALS would be solved for in each run
+# EASE and ALS would be solved for in each run
+_BESIDE = ("evaluation.baselines=popularity",)
 # Epochs that are enough to compare, the figure that is compared, and further settings.
 RECIPES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "two_tower": (1, "hr@10", _BESIDE),
@@ -51,9 +50,8 @@ RECIPES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "multi_task": (2, "conversion_auc", _BESIDE),
 }
 PLAIN = ("loader.prefetch=0", "loader.read_ahead=0")
-AHEAD = (
-    "loader.prefetch=2",
-)  # as with a GPU; where it is not given, a CPU's loader measures whether it is faster
+# as with a GPU; where it is not given, a CPU's loader measures whether it is faster
+AHEAD = ("loader.prefetch=2",)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -78,10 +76,8 @@ def trained(recipe: str, epochs: int, settings: tuple[str, ...]) -> dict[str, An
             f"{name}/run",
             *flags,
         ]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-        }  # as `torchx run` starts a rank
+        # as `torchx run` starts a rank
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             command, capture_output=True, text=True, cwd=ROOT, env=environment
         )

@@ -341,9 +341,8 @@ def two_sides(
         )
         times = _three_ways(trainings, pair, turns, steps)
         trainings.close()
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )  # which the harness ends
+    # which the harness ends
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return times
 
 
@@ -354,9 +353,10 @@ def _three_ways(
         statistics.median(turn)
         for turn in trainings.seconds_per_step(steps, 1).values()
     ]
+    # both last as long
     counts = pair.from_first(
         [max(1, round(steps * max(seconds) / each)) for each in seconds]
-    )  # both last as long
+    )
     names = ("towers", "ncf")
 
     def both() -> None:

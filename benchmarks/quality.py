@@ -34,19 +34,11 @@ SPEC = Path(__file__).with_suffix(".json")
 RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
 FOLDERS = ROOT / "runs" / "quality"
 BIN = Path(sys.executable).parent
-BASELINES = (
-    "popularity",
-    "ease",
-    "als",
-)  # that a run prints beside its ranking figures
+# that a run prints beside its ranking figures
+BASELINES = ("popularity", "ease", "als")
 LESS_IS_BETTER = ("log_loss", "difference")
-COMMAND = (
-    "id",
-    "run",
-    "recipe",
-    "set",
-    "ranks",
-)  # what a run is told, and all that its figures depend on but the code
+# what a run is told, and all that its figures depend on but the code
+COMMAND = ("id", "run", "recipe", "set", "ranks")
 
 Row = dict[str, Any]
 

@@ -404,11 +404,8 @@ def golden(rank: int) -> Parts:
 
 
 LONG_WAY = {"LAG_RANKS": "0,1", "LAG_US": "6000", "LAG_US_PER_BYTE": "0"}
-NARROW_WAY = {
-    "LAG_RANKS": "0,1",
-    "LAG_US": "0",
-    "LAG_US_PER_BYTE": "0.05",
-}  # 20 MB/s from each rank
+# 20 MB/s from each rank
+NARROW_WAY = {"LAG_RANKS": "0,1", "LAG_US": "0", "LAG_US_PER_BYTE": "0.05"}
 SLOW_LINK = {"LAG_RANKS": "1", "LAG_US": "0", "LAG_US_PER_BYTE": "0.05"}  # 20 MB/s
 
 PLANTED: dict[str, Case] = {

@@ -99,9 +99,8 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    new = shown(
-        done.stdout[done.stdout.index("data: ml-100k") :]
-    )  # behind what the set-up says
+    # behind what the set-up says
+    new = shown(done.stdout[done.stdout.index("data: ml-100k") :])
     if options.write:
         README.write_text(
             README.read_text().replace(BEGIN + old + END, BEGIN + new + END)

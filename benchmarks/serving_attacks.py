@@ -203,9 +203,10 @@ def attacks(options: Options) -> Iterator[Row]:
     seconds = 3.0 if options.quick else 15.0
     torch.set_num_threads(1)
     os.environ["TORCHREC_EXT_TOKEN"] = TOKEN
+    # for the server
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    )  # for the server
+    )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         bundles = {"bundle-0": WIDTH, "bundle-1": WIDTH, "bundle-uneven": WIDTH // 2}

@@ -86,9 +86,8 @@ def service(bundle: Path, log: Path, *flags: str) -> Iterator[int]:
         )
     assert process.stdout is not None
     try:
-        match = re.search(
-            r":(\d+)/", process.stdout.readline()
-        )  # the server ends itself after --start seconds
+        # the server ends itself after --start seconds
+        match = re.search(r":(\d+)/", process.stdout.readline())
         if match is None:
             raise RuntimeError(f"the service did not begin:\n{log.read_text()[-3000:]}")
         yield int(match[1])

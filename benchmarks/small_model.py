@@ -55,9 +55,8 @@ from torchrec_ext.distributed.runtime import Runtime
 
 EPOCH = 3_647_614 * 5
 INSTANCES = BATCH * (1 + NEGATIVES)  # of a step
-WARM_PASSES = (
-    PATIENCE + 2
-)  # over rows of few steps: then the step of a pass's last batch is captured too
+# over rows of few steps: then the step of a pass's last batch is captured too
+WARM_PASSES = PATIENCE + 2
 
 
 @contextlib.contextmanager

@@ -31,9 +31,9 @@ from torchrec_ext.distributed.sync import SyncConfig
 
 SIDES = ("one", "two", "apart")
 EVERY = 32
-PASSES = (
-    PATIENCE + 2
-)  # over the rows before the clock starts: then the step of a pass's last batch is captured too
+# over the rows before the clock starts: then the step of a pass's last batch is
+# captured too
+PASSES = PATIENCE + 2
 
 
 def _waiting(stop: Callable[[], bool]) -> None:

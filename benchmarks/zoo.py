@@ -248,9 +248,8 @@ def study(library: str, name: str, args: argparse.Namespace) -> Result:
         difference(expected, actual),
         [10 * a + b for a, b in zip(*controls, strict=True)],
     )
-    drops = (
-        result["random"] and not args.uncompiled
-    )  # a compiled step draws other numbers
+    # a compiled step draws other numbers
+    drops = result["random"] and not args.uncompiled
     wrong = far[0] > 1e-4 + noise[0] or far[1] > 1e-5 + noise[1]
     result |= {
         "losses": far,

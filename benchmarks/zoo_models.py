@@ -44,9 +44,8 @@ class Case(NamedTuple):
     clip_norm: float = 0.0
 
 
-Builder = Callable[
-    [str, Size, int], Callable[[], Case]
-]  # of a model's name, sizes and the number of batches
+# of a model's name, sizes and the number of batches
+Builder = Callable[[str, Size, int], Callable[[], Case]]
 
 
 class CannotBuildError(Exception):
@@ -227,9 +226,8 @@ def _rechub_case(
     if name in matching:
         mode, arguments = matching[name]
         trainer = trainers.MatchTrainer(kind(*arguments), mode)
-        answer = (
-            "item_id" if name in ("NARM", "STAMP") else ""
-        )  # else the first of the scores
+        # else the first of the scores
+        answer = "item_id" if name in ("NARM", "STAMP") else ""
         return _trained_by(
             trainer, functools.partial(_rechub_match, trainer, answer), batches
         )
@@ -281,9 +279,8 @@ def _rechub_ctr(trainer: Any, batch: dict[str, Tensor]) -> Tensor:
 def _rechub_match(trainer: Any, answer: str, batch: dict[str, Tensor]) -> Tensor:
     scores = trainer.model(batch)
     if trainer.mode == 1:
-        loss = trainer.criterion(
-            *(each.flatten() for each in scores)
-        )  # SASRec's are lists, which BPRLoss refuses
+        # SASRec's are lists, which BPRLoss refuses
+        loss = trainer.criterion(*(each.flatten() for each in scores))
     elif trainer.mode == 2:
         loss = trainer.criterion(
             scores,
@@ -410,14 +407,10 @@ def fuxictr(name: str, size: Size, count: int) -> Callable[[], Case]:
         "h5py",
         *itertools.accumulate(_RAY.split("."), "{}.{}".format),
     ):
-        sys.modules.setdefault(
-            unused, MagicMock()
-        )  # which its metrics and its own loaders import
-    rows, draw, length = (
-        size.rows or 256,
-        torch.Generator().manual_seed(1),
-        60,
-    )  # they look for 50 of more
+        # which its metrics and its own loaders import
+        sys.modules.setdefault(unused, MagicMock())
+    # they look for 50 of more
+    rows, draw, length = (size.rows or 256, torch.Generator().manual_seed(1), 60)
     from fuxictr.features import FeatureMap
 
     features = FeatureMap("zoo", tempfile.gettempdir())

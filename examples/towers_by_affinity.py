@@ -301,9 +301,8 @@ class _Clusters:
         too_heavy = loads[None] + self.weights[:, None] > self.bound
         alone = torch.bincount(tower_of, minlength=self.towers)[tower_of] < 2
         moves[too_heavy | alone[:, None]] = -1
-        swapped = far[
-            :, tower_of
-        ]  # (U, U): each column's distance to the other's tower
+        # (U, U): each column's distance to the other's tower
+        swapped = far[:, tower_of]
         swaps = current + current.T - swapped - swapped.T
         after = loads[tower_of][:, None] + self.weights[None] - self.weights[:, None]
         overfull = after > self.bound

@@ -23,9 +23,8 @@ def main(path: str = "towers.pt", folder: str = "bundle") -> None:
     catalogue = Catalogue(
         ids=np.arange(1000), features=pa.table({"content": content.tolist()})
     )
-    queries = pa.table(
-        {"profile": profile.tolist()}
-    )  # rows by which the bundle is proven to equal the model
+    # rows by which the bundle is proven to equal the model
+    queries = pa.table({"profile": profile.tolist()})
     towers = {"user": "user", "item": "item"}
     export(
         model,

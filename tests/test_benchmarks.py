@@ -31,9 +31,8 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module of benchmarks/, imported as its scripts import it."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setenv(
-        "PYTHONPATH", str(ROOT / "benchmarks")
-    )  # of the ranks that on_ranks starts
+    # of the ranks that on_ranks starts
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))
     return importlib.import_module(name)
 
 

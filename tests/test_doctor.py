@@ -336,9 +336,8 @@ def test_without_either_the_error_says_what_to_fetch(
         install.install("cpu", None, quiet)
     assert "pip: no answer\n    uv: dns error" in str(info.value)
     assert "PIP_FIND_LINKS=DIR make demo" in str(info.value)
-    assert "fbgemm" not in " ".join(
-        fake.installs
-    )  # the registry's CUDA build was never asked for
+    # the registry's CUDA build was never asked for
+    assert "fbgemm" not in " ".join(fake.installs)
 
 
 @pytest.mark.unit

@@ -82,9 +82,8 @@ def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
         for path in ROOT.glob("torchrec_ext/**/*.pyi")
     }
     assert len(stubs) > 5
-    assert {"torchrec_ext/py.typed", *stubs} <= set(
-        wheel.namelist()
-    )  # read at run time too, see torchrec_ext.exports
+    # read at run time too, see torchrec_ext.exports
+    assert {"torchrec_ext/py.typed", *stubs} <= set(wheel.namelist())
     assert set(wheel.namelist()) >= SHARED_MEMORY
     assert not [
         name

@@ -24,9 +24,8 @@ from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
 
 FEATURES, WIDTH, ROWS = 3, 16, 32
-COMPRESS = Compression(
-    dim=4, per_feature=1, flat=2
-)  # 4 x (3 + 2) = 20 numbers in place of 48
+# 4 x (3 + 2) = 20 numbers in place of 48
+COMPRESS = Compression(dim=4, per_feature=1, flat=2)
 NAMES = {
     tower: [f"{tower}{index}" for index in range(FEATURES)]
     for tower in ("user", "item")

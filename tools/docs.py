@@ -25,12 +25,10 @@ DOCS = ROOT / "docs"
 API = DOCS / "reference" / "api"
 RESULTS = ROOT / "benchmarks" / "results"
 GPU = RESULTS / "gpu" / "tests.json"  # outcomes of tests on a GPU, by benchmarks/gpu.py
-SIMULATED = (
-    RESULTS / "simulated"
-)  # those on devices that do not exist, by tools/simulated.py
-LIMITS = (
-    ROOT / "benchmarks" / "limits.json"
-)  # written by hand: by file of results and row, what limits the row
+# those on devices that do not exist, by tools/simulated.py
+SIMULATED = RESULTS / "simulated"
+# written by hand: by file of results and row, what limits the row
+LIMITS = ROOT / "benchmarks" / "limits.json"
 MADE = "<!-- written by tools/docs.py; do not edit -->\n\n"
 
 # The README's rows: benchmark, row, and what is compared.

@@ -695,11 +695,8 @@ READS: dict[str, Program] = {
     "random numbers seeded": Program(lambda _: torch.manual_seed(5)),
 }
 
-UNSEEN = {
-    "a module's global",
-    "the environment",
-    "a function's attribute",
-}  # which were not there at the capture
+# which were not there at the capture
+UNSEEN = {"a module's global", "the environment", "a function's attribute"}
 PROGRAMS: dict[str, Program] = {**PYTHON, **MODEL, **OPTIMIZER, **TENSORS, **READS}
 OFTEN = {  # in the default run; the others are in the slow one
     *(

@@ -36,10 +36,8 @@ from torchrec_ext.adopt.rows import column_search, evidence
 from torchrec_ext.data.negatives.samplers import PopularityNegatives
 
 USERS, ITEMS, CONTEXT, NEGATIVES = 40, 150, 3, 4
-FEW = {
-    "_DRAWS": 2000,
-    "_FEWEST_CALLS": 200,
-}  # draws, enough where what is refused is not their law
+# draws, enough where what is refused is not their law
+FEW = {"_DRAWS": 2000, "_FEWEST_CALLS": 200}
 
 
 def positives(
@@ -980,9 +978,8 @@ def test_the_dataset_and_all_generators_are_afterwards_as_before() -> None:
     assert data.state() == before
     next(iter(rows))
     assert data.state()[:-1] == before[:-1]
-    before = (
-        data.state()
-    )  # its defaultdict has what a DataLoader's look-ups leave there
+    # its defaultdict has what a DataLoader's look-ups leave there
+    before = data.state()
     with pytest.raises(CannotAdopt):
         Rows.of(data, 64)
     assert data.state() == before

@@ -33,14 +33,8 @@ from torchrec_ext.capture.memory import StepMemory
 from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.retrieval import Bundle, Catalogue, Scorer, ScoreRequest, export
 
-USERS, ITEMS, FEW, D, B, L = (
-    700,
-    300,
-    20,
-    4,
-    16,
-    3,
-)  # of the few rows, tables are moved whole
+# of the few rows, tables are moved whole
+USERS, ITEMS, FEW, D, B, L = (700, 300, 20, 4, 16, 3)
 WHOLE, BY_ROW = 1e-6, 2e-3
 RATE = 1.0  # of which learning rates are multiples
 Batch = tuple[Any, ...]
@@ -53,12 +47,10 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
         monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
     for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
         monkeypatch.setattr(adopted, name, {"cpu": 0.0, "cuda": 0.0})
-    monkeypatch.setattr(
-        verify, "_CHECKED", 0.0
-    )  # of the time, which is no question here
-    monkeypatch.setattr(
-        AdoptedStep, "_report", lambda step: None
-    )  # which way is faster is no question here
+    # of the time, which is no question here
+    monkeypatch.setattr(verify, "_CHECKED", 0.0)
+    # which way is faster is no question here
+    monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)
 
 
 @pytest.fixture
@@ -804,9 +796,8 @@ def test_an_adopted_model_learns_what_the_users_own_loop_learns(name: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name for name in CASES if name != "dropout"]
-)  # which draws other numbers compiled
+# which draws other numbers compiled
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dropout"])
 def test_after_100_compiled_steps_too(
     name: str, compiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1569,9 +1560,8 @@ def test_batches_of_other_shapes_and_types_are_captured_or_eager_and_learn_the_s
             user, item, label = pairs(generator, USERS, ITEMS)
             size = 7 if number % 5 == 4 else B
             user = user.int() if number % 7 == 6 else user
-            item = (
-                torch.stack([item, item], 1)[:, 0] if number % 3 else item
-            )  # not contiguous
+            # not contiguous
+            item = torch.stack([item, item], 1)[:, 0] if number % 3 else item
             step(user[:size], item[:size], label[:size])
         found.append((model.state_dict(), step))
     for state, step in found[1:]:

@@ -1144,6 +1144,5 @@ def test_the_example_under_torchrun_trains_as_the_script_does(tmp_path: Path) ->
         for lines in printed
     ]
     assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), 3e-5)
-    assert_close(
-        weights[1], weights[0], 1e-3
-    )  # Adam, whose first steps are as long for gradients near rounding
+    # Adam, whose first steps are as long for gradients near rounding
+    assert_close(weights[1], weights[0], 1e-3)

@@ -8,6 +8,5 @@ from torchx.cli import argparse_util
 def _flags_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """TorchX counts a flag once in a process: without this a test that gives `-s` refuses the next one's."""
     for action in (argparse_util.torchxconfig, argparse_util.ArgOnceAction):
-        monkeypatch.setattr(
-            action, "called_args", set(), raising=False
-        )  # newer releases have none
+        # newer releases have none
+        monkeypatch.setattr(action, "called_args", set(), raising=False)

@@ -253,9 +253,8 @@ def test_a_captured_step_is_applied_and_its_gain_is_printed(
     assert run_diagnosis(small_job("loader.batch_size=64"), budget_s=5, apply=True) == 0
     page = " ".join(capsys.readouterr().out.split())
     (applied,) = re.findall("what was applied, and what it gained (.*) together", page)
-    assert (
-        "the step captured: predicted " in applied
-    )  # beside fewer threads, where others keep the cores busy
+    # beside fewer threads, where others keep the cores busy
+    assert "the step captured: predicted " in applied
     assert "--set train.compile=require" in page.split("together")[1]
 
 

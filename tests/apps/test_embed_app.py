@@ -98,9 +98,8 @@ def test_the_demos_own_items_file_gives_what_training_read(tmp_path: Path) -> No
     trained = of_interactions(
         data, model.build(model.model, data).schema()
     ).catalogue.features
-    names = [
-        name for name in trained.column_names if name != "genres"
-    ]  # so does a tower that reads one of both alone
+    # so does a tower that reads one of both alone
+    names = [name for name in trained.column_names if name != "genres"]
     for columns in (trained.column_names, names):
         files = CatalogueFiles(
             root / "ml-100k" / "items.parquet",

@@ -177,9 +177,8 @@ def test_a_redis_that_goes_away_or_is_full_midway_is_told_and_the_same_command_m
 
     monkeypatch.setattr(TowerGroup, "vectors", troubled)
     monkeypatch.setenv("REDIS_PASSWORD", "secret")
-    url = redis.url.replace(
-        "//", "//default@"
-    )  # a Redis without a password lets its default user in with any
+    # a Redis without a password lets its default user in with any
+    url = redis.url.replace("//", "//default@")
     assert main(folder, url) == 1
     output = capsys.readouterr().err
     assert f"{redis.url} {message}" in output

@@ -233,9 +233,8 @@ def test_a_footer_that_lies_about_its_rows_does_no_harm(
 ) -> None:
     expected = report_of(capsys, *files.flags())
     data = bytearray((files.folder / "items.parquet").read_bytes())
-    at = data.rindex(
-        b"\x16" + varint(2 * ITEMS) + b"\x19"
-    )  # field 3 of the footer, zigzag, before the row groups
+    # field 3 of the footer, zigzag, before the row groups
+    at = data.rindex(b"\x16" + varint(2 * ITEMS) + b"\x19")
     told = (
         data[:at]
         + b"\x16"

@@ -89,9 +89,8 @@ def write_folder(root: Path) -> None:
     rng = np.random.default_rng(0)
     folder = root / "mine"
     folder.mkdir()
-    users = np.arange(20).repeat(
-        12
-    )  # so many that every item is trained: those that are not tie
+    # so many that every item is trained: those that are not tie
+    users = np.arange(20).repeat(12)
     items = np.concatenate([rng.permutation(30)[:12] for _ in range(20)])
     context = {
         "hour": [f"{hour}h" for hour in np.arange(len(users)) % 24],
@@ -496,10 +495,8 @@ def test_what_describes_the_shown_item_is_in_the_catalogue_and_not_in_requests(
     assert bundle.users.rows([3])["user_age"] == pytest.approx([23.5])
     scorer, served = Scorer(bundle), []
     for row in pq.read_table(root / "shown" / "test.parquet").to_pylist():
-        user = {
-            "user_id": row["user"],
-            "hour": row["hour"],
-        }  # the age of a user who is known is known, too
+        # the age of a user who is known is known, too
+        user = {"user_id": row["user"], "hour": row["hour"]}
         (score,) = scorer.score(ScoreRequest(user=user, items=[row["item"]])).scores
         served.append(score)
     assert served == pytest.approx(recommended[name], abs=1e-5), "served equals trained"

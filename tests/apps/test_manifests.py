@@ -541,9 +541,8 @@ def scheduler_at(host: str) -> Any:
     made = KubernetesScheduler(
         "test", client=kubernetes.client.ApiClient(configuration)
     )
-    made._get_active_context = lambda: {
-        "context": {"cluster": "lab"}
-    }  # which names no namespace
+    # which names no namespace
+    made._get_active_context = lambda: {"context": {"cluster": "lab"}}
     return made
 
 

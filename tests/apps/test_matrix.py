@@ -326,12 +326,8 @@ _SCALED = r"train\.amp=fp16: table '\w+' is sharded, so its backward moves it"
 _APART = {"ranks": ("2",), "sync": ("local_sgd", "diloco")}
 _STREAMED = ("stream", "bst", "multi_task")
 _OTHER_LOSSES = ("bpr", "hinge", "sampled_softmax", "in_batch", "catalogue")
-_ADAGRAD = (
-    "two_tower",
-    "retrieval",
-    "session",
-    *_STREAMED,
-)  # their tables are sharded; no kernel moves Adam's on a CPU, so these are replicated
+# their tables are sharded; no kernel moves Adam's on a CPU, so these are replicated
+_ADAGRAD = ("two_tower", "retrieval", "session", *_STREAMED)
 _REPLICATED = ("ncf", *_ON_LABELLED)
 _BY_HOST = ("table_row_wise", "grid_shard")
 REFUSED = [

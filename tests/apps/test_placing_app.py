@@ -68,9 +68,8 @@ def test_every_rank_gets_the_same_plan_and_the_folder_the_measured_step(
     assert first["plan"].towers == first["taken"].towers
     assert first["as it was"] is None, "what is placed already is not measured"
     report = json.loads((tmp_path / "run/placement.json").read_text())
-    assert (
-        report["measured_ms"] == 1000 / 1e4 / 4 * 1e3
-    )  # of steps 3 to 6 and 7 to 10; the first two are not counted
+    # of steps 3 to 6 and 7 to 10; the first two are not counted
+    assert report["measured_ms"] == 1000 / 1e4 / 4 * 1e3
     assert report["candidates"][0]["towers"] == first["taken"].towers
 
 

@@ -85,9 +85,10 @@ def test_what_the_ranks_hold_adds_up_to_the_tables(
         ranks = report["ranks"]
         assert len(ranks) == devices
         assert sum(rank["weights"] for rank in ranks) == 312_000_000 * 64 * 4
+        # one number for a row
         assert sum(rank["state"] for rank in ranks) == pytest.approx(
             312_000_000 * 4, rel=1e-6
-        )  # one number for a row
+        )
         assert all(rank["total"] <= 0.85 * 80 * 2**30 for rank in ranks)
         assert {table["sharding"] for table in report["tables"]} == {"row_wise"}
 
@@ -183,14 +184,11 @@ def test_300_million_rows_beside_the_gpus_with_a_cache_on_them(
     report = planned(capsys, *flags, "--cache-load-factor", "0.1")
     (ad,) = report["tables"]
     assert (ad["sharding"], ad["kernel"]) == ("row_wise", "fused_uvm_caching")
-    weights, state = (
-        300_000_000 * 64 * 4,
-        300_000_000 * 4,
-    )  # row_wise_adagrad: one number for a row, on the GPU
+    # row_wise_adagrad: one number for a row, on the GPU
+    weights, state = (300_000_000 * 64 * 4, 300_000_000 * 4)
     assert ad["ddr"] == sum(rank["host"] for rank in report["ranks"]) == weights
-    cache = (
-        weights // 10 + state + 300_000_000 * (4 + 0.1 * 16)
-    )  # and FBGEMM's 4 bytes a row and 16 a cached one
+    # and FBGEMM's 4 bytes a row and 16 a cached one
+    cache = weights // 10 + state + 300_000_000 * (4 + 0.1 * 16)
     assert cache < ad["hbm"] < cache + 2**25  # ids and embeddings on their way
     assert main([*flags, "--cache-load-factor", "0.1"]) == 0
     shown = capsys.readouterr().out
@@ -204,9 +202,8 @@ def test_a_table_that_fits_nowhere_is_refused_with_the_kernels_and_devices_that_
     flags = ("--tables", "ad=300Mx64", "--hbm", "8", "--ddr", "64", "--world-size", "8")
     assert main([*flags, "--kernel", "fused_uvm_caching"]) == 1
     err = capsys.readouterr().err
-    assert (
-        "at least 11 ranks of this size" in err
-    )  # 72.64 GiB of host memory at 6.80 each
+    # 72.64 GiB of host memory at 6.80 each
+    assert "at least 11 ranks of this size" in err
     rows = {
         line.split()[0]: line.split()[1:]
         for line in err.splitlines()

@@ -557,9 +557,8 @@ def test_movielens_is_found_where_training_finds_it(
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("recipe ml_100k: set 'ml-100k' was not downloaded (")
     assert line.endswith("or name that folder: --set config.folder=DIR")
-    monkeypatch.setattr(
-        datasets, "ML_100K", publish(tmp_path / "published.zip")
-    )  # a download, without a network
+    # a download, without a network
+    monkeypatch.setattr(datasets, "ML_100K", publish(tmp_path / "published.zip"))
     assert main(flags) == 0
     tables = {
         split: pq.read_table(tmp_path / "ready" / split) for split in ("train", "test")

@@ -372,9 +372,8 @@ def test_a_raw_row_is_served_as_it_was_trained(
     recipe: str, ids: Ids, tmp_path: Path
 ) -> None:
     folder = of_pairs(tmp_path / "sets" / "log", ids)
-    run(
-        recipe, folder, tmp_path / "run", CONTEXT, "export=require"
-    )  # the export compares logits with the model's
+    # the export compares logits with the model's
+    run(recipe, folder, tmp_path / "run", CONTEXT, "export=require")
     parity = json.loads((tmp_path / "run/bundle/manifest.json").read_text())[
         "certificate"
     ]["parity"]

@@ -142,9 +142,8 @@ def test_bundles_are_swapped_under_load_without_a_lost_request(
         (broken / "items.arrow").write_bytes(b"")
         point(live, broken)
         until(lambda: newest(service, "bundle_refused", serving=digests[1]))
-        bearer = {
-            "Authorization": "Bearer a token of this test"
-        }  # without it no path is told
+        # without it no path is told
+        bearer = {"Authorization": "Bearer a token of this test"}
         told = service.client().get("/readyz", **bearer).json
         assert ("items.arrow" in told["refused"], told["bundle"]) == (True, digests[1])
         assert "items.arrow" not in service.client().get("/readyz").json["refused"]

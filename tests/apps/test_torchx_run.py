@@ -36,9 +36,8 @@ def run(*words: str) -> None:
 def launched(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """The command of the job that `torchx run --dryrun` would start."""
     run("--dryrun", *words)
-    printed = re.sub(
-        r"['\"]\n\s*['\"]", "", capsys.readouterr().out
-    )  # long strings are broken into lines
+    # long strings are broken into lines
+    printed = re.sub(r"['\"]\n\s*['\"]", "", capsys.readouterr().out)
     return next(line for line in printed.splitlines() if "torchx_apps.train" in line)
 
 

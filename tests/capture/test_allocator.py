@@ -26,6 +26,5 @@ def faults(_: Runtime) -> tuple[bool, int]:
 def test_a_step_faults_in_no_page_of_what_the_step_before_freed() -> None:
     ((kept, count),) = run_ranks(faults, 1)
     assert kept
-    assert (
-        count < 1024
-    )  # of 10 x 20,480: fewer than one matrix has; a fork copies pages that it writes to
+    # of 10 x 20,480: fewer than one matrix has; a fork copies pages that it writes to
+    assert count < 1024

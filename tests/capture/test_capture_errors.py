@@ -137,9 +137,8 @@ def test_an_error_of_the_capture_alone_is_told_with_its_line_and_no_step_is_left
     assert required[0].startswith(
         "CannotCaptureError: train.compile=require: the training step cannot be captured: RuntimeError"
     )
-    assert (
-        broken[0] == "RuntimeError: index out of bounds: 0 <= tmp7 < 654"
-    )  # the model itself has nothing against the batch
+    # the model itself has nothing against the batch
+    assert broken[0] == "RuntimeError: index out of bounds: 0 <= tmp7 < 654"
 
 
 def sometimes(size: int) -> nn.Module:

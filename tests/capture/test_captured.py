@@ -494,9 +494,8 @@ def test_batches_of_another_size_are_captured_too_and_learn_the_same() -> None:
         "(user_id), the others as a whole (history, item_id)"
     )
     assert 2 <= counts["require"] <= MOST_GRAPHS
-    assert (
-        counts["auto"] == 4
-    )  # the three rare shapes when they come for the second time
+    # the three rare shapes when they come for the second time
+    assert counts["auto"] == 4
     assert farthest(before, after) < 1e-4
     assert farthest(before, patient) < 1e-4
 

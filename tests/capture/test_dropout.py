@@ -58,9 +58,8 @@ def test_a_traced_step_has_one_mask_for_forward_and_backward() -> None:
     def step(x: Tensor) -> list[Tensor]:
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            dropped = F.dropout(
-                F.dropout(leaf, 0.2)
-            )  # torch leaves its default of .5 out of a trace
+            # torch leaves its default of .5 out of a trace
+            dropped = F.dropout(F.dropout(leaf, 0.2))
             (grad,) = torch.autograd.grad(dropped.sum(), leaf)
         return [dropped.detach(), grad]
 

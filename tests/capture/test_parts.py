@@ -55,10 +55,7 @@ def test_parts_compute_and_write_what_the_whole_step_does() -> None:
     assert len(parts) == 3
     # A later part reads the weight itself, no view of it that was taken before.
     assert 0 in parts[1].inputs
-    assert [len(piece.outputs) for piece in parts] == [
-        2,
-        1,
-        1,
-    ]  # sent and what its gradient needs; middle; a column
+    # sent and what its gradient needs; middle; a column
+    assert [len(piece.outputs) for piece in parts] == [2, 1, 1]
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(cut, whole, rtol=0, atol=1e-6)

@@ -190,9 +190,8 @@ def test_averages_of_skipped_steps_end_where_those_of_dense_steps_do(
 def test_more_steps_than_are_kept_are_told_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        catch_up, "SLIDES", 256
-    )  # no row of these waits for longer, and 400 steps are made
+    # no row of these waits for longer, and 400 steps are made
+    monkeypatch.setattr(catch_up, "SLIDES", 256)
     assert distance(0.05, adam(), rate_of(Schedule(kind="cosine"))) < 1e-4
 
 

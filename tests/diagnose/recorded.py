@@ -14,17 +14,8 @@ from torchrec_ext.diagnose.facts import (
 )
 from torchrec_ext.observe.counts import TableFacts, WholeTableOp
 
-DRIFT = (
-    1.0,
-    1.03,
-    0.98,
-    1.3,
-    1.01,
-    0.99,
-    1.02,
-    0.97,
-    1.0,
-)  # of a machine, from round to round; the same for all
+# of a machine, from round to round; the same for all
+DRIFT = (1.0, 1.03, 0.98, 1.3, 1.01, 0.99, 1.02, 0.97, 1.0)
 
 
 def facts(milliseconds: Mapping[str, float], **more: Any) -> Facts:

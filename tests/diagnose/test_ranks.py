@@ -180,9 +180,8 @@ def test_two_ranks_diagnose_together_put_everything_back_and_none_hangs() -> Non
         "why is my training slow? rank 1 is slow in its backward only"
     )
     assert "12 all_reduce" not in backward[2]
-    assert (
-        "13 all_reduce in a step" in unmerged[2]
-    )  # 12 of the user's, and the gradients
+    # 12 of the user's, and the gradients
+    assert "13 all_reduce in a step" in unmerged[2]
     for rank, (made, undiagnosed, texts) in enumerate(by_rank):
         for number, (*_, page, facts, (before, after, trained, drawn)) in enumerate(
             made

@@ -134,11 +134,8 @@ def gain_of(cause: str, name: str) -> Gain:
 @pytest.mark.parametrize(
     ("cause", "remedy", "realised"),
     [
-        (
-            "row_python",
-            "__getitems__",
-            3.8,
-        ),  # prototypes' cases: 11.1 and 3.0 ms, 5.3x with all data ready
+        # prototypes' cases: 11.1 and 3.0 ms, 5.3x with all data ready
+        ("row_python", "__getitems__", 3.8),
         ("row_python", "Rows.of and adopt", 19.8),
         ("untouched_rows", "adopt", 69.0),  # 83.2 -> 1.2 ms where batches are given
         ("launches", "adopt", 5.0),
@@ -146,11 +143,8 @@ def gain_of(cause: str, name: str) -> Gain:
         ("too_many_threads", "one thread", 20.8 / 9.8),
         ("too_few_threads", "all cores", 40 / 22),
         ("between_steps", "evaluation", 13.21 / 5.71),
-        (
-            "sequential_towers",
-            "towers at the same time",
-            1.26,
-        ),  # benchmarks/hybrid.py's, whose ceiling is 1.75
+        # benchmarks/hybrid.py's, whose ceiling is 1.75
+        ("sequential_towers", "towers at the same time", 1.26),
     ],
 )
 def test_a_gain_that_came_true_lies_in_the_interval(

@@ -426,9 +426,8 @@ def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
         value = loss(x, y)
-        assert [
-            float(each) for each in value.detach().repeat(7)
-        ]  # seven values to Python
+        # seven values to Python
+        assert [float(each) for each in value.detach().repeat(7)]
         value.backward()
         optimizer.step()
 
@@ -472,10 +471,8 @@ def test_each_wait_for_the_device_is_counted_at_the_users_line() -> None:
     facts = why_slow.step(step, batches).facts
     assert facts.sync_lines[-1] == ("backward", 1)  # of the mask
     lines = facts.sync_lines[:-1]
-    assert [count for _, count in lines] == [
-        2,
-        1,
-    ]  # what is read at the end, and the mask
+    # what is read at the end, and the mask
+    assert [count for _, count in lines] == [2, 1]
     assert {line.split(":")[0] for line, _ in lines} == {"test_why_slow.py"}
     assert facts.syncs == 4
 

@@ -21,9 +21,8 @@ from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.schema import DataError
 
-MEMORY = (
-    2 << 30
-)  # bytes of address space that reading may take beside what is there after the imports
+# bytes of address space that reading may take beside what is there after the imports
+MEMORY = 2 << 30
 
 
 def columns_of(path: str) -> list[str]:

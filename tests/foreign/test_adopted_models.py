@@ -243,9 +243,8 @@ def test_a_jagged_tensor_that_must_ask_for_its_numbers_of_ids_is_refused_with_th
 
 def measured(name: str, seconds: float = 4.0) -> dict[str, float]:
     """Milliseconds of a step by the package's own loop and adopted, interleaved; for a person: see main()."""
-    kind = (
-        torch.optim.SGD if name == "Facebook's DLRM" else torch.optim.Adam
-    )  # its gradients are sparse
+    # its gradients are sparse
+    kind = torch.optim.SGD if name == "Facebook's DLRM" else torch.optim.Adam
     _, optimizer, loss = made(name, kind)
     other, others, loss_of_other = made(name, kind)
     step = adopt(other, others, loss_of_other, compile="require")

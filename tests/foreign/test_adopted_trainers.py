@@ -250,6 +250,5 @@ def test_hugging_faces_trainer_with_one_adopted_step_trains_as_its_own(
     assert furthest(plain, adopted) < 1e-5
     assert (also["steps"], also["saved"]) == (seen["steps"], seen["saved"])
     assert also["steps"] == 2 * STEPS
-    assert also["losses"] == pytest.approx(
-        seen["losses"], abs=2e-4
-    )  # it logs four digits
+    # it logs four digits
+    assert also["losses"] == pytest.approx(seen["losses"], abs=2e-4)

@@ -33,9 +33,10 @@ component_provider = pytest.importorskip(
 pytestmark = [
     pytest.mark.launch,
     pytest.mark.slow,
+    # of its own test
     pytest.mark.filterwarnings(
         "ignore:Custom session names are deprecated:FutureWarning:torchx"
-    ),  # of its own test
+    ),
 ]
 
 SETTINGS = (

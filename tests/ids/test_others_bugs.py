@@ -38,9 +38,8 @@ def test_an_id_does_not_inherit_the_score_of_the_one_before_in_its_row() -> None
     ids = DynamicIds({"a": Dynamic(capacity=3, half_life=float("inf"), share=0.1)})
     ids.step({"a": torch.tensor([1] * 2 + [2] * 100)})
     ids.step({"a": torch.tensor([3] * 101)})  # in the row of 1
-    ids.step(
-        {"a": torch.tensor([4])}
-    )  # in that of 2, which has 100 sightings and 3 one more
+    # in that of 2, which has 100 sightings and 3 one more
+    ids.step({"a": torch.tensor([4])})
     _, (note,) = ids.step({"a": torch.tensor([5])})
     assert note.evicted.tolist() == [4]
 

@@ -17,12 +17,8 @@ from typing_extensions import Self
 
 AGENT = ("-m", "torchx_apps.agent")
 TORCHRUN = ("-m", "torch.distributed.run")
-TIMES = (
-    "rows_per_s",
-    "data_wait",
-    "ranks_wait",
-    "waits",
-)  # entries of a record that are measured
+# entries of a record that are measured
+TIMES = ("rows_per_s", "data_wait", "ranks_wait", "waits")
 SETTINGS = (
     "data.name=planted",
     "data.users=100",

@@ -91,10 +91,8 @@ class Cluster:
         self._core.create_namespaced_persistent_volume_claim(
             NAMESPACE, {"metadata": {"name": CLAIM}, "spec": spec}
         )
-        address = {
-            "type": "InternalIP",
-            "address": "10.214.0.1",
-        }  # where this process answers for all kubelets
+        # where this process answers for all kubelets
+        address = {"type": "InternalIP", "address": "10.214.0.1"}
         status = {
             "addresses": [address],
             "daemonEndpoints": {"kubeletEndpoint": {"Port": PORT}},
@@ -355,9 +353,8 @@ def answer_for_kubelets(folder: Path) -> None:
 
     class Kubelet(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            pod = self.path.partition("?")[0].split("/")[
-                3
-            ]  # /containerLogs/NAMESPACE/POD/CONTAINER
+            # /containerLogs/NAMESPACE/POD/CONTAINER
+            pod = self.path.partition("?")[0].split("/")[3]
             stamp = (
                 b"2026-11-23T12:00:00.0Z " if "timestamps=true" in self.path else b""
             )

@@ -197,9 +197,8 @@ def test_a_node_is_dead_when_it_is_silent_and_not_when_its_clock_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stock = rendezvous._BackendRendezvousStateHolder
-    monkeypatch.setattr(
-        rendezvous, "_BackendRendezvousStateHolder", stock
-    )  # to be undone
+    # to be undone
+    monkeypatch.setattr(rendezvous, "_BackendRendezvousStateHolder", stock)
     agent._judge_by_own_clock()
     now_s = [0.0]
     monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: now_s[0]))

@@ -28,9 +28,8 @@ class Stage:
 
     base: str
     name: str
-    steps: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # instruction and its text
+    # instruction and its text
+    steps: list[tuple[str, str]] = field(default_factory=list)
 
 
 def stages(text: str) -> tuple[dict[str, str], list[Stage]]:
@@ -148,9 +147,8 @@ class Root:
             path.mkdir(parents=True)
         for name in hidden:
             (self.upper / name).parent.mkdir(exist_ok=True)
-            os.mknod(
-                self.upper / name, stat.S_IFCHR, os.makedev(0, 0)
-            )  # by which an overlay says that it is not there
+            # by which an overlay says that it is not there
+            os.mknod(self.upper / name, stat.S_IFCHR, os.makedev(0, 0))
 
     def folder(self, path: str) -> Path:
         """A folder of it by its path inside, made where there is none."""

@@ -373,9 +373,8 @@ def test_a_job_that_no_node_can_run_is_refused_and_not_left_pending(
     done = cluster.torchx("run", "-s", "slurm", "rec.train.hybrid", *flags)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"torchx run: error: {message}")
-    assert set(cluster.run(*jobs).stdout.split()) <= set(
-        before
-    )  # Slurm forgets what has ended
+    # Slurm forgets what has ended
+    assert set(cluster.run(*jobs).stdout.split()) <= set(before)
 
 
 def test_what_slurm_refuses_ends_with_slurms_words(cluster: SlurmCluster) -> None:

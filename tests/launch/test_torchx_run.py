@@ -436,9 +436,8 @@ def test_ctrl_c_stops_every_rank(
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert stderr.splitlines()[-1] == "torchx run: stopped by SIGINT; no rank is left"
-    assert gone(
-        ranks, seconds=30
-    )  # a rank that is killed takes a moment to give its memory back
+    # a rank that is killed takes a moment to give its memory back
+    assert gone(ranks, seconds=30)
     assert "Traceback" not in stderr
 
 

@@ -189,9 +189,8 @@ def test_two_jobs_that_share_their_first_host_do_not_meet(
     ):
         first.until(first.steps)
         second.start(0)
-        time.sleep(
-            10
-        )  # by when its agent waits for the other node: once at the store of the first job
+        # by when its agent waits for the other node: once at the store of the first job
+        time.sleep(10)
         for host in (0, 1):
             first.kill(host)
         second.start(1)

@@ -103,12 +103,10 @@ class Network:
         )
         for host, name in enumerate(self._names):
             _files(name).mkdir(parents=True)
-            (_files(name) / "hosts").write_text(
-                hosts
-            )  # `ip netns exec` mounts it over /etc/hosts
-            (_files(name) / "nsswitch.conf").write_text(
-                "hosts: files\n"
-            )  # there is no name server
+            # `ip netns exec` mounts it over /etc/hosts
+            (_files(name) / "hosts").write_text(hosts)
+            # there is no name server
+            (_files(name) / "nsswitch.conf").write_text("hosts: files\n")
             _ip("netns", "add", name)
             _ip(
                 "link",

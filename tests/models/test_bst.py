@@ -82,9 +82,8 @@ def small(device: torch.device | None = None, **options: Any) -> TowerModel:
         device=device,
         **settings,
     )
-    torch.manual_seed(
-        0
-    )  # here, because tables off the meta device have drawn numbers too
+    # here, because tables off the meta device have drawn numbers too
+    torch.manual_seed(0)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             module.reset_parameters()

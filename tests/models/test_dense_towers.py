@@ -270,9 +270,8 @@ def plain(runtime: Runtime) -> dict[str, Tensor]:
 
 def test_a_plain_module_is_data_parallel() -> None:
     for state in run_ranks(plain, 2):
-        assert state["weight"].tolist() == [
-            [0.5] * 4
-        ]  # the mean gradient is 2 x (0 + 1) / 2
+        # the mean gradient is 2 x (0 + 1) / 2
+        assert state["weight"].tolist() == [[0.5] * 4]
 
 
 def test_columns_in_memory_in_files_and_in_a_batch_make_one_batch(

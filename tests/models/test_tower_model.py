@@ -129,9 +129,8 @@ def test_the_top_nn_does_not_put_a_linear_layer_on_a_linear_layer() -> None:
     """Else the towers would be a factorisation of its first layer."""
     model, batch = small_model(), next(batches(1))
     outputs = [model.embed("user", batch), model.embed("item", batch)]
-    top = TopMLP(
-        [8, 8], hidden=[]
-    )  # one linear layer: affine in the outputs unless there is an activation between
+    # one linear layer: affine in the outputs unless there is an activation between
+    top = TopMLP([8, 8], hidden=[])
     logits = {
         scale: top([output * scale for output in outputs]) for scale in (-1.0, 0.0, 1.0)
     }

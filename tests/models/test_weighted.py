@@ -27,9 +27,8 @@ SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 LEARNING = OptimizerConfig(
     tables="adagrad", tables_lr=0.1, dense="adam", dense_lr=1e-3, eps=1e-8
 )
-LISTED = (
-    "recent=table_wise",
-)  # FBGEMM's dense kernel cannot hold what is read id by id
+# FBGEMM's dense kernel cannot hold what is read id by id
+LISTED = ("recent=table_wise",)
 LISTS = {"history": 3, "genres": 2, "likes": 4, "recent": 2}
 
 

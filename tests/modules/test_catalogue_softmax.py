@@ -120,9 +120,8 @@ def test_under_autocast_scores_and_their_sum_are_float32() -> None:
         results.append([per_target, *grads])
     for other in results[1:]:
         for mine, right in zip(other, results[0], strict=True):
-            close = (
-                1e-6 if mine.dtype == torch.float32 else 2e-2
-            )  # the gradient of a row read twice is added up in bfloat16
+            # the gradient of a row read twice is added up in bfloat16
+            close = 1e-6 if mine.dtype == torch.float32 else 2e-2
             torch.testing.assert_close(
                 mine, right.to(mine.dtype), rtol=close, atol=close
             )

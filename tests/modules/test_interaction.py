@@ -23,9 +23,8 @@ from torchrec_ext.modules.interaction import (
 
 pytestmark = pytest.mark.unit
 
-MANY = [
-    name for name, kind in INTERACTIONS.items() if kind.towers is None
-]  # those for any number of towers
+# those for any number of towers
+MANY = [name for name, kind in INTERACTIONS.items() if kind.towers is None]
 
 
 def outputs(*widths: int, rows: int = 6) -> list[Tensor]:
@@ -47,10 +46,11 @@ def outputs(*widths: int, rows: int = 6) -> list[Tensor]:
             (lambda widths, name=name: interaction_layer(name, widths), (4, 4, 4))
             for name in MANY
         ),
+        # one tower, no query
         *(
             (lambda widths, name=name: interaction_layer(name, widths), (8,))
             for name in ("top_nn", "dcn")
-        ),  # one tower, no query
+        ),
         (lambda widths: TopMLP(widths, [16, 4]), (8, 8)),
         (lambda widths: TopMLP(widths, []), (8, 8)),
         (lambda widths: TopMLP(widths, normalization="layer"), (8, 12)),
@@ -58,14 +58,10 @@ def outputs(*widths: int, rows: int = 6) -> list[Tensor]:
         (lambda widths: TopMLP(widths, [16, 8], normalization="batch").eval(), (8, 12)),
         (lambda widths: DeepCross(widths, [], layers=3), (8, 12)),
         (lambda widths: DeepCross(widths, low_rank=2), (8, 12)),
-        (
-            lambda widths: TopMLP(widths, [HIDDEN_FLOATS // 10]),
-            (3, 4),
-        ),  # several blocks of candidates
-        (
-            lambda widths: TopMLP(widths, [HIDDEN_FLOATS // 16]),
-            (3, 4),
-        ),  # several blocks of queries
+        # several blocks of candidates
+        (lambda widths: TopMLP(widths, [HIDDEN_FLOATS // 10]), (3, 4)),
+        # several blocks of queries
+        (lambda widths: TopMLP(widths, [HIDDEN_FLOATS // 16]), (3, 4)),
     ],
 )
 def test_all_pairs_equal_the_pairs_one_by_one(

@@ -171,9 +171,8 @@ def test_a_members_checkpoint_is_a_network_of_its_own(tmp_path: Path) -> None:
     train_stack(made, evaluate=judge)
     for name, member in made.items():
         last = Checkpointer(str(tmp_path / name), Runtime())
-        best = last.folder.noted(
-            "best.json"
-        )  # of the member with an early stop, which goes back to it
+        # of the member with an early stop, which goes back to it
+        best = last.folder.noted("best.json")
         path = last.folder.path(best["step"]) if best else last.last_good()
         last.close()
         assert path is not None

@@ -49,11 +49,8 @@ def everything(made: Training) -> list[object]:
     ]
 
 
-WAYS = {
-    "applied": applied,
-    "by step": by_step,
-    "by parts": by_parts,
-}  # an applied one takes longest: once
+# an applied one takes longest: once
+WAYS = {"applied": applied, "by step": by_step, "by parts": by_parts}
 MOMENTS = {"before the first step": (0,), "in an epoch": (13,), "often": (0, 7, 20)}
 
 

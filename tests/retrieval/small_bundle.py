@@ -53,9 +53,8 @@ class SmallBundle:
             for module in self.model.modules()
             if isinstance(module, torch.nn.EmbeddingBag)
         ):
-            torch.nn.init.normal_(
-                table.weight
-            )  # far enough apart to be ranked alike by any sum
+            # far enough apart to be ranked alike by any sum
+            torch.nn.init.normal_(table.weight)
         ids = np.arange(USERS)
         self.ages = (ids / USERS).astype(np.float32)
         self.histories = [

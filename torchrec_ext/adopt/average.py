@@ -25,9 +25,9 @@ from torch.optim.swa_utils import (
 
 from torchrec_ext.adopt.errors import CannotAdopt
 
-_COPY = (
-    1 - 2.0**-24
-)  # the greatest float32 below 1: the logarithm of what is left of an average must be finite
+# the greatest float32 below 1: the logarithm of what is left of an average must be
+# finite
+_COPY = 1 - 2.0**-24
 
 
 class StepAverage:

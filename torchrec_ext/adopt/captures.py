@@ -453,9 +453,8 @@ class ForwardTrace:
         return self._captures.run(update, GraphCall(graph, self._batch, tensors, rows))
 
 
-TraceFactory = Callable[
-    [Captures, bool], Trace
-]  # takes the captured steps, and whether the forward selects by masks
+# takes the captured steps, and whether the forward selects by masks
+TraceFactory = Callable[[Captures, bool], Trace]
 
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:

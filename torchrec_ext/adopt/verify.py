@@ -41,10 +41,8 @@ class Verification:
         self._steps = steps
         self._began = self._last = time.perf_counter()
         self._is_after_pause = False
-        self._seconds = {
-            False: 0.0,
-            True: 0.0,
-        }  # of comparisons, by whether they followed a pause
+        # of comparisons, by whether they followed a pause
+        self._seconds = {False: 0.0, True: 0.0}
 
     def begin(self, update: CapturedUpdate, key: Any, *, is_first: bool) -> None:
         """Plans the comparisons that follow the capture of a graph."""
@@ -245,10 +243,8 @@ def write_back(
         tensor.copy_(before[name])
 
 
-_NEAR, _FLOOR = (
-    1e-4,
-    1e-5,
-)  # of a tensor's greatest gradient, and of the model's greatest: rounding is below
+# of a tensor's greatest gradient, and of the model's greatest: rounding is below
+_NEAR, _FLOOR = (1e-4, 1e-5)
 _ROUNDING = 2.0**-22  # of a float32 weight that is moved
 # Where an input of a ReLU is nothing but rounding, its gradient is all or nothing, and
 # one shift may miss that.

@@ -39,9 +39,8 @@ class _HashedMasks(fx.Interpreter):
         if target is not _DRAW or kwargs.get("generator") is not None:
             return super().call_function(target, args, kwargs)
         mask = args[0]
-        probability = (
-            args[1] if len(args) > 1 else 0.5
-        )  # torch's default is left out of a trace
+        # torch's default is left out of a trace
+        probability = args[1] if len(args) > 1 else 0.5
         return mask.copy_(hashed_mask(mask.shape, probability, mask.device))
 
 

@@ -150,9 +150,8 @@ def traced(step: _Step, tensors: list[Tensor]) -> GraphModule:
         DynamicOutputShapeException,
         GuardOnDataDependentSymNode,
     ) as error:
-        op = getattr(
-            error, "func", "aten._local_scalar_dense"
-        )  # float(), if and .item() of a tensor
+        # float(), if and .item() of a tensor
+        op = getattr(error, "func", "aten._local_scalar_dense")
         raise CannotCaptureError(
             f"{op} at {with_text(raising_line(error))} depends on values that a step computes"
         ) from None

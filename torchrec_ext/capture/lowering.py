@@ -38,9 +38,8 @@ from torchrec_ext.batch import SharedRows, TowerBatch
 from torchrec_ext.distributed.tables import collections, table_configs
 
 Read = Callable[[str, Tensor], Tensor]  # (name of a table, (n,) rows) -> (n, D)
-Lower = Callable[
-    [str, nn.Module], nn.Module
-]  # (path of a collection, the collection) -> its replacement
+# (path of a collection, the collection) -> its replacement
+Lower = Callable[[str, nn.Module], nn.Module]
 
 
 class CannotCaptureError(ValueError):

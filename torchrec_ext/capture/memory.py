@@ -374,9 +374,8 @@ def state_tensors(state: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]
 
 
 _MOST_LOST_DIGITS = 1.0  # of the 7 of float32, in shares of rows in their averages
-_BLOCK_ROWS = (
-    1 << 14
-)  # rows of a table to update at once: this takes six temporaries of as many rows
+# rows of a table to update at once: this takes six temporaries of as many rows
+_BLOCK_ROWS = 1 << 14
 
 
 class StepMemory:

@@ -8,10 +8,8 @@ from typing import Literal
 
 Compile = Literal["auto", "off", "require"]
 WATCHED = 12  # eager steps to time before "auto" decides
-PAYS_S = {
-    "cpu": 60.0,
-    "cuda": 10.0,
-}  # a capture pays off if the rest of a run takes at least these seconds
+# a capture pays off if the rest of a run takes at least these seconds
+PAYS_S = {"cpu": 60.0, "cuda": 10.0}
 _SLOW = (
     5.0  # times the measured time of captured steps, from which later ones are noted
 )

@@ -235,9 +235,8 @@ def fused_adam(
     )
 
 
-SLIDES = (
-    1 << 18
-)  # steps to store: before any further step, every row must be brought up to date
+# steps to store: before any further step, every row must be brought up to date
+SLIDES = 1 << 18
 _ROUNDING = 2.0**-25  # of float32: a smaller share of 1 is lost
 
 

@@ -173,9 +173,8 @@ def _taken(node: ast.For, frame: FrameType) -> Loop:
     exec(compile(_function(node, numbered), file, "exec"), variables)
     step = variables.pop(_LOOP)
     step.__code__ = step.__code__.replace(co_name="loop")
-    step.__signature__ = (
-        inspect.Signature()
-    )  # it takes a batch whole, also one of a single entry
+    # it takes a batch whole, also one of a single entry
+    step.__signature__ = inspect.Signature()
     return Loop(step, batches, line)
 
 

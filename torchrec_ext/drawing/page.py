@@ -72,12 +72,8 @@ ul, ol { margin: .2rem 0 .6rem; padding-left: 1.3rem; }
 _COLOURS = 8  # --c0 to --c7 of the style
 _MOST_POINTS = 400  # more than a chart has pixels to tell apart
 _HUGE = 1e30  # larger values would overflow the scale, and flatten everything else
-_CHART_WIDTH, _CHART_HEIGHT, _LEFT, _BOTTOM = (
-    360,
-    180,
-    46,
-    34,
-)  # of a chart, with the room of its axes
+# of a chart, with the room of its axes
+_CHART_WIDTH, _CHART_HEIGHT, _LEFT, _BOTTOM = (360, 180, 46, 34)
 
 
 def page(title: str, summary: str, cards: Iterable[str]) -> str:

@@ -527,9 +527,8 @@ class StackSteps:
             if not self._optimizer.begun:
                 self._optimizer.begin()
             self._step = self._new_step()
-            self._policy.since = (
-                self._step_count + 2
-            )  # the present step goes kernel by kernel, and is not counted yet
+            # the present step goes kernel by kernel, and is not counted yet
+            self._policy.since = self._step_count + 2
             self._step.compile(self._step.read(batches, peers), batches, peers, weight)
         except (StackError, CannotCaptureError) as error:
             raise StackError(

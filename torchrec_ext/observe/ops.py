@@ -66,9 +66,8 @@ def waits_for_device(
         # Of these, only an index by a mask depends on values.
         return any(index is not None and index.dtype == torch.bool for index in args[1])
     devices = [each.device.type for each in tensors_in(args)]
-    non_blocking = (
-        kwargs.get("non_blocking") or args[-1] is True
-    )  # copy_ takes it by position
+    # copy_ takes it by position
+    non_blocking = kwargs.get("non_blocking") or args[-1] is True
     if (
         name in ("aten::_to_copy", "aten::copy_")
         and devices[-1] == "cuda"

@@ -57,12 +57,8 @@ _TRAINING = (
     DataLoader,
     Sampler,
 )
-_RECORDS = (
-    types.SimpleNamespace,
-    argparse.Namespace,
-    UserDict,
-    UserList,
-)  # the standard library's plain objects
+# the standard library's plain objects
+_RECORDS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
 _CODE = (
     types.FunctionType,
     types.BuiltinFunctionType,

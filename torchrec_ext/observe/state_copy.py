@@ -66,9 +66,8 @@ from torchrec_ext.observe.reached import (
     slots_of,
 )
 
-_LARGE = (
-    2**26
-)  # bytes of a loader's array or tensor above which it is watched and not copied
+# bytes of a loader's array or tensor above which it is watched and not copied
+_LARGE = 2**26
 _WATCHED = 4_096  # entries of such an array that are compared
 _OF_DDP = ("training", "require_forward_param_sync", "require_backward_grad_sync")
 _CONTAINERS = (dict, list, set, deque, array.array, bytearray)
@@ -102,9 +101,8 @@ class StateCopy:
         self._copied: dict[
             int, Any
         ] = {}  # objects by id, which are held here so that no id is used twice
-        self._whole: set[int] = (
-            set()
-        )  # addresses of storages that are copied from end to end
+        # addresses of storages that are copied from end to end
+        self._whole: set[int] = set()
         reached = list(reachable_from(*roots, loader))
         of_loader = set(map(id, reachable_from(loader, values=own_values)))
         modules = [each for each in reached if isinstance(each, nn.Module)]

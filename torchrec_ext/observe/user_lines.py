@@ -126,9 +126,8 @@ def stack_of(frame: FrameType | None) -> Stack:
     """Returns the calls of a step down to a frame."""
     stack = []
     while frame is not None and frame.f_code.co_filename not in _CALLERS:
-        stack.append(
-            (frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno)
-        )  # None where a call begins or ends
+        # None where a call begins or ends
+        stack.append((frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno))
         frame = frame.f_back
     return stack
 

@@ -340,9 +340,8 @@ def _shown(value: object) -> str:
 
 
 def _meanings(config: Any) -> dict[str, str]:
-    from docstring_parser import (
-        parse,
-    )  # comes with TorchX, which reads component docstrings with it
+    # comes with TorchX, which reads component docstrings with it
+    from docstring_parser import parse
 
     meanings: dict[str, str] = {}
     # A config that extends another one documents only what it adds.

@@ -36,9 +36,8 @@ from torchx_apps.cli.command_line import write_out
 from torchx_apps.launch.trackers import tracked
 
 _SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id")}
-Ranked = Iterator[
-    tuple[int, metrics.TargetRanks]
-]  # the number of queries ranked so far, and those of a block
+# the number of queries ranked so far, and those of a block
+Ranked = Iterator[tuple[int, metrics.TargetRanks]]
 # Ranks per update of the figures.
 _TOGETHER = 2**18
 _CURVE = (1, 2, 5, 10, 20, 50, 100)

@@ -48,11 +48,12 @@ def test_ids_and_scales_are_those_of_training_rows(tmp_path: Path) -> None:
     assert data.train["hour"].values.tolist() == [2, 1, 2, 2]  # 8 is 1 and 20 is 2
     assert data.train["device"].values.tolist() == [1, 2, 1, 1]
     assert data.train["price"].values.tolist() == [-1, 1, 1, -1]
+    # no training row has them
     assert (
         data.test["hour"].values.tolist()
         == data.test["device"].values.tolist()
         == [0, 0]
-    )  # no training row has them
+    )
     assert data.test["price"].values.tolist() == [97, 97]
 
 

@@ -350,9 +350,8 @@ def test_a_user_who_has_taken_every_item_is_named(prefetch: int, sampling: Any) 
         }
     )
     kind = {"uniform": UniformNegatives, "popularity": PopularityNegatives}[sampling]
-    sampler = kind(
-        ITEMS, np.full(ITEMS, 7), every
-    )  # user 4 has taken nothing that is known
+    # user 4 has taken nothing that is known
+    sampler = kind(ITEMS, np.full(ITEMS, 7), every)
     config = LoaderConfig(
         batch_size=8, negatives=2, prefetch=prefetch, sampling=sampling
     )

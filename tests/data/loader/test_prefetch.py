@@ -74,9 +74,9 @@ def test_the_thread_dies_when_the_iterator_is_closed_or_forgotten() -> None:
 def test_closing_just_before_the_end_does_not_wait_for_ever() -> None:
     iterator = prefetched(iter(range(3)), 1)
     next(iterator)
-    time.sleep(
-        0.05
-    )  # 1 is ready, and the thread waits to hand over 2, after which it has the end to hand over
+    # 1 is ready, and the thread waits to hand over 2, after which it has the end to
+    # hand over
+    time.sleep(0.05)
     closer = threading.Thread(target=iterator.close, daemon=True)  # type: ignore[attr-defined]
     closer.start()
     closer.join(5)

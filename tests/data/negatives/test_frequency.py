@@ -35,9 +35,8 @@ def test_known_frequencies_are_found(seed: int) -> None:
         frequency.update(batch)
     in_batch = 1 - (1 - p) ** size  # the probability that a batch holds the item
     error = frequency.log_q(torch.arange(1, items + 1)).numpy() - np.log(in_batch)
-    assert (
-        np.abs(error).max() < 0.6
-    )  # about 6 standard deviations of sqrt(rate / 2) = 0.1
+    # about 6 standard deviations of sqrt(rate / 2) = 0.1
+    assert np.abs(error).max() < 0.6
     assert np.sqrt((error**2).mean()) < 0.13
     assert abs(error.mean()) < 0.03
 
@@ -57,9 +56,8 @@ def test_several_hash_functions_undo_collisions() -> None:
     for hashes in (1, 4):
         frequency = StreamingFrequency(64, rate=0.1, hashes=hashes)
         for step in range(3000):
-            frequency.update(
-                torch.arange(1, 21) * (step % torch.arange(1, 21) == 0)
-            )  # item k every k steps
+            # item k every k steps
+            frequency.update(torch.arange(1, 21) * (step % torch.arange(1, 21) == 0))
         errors.append(
             float(
                 (frequency.log_q(torch.arange(1, 21)) + torch.arange(1, 21).log())

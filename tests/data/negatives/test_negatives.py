@@ -206,9 +206,8 @@ def test_free_mass_covers_each_item_not_taken_by_its_own_weight(
     for user in range(users + 2):
         left = np.setdiff1d(np.arange(1, items + 1), taken[owner == user])
         ends = np.cumsum(np.diff(free.sums)[left - 1])
-        places = np.concatenate(
-            [[0], ends[:-1], ends - 1]
-        )  # the first and the last place of each
+        # the first and the last place of each
+        places = np.concatenate([[0], ends[:-1], ends - 1])
         assert free.mass[free.known.row_of(np.array([user]))[0]] == ends[-1]
         assert np.array_equal(
             free.item_at(np.full(len(places), user), places),

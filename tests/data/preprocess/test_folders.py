@@ -117,9 +117,8 @@ def test_what_killed_processes_left_is_removed_from_whatever_host_and_whoever_ha
 def test_what_a_living_process_writes_stays(tmp_path: Path) -> None:
     with whole_folder(tmp_path / "out", overwrite=False, mark="part-*") as staging:
         (staging / "part-0").write_text("first")
-        renamed = staging.rename(
-            staging.with_name(".out.partial-another-host-17")
-        )  # so would a process elsewhere call it
+        # so would a process elsewhere call it
+        renamed = staging.rename(staging.with_name(".out.partial-another-host-17"))
         write(tmp_path / "out", "second")
         assert (renamed / "part-0").read_text() == "first"
         renamed.rename(staging)
@@ -132,9 +131,8 @@ def test_a_result_that_a_killed_process_had_moved_aside_is_put_back(
     tmp_path: Path,
 ) -> None:
     write(tmp_path / "out", "old")
-    (tmp_path / "out").rename(
-        tmp_path / ".out.old-another-host-17"
-    )  # and killed before the new one took the name
+    # and killed before the new one took the name
+    (tmp_path / "out").rename(tmp_path / ".out.old-another-host-17")
     (tmp_path / ".out.partial-another-host-17").mkdir()
     with pytest.raises(DataError, match=r"out: there is something already"):
         write(tmp_path / "out", "new")

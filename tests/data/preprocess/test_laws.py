@@ -129,9 +129,8 @@ def test_fitting_sees_the_training_rows_alone(duckdb: DuckDB, tmp_path: Path) ->
     train = write(random_rows(300, seed=5), tmp_path / "train.parquet")
     alone = EVERY_STEP.fit(train, engine=duckdb)
     alone.save(tmp_path / "alone")
-    write(
-        random_rows(300, seed=6), tmp_path / "test.parquet"
-    )  # beside it, and in histories' events
+    # beside it, and in histories' events
+    write(random_rows(300, seed=6), tmp_path / "test.parquet")
     again = EVERY_STEP.fit(
         train, engine=duckdb, events=[train, tmp_path / "test.parquet"]
     )

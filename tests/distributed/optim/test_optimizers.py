@@ -425,9 +425,10 @@ def test_partial_row_wise_adam_has_one_second_moment_per_row_and_lamb_scales_by_
     moved = step_by_step(
         RowAdam([weight], lr=0.1, row_wise=True, eps=0.0), weight, [grad]
     )
+    # sqrt((1 + 49) / 2)
     torch.testing.assert_close(
         moved, start - 0.1 * grad / torch.tensor([[5.0], [2.0]], dtype=torch.float64)
-    )  # sqrt((1 + 49) / 2)
+    )
 
     weight = torch.nn.Parameter(start.clone())
     moved = step_by_step(

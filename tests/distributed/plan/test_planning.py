@@ -376,9 +376,8 @@ def test_a_table_that_does_not_fit_is_refused_in_numbers_on_every_rank() -> None
     assert first == second
     weights_and_state = 300_000_000 * 64 * 8 / 1024**3
     assert f"the largest table, 'ad_id', needs {weights_and_state:.2f} GiB" in first
-    assert (
-        "2 rank(s) have 6.80 GiB each, 13.60 GiB together" in first
-    )  # 8 GiB less 15 %
+    # 8 GiB less 15 %
+    assert "2 rank(s) have 6.80 GiB each, 13.60 GiB together" in first
     assert "at least 22 ranks of this size" in first
     assert "or fewer rows, by rec.data.preprocess" in first
 

@@ -58,9 +58,8 @@ def trained(
         "state": gather_state(parallel),
         "saved": set(model_state(parallel, optimizer).tensors),
         "missed": unpipelined(pipeline, parallel),
-        "calls": calls[
-            1:-2
-        ],  # the first fills the pipeline, the last find no batch to begin
+        # the first fills the pipeline, the last find no batch to begin
+        "calls": calls[1:-2],
         "embedded": {
             name: parallel.module.embed(name, batch(kind, 0, [runtime.rank])).detach()
             for name in made.towers
@@ -110,9 +109,8 @@ def test_one_exchange_for_all_towers_learns_what_one_for_each_learns() -> None:
             torch.testing.assert_close(
                 rank["merged"]["embedded"][tower], output, rtol=0, atol=1e-4
             )
-        assert (
-            rank["merged"]["saved"] == rank["apart"]["saved"] != set()
-        )  # so a checkpoint of one is one of the other
+        # so a checkpoint of one is one of the other
+        assert rank["merged"]["saved"] == rank["apart"]["saved"] != set()
     merged, apart = (by_table(ranks[0][way]["state"]) for way in ("merged", "apart"))
     assert_close(merged, apart, "merged")
 
@@ -152,11 +150,8 @@ WHOLE_ROWS = SHARDINGS[:3]  # FBGEMM's dense kernel cannot hold what is read id 
 @pytest.mark.parametrize(
     ("kind", "shardings", "world_size"),
     [
-        (
-            "shared",
-            SHARDINGS,
-            2,
-        ),  # B = 8 rows on each rank, and 24 of the tower that is shared
+        # B = 8 rows on each rank, and 24 of the tower that is shared
+        ("shared", SHARDINGS, 2),
         ("sequences", WHOLE_ROWS, 2),
         pytest.param("shared", SHARDINGS, 1, marks=pytest.mark.slow),
         pytest.param("shared", SHARDINGS, 4, marks=pytest.mark.slow),

@@ -42,14 +42,8 @@ def cells(gates: int, inputs: int = 3, width: int = 4) -> list[Tensor]:
     return [real(rows, inputs), real(rows, width), real(rows), real(rows)]
 
 
-LAYER = [
-    True,
-    1,
-    0.0,
-    False,
-    False,
-    True,
-]  # of a recurrent operator: biased, one layer, batch first
+# of a recurrent operator: biased, one layer, batch first
+LAYER = [True, 1, 0.0, False, False, True]
 X, Y = real(3, 4), real(4)
 ONE = """abs exp expm1 cos sin tan tanh floor round reciprocal relu relu6 rsqrt sigmoid sign silu sqrt square log
 log1p neg log_sigmoid mish selu gelu hardsigmoid hardswish hardtanh elu softplus leaky_relu clone contiguous detach t

@@ -129,9 +129,8 @@ def test_int8_tables_score_as_the_model_with_rounded_tables_within_what_the_mani
         )
         for name in ("trained", "int8")
     }
-    assert loss["bytes"] * 4 * DIM == loss["bytes_trained"] * (
-        DIM + 4
-    )  # a byte a number, and four for a row's scale
+    # a byte a number, and four for a row's scale
+    assert loss["bytes"] * 4 * DIM == loss["bytes_trained"] * (DIM + 4)
     assert sizes["trained"] - sizes["int8"] >= 0.9 * (
         loss["bytes_trained"] - loss["bytes"]
     )

@@ -81,9 +81,8 @@ def test_blocks_of_any_size_with_many_ties(data: st.DataObject) -> None:
 def test_exact_and_filtered_inside_the_search(
     metric: str, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "torchrec_ext.retrieval.index.exact._BLOCK", 4 * 8 * 37
-    )  # rows of 8: blocks of 37
+    # rows of 8: blocks of 37
+    monkeypatch.setattr("torchrec_ext.retrieval.index.exact._BLOCK", 4 * 8 * 37)
     torch.manual_seed(queries)
     rows, asked = torch.randn(500, 8), torch.randn(queries, 8)
     rows[3] = 0

@@ -525,9 +525,8 @@ def test_searches_are_admitted_by_what_they_cost_and_run_in_slices(
             in refused.told
         )
         assert refused.json["error"]["limit"] == {"name": "time_ms", "value": 20_000}
-        among = in_background(
-            running, {**asked, "candidates": [1_001, 1_002]}
-        )  # no search
+        # no search
+        among = in_background(running, {**asked, "candidates": [1_001, 1_002]})
         until(lambda: running.queued.waiting() == 3)
         slow.let.set()
         for thread in (*threads, *among[1]):

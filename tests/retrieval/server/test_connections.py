@@ -195,9 +195,8 @@ def test_beyond_the_most_connections_the_one_longest_without_a_request_makes_roo
             assert raw.recv(1) == b"", "the oldest"
         for _ in range(5):
             refused = running.client()
-            assert (
-                refused.get("/v1/bundle").status == 401
-            )  # answered, and still of nobody
+            # answered, and still of nobody
+            assert refused.get("/v1/bundle").status == 401
         assert client.post("/v1/recommend", ASKED, **BEARER).status == 200
         assert client.connection.sock.getsockname() == own
         assert running.client().post("/v1/recommend", ASKED, **BEARER).status == 200

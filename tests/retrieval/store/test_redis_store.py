@@ -123,9 +123,8 @@ def test_a_server_that_goes_away_is_told_at_once_and_one_that_comes_back_is_used
             with pytest.raises(ConnectionError):
                 mine.put([1], torch.ones(1, 2))
             server.start()
-            assert not mine.find([1])[
-                1
-            ].any()  # empty, as it came back, and by the same object
+            # empty, as it came back, and by the same object
+            assert not mine.find([1])[1].any()
     finally:
         server.stop()
 

@@ -468,9 +468,8 @@ def test_populating_maps_every_page(
     dtype: Dtype, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernel == "an older one":
-        monkeypatch.setattr(
-            store_module, "_POPULATE_READ", 9_999
-        )  # refused as older kernels refuse it
+        # refused as older kernels refuse it
+        monkeypatch.setattr(store_module, "_POPULATE_READ", 9_999)
     monkeypatch.setattr(store_module, "_PIECE", 2**16)
     values = (
         np.random.default_rng(0).standard_normal((20_000, WIDTH)).astype(np.float32)

@@ -134,9 +134,8 @@ def test_the_projects_graph_keeps_all_rules(ones: Tensor) -> None:
         noise.record_stream(caller)
         return [weight.add_(noise).sum()]
 
-    run = cuda_graph(
-        step, [weight], [torch.ones(8, device="cuda")]
-    )  # the example is freed
+    # the example is freed
+    run = cuda_graph(step, [weight], [torch.ones(8, device="cuda")])
     assert not weight.any()
     with simulated_cuda.observed() as events:
         first, second = run([ones])[0], run([ones])[0]

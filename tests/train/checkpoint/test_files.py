@@ -575,9 +575,8 @@ def test_a_block_is_written_from_the_memory_that_holds_it(
         assert block.dtype == dtype
         assert torch.equal(block, table[start:end])
         assert block.data_ptr() == table[start:end].data_ptr()
-        assert (
-            block.untyped_storage().size() == block.nbytes
-        )  # torch copies a tensor whose storage holds more
+        # torch copies a tensor whose storage holds more
+        assert block.untyped_storage().size() == block.nbytes
 
 
 @pytest.mark.parametrize("rows", [60, 100, 130])

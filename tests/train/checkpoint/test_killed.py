@@ -284,9 +284,8 @@ def test_killed_at_a_random_moment_and_resumed_on_other_ranks_nothing_differs(
         lineage = {step: rows for step, rows in lost.items() if step < begin} | gone_on
         assert digest(lineage) == digest(seen), (trial, before, after, plans, begin)
         assert found["losses"].keys() == expected["losses"].keys()
-        since = (
-            begin[0] * expected["steps"] + begin[1] + LOGGED
-        )  # on other ranks a record begins anew where it was cut off
+        # on other ranks a record begins anew where it was cut off
+        since = begin[0] * expected["steps"] + begin[1] + LOGGED
         for step, loss in expected["losses"].items():
             if step >= since:
                 assert found["losses"][step] == pytest.approx(loss, rel=1e-4), (

@@ -132,9 +132,8 @@ def save_all(runtime: Runtime, cases: list[Case], folder: str) -> Any:
         state = model_state(model, optimizer)
         checkpointer.save(5, state, content={"kind": kind})
         saved, widths = whole(state), row_widths(state)
-        after = losses(
-            runtime, model, optimizer, 10, seed=2
-        )  # while it is being written
+        # while it is being written
+        after = losses(runtime, model, optimizer, 10, seed=2)
         checkpointer.close()
         found[sharding, kind] = saved, widths, after
     return found

@@ -276,9 +276,8 @@ def test_on_other_ranks_the_same_samples_are_seen_once(tmp_path: Path) -> None:
     # The first two stop between two records, which are of three steps each.
     for world_size, stop_after, resume in ((2, 4, False), (1, 6, True), (4, 0, True)):
         ranks = run_ranks(run, world_size, folder, resume, stop_after)
-        own = list(ranks[0]["rows"])[
-            : ranks[0]["steps"]
-        ]  # a pipeline reads ahead of the step at which it stops
+        # a pipeline reads ahead of the step at which it stops
+        own = list(ranks[0]["rows"])[: ranks[0]["steps"]]
         for step in own:
             assert step not in seen, "a step was made twice"
             seen[step] = [row for rank in ranks for row in rank["rows"][step]]

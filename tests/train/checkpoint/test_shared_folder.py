@@ -79,9 +79,8 @@ def test_an_address_that_cannot_be_written_is_refused_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError(
-            "AccessDenied"
-        )  # as a driver's own error, which is no OSError
+        # as a driver's own error, which is no OSError
+        raise RuntimeError("AccessDenied")
 
     monkeypatch.setattr(MemoryFileSystem, "_open", refuse)
     with pytest.raises(

@@ -28,11 +28,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "mixed": {"sharding": "table_wise", "tables": ("history=data_parallel",)},
     "placed": {"sharding": "table_wise", "towers": "user:0,item:1"},
 }
-REPLICAS: Case = (
-    "replicas",
-    "adagrad",
-    SyncConfig(),
-)  # no kernel moves a table, so there is no gate
+# no kernel moves a table, so there is no gate
+REPLICAS: Case = ("replicas", "adagrad", SyncConfig())
 OPTIMIZERS = {
     "adagrad": OptimizerConfig(tables="adagrad", tables_lr=0.05),
     "adam": OptimizerConfig(tables="adam", tables_lr=0.05),

@@ -41,9 +41,8 @@ def test_a_long_evaluation_is_foreseen_after_its_first_block_and_told_every_ten_
     with watching(EvaluationWatch(Runtime(), say=said.append)):
         assert clock.blocks(30) == list(range(30))
     assert said[0] == "this evaluation takes about 2 min; a product is cheaper"
-    assert (
-        said[1] == "evaluating: 13%, 2 min left"
-    )  # after four blocks and twelve seconds more
+    # after four blocks and twelve seconds more
+    assert said[1] == "evaluating: 13%, 2 min left"
     assert said[-1].startswith("evaluating: 9")
     assert len(said) == 1 + 116 // 12
 

@@ -139,9 +139,8 @@ def test_a_backward_belongs_to_the_tower_whose_forward_made_it() -> None:
         op("aten::linear", 1, 4, 5),
         op("aten::addmm", 2, 2, 5),  # inside linear: the one that makes node 5
         op("aten::relu", 6, 3, 6),
-        op(
-            "aten::empty", 9.5, 0.1, 7
-        ),  # makes no node, but carries the number of the next that does
+        # makes no node, but carries the number of the next that does
+        op("aten::empty", 9.5, 0.1, 7),
         op("tower item", 10, 10, cat="user_annotation"),
         op("aten::addmm", 12, 6, 7),
         op("aten::mul", 21, 2, 8),

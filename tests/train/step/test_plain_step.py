@@ -109,9 +109,8 @@ def compared(
             step = PlainStep(model, optimizer, FiniteLoss(model, runtime, len(given)))
             step.begin()
             losses = [step(batch).loss for batch in given[:-1]]
-            losses.append(
-                stepped(model, optimizer, given[-1])
-            )  # and the sharded model goes on from there
+            # and the sharded model goes on from there
+            losses.append(stepped(model, optimizer, given[-1]))
         else:
             losses = [stepped(model, optimizer, batch) for batch in given]
         states = {

@@ -21,9 +21,8 @@ from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 STEPS = 8
 OPTIMIZERS = {
     "sgd": OptimizerConfig(tables="sgd", tables_lr=5.0, dense="sgd", dense_lr=0.5),
-    "adam": OptimizerConfig(
-        tables="adam", tables_lr=0.02, dense="sgd", dense_lr=0.5
-    ),  # a table's by ShardedAdam
+    # a table's by ShardedAdam
+    "adam": OptimizerConfig(tables="adam", tables_lr=0.02, dense="sgd", dense_lr=0.5),
 }
 CASES = {
     "sgd, dense at once": ("sgd", False),

@@ -73,11 +73,12 @@ def test_an_epoch_that_is_over_before_anything_was_measured_leaves_the_number_as
 ):
     torch.set_num_threads(2)
     said: list[str] = []
+    # what is slow once takes them all
     assert list(with_best_threads(iter(range(3)), iter, Runtime(), said.append)) == [
         0,
         1,
         2,
-    ]  # what is slow once takes them all
+    ]
     assert torch.get_num_threads() == 2
     assert said[0].startswith(
         "threads: 2 (as before: the epoch was over before a step could be measured)"

@@ -629,9 +629,8 @@ class ColumnSearch:
         if self._own_columns:
             title = f"rows: writing {', '.join(self._own_columns)}"
         options: dict[str, Any] = {"delay": 2.0, "unit": "row", "leave": False}
-        options["disable"] = (
-            None if self._speaks else True
-        )  # None: if this is no terminal
+        # None: if this is no terminal
+        options["disable"] = None if self._speaks else True
         with tqdm(total=self._reader.num_rows, desc=title, **options) as progress:
             for start in range(0, self._reader.num_rows, COMPARED):
                 block = np.arange(start, min(start + COMPARED, self._reader.num_rows))

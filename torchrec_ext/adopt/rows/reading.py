@@ -115,9 +115,8 @@ class DatasetReader:
             ]
             for target, leaf in zip(slots, leaves, strict=True):
                 target[index] = leaf
-        self._file_reads.append(
-            (_reads() - before - 1) / len(rows)
-        )  # one read is of the counter itself
+        # one read is of the counter itself
+        self._file_reads.append((_reads() - before - 1) / len(rows))
         return slots
 
     @property

@@ -23,9 +23,8 @@ from torchrec_ext.distributed.runtime import Runtime
 
 STEP = 0.0
 SETTLE = 1.0
-_SMALL = (
-    2**18
-)  # numbers that travel beside the outputs' gradients, to all ranks together
+# numbers that travel beside the outputs' gradients, to all ranks together
+_SMALL = 2**18
 _NEAR = 1e-4  # of a tensor's greatest number: rounding is below
 
 Result = TypeVar("Result")

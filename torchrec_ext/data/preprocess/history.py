@@ -18,9 +18,8 @@ from torchrec_ext.schema.validation import check_least
 # Starts of buckets of gaps in seconds, for History.gaps: 1, 2, 4 and so on to two
 # years.
 GAPS = tuple(2**power for power in range(27))
-_FARTHEST = (
-    2**61
-)  # of an integer time from 1970, so that no difference of two is beyond 64 bits
+# of an integer time from 1970, so that no difference of two is beyond 64 bits
+_FARTHEST = 2**61
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -436,9 +436,8 @@ class Ranks:
         try:
             result = call()
         except Exception as caught:
-            waited = bool(
-                collectives.failure
-            )  # C++ makes another error of OtherRankError
+            # C++ makes another error of OtherRankError
+            waited = bool(collectives.failure)
             error = described(caught)
             if not waited:
                 self.failures.tell(f"rank {self.rank}: {error}")

@@ -52,10 +52,8 @@ _SMALL_TABLE = 5  # a table is small with so many rows for each id that a step r
 _DATA_S = 5.0  # at most, for a loader whose step cannot be run
 # Seconds of the loop in which it is sampled at which lines it is: 500 samples.
 SAMPLE_S = 1.5
-_BURST, _BURST_S = (
-    10,
-    0.05,
-)  # times the usual batch, and seconds, from which on the longest one is named
+# times the usual batch, and seconds, from which on the longest one is named
+_BURST, _BURST_S = (10, 0.05)
 _LINES = 20  # that are kept of these
 
 

@@ -190,9 +190,8 @@ def _compile(facts: Facts) -> Answer:
             None,
             f"a graph ends at each value for Python{loss_syncs(facts)}",
         )
-    least = (
-        0.0 if facts.loss_sync_lines else 0.5
-    )  # a graph may end in the middle of the model
+    # a graph may end in the middle of the model
+    least = 0.0 if facts.loss_sync_lines else 0.5
     gain = facts.gain(
         partial(seconds, launches=least, rest=1.0, most=1.1),
         partial(seconds, launches=1.0, rest=0.4, most=1.0),

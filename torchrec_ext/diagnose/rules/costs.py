@@ -26,10 +26,8 @@ _AT_MOST = 1.5  # times the price of ops that lines may take
 _WORK_AT_MOST = (
     1.3  # times the work of ops that lines may take, as other moments of the machine do
 )
-_REST, _REST_LEAST = (
-    0.6,
-    0.02,
-)  # shares of the rest of a step, and of the step, that stay at least
+# shares of the rest of a step, and of the step, that stay at least
+_REST, _REST_LEAST = (0.6, 0.02)
 _LEAST_LINE = 0.03  # share of an iteration from which on a line is named
 
 

@@ -22,9 +22,8 @@ class BundleError(ValueError):
 _FORMAT = 1
 BUNDLE_MANIFEST = "manifest.json"
 _MOST_BYTES = 64 * 2**20  # limit of an architecture file; it may list millions of rows
-_MOST_OF_MANIFEST = (
-    8 * 2**20
-)  # limit of a manifest: fifty thousand files; in memory it takes thirty times as much
+# limit of a manifest: fifty thousand files; in memory it takes thirty times as much
+_MOST_OF_MANIFEST = 8 * 2**20
 _ANEW = "export the bundle again, or copy the whole folder anew"
 
 

@@ -37,12 +37,10 @@ _DTYPES = {
     for name in ("float32", "float64", "int64", "int32", "bool")
 }
 _NUMBERS = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
-_WIDEST_ROW = (
-    2**18
-)  # limit of the numbers of all columns, because each has a name in the schema
-EXACT_IDS = (
-    2**24
-)  # a batch carries columns without a table as float32, exact for whole numbers below this
+# limit of the numbers of all columns, because each has a name in the schema
+_WIDEST_ROW = 2**18
+# a batch carries columns without a table as float32, exact for whole numbers below this
+EXACT_IDS = 2**24
 
 Node = Sequence[Any]
 Shape = tuple[torch.dtype, tuple[int, ...]]

@@ -229,9 +229,8 @@ def one_thread() -> Iterator[None]:
 # Larger blocks get new pages from the system each time, which takes longer than to
 # gather and to write them.
 _BLOCK_BYTES = 8 * 2**20
-_PATIENCE = timedelta(
-    hours=6
-)  # timeout of a collective: the others wait while rank 0 writes a whole bundle
+# timeout of a collective: the others wait while rank 0 writes a whole bundle
+_PATIENCE = timedelta(hours=6)
 
 
 class _Piece(NamedTuple):

@@ -409,13 +409,11 @@ def join_results(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tens
 
 
 _BLOCK = 2**24  # bytes of float32 rows read at a time
-_DECODED = (
-    2**20
-)  # bytes of rows in other formats, so that the decoded rows stay in the cache
+# bytes of rows in other formats, so that the decoded rows stay in the cache
+_DECODED = 2**20
 _UNFOLDED = 2**28  # bytes of rows with the first layer's half applied
-_PAIRS = (
-    2**17
-)  # floats of pairs at a time through a network: a core's share of the second-level cache
+# floats of pairs at a time through a network: a core's share of the second-level cache
+_PAIRS = 2**17
 _EPS = 1e-12  # as in torch.nn.functional.normalize
 
 

@@ -273,11 +273,8 @@ def _as_json(answer: Answer) -> dict[str, Any]:
     return values
 
 
-_ALWAYS = (
-    "/healthz",
-    "/readyz",
-    "/metrics",
-)  # paths with answers even while the worker drains
+# paths with answers even while the worker drains
+_ALWAYS = ("/healthz", "/readyz", "/metrics")
 _CLIENT_GONE = 499  # nginx's status for the metrics; never sent
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "

@@ -28,9 +28,8 @@ from torchrec_ext.retrieval.server.settings import LOOPBACK, ServerConfig
 from torchrec_ext.retrieval.server.supervisor import Supervisor, listen
 from torchrec_ext.retrieval.server.telemetry import Log
 
-_SPAWN = multiprocessing.get_context(
-    "spawn"
-)  # a fork would copy locks held by other threads
+# a fork would copy locks held by other threads
+_SPAWN = multiprocessing.get_context("spawn")
 _UNITS_MS = {"ms": 1.0, "s": 1e3}
 _REQUESTS = 1_000  # so that ten of them are beyond p99
 _SECONDS = (4.0, 30.0)  # the shortest and the longest time to ask a service for

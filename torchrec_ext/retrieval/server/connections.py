@@ -78,10 +78,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _stage: str | None = (
         "head"  # awaited piece of a message: its head, its body, or none
     )
-    _timer_key: tuple[int, str | None] = (
-        0,
-        None,
-    )  # message and stage of the running timer
+    # message and stage of the running timer
+    _timer_key: tuple[int, str | None] = (0, None)
     _messages = _calls = 0
     _head_bytes = 0  # bytes of the head, or of trailers, passed on by the parser
     _pending_bytes = 0  # bytes given to the parser since its last callback

@@ -21,9 +21,8 @@ from torchrec_ext.retrieval.server.last_good import LastGood
 from torchrec_ext.retrieval.server.settings import ServerConfig
 from torchrec_ext.retrieval.server.worker import FAILED, READY, SERVING, run_worker
 
-_SPAWN = multiprocessing.get_context(
-    "spawn"
-)  # a fork would copy locks held by other threads
+# a fork would copy locks held by other threads
+_SPAWN = multiprocessing.get_context("spawn")
 _TICK_S = 0.2
 _LONGEST_PAUSE_S = 30.0
 _STARTING_S = 2.0  # seconds for a worker that is not ready yet to end on SIGTERM
@@ -61,9 +60,8 @@ class _Worker:
     digest: str = ""
     failure: str = ""
     start_time: float = field(default_factory=time.monotonic)
-    last_heartbeat: float = field(
-        default_factory=time.monotonic
-    )  # time of the last heartbeat
+    # time of the last heartbeat
+    last_heartbeat: float = field(default_factory=time.monotonic)
     hung: bool = False  # whether the supervisor killed it for hanging
     restart_time: float | None = None  # start time of its successor, after its end
 

@@ -18,12 +18,8 @@ _LONGEST = 1024  # most bytes of an id
 _BLOCK = 2**14  # strings hashed at a time
 _WORD = 8  # bytes hashed at a time
 _KEY_BYTES = 16
-_SIP = (
-    0x736F6D6570736575,
-    0x646F72616E646F6D,
-    0x6C7967656E657261,
-    0x7465646279746573,
-)  # SipHash's own constants
+# SipHash's own constants
+_SIP = (0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573)
 
 
 def hashed(

@@ -39,9 +39,8 @@ ROWS = "rows.bin"
 SCALES = "scales.bin"
 LIVE = "live.npy"
 _SHARE = 2  # rows larger than 1/2 of the free memory stay on disk
-_PIECE = (
-    2**22
-)  # bytes mapped at a time: the call holds the interpreter lock, for about 1 ms
+# bytes mapped at a time: the call holds the interpreter lock, for about 1 ms
+_PIECE = 2**22
 _POPULATE_READ = (
     22  # MADV_POPULATE_READ of Linux 5.14; Python's mmap has no name for it
 )

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
     StorageReader,
 )
-from torch.distributed.checkpoint._fsspec_filesystem import (
-    FileSystem as UrlFiles,
-)  # torch has no public name
+
+# torch has no public name
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as UrlFiles
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.filesystem import FileSystem as LocalFiles
 from torch.distributed.checkpoint.metadata import (

@@ -70,9 +70,8 @@ def with_best_threads(
     initial_threads = torch.get_num_threads()
     cores = pin(runtime)
     thread_counts = numbers(len(cores))
-    yield from run(
-        islice(items, 3)
-    )  # the first steps are slow once, so they are not measured
+    # the first steps are slow once, so they are not measured
+    yield from run(islice(items, 3))
     step = yield from _measure(run(islice(items, _FEWEST_STEPS)))
     # Ranks that went by their own times would make unequal numbers of steps.
     step = max_over_ranks(step, runtime)
