@@ -102,7 +102,7 @@ class ReadyBundle:
         positions, unknown = positions_of(self.bundle, "items", request.items)
         logits = _require_finite(self._logits(user, positions), user)
         return Scores(
-            scores=logits.tolist(),
+            scores=logits.numpy().tolist(),  # half the time of a tensor's own
             cold=user.cold,
             bundle=self.digest,
             unknown_items=unknown,
@@ -246,7 +246,7 @@ class ReadyBundle:
         liked = self._liked(pending)
         return Recommendation(
             items=items,
-            scores=scores[best].tolist(),
+            scores=scores[best].numpy().tolist(),
             asked=request.k,
             cold=pending.user.cold,
             bundle=self.digest,
