@@ -111,11 +111,9 @@ class Slept(Dataset[tuple[Tensor, Tensor]]):
     """Rows in memory; the first of each batch waits as a disk or a network would."""
 
     def __init__(self, seconds: float) -> None:
-        self.x, self.y, self.seconds = (
-            torch.randn(50_000, 64),
-            torch.randint(2, (50_000, 1)).float(),
-            seconds,
-        )
+        self.x = torch.randn(50_000, 64)
+        self.y = torch.randint(2, (50_000, 1)).float()
+        self.seconds = seconds
 
     def __len__(self) -> int:
         return len(self.x)
@@ -269,10 +267,8 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
 
 def two_towers() -> Program:
     """Tables whose touched rows alone move, towers of some width, batches that are ready."""
-    users, items = (
-        nn.Embedding(20_000, 64, sparse=True),
-        nn.Embedding(5_000, 64, sparse=True),
-    )
+    users = nn.Embedding(20_000, 64, sparse=True)
+    items = nn.Embedding(5_000, 64, sparse=True)
     towers = nn.ModuleList([mlp(64, 512, 256), mlp(64, 512, 256)])
     model, loss_fn = nn.ModuleList([users, items, towers]), nn.BCEWithLogitsLoss()
     optimizers = [
@@ -490,10 +486,8 @@ def on_two_ranks(name: str, seed: int, seconds: float) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(seed)
     program = made_of(name)
-    alone, together = (
-        usual(program),
-        usual(program, DistributedDataParallel(WithLoss(program))),
-    )
+    alone = usual(program)
+    together = usual(program, DistributedDataParallel(WithLoss(program)))
     if isinstance(program.batches, DataLoader):
         loader = program.batches
         rows = (loader.batch_size or 2) // 2
@@ -725,10 +719,8 @@ def overhead(options: Options) -> Iterator[Row]:
             for line in (run / "metrics.jsonl").read_text().splitlines()
         ]
     train = [record for record in records if record["kind"] == "train"]
-    seconds, steps = (
-        sum(record["rows"] / record["rows_per_s"] for record in train),
-        train[-1]["step"],
-    )
+    seconds = sum(record["rows"] / record["rows_per_s"] for record in train)
+    steps = train[-1]["step"]
     many = 20_000
     runtime: Any = SimpleNamespace(world_size=2, device=torch.device("cpu"))
     shares = []

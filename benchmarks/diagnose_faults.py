@@ -271,10 +271,8 @@ def id_batches(rows: int, count: int = ROWS) -> list[tuple[Tensor, Tensor]]:
 def sparse_rows(rows: int) -> tuple[nn.Module, Step, list[Any]]:
     """Returns a table whose optimizer moves the rows that are read, its step, and a list for copies."""
     model = Rows(rows)
-    tables, layers = (
-        torch.optim.SparseAdam(model.table.parameters()),
-        torch.optim.Adam(model.top.parameters()),
-    )
+    tables = torch.optim.SparseAdam(model.table.parameters())
+    layers = torch.optim.Adam(model.top.parameters())
 
     def step(x: Tensor, y: Tensor) -> None:
         tables.zero_grad()

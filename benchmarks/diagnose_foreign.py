@@ -210,10 +210,8 @@ def end_to_end(options: Options) -> Iterator[Row]:
     import diagnose
 
     shape, steps = SHAPES["small"], 20 if options.quick else 300
-    script, whole_batches = (
-        diagnose.ncf("small", shape.rows),
-        diagnose.read_together(None),
-    )
+    script = diagnose.ncf("small", shape.rows)
+    whole_batches = diagnose.read_together(None)
 
     def over(
         step: Callable[..., object], batches: Any
@@ -236,10 +234,8 @@ def end_to_end(options: Options) -> Iterator[Row]:
 
         return run
 
-    plain, inside = (
-        diagnose.usual(script),
-        adopted_ncf.adopted(shape, adopted_ncf.columns_of(shape)),
-    )
+    plain = diagnose.usual(script)
+    inside = adopted_ncf.adopted(shape, adopted_ncf.columns_of(shape))
     sides = {
         "small_model_baseline.py": over(plain, script.batches),
         "one thread": on_one_thread(over(plain, script.batches)),

@@ -457,10 +457,8 @@ def convolution() -> Case:
 
 
 def in_batch_softmax() -> Case:
-    users, items = (
-        nn.Embedding(20_000, 64, sparse=True),
-        nn.Embedding(10_000, 64, sparse=True),
-    )
+    users = nn.Embedding(20_000, 64, sparse=True)
+    items = nn.Embedding(10_000, 64, sparse=True)
     towers = nn.ModuleList([mlp(64, 256, 128), mlp(64, 256, 128)])
     tables = torch.optim.SparseAdam([users.weight, items.weight])
     layers = torch.optim.Adam(towers.parameters())

@@ -47,13 +47,11 @@ from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.train.loop import TrainConfig, train
 
 BATCH, LOOKUPS, LIVE = 4_096, 16_384, 1_000_000
-NAMES, WIDTH, ROWS, CATALOGUE, EVERY = (
-    ("user", "place", "item", "brand"),
-    64,
-    200_000,
-    150_000,
-    8,
-)
+NAMES = ("user", "place", "item", "brand")
+WIDTH = 64
+ROWS = 200_000
+CATALOGUE = 150_000
+EVERY = 8
 
 
 def random_ids(*shape: int) -> Tensor:

@@ -123,12 +123,10 @@ class Case:
     def __init__(
         self, interaction: str, users: Chunk, items: Chunk, question: Question
     ) -> None:
-        self.model, self.users, self.items, self.question = (
-            model_of(interaction),
-            users,
-            items,
-            question,
-        )
+        self.model = model_of(interaction)
+        self.users = users
+        self.items = items
+        self.question = question
         self.builder = BatchBuilder(self.model.schema(), items)
 
     def batches(self, side: str) -> list[Kept]:

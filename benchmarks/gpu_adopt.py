@@ -42,10 +42,8 @@ def batches(shape: Shape, rows: int) -> list[Batch]:
 def step_of(form: str, shape: Shape) -> Step:
     """Returns a step of the network in one form."""
     torch.manual_seed(0)
-    model, criterion = (
-        PlainNCF(shape.users, shape.items).to(DEVICE),
-        nn.BCEWithLogitsLoss(),
-    )
+    model = PlainNCF(shape.users, shape.items).to(DEVICE)
+    criterion = nn.BCEWithLogitsLoss()
     optimizer = torch.optim.Adam(
         model.parameters(), 1e-3, fused=form in ("fused Adam", "torch.compile")
     )

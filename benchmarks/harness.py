@@ -315,10 +315,8 @@ class Trainings:
             for name, side in self._sides.items():
                 self._before()
                 loader = self._loaders.get(name)
-                handed, start = (
-                    0 if loader is None else loader.count,
-                    time.perf_counter(),
-                )
+                handed = 0 if loader is None else loader.count
+                start = time.perf_counter()
                 side.run(steps)
                 seconds = time.perf_counter() - start
                 times[name].append(

@@ -34,10 +34,8 @@ from torchrec_ext.train.loop import checked_steps
 
 SHAPES, CLOSE, DEVICES = 10, 1.05, 64
 IN_A_ROW_MS = 200.0  # of one candidate before it is the next one's turn
-AUTO, OPTIMIZER = (
-    PlanConfig(towers="auto"),
-    OptimizerConfig(tables="row_wise_adagrad", dense="adam"),
-)
+AUTO = PlanConfig(towers="auto")
+OPTIMIZER = OptimizerConfig(tables="row_wise_adagrad", dense="adam")
 
 
 class Table(NamedTuple):

@@ -92,10 +92,8 @@ class Ncf(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.users, self.items = (
-            nn.Embedding(USERS, COLUMNS),
-            nn.Embedding(ITEMS, COLUMNS),
-        )
+        self.users = nn.Embedding(USERS, COLUMNS)
+        self.items = nn.Embedding(ITEMS, COLUMNS)
         widths = (2 * COLUMNS, 32, 16)
         layers = [(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(widths)]
         self.top = nn.Sequential(

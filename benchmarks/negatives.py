@@ -127,10 +127,8 @@ def exact(options: Options) -> Iterator[Row]:
     """Yields the rows of whole batches, and of the four tensors alone."""
     for name in shapes(options):
         items, rows = SHAPES[name].items, positives(SHAPES[name])
-        uniform, popular = (
-            UniformNegatives(items, *rows[:2]),
-            PopularityNegatives(items, *rows[:2]),
-        )
+        uniform = UniformNegatives(items, *rows[:2])
+        popular = PopularityNegatives(items, *rows[:2])
         streams: dict[str, Iterator[object]] = {
             "exact": loaded(items, rows, uniform, repeated=False),
             "exact-popularity": loaded(items, rows, popular, repeated=False),
@@ -182,10 +180,8 @@ def draws_of(name: str, options: Options) -> Iterator[Row]:
             baseline=times["numpy"],
         )
     hard = HardNegatives(uniform, k=50)
-    vectors, queries = (
-        torch.randn(items + 1, 16),
-        torch.randn(uniform.known.num_users, 16),
-    )
+    vectors = torch.randn(items + 1, 16)
+    queries = torch.randn(uniform.known.num_users, 16)
     hard.refresh(
         lambda of: (queries[of] @ vectors.T).topk(200).indices.numpy(),
         np.unique(users),
@@ -202,10 +198,8 @@ def in_batch(options: Options) -> Iterator[Row]:
     rows = positives(SHAPES["small"])
     known = KnownPairs(SHAPES["small"].items, *rows[:2])
     users, ids = rows.user[:STEP], torch.from_numpy(rows.item[:STEP])
-    queries, items = (
-        torch.randn(STEP, 64, requires_grad=True),
-        torch.randn(STEP, 64, requires_grad=True),
-    )
+    queries = torch.randn(STEP, 64, requires_grad=True)
+    items = torch.randn(STEP, 64, requires_grad=True)
     weights, log_q = torch.ones(STEP), torch.zeros(STEP)
 
     def is_known(candidates: Tensor) -> Tensor:

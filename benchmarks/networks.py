@@ -261,10 +261,8 @@ def stacked_eager(options: Options) -> Iterator[Row]:
         min(pair)
         for pair in zip(times["plain"], times["plain, two threads"], strict=True)
     ]
-    beside, same_form = (
-        all_members(fastest, members),
-        all_members(times["alone"], members),
-    )
+    beside = all_members(fastest, members)
+    same_form = all_members(times["alone"], members)
     yield row("stacked-eager", times["stack"], "ms/step", baseline=beside, required=2.5)
     yield row("stacked-eager, same form", times["stack"], "ms/step", baseline=same_form)
     yield row(

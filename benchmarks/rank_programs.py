@@ -239,10 +239,8 @@ class TablesApart(nn.Module):
 
     def __init__(self, ids: int, dim: int = 64) -> None:
         super().__init__()
-        self.table, self.top = (
-            nn.EmbeddingBag(50_000, dim, mode="sum", sparse=True),
-            mlp(dim, 64, 1),
-        )
+        self.table = nn.EmbeddingBag(50_000, dim, mode="sum", sparse=True)
+        self.top = mlp(dim, 64, 1)
         self.ids = ids
 
     def forward(self, mine: Tensor, others: Tensor) -> Tensor:
@@ -255,10 +253,8 @@ def imbalanced(rank: int) -> Parts:
     """Rank 1's table is read by lists of 200 ids, that of the others by 2."""
     ids, rows = 200 if rank == SLOW else 2, 1_024
     model, loss_fn = TablesApart(ids), nn.BCEWithLogitsLoss()
-    dense, sparse = (
-        torch.optim.Adam(model.top.parameters()),
-        torch.optim.SGD(model.table.parameters(), 1e-2),
-    )
+    dense = torch.optim.Adam(model.top.parameters())
+    sparse = torch.optim.SGD(model.table.parameters(), 1e-2)
     generator = torch.Generator().manual_seed(rank)
     batches = [(torch.rand(rows, 1, generator=generator),) for _ in range(8)]
 

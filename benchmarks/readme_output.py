@@ -14,10 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-BEGIN, END = (
-    "<!-- demo: by benchmarks/readme_output.py -->\n```\n",
-    "```\n<!-- /demo -->\n",
-)
+BEGIN = "<!-- demo: by benchmarks/readme_output.py -->\n```\n"
+END = "```\n<!-- /demo -->\n"
 EPOCHS, RECOMMENDED, WIDTH = 2, 2, 110
 
 

@@ -289,10 +289,8 @@ class Sides:
         self, asked: list[Question]
     ) -> dict[str, Callable[[int], object]]:
         """Returns the sides that begin with a request."""
-        matrix, rows = (
-            self.bundle.projected.matrix(),
-            torch.empty(len(asked[0].items), self.bundle.projected.width),
-        )
+        matrix = self.bundle.projected.matrix()
+        rows = torch.empty(len(asked[0].items), self.bundle.projected.width)
         # Positions of other requests, so that the gathered rows are in no cache for the
         # others.
         others = [torch.tensor(question.items) for question in reversed(asked)]

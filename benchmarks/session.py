@@ -42,10 +42,8 @@ def packed(attention: str, causal: bool, lengths: np.ndarray) -> Callable[[], No
         attention=attention,
         position="none",
     )
-    steps, sizes = (
-        torch.randn(int(lengths.sum()), WIDTH, requires_grad=True),
-        torch.from_numpy(lengths),
-    )
+    steps = torch.randn(int(lengths.sum()), WIDTH, requires_grad=True)
+    sizes = torch.from_numpy(lengths)
     return lambda: encoder(steps, sizes).sum().backward()
 
 

@@ -108,14 +108,10 @@ class PlainNCF(nn.Module):
 
     def __init__(self, users: int, items: int) -> None:
         super().__init__()
-        self.gmf_user, self.gmf_item = (
-            nn.Embedding(users, 8),
-            nn.Embedding(items + 1, 8),
-        )
-        self.mlp_user, self.mlp_item = (
-            nn.Embedding(users, 32),
-            nn.Embedding(items + 1, 32),
-        )
+        self.gmf_user = nn.Embedding(users, 8)
+        self.gmf_item = nn.Embedding(items + 1, 8)
+        self.mlp_user = nn.Embedding(users, 32)
+        self.mlp_item = nn.Embedding(items + 1, 32)
         layers = [
             nn.Linear(64 + CONTEXT, 32),
             nn.ReLU(),
@@ -140,10 +136,8 @@ class PlainStep:
 
     def __init__(self, shape: Shape, *, fused: bool = False) -> None:
         torch.manual_seed(0)
-        self.model, self.loss = (
-            PlainNCF(shape.users, shape.items),
-            nn.BCEWithLogitsLoss(),
-        )
+        self.model = PlainNCF(shape.users, shape.items)
+        self.loss = nn.BCEWithLogitsLoss()
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3, fused=fused)
 
     def __call__(
@@ -167,10 +161,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     shape = SHAPES[options.shape]
-    step, batches = (
-        PlainStep(shape, fused=options.fused),
-        drawn(shape.items, positives(shape)),
-    )
+    step = PlainStep(shape, fused=options.fused)
+    batches = drawn(shape.items, positives(shape))
     for _ in range(3):
         step(*next(batches))
     count, start = 0, time.perf_counter()

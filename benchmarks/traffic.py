@@ -163,10 +163,8 @@ def _rows_sent(tower: str, layout: HostLayout, placement: TowerPlacement) -> int
     """Counts the rows of all ranks that a tower runs on another host."""
     count = 0
     for rank in range(layout.world_size):
-        targets, cuts = (
-            placement.targets(tower, rank),
-            placement.cuts(tower, rank, layout.rows),
-        )
+        targets = placement.targets(tower, rank)
+        cuts = placement.cuts(tower, rank, layout.rows)
         for target, (start, stop) in zip(targets, cuts, strict=True):
             if layout.apart(rank, target):
                 count += stop - start

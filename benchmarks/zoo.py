@@ -244,10 +244,8 @@ def study(library: str, name: str, args: argparse.Namespace) -> Result:
                 trained(control, lambda batch, control=control: plain(control, batch)),
             )
         )
-    far, noise = (
-        difference(expected, actual),
-        [10 * a + b for a, b in zip(*controls, strict=True)],
-    )
+    far = difference(expected, actual)
+    noise = [10 * a + b for a, b in zip(*controls, strict=True)]
     # a compiled step draws other numbers
     drops = result["random"] and not args.uncompiled
     wrong = far[0] > 1e-4 + noise[0] or far[1] > 1e-5 + noise[1]

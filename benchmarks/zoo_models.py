@@ -142,20 +142,14 @@ def _rechub_case(
         )
 
     user = [SparseFeature("user_id", size.users, 16), SparseFeature("age", 9, 16)]
-    item, dense = (
-        [SparseFeature("item_id", size.items, 16, padding_idx=0)],
-        [DenseFeature("dense")],
-    )
-    sparse, layers = (
-        [*user, *item],
-        {"dims": [64, 32], "dropout": 0.2, "activation": "relu"},
-    )
+    item = [SparseFeature("item_id", size.items, 16, padding_idx=0)]
+    dense = [DenseFeature("dense")]
+    sparse = [*user, *item]
+    layers = {"dims": [64, 32], "dropout": 0.2, "activation": "relu"}
     hist, negatives = [sequence("hist")], [sequence("negatives")]
     tower, towers = {"dims": [32, 16]}, [{"dims": [8]}, {"dims": [8]}]
-    two, apart = (
-        ["classification"] * 2,
-        [SparseFeature("neg_item_id", size.items, 16, shared_with="item_id")],
-    )
+    two = ["classification"] * 2
+    apart = [SparseFeature("neg_item_id", size.items, 16, shared_with="item_id")]
     crossed = [SparseFeature(each.name, each.vocab_size * 3, 10) for each in sparse]
     linear = [SparseFeature(each.name, each.vocab_size, 1) for each in sparse]
     lists = (user, hist, item, negatives)

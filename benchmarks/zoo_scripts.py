@@ -138,11 +138,9 @@ def adam(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
 
 def factorization(name: str, size: Size, count: int) -> Callable[[], Case]:
     """Models of pytorch-fm with the loop of examples/main.py."""
-    folder, draw, rows = (
-        repository("pytorch-fm"),
-        torch.Generator().manual_seed(1),
-        size.rows or 2048,
-    )
+    folder = repository("pytorch-fm")
+    draw = torch.Generator().manual_seed(1)
+    rows = size.rows or 2048
     without("lmdb")
     np.long = np.int64  # type: ignore[attr-defined]  # numpy's name of its time
     main = definitions(folder / "examples" / "main.py")
@@ -166,11 +164,9 @@ def factorization(name: str, size: Size, count: int) -> Callable[[], Case]:
 
 def neural_filtering(name: str, size: Size, count: int) -> Callable[[], Case]:
     """NCF with the loop of main.py."""
-    folder, draw, rows = (
-        repository("NCF"),
-        torch.Generator().manual_seed(1),
-        size.rows or 256,
-    )
+    folder = repository("NCF")
+    draw = torch.Generator().manual_seed(1)
+    rows = size.rows or 256
     kind = definitions(folder / "model.py").NCF
 
     def batch() -> tuple[Tensor, ...]:
@@ -180,10 +176,8 @@ def neural_filtering(name: str, size: Size, count: int) -> Callable[[], Case]:
     batches = [batch() for _ in range(count)]
 
     def case() -> Case:
-        model, criterion = (
-            kind(size.users, size.items, 32, 3, 0.0, name),
-            nn.BCEWithLogitsLoss(),
-        )
+        model = kind(size.users, size.items, 32, 3, 0.0, name)
+        criterion = nn.BCEWithLogitsLoss()
         return Case(
             model,
             adam(model),
@@ -196,11 +190,9 @@ def neural_filtering(name: str, size: Size, count: int) -> Callable[[], Case]:
 
 def self_attention(name: str, size: Size, count: int) -> Callable[[], Case]:
     """SASRec with the loop of python/main.py, whose batches are numpy arrays."""
-    folder, draw, rows = (
-        repository("SASRec.pytorch"),
-        torch.Generator().manual_seed(1),
-        size.rows or 128,
-    )
+    folder = repository("SASRec.pytorch")
+    draw = torch.Generator().manual_seed(1)
+    rows = size.rows or 128
     kind = definitions(folder / "python" / "model.py").SASRec
     args = {
         "device": "cpu",
@@ -218,20 +210,16 @@ def self_attention(name: str, size: Size, count: int) -> Callable[[], Case]:
     batches = [batch() for _ in range(count)]
 
     def case() -> Case:
-        model, criterion = (
-            kind(size.users, size.items, SimpleNamespace(**args)),
-            nn.BCEWithLogitsLoss(),
-        )
+        model = kind(size.users, size.items, SimpleNamespace(**args))
+        criterion = nn.BCEWithLogitsLoss()
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_normal_(parameter.data)
 
         def loss(user: Any, seq: Any, pos: Any, neg: Any) -> Tensor:
             pos_logits, neg_logits = model(user, seq, pos, neg)
-            pos_labels, neg_labels = (
-                torch.ones(pos_logits.shape),
-                torch.zeros(neg_logits.shape),
-            )
+            pos_labels = torch.ones(pos_logits.shape)
+            neg_labels = torch.zeros(neg_logits.shape)
             indices = np.where(pos != 0)
             total: Tensor = criterion(pos_logits[indices], pos_labels[indices])
             return total + criterion(neg_logits[indices], neg_labels[indices])
@@ -263,10 +251,8 @@ def masked_items(name: str, size: Size, count: int) -> Callable[[], Case]:
     batches = [batch() for _ in range(count)]
 
     def case() -> Case:
-        model, criterion = (
-            kind(SimpleNamespace(**args)),
-            nn.CrossEntropyLoss(ignore_index=0),
-        )
+        model = kind(SimpleNamespace(**args))
+        criterion = nn.CrossEntropyLoss(ignore_index=0)
 
         def loss(seqs: Tensor, labels: Tensor) -> Tensor:
             logits = model(seqs)
@@ -313,11 +299,9 @@ def tabular(name: str, size: Size, count: int) -> Callable[[], Case]:
 def fuxictr(name: str, size: Size, count: int) -> Callable[[], Case]:
     """Models of FuxiCTR's repository at the defaults of their classes, with the loop of BaseModel.fit."""
     name = name.removeprefix("FuxiCTR ")
-    folder, draw, rows = (
-        repository("FuxiCTR"),
-        torch.Generator().manual_seed(1),
-        size.rows or 256,
-    )
+    folder = repository("FuxiCTR")
+    draw = torch.Generator().manual_seed(1)
+    rows = size.rows or 256
     without("polars", "h5py", "keras_preprocessing", "keras_preprocessing.sequence")
     without(
         *itertools.accumulate(
@@ -411,11 +395,9 @@ def fuxictr(name: str, size: Size, count: int) -> Callable[[], Case]:
 
 def example(name: str, size: Size, count: int) -> Callable[[], Case]:
     """Scripts of pytorch/examples with their own losses."""
-    folder, draw, rows = (
-        repository("examples"),
-        torch.Generator().manual_seed(1),
-        size.rows or 128,
-    )
+    folder = repository("examples")
+    draw = torch.Generator().manual_seed(1)
+    rows = size.rows or 128
     without(
         "torchvision",
         "torchvision.datasets",

@@ -86,10 +86,8 @@ def batches(
     schema = small_model(META).schema()
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
-        users, items = (
-            torch.randint(USERS, (size,), generator=generator),
-            torch.randint(ITEMS, (size,), generator=generator),
-        )
+        users = torch.randint(USERS, (size,), generator=generator)
+        items = torch.randint(ITEMS, (size,), generator=generator)
         lengths = torch.randint(0, 4, (size,), generator=generator)
         history = torch.randint(ITEMS, (int(lengths.sum()),), generator=generator)
         dense = torch.rand(2, size, generator=generator)

@@ -61,10 +61,8 @@ class Towers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user, self.item = (
-            nn.Embedding(USERS, D),
-            nn.Embedding(ITEMS, D, padding_idx=0),
-        )
+        self.user = nn.Embedding(USERS, D)
+        self.item = nn.Embedding(ITEMS, D, padding_idx=0)
         self.scale = nn.Linear(2 * D, 2 * D)
         self.scale.requires_grad_(False)
         self.norm = nn.BatchNorm1d(2 * D)

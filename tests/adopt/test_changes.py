@@ -560,11 +560,9 @@ class Outer:
                 torch.arange(ITEMS * D).view(ITEMS, D) / (ITEMS * D)
             )
         self.teacher.requires_grad_(False)
-        self.seen, self.total, self.history = (
-            torch.zeros(()),
-            torch.zeros(()),
-            list[Tensor](),
-        )
+        self.seen = torch.zeros(())
+        self.total = torch.zeros(())
+        self.history = list[Tensor]()
 
 
 OUTER: dict[int, Outer] = {}

@@ -30,11 +30,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user, self.item, self.fixed = (
-            nn.Embedding(USERS, D),
-            nn.Embedding(ITEMS, D),
-            nn.Embedding(ITEMS, D),
-        )
+        self.user = nn.Embedding(USERS, D)
+        self.item = nn.Embedding(ITEMS, D)
+        self.fixed = nn.Embedding(ITEMS, D)
         self.top = nn.Sequential(nn.Linear(2 * D, 4), nn.Tanh(), nn.Linear(4, 1))
         self.fixed.requires_grad_(False)
 

@@ -65,11 +65,9 @@ class Interactions(Dataset):
     def __init__(self, sampler: str = "rejection", rows: int = 1500) -> None:
         user, item, context = positives(rows)
         self.items, self.sampler = ITEMS, sampler
-        self.user, self.item, self.context = (
-            torch.from_numpy(user),
-            torch.from_numpy(item),
-            torch.from_numpy(context),
-        )
+        self.user = torch.from_numpy(user)
+        self.item = torch.from_numpy(item)
+        self.context = torch.from_numpy(context)
         self.known = known_of(user, item)
         self.share = np.bincount(item, minlength=ITEMS) / rows
 
@@ -589,10 +587,8 @@ def test_draws_without_repeats_are_equally_likely_in_every_order() -> None:
 
 def drawn_rows(batch_size: int, **settings: Any) -> Rows:
     user, item, _ = positives()
-    columns, law = (
-        {"user": torch.from_numpy(user), "item": torch.from_numpy(item)},
-        Uniform(ITEMS, exclude=("user", "item")),
-    )
+    columns = {"user": torch.from_numpy(user), "item": torch.from_numpy(item)}
+    law = Uniform(ITEMS, exclude=("user", "item"))
     return Rows(
         columns,
         lambda row: tuple(row.values()),
@@ -1288,10 +1284,8 @@ def on_the_page(start: str, **more: Any) -> dict[str, Any]:
 def test_the_pages_dataset_of_whole_batches_has_the_law_of_the_users() -> None:
     data = on_the_page("class Batched(Interactions)")["Batched"]()
     batched = DataLoader(data, batch_size=64, collate_fn=lambda batch: batch)
-    counts, first = (
-        np.zeros(ITEMS, np.int64),
-        list(DataLoader(Interactions(), 64, collate_fn=concatenated)),
-    )
+    counts = np.zeros(ITEMS, np.int64)
+    first = list(DataLoader(Interactions(), 64, collate_fn=concatenated))
     for _ in range(10):
         for ours, theirs in zip(batched, first, strict=True):
             assert same([ours[0], ours[2], ours[3]], [theirs[0], theirs[2], theirs[3]])

@@ -108,10 +108,8 @@ class Pairs(nn.Module):
         self, users: int = FEW, items: int = FEW, sparse: bool = False, **item: Any
     ) -> None:
         super().__init__()
-        self.user, self.item = (
-            nn.Embedding(users, D, sparse=sparse),
-            nn.Embedding(items, D, sparse=sparse, **item),
-        )
+        self.user = nn.Embedding(users, D, sparse=sparse)
+        self.item = nn.Embedding(items, D, sparse=sparse, **item)
         self.top = nn.Sequential(nn.Linear(2 * D, 4), nn.Tanh(), nn.Linear(4, 1))
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
@@ -163,11 +161,9 @@ def listed(encoder: nn.Module, by: Callable[..., Any] = adam, **item: Any) -> Ca
 class Bags(nn.Module):
     def __init__(self, weighted: bool = False, **bag: Any) -> None:
         super().__init__()
-        self.bag, self.top, self.weighted = (
-            nn.EmbeddingBag(FEW, D, **bag),
-            nn.Linear(D, 1),
-            weighted,
-        )
+        self.bag = nn.EmbeddingBag(FEW, D, **bag)
+        self.top = nn.Linear(D, 1)
+        self.weighted = weighted
 
     def forward(self, items: Tensor, starts: Tensor | None = None) -> Tensor:
         weights = (items + 1.0) / FEW if self.weighted else None
@@ -213,10 +209,8 @@ class Raw(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user, self.item = (
-            nn.Parameter(torch.randn(FEW, D)),
-            nn.Parameter(torch.randn(FEW, D)),
-        )
+        self.user = nn.Parameter(torch.randn(FEW, D))
+        self.item = nn.Parameter(torch.randn(FEW, D))
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         return (self.user[user] * F.embedding(item, self.item)).sum(1)
@@ -487,11 +481,9 @@ class Products(nn.Module):
 
     def __init__(self, kept: bool) -> None:
         super().__init__()
-        self.user, self.item, self.top = (
-            nn.Embedding(FEW, D),
-            nn.Embedding(FEW, D),
-            nn.Linear(3 + D, 1),
-        )
+        self.user = nn.Embedding(FEW, D)
+        self.item = nn.Embedding(FEW, D)
+        self.top = nn.Linear(3 + D, 1)
         self.kept = torch.ones(3, 3).triu(1).bool() if kept else None
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
@@ -1496,11 +1488,9 @@ def test_what_somebody_changes_between_steps_takes_effect(
         model: Any = Tempered(users=USERS, items=ITEMS)
         model.top.insert(1, nn.Dropout(0.0))
         model.temperature = 1.0
-        optimizer, loss, losses = (
-            torch.optim.Adam(model.parameters(), 1e-2),
-            logistic(model),
-            [],
-        )
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        loss = logistic(model)
+        losses = []
         step = adopt(
             model, optimizer, loss, compile="require" if adopting else "off", patience=0
         )
@@ -1882,10 +1872,8 @@ def models(draw: st.DrawFn) -> Callable[[], Case]:
         def __init__(self) -> None:
             super().__init__()
             self.user = nn.Embedding(users, width, padding_idx=padding, **options)
-            self.item, self.bag = (
-                nn.Embedding(users, width),
-                nn.EmbeddingBag(users, width, mode="mean"),
-            )
+            self.item = nn.Embedding(users, width)
+            self.bag = nn.EmbeddingBag(users, width, mode="mean")
             made = {
                 "Linear": lambda: nn.Linear(width, width),
                 "LayerNorm": lambda: nn.LayerNorm(width),
@@ -2024,11 +2012,9 @@ class Concatenated(nn.Module):
 
     def __init__(self, change: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.user, self.item, self.change = (
-            nn.Embedding(FEW, 8),
-            nn.Embedding(FEW, D),
-            change,
-        )
+        self.user = nn.Embedding(FEW, 8)
+        self.item = nn.Embedding(FEW, D)
+        self.change = change
         self.top = nn.Sequential(nn.Linear(8 + D + 8, 6), nn.Tanh(), nn.Linear(6, 1))
 
     def forward(self, user: Tensor, item: Tensor, context: Tensor) -> Tensor:
@@ -2119,10 +2105,8 @@ def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
             )
         )
         rows = Rows(columns, make, 8, seed=3)
-        rows.names, rows.repeats = (
-            ("user", "item", "context", "label"),
-            {"user": 5, "context": 5},
-        )
+        rows.names = ("user", "item", "context", "label")
+        rows.repeats = {"user": 5, "context": 5}
         step = adopt(
             model,
             torch.optim.Adam(model.parameters(), 1e-2),

@@ -31,9 +31,9 @@ class Items(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.net = (
-            nn.Embedding(ITEMS, 6),
-            nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU()),
+        self.table = nn.Embedding(ITEMS, 6)
+        self.net = nn.Sequential(
+            nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU()
         )
 
     def forward(self, item: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,10 +89,8 @@ class Large(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user, self.item = (
-            nn.Linear(5, 4),
-            nn.EmbeddingBag(ITEMS, 4, mode="mean", sparse=True),
-        )
+        self.user = nn.Linear(5, 4)
+        self.item = nn.EmbeddingBag(ITEMS, 4, mode="mean", sparse=True)
         self.bias = nn.Embedding(2**18, 1)
 
     def forward(self, profile: Tensor, item: Tensor) -> Tensor:
@@ -301,10 +299,8 @@ def test_captured_towers_apart_equal_one_process(
     name: str, world_size: int, rows: int, kind: str, options: dict[str, Any]
 ) -> None:
     """Also where a batch outgrows the exchange; the first three captured steps are compared with eager ones."""
-    expected, tolerance = (
-        plain(name, kind, rows, options.get("clip_norm", 0.0)),
-        1e-4 if kind == "adam" else 1e-6,
-    )
+    expected = plain(name, kind, rows, options.get("clip_norm", 0.0))
+    tolerance = 1e-4 if kind == "adam" else 1e-6
     for result in run_ranks(
         partial(apart, compile="require", **options),
         world_size,
@@ -819,10 +815,8 @@ def test_a_step_that_one_rank_cannot_make_is_made_by_none() -> None:
     for rank, result in enumerate(ranks):
         assert_close(result["model"], model.state_dict(), 1e-6)
         other = 1 - rank
-        kept, tower = (
-            f"CannotAdopt: rank {rank} has old weights of ",
-            ["user", "item"][other],
-        )
+        kept = f"CannotAdopt: rank {rank} has old weights of "
+        tower = ["user", "item"][other]
         stale = rf"{kept}'{tower}' \(trained on rank {other}\): call step.settle\(\) on all ranks"
         expected = {
             "tower": "ArithmeticError: a mark"

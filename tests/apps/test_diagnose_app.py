@@ -287,10 +287,8 @@ def _applied(
         cost=0.9,
         size="large",
     )
-    diagnosis, loader_of = (
-        Diagnosis(Facts(rounds=[]), rank=runtime.rank),
-        setup.loader_of,
-    )
+    diagnosis = Diagnosis(Facts(rounds=[]), rank=runtime.rank)
+    loader_of = setup.loader_of
     diagnosis.findings = (finding,)
     diagnosing._PROOF_S = 0.0
     diagnosing.diagnose_job = lambda *_: diagnosis  # type: ignore[assignment]

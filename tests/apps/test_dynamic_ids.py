@@ -403,10 +403,8 @@ def test_a_columns_later_setting_wins_and_others_stay() -> None:
 
 @pytest.mark.unit
 def test_a_text_has_one_id_in_every_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (
-        numbered(pa.array(["a", None, "b"])),
-        numbered(pa.array(["b", "c", "a"]).slice(0, 3)),
-    )
+    first = numbered(pa.array(["a", None, "b"]))
+    second = numbered(pa.array(["b", "c", "a"]).slice(0, 3))
     assert first.tolist() == [second[2], EMPTY, second[0]]
     assert numbered(pa.array(["x", "a"]).slice(1)).tolist() == first[:1].tolist()
     assert numbered(pa.array([3, None, -1])).tolist() == [3, EMPTY, -1]

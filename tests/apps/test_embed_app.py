@@ -62,10 +62,8 @@ def test_the_store_is_that_of_the_bundle_from_any_number_of_ranks(folder: Path) 
         digest for ranks in (1, 2) for digest in run_ranks(on_ranks, ranks, folder)
     }
     assert len(digests) == 1
-    bundle, store = (
-        Bundle.load(folder / "bundle"),
-        EmbeddingStore.open(folder / "ranks-2", verify=True),
-    )
+    bundle = Bundle.load(folder / "bundle")
+    store = EmbeddingStore.open(folder / "ranks-2", verify=True)
     assert store.tower == bundle.candidate_digest
     assert store.ids.ids().tolist() == bundle.store.ids.ids().tolist()
     torch.testing.assert_close(store.matrix(), bundle.store.matrix(), rtol=0, atol=1e-6)
@@ -185,10 +183,8 @@ def test_two_ranks_of_torchrun_write_users_vectors(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    bundle, store = (
-        Bundle.load(folder / "bundle"),
-        EmbeddingStore.open(tmp_path / "out", verify=True),
-    )
+    bundle = Bundle.load(folder / "bundle")
+    store = EmbeddingStore.open(tmp_path / "out", verify=True)
     assert (
         f"x {bundle.query_width} int8 of tower user ({bundle.query_digest[:12]}); lost by int8:"
         in done.stdout
@@ -219,10 +215,8 @@ def test_without_a_catalogue_the_users_that_the_bundle_knows_are_embedded(
         for digest in run_ranks(known_users, ranks, folder, tmp_path / str(ranks))
     ]
     assert both == [alone, alone]
-    bundle, store = (
-        Bundle.load(folder / "bundle"),
-        EmbeddingStore.open(tmp_path / "2", verify=True),
-    )
+    bundle = Bundle.load(folder / "bundle")
+    store = EmbeddingStore.open(tmp_path / "2", verify=True)
     assert bundle.users is not None
     places = store.ids.positions(bundle.users.ids.ids(range(len(bundle.users))))
     expected = bundle.embed_query(bundle.users.rows(range(len(bundle.users))))

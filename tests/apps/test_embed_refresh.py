@@ -94,10 +94,8 @@ def test_changed_rows_are_those_of_the_whole_from_any_number_of_ranks(
         )
         == 0
     )
-    once, whole = (
-        EmbeddingStore.open(folder / "once"),
-        EmbeddingStore.open(tmp_path / "whole"),
-    )
+    once = EmbeddingStore.open(folder / "once")
+    whole = EmbeddingStore.open(tmp_path / "whole")
     store = EmbeddingStore.open(tmp_path / "ranks-2", verify=True)
     assert store.ids.ids().tolist() == [*range(1, 48), *sorted(NEW)]
     assert store.ids.ids()[~store.live].tolist() == GONE

@@ -380,10 +380,8 @@ def test_a_model_trains_on_the_folder_and_scores_a_request_as_it_scores_the_file
         for name, rows in fitted.vocab.items()
     ]
     model = two_tower(tables[:1], tables[1:], user_dense=fitted.dense)
-    schema, config = (
-        model.schema(),
-        LoaderConfig(batch_size=64, negatives=0, label="label", shuffle=False),
-    )
+    schema = model.schema()
+    config = LoaderConfig(batch_size=64, negatives=0, label="label", shuffle=False)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     losses = []
     for epoch in range(3):

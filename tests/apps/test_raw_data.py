@@ -123,10 +123,8 @@ def run(recipe: str, folder: Path, out: Path, *overrides: str) -> dict[str, floa
 def test_ids_that_are_text_in_the_same_order_train_the_same_model(
     ids: Ids, tmp_path: Path
 ) -> None:
-    whole, text = (
-        of_pairs(tmp_path / "a" / "log"),
-        of_pairs(tmp_path / "b" / "log", ids),
-    )
+    whole = of_pairs(tmp_path / "a" / "log")
+    text = of_pairs(tmp_path / "b" / "log", ids)
     sets = (CONTEXT, "export=require")
     figures = [
         run("two_tower", folder, folder.parent / "run", *sets)
@@ -191,10 +189,8 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(
     task = SimpleNamespace(data=load_config(config), prepared=None)
     checkpoint, run_folder = checkpoint_of(tmp_path, task, recorded)
     check_ids_stay(checkpoint, task, HERE, run=run_folder)
-    log, items = (
-        pq.read_table(folder / "inter.parquet"),
-        pq.read_table(folder / "items.parquet"),
-    )
+    log = pq.read_table(folder / "inter.parquet")
+    items = pq.read_table(folder / "items.parquet")
     pq.write_table(
         pa.concat_tables([items, items.slice(0, 1).set_column(0, "item_id", [[new]])]),
         folder / "items.parquet",
@@ -354,10 +350,8 @@ def test_rows_are_in_the_order_of_the_ids_and_name_the_same_users_and_items(
         pairs = []
         for data, how in ((first, ids), (second, list)):
             rows = getattr(data, split)
-            users, items = (
-                data.users_by_row[rows["user_id"].values],
-                data.items_by_row[rows["item_id"].values],
-            )
+            users = data.users_by_row[rows["user_id"].values]
+            items = data.items_by_row[rows["item_id"].values]
             pairs.append(sorted(zip(list(how(users)), list(how(items)), strict=True)))
         assert pairs[0] == pairs[1]
 

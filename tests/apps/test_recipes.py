@@ -183,15 +183,11 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Users take items of their own colour; the candidates of a test item have the other."""
     root = tmp_path_factory.mktemp("data")
     (root / "colours").mkdir()
-    rng, rows = (
-        np.random.default_rng(0),
-        {"train": ([], []), "test": ([], []), "test_negatives": ([], [])},
-    )
+    rng = np.random.default_rng(0)
+    rows = {"train": ([], []), "test": ([], []), "test_negatives": ([], [])}
     for user in range(60):
-        same_colour, other_colour = (
-            np.arange(user % 2, 60, 2),
-            np.arange(1 - user % 2, 60, 2),
-        )
+        same_colour = np.arange(user % 2, 60, 2)
+        other_colour = np.arange(1 - user % 2, 60, 2)
         taken = rng.permutation(same_colour)[:20]
         for name, items in (
             ("train", taken[1:]),

@@ -99,10 +99,8 @@ def test_a_launch_knows_the_run_that_it_has_begun_though_no_torchrun_counts_a_re
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newest = partial(newest_run, "a", tmp_path)
-    mine, other = (
-        begun_run(tmp_path, "a-1", "mine"),
-        begun_run(tmp_path, "a-2", "other"),
-    )
+    mine = begun_run(tmp_path, "a-1", "mine")
+    other = begun_run(tmp_path, "a-2", "other")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     for run_dir in (None, mine):
         assert where_to_begin(run_dir, "never", newest, "a", counted=False) == (

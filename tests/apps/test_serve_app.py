@@ -166,10 +166,8 @@ def test_bundles_are_swapped_under_load_without_a_lost_request(
 
 @pytest.mark.launch
 def test_both_workers_count_into_one_page_of_metrics(service: Launched) -> None:
-    name, headers = (
-        'serve_requests_total{route="/v1/score",status="422"}',
-        {"Authorization": "Bearer a token of this test"},
-    )
+    name = 'serve_requests_total{route="/v1/score",status="422"}'
+    headers = {"Authorization": "Bearer a token of this test"}
     for _ in range(12):
         service.client().post("/v1/score", {}, **headers)
 

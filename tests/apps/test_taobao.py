@@ -162,11 +162,9 @@ def raw_rows(log: pa.Table, folder: Path, split: str) -> list[dict[str, Any]]:
 def test_the_rows_are_those_that_a_count_by_hand_gives(
     log: pa.Table, folder: Path, split: str
 ) -> None:
-    made, raw, past = (
-        rows_of(folder, split),
-        raw_rows(log, folder, split),
-        clicks_of(log),
-    )
+    made = rows_of(folder, split)
+    raw = raw_rows(log, folder, split)
+    past = clicks_of(log)
     data = load_streamed(StreamConfig(name=str(folder)))
     items, categories = (
         {v: i + 1 for i, v in enumerate(s.values.to_pylist())}
@@ -229,10 +227,8 @@ def test_the_requests_for_an_audit_are_spread_over_the_training_rows(
     log: pa.Table, folder: Path
 ) -> None:
     """The first rows of a log have no clicks before them, and would say nothing of sessions."""
-    requests, rows = (
-        pq.read_table(folder / "raw/requests.parquet"),
-        raw_rows(log, folder, "train"),
-    )
+    requests = pq.read_table(folder / "raw/requests.parquet")
+    rows = raw_rows(log, folder, "train")
     past = clicks_of(log)
     moments = requests["timestamp"].to_pylist()
     assert moments == sorted(moments)

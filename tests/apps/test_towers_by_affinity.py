@@ -20,13 +20,11 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 example: Any = importlib.import_module("towers_by_affinity")
 sys.path.pop(0)
-Affinity, affinity, id_vectors, partition, plane = (
-    example.Affinity,
-    example.affinity,
-    example.id_vectors,
-    example.partition,
-    example.plane,
-)
+Affinity = example.Affinity
+affinity = example.affinity
+id_vectors = example.id_vectors
+partition = example.partition
+plane = example.plane
 
 ROWS, DIM = 400, 12
 

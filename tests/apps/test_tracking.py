@@ -490,10 +490,8 @@ def test_preprocessing_training_and_export_of_a_pipeline_are_runs(
     tracker = create(str(fsspec_config))
     assert set(tracker.run_ids()) == {RUN, f"{RUN}/preprocess", f"{RUN}/export"}
     summary = json.loads((out / "data" / "summary.json").read_text())
-    known, paths = (
-        tracker.metadata(f"{RUN}/preprocess"),
-        tracker.artifacts(f"{RUN}/preprocess"),
-    )
+    known = tracker.metadata(f"{RUN}/preprocess")
+    paths = tracker.artifacts(f"{RUN}/preprocess")
     assert known["config.folder"] == str(tmp_path / "ml-100k")
     for name in ("rows", "vocab", "missing"):
         assert summary[name]

@@ -404,15 +404,13 @@ def test_the_figures_that_are_named_are_those_of_the_evaluation_and_of_its_basel
 def test_a_softmax_over_a_batch_that_no_memory_holds_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    planted_set, runtime = (
-        (
-            "data.name=planted",
-            "data.users=60",
-            "data.items=50",
-            "loader.batch_size=512",
-        ),
-        Runtime(),
+    planted_set = (
+        "data.name=planted",
+        "data.users=60",
+        "data.items=50",
+        "loader.batch_size=512",
     )
+    runtime = Runtime()
     job: Job = apply_overrides(load_recipe("retrieval"), list(planted_set))
     task = job.task(job.data, progress=False)
     schema = build_model(job, task).schema()
@@ -440,10 +438,8 @@ def test_a_softmax_over_a_batch_that_no_memory_holds_is_refused(
 def test_a_batch_that_is_larger_than_an_epoch_is_clipped_with_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    planted_set, runtime = (
-        ("data.name=planted", "data.users=60", "data.items=50"),
-        Runtime(),
-    )
+    planted_set = ("data.name=planted", "data.users=60", "data.items=50")
+    runtime = Runtime()
     task = two_tower_job().task(two_tower_with(*planted_set).data, progress=False)
     rows = task.data.train.num_rows
     for size in (rows, rows + 1, 1_000_000):

@@ -124,11 +124,9 @@ def test_a_run_whose_lists_grow_is_captured_throughout_and_ends_where_the_eager_
 
 
 def too_many(runtime: Runtime) -> str:
-    policy.PAYS_S, policy.WATCHED, steps.engine_for = (
-        {"cpu": 0.0},
-        2,
-        lambda _: (as_it_is, "capturing"),
-    )
+    policy.PAYS_S = {"cpu": 0.0}
+    policy.WATCHED = 2
+    steps.engine_for = lambda _: (as_it_is, "capturing")
     model, optimizer = hybrid_parallel(small_model(META), runtime)
     with pytest.raises(CannotCaptureError) as error:
         train(

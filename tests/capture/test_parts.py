@@ -44,10 +44,8 @@ def test_parts_compute_and_write_what_the_whole_step_does() -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(4, 3), torch.ones(()), torch.randn(5, 3), torch.randn(5, 2)]
     graph = make_fx(step, tracing_mode="fake")(*[tensor.clone() for tensor in tensors])
-    whole, cut = (
-        [tensor.clone() for tensor in tensors],
-        [tensor.clone() for tensor in tensors],
-    )
+    whole = [tensor.clone() for tensor in tensors]
+    cut = [tensor.clone() for tensor in tensors]
     with torch.no_grad():
         expected = step(*whole)
         parts, results = split_at(graph, [0, 1])

@@ -67,17 +67,13 @@ def distance(
             rows[live], [first[live], second[live]], since[live], before, clock, choice
         )
         grad = gradient(own, noise[live])
-        m, v = (
-            betas[0] * m + (1 - betas[0]) * grad,
-            betas[1] * v + (1 - betas[1]) * grad.square(),
-        )
+        m = betas[0] * m + (1 - betas[0]) * grad
+        v = betas[1] * v + (1 - betas[1]) * grad.square()
         root = (v / (1 - betas[1] ** step)).sqrt() + eps
         own = own * (1 - lr * decay)
-        rows[live], first[live], second[live] = (
-            own - lr * m / (1 - betas[0] ** step) / root,
-            m,
-            v,
-        )
+        rows[live] = own - lr * m / (1 - betas[0] ** step) / root
+        first[live] = m
+        second[live] = v
         since[live] = step
         now = torch.tensor(float(step))
         slide_on(clock.slides, clock.powers, now, lr, betas, decay)

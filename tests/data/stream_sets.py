@@ -85,10 +85,8 @@ def arrow(folder: Path, sizes: Sequence[int]) -> ArrowSource:
 def loader_of(
     source: Source, rank: int = 0, world_size: int = 1, **options: Any
 ) -> ChunkLoader:
-    schema, in_order = (
-        options.pop("schema", None) or schema_of(),
-        options.pop("in_order", True),
-    )
+    schema = options.pop("schema", None) or schema_of()
+    in_order = options.pop("in_order", True)
     config = LoaderConfig(
         **{
             "prefetch": 0,

@@ -72,10 +72,8 @@ def test_packed_rows_are_taken_like_the_chunk(
     for name, column in plain.items():
         assert packed[name].values.tolist() == column.values.tolist()
         assert packed[name].lengths.tolist() == column.lengths.tolist()
-    half, plain_half = (
-        packed.slice(len(indices) // 2, len(indices)),
-        plain.slice(len(indices) // 2, len(indices)),
-    )
+    half = packed.slice(len(indices) // 2, len(indices))
+    plain_half = plain.slice(len(indices) // 2, len(indices))
     assert set(half) == set(plain_half)
     for name, column in plain_half.items():
         assert half[name].values.tolist() == column.values.tolist()

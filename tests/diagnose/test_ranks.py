@@ -309,10 +309,8 @@ def _diagnosed(
 
 def _held_still(runtime: Runtime, sharding: str) -> tuple[list[bool], list[bool]]:
     """Whether sharded tables are the same after each stretch of steps without exchange; and without their rate of 0."""
-    stretch, seen = (
-        ranks.LocalSteps.without_exchange,
-        {True: list[bool](), False: list[bool]()},
-    )
+    stretch = ranks.LocalSteps.without_exchange
+    seen = {True: list[bool](), False: list[bool]()}
     for held in seen:
         made = _hybrid(runtime, sharding, "sgd")
         tables = [weight for _, each in collections(made.model) for kernel in kernels_of(each)
@@ -424,10 +422,8 @@ def _imbalanced(runtime: Runtime) -> tuple[int, str, tuple[int, ...], str]:
     """The rank that holds the table of long lists, the verdict, its ranks, and the page: time goes by the rows read."""
     clock = _moved()
     made = _hybrid(runtime, "table_wise")
-    schema, generator = (
-        small_model(META).schema(),
-        torch.Generator().manual_seed(runtime.rank),
-    )
+    schema = small_model(META).schema()
+    generator = torch.Generator().manual_seed(runtime.rank)
     rows = 12
     batches = [
         schema.assemble(
@@ -493,11 +489,9 @@ def _watched(runtime: Runtime) -> list[Any]:
 
     def exchange(rows: int = 3) -> list[Tensor]:
         mine = torch.arange(2.0 * rows) + 10 * runtime.rank
-        out, all_of, share = (
-            torch.empty(2 * rows),
-            torch.empty(4 * rows),
-            torch.empty(rows),
-        )
+        out = torch.empty(2 * rows)
+        all_of = torch.empty(4 * rows)
+        share = torch.empty(rows)
         dist.all_to_all_single(out, mine)
         dist.all_gather_into_tensor(all_of, mine)
         dist.reduce_scatter_tensor(share, mine.clone())

@@ -673,10 +673,8 @@ def test_the_gain_without_collections_knows_their_mean_no_better_than_few_rounds
         assert finding.remedies[0].gain is not None
         return finding.remedies[0].gain
 
-    often, seldom = (
-        gain_without_garbage([2e-3] * 6),
-        gain_without_garbage([0.0] * 5 + [12e-3]),
-    )
+    often = gain_without_garbage([2e-3] * 6)
+    seldom = gain_without_garbage([0.0] * 5 + [12e-3])
     assert often.low < 2.25 < often.high
     assert seldom.low < often.low
     assert often.high < seldom.high

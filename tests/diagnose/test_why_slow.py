@@ -43,12 +43,10 @@ class Costly(nn.Module):
         cost: Callable[[int], float] = lambda rows: 1 + rows / 16,
     ) -> None:
         super().__init__()
-        self.table, self.layer, self.clock, self.cost = (
-            nn.Embedding(rows, 2),
-            nn.Linear(2, 1),
-            clock,
-            cost,
-        )
+        self.table = nn.Embedding(rows, 2)
+        self.layer = nn.Linear(2, 1)
+        self.clock = clock
+        self.cost = cost
 
     def forward(self, ids: Tensor) -> Tensor:
         self.clock.compute(self.cost(len(ids)))
@@ -335,10 +333,8 @@ def test_short_steps_are_timed_many_at_once(
 
 
 def test_more_rounds_are_made_where_they_are_spread_far() -> None:
-    steady, spread = (
-        [{"data": 0.0, "step": 1.0}] * 4,
-        [{"data": 0.0, "step": 1.0 + index} for index in range(4)],
-    )
+    steady = [{"data": 0.0, "step": 1.0}] * 4
+    spread = [{"data": 0.0, "step": 1.0 + index} for index in range(4)]
     assert not rounds.enough(steady[:3])
     assert rounds.enough(steady)
     assert not rounds.enough(spread)

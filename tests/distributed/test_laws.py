@@ -47,10 +47,8 @@ def unsharded(optimizer: OptimizerConfig) -> dict[str, Any]:
     initialise_tables(model, seed=7)
     tables = [p for name, p in model.named_parameters() if "embedding_bags" in name]
     dense = [p for name, p in model.named_parameters() if "embedding_bags" not in name]
-    (of_tables, *_), (of_layers, *_) = (
-        optimizer.for_tables(model).values(),
-        optimizer.for_layers(["top"]).values(),
-    )
+    (of_tables, *_) = optimizer.for_tables(model).values()
+    (of_layers, *_) = optimizer.for_layers(["top"]).values()
     optimizers = [
         make(values, **arguments)
         for values, (make, arguments) in (

@@ -161,10 +161,8 @@ def torchrecs_dlrm(length_per_key: list[int] | None) -> Made:
     model = DLRM(EmbeddingBagCollection(tables=tables), 4, [8, D], [8, 1])
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        ids, ones = (
-            torch.cat([batch["user_id"], batch["item_id"]]),
-            torch.ones(2 * B, dtype=torch.int32),
-        )
+        ids = torch.cat([batch["user_id"], batch["item_id"]])
+        ones = torch.ones(2 * B, dtype=torch.int32)
         lists = KeyedJaggedTensor(
             ["user_id", "item_id"], ids, lengths=ones, length_per_key=length_per_key
         )

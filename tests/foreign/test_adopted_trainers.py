@@ -27,11 +27,9 @@ class Factors(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user, self.item, self.out = (
-            nn.Embedding(USERS, 8),
-            nn.Embedding(ITEMS, 8),
-            nn.Linear(8, 1),
-        )
+        self.user = nn.Embedding(USERS, 8)
+        self.item = nn.Embedding(ITEMS, 8)
+        self.out = nn.Linear(8, 1)
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         return self.out(self.user(user) * self.item(item)).squeeze(-1)

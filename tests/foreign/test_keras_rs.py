@@ -218,10 +218,8 @@ def test_accidental_hits_are_removed() -> None:
         ("logits_rank", "candidate_ids_rank"),
     )
     assert (2, 1) in ranks
-    logits, ids = (
-        logits_of(10, 10),
-        torch.randint(10, (10,), generator=torch.Generator().manual_seed(42)),
-    )
+    logits = logits_of(10, 10)
+    ids = torch.randint(10, (10,), generator=torch.Generator().manual_seed(42))
     smallest = torch.finfo(torch.float32).min / 100
     duplicates = (ids == ids[:, None]).float() - torch.eye(10)
     assert duplicates.any()

@@ -172,14 +172,10 @@ class Cluster:
 
     def _start(self, job: Any, task: Any, number: int) -> None:
         """Creates the Pod as Volcano does, and runs it as a kubelet does."""
-        job_name, tasks = (
-            job["metadata"]["name"],
-            [each["name"] for each in job["spec"]["tasks"]],
-        )
-        name, node = (
-            f"{job_name}-{task['name']}-0",
-            self._nodes[number % len(self._nodes)],
-        )
+        job_name = job["metadata"]["name"]
+        tasks = [each["name"] for each in job["spec"]["tasks"]]
+        name = f"{job_name}-{task['name']}-0"
+        node = self._nodes[number % len(self._nodes)]
         template = json.loads(json.dumps(task["template"]))
         spec = template["spec"]
         (container,) = spec["containers"]

@@ -219,10 +219,8 @@ def test_a_node_is_dead_when_it_is_silent_and_not_when_its_clock_is_wrong(
     def beat(hours: int) -> None:
         """The other node writes that it is alive and when the last call ends, by its clock."""
         clock = datetime.now(timezone.utc) + timedelta(hours=hours)
-        theirs._state.last_heartbeats[other], theirs._state.participants[other] = (
-            clock,
-            0,
-        )
+        theirs._state.last_heartbeats[other] = clock
+        theirs._state.participants[other] = 0
         theirs._state.deadline = clock + settings.timeout.last_call
         shelf.set_state(pickle.dumps(theirs._state))
 

@@ -138,11 +138,9 @@ class Root:
     """A root folder of its own for commands: an overlay over this machine's, some of whose folders are hidden."""
 
     def __init__(self, folder: Path, hidden: list[str]) -> None:
-        self.upper, self._work, self._merged = (
-            folder / "upper",
-            folder / "work",
-            folder / "merged",
-        )
+        self.upper = folder / "upper"
+        self._work = folder / "work"
+        self._merged = folder / "merged"
         for path in (self.upper, self._work, self._merged):
             path.mkdir(parents=True)
         for name in hidden:

@@ -31,10 +31,8 @@ def test_a_file_that_vanishes_is_named_and_the_run_goes_on_when_it_is_back(
     shutil.copy(Path(__file__).with_name("vanishing_recipe.py"), tmp_path)
     write_rows(tmp_path / "rows")
     file, away = tmp_path / "rows" / "part-5.parquet", tmp_path / "part-5.parquet"
-    settings, recipe = (
-        ("checkpoint.steps=20", "loader.buffer_rows=4000"),
-        ("--recipe", "vanishing_recipe.py:job"),
-    )
+    settings = ("checkpoint.steps=20", "loader.buffer_rows=4000")
+    recipe = ("--recipe", "vanishing_recipe.py:job")
     with Job(tmp_path / "run", *recipe, settings=settings) as job:
         job.until(lambda: len(job.steps()) > 1)
         left = job.descendants()

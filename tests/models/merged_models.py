@@ -65,10 +65,8 @@ def towers(kind: str, device: torch.device | None) -> dict[str, Any]:
             "item": Tower(item, [16, 8], device=device),
         }
     if kind == "shared":
-        user, item = (
-            [bags("user_id"), bags("item", "history", "likes")],
-            [bags("item", "item_id"), bags("genres")],
-        )
+        user = [bags("user_id"), bags("item", "history", "likes")]
+        item = [bags("item", "item_id"), bags("genres")]
         return {
             "user": Tower(user, [16, 8], device=device),
             "item": Tower(item, [16, 8], device=device),

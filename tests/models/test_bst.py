@@ -102,10 +102,8 @@ def batches(
         rows = torch.repeat_interleave(lengths)
         history = torch.randint(1, ITEMS, (len(rows),), generator=generator)
         gaps = torch.randint(GAPS, (len(rows),), generator=generator)
-        users, hours = (
-            torch.randint(20, (size,), generator=generator),
-            torch.rand(size, generator=generator),
-        )
+        users = torch.randint(20, (size,), generator=generator)
+        hours = torch.rand(size, generator=generator)
         targets = torch.randint(1, ITEMS, (size,), generator=generator)
         copied = (torch.rand(size, generator=generator) < 0.5) & (lengths > 0)
         ends = lengths.cumsum(0)
@@ -254,10 +252,8 @@ def clicked(runtime: Runtime) -> tuple[float, float]:
         mlp_widths=(32,),
         device=META,
     )
-    schema, ranks = (
-        model.schema(),
-        {"rank": runtime.rank, "world_size": runtime.world_size},
-    )
+    schema = model.schema()
+    ranks = {"rank": runtime.rank, "world_size": runtime.world_size}
     parallel, optimizer = hybrid_parallel(
         model, runtime, optimizer=OptimizerConfig(tables_lr=0.1, dense_lr=2e-3)
     )

@@ -73,10 +73,8 @@ def beside_tables(device: torch.device | None = None) -> TowerModel:
 
 def columns(count: int, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
     draw = np.random.default_rng(seed)
-    profile, content = (
-        draw.normal(size=(count, PROFILE)),
-        draw.normal(size=(count, CONTENT)),
-    )
+    profile = draw.normal(size=(count, PROFILE))
+    content = draw.normal(size=(count, CONTENT))
     return {
         "user_id": draw.integers(0, 30, count),
         "age": draw.random(count, np.float32),
@@ -398,10 +396,8 @@ def test_towers_without_tables_run_on_ranks_of_their_own(with_tables: bool) -> N
 def exported(folder: Path) -> tuple[TowerModel, Bundle]:
     """The model, and its bundle of 9 users and 12 items."""
     model, users, items = dense_model().eval(), columns(9), columns(12, seed=1)
-    ids, content = (
-        np.arange(1, 13),
-        pa.array(items["content"].tolist(), pa.list_(pa.float32())),
-    )
+    ids = np.arange(1, 13)
+    content = pa.array(items["content"].tolist(), pa.list_(pa.float32()))
     profile = pa.array(users["profile"].tolist(), pa.list_(pa.float32()))
     keys, none = pa.array(np.arange(1, 10)), pa.array([[]] * 9, pa.list_(pa.int64()))
     export(

@@ -33,11 +33,9 @@ KINDS = ("plain", "shared", "sequences")
 def test_outputs_and_gradients_are_those_of_towers_that_look_up_apart(
     kind: str,
 ) -> None:
-    apart, merged, rows = (
-        model(kind),
-        model(kind).merge_lookups(),
-        batch(kind, 0, [0, 1]),
-    )
+    apart = model(kind)
+    merged = model(kind).merge_lookups()
+    rows = batch(kind, 0, [0, 1])
     logits, grads = gradients(apart, rows)
     merged_logits, merged_grads = gradients(merged, rows)
     torch.testing.assert_close(merged_logits, logits, rtol=0, atol=1e-6)
@@ -103,10 +101,8 @@ def test_the_values_of_the_tables_stay_and_merging_twice_changes_nothing() -> No
 
 def test_an_optimizer_finds_tables_by_name_wherever_they_are_looked_up() -> None:
     config = OptimizerConfig(per_table=("item_id=sgd lr=0.3", "user_*=lr=0.2"))
-    apart, merged = (
-        config.for_tables(model("plain")),
-        config.for_tables(model("plain").merge_lookups()),
-    )
+    apart = config.for_tables(model("plain"))
+    merged = config.for_tables(model("plain").merge_lookups())
     assert merged == apart
     assert (merged["item_id"].kind, merged["user_id"].lr, merged["maker"].lr) == (
         "sgd",

@@ -60,19 +60,13 @@ def batches(
         return torch.randint(high, shape, generator=generator)
 
     for _ in range(count):
-        users, hours, temperature = (
-            draw(USERS, QUERIES),
-            draw(HOURS, QUERIES),
-            torch.rand(QUERIES, generator=generator),
-        )
-        items, price = (
-            draw(ITEMS, QUERIES, WIDTH),
-            torch.rand(QUERIES, WIDTH, generator=generator),
-        )
-        genres, labels = (
-            draw(GENRES, QUERIES, WIDTH, 2),
-            draw(2, QUERIES, WIDTH).float(),
-        )
+        users = draw(USERS, QUERIES)
+        hours = draw(HOURS, QUERIES)
+        temperature = torch.rand(QUERIES, generator=generator)
+        items = draw(ITEMS, QUERIES, WIDTH)
+        price = torch.rand(QUERIES, WIDTH, generator=generator)
+        genres = draw(GENRES, QUERIES, WIDTH, 2)
+        labels = draw(2, QUERIES, WIDTH).float()
         local = slice(rank * QUERIES // world_size, (rank + 1) * QUERIES // world_size)
         rows, times = local.stop - local.start, 1 if shared else WIDTH
         yield schema.assemble(

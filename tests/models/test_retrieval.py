@@ -324,10 +324,8 @@ def test_the_loss_of_clicks_is_that_of_a_by_hand_count(
     count = 101
     assert len(batch) == (count if loss == "in_batch" else count + CLICKS.num_items)
     users, items = model.outputs(batch)
-    ids, weights = (
-        batch.items[:count],
-        (batch.weights * batch.labels)[:count] if label else batch.weights[:count],
-    )
+    ids = batch.items[:count]
+    weights = (batch.weights * batch.labels)[:count] if label else batch.weights[:count]
     if loss == "catalogue":
         assert sorted(batch.items[count:].tolist()) == list(
             range(1, CLICKS.num_items + 1)
@@ -375,10 +373,8 @@ def learned(runtime: Runtime, loss: str, label: str | None) -> tuple[Any, list[f
     [("in_batch", "label"), ("catalogue", None), ("catalogue", "label")],
 )
 def test_clicks_on_two_ranks_are_one_batch(loss: str, label: str | None) -> None:
-    (single,), two = (
-        run_ranks(learned, 1, loss, label),
-        run_ranks(learned, 2, loss, label),
-    )
+    (single,) = run_ranks(learned, 1, loss, label)
+    two = run_ranks(learned, 2, loss, label)
     assert [
         sum(pair) / 2 for pair in zip(two[0][1], two[1][1], strict=True)
     ] == pytest.approx(single[1], abs=1e-5)

@@ -51,10 +51,8 @@ def learned(
 @pytest.mark.parametrize("padding", [0, 1, 30])
 def test_rows_of_weight_0_change_nothing(padding: int) -> None:
     rows = rows_of()
-    real, padded = (
-        slice(ROWS),
-        torch.cat([rows, torch.full((padding, WIDTH), 77.0, dtype=torch.float64)]),
-    )
+    real = slice(ROWS)
+    padded = torch.cat([rows, torch.full((padding, WIDTH), 77.0, dtype=torch.float64)])
     weights = (torch.arange(len(padded)) < ROWS).float()
     expected = learned(nn.BatchNorm1d(WIDTH), rows, real)
     for name, value in learned(BatchNorm(WIDTH), padded, real, weights).items():
@@ -118,10 +116,8 @@ def on_rank(
 def test_two_ranks_are_one_batch_without_its_padding(
     counts: list[int], padding: list[int]
 ) -> None:
-    expected, results = (
-        learned(nn.BatchNorm1d(WIDTH), rows_of(), slice(ROWS)),
-        run_ranks(on_rank, 2, counts, padding),
-    )
+    expected = learned(nn.BatchNorm1d(WIDTH), rows_of(), slice(ROWS))
+    results = run_ranks(on_rank, 2, counts, padding)
     for name in ("output", "gradient"):
         torch.testing.assert_close(
             torch.cat([result[name] for result in results]), expected[name], msg=name

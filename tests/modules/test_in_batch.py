@@ -37,10 +37,8 @@ def whole() -> dict[str, Tensor]:
 
 def towers() -> nn.ModuleList:
     torch.manual_seed(1)
-    user, item = (
-        nn.Embedding(6, DIM, dtype=torch.float64),
-        nn.Embedding(ITEMS, DIM, dtype=torch.float64),
-    )
+    user = nn.Embedding(6, DIM, dtype=torch.float64)
+    item = nn.Embedding(ITEMS, DIM, dtype=torch.float64)
     return nn.ModuleList([user, item, nn.Linear(DIM, DIM, dtype=torch.float64)])
 
 
@@ -184,10 +182,8 @@ def test_accidental_hits_and_known_items_are_never_counted(
 @pytest.mark.unit
 def test_only_padding_is_left_out_and_what_is_unknown_has_its_own_log_q() -> None:
     """Rows: an item, two unknown ones, another item, and padding."""
-    ids, log_q = (
-        torch.tensor([7, 0, 0, 5, 0]),
-        torch.tensor([-8.0, -7.0, -7.0, -6.0, -torch.inf]),
-    )
+    ids = torch.tensor([7, 0, 0, 5, 0])
+    log_q = torch.tensor([-8.0, -7.0, -7.0, -6.0, -torch.inf])
     present = torch.tensor([True, True, True, True, False])
     made = in_batch_negatives(
         torch.eye(5), ids, log_q=log_q, queries=4, present=present

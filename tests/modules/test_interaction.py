@@ -109,10 +109,8 @@ def test_an_input_that_is_not_activated_keeps_its_negative_half() -> None:
 
 
 def test_cosine_is_the_angle_over_the_temperature() -> None:
-    query, candidate = (
-        torch.tensor([[3.0, 4.0], [1.0, 0.0]]),
-        torch.tensor([[6.0, 8.0], [0.0, 2.0]]),
-    )
+    query = torch.tensor([[3.0, 4.0], [1.0, 0.0]])
+    candidate = torch.tensor([[6.0, 8.0], [0.0, 2.0]])
     torch.testing.assert_close(
         Cosine([2, 2], temperature=0.5)([query, candidate]), torch.tensor([2.0, 0.0])
     )

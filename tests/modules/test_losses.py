@@ -116,10 +116,8 @@ def test_hinge_equals_its_closed_form() -> None:
 
 
 def test_hinge_of_negative_distances_is_the_triplet_loss() -> None:
-    anchor, items = (
-        torch.randn(4, 1, 3, dtype=torch.float64),
-        torch.randn(4, 2, 3, dtype=torch.float64),
-    )
+    anchor = torch.randn(4, 1, 3, dtype=torch.float64)
+    items = torch.randn(4, 2, 3, dtype=torch.float64)
     distances = (anchor - items).norm(dim=2)
     expected = torch.nn.functional.triplet_margin_loss(
         anchor[:, 0], items[:, 0], items[:, 1], margin=0.7, eps=0

@@ -29,12 +29,10 @@ class Form:
     weighted: bool = False
 
 
-PLAIN, SHARED, JOINT, WEIGHTED = (
-    Form(),
-    Form(shared=True),
-    Form(shared=True, joint=True),
-    Form(weighted=True),
-)
+PLAIN = Form()
+SHARED = Form(shared=True)
+JOINT = Form(shared=True, joint=True)
+WEIGHTED = Form(weighted=True)
 
 
 def table(

@@ -157,10 +157,8 @@ def test_a_stack_that_was_stopped_equals_one_that_was_not(
             for told, record in seen
             if told == name and record["kind"] != "restore"
         ] == found[name]
-        state, expected = (
-            again[name].network.state_dict(),
-            whole[name].network.state_dict(),
-        )
+        state = again[name].network.state_dict()
+        expected = whole[name].network.state_dict()
         for key, value in expected.items():
             assert torch.equal(state[key], value), (name, key)
 
@@ -177,10 +175,8 @@ def test_a_members_checkpoint_is_a_network_of_its_own(tmp_path: Path) -> None:
         last.close()
         assert path is not None
         publish_weights(path, tmp_path / f"{name}.safetensors")
-        found, expected = (
-            load_file(tmp_path / f"{name}.safetensors"),
-            member.network.state_dict(),
-        )
+        found = load_file(tmp_path / f"{name}.safetensors")
+        expected = member.network.state_dict()
         assert found.keys() == expected.keys()
         alone = network(PLAIN, seed=7, dropout=0.3)
         stack = Stack({"alone": alone})

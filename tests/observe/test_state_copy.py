@@ -221,10 +221,8 @@ def test_a_step_that_was_adopted_for_a_proof_leaves_model_optimizer_and_hooks_as
     None
 ):
     torch.set_num_threads(1)
-    model, loss_fn = (
-        nn.Sequential(nn.Embedding(200_000, 8), nn.Linear(8, 1)),
-        nn.BCEWithLogitsLoss(),
-    )
+    model = nn.Sequential(nn.Embedding(200_000, 8), nn.Linear(8, 1))
+    loss_fn = nn.BCEWithLogitsLoss()
     optimizer = torch.optim.Adam(model.parameters())
     batches = [(torch.randint(200_000, (256,)), torch.ones(256, 1)) for _ in range(8)]
     before = [parameter.detach().clone() for parameter in model.parameters()]

@@ -124,10 +124,8 @@ def test_schedules_and_early_stops_can_be_given_on_the_command_line() -> None:
             apply_overrides(TrainConfig(), [item])
 
 
-TABLES, DENSE = (
-    Schedule(kind="linear", warmup=3),
-    Schedule(kind="step", every=4, gamma=0.5),
-)
+TABLES = Schedule(kind="linear", warmup=3)
+DENSE = Schedule(kind="step", every=4, gamma=0.5)
 OPTIMIZER = OptimizerConfig(tables="sgd", tables_lr=2.0, dense="sgd", dense_lr=0.5)
 STEPS = 12
 

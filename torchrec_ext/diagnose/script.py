@@ -30,11 +30,9 @@ from torchrec_ext.observe.user_lines import owner_of
 # step is there then.
 _STEPS = 4
 # Names in the loop's function that no script has.
-_BATCH, _LOOP, _NUMBERS = (
-    "_batch_of_why_slow",
-    "_loop_of_why_slow",
-    "_numbers_of_why_slow",
-)
+_BATCH = "_batch_of_why_slow"
+_LOOP = "_loop_of_why_slow"
+_NUMBERS = "_numbers_of_why_slow"
 _LEAVING = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
 
 

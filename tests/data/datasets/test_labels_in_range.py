@@ -69,10 +69,8 @@ def test_a_value_out_of_range_is_named(
     schema = schema_of()
     config = {"label": "label", "weight": "weight"}
     if task and name == "label":
-        schema, config = (
-            dataclasses.replace(schema, tasks=("label",)),
-            {"weight": "weight"},
-        )
+        schema = dataclasses.replace(schema, tasks=("label",))
+        config = {"weight": "weight"}
     options = LoaderConfig(
         batch_size=12, negatives=0, prefetch=0, read_ahead=0, shuffle=False, **config
     )  # type: ignore[arg-type]

@@ -65,10 +65,8 @@ def test_without_candidates_a_row_is_paired_with_its_own_item() -> None:
 
 def test_one_side_alone_has_every_key_and_the_other_side_empty() -> None:
     builder = BatchBuilder(schema(), DATA.items)
-    users, items = (
-        builder.user_batch(DATA.test.slice(0, 3)),
-        builder.item_batch(np.arange(7)),
-    )
+    users = builder.user_batch(DATA.test.slice(0, 3))
+    items = builder.item_batch(np.arange(7))
     assert users.sparse.keys() == items.sparse.keys() == schema().keys
     assert bags(users, "genres") == bags(users, "item_id") == [[]] * 3
     assert bags(users, "history") == [

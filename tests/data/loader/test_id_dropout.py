@@ -63,10 +63,8 @@ def model(
     device: torch.device | None = META,
     **options: Any,
 ) -> TowerModel:
-    users, items = (
-        tables_of(data, "user_id", "occupation", "history"),
-        tables_of(data, "item_id", "genres"),
-    )
+    users = tables_of(data, "user_id", "occupation", "history")
+    items = tables_of(data, "item_id", "genres")
     return two_tower(
         users, items, shared=("user",) if shared else (), device=device, **options
     )

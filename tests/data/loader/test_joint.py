@@ -71,10 +71,8 @@ def test_the_user_and_the_candidates_meet_in_one_key() -> None:
 def test_one_side_alone_leaves_the_other_half_empty() -> None:
     made = schema(["history", "item_id"], ["history"])
     builder = BatchBuilder(made, DATA.items.select(["item_id"]))
-    users, items = (
-        builder.user_batch(DATA.test.slice(0, 3)),
-        builder.item_batch(np.arange(7)),
-    )
+    users = builder.user_batch(DATA.test.slice(0, 3))
+    items = builder.item_batch(np.arange(7))
     assert bags(users, "history") == [
         DATA.test["history"].row(at).tolist() for at in range(3)
     ]

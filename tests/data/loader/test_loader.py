@@ -436,10 +436,8 @@ def test_generated_data_runs_through_the_training_loader(sampling: Any) -> None:
 def test_labelled_rows_are_the_same_at_every_call_and_hold_no_positive_as_a_negative() -> (
     None
 ):
-    rows, again = (
-        labelled_rows(DATA, "test", negatives=3),
-        labelled_rows(DATA, "test", negatives=3),
-    )
+    rows = labelled_rows(DATA, "test", negatives=3)
+    again = labelled_rows(DATA, "test", negatives=3)
     assert np.array_equal(rows["item_id"].values, again["item_id"].values)
     known = set(zip(*(part.tolist() for part in DATA.pairs()), strict=True))
     pairs = zip(

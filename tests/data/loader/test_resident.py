@@ -278,10 +278,8 @@ def test_an_epoch_of_drawn_steps_is_put_in_order_once(
     chunk = Chunk({"user_id": Column(numbers), "item_id": Column(numbers + 1)})
     made = schema_of({"user_id": SIZE, "item_id": ITEMS + 1})
     config = LoaderConfig(batch_size=8, negatives=2)
-    items, sampler = (
-        Chunk({"item_id": Column(NUMBERS)}),
-        sampler_of(UniformNegatives, chunk),
-    )
+    items = Chunk({"item_id": Column(NUMBERS)})
+    sampler = sampler_of(UniformNegatives, chunk)
     loader = ChunkLoader(
         chunk, made, config=config, items=items, negatives=sampler, device="cpu"
     )

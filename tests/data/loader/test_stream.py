@@ -398,10 +398,8 @@ def test_the_batch_equals_that_of_rows_in_memory(folder: Path) -> None:
     )
     for shared in ((), ("user_id", "history", "row"), ("item_id",)):
         schema = schema_of(shared)
-        memory, stream = (
-            ChunkLoader(chunk, schema, config=config),
-            ChunkLoader(source, schema, config=config),
-        )
+        memory = ChunkLoader(chunk, schema, config=config)
+        stream = ChunkLoader(source, schema, config=config)
         for left, right in zip(memory, stream, strict=True):
             assert equal(left, right)
             row_numbers(right)

@@ -28,10 +28,8 @@ WAITS = {
 
 
 def test_the_random_numbers_are_the_same(device: torch.device) -> None:
-    positions, draws = (
-        np.array([0, 1, 5, 1 << 40, (1 << 62) + 3])[:, None],
-        np.arange(1000),
-    )
+    positions = np.array([0, 1, 5, 1 << 40, (1 << 62) + 3])[:, None]
+    draws = np.arange(1000)
     for seed in (0, 1, -1, 1 << 70, (1 << 63) + 5):
         key = stream(seed, 3, 1)
         made = device_uniform(
@@ -133,10 +131,8 @@ def test_known_items_of_a_batch_are_those_of_the_pairs(
     monkeypatch.setattr(module, "MOST_BITS", most_bits)
     rng = np.random.default_rng(1)
     known = KnownPairs(37, rng.integers(9, size=100), rng.integers(1, 38, size=100))
-    users, items = (
-        rng.integers(-1, 12, size=20),
-        np.r_[rng.integers(0, 38, size=40), 5, 5, 99],
-    )
+    users = rng.integers(-1, 12, size=20)
+    items = np.r_[rng.integers(0, 38, size=40), 5, 5, 99]
     made = module.KnownItems(known).to(device)
     assert not made.state_dict()
     found = made(torch.from_numpy(users).to(device), torch.from_numpy(items).to(device))

@@ -81,11 +81,9 @@ def test_padding_is_not_counted_and_ids_of_any_size_are() -> None:
 def test_it_continues_from_its_state_and_refuses_another_setting() -> None:
     generator = torch.Generator().manual_seed(0)
     batches = torch.randint(1, 50, (40, 8), generator=generator)
-    whole, first, rest = (
-        StreamingFrequency(500),
-        StreamingFrequency(500),
-        StreamingFrequency(500),
-    )
+    whole = StreamingFrequency(500)
+    first = StreamingFrequency(500)
+    rest = StreamingFrequency(500)
     for batch in batches:
         whole.update(batch)
     for batch in batches[:20]:

@@ -222,10 +222,8 @@ def test_a_filter_of_known_pairs_takes_a_bit_a_bit_while_it_is_made(
     """Of the largest bitmap, 32 MB, and of the filter above it; in bytes it was eight times as much."""
     rng = np.random.default_rng(0)
     items = known_pairs.MOST_BITS // 4_001 - 1
-    users, taken = (
-        rng.integers(4_000, size=pairs),
-        rng.integers(1, items + 1, size=pairs),
-    )
+    users = rng.integers(4_000, size=pairs)
+    taken = rng.integers(1, items + 1, size=pairs)
     for most_bits in (known_pairs.MOST_BITS, 0):
         monkeypatch.setattr(known_pairs, "MOST_BITS", most_bits)
         tracemalloc.start()

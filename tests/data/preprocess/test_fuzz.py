@@ -125,10 +125,8 @@ def test_json_with_another_value_in_it(folder: Path, examples: int) -> None:
 
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_a_vocabulary_with_other_bytes_in_it(folder: Path, examples: int) -> None:
-    file, whole = (
-        next(folder.glob("vocabulary-*.parquet")),
-        (folder / "preprocessor.json").read_bytes(),
-    )
+    file = next(folder.glob("vocabulary-*.parquet"))
+    whole = (folder / "preprocessor.json").read_bytes()
     data = file.read_bytes()
 
     def other(edits: list[tuple[int, bytes, int]]) -> None:

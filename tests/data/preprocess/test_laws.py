@@ -166,11 +166,9 @@ def test_fitted_twice_the_state_is_byte_for_byte_the_same(
 def test_histories_against_brute_force(duckdb: DuckDB, tmp_path: Path) -> None:
     rng = np.random.default_rng(8)
     size = 2000
-    user, item, time = (
-        rng.integers(0, 20, size),
-        rng.integers(0, 50, size),
-        rng.integers(0, 40, size),
-    )
+    user = rng.integers(0, 20, size)
+    item = rng.integers(0, 50, size)
+    time = rng.integers(0, 40, size)
     rows = {
         "user": user.tolist(),
         "item": [str(i) for i in item],

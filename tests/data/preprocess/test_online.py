@@ -511,10 +511,8 @@ def test_serving_imports_neither_ibis_nor_duckdb(tmp_path: Path) -> None:
 def test_pythons_numbers_are_the_cells_that_arrow_makes_of_them(
     raw: str, data: list[Any]
 ) -> None:
-    plain, arrow = (
-        read_cells("c", data, raw),
-        read_cells("c", pa.array(data, arrow_type(raw)), raw),
-    )
+    plain = read_cells("c", data, raw)
+    arrow = read_cells("c", pa.array(data, arrow_type(raw)), raw)
     for name in ("values", "valid", "lengths"):
         found, expected = getattr(plain, name), getattr(arrow, name)
         np.testing.assert_array_equal(found, expected)

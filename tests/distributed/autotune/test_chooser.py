@@ -122,10 +122,8 @@ def told(call: Callable[[], object]) -> str:
 
 
 def decided(runtime: Runtime) -> dict[str, Any]:
-    model, local = (
-        small_model(META),
-        list(batches(3, rank=runtime.rank, world_size=runtime.world_size)),
-    )
+    model = small_model(META)
+    local = list(batches(3, rank=runtime.rank, world_size=runtime.world_size))
     before = {
         name: (value.shape, value.device) for name, value in model.named_parameters()
     }

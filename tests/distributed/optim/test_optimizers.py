@@ -400,10 +400,8 @@ def test_a_row_that_rests_keeps_its_moments_and_the_bias_correction_counts_steps
     None
 ):
     weight = torch.nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
-    one, none = (
-        torch.ones(1, 1, dtype=torch.float64),
-        torch.zeros(1, 1, dtype=torch.float64),
-    )
+    one = torch.ones(1, 1, dtype=torch.float64)
+    none = torch.zeros(1, 1, dtype=torch.float64)
     step_by_step(
         RowAdam([weight], lr=1.0, betas=(0.5, 0.5), eps=0.0), weight, [one, none, one]
     )
@@ -417,10 +415,8 @@ def test_a_row_that_rests_keeps_its_moments_and_the_bias_correction_counts_steps
 def test_partial_row_wise_adam_has_one_second_moment_per_row_and_lamb_scales_by_the_rows_own_norms() -> (
     None
 ):
-    start, grad = (
-        torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64),
-        torch.tensor([[1.0, 7.0], [2.0, 2.0]], dtype=torch.float64),
-    )
+    start = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64)
+    grad = torch.tensor([[1.0, 7.0], [2.0, 2.0]], dtype=torch.float64)
     weight = torch.nn.Parameter(start.clone())
     moved = step_by_step(
         RowAdam([weight], lr=0.1, row_wise=True, eps=0.0), weight, [grad]

@@ -44,10 +44,8 @@ def trained(
     parallel, optimizer = hybrid_parallel(
         made, runtime, plan=plan, optimizer=LEARNING, seed=3
     )
-    pipeline, stream = (
-        make_pipeline(parallel, optimizer, runtime.device),
-        batches(kind, [runtime.rank]),
-    )
+    pipeline = make_pipeline(parallel, optimizer, runtime.device)
+    stream = batches(kind, [runtime.rank])
     logits, calls = [], []
     for _ in range(STEPS[kind]):
         counted = counting(lambda: logits.append(pipeline.progress(stream).logits))

@@ -251,10 +251,8 @@ EVERY = [
 def test_towers_that_share_tables_learn_on_their_ranks_what_they_learn_unsharded(
     world_size: int, place: int
 ) -> None:
-    case, ranks = (
-        CASES[world_size][place],
-        [cases[place] for cases, _ in ranks_of(world_size)],
-    )
+    case = CASES[world_size][place]
+    ranks = [cases[place] for cases, _ in ranks_of(world_size)]
     expected = unsharded(case.model)
     for step, logits in enumerate(expected["logits"]):
         results = torch.cat([rank["logits"][step] for rank in ranks])

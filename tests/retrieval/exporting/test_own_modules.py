@@ -89,14 +89,10 @@ class Sessions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.items, self.bag = (
-            nn.Embedding(ITEMS, D, padding_idx=0),
-            nn.EmbeddingBag(ITEMS, D, padding_idx=0),
-        )
-        self.gru, self.layer = (
-            nn.GRU(D, D, batch_first=True),
-            nn.Sequential(nn.Linear(2 * D, D), nn.BatchNorm1d(D)),
-        )
+        self.items = nn.Embedding(ITEMS, D, padding_idx=0)
+        self.bag = nn.EmbeddingBag(ITEMS, D, padding_idx=0)
+        self.gru = nn.GRU(D, D, batch_first=True)
+        self.layer = nn.Sequential(nn.Linear(2 * D, D), nn.BatchNorm1d(D))
         self.item = nn.Linear(D + 1, D)
         nn.init.normal_(self.layer[1].running_mean)  # type: ignore[arg-type]
 
@@ -124,10 +120,8 @@ class Biased(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows, self.bias = (
-            nn.Embedding(USERS + ITEMS, D),
-            nn.Embedding(USERS + ITEMS, 1),
-        )
+        self.rows = nn.Embedding(USERS + ITEMS, D)
+        self.bias = nn.Embedding(USERS + ITEMS, 1)
         self.register_buffer("offset", torch.tensor([0, USERS]))
         self.layer = nn.Linear(D, D)
 
@@ -389,10 +383,8 @@ def test_a_table_of_both_towers_is_kept_once_and_in_a_byte_a_number_where_asked(
 def test_an_unknown_id_is_refused_or_read_as_the_row_that_the_user_names(
     tmp_path: Path,
 ) -> None:
-    case, nobody = (
-        CASES["layers of pairs"],
-        row(CASES["layers of pairs"], 0) | {"user": USERS},
-    )
+    case = CASES["layers of pairs"]
+    nobody = row(CASES["layers of pairs"], 0) | {"user": USERS}
     model, strict = exported("layers of pairs", tmp_path / "strict")
     refused = (
         rf"column 'user': {USERS} is no row of table .*'gmf_user/weight', which has "
@@ -503,11 +495,9 @@ class Crossed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user, self.item, self.pair = (
-            nn.Embedding(USERS, D),
-            nn.Embedding(ITEMS, D),
-            nn.Embedding(97, D),
-        )
+        self.user = nn.Embedding(USERS, D)
+        self.item = nn.Embedding(ITEMS, D)
+        self.pair = nn.Embedding(97, D)
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         return (

@@ -101,10 +101,8 @@ def test_int8_tables_score_as_the_model_with_rounded_tables_within_what_the_mani
     )
     loss = small.bundle.manifest.content["tables"]
     assert "tables" not in trained.bundle.manifest.content
-    users, items = (
-        np.repeat(USERS, 49),
-        np.tile(np.arange(FIRST_ITEM, FIRST_ITEM + 49), len(USERS)),
-    )
+    users = np.repeat(USERS, 49)
+    items = np.tile(np.arange(FIRST_ITEM, FIRST_ITEM + 49), len(USERS))
     exact = small.logits(users, items)
     rounded(small.model)
     expected = small.logits(users, items).view(len(USERS), 49)

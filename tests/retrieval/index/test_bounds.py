@@ -163,10 +163,8 @@ def test_over_a_store_without_its_tombstones(dtype: str, tmp_path: Path) -> None
 def test_where_all_are_alike_all_are_computed() -> None:
     plain, quantized = both(torch.ones(1_000, 4), "cosine")
     assert quantized.search(torch.ones(2, 4), 3)[1].tolist() == [[0, 1, 2]] * 2
-    nobody, few = (
-        torch.zeros(1_000, dtype=torch.bool),
-        torch.zeros(1_000, dtype=torch.bool),
-    )
+    nobody = torch.zeros(1_000, dtype=torch.bool)
+    few = torch.zeros(1_000, dtype=torch.bool)
     few[[7, 11]] = True
     assert quantized.search(torch.ones(1, 4), 2, allowed=nobody)[1].tolist() == [
         [-1, -1]
@@ -182,10 +180,8 @@ def test_where_all_are_alike_all_are_computed() -> None:
 
 def test_of_few_that_are_left_in_late_blocks_all_are_computed() -> None:
     generator = torch.Generator().manual_seed(3)
-    rows, query = (
-        torch.randn(1_000, 8, generator=generator),
-        torch.randn(1, 8, generator=generator),
-    )
+    rows = torch.randn(1_000, 8, generator=generator)
+    query = torch.randn(1, 8, generator=generator)
     plain, quantized = both(rows, "dot")
     assert quantized._bounds is not None
     for left in (

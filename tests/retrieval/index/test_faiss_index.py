@@ -85,10 +85,8 @@ def test_recall_as_measured_scores_as_exact_and_saved(
 def test_filters_inside_the_search(kind: str) -> None:
     """K are found where K are left, none of them filtered out; a rare category is as good as exact."""
     rows, queries = clustered(), clustered(5, seed=2)
-    index, exact = (
-        FaissIndex.build(rows, "dot", kind=kind, recall=0.9, k=20),
-        ExactIndex(rows, "dot"),
-    )
+    index = FaissIndex.build(rows, "dot", kind=kind, recall=0.9, k=20)
+    exact = ExactIndex(rows, "dot")
     half, rare = torch.arange(3_000) % 2 == 0, torch.arange(3_000) % 300 == 7
     taken = [exact.search(query, 30)[1][0] for query in queries.split(1)]
     for allowed, excluded in ((half, None), (None, taken), (half, taken)):

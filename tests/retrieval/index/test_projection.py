@@ -44,10 +44,8 @@ def assert_equal(
     """One query and several at once, and in double precision to the last digits."""
     for dtype, tolerance in ((torch.float32, within), (torch.float64, 1e-6 * within)):
         interaction = interaction.to(dtype)
-        query, candidates = (
-            torch.randn(3, sum(widths[:-1]), dtype=dtype),
-            torch.randn(ROWS, widths[-1], dtype=dtype),
-        )
+        query = torch.randn(3, sum(widths[:-1]), dtype=dtype)
+        candidates = torch.randn(ROWS, widths[-1], dtype=dtype)
         made = projection(interaction, widths[-1])
         stored = made.candidates(candidates)
         assert stored.shape == (ROWS, made.width)

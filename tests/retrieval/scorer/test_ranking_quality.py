@@ -45,10 +45,8 @@ def test_hit_rate_through_the_service_is_the_trained_models_to_the_last_hit(
     users, targets = (data.test[name].values for name in ("user_id", "item_id"))
     bundle = Bundle.load(tmp_path / "run" / "bundle")
     with running_server(bundle, log_requests=False) as running:
-        connection, hits = (
-            http.client.HTTPConnection("127.0.0.1", running.port, timeout=30),
-            0,
-        )
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)
+        hits = 0
         for row, (user, target) in enumerate(
             zip(users.tolist(), targets.tolist(), strict=True)
         ):

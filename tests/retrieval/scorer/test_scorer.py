@@ -65,10 +65,8 @@ def seen(user: int) -> list[int]:
 def test_scores_are_the_whole_models_on_100_000_random_pairs(
     interaction: Interaction, tmp_path: Path
 ) -> None:
-    made, random = (
-        SmallBundle(tmp_path / "bundle", interaction=interaction),
-        np.random.default_rng(0),
-    )
+    made = SmallBundle(tmp_path / "bundle", interaction=interaction)
+    random = np.random.default_rng(0)
     users = random.integers(FIRST_USER, USERS, 500)
     items = random.integers(FIRST_ITEM, FIRST_ITEM + ITEMS - 1, (500, 200))
     asked = [
@@ -562,10 +560,8 @@ def test_what_is_wrong_with_one_users_vector_leaves_the_others_alone(
         [(np.array([USER, USER + 1]), vectors)],
         tower=bundle.query_digest,
     )
-    scorer, users = (
-        Scorer(bundle, vectors=[FolderVectors(tmp_path / "users")]),
-        [None, USER, USER + 1],
-    )
+    scorer = Scorer(bundle, vectors=[FolderVectors(tmp_path / "users")])
+    users = [None, USER, USER + 1]
     for requests in (
         [ScoreRequest(user={"user_id": user}, items=ALL.tolist()) for user in users],
         [RecommendRequest(user={"user_id": user}, k=3) for user in users],
@@ -641,10 +637,8 @@ def test_a_store_that_goes_away_is_passed_over_for_a_while_and_taken_again(
 def test_a_swap_is_whole_every_answer_is_of_the_bundle_it_names(
     made: SmallBundle, dot: SmallBundle
 ) -> None:
-    bundles, request = (
-        [made.bundle, dot.bundle],
-        RecommendRequest(user={"user_id": USER}, k=10),
-    )
+    bundles = [made.bundle, dot.bundle]
+    request = RecommendRequest(user={"user_id": USER}, k=10)
     expected = {
         bundle.manifest.digest: Scorer(bundle).recommend(request).items
         for bundle in bundles

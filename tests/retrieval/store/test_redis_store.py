@@ -26,11 +26,9 @@ def store(server: RedisServer, tower: str, **options: object) -> RedisStore:
 
 @pytest.mark.parametrize("batch", [1, 7, 1_000])
 def test_found_as_put_in_any_batches(server: RedisServer, batch: int) -> None:
-    mine, ids, vectors = (
-        store(server, f"a{batch}", batch=batch),
-        list(range(50)),
-        torch.randn(50, 6),
-    )
+    mine = store(server, f"a{batch}", batch=batch)
+    ids = list(range(50))
+    vectors = torch.randn(50, 6)
     mine.put(ids, vectors)
     found, there = mine.find([3, 999, 49, 3])
     assert there.tolist() == [True, False, True, True]

@@ -17,11 +17,9 @@ from torchrec_ext.train import loop
 from torchx_apps.recipes import RECIPES
 
 FILE = Path(__file__).parents[1] / "waits.json"
-EAGER, CAPTURED, ON_DEVICE = (
-    "train.compile=off",
-    "train.compile=require",
-    "loader.device=cuda",
-)
+EAGER = "train.compile=off"
+CAPTURED = "train.compile=require"
+ON_DEVICE = "loader.device=cuda"
 # These two decide by values how long their sequences are, so they have no captured
 # step.
 NEVER_CAPTURED = ("bst", "session")

@@ -118,10 +118,8 @@ def test_tensors_with_other_bytes_in_them(
     for file in checkpoint.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     victim = next(tmp_path.glob("*.distcp"))
-    whole, checkpointer = (
-        victim.read_bytes(),
-        Checkpointer(str(tmp_path / "other"), HERE),
-    )
+    whole = victim.read_bytes()
+    checkpointer = Checkpointer(str(tmp_path / "other"), HERE)
     places = [
         place
         for place in read_index(str(tmp_path)).storage_data.values()

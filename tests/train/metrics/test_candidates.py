@@ -96,10 +96,8 @@ class Vectors:
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    users, items = (
-        torch.randn(QUERIES, 6, generator=generator),
-        torch.randn(ITEMS, 6, generator=generator),
-    )
+    users = torch.randn(QUERIES, 6, generator=generator)
+    items = torch.randn(ITEMS, 6, generator=generator)
     return (
         users,
         items,

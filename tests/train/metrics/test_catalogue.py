@@ -203,10 +203,8 @@ def test_the_popularity_ranking_is_that_of_the_same_scores_for_all_queries(
         seen_items=torch.tensor([item for _, item in seen], dtype=torch.int64),
         not_items=tuple(data.draw(st.sets(st.integers(0, items - 1)))),
     )
-    ranks, expected = (
-        popularity_ranks(popularity, question),
-        ranks_of(popularity.float().repeat(rows, 1), question),
-    )
+    ranks = popularity_ranks(popularity, question)
+    expected = ranks_of(popularity.float().repeat(rows, 1), question)
     assert (ranks.better.tolist(), ranks.ties.tolist()) == (
         expected.better.tolist(),
         expected.ties.tolist(),

@@ -157,10 +157,8 @@ def bad_batch(
     model, optimizer = hybrid_parallel(
         small_model(META), runtime, optimizer=OPTIMIZERS["adam"]
     )
-    step, (batch, bad) = (
-        PlainStep(model, optimizer, FiniteLoss(model, runtime, 2)),
-        batches(2),
-    )
+    step = PlainStep(model, optimizer, FiniteLoss(model, runtime, 2))
+    (batch, bad) = batches(2)
     step.begin()
     step(batch)
     before = {
