@@ -344,7 +344,8 @@ def collected() -> Case:
 
     def keep(
         loss: Tensor,
-    ) -> None:  # what lives until the next collection, as of a log or a replay buffer
+    ) -> None:
+        # what lives until the next collection, as of a log or a replay buffer
         value = loss.detach()
         kept.append([{"loss": value} for _ in range(2_000)])
         del kept[:-200]

@@ -741,9 +741,8 @@ def run(name: str, options: Options) -> dict[str, Any] | None:
             limit_s=LIMIT_S,
             **environment,
         )
-    except (
-        RuntimeError
-    ) as error:  # of the program or of why_slow: no verdict is a wrong one
+    except RuntimeError as error:
+        # of the program or of why_slow: no verdict is a wrong one
         made = {
             "first": str(error).splitlines()[-1],
             "right": False,

@@ -196,9 +196,8 @@ def train_steps(name: str, steps: int) -> None:
         for (
             call,
             every,
-        ) in (
-            between.values()
-        ):  # outside, as the quickstart has it; inside, the model's call is "forward"
+        ) in between.values():
+            # outside, as the quickstart has it; inside, the model's call is "forward"
             if number % every == 0:
                 call()
 

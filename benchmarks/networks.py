@@ -328,7 +328,8 @@ def two_sides(
         "LOCAL_RANK",
         "WORLD_SIZE",
         "LOCAL_WORLD_SIZE",
-    ):  # without them this process is a job
+    ):
+        # without them this process is a job
         del os.environ[name]
     with one_rank() as alone_here:
         trainings = Trainings(

@@ -432,9 +432,8 @@ def _environment(
         # The ranks then refuse settings that need a fixed number of ranks.
         ours["TORCHREC_EXT_ELASTIC"] = elastic
     variables = {**ours, **(env or {})}
-    if (
-        "PET_RDZV_CONF" in variables
-    ):  # torchrun's, NAME=VALUE by commas; TorchX takes no "=" within a value
+    if "PET_RDZV_CONF" in variables:
+        # torchrun's, NAME=VALUE by commas; TorchX takes no "=" within a value
         variables["PET_RDZV_CONF"] = variables["PET_RDZV_CONF"].replace(":", "=")
     return variables
 

@@ -28,9 +28,8 @@ def main(runtime, path="ncf.pt", positives=83_731, epochs=3):
     step = adopt(
         model, optimizer, lambda *batch: loss_fn(model(*batch[:3]), batch[3]), rows=rows
     )
-    with LocalSGD(
-        model, step, every=32
-    ) as ranks:  # in place of DistributedDataParallel(model)
+    with LocalSGD(model, step, every=32) as ranks:
+        # in place of DistributedDataParallel(model)
         for epoch in range(int(epochs)):
             total = 0.0
             for loss in step.epoch():

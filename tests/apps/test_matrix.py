@@ -807,9 +807,8 @@ def outcome_of(
     output, refusal = io.StringIO(), None
     with contextlib.redirect_stdout(output):
         try:
-            if (
-                cell["start"] == "earlier"
-            ):  # a run that saves, of the same tables and layers
+            if cell["start"] == "earlier":
+                # a run that saves, of the same tables and layers
                 earlier = overrides_of(
                     {
                         **cell,

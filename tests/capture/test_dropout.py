@@ -39,7 +39,8 @@ def test_masks_are_true_as_often_as_they_should_be_and_independent_of_each_other
     for dim in (
         0,
         1,
-    ):  # neither a row nor a column has more or fewer than chance gives it
+    ):
+        # neither a row nor a column has more or fewer than chance gives it
         spread = mask.float().mean(dim).std() / (deviation / 1000**0.5)
         assert float(spread) == pytest.approx(1, abs=0.15)
 

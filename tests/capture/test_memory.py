@@ -124,9 +124,8 @@ def devices(runtime: Runtime) -> list[set[str]]:
     step = CapturedStep(ShardedSource(model, optimizer), as_it_is)
     step(next(batches(1)))
     step._engine, step._memory.device = looking, torch.device("meta")  # type: ignore[assignment]
-    with contextlib.suppress(
-        AttributeError
-    ):  # this engine leaves nothing to put together
+    with contextlib.suppress(AttributeError):
+        # this engine leaves nothing to put together
         step(next(batches(1, size=12)))
     return found
 

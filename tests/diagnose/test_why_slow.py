@@ -1126,7 +1126,8 @@ def test_anomaly_mode_that_the_step_switches_on_is_off_where_it_is_left_out() ->
 
     def noting(
         into: set[bool],
-    ) -> Iterator[None]:  # what a generator holds is not put back
+    ) -> Iterator[None]:
+        # what a generator holds is not put back
         while True:
             into.add(torch.is_anomaly_enabled())
             yield

@@ -356,9 +356,8 @@ def test_rows_off_the_gpu_train_as_those_on_it(kernel: str) -> None:
                 keyed.zero_grad()
                 parallel(batch.to(runtime.device))[0].backward()
                 keyed.step()
-                if (
-                    step == 2
-                ):  # what is written into the tables is what the next step reads
+                if step == 2:
+                    # what is written into the tables is what the next step reads
                     for shard in local_shards(parallel):
                         shard.tensor.mul_(0.5)
             states.append(gather_state(parallel))

@@ -326,9 +326,8 @@ def exchanged(runtime: Runtime) -> dict[str, Any]:
         parallel, keyed = made(runtime, sharding)
         with synchronised(parallel, keyed, sync) as ranks:
             step = steps(runtime, parallel, keyed, sync)
-            for _ in range(
-                3
-            ):  # DDP tells all ranks once how it sorts its buckets, in the third
+            for _ in range(3):
+                # DDP tells all ranks once how it sorts its buckets, in the third
                 step()
             results[f"{sharding}, {sync.mode}"] = [collectives(step) for _ in range(4)]
             assert ranks.silent == (

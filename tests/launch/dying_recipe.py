@@ -32,9 +32,8 @@ def dying(end: Callable[[], None]) -> Job:
 
         def count(*_: Any) -> None:
             calls.append(1)
-            if (
-                os.environ["RANK"] == "1" and len(calls) >= 20
-            ):  # again, where a step that is being captured swallows it
+            if os.environ["RANK"] == "1" and len(calls) >= 20:
+                # again, where a step that is being captured swallows it
                 Path("died").write_text(str(time.time()))
                 end()
 

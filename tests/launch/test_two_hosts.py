@@ -225,9 +225,8 @@ def test_a_cut_cable_leaves_no_process_and_the_job_goes_on_when_it_is_mended(
         assert job.processes(0, 1) == []
         assert "cannot reach host0:2" in job.nodes[1].output
         last = max(job.steps())
-    with Cluster(network, tmp_path / "run").start(
-        0, 1
-    ) as job:  # of the same id, as a scheduler starts it again
+    with Cluster(network, tmp_path / "run").start(0, 1) as job:
+        # of the same id, as a scheduler starts it again
         assert job.end() == {0: 0, 1: 0}, job.output
         assert f"resuming from {job.run_dir}/checkpoints/step-{last:010d}" in job.output
         assert ended_alike(job, whole)

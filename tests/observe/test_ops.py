@@ -62,6 +62,7 @@ def test_ops_that_wait_for_a_gpu(name: str) -> None:
         with (
             _Asked() as asked,
             suppress(UnsupportedFakeTensorException, RuntimeError),
-        ):  # a fake one has no values
+        ):
+            # a fake one has no values
             step(x, host)
     assert asked.waits == waits

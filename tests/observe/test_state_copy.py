@@ -170,9 +170,8 @@ def test_small_tables_stand_in_for_large_ones_and_leave_no_trace(steps: int) -> 
             assert first.weight is second.weight
             assert len(first.weight) == 160
             step()
-    for parameter, kept in zip(
-        model[2].parameters(), last, strict=True
-    ):  # which the step moved, as it should
+    for parameter, kept in zip(model[2].parameters(), last, strict=True):
+        # which the step moved, as it should
         assert not parameter.equal(kept)
         parameter.data.copy_(kept)
     assert [(id(p), p.tolist()) for p in model.parameters()] == weights

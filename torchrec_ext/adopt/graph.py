@@ -319,9 +319,8 @@ def untraceable(error: BaseException) -> CannotAdopt:
 def values_needed(line: str) -> str:
     """Says that a line of the user's depends on values, with the remedy."""
     remedy = _REMEDY_OF_VALUES
-    if (
-        "torchrec/sparse/jagged_tensor.py" in line
-    ):  # which reads how many ids each feature has
+    if "torchrec/sparse/jagged_tensor.py" in line:
+        # which reads how many ids each feature has
         remedy = "make the KeyedJaggedTensor with length_per_key=[...], the numbers of ids of its features"
     return f"{line} depends on values that a step computes; {remedy}"
 

@@ -145,9 +145,8 @@ class Verification:
             update.engine.double = True
             try:
                 return float(step())
-            except (
-                Exception
-            ):  # some ops have no float64, or insist on the dtype of the trace
+            except Exception:
+                # some ops have no float64, or insist on the dtype of the trace
                 return math.nan
             finally:
                 update.engine.double = False

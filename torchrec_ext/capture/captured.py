@@ -443,8 +443,15 @@ class CapturedStep:
                 )
             elif parameter.table:
                 tables[name].move(grads[name])
-            elif grads[name][0] is not None:
-                self._update_dense(parameter, tensors, grads[name][0])
+            elif (grad := grads[name][0]) is not None:
+                # A layer has one leaf, and so one gradient.
+                weight = tensors[name]
+                state = memory.state(parameter, tensors)
+                new = memory.clock(parameter, tensors).stepped(
+                    weight, grad, state, parameter.choice, table=False
+                )
+                for target, value in zip([weight, *state], new, strict=True):
+                    target.copy_(value)
         for group in together.values():
             weights = [tensors[parameter.name] for parameter in group]
             states = [memory.state(parameter, tensors) for parameter in group]
@@ -489,21 +496,6 @@ class CapturedStep:
             grads[name] = [
                 None if grad is None else grad * factor for grad in grads[name]
             ]
-
-    def _update_dense(
-        self,
-        parameter: UpdatedParameter,
-        tensors: dict[str, Tensor],
-        grad: Tensor | None,
-    ) -> None:
-        assert grad is not None
-        clock = self._memory.clock(parameter, tensors)
-        state = self._memory.state(parameter, tensors)
-        new = clock.stepped(
-            tensors[parameter.name], grad, state, parameter.choice, table=False
-        )
-        for target, value in zip([tensors[parameter.name], *state], new, strict=True):
-            target.copy_(value)
 
 
 @dataclass

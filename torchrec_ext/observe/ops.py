@@ -486,9 +486,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 def _storage_of(tensor: Tensor) -> int:
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (
-        NotImplementedError
-    ):  # it has none, as a sparse one and that of a function transform
+    except NotImplementedError:
+        # it has none, as a sparse one and that of a function transform
         return id(tensor)
 
 

@@ -385,7 +385,8 @@ def test_a_flipped_offset_of_an_arrow_file_is_found(
         (4, 1 << 6),
         (7, 1 << 7),
         (12, 1 << 6),
-    ):  # beyond the values, negative, as many values too many
+    ):
+        # beyond the values, negative, as many values too many
         damaged = content.copy()
         damaged[place + at] ^= bit
         (tmp_path / "b.arrow").write_bytes(damaged)

@@ -115,9 +115,8 @@ def test_a_resumed_stream_equals_the_uninterrupted_one_in_this_epoch_and_the_nex
     list(epochs(first, 0, 2))
     first.set_epoch(2)
     batches = iter(first)
-    for _ in zip(
-        range(min(stop + 1, 7)), batches, strict=False
-    ):  # a pipeline fetches ahead of the step that it has finished
+    for _ in zip(range(min(stop + 1, 7)), batches, strict=False):
+        # a pipeline fetches ahead of the step that it has finished
         pass
     file = io.BytesIO()
     torch.save(first.state_dict(step=stop), file)

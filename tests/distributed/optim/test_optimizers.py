@@ -163,9 +163,8 @@ def test_an_optimizer_declared_by_apply_optimizer_in_backward_is_that_of_its_tab
     expected: tuple[str, float, float],
 ) -> None:
     model = declared_model(kind, **arguments)
-    for _ in range(
-        2
-    ):  # a plan declares ours in its place, and hybrid_parallel() asks again
+    for _ in range(2):
+        # a plan declares ours in its place, and hybrid_parallel() asks again
         chosen = chosen_optimizer(model, None)
         user = chosen.for_tables(model)["user_id"]
         assert (user.kind, user.lr, user.eps) == expected

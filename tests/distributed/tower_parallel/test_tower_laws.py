@@ -125,9 +125,8 @@ def test_attention_residuals_and_normalisation_train_as_unsharded(
     ranks = run_ranks(sharded, 2, kind, sharding)
     assert [rank["unpipelined"] for rank in ranks] == [[], []]
     expected = unsharded(kind)
-    for rank in (
-        ranks
-    ):  # running statistics on every rank, since each rank evaluates with its own
+    for rank in ranks:
+        # running statistics on every rank, since each rank evaluates with its own
         assert len(rank["buffers"]) == (10 if kind == "batch" else 0)
         for name, value in rank["buffers"].items():
             torch.testing.assert_close(

@@ -261,9 +261,9 @@ def calls_per_step(runtime: Runtime, towers: str) -> dict[str, float]:
     originals = {name: getattr(dist, name) for name in GATHERED}
     for name, call in originals.items():
         setattr(dist, name, counted(name, call))
-    for _ in range(
-        STEPS
-    ):  # the batches of two further steps are there already, so each of these steps begins one
+    for _ in range(STEPS):
+        # the batches of two further steps are there already, so each of these steps
+        # begins one
         pipeline.progress(local)
     for name, call in originals.items():
         setattr(dist, name, call)

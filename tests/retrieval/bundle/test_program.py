@@ -288,9 +288,8 @@ def test_an_operator_reads_its_own_memory_alone(name: str) -> None:
             first, second = (result(name, wrong, spec, by) for by in (7.25, -3.5))
             if isinstance(first, Exception):
                 assert type(first) is type(second)
-                if (
-                    made is not None
-                ):  # what depends on values, and kernels that lack a dtype
+                if made is not None:
+                    # what depends on values, and kernels that lack a dtype
                     with pytest.raises(
                         ValueError, match=re.escape(f"node #0 ({name})")
                     ):

@@ -230,7 +230,8 @@ def test_a_filter_changes_no_score_and_loses_no_item(share: float, metric: str) 
             10,
             100,
             5_000,
-        ):  # by the bounds; with too many left to compute; with a K too great for them
+        ):
+            # by the bounds; with too many left to compute; with a K too great for them
             for left, out in ((allowed, None), (allowed_here, excluded)):
                 found, positions = index.search(query, k, allowed=allowed, excluded=out)
                 best = products.masked_fill(~left, -torch.inf).sort(

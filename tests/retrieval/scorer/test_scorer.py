@@ -462,9 +462,8 @@ def test_a_request_that_cannot_be_answered_is_told_and_troubles_no_other(
     good = RecommendRequest(user={"user_id": USER}, k=3)
     try:
         first, error, last = scorer.answer([good, request_(), good])
-    except (
-        RequestError
-    ) as refused:  # what is wrong whatever the bundle is refused before
+    except RequestError as refused:
+        # what is wrong whatever the bundle is refused before
         error = refused
     else:
         assert (

@@ -669,9 +669,8 @@ def test_what_takes_too_long_is_503_and_a_body_that_never_ends_408(
             {"name": "time_ms", "value": 50},
         )
         assert "retry-after" in answer.headers
-        with socket.create_connection(
-            ("127.0.0.1", running.port), timeout=20
-        ) as raw:  # a body that never comes
+        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as raw:
+            # a body that never comes
             raw.sendall(
                 b"POST /v1/recommend HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
             )

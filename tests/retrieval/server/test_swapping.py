@@ -133,9 +133,8 @@ def test_a_running_server_takes_bundles_of_other_shapes_or_says_why_not_and_goes
             live = bundles["first"]
             for name in ("wider", "uneven", "dot", "uneven", "first"):
                 pointed.at(bundles[name])
-                if (
-                    stage == "dot" and name == "uneven"
-                ):  # has no product of both towers' outputs
+                if stage == "dot" and name == "uneven":
+                    # has no product of both towers' outputs
                     until(lambda: queued.refused)
                     assert (
                         "the query towers' outputs are 10 wide, the candidate tower's 4"

@@ -89,9 +89,8 @@ def run(
         nonlocal asked, evaluations
         evaluations += 1
         states.append(gather_state(parallel))
-        for block in watched(
-            range(5 - 2 * runtime.rank), 5
-        ):  # of unequal numbers of blocks
+        for block in watched(range(5 - 2 * runtime.rank), 5):
+            # of unequal numbers of blocks
             asked = asked or (
                 stop_in == evaluations
                 and block == 1

@@ -522,9 +522,8 @@ def test_killed_at_any_moment_the_former_or_the_new_one_is_there(
             target=_save_for_ever, args=(str(folder), {}), daemon=True
         )
         process.start()
-        while not list(
-            folder.glob("step-*[0-9]/manifest.json")
-        ):  # of a whole one, not of step-0000000001.partial
+        while not list(folder.glob("step-*[0-9]/manifest.json")):
+            # of a whole one, not of step-0000000001.partial
             time.sleep(0.01)
         time.sleep(draw.random() * 0.3)
         os.kill(process.pid or 0, signal.SIGKILL)

@@ -194,9 +194,9 @@ def assert_loaded(source: str, target: str, saved: Any, loaded: Any) -> None:
     split = [name for name, own in widths.items() if own != other_widths[name]]
     for name in before:
         expected = before[name]
-        if (
-            name in split
-        ):  # the stated rule: each part of the columns is the mean over what its columns had
+        if name in split:
+            # the stated rule: each part of the columns is the mean over what its
+            # columns had
             stops = torch.tensor(other_widths[name]).cumsum(0).tolist()
             starts = [0, *stops[:-1]]
             merged = [
@@ -207,9 +207,8 @@ def assert_loaded(source: str, target: str, saved: Any, loaded: Any) -> None:
         assert torch.equal(after[name], expected), (source, target, name)
     if source == target:
         assert found_losses == next_losses, (source, target)
-    elif not split and ("two copies" in source) == (
-        "two copies" in target
-    ):  # of copies, Adagrad's sums are means of two
+    elif not split and ("two copies" in source) == ("two copies" in target):
+        # of copies, Adagrad's sums are means of two
         assert found_losses == pytest.approx(next_losses, abs=1e-5), (source, target)
 
 

@@ -112,9 +112,8 @@ def waiting(runtime: Runtime, folder: str) -> Any:
             watchdog.beat("step 1 of epoch 0")
             if paused:
                 watchdog.pause()
-            for _ in range(
-                40 if paused else 1
-            ):  # longer than one that waits is left alone
+            for _ in range(40 if paused else 1):
+                # longer than one that waits is left alone
                 time.sleep(0.1)
                 dist.all_reduce(torch.zeros(1))
             if runtime.rank == 0:

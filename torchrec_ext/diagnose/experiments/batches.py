@@ -208,9 +208,8 @@ def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object
         inspect.signature(fn).bind(*batch)
     except TypeError:
         return fn
-    except (
-        ValueError
-    ):  # a function in C may have no signature: it is tried with the entries
+    except ValueError:
+        # a function in C may have no signature: it is tried with the entries
         pass
     return lambda entries: fn(*entries)
 

@@ -235,9 +235,8 @@ def unmerged_exchange(facts: Facts) -> Finding | None:
         basis=f"predicted: the time of {count} goes but for one to four",
     )
     remedies = _less_often(facts)
-    if not facts.recipe or (
-        _sharded(facts) and not facts.towers_apart
-    ):  # what tower_parallel can merge
+    if not facts.recipe or (_sharded(facts) and not facts.towers_apart):
+        # what tower_parallel can merge
         remedies.insert(0, remedy)
     title = "many small exchanges take the time of their number, not of their bytes"
     cost = _exchange_share(facts) * (1 - 2 / len(facts.collectives))

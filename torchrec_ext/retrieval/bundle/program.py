@@ -205,9 +205,8 @@ class Program:
             # It ends a dry run, and is no error of the node.
             except _TooMuchError:
                 raise
-            except (
-                Exception
-            ) as error:  # an untrusted program can make torch raise anything
+            except Exception as error:
+                # an untrusted program can make torch raise anything
                 reason = next(
                     iter(str(error).strip().splitlines()), type(error).__name__
                 )

@@ -231,9 +231,8 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
             # Not by its folder, which may be overwritten by the next bundle.
             if bundle is not self._served:
                 self._served = bundle
-                with contextlib.suppress(
-                    OSError
-                ):  # the parent has gone, which the watcher notices
+                with contextlib.suppress(OSError):
+                    # the parent has gone, which the watcher notices
                     parent.send((SERVING, str(bundle.folder)))
 
         def _send_heartbeat(self) -> None:
@@ -244,9 +243,8 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
                 and queued.busy_s() < settings.hang_s
             ):
                 self._beat = now
-                with contextlib.suppress(
-                    OSError
-                ):  # the parent has gone, which the watcher notices
+                with contextlib.suppress(OSError):
+                    # the parent has gone, which the watcher notices
                     parent.send((ALIVE, ""))
 
     return DrainingServer(uvicorn_config(queued))
@@ -389,9 +387,8 @@ class Watcher(threading.Thread):
             self._wake.clear()
             if self._ending:
                 return
-            with contextlib.suppress(
-                OSError
-            ):  # such as too many open files for a moment
+            with contextlib.suppress(OSError):
+                # such as too many open files for a moment
                 self._tick()
             now = identity(self._pointer)
             if now != self._last_identity and (now == before or at_once):

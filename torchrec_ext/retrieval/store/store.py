@@ -210,9 +210,8 @@ class EmbeddingStore:
                 length = min(_PIECE, len(mapping) - start)
                 try:
                     mapping.madvise(_POPULATE_READ, start, length)
-                except (
-                    OSError
-                ):  # older Linux, or another kernel: read one byte of each page instead
+                except OSError:
+                    # older Linux, or another kernel: read one byte of each page instead
                     bytes(memoryview(mapping)[start : start + length : mmap.PAGESIZE])
         return True
 

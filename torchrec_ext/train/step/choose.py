@@ -259,9 +259,8 @@ class Steps:
                 scaling=config.scaling,
             )
         ranks.checks.append(self.settle)
-        if (
-            config.compile == "require"
-        ):  # fails here, before the first step, if this machine cannot capture at all
+        if config.compile == "require":
+            # fails here, before the first step, if this machine cannot capture at all
             self._attempt(self._engine)
 
     def outputs(
