@@ -380,10 +380,9 @@ class Steps:
         policy.is_decided = True
         remaining_steps = self._config.total - len(policy.eager_seconds)
         too_few = policy.too_few_left(remaining_steps, self._runtime.device.type)
-        if self._runtime.world_size > 1 and not self._ranks.silent:
-            policy.reason = (
-                f"{self._runtime.world_size} ranks wait for each other in every step"
-            )
+        ranks = self._runtime.world_size
+        if ranks > 1 and not self._ranks.silent:
+            policy.reason = f"{ranks} ranks wait for each other in every step"
             if policy.compile == "require":
                 remedy = "launch one rank (-j 1x1), or set sync.mode=local_sgd and plan.sharding=data_parallel"
                 self._refuse(CannotCaptureError(f"{policy.reason}; {remedy}"))
