@@ -8,15 +8,13 @@ import torch
 from tests.examples import META, assert_every_gradient, batches, small_model, table
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel, two_tower
-from torchrec_ext.modules.interaction import DotProduct, TopMLP
+from torchrec_ext.modules.interaction import INTERACTIONS, DotProduct, TopMLP
 from torchrec_ext.modules.tower import Tower
 
 pytestmark = pytest.mark.unit
 
 
-@pytest.mark.parametrize(
-    "interaction", ["top_nn", "dot", "cosine", "gmf", "dcn", "fm", "deepfm"]
-)
+@pytest.mark.parametrize("interaction", INTERACTIONS)
 def test_every_parameter_receives_a_gradient(interaction: str) -> None:
     model = small_model(interaction=interaction)  # type: ignore[arg-type]
     initialise_tables(model, seed=1)
@@ -138,14 +136,12 @@ def test_the_top_nn_does_not_put_a_linear_layer_on_a_linear_layer() -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("interaction", ["top_nn", "gmf", "dcn", "fm", "deepfm", "dot"])
+@pytest.mark.parametrize("interaction", INTERACTIONS)
 def test_an_untrained_model_begins_at_the_share_of_positives(interaction: str) -> None:
-    model, batch = (
-        small_model(interaction=interaction).eval(),
-        next(batches(1, size=512)),
-    )  # type: ignore[arg-type]
+    model = small_model(interaction=interaction).eval()
+    batch = next(batches(1, size=512))
     before, odds = model.logits(batch).mean(), math.log(0.02 / 0.98)
-    if interaction == "dot":
+    if not model.interaction.last_biases:
         assert model.begin_at([0.02]) == []
         assert torch.equal(model.logits(batch).mean(), before)
         return

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,12 @@ from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.multi_task import MultiTaskModel
 from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.interaction import MultiTaskTop, TopMLP, interaction_layer
+from torchrec_ext.modules.interaction import (
+    INTERACTIONS,
+    MultiTaskTop,
+    TopMLP,
+    interaction_layer,
+)
 from torchrec_ext.modules.layers import BatchNorm, mlp
 from torchrec_ext.modules.tower import Tower
 
@@ -130,10 +136,11 @@ def test_two_ranks_are_one_batch_without_its_padding(
 Make = Callable[[list[int]], nn.Module]
 TOPS: dict[str, Make] = {
     **{
-        name: lambda widths, name=name: interaction_layer(
+        name: lambda widths, name=name: interaction_layer(  # type: ignore[misc]
             name, widths, (8, 4), normalization="batch"
-        )  # type: ignore[misc]
-        for name in ("top_nn", "dcn", "deepfm")
+        )
+        for name, kind in INTERACTIONS.items()
+        if "normalization" in inspect.signature(kind).parameters
     },
     "tasks": lambda widths: MultiTaskTop(widths, 2, (8, 4), normalization="batch"),
 }

@@ -3,8 +3,7 @@
 Every interaction computes the logits of given rows (``forward``) and those of every query with every candidate
 (``score_all``). A query is the output of all towers but the last, concatenated; a candidate is the output of the last.
 
-A new interaction is a class here that extends :class:`InteractionLayer`, and a line in INTERACTIONS of config.py:
-recipes, bundles and scorers then know it.
+docs/extending.md says how to add one.
 """
 
 from __future__ import annotations
@@ -115,10 +114,10 @@ class InteractionLayer(Recorded, nn.Module):
     A class that sets ``self.widths`` to the width of each tower only has to write ``forward``.
 
     Attributes:
-        towers: number of towers that it takes; None for any number.
+        towers: number of towers that it takes; None for any number, or for two or more of equal width.
         metric: measure by which an index finds the candidates with the greatest logits, ``dot`` or ``cosine`` of the
             query's and the candidate's vector; None where only the interaction itself can rank them.
-        projectable: whether what depends on the candidate alone can be computed beforehand and stored, which
+        projectable: whether a candidate's row can be stored so that a pair costs less than ``forward``, as
             :mod:`torchrec_ext.retrieval.index.projection` then does.
         temperature: number by which it has already divided its logits; None if it divides by none.
     """
@@ -145,10 +144,18 @@ class InteractionLayer(Recorded, nn.Module):
     def _pairs(self, query: Tensor, candidate: Tensor) -> Tensor:
         # (b, n, D1 + D2): each of the queries (b, 1, D1) beside each of the candidates
         # (1, n, D2).
-        shape = (query.shape[0], candidate.shape[1], -1)
-        pairs = torch.cat([query.expand(shape), candidate.expand(shape)], dim=2)
+        pair_shape = (query.shape[0], candidate.shape[1], -1)
+        pairs = torch.cat(
+            [query.expand(pair_shape), candidate.expand(pair_shape)], dim=2
+        )
         outputs = list(torch.split(pairs.flatten(0, 1), self.widths, dim=1))
-        return self.forward(outputs).view(pairs.shape[:2])  # type: ignore[no-any-return]
+        logits = self.forward(outputs)
+        if logits.shape != (len(outputs[0]),):
+            shape = tuple(logits.shape)
+            raise ValueError(
+                f"{type(self).__name__}.forward gives {shape} for {len(outputs[0])} rows; return (B,) logits"
+            )
+        return logits.view(pairs.shape[:2])  # type: ignore[no-any-return]
 
 
 class DotProduct(InteractionLayer):

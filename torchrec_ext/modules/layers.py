@@ -137,9 +137,18 @@ class Residual(Layers):
 
 
 def weighs_rows(module: nn.Module) -> bool:
-    """Returns whether a tower or an interaction normalises over its batch and takes the rows' ``weights``."""
+    """Returns whether a tower or an interaction normalises over its batch, and so takes the rows' ``weights``.
+
+    Raises:
+        ValueError: it normalises over its batch, and its ``forward`` takes no ``weights``.
+    """
     normalises = any(isinstance(layer, BatchNorm) for layer in module.modules())
-    return normalises and "weights" in inspect.signature(module.forward).parameters
+    if normalises and "weights" not in inspect.signature(module.forward).parameters:
+        raise ValueError(
+            f"{type(module).__name__}.forward takes no weights, and its batch norm would count padding; add "
+            "weights=None, and pass it to the layers"
+        )
+    return normalises
 
 
 def reads_lengths(module: nn.Module) -> bool:

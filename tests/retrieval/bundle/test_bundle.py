@@ -24,6 +24,7 @@ from torchrec import EmbeddingBagConfig
 from tests.examples import ITEMS, NO_MANIFESTS, USERS
 from tests.retrieval.bundles import bundle_of, contents, model_of
 from torchrec_ext.data.preprocess import FittedPreprocessor
+from torchrec_ext.modules.interaction import INTERACTIONS
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
 from torchrec_ext.retrieval.bundle.request_columns import Columns
@@ -115,13 +116,7 @@ def test_the_store_holds_what_the_candidate_tower_makes_of_the_catalogue(
 
 @pytest.mark.parametrize(
     ("interaction", "metric"),
-    [
-        ("dot", "dot"),
-        ("cosine", "cosine"),
-        ("gmf", "top_nn"),
-        ("dcn", "top_nn"),
-        ("deepfm", "top_nn"),
-    ],
+    [(name, kind.metric or "top_nn") for name, kind in INTERACTIONS.items()],
 )
 def test_the_metric_is_that_of_the_loss(
     interaction: Any, metric: str, tmp_path: Path

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torchrec_ext.models.ncf import NCFHead
 from torchrec_ext.modules.interaction import (
+    INTERACTIONS,
     Cosine,
     DeepCross,
     DeepFM,
@@ -16,6 +17,7 @@ from torchrec_ext.modules.interaction import (
     GeneralizedMF,
     Reordered,
     TopMLP,
+    interaction_layer,
 )
 from torchrec_ext.modules.layers import BatchNorm
 from torchrec_ext.retrieval.index.projection import projection
@@ -120,6 +122,14 @@ def test_the_halves_of_ncf(gmf: int, widths: list[int], seed: int) -> None:
         [width, width],
         projected=False,
     )
+
+
+@pytest.mark.parametrize("name", INTERACTIONS)
+def test_every_interaction_of_the_registry_scores_from_what_is_stored(
+    name: str,
+) -> None:
+    torch.manual_seed(0)
+    assert_equal(interaction_layer(name, [8, 8], (8,)), [8, 8])
 
 
 @pytest.mark.parametrize("towers", [2, 3, 4])

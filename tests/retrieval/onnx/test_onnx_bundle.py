@@ -21,7 +21,7 @@ from tests.retrieval.bundles import bundle_of, contents, model_of
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.compression import Compression
-from torchrec_ext.modules.interaction import DeepCross, DeepFM, TopMLP
+from torchrec_ext.modules.interaction import INTERACTIONS, TopMLP
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.exporting.export import export
@@ -272,16 +272,14 @@ def test_weights_attention_fp16_and_a_table_of_two_towers_are_equal(
 
 @pytest.mark.parametrize(
     "interaction",
-    [
-        pytest.param(DeepCross([8, 8]), marks=pytest.mark.slow, id="DeepCross"),
-        pytest.param(DeepFM([8, 8]), marks=pytest.mark.slow, id="DeepFM"),
-    ],
+    [name for name, kind in INTERACTIONS.items() if not kind.projectable],
 )
+@pytest.mark.slow
 def test_a_top_nn_of_which_nothing_is_projected_is_equal(
-    interaction: nn.Module, tmp_path: Path
+    interaction: str, tmp_path: Path
 ) -> None:
     small = model_of()
-    model = TowerModel(dict(small.towers.items()), interaction)  # type: ignore[arg-type]
+    model = TowerModel(dict(small.towers.items()), INTERACTIONS[interaction]([8, 8]))  # type: ignore[arg-type]
     assert export_bundle(of(tmp_path, model), tmp_path / "onnx")["top"]["inputs"][0][
         "shape"
     ] == [8]
