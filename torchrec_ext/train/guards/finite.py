@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
+from typing_extensions import Self
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.capture.policy import TrainingDivergedError
@@ -38,6 +39,14 @@ _OVERFLOW = "labels and dense columns are finite, so the forward overflowed"
 class RunStoppedError(ValueError):
     """A signal has ended the run; the message says what is saved. Raised on every rank after the same step."""
 
+    @classmethod
+    def at(cls, place: str, *, saved: bool) -> Self:
+        """Returns the error of a run that ended at ``place``, such as ``after step 3 of epoch 1``."""
+        outcome = "; nothing was saved, since the run has no checkpoints"
+        if saved:
+            outcome = ", which is saved; go on with --resume auto"
+        return cls(f"stopped by a signal {place}{outcome}")
+
 
 @dataclass
 class _CheckedStep:
@@ -53,6 +62,58 @@ class _CheckedStep:
         if isinstance(self.worst, HostCopy):
             return self.worst.read().tolist()
         return self.worst
+
+
+class _Answers:
+    """Two numbers of each rank on a step: 1 if its loss or last gradient is not finite; 1 if a stop was requested."""
+
+    def __init__(
+        self, runtime: Runtime, ranks: EveryStep, stop: Callable[[], bool]
+    ) -> None:
+        self._runtime = runtime
+        self._ranks = ranks
+        self._stop = stop
+
+    def own(self, bad: bool) -> list[float]:
+        """Returns this rank's answers."""
+        return [float(self._ranks.fault or bad), float(self._stop())]
+
+    def of_loss(self, loss: Tensor) -> list[float]:
+        """Returns this rank's answers about a loss; waits for the loss."""
+        # Python's check of one number is cheaper than an op of torch.
+        if loss.numel() == 1:
+            return self.own(not math.isfinite(loss.item()))
+        return self.own(not torch.isfinite(loss).all())
+
+    @property
+    def are_compared(self) -> bool:
+        """Whether the ranks compare their answers in this step."""
+        return self._runtime.world_size > 1 and not self._ranks.silent
+
+    def greatest(self, answers: list[float]) -> list[float]:
+        """Returns the greatest of each answer over the ranks; all ranks call it."""
+        if self._runtime.world_size == 1:
+            return answers
+        worst = torch.tensor(answers, device=self._runtime.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return worst.tolist()
+
+    def worst(self, loss: Tensor) -> HostCopy | list[float]:
+        """Returns the answers about a loss: the greatest of all ranks, or this rank's if they are not compared."""
+        # Plain Python, because ten tensor ops are a noticeable share of a small
+        # network's step.
+        if loss.device.type == "cpu":
+            answers = self.of_loss(loss)
+            if self.are_compared:
+                answers = self.greatest(answers)
+            return answers
+        # By tensors, because a Python number would wait for the device.
+        bad = (~torch.isfinite(loss)).any().float()
+        fault, stop = self.own(False)
+        worst = torch.stack([bad.clamp(min=fault), torch.full_like(bad, stop)])
+        if self.are_compared:
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return HostCopy(worst)
 
 
 class FiniteLoss:
@@ -81,6 +142,7 @@ class FiniteLoss:
         gate: checks the gradients of each step before they reach a table; without it only the optimizer checks.
 
     Attributes:
+        answers: what this rank answers about a loss, for a step that exchanges it with its gradients.
         left_out: why the last step was left out; empty if it was not.
         stop_asked: whether some rank was asked to stop, known on all ranks after the same step.
     """
@@ -101,14 +163,14 @@ class FiniteLoss:
         self._model = model
         self._runtime = runtime
         self._steps_per_epoch = steps_per_epoch
-        self._stop = stop
+        self._ranks = ranks or EveryStep()
+        self.answers = _Answers(runtime, self._ranks, stop or (lambda: False))
         self.stop_asked = False
         self._context = context
         self._gate = gate
         self._holding: Context = nullcontext
         if gate is not None:
             self._holding = gate.holding
-        self._ranks = ranks or EveryStep()
         self._leave_out = leave_out
         self.left_out = ""
         # To leave a step out, its answer must be there before the step is written.
@@ -132,11 +194,13 @@ class FiniteLoss:
         with self._context(), self._holding():
             loss, output = self._model(batch)
         self.left_out = ""
-        if self._waits_for_gate(loss):
+        # If a backward follows, and ends at the gate, ranks compare the loss together
+        # with the gradients.
+        at_gate = self._gate is not None and self.answers.are_compared
+        if at_gate and not self._late and loss.requires_grad:
             self.step += 1
-            self._step_at_gate = _CheckedStep(
-                self.step, batch, loss.detach(), self.local_answers(loss.detach())
-            )
+            answers = self.answers.of_loss(loss.detach())
+            self._step_at_gate = _CheckedStep(self.step, batch, loss.detach(), answers)
             return loss, output
         self.look(loss, batch)
         if self.left_out:
@@ -144,15 +208,6 @@ class FiniteLoss:
             # of 0 would update these.
             loss = torch.zeros_like(loss, requires_grad=True)
         return loss, output
-
-    def _waits_for_gate(self, loss: Tensor) -> bool:
-        """Whether ranks compare the loss together with the gradients: a backward follows, and ends at the gate."""
-        return (
-            self._gate is not None
-            and self._ranks_compare
-            and not self._late
-            and loss.requires_grad
-        )
 
     def before_tables(self) -> None:
         """Runs the second half of the backward, which updates tables; all ranks call it after the first half.
@@ -168,12 +223,8 @@ class FiniteLoss:
         # One all-reduce carries the loss, the request to stop and the gate's answer.
         answers = [0.0, 0.0]
         if step_at_gate is not None:
-            answers = list(step_at_gate.answers())
-        answers.append(float(self._gate.refuses()))
-        if self._runtime.world_size > 1:
-            worst = torch.tensor(answers, device=self._runtime.device)
-            dist.all_reduce(worst, dist.ReduceOp.MAX)
-            answers = worst.tolist()
+            answers = step_at_gate.answers()
+        answers = self.answers.greatest([*answers, float(self._gate.refuses())])
         if step_at_gate is not None:
             step_at_gate.worst = answers[:2]
             # The gate is emptied before the error is raised, so that no later call can
@@ -186,12 +237,10 @@ class FiniteLoss:
         if not answers[2]:
             self._gate.open()
             return
-        cause = self._gate.explain()
+        error = GradientNotFiniteError(self._gate.explain(), in_time=True)
         if self._leave_out is None:
-            raise GradientNotFiniteError(cause, in_time=True)
-        self.left_out = (
-            f"{cause} at {self.where(self.step)}; {_NOTHING_WRITTEN}; {_RATES_REMEDY}"
-        )
+            raise error
+        self.left_out = str(self.explained(error))
         self._leave_out()
 
     def look(
@@ -208,7 +257,7 @@ class FiniteLoss:
             loss: loss of the step, ().
             batch: batch of the step.
             written: whether the step's update is written.
-            worst: the greatest :meth:`local_answers` of all ranks, where the step has exchanged them itself.
+            worst: the greatest of all ranks' ``answers.of_loss``, if the step has exchanged them itself.
 
         Raises:
             TrainingDivergedError: see :meth:`__call__`.
@@ -218,14 +267,14 @@ class FiniteLoss:
         self._late = self._late or written
         self.step += 1
         loss = loss.detach()
-        to_check = self._pending
-        self._pending = _CheckedStep(
-            self.step, batch, loss, self._worst(loss) if worst is None else worst
-        )
+        worst_of_ranks = worst or self.answers.worst(loss)
+        latest = _CheckedStep(self.step, batch, loss, worst_of_ranks)
         if not self._late:
-            to_check = self._pending
-            self._pending = None
-        self._check(to_check)
+            self._check(latest)
+            return
+        earlier = self._pending
+        self._pending = latest
+        self._check(earlier)
 
     def settle(self) -> None:
         """Checks the losses not read yet, so that every step so far is verified; all ranks call it."""
@@ -233,56 +282,11 @@ class FiniteLoss:
         self._pending = None
         # Ranks that compared no losses since they last met do it now.
         if self._ranks.silent:
-            is_bad = self._own_bad_step is not None or self._ranks.fault
-            answers = [float(is_bad), float(self._stop_is_requested())]
-            worst = torch.tensor(answers, device=self._runtime.device)
-            dist.all_reduce(worst, dist.ReduceOp.MAX)
-            bad, stop_requested = worst.tolist()
+            answers = self.answers.own(self._own_bad_step is not None)
+            bad, stop_requested = self.answers.greatest(answers)
             self.stop_asked = self.stop_asked or bool(stop_requested)
             if bad:
-                self._raise(self._own_bad_step)
-
-    @property
-    def _ranks_compare(self) -> bool:
-        """Whether the ranks compare their answers in this step."""
-        return self._runtime.world_size > 1 and not self._ranks.silent
-
-    def _worst(self, loss: Tensor) -> HostCopy | list[float]:
-        """Returns the :meth:`local_answers`: the greatest of all ranks, or this rank's if they do not compare."""
-        # Plain Python, because ten tensor ops are a noticeable share of a small
-        # network's step.
-        if loss.device.type == "cpu":
-            answers = self.local_answers(loss)
-            if not self._ranks_compare:
-                return answers
-            worst = torch.tensor(answers)
-        else:
-            # By tensors, because a Python number would wait for the device.
-            bad = (~torch.isfinite(loss)).any().float()
-            if self._ranks.fault:
-                bad = torch.ones_like(bad)
-            worst = torch.stack(
-                [bad, torch.full_like(bad, float(self._stop_is_requested()))]
-            )
-        if self._ranks_compare:
-            dist.all_reduce(worst, dist.ReduceOp.MAX)
-        return HostCopy(worst)
-
-    def local_answers(self, loss: Tensor) -> list[float]:
-        """Returns two numbers: 1 if this rank's loss or previous gradient is not finite; 1 if a stop was requested."""
-        # Python's check of one number is cheaper than an op of torch.
-        finite = (
-            math.isfinite(loss.item())
-            if loss.numel() == 1
-            else bool(torch.isfinite(loss).all())
-        )
-        return [
-            float(self._ranks.fault or not finite),
-            float(self._stop_is_requested()),
-        ]
-
-    def _stop_is_requested(self) -> bool:
-        return self._stop is not None and self._stop()
+                raise self._explain(self._own_bad_step)
 
     def _check(self, checked: _CheckedStep | None) -> None:
         if checked is None:
@@ -296,17 +300,12 @@ class FiniteLoss:
         if bad:
             self._pending = None
             if self._leave_out is not None:
-                self.left_out, _ = self._explain(checked)
+                self.left_out = str(self._explain(checked))
                 self._leave_out()
                 return
             if not self._ranks.silent:
-                self._raise(checked)
+                raise self._explain(checked)
             self._own_bad_step = self._own_bad_step or checked
-
-    def _raise(self, checked: _CheckedStep | None) -> None:
-        """Raises the same error on every rank; all ranks call it, each with the step it checks."""
-        message, step = self._explain(checked)
-        raise TrainingDivergedError(message, step)
 
     def explained(
         self, error: GradientNotFiniteError | TrainingDivergedError
@@ -330,8 +329,8 @@ class FiniteLoss:
         """Returns the epoch of a step, counted from 1."""
         return 1 + (step - 1) // self._steps_per_epoch
 
-    def _explain(self, checked: _CheckedStep | None) -> tuple[str, int]:
-        """Returns the cause and the step, the same on every rank; all call it."""
+    def _explain(self, checked: _CheckedStep | None) -> TrainingDivergedError:
+        """Returns the same error on every rank; all ranks call it, each with the step it checks."""
         bad_loss = None
         columns: list[str] = []
         step = self.step
@@ -374,7 +373,7 @@ class FiniteLoss:
             f"the loss is {ranks[bad_ranks[0]][0]} on rank(s) {bad_ranks} at {self.where(step)}: "
             f"{first_few(causes, separator='; ')}; {effect}; {remedy}"
         )
-        return message, step
+        return TrainingDivergedError(message, step)
 
 
 def _bad_columns(batch: TowerBatch | DrawnStep, model: nn.Module) -> Iterator[str]:

@@ -266,7 +266,7 @@ class PlainStep:
             self._forward.look(loss, batch)
             self._update(self._gradients(loss))
             return output
-        answers = self._forward.local_answers(loss.detach())
+        answers = self._forward.answers.of_loss(loss.detach())
         means, worst = self._mean(self._gradients(loss), answers)
         self._forward.look(loss, batch, worst=worst)
         self._update(means)
