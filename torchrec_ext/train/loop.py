@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -223,11 +224,6 @@ class BestWeights:
         self._model = model
         self._copies: State = {}
 
-    @property
-    def held(self) -> bool:
-        """Whether there is a copy."""
-        return bool(self._copies)
-
     def keep(self) -> None:
         """Replaces the copy by the current weights."""
         self._copies = {}
@@ -255,7 +251,7 @@ class BestWeights:
         best = watch.better_than(step)
         if best is None:
             return None
-        restored = self.held
+        restored = bool(self._copies)
         if restored:
             self.put_back()
         elif checkpoints is not None:
@@ -301,7 +297,7 @@ class Loader(Protocol):
 
 @runtime_checkable
 class Reporting(Protocol):
-    """A loader with figures of its own for each record, such as those of dynamic ids."""
+    """A loader or observer with figures of its own for each record, such as those of dynamic ids."""
 
     def figures(self) -> dict[str, float]:
         """Returns figures by name; collective."""
@@ -351,7 +347,7 @@ def train(
         The records, the same on every rank but for throughput. Each has ``kind``, ``epoch``, counted from 1, and
         ``step``. ``train``: ``loss``, ``rows`` and ``rows_per_s`` over all ranks since the record before;
         ``data_wait``, the share of that time spent waiting for batches, on the rank that waited longest;
-        ``ranks_wait`` and ``waits``, the shares in collectives, see :meth:`Window.record`; the learning rates if a
+        ``ranks_wait`` and ``waits``, the shares in collectives, see :meth:`Window.take`; the learning rates if a
         schedule changes them; and the figures of dynamic ids, see :meth:`DynamicIdLoader.figures`. ``eval``: the
         figures, and ``best`` if it is the best so far by the early stop's metric. ``stop``, the last one after an early
         stop: its ``metric``, ``best``, ``best_epoch``, ``best_step`` and a ``message``. ``timeline``: what ran at the
@@ -392,17 +388,15 @@ def train(
             loader,
             runtime,
             config,
-            ranks,
-            sync,
-            trace,
-            checkpoints,
-            log,
-            stop,
-            watchdog,
+            sync=sync,
+            ranks=ranks,
+            checkpoints=checkpoints,
+            watchers=_Watchers(trace, observer, watchdog),
+            fresh_rows=fresh_rows,
+            log=log,
+            stop=stop,
         )
-        run.fresh_rows = fresh_rows
-        run.observer = observer
-        looking = EvaluationWatch(runtime, stop=stop, say=run.progress.say)
+        looking = EvaluationWatch(runtime, stop=stop, say=run.records.progress.say)
         while run.at.epoch < config.epochs and not run.over:
             run.train_epoch()
             run.end_epoch(evaluate, looking)
@@ -410,6 +404,49 @@ def train(
         run.restore_best()
         run.close()
     return run.at.history
+
+
+class _Watchers(NamedTuple):
+    """What watches each step of a run: a timeline, the caller's observer, and the watchdog."""
+
+    trace: StepTrace | None
+    observer: StepObserver | None
+    watchdog: Watchdog | None
+
+    def beat(self, where: str) -> None:
+        """Restarts the time limit of a step."""
+        if self.watchdog is not None:
+            self.watchdog.beat(where)
+
+    def pause(self) -> None:
+        """Lifts the time limit for an evaluation, a save or a refresh of negatives."""
+        if self.watchdog is not None:
+            self.watchdog.pause()
+
+
+@dataclass
+class _Records:
+    """The records of a run: kept in the history of its position, shown, and logged."""
+
+    at: Position
+    progress: Progress
+    log: Callable[[Record], None]
+
+    def stamped(self, kind: str, **figures: Any) -> Record:
+        """Returns a record of this moment."""
+        now = {"kind": kind, "epoch": self.at.epoch + 1, "step": self.at.step}
+        return now | figures
+
+    def keep(self, record: Record) -> None:
+        """Adds a record to the history."""
+        self.at.history.append(record)
+        self.progress.show(record)
+        self.log(record)
+
+    def tell(self, record: Record) -> None:
+        """Shows and logs the message of a record that is no part of the history."""
+        self.progress.say(record["message"])
+        self.log(record)
 
 
 class _Run:
@@ -422,13 +459,14 @@ class _Run:
         loader: Loader,
         runtime: Runtime,
         config: TrainConfig,
-        ranks: EveryStep,
+        *,
         sync: SyncConfig,
-        trace: StepTrace | None,
+        ranks: EveryStep,
         checkpoints: RunCheckpoints | None,
+        watchers: _Watchers,
+        fresh_rows: FreshRows | None,
         log: Callable[[Record], None] | None,
         stop: Callable[[], bool] | None,
-        watchdog: Watchdog | None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -436,20 +474,14 @@ class _Run:
         self.runtime = runtime
         self.config = config
         self.ranks = ranks
-        self.trace = trace
         self.checkpoints = checkpoints
-        # Records are the same on all ranks, so one of them logs.
-        self.log: Callable[[Record], None] = lambda _: None
-        if log is not None and runtime.is_main:
-            self.log = log
-        self.watchdog = watchdog
-        self.fresh_rows: FreshRows | None = None
-        self.observer: StepObserver | None = None
-        steps = config.epochs * len(loader)
+        self.watchers = watchers
+        self.fresh_rows = fresh_rows
+        total = config.epochs * len(loader)
         self.schedule = None
         if config.tables_schedule.changes or config.dense_schedule.changes:
             self.schedule = scheduler(
-                optimizer, config.tables_schedule, config.dense_schedule, steps
+                optimizer, config.tables_schedule, config.dense_schedule, total
             )
         self.watch = EarlyStopWatch(config.early_stop, runtime)
         self.window = Window(runtime)
@@ -460,52 +492,25 @@ class _Run:
         # restored position.
         if checkpoints is not None:
             self.at = checkpoints.restore(self)
-        self.progress = Progress(
-            total=steps, visible=runtime.is_main, done=self.at.step
-        )
-        context = forward_context(config.amp, runtime.device)
+        # Records are the same on all ranks, so one of them logs.
+        if log is None or not runtime.is_main:
+            log = lambda _: None  # noqa: E731
+        progress = Progress(total=total, visible=runtime.is_main, done=self.at.step)
+        self.records = _Records(self.at, progress, log)
         self.forward = FiniteLoss(
             model,
             runtime,
             len(loader),
             ranks=ranks,
             stop=stop,
-            context=context,
+            context=forward_context(config.amp, runtime.device),
             leave_out=leave_out(config, sync, optimizer),
             gate=gate(config, model, optimizer, runtime),
         )
         # Ranks that exchange nothing in a step learn of a bad loss here, before their
         # weights are averaged.
         ranks.checks.append(self.forward.settle)
-        scaler = scaling(config, sync, optimizer, runtime)
-        forward: Forward = self.forward
-        if scaler is not None:
-            forward = scaler.around(forward)
-        pipeline = make_pipeline(
-            model,
-            scaler or optimizer,
-            runtime.device,
-            forward=forward,
-            before_tables=self.forward.before_tables,
-            sync=sync,
-        )
-        needs_pipeline = piped(config, sync)
-        compile_mode = config.compile
-        if compile_mode == "auto" and needs_pipeline:
-            compile_mode = "off"
-        steps_config = StepsConfig(
-            compile=compile_mode,
-            total=steps - self.at.step,
-            piped=needs_pipeline,
-            threads=config.threads,
-            context=context,
-            scaling=scaler,
-            take_time=self._pause_watchdog,
-            tell=self._log_steps,
-        )
-        self.steps = Steps(
-            model, optimizer, runtime, pipeline, self.forward, ranks, steps_config
-        )
+        self.steps = _steps_of(self, sync, total - self.at.step)
         self._resume()
 
     def _resume(self) -> None:
@@ -517,7 +522,7 @@ class _Run:
             self.schedule.step()
         # The log of a resumed run begins with the records of the run before.
         for record in self.at.history:
-            self.log(record)
+            self.records.log(record)
         # This checkpoint was written after an evaluation: the next epoch begins, unless
         # the early stop ended the run.
         if self.at.ended:
@@ -534,11 +539,10 @@ class _Run:
         self.model.train()
         # An evaluation, a save or a refresh of negatives is over, so the time limit
         # runs again.
-        if self.watchdog is not None:
-            position = f"the beginning of epoch {self.at.epoch + 1}"
-            if self.at.done:
-                position = self.forward.where(self.at.step)
-            self.watchdog.beat(position)
+        position = f"the beginning of epoch {self.at.epoch + 1}"
+        if self.at.done:
+            position = self.forward.where(self.at.step)
+        self.watchers.beat(position)
         try:
             for output in self.steps.outputs(self.loader, self._batches):
                 self._after_step(output)
@@ -548,14 +552,10 @@ class _Run:
                 self._record_window()
         except (GradientNotFiniteError, TrainingDivergedError) as error:
             explained = self.forward.explained(error)
-            self._record(
-                {
-                    "kind": "error",
-                    "epoch": self.forward.epoch(explained.step),
-                    "step": explained.step,
-                    "message": str(explained),
-                }
-            )
+            step = explained.step
+            epoch = self.forward.epoch(step)
+            record = self.records.stamped("error", message=str(explained))
+            self.records.keep(record | {"epoch": epoch, "step": step})
             raise explained from None
         # An evaluation, or a loader that draws hard negatives with the model, runs it
         # outside the pipeline.
@@ -588,17 +588,19 @@ class _Run:
         self.at.step += 1
         self.at.done += 1
         step = self.at.step
-        self.progress.advance()
+        records = self.records
+        records.progress.advance()
         if self.forward.left_out:
-            self._record(self._stamped("left_out", message=self.forward.left_out))
+            records.keep(records.stamped("left_out", message=self.forward.left_out))
         else:
             # A step that was left out has trained no row, so it does not count.
             self.window.add(output.loss, output.weights)
-            if self.observer is not None:
-                self.observer.see(output)
-        if self.trace is not None and (overlap := self.trace.step()) is not None:
-            self._record(self._stamped("timeline", **overlap))
-        if self.progress.first and self.runtime.is_main and self.steps.piped:
+            if self.watchers.observer is not None:
+                self.watchers.observer.see(output)
+        trace = self.watchers.trace
+        if trace is not None and (overlap := trace.step()) is not None:
+            records.keep(records.stamped("timeline", **overlap))
+        if records.progress.first and self.runtime.is_main and self.steps.piped:
             warn_unpipelined(unpipelined(self.steps.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
             self._record_window()
@@ -611,21 +613,19 @@ class _Run:
             self.checkpoints.after_step(self)
         if self.forward.stop_asked:
             self._stop()
-        if self.watchdog is not None:
-            self.watchdog.beat(self.forward.where(step))
+        self.watchers.beat(self.forward.where(step))
 
     def _record_window(self) -> None:
         # A record waits for the device anyway, so losses that were not read yet are
         # checked first.
         self.forward.settle()
-        record = self.window.record(self.at.epoch + 1, self.at.step)
-        if isinstance(self.loader, Reporting):
-            record |= self.loader.figures()
-        if self.observer is not None:
-            record |= self.observer.figures()
+        record = self.records.stamped("train", **self.window.take())
+        for source in (self.loader, self.watchers.observer):
+            if isinstance(source, Reporting):
+                record |= source.figures()
         if self.schedule:
             record |= rates(self.optimizer)
-        self._record(record)
+        self.records.keep(record)
 
     def end_epoch(
         self, evaluate: Callable[[], Record] | None, looking: EvaluationWatch
@@ -633,20 +633,21 @@ class _Run:
         """Saves, evaluates if the epoch is due for it, and decides whether the run is over."""
         epoch = self.at.epoch + 1
         best = False
-        self._pause_watchdog()
+        self.watchers.pause()
         last = epoch == self.config.epochs
         if evaluate is not None and (epoch % self.config.eval_every == 0 or last):
             if self.checkpoints is not None:
                 self.checkpoints.before_evaluation(self, last=last)
-            record = self._stamped("eval", **self._evaluate(evaluate, looking))
+            figures = self._evaluate(evaluate, looking)
+            record = self.records.stamped("eval", **figures)
             best = self.watch.see(record)
             if best:
                 record["best"] = True
-            self._record(record)
+            self.records.keep(record)
             stop = self.watch.stops()
             if stop is not None and not last:
                 self.over = True
-                self._record({"epoch": epoch, "step": self.at.step, **stop})
+                self.records.keep(self.records.stamped(**stop))
         self.at.ended = True
         if self.checkpoints is not None:
             self.checkpoints.after_epoch(self, last=last or self.over, best=best)
@@ -670,26 +671,14 @@ class _Run:
 
     def restore_best(self) -> None:
         """Restores the weights of the best evaluation if an early stop asks for it; all ranks call it."""
-        self._pause_watchdog()
+        self.watchers.pause()
         record = self.best.restore(self.watch, self.at.step, self.checkpoints)
-        if record is None:
-            return
-        self.progress.say(record["message"])
-        self.log(record)
-
-    def _log_steps(self, figures: Record) -> None:
-        """Logs whether this process captures its steps; such records are no part of the run's history."""
-        self.progress.say(figures["message"])
-        self.log(self._stamped("steps", **figures))
-
-    def _pause_watchdog(self) -> None:
-        """Pauses the watchdog before an evaluation, a save or a refresh of negatives."""
-        if self.watchdog is not None:
-            self.watchdog.pause()
+        if record is not None:
+            self.records.tell(record)
 
     def settle(self) -> None:
         """Checks all steps so far, updates stale rows and makes ranks equal, ready for a checkpoint."""
-        self._pause_watchdog()
+        self.watchers.pause()
         self.forward.settle()
         self.ranks.settle()
         self.steps.settle()
@@ -708,32 +697,54 @@ class _Run:
         """Saves, unless this step is saved already, and ends the run on all ranks after the same step or block."""
         where = where or f"after {self.forward.where(self.at.step)}"
         if self.checkpoints is None:
-            raise RunStoppedError(
-                f"stopped by a signal {where}; nothing was saved, since the run has no checkpoints"
-            )
+            raise RunStoppedError.at(where, saved=False)
         self.checkpoints.save(self)
         self.close()
-        raise RunStoppedError(
-            f"stopped by a signal {where}, which is saved; go on with --resume auto"
-        )
+        raise RunStoppedError.at(where, saved=True)
 
     def close(self) -> None:
         """Waits until everything is written."""
-        self.progress.close()
+        self.records.progress.close()
         if self.checkpoints is not None:
             self.checkpoints.close()
 
-    def _stamped(self, kind: str, **figures: Any) -> Record:
-        """Returns a record of this moment."""
-        return {
-            "kind": kind,
-            "epoch": self.at.epoch + 1,
-            "step": self.at.step,
-            **figures,
-        }
 
-    def _record(self, record: Record) -> None:
-        self.at.history.append(record)
-        if self.runtime.is_main:
-            self.progress.show(record)
-            self.log(record)
+def _steps_of(run: _Run, sync: SyncConfig, total: int) -> Steps:
+    """Returns the steps of a run, ``total`` of them, with the pipeline and the scaling of its settings."""
+    config = run.config
+    scaler = scaling(config, sync, run.optimizer, run.runtime)
+    forward: Forward = run.forward
+    if scaler is not None:
+        forward = scaler.around(forward)
+    pipeline = make_pipeline(
+        run.model,
+        scaler or run.optimizer,
+        run.runtime.device,
+        forward=forward,
+        before_tables=run.forward.before_tables,
+        sync=sync,
+    )
+    needs_pipeline = piped(config, sync)
+    compile_mode = config.compile
+    if compile_mode == "auto" and needs_pipeline:
+        compile_mode = "off"
+    steps_config = StepsConfig(
+        compile=compile_mode,
+        total=total,
+        piped=needs_pipeline,
+        threads=config.threads,
+        context=forward_context(config.amp, run.runtime.device),
+        scaling=scaler,
+        take_time=run.watchers.pause,
+        # Whether this process captures its steps is no part of the run's history.
+        tell=lambda figures: run.records.tell(run.records.stamped("steps", **figures)),
+    )
+    return Steps(
+        run.model,
+        run.optimizer,
+        run.runtime,
+        pipeline,
+        run.forward,
+        run.ranks,
+        steps_config,
+    )

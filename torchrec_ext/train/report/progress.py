@@ -132,12 +132,13 @@ class Window:
         rows = (torch.cat(weights) > 0).sum()
         self._sums += torch.stack([loss, loss.new_full((), len(losses)), rows.double()])
 
-    def record(self, epoch: int, step: int) -> dict[str, Any]:
-        """Returns the mean loss over ranks and steps, the rows of all ranks per second of this one, and ``data_wait``.
+    def take(self) -> dict[str, Any]:
+        """Returns the figures since the last call: ``loss``, ``rows`` of all ranks, ``rows_per_s`` and ``data_wait``.
 
-        ``data_wait`` is the share of time spent waiting for batches, on the rank that waited longest. Several ranks of
-        a CPU add ``ranks_wait``, the mean share of their time in collectives, and ``waits``: for each of up to 64 ranks
-        its share of waits for batches and of waits in collectives.
+        ``loss`` is the mean over ranks and steps, and rows are counted per second of this rank. ``data_wait`` is the
+        share of time spent waiting for batches, on the rank that waited longest. Several ranks of a CPU add
+        ``ranks_wait``, the mean share of their time in collectives, and ``waits``: for each of up to 64 ranks its share
+        of waits for batches and of waits in collectives.
         """
         # A rank without the clock sends -1; then the waits of no rank are known.
         slept = -1.0
@@ -153,9 +154,6 @@ class Window:
         waits_known = self._runtime.world_size > 1 and float(by_rank[:, 4].min()) > -0.5
         self.restart()
         record = {
-            "kind": "train",
-            "epoch": epoch,
-            "step": step,
             "loss": sum(losses) / len(losses),
             "rows": int(by_rank[:, 2].sum()),
             "rows_per_s": float(by_rank[:, 2].sum()) / seconds,
@@ -273,7 +271,7 @@ class Progress:
                 figures.append(f"{name} {_readable(name, value)}")
         is_step = record["kind"] == "train"
         if record["kind"] in ("stop", "left_out"):
-            tqdm.write(record["message"])
+            self.say(record["message"])
         elif is_step:
             # Further figures would leave no room for the bar.
             self._bar.set_postfix_str(
