@@ -92,7 +92,7 @@ def test_a_smaller_table_evicts_whom_the_larger_one_would_have_evicted(
     fitted, _ = resized(state, {"a": Dynamic(capacity=30, evict=evict, half_life=2)})
     smaller.load_state_dict(fitted)
     pool = ids._tables[0]
-    pool.score_sightings(None, several=False)
+    pool.score_sightings(ids.ranks)
     gone = pool.id_of[pool.lowest(pool.live - 29, now=ids.now + 1)]
     before = ids.live_ids("a")[0].tolist()
     assert sorted(smaller.live_ids("a")[0].tolist()) == sorted(

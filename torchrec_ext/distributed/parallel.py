@@ -54,8 +54,8 @@ from torchrec_ext.distributed.table_copies import copies_of_tables, refuse_unave
 from torchrec_ext.distributed.tables import collections, initialise_tables, tables_of
 from torchrec_ext.distributed.tower_parallel.lookups import host_look_ups
 from torchrec_ext.distributed.tower_parallel.sharder import ShardedTowers, TowerSharder
-from torchrec_ext.ids.dynamic import host_group
 from torchrec_ext.ids.managed_collision import DynamicManagedCollision, with_dynamic_ids
+from torchrec_ext.ids.ranks import host_group
 
 
 def settle_buckets(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,23 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_ext.batch import Fresh
-from torchrec_ext.ids.index import EMPTY, IdIndex, Layout
+from torchrec_ext.ids.index import EMPTY, IdIndex, Items, Layout
 from torchrec_ext.ids.lookup import LookUps
 from torchrec_ext.ids.policy import MOST_SIGHTINGS, Dynamic
+from torchrec_ext.ids.ranks import IdRanks
 from torchrec_ext.ids.rows import RowPool, Sightings
-
-
-def host_group() -> dist.ProcessGroup | None:
-    """Makes a group of all ranks for tensors in the host's memory; returns None if the job's takes them. Collective."""
-    several = (
-        dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    )
-    # NCCL moves no tensors of the host.
-    return (
-        dist.new_group(backend="gloo")
-        if several and dist.get_backend() == "nccl"
-        else None
-    )
 
 
 class DynamicIds:
@@ -51,6 +40,7 @@ class DynamicIds:
         device: device of the index, by default the host's memory.
 
     Attributes:
+        ranks: the ranks that share the ids.
         now: number of steps so far.
         counts: numbers of ``lookups`` in training, of those that read row 0 (``unknown``), of ids ``admitted``,
             ``evicted``, ``refused`` (no row was free that this step does not read) and ``forgotten`` (candidates); of
@@ -81,19 +71,7 @@ class DynamicIds:
             raise ValueError(f"every={every}: must be 1 step or more")
         self._device = device or torch.device("cpu")
         self._every = every
-        if group is None and self._device.type == "cpu":
-            group = host_group()
-        several = (
-            dist.is_available()
-            and dist.is_initialized()
-            and dist.get_world_size(group) > 1
-        )
-        self._group = group
-        self._world_size = dist.get_world_size(group) if several else 1
-        starts = [0]
-        for policy in tables.values():
-            starts.append(starts[-1] + policy.capacity)
-        self._starts = torch.tensor(starts[:-1], device=self._device)
+        self.ranks = IdRanks(group, self._device)
         self._admit_after = torch.tensor(
             [policy.admit_after for policy in tables.values()], device=self._device
         )
@@ -101,31 +79,18 @@ class DynamicIds:
         self.counts = dict.fromkeys(
             ("lookups", "unknown", "admitted", "evicted", "refused", "forgotten"), 0
         )
+        self._no_ids = torch.empty(0, dtype=torch.int64, device=self._device)
         # Look-ups of this rank that found no row since the last admission: table, id,
-        # number; (n, 3) each.
-        self._waiting: list[Tensor] = []
+        # number; (n, 3).
+        self._waiting = self._no_ids.view(0, 3)
+        capacities = [policy.capacity for policy in tables.values()]
+        first_rows = [0, *accumulate(capacities[:-1])]
+        self._starts = torch.tensor(first_rows, device=self._device)
         # One memory for all tables, because each step writes into those of all.
-        self._sightings = Sightings(starts[-1], self._device)
-        self._tables: list[RowPool] = []
-        for start, (name, policy) in zip(starts, tables.items(), strict=False):
-            rows = slice(start, start + policy.capacity)
-            self._tables.append(
-                RowPool(
-                    name,
-                    policy,
-                    self._sightings.number[rows],
-                    self._sightings.step[rows],
-                )
-            )
+        self._sightings = Sightings(sum(capacities), self._device)
+        self._tables = _row_pools(tables, self._sightings)
         self._look_ups = LookUps()
-        self._index = self._new_index()
-
-    def _new_index(self) -> IdIndex:
-        sizes = [
-            table.policy.capacity + table.policy.most_candidates
-            for table in self._tables
-        ]
-        return IdIndex(sizes, self._device)
+        self._index = _empty_index(self._tables, self._device)
 
     @property
     def names(self) -> list[str]:
@@ -169,37 +134,16 @@ class DynamicIds:
     def rows(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the rows of ids, (n,) int64 by table; 0 for an id without a row. Changes nothing; not collective."""
         flat, layout = self._flat(ids)
-        return self._by_table(
-            self._look_ups.find(self._index, flat, layout).clamp(min=0), ids
-        )
+        rows = self._look_ups.find(self._index, flat, layout).clamp(min=0)
+        return _by_table(rows, ids, self.names)
 
     def _flat(self, ids: Mapping[str, Tensor]) -> tuple[Tensor, Layout]:
         """Returns the ids of all tables one after the other, and their layout."""
-        unknown = [name for name in ids if name not in self.names]
-        if unknown:
-            self._table(unknown[0])
+        for name in ids:
+            self._table(name)
         _check_ids(ids)
-        pieces = [ids[name].reshape(-1) for name in self.names if name in ids]
-        layout = self._index.layout(
-            [ids[name].numel() if name in ids else 0 for name in self.names]
-        )
-        if not pieces:
-            return torch.empty(0, dtype=torch.int64, device=self._device), layout
-        return torch.cat(pieces), layout
-
-    def _by_table(self, rows: Tensor, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        present = [name for name in self.names if name in ids]
-        pieces = torch.split(rows, [ids[name].numel() for name in present])
-        return {
-            name: piece.view(ids[name].shape)
-            for name, piece in zip(present, pieces, strict=True)
-        }
-
-    def summed(self, numbers: Tensor) -> Tensor:
-        """Returns the sum of these numbers over all ranks; collective."""
-        if self._world_size > 1:
-            dist.all_reduce(numbers, group=self._group)
-        return numbers
+        pieces = [ids.get(name, self._no_ids).reshape(-1) for name in self.names]
+        return torch.cat(pieces), self._index.layout(list(map(len, pieces)))
 
     @torch.no_grad()
     def step(
@@ -221,65 +165,56 @@ class DynamicIds:
         missing = (rows == 0).nonzero().squeeze(1)
         self.counts["lookups"] += len(flat)
         self.counts["unknown"] += len(missing)
-        self._waiting.append(
-            torch.stack(
-                [layout.table[missing], flat[missing], torch.ones_like(missing)], dim=1
-            )
-        )
-        changes = _Changes(self.names)
+        # A look-up of EMPTY would find an empty place, so it never gets a row.
+        missing = missing[flat[missing] != EMPTY]
+        new = [layout.table[missing], flat[missing], torch.ones_like(missing)]
+        self._waiting = torch.cat([self._waiting, torch.stack(new, dim=1)])
+        changes = {
+            name: Fresh(name, self._no_ids, self._no_ids, self._no_ids)
+            for name in self.names
+        }
         if self.now % self._every == 0:
-            waiting = torch.cat(self._waiting)
-            self._waiting = []
+            waiting = self._waiting
+            self._waiting = waiting[:0]
             # Often nothing waits, as where a model looks the same ids up twice.
-            if len(waiting) or self._world_size > 1:
+            if len(waiting) or self.ranks.several:
                 found = self._rows_of_waiting(waiting, changes)
                 # The last of those that waited are this batch's.
                 rows[missing] = found[len(found) - len(missing) :]
                 self.counts["unknown"] -= int((rows[missing] > 0).sum())
             self._expire(changes)
-        return self._by_table(rows, ids), changes.notes()
+        notes = []
+        for note in changes.values():
+            if len(note.rows) or len(note.evicted):
+                notes.append(note)
+        return _by_table(rows, ids, self.names), tuple(notes)
 
-    def _rows_of_waiting(self, waiting: Tensor, changes: _Changes) -> Tensor:
+    def _rows_of_waiting(self, waiting: Tensor, changes: dict[str, Fresh]) -> Tensor:
         """Admits the ids that wait on all ranks; returns the rows of this rank's (n, 3), 0 for those not admitted."""
         local, place_of_waiting = _summed(waiting)
-        if self._world_size == 1:
+        if not self.ranks.several:
             return self._admit(local, changes)[place_of_waiting]
-        everyones, place_of_local = _summed(self._gathered(local), local)
+        everyones, place_of_local = _summed(self.ranks.gathered(local), local)
         return self._admit(everyones, changes)[place_of_local][place_of_waiting]
 
-    def _gathered(self, new: Tensor) -> Tensor:
-        """Returns the (n, 3) rows of all ranks, one rank after the other."""
-        return (
-            new
-            if self._world_size == 1
-            else _gathered_rows(new, self._world_size, self._group)
-        )
-
-    def _admit(self, new: Tensor, changes: _Changes) -> Tensor:
+    def _admit(self, new: Tensor, changes: dict[str, Fresh]) -> Tensor:
         """Returns the rows of (n, 3) tables, ids and numbers in canonical order; 0 for an id that is not admitted."""
         number, ids, sightings = new.unbind(1)
         rows = torch.zeros_like(ids)
         if not len(ids):
             return rows
-        can_have_row = ids != EMPTY
+        # What waits has no row, so that without candidates nothing of it is in the
+        # index.
+        slots = ids
+        counted = torch.zeros_like(ids, dtype=torch.bool)
         total = sightings
         if any(table.candidates for table in self._tables):
             slots, counted = self._index.slots(ids, self._index.of(number))
-            # A look-up of EMPTY finds an empty place.
-            counted &= can_have_row
-            total = sightings + torch.where(
-                counted, _sightings_of(self._index.values(slots)), 0
-            )
-        else:
-            # What waits has no row, so that nothing of it is in the index.
-            slots = torch.zeros_like(ids)
-            counted = torch.zeros_like(can_have_row)
-        ready = can_have_row & (total >= self._admit_after[number])
-        for table, chosen in zip(
-            self._tables,
-            _places_by_table(ready, number, len(self._tables)),
-            strict=True,
-        ):
+            before = _sightings_of(self._index.values(slots))
+            total = sightings + torch.where(counted, before, 0)
+        ready = total >= self._admit_after[number]
+        places = _places_by_table(ready, number, len(self._tables))
+        for table, chosen in zip(self._tables, places, strict=True):
             free = self._take(table, len(chosen), changes)
             refused = len(chosen) - len(free)
             self.counts["refused"] += refused
@@ -288,92 +223,72 @@ class DynamicIds:
             chosen = chosen[: len(free)]
             rows[chosen] = free
             table.give(free, ids[chosen], sightings[chosen], self.now)
-            changes.admit(table.name, free, ids[chosen])
+            note = changes[table.name]
+            changes[table.name] = note._replace(rows=free, ids=ids[chosen])
             self.counts["admitted"] += len(free)
-        # The lowest bit marks a candidate as seen since candidates were last forgotten.
-        values = torch.where(rows > 0, rows, -(2 * total.clamp(max=MOST_SIGHTINGS) + 1))
+        values = torch.where(rows > 0, rows, _candidate_values(total))
         # What has been counted before has a place already; only the others are
         # inserted.
         self._index.set(slots[counted], values[counted])
-        absent = (~counted & can_have_row).nonzero().squeeze(1)
+        absent = ~counted
         self._index.insert(ids[absent], number[absent], values[absent])
-        joined = (rows == 0) & ~counted & can_have_row
-        left = (rows > 0) & counted
-        more = (
-            torch.zeros_like(self._starts)
-            .index_add_(0, number, joined.long() - left.long())
-            .tolist()
-        )
+        # Ids that are candidates now, less those that were before.
+        joined = (rows == 0).long() - counted.long()
+        more = torch.zeros_like(self._starts).index_add_(0, number, joined).tolist()
         for index, table in enumerate(self._tables):
             table.candidates += more[index]
             if table.candidates > table.policy.most_candidates:
-                self._forget(index)
+                forgotten, table.candidates = _forget_candidates(self._index, index)
+                self.counts["forgotten"] += forgotten
         return rows
 
-    def _take(self, table: RowPool, count: int, changes: _Changes) -> Tensor:
+    def _take(self, table: RowPool, count: int, changes: dict[str, Fresh]) -> Tensor:
         """Returns up to ``count`` free rows; evicts if there are not as many."""
         missing = count - table.free
         if missing > 0:
-            self._sightings.count()
-            table.score_sightings(self._group, several=self._world_size > 1)
-            count_to_free = max(
-                missing, int(table.policy.share * table.policy.capacity)
-            )
-            self._remove(table, table.lowest(count_to_free, self.now), changes)
+            self._score(table)
+            share = int(table.policy.share * table.policy.capacity)
+            self._remove(table, table.lowest(max(missing, share), self.now), changes)
         return table.take(count)
 
-    def _remove(self, table: RowPool, rows: Tensor, changes: _Changes) -> None:
+    def _score(self, table: RowPool) -> None:
+        self._sightings.count()
+        table.score_sightings(self.ranks)
+
+    def _remove(self, table: RowPool, rows: Tensor, changes: dict[str, Fresh]) -> None:
         ids = table.release(rows)
         number = torch.full_like(ids, self._tables.index(table))
         self._index.remove(self._index.slots(ids, self._index.of(number))[0])
         self.counts["evicted"] += len(rows)
-        changes.evict(table.name, ids)
+        note = changes[table.name]
+        evicted = torch.cat([note.evicted, ids])
+        changes[table.name] = note._replace(evicted=evicted)
 
-    def _expire(self, changes: _Changes) -> None:
+    def _expire(self, changes: dict[str, Fresh]) -> None:
         for table in self._tables:
             if table.policy.ttl:
-                self._sightings.count()
-                table.score_sightings(self._group, several=self._world_size > 1)
+                self._score(table)
                 self._remove(table, table.expired(self.now), changes)
-
-    def _forget(self, number: int) -> None:
-        """Forgets the candidates that were not seen since this was last done, and unmarks the others."""
-        items = self._index.items()
-        of_table = (items.table == number) & (items.values < 0)
-        slots = items.slots[of_table]
-        values = items.values[of_table]
-        is_marked = (values & 1) == 1
-        self._index.remove(slots[~is_marked])
-        self._index.set(slots[is_marked], values[is_marked] + 1)
-        self.counts["forgotten"] += int((~is_marked).sum())
-        self._tables[number].candidates = int(is_marked.sum())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that later steps depend on, alike on every rank; changes nothing of it. Collective."""
         self._sightings.count()
-        waiting, _ = _summed(
-            torch.cat(
-                [
-                    torch.empty(0, 3, dtype=torch.int64, device=self._device),
-                    *self._waiting,
-                ]
-            )
-        )
+        waiting, _ = _summed(self._waiting)
         items = self._index.items()
         tables = {}
         for number, table in enumerate(self._tables):
-            of_table = (items.table == number) & (items.values < 0)
+            candidates = _candidates(items, number)
             # In the order of ids, because that in the index depends on its layout.
-            order = items.ids[of_table].argsort()
+            order = candidates.ids.argsort()
             tables[table.name] = {
-                **table.state_dict(self._group, several=self._world_size > 1),
-                "candidates": items.ids[of_table][order],
-                "candidate_values": items.values[of_table][order],
+                **table.state_dict(self.ranks),
+                "candidates": candidates.ids[order],
+                "candidate_values": candidates.values[order],
             }
         return {
             "now": self.now,
             "counts": dict(self.counts),
-            "waiting": self._gathered(waiting),
+            "waiting": self.ranks.gathered(waiting),
             "tables": tables,
         }
 
@@ -388,71 +303,77 @@ class DynamicIds:
         self.now = state["now"]
         self.counts = dict(state["counts"])
         self._sightings.drop()
-        is_first = self._world_size == 1 or dist.get_rank(self._group) == 0
-        # What waits is a sum over ranks, so one rank has it all. Tables are numbered as
-        # they were given, which may be another order than before.
         waiting = state["waiting"].to(self._device, copy=True)
-        numbers = torch.tensor(
-            [self.names.index(name) for name in saved], device=self._device
-        )
-        waiting[:, 0] = numbers[waiting[:, 0]]
-        self._waiting = [waiting] if is_first else []
-        self._index = self._new_index()
-        for number, table in enumerate(self._tables):
-            table.load_state_dict(saved[table.name], is_first=is_first)
-            candidates = saved[table.name]["candidates"].to(self._device)
-            table.candidates = len(candidates)
-            live = table.live_rows()
-            ids = torch.cat([table.id_of[live], candidates])
-            values = torch.cat(
-                [live, saved[table.name]["candidate_values"].to(self._device)]
-            )
-            self._index.insert(ids, torch.full_like(ids, number), values)
+        # Tables are numbered as they were given, which may be another order than before.
+        numbers = list(map(self.names.index, saved))
+        waiting[:, 0] = waiting.new_tensor(numbers)[waiting[:, 0]]
+        # States of earlier releases hold EMPTY, too.
+        waiting = waiting[waiting[:, 1] != EMPTY]
+        # What waits is a sum over ranks, so one rank has it all.
+        if not self.ranks.is_first:
+            waiting = waiting[:0]
+        self._waiting = waiting
+        self._index = _empty_index(self._tables, self._device)
+        for table in self._tables:
+            table.load_state_dict(saved[table.name], is_first=self.ranks.is_first)
+        _insert_saved(self._index, self._tables, saved)
 
 
-class _Changes:
-    """Collects what one step changes, by table."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._admitted: dict[str, tuple[Tensor, Tensor]] = {}
-        self._evicted: dict[str, list[Tensor]] = {}
-        self._names = names
-
-    def admit(self, table: str, rows: Tensor, ids: Tensor) -> None:
-        self._admitted[table] = (rows, ids)
-
-    def evict(self, table: str, ids: Tensor) -> None:
-        self._evicted.setdefault(table, []).append(ids)
-
-    def notes(self) -> tuple[Fresh, ...]:
-        """Returns a note for each table with a change."""
-        notes = []
-        # Most steps change nothing.
-        for name in self._names if self._admitted or self._evicted else ():
-            rows, ids = self._admitted.get(
-                name, (torch.empty(0, dtype=torch.int64),) * 2
-            )
-            evicted = torch.cat([rows.new_empty(0), *self._evicted.get(name, [])])
-            if len(rows) or len(evicted):
-                notes.append(Fresh(name, rows, ids, evicted))
-        return tuple(notes)
+def _empty_index(tables: Sequence[RowPool], device: torch.device) -> IdIndex:
+    policies = [table.policy for table in tables]
+    sizes = [policy.capacity + policy.most_candidates for policy in policies]
+    return IdIndex(sizes, device)
 
 
-def _gathered_rows(
-    new: Tensor, world_size: int, group: dist.ProcessGroup | None
-) -> Tensor:
-    sizes = [
-        torch.zeros(1, dtype=torch.int64, device=new.device) for _ in range(world_size)
-    ]
-    dist.all_gather(sizes, torch.tensor([len(new)], device=new.device), group=group)
-    counts = [int(size) for size in sizes]
-    padded = new.new_zeros(max(counts), 3)
-    padded[: len(new)] = new
-    pieces = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(pieces, padded, group=group)
-    return torch.cat(
-        [piece[:count] for piece, count in zip(pieces, counts, strict=True)]
-    )
+def _insert_saved(
+    index: IdIndex, tables: Sequence[RowPool], saved: Mapping[str, Any]
+) -> None:
+    """Inserts the ids with a row, and the saved candidates."""
+    for number, table in enumerate(tables):
+        state = saved[table.name]
+        rows = table.live_rows()
+        table.candidates = len(state["candidates"])
+        ids = torch.cat([table.id_of[rows], state["candidates"].to(rows.device)])
+        values = torch.cat([rows, state["candidate_values"].to(rows.device)])
+        index.insert(ids, torch.full_like(ids, number), values)
+
+
+def _row_pools(tables: Mapping[str, Dynamic], sightings: Sightings) -> list[RowPool]:
+    """Returns the rows of each table, with its part of the sightings."""
+    capacities = [policy.capacity for policy in tables.values()]
+    numbers = torch.split(sightings.number, capacities)
+    steps = torch.split(sightings.step, capacities)
+    return list(map(RowPool, tables, tables.values(), numbers, steps))
+
+
+def _by_table(
+    rows: Tensor, ids: Mapping[str, Tensor], names: Sequence[str]
+) -> dict[str, Tensor]:
+    """Splits the rows of all ids, in the order of ``names``, into tensors of the shapes of ``ids``."""
+    shapes = {name: ids[name].shape for name in names if name in ids}
+    pieces = torch.split(rows, [shape.numel() for shape in shapes.values()])
+    views = map(Tensor.view, pieces, shapes.values())
+    return dict(zip(shapes, views, strict=True))
+
+
+def _candidates(items: Items, number: int) -> Items:
+    """Returns the candidates of a table."""
+    is_candidate = (items.table == number) & (items.values < 0)
+    return Items(*(column[is_candidate] for column in items))
+
+
+def _forget_candidates(index: IdIndex, number: int) -> tuple[int, int]:
+    """Forgets a table's candidates that were not seen since this was last done, and unmarks the others.
+
+    Returns:
+        The numbers of those forgotten and of those left.
+    """
+    candidates = _candidates(index.items(), number)
+    is_marked = (candidates.values & 1) == 1
+    slots = candidates.slots[is_marked]
+    index.remove(candidates.slots[~is_marked])
+    index.set(slots, candidates.values[is_marked] + 1)
+    return len(is_marked) - len(slots), len(slots)
 
 
 def _places_by_table(chosen: Tensor, number: Tensor, tables: int) -> tuple[Tensor, ...]:
@@ -521,8 +442,13 @@ def _check_saved(name: str, saved: Mapping[str, Any], now: int) -> None:
         )
 
 
+def _candidate_values(sightings: Tensor) -> Tensor:
+    """Returns the values of candidates in the index; the lowest bit marks them as seen lately."""
+    return -(2 * sightings.clamp(max=MOST_SIGHTINGS) + 1)
+
+
 def _sightings_of(values: Tensor) -> Tensor:
-    """Returns the number of sightings of candidates, from their values in the index."""
+    """Returns the number of sightings of candidates, see :func:`_candidate_values`."""
     return -values >> 1
 
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import Dynamic
+from torchrec_ext.ids.ranks import IdRanks
 
 _MOST_UNCOUNTED = 2**18  # look-ups that are counted together
 # Ids that go for good, a live id and memory of the counts.
@@ -186,13 +186,10 @@ class RowPool:
             .squeeze(1)
         )
 
-    def score_sightings(
-        self, group: dist.ProcessGroup | None, *, several: bool
-    ) -> None:
+    def score_sightings(self, ranks: IdRanks) -> None:
         """Adds the sightings of all ranks to the scores: integers, so that ranks do not matter. Collective."""
-        if several:
-            dist.all_reduce(self._sightings, dist.ReduceOp.SUM, group=group)
-            dist.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)
+        ranks.summed(self._sightings)
+        ranks.greatest(self._seen)
         # Look-ups that found no row are sightings of row 0.
         lookups = int(self._sightings.sum())
         self._lookups += lookups
@@ -201,23 +198,17 @@ class RowPool:
         self._age.mul_(decay).add_(1 - decay)
         self._sightings.zero_()
 
-    def state_dict(
-        self, group: dist.ProcessGroup | None, *, several: bool
-    ) -> dict[str, Any]:
+    def state_dict(self, ranks: IdRanks) -> dict[str, Any]:
         """Returns the state, alike on every rank; changes nothing, the scores neither. Collective."""
-        state = {
+        return {
             "ids": self.id_of.clone(),
             "score": self._score.clone(),
             "age": self._age.clone(),
-            "seen": self._seen.clone(),
-            "sightings": self._sightings.clone(),
+            "seen": ranks.greatest(self._seen.clone()),
+            "sightings": ranks.summed(self._sightings.clone()),
             "used": self._used,
             "lookups": self._lookups,
         }
-        if several:
-            dist.all_reduce(state["sightings"], dist.ReduceOp.SUM, group=group)
-            dist.all_reduce(state["seen"], dist.ReduceOp.MAX, group=group)
-        return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_first: bool) -> None:
         """Continues from a state of as many rows or fewer; only the first rank takes the sightings, sums over ranks."""

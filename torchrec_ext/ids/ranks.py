@@ -1,0 +1,67 @@
+"""IdRanks: the ranks that share dynamic ids."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """Makes a group of all ranks for tensors in the host's memory; returns None if the job's takes them. Collective."""
+    # NCCL moves no tensors of the host.
+    if _are_several(None) and dist.get_backend() == "nccl":
+        return dist.new_group(backend="gloo")  # type: ignore[no-any-return]
+    return None
+
+
+def _are_several(group: dist.ProcessGroup | None) -> bool:
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    return dist.get_world_size(group) > 1
+
+
+class IdRanks:
+    """The ranks of a group, by default all of the job; its methods are collective.
+
+    Args:
+        group: the ranks' process group.
+        device: device of the ids; those in the host's memory are exchanged over gloo, also where the job has NCCL.
+
+    Attributes:
+        several: whether there are two or more.
+        is_first: whether this is the first of them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        if group is None and device.type == "cpu":
+            group = host_group()
+        self._group = group
+        self.several = _are_several(group)
+        self.is_first = not self.several or dist.get_rank(group) == 0
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        """Returns ``numbers``, in place their sum over the ranks."""
+        if self.several:
+            dist.all_reduce(numbers, dist.ReduceOp.SUM, group=self._group)
+        return numbers
+
+    def greatest(self, numbers: Tensor) -> Tensor:
+        """Returns ``numbers``, in place the greatest of the ranks."""
+        if self.several:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
+        return numbers
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Returns the (n, 3) int64 rows of all ranks, one rank after the other; n may differ."""
+        if not self.several:
+            return rows
+        count = torch.tensor([len(rows)], device=rows.device)
+        counts = count.new_zeros(dist.get_world_size(self._group))
+        dist.all_gather_into_tensor(counts, count, group=self._group)
+        padded = rows.new_zeros(int(counts.max()), 3)
+        padded[: len(rows)] = rows
+        pieces = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(pieces, padded, group=self._group)
+        sized = zip(pieces, counts.tolist(), strict=True)
+        return torch.cat([piece[:size] for piece, size in sized])
