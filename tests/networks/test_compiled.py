@@ -159,13 +159,13 @@ def test_a_step_with_a_loss_that_is_no_number_writes_nothing_and_counts_for_no_s
     weight = stack.networks["a"].get_parameter("towers.user.mlp.linear.weight")
     kept = float(weight.data[0, 0])
     weight.data[0, 0] = float("nan")
-    before = [part.clone() for part in (*held, stack.flat)]
+    before = [part.clone() for part in (*held, stack.dense.matrix)]
     assert step([rows(2), rows(3)]).loss.isfinite().tolist() == [False, True]
-    for old, new in zip(before, (*held, stack.flat), strict=True):
+    for old, new in zip(before, (*held, stack.dense.matrix), strict=True):
         assert torch.allclose(old, new, rtol=0, atol=0, equal_nan=True)
     weight.data[0, 0] = kept
     assert step([rows(2), rows(3)]).loss.isfinite().all()
-    assert not torch.equal(before[-1][1], stack.flat[1])
+    assert not torch.equal(before[-1][1], stack.dense.matrix[1])
 
 
 @pytest.mark.parametrize(
@@ -323,13 +323,13 @@ def test_what_cannot_be_compiled_is_refused_before_the_first_step_or_trained_wit
 ):
     lamb = dataclasses.replace(ADAM, tables="lamb")
     required = Run("require", 30, lamb)
-    before = required.stack.flat.clone()
+    before = required.stack.dense.matrix.clone()
     with pytest.raises(
         StackError,
         match=r"the step of the stack cannot be compiled: .* is moved by lamb",
     ):
         required.train(1)
-    assert torch.equal(before, required.stack.flat)
+    assert torch.equal(before, required.stack.dense.matrix)
 
 
 def test_one_compiles_where_it_pays_and_says_why_it_cannot(

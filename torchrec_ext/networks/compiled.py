@@ -23,9 +23,15 @@ from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile
 from torchrec_ext.capture.update_rules import UPDATES, stepped
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.networks.graph import Inputs, trace, weighted_rows
-from torchrec_ext.networks.optimizer import StackedOptimizer, StackedWeights
+from torchrec_ext.networks.optimizer import StackedOptimizer, clip_factors
 from torchrec_ext.networks.skeleton import StackedSteps, StackError, are_one, tensors_of
-from torchrec_ext.networks.stack import Losses, Stack, StepBatches, table_weights
+from torchrec_ext.networks.stack import (
+    Losses,
+    Stack,
+    StepBatches,
+    stacked_fields,
+    table_weights,
+)
 from torchrec_ext.observe.user_lines import first_line
 
 
@@ -58,6 +64,51 @@ class _Entry:
         if self.is_table:
             return state
         return state.view(self.members, -1)
+
+
+def _entries(
+    stack: Stack, optimizer: StackedOptimizer, tables: Sequence[str]
+) -> list[_Entry]:
+    """Returns the optimizer's entries; the weights are those of ``tables`` and, after them, the matrix of the layers.
+
+    Raises:
+        StackError: an optimizer without a compiled form, or that has no state yet.
+    """
+    entries = []
+    for group, entry, state in optimizer.entries():
+        choice: Choice = group["choice"]
+        if choice.kind not in UPDATES:
+            raise StackError(
+                f"'{entry.name}' is moved by {choice.kind}, which has no compiled form; those with one: {list(UPDATES)}"
+            )
+        if not state and choice.kind != "sgd":
+            raise StackError(
+                "the optimizer has no state yet: train one step before the compiled ones"
+            )
+        members = len(entry.members)
+        index = len(tables)
+        rows = 1
+        columns = slice(None)
+        if entry.is_table:
+            index = tables.index(entry.name)
+            rows = len(entry.parameter) // members
+        elif entry.parameter.numel() < members * stack.dense.matrix.shape[1]:
+            # An entry of one dense weight has its columns alone, one of all dense
+            # weights the whole rows.
+            columns = stack.dense.columns[entry.name]
+        first = rows * stack.members.index(entry.members[0])
+        entries.append(
+            _Entry(
+                index,
+                slice(first, first + rows * members),
+                columns,
+                members,
+                entry.is_table,
+                *state_tensors(state),
+                group,
+            )
+        )
+    return entries
 
 
 class CompiledStep:
@@ -96,11 +147,12 @@ class CompiledStep:
         self._names = list(tables)
         # Detached, because the function computes gradients itself; writing them writes
         # the stack's.
-        self._weights = [*(weight.detach() for weight in tables.values()), stack.flat]
-        self._entries = [self._entry(*entry) for entry in optimizer.entries()]
-        self._rates = [torch.zeros((), device=stack.flat.device) for _ in self._entries]
-        self._limits = stack.flat.new_tensor(optimizer.limits)
-        self._engine = engine or engine_for(stack.flat.device)[0]
+        self._weights = [weight.detach() for weight in tables.values()]
+        self._weights.append(stack.dense.matrix)
+        self._entries = _entries(stack, optimizer, self._names)
+        self._rates = [torch.zeros((), device=stack.device) for _ in self._entries]
+        self._limits = stack.dense.matrix.new_tensor(optimizer.limits)
+        self._engine = engine or engine_for(stack.device)[0]
         self._functions: dict[tuple[object, ...], Run] = {}
 
     def __call__(
@@ -175,12 +227,11 @@ class CompiledStep:
         # again.
         generators = self._stack.generators.values()
         before = [generator.get_state() for generator in generators]
-        inputs = self._stack.inputs(batches, peers, weight, look_up=False)
+        inputs = self._stack.inputs(batches, peers, weight)
         example_inputs = self._inputs(batches, peers, weight)
         for generator, generator_state in zip(generators, before, strict=True):
             generator.set_state(generator_state)
         try:
-            row_ids = [ids for ids, _ in self._rows()]
             memory = [*self._weights]
             for entry in self._entries:
                 memory += [*entry.state, *entry.steps]
@@ -188,11 +239,9 @@ class CompiledStep:
             steps = None
             if isinstance(batches, StackedSteps):
                 steps = batches
-                memory += [
-                    *steps.source.tensors,
-                    *self._stack.constants(steps).values(),
-                ]
-            step = self._function(inputs._replace(pooled=self._pooled(row_ids)), steps)
+                memory += steps.source.tensors
+                memory += self._stack.maker(steps).constants.values()
+            step = self._function(inputs, steps)
             self._functions[shape] = self._engine(step, memory, example_inputs)
         except CannotCaptureError:
             raise
@@ -215,71 +264,17 @@ class CompiledStep:
     def _inputs(
         self, batches: StepBatches, peers: Tensor | None, weight: float
     ) -> list[Tensor]:
+        noise, stale = self._stack.drawn(batches, peers, weight)
         if isinstance(batches, StackedSteps):
-            noise, stale = self._stack.drawn(batches, peers, weight)
             return [*batches.tensors, *noise, *stale]
-        rows = self._rows()
-        inputs = self._stack.inputs(batches, peers, weight, look_up=False)
-        row_ids = [ids for ids, _ in rows]
-        filled = [live for _, live in rows if live is not None]
-        return [*row_ids, *filled, *inputs.rest()]
-
-    def _pooled(self, ids: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Returns tensors in the shapes of the look-ups' results; a trace needs no values."""
-        rest = iter(ids)
-        members = len(self._stack.members)
-        pooled = []
-        for stacked in self._stack.tables.values():
-            bags = []
-            for table in stacked.tables:
-                for _ in table.feature_names:
-                    rows = len(next(rest)) // members
-                    bags.append(
-                        torch.empty(
-                            members, rows, table.embedding_dim, device=ids[0].device
-                        )
-                    )
-            pooled.append(bags)
-        return pooled
-
-    def _entry(
-        self, group: dict[str, Any], entry: StackedWeights, state: dict[str, Tensor]
-    ) -> _Entry:
-        choice: Choice = group["choice"]
-        if choice.kind not in UPDATES:
-            raise StackError(
-                f"'{entry.name}' is moved by {choice.kind}, which has no compiled form; those with one: {list(UPDATES)}"
-            )
-        if not state and choice.kind != "sgd":
-            raise StackError(
-                "the optimizer has no state yet: train one step before the compiled ones"
-            )
-        members = len(entry.members)
-        all_members = self._stack.members
-        # The dense weights, one matrix, come after the tables.
-        index = len(self._names)
-        if entry.is_table:
-            index = self._names.index(entry.name)
-        rows = len(self._weights[index]) // len(all_members)
-        first = rows * all_members.index(entry.members[0])
-        # An entry of one dense weight has its columns alone, one of all dense weights
-        # the whole rows.
-        columns = slice(None)
-        if (
-            not entry.is_table
-            and entry.parameter.numel() < members * self._stack.flat.shape[1]
-        ):
-            columns = self._stack.columns[entry.name]
-        row_range = slice(first, first + rows * members)
-        return _Entry(
-            index,
-            row_range,
-            columns,
-            members,
-            entry.is_table,
-            *state_tensors(state),
-            group,
-        )
+        row_ids = []
+        filled = []
+        for ids, live in self._rows():
+            row_ids.append(ids)
+            if live is not None:
+                filled.append(live)
+        fields = stacked_fields(self._stack.members, batches)
+        return [*row_ids, *filled, *fields.values(), *noise, *stale]
 
     def _function(
         self, inputs: Inputs, stacked_steps: StackedSteps | None
@@ -292,7 +287,7 @@ class CompiledStep:
         lookups: list[tuple[int, int]] = []
         for index, table in enumerate(tables):
             lookups += [(index, table.embedding_dim)] * len(table.feature_names)
-        shapes = [value.shape for value in stack.dense.values()]
+        shapes = [value.shape for value in stack.dense.weights.values()]
         members = len(stack.members)
         sizes = [shape.numel() // members for shape in shapes]
         stack_weights = self._weights
@@ -317,7 +312,7 @@ class CompiledStep:
             live: list[Tensor | None] = [None] * len(lookups)
             if stacked_steps:
                 resident = take(stacked_steps.source.tensors)
-                names = stack.constants(stacked_steps)
+                names = stack.maker(stacked_steps).constants
                 constants = dict(zip(names, take(names), strict=True))
                 looked_up, fields = stack.made(
                     stacked_steps, resident, take(stacked_steps.tensors)
@@ -339,7 +334,8 @@ class CompiledStep:
             for (index, width), rows, filled in zip(lookups, ids, live, strict=True):
                 looked_up_rows = _live(weights[index].index_select(0, rows), filled)
                 pooled.append(looked_up_rows.view(members, -1, width))
-            loss, logits, *gradients = graph(*dense, *pooled, *fields.values(), *rest)
+            values = [fields[name] for name in inputs.fields]
+            loss, logits, *gradients = graph(*dense, *pooled, *values, *rest)
             grads = [torch.zeros_like(weight) for weight in weights[:-1]]
             # Several ids, and several features, may share a row of a table: their
             # gradients add up.
@@ -400,14 +396,12 @@ def _limited(
     grads: Sequence[Tensor], inside: Sequence[bool], limits: Tensor
 ) -> list[Tensor]:
     """Returns the gradients, those ``inside`` scaled to at most each member's limit of their norm, (K,)."""
-    counted = compress(grads, inside)
-    norm = sum(grad.view(len(limits), -1).square().sum(dim=1) for grad in counted)
-    # 1e-6 as in torch.nn.utils.clip_grad_norm_, for the results of a member alone.
-    factors = (limits / (torch.as_tensor(norm).sqrt() + 1e-6)).clamp(max=1)[:, None]
+    by_member = [grad.view(len(limits), -1) for grad in grads]
+    factors = clip_factors(list(compress(by_member, inside)), limits)
     scaled = []
-    for grad, limited in zip(grads, inside, strict=True):
+    for grad, flat, limited in zip(grads, by_member, inside, strict=True):
         if limited:
-            grad = (grad.view(len(limits), -1) * factors).view(grad.shape)
+            grad = (flat * factors).view(grad.shape)
         scaled.append(grad)
     return scaled
 
@@ -510,7 +504,7 @@ class StackSteps:
         self._policy.is_decided = True
         remaining_steps = self._total - self._step_count
         if too_few := self._policy.too_few_left(
-            remaining_steps, self._stack.flat.device.type
+            remaining_steps, self._stack.device.type
         ):
             self._stay_eager(f"compiling {too_few}")
             return
@@ -536,7 +530,7 @@ class StackSteps:
             ) from None
 
     def _new_step(self) -> CompiledStep:
-        engine, doing = engine_for(self._stack.flat.device)
+        engine, doing = engine_for(self._stack.device)
         step = CompiledStep(self._stack, self._optimizer, engine=engine)
         self._say(f"{doing} ...")
         return step

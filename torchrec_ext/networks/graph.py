@@ -373,7 +373,7 @@ def trace_logits(skeleton: Skeleton, inputs: Inputs) -> GraphModule:
     return rewrite(graph)
 
 
-def leave_out_constants(graph: GraphModule, names: Sequence[str]) -> set[str]:
+def leave_out_constants(graph: GraphModule, names: Sequence[str]) -> list[str]:
     """Removes the outputs, after the first, without any input of the graph; returns the names of the others."""
     output = graph.graph.output_node()
     outputs: Any = output.args[0]
@@ -391,7 +391,7 @@ def leave_out_constants(graph: GraphModule, names: Sequence[str]) -> set[str]:
     output.args = ([first, *variable_outputs.values()],)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return set(variable_outputs)
+    return list(variable_outputs)
 
 
 _Loss = Callable[

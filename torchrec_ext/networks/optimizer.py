@@ -14,7 +14,7 @@ from torchrec_ext.distributed.optim.declared import has_kernel
 from torchrec_ext.distributed.optim.hybrid import make_first_state
 from torchrec_ext.distributed.optim.kinds import rows_with_gradient
 from torchrec_ext.networks.skeleton import StackError, unlike_members
-from torchrec_ext.networks.stack import Stack, table_weights
+from torchrec_ext.networks.stack import Stack, dense_parameters, table_weights
 from torchrec_ext.train.config import Schedule
 
 # Schedules of the tables and of the dense layers, as in a TrainConfig.
@@ -123,7 +123,7 @@ class StackedOptimizer:
             choice for choice in first.values() if choice.kind == kind
         ).unfused()[0]
         fused_types: list[Any] = [torch.optim.Adam, torch.optim.SGD]
-        if self._stack.flat.device.type == "cpu":
+        if self._stack.device.type == "cpu":
             # torch has a fused Adagrad for a CPU alone.
             fused_types.append(torch.optim.Adagrad)
         options = {}
@@ -151,7 +151,7 @@ class StackedOptimizer:
         """Returns the weights to clip; as in a single run, without the tables updated inside the backward."""
         # All members have the same kinds of optimizer, see _optimizer().
         first = choices[self._stack.members[0]]
-        device = self._stack.flat.device.type
+        device = self._stack.device.type
         in_norm = []
         for weights in _all_weights(self._stack):
             if not weights.is_table or not has_kernel(first[weights.name].kind, device):
@@ -163,7 +163,13 @@ class StackedOptimizer:
         """Moves every member by the gradients of :meth:`Stack.backward`."""
         self.begin_step()
         if self.clips:
-            self._clip(self.limits)
+            limits = self._stack.dense.matrix.new_tensor(self.limits)
+            grads = [
+                weights.grad.view(len(limits), -1) for weights in self._clipped_weights
+            ]
+            factors = clip_factors(grads, limits)
+            for grad in grads:
+                grad.mul_(factors)
         # Decay apart from the optimizers: of a table only the rows with a gradient
         # decay.
         for group, entry in self._moved:
@@ -226,20 +232,6 @@ class StackedOptimizer:
         """The tables in the clipped norm, as ``PATH.TABLE``; dense layers always count."""
         return [weights.name for weights in self._clipped_weights if weights.is_table]
 
-    def _clip(self, limits: Sequence[float]) -> None:
-        grads = [
-            weights.grad.view(len(limits), -1) for weights in self._clipped_weights
-        ]
-        norms = (
-            torch.stack([grad.square().sum(dim=1) for grad in grads]).sum(dim=0).sqrt()
-        )
-        most = norms.new_tensor(limits)
-        # torch's clip_grad_norm_ adds 1e-6 to the norm too, and a member must learn as
-        # it would alone.
-        factors = (most / (norms + 1e-6)).clamp(max=1)[:, None]
-        for grad in grads:
-            grad.mul_(factors)
-
     def rates(self, member: str) -> dict[str, float]:
         """Returns the current learning rates of one member, for a record."""
         rates: dict[str, float] = {}
@@ -285,19 +277,29 @@ class StackedOptimizer:
         return parts
 
 
+def clip_factors(grads: Sequence[Tensor], limits: Tensor) -> Tensor:
+    """Returns the factors (K, 1) that limit the norm of each member's gradients, (K, n) each, to ``limits``, (K,)."""
+    squares = [grad.square().sum(dim=1) for grad in grads]
+    norms = torch.stack(squares).sum(dim=0).sqrt()
+    # torch's clip_grad_norm_ adds 1e-6 to the norm too, and a member must learn as it
+    # would alone.
+    return (limits / (norms + 1e-6)).clamp(max=1)[:, None]
+
+
 def _choices(stack: Stack, member: str, config: OptimizerConfig) -> dict[str, Choice]:
     """Returns the optimizer of each table and dense parameter, by the stack's names."""
-    by_table = config.for_tables(stack.networks[member])
-    by_layer = config.for_layers(stack.own_names(member))
+    network = stack.networks[member]
+    by_table = config.for_tables(network)
+    by_layer = config.for_layers(list(dense_parameters(network)))
     choices = {name: by_table[name.rpartition(".")[2]] for name in table_weights(stack)}
-    return choices | dict(zip(stack.dense, by_layer.values(), strict=True))
+    return choices | dict(zip(stack.dense.weights, by_layer.values(), strict=True))
 
 
 def _all_weights(stack: Stack) -> list[_Weights]:
     weights = []
     for name, weight in table_weights(stack).items():
         weights.append(_Weights(name, weight.detach(), weight.grad, True))  # type: ignore[arg-type]
-    weights.append(_Weights("", stack.flat, stack.flat_grad, False))
+    weights.append(_Weights("", stack.dense.matrix, stack.dense.grad, False))
     return weights
 
 
@@ -306,18 +308,15 @@ def _weights(
 ) -> list[_Weights]:
     """Returns the tables, and the dense weights: as one if each member has one setting for them, else one by one."""
     *tables, dense = _all_weights(stack)
-    if not stack.dense:
-        return tables
+    names = list(stack.dense.weights)
     most_settings = 1
     for member in stack.members:
-        most_settings = max(
-            most_settings, len({choices[member][name] for name in stack.dense})
-        )
+        settings = {choices[member][name] for name in names}
+        most_settings = max(most_settings, len(settings))
     if most_settings == 1:
-        return [*tables, dense._replace(name=next(iter(stack.dense)))]
-    grads = stack.dense_grads()
-    for name, value in stack.dense.items():
-        tables.append(_Weights(name, value.detach(), grads[name], False))
+        return [*tables, dense._replace(name=names[0])]
+    for name, value in stack.dense.weights.items():
+        tables.append(_Weights(name, value.detach(), stack.dense.grads[name], False))
     return tables
 
 

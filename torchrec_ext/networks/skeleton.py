@@ -138,9 +138,12 @@ def unlike_members(values: Mapping[str, object]) -> tuple[str, str] | None:
     return None
 
 
-def joined_source(items: Sequence[DrawnStep]) -> Resident | None:
-    """Returns the source of a :class:`StackedSteps`; None if the batches of ``items`` cannot be made as one."""
+def joined_source(items: Sequence[DrawnStep], device: torch.device) -> Resident | None:
+    """Returns the source of a :class:`StackedSteps`; None if the batches cannot be made as one on this device."""
     first = items[0]
+    tensors = chain.from_iterable(item.source.tensors for item in items)
+    if any(tensor.device != device for tensor in tensors):
+        return None
     batch = first.batch()
     bags = [batch.sparse]
     if batch.shared is not None:

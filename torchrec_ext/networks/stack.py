@@ -1,13 +1,15 @@
 """Stack: trains K networks of one shape as one, with their tables concatenated and their dense layers batched.
 
 StackedTables: the tables of K networks as one EmbeddingBagCollection with K times the rows, looked up together.
+
+StackedLayers: the dense weights of K networks as one matrix.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -293,30 +295,45 @@ _TOLERANCE = 1e-4
 StepBatches = Sequence[TowerBatch] | StackedSteps
 
 
-class _BatchMaker(NamedTuple):
+class BatchMaker(NamedTuple):
     """Makes batches of one layout by the traced :meth:`Stack.made`.
 
     Args:
         graph: makes the rows of the look-ups, and the fields that differ from step to step.
-        names: names of all fields, in order.
+        variable: names of these fields, in order.
         constants: fields that are the same in each step, such as the labels of a positive and its negatives.
         example: batch of one member.
     """
 
     graph: GraphModule
-    names: list[str]
+    variable: list[str]
     constants: dict[str, Tensor]
     example: TowerBatch
 
-    def fields(self, variable: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns all fields by name, from those that differ from step to step."""
-        rest = iter(variable)
-        fields = {}
-        for name in self.names:
-            fields[name] = (
-                self.constants[name] if name in self.constants else next(rest)
-            )
-        return fields
+
+def _trace_maker(stack: Stack, steps: StackedSteps, example: TowerBatch) -> BatchMaker:
+    resident = steps.source.tensors
+    inputs = [*resident, *steps.tensors]
+    names: list[str] = []
+
+    def make(*tensors: Tensor) -> list[Any]:
+        rows, fields = stack.made(
+            steps, tensors[: len(resident)], tensors[len(resident) :]
+        )
+        names[:] = fields
+        return [rows, *fields.values()]
+
+    pure = functionalize(make, remove="mutations")
+    graph = make_fx(pure, tracing_mode="fake")(*inputs)
+    with torch.no_grad():
+        _, *values = graph(*inputs)
+    constants = dict(zip(names, values, strict=True))
+    # Fields that depend on no input are computed here, once, and not in each step.
+    variable = leave_out_constants(graph, names)
+    for name in variable:
+        del constants[name]
+    constants = {name: value.clone() for name, value in constants.items()}
+    return BatchMaker(graph, variable, constants, example)
 
 
 class Losses(NamedTuple):
@@ -329,6 +346,42 @@ class Losses(NamedTuple):
     def finite(self) -> bool:
         """Whether every loss is a finite number."""
         return all(map(math.isfinite, self.loss.tolist()))
+
+
+class StackedLayers:
+    """The dense weights of K networks of one shape as one matrix, a row for each; their parameters become its views.
+
+    Attributes:
+        matrix: the weights, (K, P).
+        grad: their gradient, (K, P).
+        columns: the columns of each weight, by its name in the first network.
+        weights: each weight of all networks, (K, ...), by this name.
+        grads: their gradients, likewise.
+    """
+
+    def __init__(self, networks: Sequence[nn.Module]) -> None:
+        names = list(dense_parameters(networks[0]))
+        by_member = [dense_parameters(network).values() for network in networks]
+        rows = []
+        for parameters in by_member:
+            flat = [weight.detach().reshape(-1) for weight in parameters]
+            rows.append(torch.cat(flat))
+        self.matrix = torch.stack(rows)
+        self.grad = torch.zeros_like(self.matrix)
+        self.columns: dict[str, slice] = {}
+        self.weights: dict[str, nn.Parameter] = {}
+        self.grads: dict[str, Tensor] = {}
+        start = 0
+        for name, *weights in zip(names, *by_member, strict=True):
+            shape = (len(weights), *weights[0].shape)
+            columns = slice(start, start + weights[0].numel())
+            start = columns.stop
+            values = self.matrix[:, columns].view(shape)
+            self.columns[name] = columns
+            self.weights[name] = nn.Parameter(values)
+            self.grads[name] = self.grad[:, columns].view(shape)
+            for weight, value in zip(weights, values.unbind(), strict=True):
+                weight.data = value
 
 
 class Stack(nn.Module):
@@ -398,10 +451,10 @@ class Stack(nn.Module):
                 )
         self.skeleton: Skeleton | None = None
         self._graphs: dict[tuple[object, ...], GraphModule] = {}
-        self._makers: dict[tuple[object, ...], _BatchMaker] = {}
+        self._makers: dict[tuple[object, ...], BatchMaker] = {}
         self._sources: dict[tuple[Resident, ...], Resident | None] = {}
-        self.dense: dict[str, nn.Parameter] = {}
-        self._lay_dense_together()
+        self.dense = StackedLayers(list(networks.values()))
+        self.device = self.dense.matrix.device
 
     @property
     def members(self) -> list[str]:
@@ -429,75 +482,28 @@ class Stack(nn.Module):
         stack.generators = {name: self.generators[name] for name in others}
         return stack
 
-    def own_names(self, member: str) -> list[str]:
-        """Returns one member's names of the dense weights, in the order of ``dense`` with the first member's names."""
-        return [name for name, _ in _dense_parameters(self.networks[member])]
-
-    def dense_grads(self) -> dict[str, Tensor]:
-        """Returns the gradients of the dense weights by name, (K, ...) each."""
-        return dict(zip(self.dense, self._dense_grads, strict=True))
-
-    def _lay_dense_together(self) -> None:
-        """Makes one (K, P) matrix of all dense weights, a row for each member, and one of their gradients."""
-        by_member = [_dense_parameters(network) for network in self.networks.values()]
-        sizes = [weight.numel() for _, weight in by_member[0]]
-        rows = []
-        for parameters in by_member:
-            rows.append(
-                torch.cat([weight.detach().reshape(-1) for _, weight in parameters])
-            )
-        self.flat = torch.stack(rows)
-        self.flat_grad = torch.zeros_like(self.flat)
-        # Columns of ``flat`` with each dense weight, by its name.
-        self.columns: dict[str, slice] = {}
-        self._dense_grads: list[Tensor] = []
-        for index, (name, weight) in enumerate(by_member[0]):
-            shape = (len(by_member), *weight.shape)
-            start = sum(sizes[:index])
-            columns = slice(start, start + sizes[index])
-            self.columns[name] = columns
-            self.dense[name] = nn.Parameter(self.flat[:, columns].view(shape))
-            self._dense_grads.append(self.flat_grad[:, columns].view(shape))
-            # The members' own parameters become views, so each network is at any time
-            # as trained so far.
-            for parameters, values in zip(
-                by_member, self.dense[name].detach().unbind(), strict=True
-            ):
-                parameters[index][1].data = values
-
-    def _prepare(self, batch: TowerBatch) -> Skeleton:
-        # The network with the most dropout layers: a network with a rate of 0 may have
-        # no such layer.
-        self.skeleton = Skeleton(
-            max(self.networks.values(), key=lambda network: len(_dropouts(network))),
-            batch,
-        )
-        self._rates = []
-        for name, network in self.networks.items():
-            rates = [layer.p for layer in _dropouts(network)] or [0.0] * len(
-                self.skeleton.dropouts
-            )
-            if len(rates) != len(self.skeleton.dropouts):
-                raise StackError(
-                    f"'{name}' has {len(rates)} dropout layers, another network {len(self.skeleton.dropouts)}"
-                )
-            self._rates.append(rates)
+    def _skeleton_for(self, batch: TowerBatch) -> Skeleton:
+        """Returns the skeleton, made for a first batch of one member."""
+        if self.skeleton is None:
+            # The network with the most dropout layers: a network with a rate of 0 may
+            # have no such layer.
+            networks = self.networks.values()
+            most = max(networks, key=lambda network: len(_dropout_rates(network)))
+            self.skeleton = Skeleton(most, batch)
+            self._rates = _rates_of_all(self.networks, len(self.skeleton.dropouts))
         return self.skeleton
 
     def joined(
         self, items: Sequence[DrawnStep | TowerBatch]
     ) -> Sequence[TowerBatch] | StackedSteps:
         """Joins the members' steps into one with a common batch; returns their batches if that is impossible."""
-        device = self.flat.device
         steps = [item for item in items if isinstance(item, DrawnStep)]
         # Whether rows can be read together is found once for each combination of
         # sources.
         if len(steps) == len(items):
             sources = tuple(item.source for item in steps)
             if sources not in self._sources:
-                tensors = chain.from_iterable(source.tensors for source in sources)
-                is_here = all(tensor.device == device for tensor in tensors)
-                self._sources[sources] = joined_source(steps) if is_here else None
+                self._sources[sources] = joined_source(steps, self.device)
             if (source := self._sources[sources]) is not None:
                 return StackedSteps(steps, source)
         # By identity: a batch that several members share is made and moved once, and
@@ -506,8 +512,8 @@ class Stack(nn.Module):
         for item in items:
             if id(item) not in batches:
                 batch = item.batch() if isinstance(item, DrawnStep) else item
-                if batch.labels.device != device:
-                    batch = batch.to(device)
+                if batch.labels.device != self.device:
+                    batch = batch.to(self.device)
                 batches[id(item)] = batch
         return [batches[id(item)] for item in items]
 
@@ -536,8 +542,9 @@ class Stack(nn.Module):
                 self._check_losses(self._graphs[key], inputs, batches)
         with torch.no_grad():
             loss, logits, *gradients = self._graphs[key](*inputs.flat())
-        torch._foreach_copy_(self._dense_grads, gradients[: len(self.dense)])
-        rest = iter(gradients[len(self.dense) :])
+        grads = list(self.dense.grads.values())
+        torch._foreach_copy_(grads, gradients[: len(grads)])
+        rest = iter(gradients[len(grads) :])
         for tables in self.tables.values():
             tables.accumulate([next(rest) for _ in tables.names])
         return Losses(loss, logits, inputs.rows())
@@ -561,37 +568,21 @@ class Stack(nn.Module):
                 )
 
     def inputs(
-        self,
-        batches: StepBatches,
-        peers: Tensor | None = None,
-        weight: float = 1.0,
-        *,
-        look_up: bool = True,
+        self, batches: StepBatches, peers: Tensor | None = None, weight: float = 1.0
     ) -> Inputs:
-        """Returns the input tensors of a step on ``batches``; the tables keep the rows for their gradient.
-
-        Args:
-            batches: one batch for each member, see :meth:`backward`.
-            peers: logits of stale peers, see :meth:`backward`.
-            weight: weight of the codistillation.
-            look_up: read the rows and look them up; else ``pooled`` is empty.
-        """
+        """Returns the input tensors of a step; the tables keep the rows for their gradient. See :meth:`backward`."""
         if isinstance(batches, StackedSteps):
             fields = self._make(batches)
             shared = batches.members == 1
         else:
-            fields = _stacked_fields(self.members, batches)
+            fields = stacked_fields(self.members, batches)
             shared = are_one(batches)
-            if look_up:
-                self.read(batches)
-        pooled: list[list[Tensor]] = []
-        if look_up:
-            pooled = [tables() for tables in self.tables.values()]
+            self.read(batches)
         noise, stale = self.drawn(batches, peers, weight)
         return Inputs(
-            list(self.dense.values()),
+            list(self.dense.weights.values()),
             list(self.tables),
-            pooled,
+            [tables() for tables in self.tables.values()],
             fields,
             noise,
             stale,
@@ -602,19 +593,27 @@ class Stack(nn.Module):
         self, batches: StepBatches, peers: Tensor | None, weight: float
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Draws the noise of a step's dropout; returns it and the peers' inputs, see :meth:`inputs`."""
-        example = (
-            self._maker(batches).example
-            if isinstance(batches, StackedSteps)
-            else batches[0]
-        )
-        noise = self._draw(self.skeleton or self._prepare(example), example)
+        example = self._example(batches)
+        skeleton = self._skeleton_for(example)
+        noise: list[Tensor] = []
+        # There is no noise at all if no member has dropout.
+        if any(map(any, self._rates)):
+            shapes = skeleton.noise_shapes(example)
+            for shape, *rates in zip(shapes, *self._rates, strict=False):
+                layer_noise = _noise(shape, rates, self.generators.values())
+                noise.append(layer_noise.to(self.device))
         if peers is None:
             return noise, []
         return noise, [peers, peers.new_full((len(self.networks),), weight)]
 
+    def _example(self, batches: StepBatches) -> TowerBatch:
+        if isinstance(batches, StackedSteps):
+            return self.maker(batches).example
+        return batches[0]
+
     def read(self, batches: Sequence[TowerBatch]) -> None:
         """Finds the look-ups' rows of ``batches``, for :class:`StackedTables` or a compiled step."""
-        skeleton = self.skeleton or self._prepare(batches[0])
+        skeleton = self._skeleton_for(batches[0])
         for path, tables in self.tables.items():
             tables.read(
                 [jagged_of(batch, skeleton.tables[path].reads) for batch in batches]
@@ -643,72 +642,53 @@ class Stack(nn.Module):
             return rows, tensors_of(batch)
         return rows, tensors_apart(batch, steps.members)
 
-    def constants(self, steps: StackedSteps) -> dict[str, Tensor]:
-        """Returns the fields of :meth:`made` with the same value in each step."""
-        return self._maker(steps).constants
-
-    def _maker(self, steps: StackedSteps) -> _BatchMaker:
+    def maker(self, steps: StackedSteps) -> BatchMaker:
+        """Returns the maker of batches of this layout, traced once."""
         if steps.layout not in self._makers:
             example = steps.items[0].batch()
-            resident = steps.source.tensors
-            names: list[str] = []
-            if self.skeleton is None:
-                self._prepare(example)
-
-            def make(*tensors: Tensor) -> list[Any]:
-                rows, fields = self.made(
-                    steps, tensors[: len(resident)], tensors[len(resident) :]
-                )
-                names[:] = fields
-                return [rows, *fields.values()]
-
-            inputs = [*resident, *steps.tensors]
-            graph = make_fx(
-                functionalize(make, remove="mutations"), tracing_mode="fake"
-            )(*inputs)
-            with torch.no_grad():
-                _, *fields = graph(*inputs)
-            field_values = dict(zip(names, fields, strict=True))
-            # Fields that depend on no input are computed here, once, and not in each
-            # step.
-            variable = leave_out_constants(graph, names)
-            constants = {
-                name: value.clone()
-                for name, value in field_values.items()
-                if name not in variable
-            }
-            self._makers[steps.layout] = _BatchMaker(graph, names, constants, example)
+            self._skeleton_for(example)
+            self._makers[steps.layout] = _trace_maker(self, steps, example)
         return self._makers[steps.layout]
 
     @torch.no_grad()
     def _make(self, steps: StackedSteps) -> dict[str, Tensor]:
         """Makes the batch of all members; the tables keep the rows of its look-ups."""
-        maker = self._maker(steps)
-        rows, *variable = maker.graph(*steps.source.tensors, *steps.tensors)
+        maker = self.maker(steps)
+        rows, *values = maker.graph(*steps.source.tensors, *steps.tensors)
         for tables, of_collection in zip(self.tables.values(), rows, strict=True):
             tables.set_rows(of_collection)
-        return maker.fields(variable)
-
-    def _draw(self, skeleton: Skeleton, batch: TowerBatch) -> list[Tensor]:
-        """Draws the noise of each dropout layer, (K, ...), as nn.Dropout does; empty if no member has dropout."""
-        if not any(map(any, self._rates)):
-            return []
-        layer_noises = []
-        # On the CPU, from each member's own generator: the draws of the member alone.
-        for index, shape in enumerate(skeleton.noise_shapes(batch)):
-            noise = torch.ones(len(self.networks), *shape)
-            for member_noise, rates, generator in zip(
-                noise, self._rates, self.generators.values(), strict=True
-            ):
-                if rates[index]:
-                    member_noise.bernoulli_(1 - rates[index], generator=generator).div_(
-                        1 - rates[index]
-                    )
-            layer_noises.append(noise.to(self.flat.device))
-        return layer_noises
+        return maker.constants | dict(zip(maker.variable, values, strict=True))
 
 
-def _stacked_fields(
+def _dropout_rates(network: nn.Module) -> list[float]:
+    return [layer.p for layer in network.modules() if isinstance(layer, nn.Dropout)]
+
+
+def _rates_of_all(networks: Mapping[str, nn.Module], count: int) -> list[list[float]]:
+    """Returns the rates of each network's ``count`` dropout layers; 0 for a network without any."""
+    rates_of_all = []
+    for name, network in networks.items():
+        rates = _dropout_rates(network) or [0.0] * count
+        if len(rates) != count:
+            raise StackError(
+                f"'{name}' has {len(rates)} dropout layers, another network {count}"
+            )
+        rates_of_all.append(rates)
+    return rates_of_all
+
+
+def _noise(
+    shape: torch.Size, rates: Sequence[float], generators: Iterable[torch.Generator]
+) -> Tensor:
+    """Draws the noise of a dropout layer, (K, ...), as nn.Dropout does for each member alone on the CPU."""
+    noise = torch.ones(len(rates), *shape)
+    for of_member, rate, generator in zip(noise, rates, generators, strict=True):
+        if rate:
+            of_member.bernoulli_(1 - rate, generator=generator).div_(1 - rate)
+    return noise
+
+
+def stacked_fields(
     members: Sequence[str], batches: Sequence[TowerBatch]
 ) -> dict[str, Tensor]:
     """Stacks the tensors of the batches, (K, ...); those of one batch for all stay as they are."""
@@ -748,21 +728,18 @@ def table_weights(stack: Stack) -> dict[str, nn.Parameter]:
     return weights
 
 
-def _dense_parameters(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def dense_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters outside of tables, by name."""
     inside = tuple(
         f"{path}."
         for path, module in network.named_modules()
         if isinstance(module, EmbeddingBagCollection)
     )
-    return [
-        (name, weight)
+    return {
+        name: weight
         for name, weight in network.named_parameters()
         if not name.startswith(inside)
-    ]
-
-
-def _dropouts(network: nn.Module) -> list[nn.Dropout]:
-    return [module for module in network.modules() if isinstance(module, nn.Dropout)]
+    }
 
 
 def _shape(tensor: Tensor | None) -> str:

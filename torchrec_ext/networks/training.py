@@ -36,7 +36,7 @@ from torchrec_ext.networks.skeleton import (
     tensors_of,
     unlike_members,
 )
-from torchrec_ext.networks.stack import Losses, Stack
+from torchrec_ext.networks.stack import Losses, Stack, dense_parameters
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.early_stop import EarlyStopWatch
@@ -105,7 +105,7 @@ def optimizer_of(
         member: name of the member.
     """
     network = stack.networks[member]
-    own_names = dict(zip(stack.dense, stack.own_names(member), strict=True))
+    own_names = dict(zip(stack.dense.weights, dense_parameters(network), strict=True))
     params: dict[str, Tensor] = {}
     state: dict[Tensor, dict[str, Tensor]] = {}
     for _, entry, _ in optimizer.entries():
@@ -132,9 +132,9 @@ def _parts(
     names = [entry.name]
     # An entry of one dense weight has its columns alone, one of all has them side by
     # side.
-    if entry.parameter.numel() == len(entry.members) * stack.flat.shape[1]:
-        names = list(stack.dense)
-    shapes = [stack.dense[name].shape[1:] for name in names]
+    if entry.parameter.numel() == len(entry.members) * stack.dense.matrix.shape[1]:
+        names = list(stack.dense.weights)
+    shapes = [stack.dense.weights[name].shape[1:] for name in names]
     sizes = [shape.numel() for shape in shapes]
     parts: dict[str, dict[str, Tensor]] = {name: {} for name in names}
     for slot, value in state.items():
@@ -180,7 +180,8 @@ class StalePeers:
     @torch.no_grad()
     def copy(self) -> None:
         """Copies the members' weights as they are now."""
-        self._dense = [value.detach().clone() for value in self._stack.dense.values()]
+        weights = self._stack.dense.weights.values()
+        self._dense = [value.detach().clone() for value in weights]
         self._tables = {}
         for path, stacked in self._stack.tables.items():
             self._tables[path] = [
