@@ -1,6 +1,6 @@
 """train_stack(): the loop of a stack; each member has its own epochs, evaluations, early stop and end.
 
-MemberRun: a member as a run of its own, with the checkpoint of a network trained alone.
+Member: one network of a stack and its training; its checkpoints are those of a network trained alone.
 
 StalePeers: the predictions of an older copy of a stack, for codistillation.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,6 @@ from torch.fx import GraphModule
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
-from torchrec_ext.capture.policy import Compile
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.networks.compiled import StackSteps
@@ -42,39 +41,6 @@ from torchrec_ext.train.config import Record
 from torchrec_ext.train.early_stop import EarlyStopWatch
 from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import BestWeights, Loader, TrainConfig
-
-
-@dataclass
-class MemberWindow:
-    """The sums of a member since its last record: loss, steps and rows, (3,) float64."""
-
-    sums: Tensor
-
-
-@dataclass
-class MemberRun:
-    """One member as a run of its own, for :class:`RunCheckpoints` to save and restore.
-
-    Args:
-        model: the network, whose weights are views of the stack's.
-        optimizer: the member's part of the stack's optimizer, see :func:`optimizer_of`.
-        loader: loader of its batches.
-        watch: state of its early stop.
-        window: sums of its next record.
-        at: position of the member in its run.
-        runtime: runtime of one rank.
-    """
-
-    model: nn.Module
-    optimizer: KeyedOptimizer
-    loader: Any
-    watch: EarlyStopWatch
-    window: MemberWindow
-    at: Position
-    runtime: Runtime
-
-    def settle(self) -> None:
-        """Does nothing, since a stack defers no work."""
 
 
 def is_over(at: Position, epochs: int) -> bool:
@@ -292,60 +258,125 @@ def train_stack(
     """
     try:
         run = _Run(
-            members, evaluate, log, codistillation or Codistillation(), stop, say
+            members,
+            evaluate,
+            log or (lambda name, record: None),
+            codistillation or Codistillation(),
+            stop or (lambda: False),
+            say,
         )
-        while run.active and run.at.epoch < max(
-            member.train.epochs for member in members.values()
-        ):
+        epochs = max(member.train.epochs for member in members.values())
+        while run.active and run.at.epoch < epochs:
             run.epoch()
-        run.restore_best()
+        for member_run in run.runs:
+            record = member_run.restore_best()
+            if record is not None and log is not None:
+                log(member_run.name, record)
     finally:
         for member in members.values():
             if member.checkpoints is not None:
                 member.checkpoints.close()
-    return run.history
+    return {member_run.name: member_run.at.history for member_run in run.runs}
+
+
+class MemberWindow:
+    """The mean loss and the rows of a member since its last record.
+
+    Attributes:
+        sums: loss, steps and rows, (3,) float64.
+    """
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Discards the sums."""
+        self.sums = torch.zeros(3, dtype=torch.float64)
+        self._start = time.perf_counter()
+
+    def add(self, loss: float, rows: int) -> None:
+        """Adds a step."""
+        self.sums += self.sums.new_tensor([loss, 1, rows])
+
+    def take(self) -> dict[str, Any]:
+        """Returns the figures of a record, and restarts."""
+        total, steps, rows = self.sums.tolist()
+        seconds = time.perf_counter() - self._start
+        self.restart()
+        return {"loss": total / steps, "rows": int(rows), "rows_per_s": rows / seconds}
+
+
+class MemberRun:
+    """One member as a run of its own, for :class:`RunCheckpoints` to save and restore.
+
+    Args:
+        name: name of the member.
+        member: its network and its training.
+
+    Attributes:
+        optimizer: the member's part of the stack's optimizer, see :func:`optimizer_of`; set for each save.
+        watch: state of its early stop.
+        best: weights of its best evaluation, if the early stop watches a figure.
+        window: sums of its next record.
+        at: its records so far, and for each save its position.
+        runtime: runtime of one rank, because other ranks have other members.
+    """
+
+    optimizer: KeyedOptimizer
+
+    def __init__(self, name: str, member: Member) -> None:
+        self.name = name
+        self.member = member
+        self.model = member.network
+        self.loader = member.loader
+        self.runtime = Runtime()
+        self.watch = EarlyStopWatch(member.train.early_stop, self.runtime)
+        self.best: BestWeights | None = None
+        if member.train.early_stop.metric:
+            self.best = BestWeights(member.network)
+        self.window = MemberWindow()
+        self.at = Position()
+
+    def settle(self) -> None:
+        """Does nothing, since a stack defers no work."""
+
+    def restore_best(self) -> Record | None:
+        """Restores the weights of the best evaluation if the early stop watched for it; returns the record of that."""
+        history = self.at.history
+        # A member that diverged keeps the weights at which it ended.
+        if self.best is None or any(record["kind"] == "error" for record in history):
+            return None
+        last = max((record["step"] for record in history), default=0)
+        return self.best.restore(self.watch, last, self.member.checkpoints)
 
 
 class _Run:
+    """The state of one call of :func:`train_stack`: its members, those that are left, and their position."""
+
     def __init__(
         self,
         members: Mapping[str, Member],
         evaluate: Callable[[str], Record] | None,
-        log: Callable[[str, Record], None] | None,
+        log: Callable[[str, Record], None],
         codistillation: Codistillation,
-        stop: Callable[[], bool] | None,
+        stop: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
-        self._members = members
         self._evaluate = evaluate
-        self._log = log or (lambda name, record: None)
+        self._log = log
         self._stop = stop
         self._say = say
         self._codistillation = codistillation
-        steps = {name: len(member.loader) for name, member in members.items()}
-        if (unlike := unlike_members(steps)) is not None:
-            first, other = unlike
-            raise StackError(
-                f"'{first}' has {steps[first]} steps an epoch and '{other}' {steps[other]}: members of a stack step "
-                "together; give both the same rows and loader.batch_size, or train them beside each other"
-            )
-        # Members agree in both.
-        self._steps = next(iter(steps.values()))
-        self._compile = _compile_of_all(members)
-        self._watches: dict[str, EarlyStopWatch] = {}
-        self._best: dict[str, BestWeights] = {}
-        self.history: dict[str, list[Record]] = {}
+        _check_alike(members)
+        self.runs = [MemberRun(name, member) for name, member in members.items()]
+        self.active = self.runs
+        self._steps = len(self.runs[0].loader)
         networks = {}
         seeds = {}
         optimizers = {}
         schedules = {}
         total_steps = {}
         for name, member in members.items():
-            self.history[name] = []
-            # A runtime of one rank: other ranks have other members.
-            self._watches[name] = EarlyStopWatch(member.train.early_stop, Runtime())
-            if member.train.early_stop.metric:
-                self._best[name] = BestWeights(member.network)
             networks[name] = member.network
             seeds[name] = member.seed
             optimizers[name] = member.optimizer
@@ -355,344 +386,240 @@ class _Run:
         self._optimizer = StackedOptimizer(
             self._stack, optimizers, schedules=schedules, steps=total_steps
         )
-        self._peers = self._new_peers()
-        # Made last: it counts the steps from the position of a resumed run.
+        self._peers: StalePeers | None = None
         self._step: StackSteps | None = None
-        self._window = _Window(self.active)
         self.at = Position()
-        if self._active_checkpoints():
-            self._restore()
-        self._step = self._new_step()
+        if any(member.checkpoints is not None for member in members.values()):
+            self._resume()
+        self._begin_steps()
 
-    @property
-    def active(self) -> list[str]:
-        if not self._stack:
-            return []
-        return self._stack.members
-
-    def _new_peers(self) -> StalePeers | None:
+    def _begin_steps(self) -> None:
+        """Begins to step the members that are left, from this position on."""
+        if not self.active:
+            return
+        self._peers = None
         # The last member has no peers left to learn from.
         if self._codistillation.weight and len(self.active) > 1:
-            return StalePeers(self._stack, self._codistillation)
-        return None
-
-    def _new_step(self) -> StackSteps | None:
-        if not self.active:
-            return None
-        total = self._steps * max(
-            self._members[name].train.epochs for name in self.active
-        )
-        return StackSteps(
+            self._peers = StalePeers(self._stack, self._codistillation)
+        epochs = max(run.member.train.epochs for run in self.active)
+        self._step = StackSteps(
             self._stack,
             self._optimizer,
-            compile=self._compile,
+            compile=self.active[0].member.train.compile,
             done=self.at.step,
-            total=total,
+            total=self._steps * epochs,
             say=self._say,
         )
 
     def epoch(self) -> None:
         """Trains the rest of the epoch."""
         # Each loader once: members may share one, and its batches then.
-        by_id = {}
-        for name in self.active:
-            loader = self._members[name].loader
-            by_id[id(loader)] = loader
-        loaders = list(by_id.values())
+        loaders = {id(run.loader): run.loader for run in self.active}
         if not self.at.done:
-            for loader in loaders:
+            for loader in loaders.values():
                 loader.set_epoch(self.at.epoch)
-            self._window = _Window(self.active)
-        for name in self.active:
-            self._members[name].network.train()
+            for run in self.active:
+                run.window.restart()
+        for run in self.active:
+            run.model.train()
         # Stale peers predict for batches, so these are made before the step and not in
         # it.
         streams: list[Iterable[DrawnStep | TowerBatch]] = []
-        for loader in loaders:
+        for loader in loaders.values():
             steps = getattr(loader, "steps", None)
             if callable(steps) and not self._peers:
                 streams.append(steps())
             else:
                 streams.append(loader)
         for items in zip(*streams, strict=True):
-            item_of_loader = {
-                id(loader): item for loader, item in zip(loaders, items, strict=True)
-            }
-            item_of_member = {
-                name: item_of_loader[id(self._members[name].loader)]
-                for name in self.active
-            }
-            if not self._train(self.at.epoch + 1, item_of_member, self._window):
+            self._train(dict(zip(loaders, items, strict=True)))
+            if not self.active:
                 return
-        self._end_of_epoch(self.at.epoch + 1)
+        self._end_of_epoch()
         self.at.begin(self.at.epoch + 1)
 
-    def restore_best(self) -> None:
-        """Restores the weights of each member's best evaluation, if its early stop watched for it."""
-        for name, member in self._members.items():
-            steps = [
-                record["step"]
-                for record in self.history[name]
-                if record["kind"] != "error"
-            ]
-            # A member that diverged keeps the weights at which it ended.
-            if name not in self._best or len(steps) < len(self.history[name]):
-                continue
-            record = self._best[name].restore(
-                self._watches[name], max(steps, default=0), member.checkpoints
-            )
-            if record is not None:
-                self._log(name, record)
-
-    def _restore(self) -> None:
+    def _resume(self) -> None:
         """Restores all members from their checkpoints, if there are any."""
         self._optimizer.begin()
-        position_of = {}
-        for name, checkpoints in self._active_checkpoints():
-            position_of[name] = self._restore_one(name, checkpoints)
+        saved = self._on_checkpoints(_restore)
         finished = []
-        for name, position in position_of.items():
+        for run in saved:
             # The log of a resumed run begins with the records of the run before.
-            for record in position.history:
-                self._log(name, record)
-            if is_over(position, self._members[name].train.epochs):
-                finished.append(name)
+            for record in run.at.history:
+                self._log(run.name, record)
+            if is_over(run.at, run.member.train.epochs):
+                finished.append(run)
         # A loader shared with a finished member now has that member's position: restore
         # the others once more.
         if finished:
-            for name, checkpoints in self._active_checkpoints():
-                if name not in finished:
-                    position_of[name] = self._restore_one(name, checkpoints)
-        if len(finished) == len(self.active):
-            self._leave(finished)
-            return
-        positions = set()
-        for name, position in position_of.items():
-            if name not in finished:
-                positions.add(
-                    (position.epoch, position.done, position.step, position.ended)
+            self._on_checkpoints(_restore, without=finished)
+        positions = []
+        for run in saved:
+            if run not in finished:
+                positions.append(dataclasses.replace(run.at, history=[]))
+        if positions:
+            self.at = positions[0]
+            if any(position != self.at for position in positions):
+                steps = ", ".join(
+                    f"'{run.name}' at step {run.at.step}" for run in saved
                 )
-        if len(positions) > 1:
-            steps = ", ".join(
-                f"'{name}' at step {position.step}"
-                for name, position in position_of.items()
-            )
-            raise StackError(
-                f"the members' checkpoints stand apart: {steps}; give those of one step, as members step together"
-            )
-        ((epoch, done, step, ended),) = positions
-        self.at = Position(epoch=epoch, done=done, step=step)
-        self._optimizer.go_on(step)
-        if ended:
-            self.at.begin(epoch + 1)
+                raise StackError(
+                    f"the members' checkpoints stand apart: {steps}; give those of one step, as members step together"
+                )
+            self._optimizer.go_on(self.at.step)
+            if self.at.ended:
+                self.at.begin(self.at.epoch + 1)
         self._leave(finished)
 
-    def _restore_one(self, name: str, checkpoints: RunCheckpoints) -> Position:
-        run = self._as_run(name)
-        # A checkpoint holds torch's random state, which for a member is that of its own
-        # generator.
-        with drawing_from(self._stack.generators[name]):
-            at = checkpoints.restore(run)
-        self._window.put(name, run.window.sums)
-        self.history[name] = at.history
-        return at
+    def _on_checkpoints(
+        self,
+        call: Callable[[RunCheckpoints, MemberRun], None],
+        *,
+        ended: bool = False,
+        without: Collection[MemberRun] = (),
+    ) -> list[MemberRun]:
+        """Calls for each remaining member that has checkpoints, as a run of its own; returns these members."""
+        called = []
+        for run in self.active:
+            checkpoints = run.member.checkpoints
+            if checkpoints is None or run in without:
+                continue
+            run.optimizer = optimizer_of(self._stack, self._optimizer, run.name)
+            run.at = dataclasses.replace(self.at, ended=ended, history=run.at.history)
+            # A checkpoint holds torch's random state, which for a member is that of its
+            # own generator.
+            with drawing_from(self._stack.generators[run.name]):
+                call(checkpoints, run)
+            called.append(run)
+        return called
 
-    def _active_checkpoints(self) -> list[tuple[str, RunCheckpoints]]:
-        """The checkpoints of the remaining members, by name."""
-        checkpoints_of = []
-        for name in self.active:
-            checkpoints = self._members[name].checkpoints
-            if checkpoints is not None:
-                checkpoints_of.append((name, checkpoints))
-        return checkpoints_of
-
-    def _as_run(self, name: str, *, ended: bool = False) -> MemberRun:
-        return MemberRun(
-            model=self._members[name].network,
-            optimizer=optimizer_of(self._stack, self._optimizer, name),
-            loader=self._members[name].loader,
-            watch=self._watches[name],
-            window=MemberWindow(self._window.sums(name)),
-            at=dataclasses.replace(self.at, ended=ended, history=self.history[name]),
-            runtime=Runtime(),
-        )
-
-    def _save(self, how: Callable[[RunCheckpoints, MemberRun], None]) -> None:
-        for name, checkpoints in self._active_checkpoints():
-            with drawing_from(self._stack.generators[name]):
-                how(checkpoints, self._as_run(name))
-
-    def _train(
-        self, epoch: int, items: Mapping[str, DrawnStep | TowerBatch], window: _Window
-    ) -> bool:
-        """Makes one step of all members; False when no member is left."""
+    def _train(self, items: Mapping[int, DrawnStep | TowerBatch]) -> None:
+        """Makes one step of all members, on ``items`` by the id of their loader."""
         losses = self._move(items)
         # A step with a diverged member has written nothing: the others take it again
         # without that member.
         while not losses.finite():
-            self._drop_diverged(epoch, losses.loss)
+            self._drop_diverged(losses.loss)
             if not self.active:
-                return False
+                return
             losses = self._move(items)
         self.at.step += 1
         self.at.done += 1
-        window.add(self.active, losses)
-        for name in self.active:
-            config = self._members[name].train
+        is_due = False
+        for run, loss, rows in zip(
+            self.active, losses.loss.tolist(), losses.rows.tolist(), strict=True
+        ):
+            run.window.add(loss, rows)
+            config = run.member.train
             if self.at.step % config.log_every == 0 or self.at.done == self._steps:
-                record = {
-                    "kind": "train",
-                    "epoch": epoch,
-                    "step": self.at.step,
-                    **window.take(name),
-                }
+                record = self._stamped("train", **run.window.take())
                 if config.tables_schedule.changes or config.dense_schedule.changes:
-                    record |= self._optimizer.rates(name)
-                self._keep(name, record)
-        due = [
-            checkpoints.due_after(self.at.step)
-            for _, checkpoints in self._active_checkpoints()
-        ]
+                    record |= self._optimizer.rates(run.name)
+                self._keep(run, record)
+            checkpoints = run.member.checkpoints
+            if checkpoints is not None and checkpoints.due_after(self.at.step):
+                is_due = True
         # Collecting a member's state takes as long as some steps: only when a
         # checkpoint is due.
-        if self.at.done < self._steps and any(due):
-            self._save(RunCheckpoints.after_step)
-        if self._stop is not None and self._stop():
+        if self.at.done < self._steps and is_due:
+            self._on_checkpoints(RunCheckpoints.after_step)
+        if self._stop():
             self._end_here()
-        return True
 
     def _end_here(self) -> None:
-        where = f"step {self.at.step} of epoch {self.at.epoch + 1}"
-        if not self._active_checkpoints():
-            raise RunStoppedError(
-                f"stopped by a signal after {where}; nothing was saved, since the run has no checkpoints"
-            )
-        self._save(RunCheckpoints.save)
-        raise RunStoppedError(
-            f"stopped by a signal after {where}, which is saved; go on with --resume auto"
-        )
+        saved = bool(self._on_checkpoints(RunCheckpoints.save))
+        where = f"after step {self.at.step} of epoch {self.at.epoch + 1}"
+        raise RunStoppedError.at(where, saved=saved)
 
-    def _move(self, items: Mapping[str, DrawnStep | TowerBatch]) -> Losses:
+    def _move(self, items: Mapping[int, DrawnStep | TowerBatch]) -> Losses:
         assert self._step is not None, "members are left"
-        batches = self._stack.joined([items[name] for name in self.active])
+        batches = self._stack.joined([items[id(run.loader)] for run in self.active])
         peers = None
         if self._peers and not isinstance(batches, StackedSteps):
             peers = self._peers.logits(batches, self.at.step)
         return self._step(batches, peers=peers, weight=self._codistillation.weight)
 
-    def _drop_diverged(self, epoch: int, losses: Tensor) -> None:
+    def _drop_diverged(self, losses: Tensor) -> None:
         diverged = []
-        for name, loss in zip(self.active, losses.tolist(), strict=True):
+        step = self.at.step + 1
+        for run, loss in zip(self.active, losses.tolist(), strict=True):
             if math.isfinite(loss):
                 continue
-            diverged.append(name)
+            diverged.append(run)
             message = (
-                f"'{name}': the loss is {loss} at step {self.at.step + 1} of epoch {epoch}; nothing was written by "
+                f"'{run.name}': the loss is {loss} at step {step} of epoch {self.at.epoch + 1}; nothing was written by "
                 "this step, and the member ends; lower its optimizer.tables_lr or optimizer.dense_lr, or set "
                 "optimizer.clip_norm"
             )
-            self._keep(
-                name,
-                {
-                    "kind": "error",
-                    "epoch": epoch,
-                    "step": self.at.step + 1,
-                    "message": message,
-                },
-            )
+            self._keep(run, self._stamped("error", message=message) | {"step": step})
         self._leave(diverged)
 
-    def _end_of_epoch(self, epoch: int) -> None:
+    def _end_of_epoch(self) -> None:
+        epoch = self.at.epoch + 1
         ended = []
         best = []
-        for name in self.active:
-            config = self._members[name].train
+        for run in self.active:
+            config = run.member.train
             last = epoch == config.epochs
             if last:
-                ended.append(name)
+                ended.append(run)
             if self._evaluate is None or not (last or epoch % config.eval_every == 0):
                 continue
-            self._members[name].network.eval()
-            record = {
-                "kind": "eval",
-                "epoch": epoch,
-                "step": self.at.step,
-                **self._evaluate(name),
-            }
-            watch = self._watches[name]
+            run.model.eval()
+            record = self._stamped("eval", **self._evaluate(run.name))
             # Members that evaluate best so far keep their weights, for the end of their
             # run.
-            if watch.see(record):
-                best.append(name)
+            if run.watch.see(record):
+                best.append(run)
                 record["best"] = True
-                if config.early_stop.restore:
-                    self._best[name].keep()
-            self._keep(name, record)
-            stop = watch.stops()
+                if config.early_stop.restore and run.best is not None:
+                    run.best.keep()
+            self._keep(run, record)
+            stop = run.watch.stops()
             if stop is not None and not last:
-                self._keep(name, {"epoch": epoch, "step": self.at.step, **stop})
-                ended.append(name)
-        for name, checkpoints in self._active_checkpoints():
-            with drawing_from(self._stack.generators[name]):
-                checkpoints.after_epoch(
-                    self._as_run(name, ended=True),
-                    last=name in ended,
-                    best=name in best,
-                )
+                self._keep(run, self._stamped(**stop))
+                ended.append(run)
+
+        def save(checkpoints: RunCheckpoints, run: MemberRun) -> None:
+            checkpoints.after_epoch(run, last=run in ended, best=run in best)
+
+        self._on_checkpoints(save, ended=True)
         self._leave(ended)
 
-    def _leave(self, names: Iterable[str]) -> None:
-        leaving = list(names)
+    def _leave(self, leaving: Collection[MemberRun]) -> None:
         if not leaving:
             return
-        if len(leaving) == len(self.active):
-            if self._step is not None:
-                self._step.finish()
-            self._stack = None  # type: ignore[assignment]
-            return
-        self._stack = self._stack.without(leaving)
-        self._optimizer = self._optimizer.kept(self._stack)
-        self._peers = self._new_peers()
-        self._step = self._new_step()
+        self.active = [run for run in self.active if run not in leaving]
+        if self.active:
+            self._stack = self._stack.without([run.name for run in leaving])
+            self._optimizer = self._optimizer.kept(self._stack)
+            self._begin_steps()
+        elif self._step is not None:
+            self._step.finish()
 
-    def _keep(self, name: str, record: Record) -> None:
-        self.history[name].append(record)
-        self._log(name, record)
+    def _stamped(self, kind: str, **figures: Any) -> Record:
+        """Returns a record of this moment."""
+        now = {"kind": kind, "epoch": self.at.epoch + 1, "step": self.at.step}
+        return now | figures
 
-
-class _Window:
-    """The mean loss and the rows of each member since its last record."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._sums = dict.fromkeys(names, (0.0, 0, 0))
-        self._starts = dict.fromkeys(names, time.perf_counter())
-
-    def sums(self, name: str) -> Tensor:
-        """Returns a member's loss, steps and rows, (3,) float64, as a checkpoint keeps them."""
-        return torch.tensor(self._sums[name], dtype=torch.float64)
-
-    def put(self, name: str, sums: Tensor) -> None:
-        """Restores a member's sums."""
-        total, steps, rows = sums.tolist()
-        self._sums[name] = total, int(steps), int(rows)
-
-    def add(self, names: Sequence[str], losses: Losses) -> None:
-        for name, loss, rows in zip(
-            names, losses.loss.tolist(), losses.rows.tolist(), strict=True
-        ):
-            total, steps, counted = self._sums[name]
-            self._sums[name] = total + loss, steps + 1, counted + rows
-
-    def take(self, name: str) -> dict[str, Any]:
-        (total, steps, rows) = self._sums[name]
-        now = time.perf_counter()
-        seconds = now - self._starts[name]
-        self._starts[name] = now
-        self._sums[name] = 0.0, 0, 0
-        return {"loss": total / steps, "rows": rows, "rows_per_s": rows / seconds}
+    def _keep(self, run: MemberRun, record: Record) -> None:
+        run.at.history.append(record)
+        self._log(run.name, record)
 
 
-def _compile_of_all(members: Mapping[str, Member]) -> Compile:
+def _restore(checkpoints: RunCheckpoints, run: MemberRun) -> None:
+    run.at = checkpoints.restore(run)
+
+
+def _check_alike(members: Mapping[str, Member]) -> None:
+    """Checks that members have equally many steps, and compile alike, since they step together."""
+    steps = {name: len(member.loader) for name, member in members.items()}
+    if (unlike := unlike_members(steps)) is not None:
+        first, other = unlike
+        raise StackError(
+            f"'{first}' has {steps[first]} steps an epoch and '{other}' {steps[other]}: members of a stack step "
+            "together; give both the same rows and loader.batch_size, or train them beside each other"
+        )
     choices = {name: member.train.compile for name, member in members.items()}
     if (unlike := unlike_members(choices)) is not None:
         first, other = unlike
@@ -700,4 +627,3 @@ def _compile_of_all(members: Mapping[str, Member]) -> Compile:
             f"train.compile is {choices[first]} in '{first}' and {choices[other]} in '{other}': members of a stack "
             "step together; give both the same"
         )
-    return next(iter(choices.values()))
