@@ -337,6 +337,20 @@ def even_rows(rows: int, count: int) -> IdArray:
     return positions
 
 
+def raw_column_type(field: pa.Field) -> str:
+    """Returns the raw type of a column.
+
+    Raises:
+        BundleError: requests and batches know no such type.
+    """
+    kind = raw_type(field.type)
+    if kind is None:
+        raise BundleError(
+            f"column '{field.name}' is {field.type}, must be whole numbers, numbers, text or lists of them"
+        )
+    return kind
+
+
 def write_table(path: Path, table: pa.Table) -> None:
     """Writes an uncompressed Arrow file, ready for memory-mapping; equal rows give equal bytes.
 
@@ -344,10 +358,7 @@ def write_table(path: Path, table: pa.Table) -> None:
         BundleError: a column has a type unknown to requests and batches.
     """
     for field in table.schema:
-        if raw_type(field.type) is None:
-            raise BundleError(
-                f"column '{field.name}' is {field.type}, must be whole numbers, numbers, text or lists of them"
-            )
+        raw_column_type(field)
     # Neither metadata nor chunk boundaries of the source may change the bytes, and so
     # the bundle's digest.
     table = table.replace_schema_metadata(None).combine_chunks()

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.retrieval.bundle import audit as audits
 from torchrec_ext.retrieval.bundle.architecture import read_tensors
@@ -50,7 +49,12 @@ from torchrec_ext.retrieval.bundle.index_kinds import (
 )
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
 from torchrec_ext.retrieval.bundle.request_columns import Columns
-from torchrec_ext.retrieval.bundle.tables import even_rows, write_items, write_users
+from torchrec_ext.retrieval.bundle.tables import (
+    even_rows,
+    raw_column_type,
+    write_items,
+    write_users,
+)
 from torchrec_ext.retrieval.index.projection import projection
 from torchrec_ext.retrieval.store.ids import IdMap
 from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, Dtype
@@ -81,19 +85,26 @@ class Catalogue:
     trained: NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("features", "titles", "categories", "attributes"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if len(value) != len(self.ids):
-                sizes = f"{len(value):,} {name} for {len(self.ids):,} ids"
-                raise BundleError(
-                    f"catalogue: {sizes}; give one for each item, in their order"
-                )
+        names = ("features", "titles", "categories", "attributes")
+        _check_lengths(
+            "catalogue", vars(self), names, "give one for each item, in their order"
+        )
         if not len(self.ids):
             raise BundleError(
                 "catalogue: has no items; give the rows that can be recommended"
             )
+
+    @cached_property
+    def id_map(self) -> IdMap:
+        """Map of the ids to positions."""
+        return IdMap.build(self.ids)
+
+    @cached_property
+    def missing(self) -> NDArray[Any]:
+        """Trained ids that are not among the items."""
+        if self.trained is None:
+            return np.zeros(0)
+        return self.trained[self.id_map.positions(self.trained) < 0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,17 +128,25 @@ class NamedUsers:
     liked: pa.Array
 
     def __post_init__(self) -> None:
-        for name in ("features", "seen", "liked"):
-            if len(getattr(self, name)) != len(self.ids):
-                raise BundleError(
-                    f"users: {len(getattr(self, name)):,} {name} for {len(self.ids):,} ids; give one for each user"
-                )
+        names = ("features", "seen", "liked")
+        _check_lengths("users", vars(self), names, "give one for each user")
         missing = [
             name for name in self.features.column_names if name not in self.unknown
         ]
         if missing:
             raise BundleError(
                 f"users: unknown lacks {missing}; give one value for each column of features"
+            )
+
+
+def _check_lengths(
+    owner: str, values: Mapping[str, Any], names: Sequence[str], remedy: str
+) -> None:
+    count = len(values["ids"])
+    for name in names:
+        if values[name] is not None and len(values[name]) != count:
+            raise BundleError(
+                f"{owner}: {len(values[name]):,} {name} for {count:,} ids; {remedy}"
             )
 
 
@@ -192,29 +211,12 @@ class BundleContent:
     def __post_init__(self) -> None:
         # Here, before anything is computed or written.
         check_index_metric(self.settings.index, self.live.metric)
-        missing = self.missing
-        if missing:
+        missing = self.catalogue.missing
+        if len(missing):
             raise BundleError(
-                f"catalogue: {missing:,} ids of the training rows are not in it, {self._missing[0]} among them; every "
+                f"catalogue: {len(missing):,} ids of the training rows are not in it, {missing[0]} among them; every "
                 "id that was trained must be servable: give the whole catalogue"
             )
-
-    @cached_property
-    def ids(self) -> IdMap:
-        """Map of the catalogue's ids to positions."""
-        return IdMap.build(self.catalogue.ids)
-
-    @cached_property
-    def _missing(self) -> NDArray[Any]:
-        trained = self.catalogue.trained
-        if trained is None:
-            return np.zeros(0)
-        return trained[self.ids.positions(trained) < 0]
-
-    @property
-    def missing(self) -> int:
-        """Number of trained ids missing from the catalogue."""
-        return len(self._missing)
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -237,13 +239,15 @@ class BundleContent:
             unseen={name: list(rows) for name, rows in self.unseen.items()},
             # Reversed, because the last type of a column stays: a column of both tables
             # has the query's.
-            types={field.name: _raw(field) for field in reversed(fields)},
+            types={field.name: raw_column_type(field) for field in reversed(fields)},
         )
 
     @cached_property
     def audit(self) -> audits.Audit:
         """Pairs to compare the bundle with the model."""
-        return audits.Audit.choose(self.queries, self.catalogue.features, self.ids)
+        return audits.Audit.choose(
+            self.queries, self.catalogue.features, self.catalogue.id_map
+        )
 
     def columns(self, names: Sequence[str]) -> Columns:
         """Returns the reader of raw rows into the columns of some towers."""
@@ -272,9 +276,8 @@ class BundleContent:
         """
         self._write_weights(folder, shapes, blocks, dense)
         self._write_tables(folder)
-        query, candidate = self._encoders(folder)
-        interaction = open_interaction(folder, self.architecture, self.also)
-        logits, vectors = self.audit.of_towers(query, candidate, interaction)
+        towers = self._towers(folder)
+        logits, vectors = self.audit.of_towers(*towers)
         remedy = "the bundle would rank otherwise than the model; report it, with the architecture"
         what = "the towers of the bundle and the model that was trained"
         difference = audits.check_logits(
@@ -284,29 +287,30 @@ class BundleContent:
         # The exact towers are checked first and then rounded, so that an error of
         # either has its own message.
         if self.settings.tables == "int8":
-            best = self._best(query, candidate, interaction)
-            rounding = self._round_tables(folder)
-            query, candidate = self._encoders(folder)
-            logits, vectors = self.audit.of_towers(query, candidate, interaction)
-            rounding |= self._check_rounded(
-                logits, expected, best, self._best(query, candidate, interaction)
+            queries = _sample(self.queries, OVERLAP_QUERIES)
+            items = _sample(self.catalogue.features, OVERLAP_ITEMS)
+            best = _best_items(towers, queries, items)
+            rounding = _round_tables(folder, self.architecture.tables.values())
+            towers = self._towers(folder)
+            logits, vectors = self.audit.of_towers(*towers)
+            rounded = _best_items(towers, queries, items)
+            rounding |= _check_rounded(
+                logits, expected, best, rounded, self.settings.overlap
             )
+            rounding["items"] = len(items)
         self.audit.write(folder, logits)
         # The stores carry the towers' digests, so the files so far are measured before
         # the stores are written.
         files = file_digests(folder)
-        store, store_entries = self._write_stores(
-            folder, candidate, interaction, files, vectors
-        )
+        store, store_entries = self._write_stores(folder, towers, files, vectors)
         rows = even_rows(len(self.queries), INDEX_QUERIES)
-        index_queries = query.embed(self.queries.take(pa.array(rows)).to_pydict())
         index = build_index(
             folder,
             self.settings.index,
             self.settings.recall,
             self.live.metric,
             store,
-            index_queries,
+            towers.query.embed(self.queries.take(pa.array(rows)).to_pydict()),
         )
         allowed = audits.tolerance(expected, self.live.rounding)
         parity = {
@@ -323,10 +327,16 @@ class BundleContent:
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **self.details,
         }
-        file_entries = {"files": file_digests(folder, entries=files)}
+        architecture = self.architecture
         content = {
-            **file_entries,
-            **self._towers(files),
+            "files": file_digests(folder, entries=files),
+            "query": architecture.query,
+            "candidate": architecture.candidate,
+            "metric": architecture.metric,
+            "towers": {
+                "query": tower_digest(architecture, architecture.query, files),
+                "candidate": store.tower,
+            },
             **store_entries,
             "index": index,
             **self._coverage(),
@@ -337,28 +347,14 @@ class BundleContent:
         manifest.save(folder)
         return manifest
 
-    def _encoders(self, folder: Path) -> list[RowEncoder]:
-        """Returns the encoders of the query towers and of the candidate tower, with the weights in ``folder``."""
-        both = (self.architecture.query, [self.architecture.candidate])
-        return [
+    def _towers(self, folder: Path) -> _Towers:
+        """Opens the towers and the interaction with the weights in ``folder``."""
+        query, candidate = (
             open_encoder(folder, self.architecture, names, self.preprocessor, self.also)
-            for names in both
-        ]
-
-    def _towers(self, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the manifest's entries for the towers; ``files`` has the digests of their files."""
-        architecture = self.architecture
-        return {
-            "query": architecture.query,
-            "candidate": architecture.candidate,
-            "metric": architecture.metric,
-            "towers": {
-                "query": tower_digest(architecture, architecture.query, files),
-                "candidate": tower_digest(
-                    architecture, [architecture.candidate], files
-                ),
-            },
-        }
+            for names in (self.architecture.query, [self.architecture.candidate])
+        )
+        interaction = open_interaction(folder, self.architecture, self.also)
+        return _Towers(query, candidate, interaction)
 
     def _coverage(self) -> dict[str, Any]:
         """Returns the manifest's entries for users and items."""
@@ -371,9 +367,9 @@ class BundleContent:
         return {
             "users": users,
             "coverage": {
-                "items": len(self.ids),
+                "items": len(self.catalogue.ids),
                 "trained": trained,
-                "missing": self.missing,
+                "missing": len(self.catalogue.missing),
             },
         }
 
@@ -407,85 +403,6 @@ class BundleContent:
             json.dumps(self.architecture.as_json(), indent=1, allow_nan=False) + "\n"
         )
 
-    def _round_tables(self, folder: Path) -> dict[str, Any]:
-        """Rewrites every table in int8 with a scale per row, block by block; returns the sizes for the manifest.
-
-        Works for half precision and float32. Open memory maps keep the old files until they are closed.
-        """
-        int8_format = ROW_FORMATS["int8"]
-        bytes_before = 0
-        bytes_after = 0
-        for file in self.architecture.tables.values():
-            rows = read_tensors(folder / file)["weight"]
-            shapes = {
-                "weight": Shape(tuple(rows.shape), int8_format.numbers),
-                "scale": Shape(tuple(rows.shape[:1]), torch.float32),
-            }
-            with TensorWriter(folder / file, shapes) as out:
-                for start in range(0, len(rows), _BLOCK_ROWS):
-                    int8_rows, scales = int8_format.encode(
-                        rows[start : start + _BLOCK_ROWS].float()
-                    )
-                    assert scales is not None
-                    out.write("weight", start, int8_rows)
-                    out.write("scale", start, scales)
-            bytes_before += rows.nbytes
-            bytes_after += sum(shape.bytes for shape in shapes.values())
-        return {"dtype": "int8", "bytes": bytes_after, "bytes_trained": bytes_before}
-
-    @torch.no_grad()
-    def _best(
-        self, query: RowEncoder, candidate: RowEncoder, interaction: nn.Module
-    ) -> list[set[int]]:
-        """Returns the best candidates of a sample of queries in a sample of the catalogue, both evenly spaced."""
-        rows = np.unique(even_rows(len(self.queries), OVERLAP_QUERIES))
-        items = np.unique(even_rows(len(self.ids), OVERLAP_ITEMS))
-        vectors = candidate.embed(
-            self.catalogue.features.take(pa.array(items)).to_pydict()
-        )
-        outputs = query.outputs(
-            query.read(self.queries.take(pa.array(rows)).to_pydict())
-        )
-        best = []
-        for row in range(len(rows)):
-            repeated = [output[row].expand(len(vectors), -1) for output in outputs]
-            scores = interaction([*repeated, vectors]).float()
-            best.append(set(scores.topk(min(OVERLAP_K, len(scores))).indices.tolist()))
-        return best
-
-    def _check_rounded(
-        self,
-        logits: Tensor,
-        expected: Tensor,
-        best: Sequence[set[int]],
-        rounded: Sequence[set[int]],
-    ) -> dict[str, Any]:
-        """Returns the loss of rounding the tables, for the manifest.
-
-        Raises:
-            BundleError: logits, or the best candidates of queries, change by more than the settings allow.
-        """
-        difference = audits.largest_difference(logits, expected)
-        allowed = audits.tolerance(expected, LOGIT_SHARE)
-        shared = 0
-        for one, other in zip(best, rounded, strict=True):
-            shared += len(one & other)
-        overlap = shared / sum(map(len, best))
-        if not difference <= allowed or overlap < self.settings.overlap:
-            raise BundleError(
-                f"tables=int8: {len(expected)} logits differ by up to {difference:.3g}, at most {allowed:.3g} is "
-                f"allowed, and {overlap:.1%} of the {OVERLAP_K} best agree (at least {self.settings.overlap:.1%}); "
-                "export with tables=trained, or a lower overlap"
-            )
-        return {
-            "greatest_difference": difference,
-            "allowed": allowed,
-            "overlap": overlap,
-            "k": OVERLAP_K,
-            "queries": len(best),
-            "items": min(len(self.ids), OVERLAP_ITEMS),
-        }
-
     def _write_tables(self, folder: Path) -> None:
         if self.preprocessor is not None:
             self.preprocessor.save(folder / PREPROCESSOR_FILE)
@@ -495,14 +412,13 @@ class BundleContent:
             catalogue.titles,
             catalogue.categories,
             catalogue.attributes,
-            len(self.ids),
+            len(catalogue.ids),
         )
         users = self.users
         if users is not None:
-            ids = IdMap.build(users.ids)
             write_users(
                 folder / USERS,
-                ids,
+                IdMap.build(users.ids),
                 users.features,
                 users.unknown,
                 users.seen,
@@ -512,40 +428,37 @@ class BundleContent:
     def _write_stores(
         self,
         folder: Path,
-        candidate: RowEncoder,
-        interaction: nn.Module,
+        towers: _Towers,
         files: Mapping[str, Any],
         vectors: Tensor,
     ) -> tuple[EmbeddingStore, dict[str, Any]]:
         """Writes the catalogue's vectors, and their projected rows if the interaction is projected."""
-        tower = tower_digest(self.architecture, [self.architecture.candidate], files)
+        dtype = self.settings.store
         store = write_store(
             folder / STORE,
-            self._vectors(candidate),
-            dtype=self.settings.store,
-            tower=tower,
+            self._vectors(towers.candidate),
+            dtype=dtype,
+            tower=tower_digest(self.architecture, [self.architecture.candidate], files),
         )
         positions = torch.from_numpy(self.audit.positions)
-        differences = {
-            "store_difference": audits.largest_difference(
-                store.rows(positions), vectors
-            )
-        }
+        difference = audits.largest_difference(store.rows(positions), vectors)
+        differences = {"store_difference": difference}
         entries = {STORE: _entry(store)}
-        split = projection(interaction, candidate.width)
+        split = projection(towers.interaction, towers.candidate.width)
         if split.projected:
-            digest = projection_digest(self.architecture, files)
             # By the tower again and not from the store, whose rows may be rounded.
             blocks = (
                 (ids, split.candidates(block))
-                for ids, block in self._vectors(candidate)
+                for ids, block in self._vectors(towers.candidate)
             )
             projected = write_store(
-                folder / PROJECTED, blocks, dtype=self.settings.store, tower=digest
+                folder / PROJECTED,
+                blocks,
+                dtype=dtype,
+                tower=projection_digest(self.architecture, files),
             )
-            expected = split.candidates(vectors)
             differences["projected_difference"] = audits.largest_difference(
-                projected.rows(positions), expected
+                projected.rows(positions), split.candidates(vectors)
             )
             entries[PROJECTED] = _entry(projected)
         return store, {**entries, "audit": differences}
@@ -570,10 +483,87 @@ def _entry(store: EmbeddingStore) -> dict[str, Any]:
     }
 
 
-def _raw(field: pa.Field) -> str:
-    kind = raw_type(field.type)
-    if kind is None:
+class _Towers(NamedTuple):
+    """Encoders of the query towers and of the candidate tower, and the interaction."""
+
+    query: RowEncoder
+    candidate: RowEncoder
+    interaction: nn.Module
+
+
+def _round_tables(folder: Path, files: Iterable[str]) -> dict[str, Any]:
+    """Rewrites every table in int8 with a scale per row, block by block; returns the sizes for the manifest.
+
+    Works for half precision and float32. Open memory maps keep the old files until they are closed.
+    """
+    int8_format = ROW_FORMATS["int8"]
+    bytes_before = 0
+    bytes_after = 0
+    for file in files:
+        rows = read_tensors(folder / file)["weight"]
+        shapes = {
+            "weight": Shape(tuple(rows.shape), int8_format.numbers),
+            "scale": Shape(tuple(rows.shape[:1]), torch.float32),
+        }
+        with TensorWriter(folder / file, shapes) as out:
+            for start in range(0, len(rows), _BLOCK_ROWS):
+                int8_rows, scales = int8_format.encode(
+                    rows[start : start + _BLOCK_ROWS].float()
+                )
+                assert scales is not None
+                out.write("weight", start, int8_rows)
+                out.write("scale", start, scales)
+        bytes_before += rows.nbytes
+        bytes_after += sum(shape.bytes for shape in shapes.values())
+    return {"dtype": "int8", "bytes": bytes_after, "bytes_trained": bytes_before}
+
+
+def _sample(table: pa.Table, count: int) -> pa.Table:
+    """Returns ``count`` evenly spaced rows; all rows of a shorter table."""
+    return table.take(pa.array(np.unique(even_rows(len(table), count))))
+
+
+@torch.no_grad()
+def _best_items(towers: _Towers, queries: pa.Table, items: pa.Table) -> list[set[int]]:
+    """Returns the row numbers of the best ``items`` for each query."""
+    vectors = towers.candidate.embed(items.to_pydict())
+    outputs = towers.query.outputs(towers.query.read(queries.to_pydict()))
+    best = []
+    for row in range(len(queries)):
+        repeated = [output[row].expand(len(vectors), -1) for output in outputs]
+        scores = towers.interaction([*repeated, vectors]).float()
+        best.append(set(scores.topk(min(OVERLAP_K, len(scores))).indices.tolist()))
+    return best
+
+
+def _check_rounded(
+    logits: Tensor,
+    expected: Tensor,
+    best: Sequence[set[int]],
+    rounded: Sequence[set[int]],
+    least_overlap: float,
+) -> dict[str, Any]:
+    """Returns the loss of rounding the tables, for the manifest.
+
+    Raises:
+        BundleError: logits change by more than their tolerance, or the best items agree less than ``least_overlap``.
+    """
+    difference = audits.largest_difference(logits, expected)
+    allowed = audits.tolerance(expected, LOGIT_SHARE)
+    shared = 0
+    for one, other in zip(best, rounded, strict=True):
+        shared += len(one & other)
+    overlap = shared / sum(map(len, best))
+    if not difference <= allowed or overlap < least_overlap:
         raise BundleError(
-            f"column '{field.name}' is {field.type}, must be whole numbers, numbers, text or lists of them"
+            f"tables=int8: {len(expected)} logits differ by up to {difference:.3g}, at most {allowed:.3g} is "
+            f"allowed, and {overlap:.1%} of the {OVERLAP_K} best agree (at least {least_overlap:.1%}); "
+            "export with tables=trained, or a lower overlap"
         )
-    return kind
+    return {
+        "greatest_difference": difference,
+        "allowed": allowed,
+        "overlap": overlap,
+        "k": OVERLAP_K,
+        "queries": len(best),
+    }
