@@ -57,7 +57,7 @@ _SHAPES = (
     "select",
     "slice",
 )
-_MULTILINEAR = (
+_MULTILINEAR = {
     *_SHAPES,
     "mul",
     "sum",
@@ -70,7 +70,7 @@ _MULTILINEAR = (
     "detach",
     "expand",
     "div",
-)
+}
 _SIZES = {
     operator.add: "size_add",
     operator.sub: "size_sub",
@@ -82,8 +82,8 @@ _ACTIVATIONS = {
     "gelu.default": "gelu",
     "silu.default": "silu",
     "tanh.default": "tanh",
+    "leaky_relu.default": "leaky_relu",
 }
-_ACTIVATIONS |= {"leaky_relu.default": "leaky_relu"}
 
 
 class TracedModel(nn.Module):
@@ -122,7 +122,7 @@ class TracedModel(nn.Module):
             split = _Split(_trace(model, self._call, columns), columns, list(towers))
             split.check(paths)
             programs = split.towers()
-            self.interaction, scale = split.interaction()
+            self.interaction, scale = _interaction_of(split)
         if scale != 1:
             programs[0].scale(scale)
         self.towers = nn.ModuleDict()
@@ -411,19 +411,19 @@ class _Split:
         result: Any = program.graph.output_node().args[0]
         self.result = result[0] if isinstance(result, list | tuple) else result
         self._check_result(result)
-        self.pairwise = _reachable([self.result], lambda node: self._side(node) == 2)
+        self.pairwise = _reachable([self.result], lambda node: self.side(node) == 2)
         crossing: dict[Node, None] = {}
         for node in self.pairwise:
             crossing |= dict.fromkeys(node.all_input_nodes)
         # The values of one side that the pairwise nodes read, the query's first, each
         # side's in their order.
         self.frontier = [
-            node for side in (0, 1) for node in crossing if self._side(node) == side
+            node for side in (0, 1) for node in crossing if self.side(node) == side
         ]
         for node in self.frontier:
             self._check_crossing(node)
 
-    def _side(self, node: Node) -> int | None:
+    def side(self, node: Node) -> int | None:
         """Returns 0 for a node of queries alone, 1 for candidates alone, 2 for both, None for neither."""
         sides = {self.columns[name].candidate for name in self.reads[node]}
         if len(sides) > 1:
@@ -450,7 +450,7 @@ class _Split:
                 f"model: forward returns {answer}, must be logits (B,) or (B, 1), one for each row; wrap it in a "
                 "module whose forward returns those"
             )
-        side = self._side(self.result)
+        side = self.side(self.result)
         if side != 2:
             table = "catalogue.features" if side == 0 else "queries"
             used = listed(sorted(self.reads[self.result]))
@@ -461,7 +461,7 @@ class _Split:
 
     def _check_crossing(self, node: Node) -> None:
         value = node.meta["val"]
-        tower = self._side(node) or 0
+        tower = self.side(node) or 0
         line = next(filter(None, map(_line, (node, *node.users, *self.pairwise))), "")
         table = "queries"
         if tower:
@@ -499,7 +499,7 @@ class _Split:
             for path in modules:
                 # The module's first node of each side, for the line in a message.
                 sides = {
-                    self._side(node): node
+                    self.side(node): node
                     for node in reversed(self.reads)
                     if _inside(node, path)
                 }
@@ -529,7 +529,7 @@ class _Split:
         """Returns the programs of the query tower and of the candidate tower."""
         programs = []
         for tower in (0, 1):
-            results = [node for node in self.frontier if self._side(node) == tower]
+            results = [node for node in self.frontier if self.side(node) == tower]
             tables = self._tables(results)
             program = _ProgramWriter(self, results, tables)
             names_read = frozenset().union(*(self.reads[node] for node in results))
@@ -544,8 +544,7 @@ class _Split:
     def _tables(self, results: Sequence[Node]) -> dict[str, list[str]]:
         """Returns the tables read by look-ups alone, each with its columns of ids."""
         look_ups: dict[Node, list[str]] = {}
-        inner = _closure(results, self.references)
-        for node in inner:
+        for node in _closure(results, self.references):
             for each in node.all_input_nodes:
                 # A matrix becomes a table only if nothing but look-ups by columns reads
                 # it.
@@ -572,126 +571,120 @@ class _Split:
             return self.references[ids][1:]
         return ""
 
-    def interaction(self) -> tuple[InteractionLayer, float]:
-        """Returns the interaction, and the factor that the query tower's output needs for it."""
-        with torch.no_grad():
-            widths = [0, 0]
-            shapes = []
-            for node in self.frontier:
-                side = self._side(node) or 0
-                widths[side] += _width(node)
-                shapes.append([side, *node.meta["val"].shape[1:]])
-            program = _ProgramWriter(self, [self.result], {}, inputs=self.frontier)
-            top = ProgramTop(
-                widths, shapes, program.sizes(), program.nodes, program.results[0]
-            )
-            program.fill(top.kept)
-            scale = self._dot_scale(top, widths)
-            if scale is not None:
-                return DotProduct(widths), scale
-            return self._top_mlp(widths) or top, 1.0
 
-    def _dot_scale(self, top: ProgramTop, widths: Sequence[int]) -> float | None:
-        """Returns s if the interaction is s times the dot product, else None.
+def _interaction_of(split: _Split) -> tuple[InteractionLayer, float]:
+    """Returns the interaction, and the factor that the query tower's output needs for it."""
+    widths = [0, 0]
+    shapes = []
+    for node in split.frontier:
+        side = split.side(node) or 0
+        widths[side] += _width(node)
+        shapes.append([side, *node.meta["val"].shape[1:]])
+    program = _ProgramWriter(split, [split.result], {}, inputs=split.frontier)
+    top = ProgramTop(widths, shapes, program.sizes(), program.nodes, program.results[0])
+    program.fill(top.kept)
+    if (
+        len(split.frontier) == 2
+        and widths[0] == widths[1]
+        and not top.arguments["weights"]
+        and _MULTILINEAR.issuperset(map(_packet, split.pairwise))
+    ):
+        scale = _dot_scale(top, widths[0])
+        if scale is not None:
+            return DotProduct(widths), scale
+    return _top_mlp(split, widths) or top, 1.0
 
-        With only products and sums, and without weights, the interaction is a polynomial. Two polynomials are equal if
-        they agree on random points.
-        """
-        if len(self.frontier) != 2 or len(set(widths)) > 1:
-            return None
-        if top.arguments["weights"] or not set(map(_packet, self.pairwise)) <= {
-            *_MULTILINEAR
-        }:
-            return None
-        draw = torch.Generator().manual_seed(0)
-        query = torch.randn(256, widths[0], generator=draw, dtype=torch.float64)
-        candidate = torch.randn(256, widths[1], generator=draw, dtype=torch.float64)
-        dots = (query * candidate).sum(1)
-        logits = top([query, candidate])
-        scale = float((logits @ dots) / (dots @ dots))
-        # In float64, so rounding is near 1e-16 and leaves no doubt at 1e-9.
-        same = torch.allclose(
-            logits,
-            scale * dots,
-            rtol=0,
-            atol=1e-9 * max(1.0, float(logits.abs().max())),
-        )
-        # The random points determine the factor only within floating-point error, so
-        # 0.1 would become 0.1000000000002.
-        if not same or scale <= 0:
-            return None
+
+def _dot_scale(top: ProgramTop, width: int) -> float | None:
+    """Returns s if the interaction is s times the dot product, else None.
+
+    With only products and sums, and without weights, the interaction is a polynomial. Two polynomials are equal if
+    they agree on random points.
+    """
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(256, width, generator=draw, dtype=torch.float64)
+    candidate = torch.randn(256, width, generator=draw, dtype=torch.float64)
+    dots = (query * candidate).sum(1)
+    logits = top([query, candidate])
+    scale = float((logits @ dots) / (dots @ dots))
+    # In float64, so rounding is near 1e-16 and leaves no doubt at 1e-9.
+    allowed = 1e-9 * max(1.0, float(logits.abs().max()))
+    # The random points determine the factor only within floating-point error, so
+    # 0.1 would become 0.1000000000002.
+    if scale > 0 and torch.allclose(logits, scale * dots, rtol=0, atol=allowed):
         return round(scale, 12)
+    return None
 
-    def _top_mlp(self, widths: Sequence[int]) -> TopMLP | None:
-        """Returns the interaction as a TopMLP with a splittable first layer, if it is one: cat, layers, one logit."""
-        first, *layers = [
-            node for node in self.pairwise if _packet(node) not in ("detach", "clone")
-        ]
-        concatenated: Any = []
-        if _name(first) == "cat.default" and first.args[1:] in ((1,), (-1,)):
-            concatenated = first.args[0]
-        if sorted(map(str, concatenated)) != sorted(map(str, self.frontier)):
+
+def _top_mlp(split: _Split, widths: Sequence[int]) -> TopMLP | None:
+    """Returns the interaction as a TopMLP with a splittable first layer, if it is one: cat, layers, one logit."""
+    first, *layers = [
+        node for node in split.pairwise if _packet(node) not in ("detach", "clone")
+    ]
+    concatenated: Any = []
+    if _name(first) == "cat.default" and first.args[1:] in ((1,), (-1,)):
+        concatenated = first.args[0]
+    if sorted(map(str, concatenated)) != sorted(map(str, split.frontier)):
+        return None
+    if any(node.meta["val"].dim() != 2 for node in split.frontier):
+        return None
+    for node in layers:
+        # Weights read no column: in a chain exactly one input of each layer does.
+        if sum(bool(split.reads[each]) for each in node.all_input_nodes) != 1:
             return None
-        if any(node.meta["val"].dim() != 2 for node in self.frontier):
-            return None
-        for node in layers:
-            # Weights read no column: in a chain exactly one input of each layer does.
-            if sum(bool(self.reads[each]) for each in node.all_input_nodes) != 1:
+    # Shape operators at the end turn (B, 1) into (B,), as TopMLP does itself.
+    while layers and _packet(layers[-1]) in _SHAPES:
+        layers.pop()
+    names = [_name(node) for node in layers]
+    activation = next(
+        (name for name in names if name != "linear.default"), "relu.default"
+    )
+    input_too = names[:1] != ["linear.default"]
+    hidden = names.count("linear.default") - 1
+    expected = (
+        [activation] * input_too
+        + ["linear.default", activation] * hidden
+        + ["linear.default"]
+    )
+    if activation not in _ACTIVATIONS or names != expected:
+        return None
+    weights: list[list[Any]] = []
+    for node in layers:
+        arguments: Any = node.args[1:]
+        if _name(node) == "linear.default":
+            weights.append(
+                [
+                    split.weights.get(split.references.get(each, ""))
+                    for each in arguments
+                ]
+            )
+            # A computed matrix or bias is none of the model's weights.
+            if any(each is None for each in weights[-1]):
                 return None
-        # Shape operators at the end turn (B, 1) into (B,), as TopMLP does itself.
-        while layers and _packet(layers[-1]) in _SHAPES:
-            layers.pop()
-        names = [_name(node) for node in layers]
-        activation = next(
-            (name for name in names if name != "linear.default"), "relu.default"
-        )
-        input_too = names[:1] != ["linear.default"]
-        hidden = names.count("linear.default") - 1
-        expected = (
-            [activation] * input_too
-            + ["linear.default", activation] * hidden
-            + ["linear.default"]
-        )
-        if activation not in _ACTIVATIONS or names != expected:
+        # Another slope of a leaky ReLU, or GELU by tanh, is no activation of a TopMLP.
+        elif arguments or node.kwargs:
             return None
-        weights: list[list[Any]] = []
-        for node in layers:
-            arguments: Any = node.args[1:]
-            if _name(node) == "linear.default":
-                weights.append(
-                    [
-                        self.weights.get(self.references.get(each, ""))
-                        for each in arguments
-                    ]
-                )
-                # A computed matrix or bias is none of the model's weights.
-                if any(each is None for each in weights[-1]):
-                    return None
-            # Another slope of a leaky ReLU, or GELU by tanh, is no activation of a
-            # TopMLP.
-            elif arguments or node.kwargs:
-                return None
-        matrices = [matrix for matrix, *_ in weights]
-        if len(matrices[-1]) != 1:
-            return None
-        # forward may concatenate in any order, a TopMLP takes the query's values first.
-        blocks = torch.split(matrices[0], list(map(_width, concatenated)), dim=1)
-        columns = dict(zip(concatenated, blocks, strict=True))
-        matrices[0] = torch.cat([columns[node] for node in self.frontier], dim=1)
-        kind: Any = _ACTIVATIONS[activation]
-        top = TopMLP(
-            widths,
-            [len(each) for each in matrices[:-1]],
-            activation=kind,
-            activate_input=input_too,
-        )
-        linears = [layer for layer in top.mlp if isinstance(layer, nn.Linear)]
-        for layer, matrix, (_, *bias) in zip(linears, matrices, weights, strict=True):
-            layer.weight.copy_(matrix)
-            layer.bias.zero_()
-            if bias:
-                layer.bias.copy_(bias[0])
-        return top
+    matrices = [matrix for matrix, *_ in weights]
+    if len(matrices[-1]) != 1:
+        return None
+    # forward may concatenate in any order, a TopMLP takes the query's values first.
+    blocks = torch.split(matrices[0], list(map(_width, concatenated)), dim=1)
+    columns = dict(zip(concatenated, blocks, strict=True))
+    matrices[0] = torch.cat([columns[node] for node in split.frontier], dim=1)
+    kind: Any = _ACTIVATIONS[activation]
+    top = TopMLP(
+        widths,
+        [len(each) for each in matrices[:-1]],
+        activation=kind,
+        activate_input=input_too,
+    )
+    linears = [layer for layer in top.mlp if isinstance(layer, nn.Linear)]
+    for layer, matrix, (_, *bias) in zip(linears, matrices, weights, strict=True):
+        layer.weight.copy_(matrix)
+        layer.bias.zero_()
+        if bias:
+            layer.bias.copy_(bias[0])
+    return top
 
 
 def _is_batch(node: Node) -> bool:
