@@ -91,9 +91,8 @@ class FittedPreprocessor:
         keep: Sequence[str] = (),
     ) -> FittedPreprocessor:
         """Builds the preprocessor of steps with their states; see the class for the other arguments."""
-        steps = tuple(step for step, _ in pairs)
         return cls(
-            steps=steps,
+            steps=tuple(step for step, _ in pairs),
             keep=tuple(keep),
             raw=raw,
             states=tuple(state for _, state in pairs),
@@ -145,18 +144,15 @@ class FittedPreprocessor:
 
         Columns of one vocabulary have the same ids for the same values, so that one embedding table does for all.
         """
-        vocabulary_of: dict[str, int | str] = {}
+        writers: dict[str, int | str] = {}
         for number, (step, state) in enumerate(self.pairs):
-            for name in step.writes:
-                vocabulary_of.pop(name, None)
             # By number at first: a later step may replace the column that would name
             # it.
-            for name in step.vocab(state):
-                vocabulary_of[name] = number if isinstance(state, Vocabulary) else name
+            for name in step.writes:
+                writers[name] = number if isinstance(state, Vocabulary) else name
         first_columns: dict[int | str, str] = {}
         return {
-            name: first_columns.setdefault(vocabulary, name)
-            for name, vocabulary in vocabulary_of.items()
+            name: first_columns.setdefault(writers[name], name) for name in self.vocab
         }
 
     @property
@@ -253,13 +249,7 @@ class FittedPreprocessor:
             sink = Sink(staging, self.outputs, self.remedies(), progress)
             with past.blaming(), data.blaming():
                 table = _apply_steps(self, data, past.table, opened)
-                order = [_ordering(data, table, name) for name in order_by]
-                # Ties, and all rows without `order_by`, in the order of the files, if
-                # the engine knows it.
-                if ROW in table.columns:
-                    order.append(table[ROW])
-                if order:
-                    table = table.order_by(order)
+                table = _sorted(table, data, order_by)
                 rows = opened.write(table.select(*self.outputs), sink)
             # Executors of a cluster that write to disks of their own leave nothing
             # here.
@@ -285,24 +275,18 @@ class FittedPreprocessor:
                 raise missing_column("the request", name, rows.keys())
             cells[name] = read_cells(name, rows[name], kind)
         kept_cells = {
-            name: read_cells(name, rows[name], self.raw[name])
+            name: _kept_cells(name, rows[name], self.raw[name])
             for name in self.keep
             if name in rows
         }
         _check_sizes({**cells, **kept_cells})
-        for step, types, state in zip(
-            self.steps, self.types, self.states, strict=False
-        ):
+        for (step, state), types in zip(self.pairs, self.types, strict=False):
             cells.update(step.online(cells, types, state))
-        # A step may read a column of `keep`; the result has it as it was sent.
+        # A step may read or replace a column of `keep`; the result has it as it was
+        # sent.
         for name in self.keep:
             cells.pop(name, None)
-        for name, column in kept_cells.items():
-            if self.raw[name] in TIMES:
-                column = column.with_values(
-                    column.values // per_second(self.raw[name]), column.valid
-                )
-            cells[name] = column
+        cells |= kept_cells
         columns = {}
         # Columns of `keep` may be missing, such as the label.
         for name, kind in self.outputs.items():
@@ -359,12 +343,7 @@ class FittedPreprocessor:
             DataError: a file is missing or damaged, or of a version or a step that this package does not know.
         """
         folder = existing_folder(Path(folder))
-        text = _text(folder / _MAIN)
-        if hashlib.sha256(text.encode()).hexdigest() != _text(folder / DIGEST).strip():
-            raise DataError(
-                f"{folder / _MAIN}: does not fit {DIGEST}: it was changed or damaged; save it again, or copy the "
-                "folder anew"
-            )
+        text = _main_text(folder)
         try:
             return _from_json(folder, json.loads(text))
         except DataError:
@@ -398,6 +377,14 @@ def _check_sizes(cells: Mapping[str, Cells]) -> None:
         raise DataError(
             f"the request's columns have different numbers of rows, {sizes}; send one entry per row in each"
         )
+
+
+def _kept_cells(name: str, values: Sequence[Any], raw: str) -> Cells:
+    """Reads the values of a column of ``keep``; times become seconds."""
+    column = read_cells(name, values, raw)
+    if raw in TIMES:
+        return column.with_values(column.values // per_second(raw), column.valid)
+    return column
 
 
 def _result_cells(
@@ -483,10 +470,16 @@ def _check_rows(
     )
 
 
-def _ordering(data: Opened, table: Table, name: str) -> Any:
-    if name not in data.raw:
-        raise missing_column(data.where, name, data.raw.keys())
-    return table[f"__raw_{name}__"]
+def _sorted(table: Table, data: Opened, order_by: Sequence[str]) -> Table:
+    """Sorts rows by columns of the source, and ties by the order of the files if the engine knows it."""
+    order = []
+    for name in order_by:
+        if name not in data.raw:
+            raise missing_column(data.where, name, data.raw.keys())
+        order.append(f"__raw_{name}__")
+    if ROW in table.columns:
+        order.append(ROW)
+    return table.order_by(order) if order else table
 
 
 VERSION = 1
@@ -611,7 +604,8 @@ def _check_size(path: Path, footer: pq.FileMetaData, rows: int) -> None:
         column.compression in _CODECS and _ENCODINGS.issuperset(column.encodings)
         for column in columns
     )
-    limit = _MAX_EXPANSION * path.stat().st_size + _ALLOWANCE
+    size = path.stat().st_size
+    limit = _MAX_EXPANSION * size + _ALLOWANCE
     # 16 bytes a row: a count of int64, and a value of int64 or the offset of a text.
     packed = (
         sum(column.total_uncompressed_size for column in columns) + footer.num_rows * 16
@@ -622,7 +616,6 @@ def _check_size(path: Path, footer: pq.FileMetaData, rows: int) -> None:
         or packed > limit
         or _unpacked_texts(path, footer, limit) > limit
     ):
-        size = path.stat().st_size
         raise DataError(
             f"{path}: {footer.num_rows:,} rows in {size:,} bytes, which unpack to more than the {limit:,} that are "
             f"read, or are not the {rows:,} in {_MAIN}: it is no vocabulary of this package; fit the preprocessor again"
@@ -653,6 +646,17 @@ def _unpacked_texts(path: Path, footer: pq.FileMetaData, limit: int) -> int:
                 or 0
             )
         return int(total)
+
+
+def _main_text(folder: Path) -> str:
+    """Returns the text of the main file, checked by its digest."""
+    text = _text(folder / _MAIN)
+    if hashlib.sha256(text.encode()).hexdigest() != _text(folder / DIGEST).strip():
+        raise DataError(
+            f"{folder / _MAIN}: does not fit {DIGEST}: it was changed or damaged; save it again, or copy the "
+            "folder anew"
+        )
+    return text
 
 
 def _text(path: Path) -> str:
