@@ -231,6 +231,11 @@ class Keys(NamedTuple):
     features: tuple[str | None, ...]
     weighted: bool = False
 
+    @property
+    def per_key(self) -> int:
+        """Number of features of each key."""
+        return len(self.features) // max(len(self.keys), 1)
+
 
 class KeyLayout(NamedTuple):
     """The keys of ``batch.sparse``, ``batch.shared.sparse``, ``batch.joint`` and ``batch.weighted``, or None."""

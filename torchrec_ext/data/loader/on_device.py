@@ -3,13 +3,18 @@
 DeviceTable: rows as tensors on a device, gathered there.
 
 DeviceCandidates: draws for rows on a device, and the features of the drawn items.
+
+DeviceBatchBuilder: a batch from rows and their candidates on a device.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -268,6 +273,159 @@ class _Tables(NamedTuple):
     rows: DeviceTable
     items: DeviceTable | None
 
+    @property
+    def present(self) -> list[DeviceTable]:
+        """The tables that are not None."""
+        return [table for table in self if table is not None]
+
+    def over(self, tensors: Sequence[Tensor]) -> _Tables:
+        """Returns these tables with other matrices, two for each table; see :meth:`DeviceTable.over`."""
+        items = self.items
+        if items is not None:
+            items = items.over(*tensors[2:])
+        return _Tables(self.rows.over(*tensors[:2]), items)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeviceBatchBuilder:
+    """Builds batches from rows and their candidates on a device; see :class:`BatchBuilder`.
+
+    Args:
+        schema: the columns of a batch.
+        config: see :class:`LoaderConfig`.
+        users: number of rows of a batch, padding included; each has ``width`` candidates.
+        ragged: names of the columns whose bags hold any number of ids.
+        device: device of the tensors.
+    """
+
+    schema: BatchSchema
+    config: LoaderConfig
+    users: int
+    ragged: Collection[str]
+    device: torch.device
+
+    @property
+    def width(self) -> int:
+        """Number of candidates of a row."""
+        return 1 + self.config.negatives
+
+    @cached_property
+    def _lists(self) -> tuple[str, ...]:
+        """Keys of a full batch whose bags may hold any number of ids."""
+        # The bags of None are empty.
+        ragged = {None, *self.ragged}
+        lists = []
+        for keys in filter(None, self.schema.layout):
+            for index, key in enumerate(keys.keys):
+                first = index * keys.per_key
+                if not ragged.isdisjoint(keys.features[first : first + keys.per_key]):
+                    lists.append(key)
+        return tuple(lists)
+
+    def build(
+        self,
+        tables: _Tables,
+        rows: Tensor,
+        candidates: Drawn | None,
+        totals: Mapping[str, int],
+        total_weight: Tensor,
+    ) -> TowerBatch:
+        """Builds the batch of ``rows`` (B,), with ``totals`` as in :meth:`DeviceTable.bags`."""
+        schema = self.schema
+        users = self.users
+        width = self.width
+        size = users * width
+        repeated = rows
+        if width > 1:
+            # With its size told, the repetition does not wait for the device.
+            repeated = rows.repeat_interleave(width, output_size=len(rows) * width)
+        names = [*schema.keys, *schema.weight_columns]
+        bags = tables.rows.bags(
+            repeated, [name for name in names if name not in schema.shared], totals
+        )
+        row_numbers = tables.rows.numbers(rows)
+        numbers = tables.rows.numbers(repeated)
+        shared_dense = index = targets = log_q = None
+        if schema.shared:
+            bags |= tables.rows.bags(
+                rows, [name for name in names if name in schema.shared], totals
+            )
+            for name, values in row_numbers.items():
+                if name in schema.shared:
+                    numbers[name] = values
+        identities = {}
+        single = [name for name in schema.identities if name not in tables.rows.ragged]
+        for name, ids in tables.rows.bags(repeated, single, {}).items():
+            identities[name] = padded(ids.values, size)
+        if candidates is not None and tables.items is not None:
+            item_ids = candidates.ids.reshape(-1)
+            identities["item_id"] = padded(item_ids, size)
+            bags |= tables.items.bags(item_ids, names, totals)
+            numbers |= tables.items.numbers(item_ids)
+            if candidates.log_q is not None:
+                log_q = padded(candidates.log_q.reshape(-1), size)
+        if schema.shared:
+            shared_dense = self._dense(numbers, users, schema.shared_dense)
+            index = torch.arange(users, device=self.device).repeat_interleave(
+                width, output_size=size
+            )
+        labels = torch.zeros(users, width, device=self.device)
+        weights = torch.zeros(users, width, device=self.device)
+        label = self.config.label
+        weight = self.config.weight
+        labels[: len(rows), 0] = row_numbers[label] if label else 1.0
+        weights[: len(rows)] = row_numbers[weight][:, None] if weight else 1.0
+        if schema.tasks:
+            # Negatives and padding have label 0.
+            targets = torch.zeros(users, width, len(schema.tasks), device=self.device)
+            targets[:, 0] = self._dense(row_numbers, users, schema.tasks)
+            targets = targets.flatten(0, 1)
+        return pack(
+            schema.layout,
+            lambda keys, sizes: self._ids(bags, keys, sizes),
+            dense=self._dense(numbers, size, schema.row_dense),
+            labels=labels.view(-1),
+            weights=weights.view(-1),
+            total_weight=total_weight,
+            log_q=log_q,
+            targets=targets,
+            users=identities.get(schema.query or ""),
+            items=identities.get(schema.candidate or ""),
+            queries=size if schema.candidate else None,
+            # With padding no key has one id in each bag.
+            lists=self._lists if len(rows) == users else None,
+            shared_dense=shared_dense,
+            index=index,
+        )
+
+    def _ids(
+        self, bags: Mapping[str, Jagged], keys: Keys, sizes: Sequence[int]
+    ) -> KeyedIds:
+        columns = {}
+        # A key may join the bags of two features; told its ids, the KeyedJaggedTensor
+        # does not wait for the device.
+        counts = [0] * len(keys.keys)
+        for index, name in enumerate(keys.features):
+            if name is None:
+                continue
+            feature = self.schema.feature(name)
+            weights = None
+            if keys.weighted and feature and feature.weights:
+                weights = bags[feature.weights].values
+            columns[name] = bags[name]._replace(weights=weights)
+            counts[index // keys.per_key] += len(columns[name].values)
+        return concatenated(keys, sizes, columns, self.device)._replace(
+            length_per_key=counts
+        )
+
+    def _dense(
+        self, numbers: Mapping[str, Tensor], size: int, names: Sequence[str]
+    ) -> Tensor:
+        """Returns (size, F) the columns ``names`` side by side, zeros below their rows."""
+        if not names:
+            return torch.empty(size, 0, device=self.device)
+        return padded(torch.stack([numbers[name] for name in names], dim=1), size)
+
 
 class ResidentRows:
     """Builds batches on one device, bit for bit those of :class:`MemoryRows`; see :class:`Batches`.
@@ -296,7 +454,6 @@ class ResidentRows:
         device: torch.device,
     ) -> None:
         self.num_rows = rows.num_rows
-        self._schema = schema
         self._config = config
         self._share = share
         self._device = device
@@ -304,12 +461,9 @@ class ResidentRows:
         ids: tuple[str, ...] = ()
         without: list[str] = []
         items: DeviceTable | None = None
-        # The bags of None are empty.
-        ragged: set[str | None] = {None}
         if candidates is not None:
             ids = candidates.ids
             items = candidates.table
-            ragged.update(items.ragged)
             # Looked up among the items, not in the rows.
             without = candidates.features
         layout = BlockLayout.of(schema, config, ids, without)
@@ -317,20 +471,17 @@ class ResidentRows:
         where = RowGroup(
             name="the rows in memory", file=0, number=0, rows=rows.num_rows
         )
-        self._table = DeviceTable(*layout.checked(where, rows), rows.num_rows, device)
-        ragged.update(self._table.ragged)
-        self._width = 1 + config.negatives
-        self._tables = _Tables(self._table, items)
-        # The keys of a full batch whose bags may hold any number of ids.
-        lists = []
-        for keys in filter(None, schema.layout):
-            halves = len(keys.features) // max(len(keys.keys), 1)
-            for index, key in enumerate(keys.keys):
-                if not ragged.isdisjoint(
-                    keys.features[index * halves : (index + 1) * halves]
-                ):
-                    lists.append(key)
-        self._lists = tuple(lists)
+        table = DeviceTable(*layout.checked(where, rows), rows.num_rows, device)
+        self._tables = _Tables(table, items)
+        self._builder = DeviceBatchBuilder(
+            schema=schema,
+            config=config,
+            users=share.rows(config.batch_size),
+            ragged=list(
+                chain.from_iterable(each.ragged for each in self._tables.present)
+            ),
+            device=device,
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """See :meth:`Batches.fingerprint`."""
@@ -359,7 +510,7 @@ class ResidentRows:
             candidates = None
             if self._candidates is not None:
                 candidates = self._candidates.draw(local, epoch)
-            batch = self._batch(
+            batch = self._builder.build(
                 self._tables, local, candidates, counts.totals, self._total_weight(rows)
             )
             # A session's buckets depend on its lengths: known on the host, they spare a
@@ -368,23 +519,21 @@ class ResidentRows:
                 batch.host_lengths = {}
                 for name, lengths in counts.lengths.items():
                     batch.host_lengths[name] = padded(
-                        lengths.repeat_interleave(self._width), len(batch)
+                        lengths.repeat_interleave(self._builder.width), len(batch)
                     )
             yield batch
 
     @property
     def fixed(self) -> bool:
         """Whether each bag of every column holds one id, as :meth:`drawn` requires."""
-        return not self._table.ragged and not (
-            self._candidates and self._candidates.table.ragged
-        )
+        return not self._builder.ragged
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """See :class:`Resident`."""
-        if self._candidates is None:
-            return self._table.matrices
-        return (*self._table.matrices, *self._candidates.table.matrices)
+        return tuple(
+            chain.from_iterable(table.matrices for table in self._tables.present)
+        )
 
     def drawn(self, epoch: int, start: int) -> Iterator[DrawnStep | TowerBatch]:
         """Yields the steps of :meth:`batches` before their batches are made, drawn many at a time.
@@ -419,19 +568,12 @@ class ResidentRows:
     ) -> TowerBatch:
         """See :class:`Resident`; ``drawn`` holds the rows' numbers, the global batch's weight, and the candidates."""
         rows, total_weight, *candidate_tensors = drawn
-        items: DeviceTable | None = None
-        if self._candidates is not None:
-            items = self._candidates.table.over(*tensors[2:])
         candidates: Drawn | None = None
         # The ids of the candidates, and their log q if some of them are drawn.
         if candidate_tensors:
             candidates = Drawn(*candidate_tensors)
-        return self._batch(
-            _Tables(self._table.over(*tensors[:2]), items),
-            rows,
-            candidates,
-            {},
-            total_weight,
+        return self._builder.build(
+            self._tables.over(tensors), rows, candidates, {}, total_weight
         )
 
     def together(self, others: Sequence[Resident]) -> ResidentRows | None:
@@ -444,8 +586,8 @@ class ResidentRows:
             if not all(map(torch.equal, self.tensors, other.tensors)):
                 return None
         combined = copy.copy(self)
-        combined._config = dataclasses.replace(
-            self._config, batch_size=(1 + len(others)) * self._config.batch_size
+        combined._builder = dataclasses.replace(
+            self._builder, users=(1 + len(others)) * self._builder.users
         )
         return combined
 
@@ -453,9 +595,9 @@ class ResidentRows:
     def _layout(self) -> tuple[object, ...]:
         """Returns the facts behind the layout of a batch, without the rows' values."""
         config = self._config
-        columns = [table.columns for table in self._tables if table is not None]
+        columns = [table.columns for table in self._tables.present]
         settings = (config.batch_size, config.negatives, config.label, config.weight)
-        return (self._schema, self._share, settings, columns, self._device)
+        return (self._builder.schema, self._share, settings, columns, self._device)
 
     def _counts(self, local_rows: list[Tensor], epoch: int) -> list[_Counts]:
         """Counts, for each step, the ids in the bags of each ragged column."""
@@ -468,13 +610,14 @@ class ResidentRows:
         sizes = [len(local) for local in local_rows]
         # Of the whole epoch: one copy from the device for each column, not for each
         # step.
-        for name in self._table.ragged:
-            lengths = torch.split(self._table.lengths(name, rows).cpu(), sizes)
+        table = self._tables.rows
+        for name in table.ragged:
+            lengths = torch.split(table.lengths(name, rows).cpu(), sizes)
             for count, part in zip(counts, lengths, strict=True):
                 count.totals[name] = int(part.sum())
                 # Repeated for each candidate, unless all of them share the row.
-                if name not in self._schema.shared:
-                    count.totals[name] *= self._width
+                if name not in self._builder.schema.shared:
+                    count.totals[name] *= self._builder.width
                     count.lengths[name] = part
         if self._candidates is not None:
             for name, of_rows in self._candidates.lengths(rows, epoch).items():
@@ -486,164 +629,14 @@ class ResidentRows:
 
     def _total_weight(self, global_rows: Tensor) -> Tensor:
         """Returns the weight of the global batch divided by R, () on the device."""
+        width = self._builder.width
         ranks = self._share.world_size
         if self._config.weight is None:
-            return torch.full(
-                (), len(global_rows) * self._width / ranks, device=self._device
-            )
+            return torch.full((), len(global_rows) * width / ranks, device=self._device)
+        weights = self._tables.rows.numbers(global_rows)[self._config.weight]
         # In float64 up to the end, since a GPU divides a float32 by multiplying with
         # the rounded reciprocal.
-        return (
-            self._table.numbers(global_rows)[self._config.weight].double().sum()
-            * self._width
-            / ranks
-        ).float()
-
-    def _batch(
-        self,
-        tables: _Tables,
-        rows: Tensor,
-        candidates: Drawn | None,
-        totals: Mapping[str, int],
-        total_weight: Tensor,
-    ) -> TowerBatch:
-        users = self._share.rows(self._config.batch_size)
-        width = self._width
-        bags, numbers, log_q = self._columns(tables, rows, candidates, totals)
-        shared_dense = index = targets = None
-        if self._schema.shared:
-            shared_dense = self._dense(numbers, users, self._schema.shared_dense)
-            index = torch.arange(users, device=self._device).repeat_interleave(
-                width, output_size=users * width
-            )
-        labels = torch.zeros(users, width, device=self._device)
-        weights = torch.zeros(users, width, device=self._device)
-        row_users, row_items = self._identities(tables, rows, candidates)
-        columns = tables.rows.numbers(rows)
-        labels[: len(rows), 0] = (
-            columns[self._config.label] if self._config.label else 1.0
-        )
-        weights[: len(rows)] = (
-            columns[self._config.weight][:, None] if self._config.weight else 1.0
-        )
-        if self._schema.tasks:
-            targets = self._targets(columns, users)
-        return pack(
-            self._schema.layout,
-            lambda keys, sizes: self._ids(bags, keys, sizes),
-            dense=self._dense(numbers, users * width, self._schema.row_dense),
-            labels=labels.view(-1),
-            weights=weights.view(-1),
-            total_weight=total_weight,
-            log_q=log_q,
-            targets=targets,
-            users=row_users,
-            items=row_items,
-            queries=users * width if self._schema.candidate else None,
-            # With padding no key has one id in each bag.
-            lists=self._lists if len(rows) == users else None,
-            shared_dense=shared_dense,
-            index=index,
-        )
-
-    def _identities(
-        self, tables: _Tables, rows: Tensor, candidates: Drawn | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns (B,) the user and (B,) the item of each row, 0 for padding; None if the schema has no such column."""
-        size = self._share.rows(self._config.batch_size) * self._width
-        repeated = self._repeat(rows)
-        single = [
-            name for name in self._schema.identities if name not in tables.rows.ragged
-        ]
-        columns = {
-            name: bags.values
-            for name, bags in tables.rows.bags(repeated, single, {}).items()
-        }
-        if candidates is not None:
-            columns["item_id"] = candidates.ids.reshape(-1)
-        users = columns.get(self._schema.query or "")
-        items = columns.get(self._schema.candidate or "")
-        if users is not None:
-            users = padded(users, size)
-        if items is not None:
-            items = padded(items, size)
-        return users, items
-
-    def _repeat(self, rows: Tensor) -> Tensor:
-        """Repeats each of ``rows`` once for each of its candidates."""
-        if self._width == 1:
-            return rows
-        # With its size told, the repetition does not wait for the device.
-        return rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
-
-    def _targets(self, columns: Mapping[str, Tensor], users: int) -> Tensor:
-        """Returns the labels of the further tasks, 0 for negatives and padding."""
-        targets = torch.zeros(
-            users, self._width, len(self._schema.tasks), device=self._device
-        )
-        for index, name in enumerate(self._schema.tasks):
-            targets[: len(columns[name]), 0, index] = columns[name]
-        return targets.flatten(0, 1)
-
-    def _columns(
-        self,
-        tables: _Tables,
-        rows: Tensor,
-        candidates: Drawn | None,
-        totals: Mapping[str, int],
-    ) -> tuple[dict[str, Jagged], dict[str, Tensor], Tensor | None]:
-        """Gathers (bags, numbers, log_q) of the rows and of their candidates, before padding."""
-        names = [*self._schema.keys, *self._schema.weight_columns]
-        shared = self._schema.shared
-        repeated = self._repeat(rows)
-        bags = tables.rows.bags(
-            repeated, [name for name in names if name not in shared], totals
-        )
-        if shared:
-            bags |= tables.rows.bags(
-                rows, [name for name in names if name in shared], totals
-            )
-        numbers = tables.rows.numbers(repeated)
-        for name, values in tables.rows.numbers(rows).items():
-            if name in shared:
-                numbers[name] = values
-        log_q = None
-        if candidates is not None and tables.items is not None:
-            ids = candidates.ids.reshape(-1)
-            bags |= tables.items.bags(ids, names, totals)
-            numbers |= tables.items.numbers(ids)
-            if candidates.log_q is not None:
-                size = self._share.rows(self._config.batch_size) * self._width
-                log_q = padded(candidates.log_q.reshape(-1), size)
-        return bags, numbers, log_q
-
-    def _ids(
-        self, bags: Mapping[str, Jagged], keys: Keys, sizes: Sequence[int]
-    ) -> KeyedIds:
-        columns = {}
-        # A key may join the bags of two features; told its ids, the KeyedJaggedTensor
-        # does not wait for the device.
-        counts = [0] * len(keys.keys)
-        halves = len(keys.features) // max(len(keys.keys), 1)
-        for index, name in enumerate(keys.features):
-            if name is None:
-                continue
-            feature = self._schema.feature(name)
-            weights = None
-            if keys.weighted and feature and feature.weights:
-                weights = bags[feature.weights].values
-            columns[name] = bags[name]._replace(weights=weights)
-            counts[index // halves] += len(columns[name].values)
-        return concatenated(keys, sizes, columns, self._device)._replace(
-            length_per_key=counts
-        )
-
-    def _dense(
-        self, numbers: Mapping[str, Tensor], size: int, names: Sequence[str]
-    ) -> Tensor:
-        if not names:
-            return torch.empty(size, 0, device=self._device)
-        return padded(torch.stack([numbers[name] for name in names], dim=1), size)
+        return (weights.double().sum() * width / ranks).float()
 
 
 def read_all(
