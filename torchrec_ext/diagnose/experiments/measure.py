@@ -124,6 +124,10 @@ class Experiments:
             # Before and after the rounds, because others may have the machine at one of
             # both moments.
             flops, traffic = map(max, machine, roofline())
+        towers: Sequence[tuple[str, float]] = ()
+        # Several ranks have the cores already that towers would run on.
+        if self._rounds.size == 1:
+            towers = _time_towers(loop, rounds)
         facts = Facts(
             rounds=rounds,
             worker=worker,
@@ -143,11 +147,11 @@ class Experiments:
             product_flops=products.flops,
             layers=products.layers,
             tables=[each for each, _ in counted.tables.values()],
-            towers=self._time_towers(rounds),
+            towers=towers,
             parameters=sum(map(_size, _parameters_of(loop.state.optimizers).values()))
             - self._still,
             optimizers=[type(each).__name__ for each in loop.state.optimizers],
-            loader=self._loader(),
+            loader=_loader_facts(loop),
             kernels=kernels,
             device_busy=device_busy,
             threads=torch.get_num_threads(),
@@ -254,45 +258,6 @@ class Experiments:
         seconds = sum(samples.seconds.values()) / iterations
         return _line_facts(samples, counted, iterations), seconds
 
-    def _time_towers(self, rounds: Sequence[Round]) -> Sequence[tuple[str, float]]:
-        """Returns independent sub-networks, with their shares of the forward."""
-        loop = self._loop
-        # Several ranks have the cores already that towers would run on.
-        if (
-            self._rounds.size > 1
-            or loop.cuda
-            or loop.compiled
-            or not rounds
-            or "forward" not in rounds[0]
-        ):
-            return ()
-        forwards: list[dict[str, float]] = []
-        try:
-            for batch in loop.several(_TOWER_STEPS):
-                watched = Forwards(loop.modules, loop.clock)
-                with watched.watching():
-                    loop.call(batch)
-                forwards.append(watched.independent())
-        except Exception as error:
-            loop.not_measured["towers"] = described(error)
-            return ()
-        # The forward of steps in a row, as these are: with no loader between them.
-        whole = statistics.median(
-            [
-                each.get("ready", each["step"]) * each["forward"] / each["step"]
-                for each in rounds
-            ]
-        )
-        if not whole:
-            return ()
-        shares = []
-        for name in forwards[0]:
-            if all(name in each for each in forwards):
-                shares.append(
-                    (name, min(1.0, min(each[name] for each in forwards) / whole))
-                )
-        return shares
-
     def _watch_device(self, rounds: Sequence[Round]) -> tuple[int, float | None]:
         """Returns the number of kernels of a step on a CUDA device, and their share of its time."""
         loop = self._loop
@@ -311,14 +276,6 @@ class Experiments:
             )
             return 0, None
         return round(len(spans) / len(batches)), device_use(spans)
-
-    def _loader(self) -> LoaderFacts:
-        source = self._loop.source
-        try:
-            return source.facts(self._loop.clock.host)
-        except Exception as error:
-            self._loop.not_measured["rows"] = described(error)
-            return LoaderFacts(kind=source.kind)
 
     def _time_worker(self, rounds: Sequence[Round]) -> Sequence[tuple[float, float]]:
         """Times a real worker by turns with the loader as it is; none if a rank cannot."""
@@ -374,6 +331,47 @@ class Experiments:
             loop.not_measured.update(dict.fromkeys(between, str(error)))
             return ()
         return runs
+
+
+def _time_towers(
+    loop: TrainingLoop, rounds: Sequence[Round]
+) -> Sequence[tuple[str, float]]:
+    """Returns independent sub-networks, with their shares of the forward."""
+    if loop.cuda or loop.compiled or not rounds or "forward" not in rounds[0]:
+        return ()
+    forwards: list[dict[str, float]] = []
+    try:
+        for batch in loop.several(_TOWER_STEPS):
+            watched = Forwards(loop.modules, loop.clock)
+            with watched.watching():
+                loop.call(batch)
+            forwards.append(watched.independent())
+    except Exception as error:
+        loop.not_measured["towers"] = described(error)
+        return ()
+    # The forward of steps in a row, as these are: with no loader between them.
+    whole = statistics.median(
+        [
+            each.get("ready", each["step"]) * each["forward"] / each["step"]
+            for each in rounds
+        ]
+    )
+    if not whole:
+        return ()
+    shares = []
+    for name in forwards[0]:
+        seconds = [each[name] for each in forwards if name in each]
+        if len(seconds) == len(forwards):
+            shares.append((name, min(1.0, min(seconds) / whole)))
+    return shares
+
+
+def _loader_facts(loop: TrainingLoop) -> LoaderFacts:
+    try:
+        return loop.source.facts(loop.clock.host)
+    except Exception as error:
+        loop.not_measured["rows"] = described(error)
+        return LoaderFacts(kind=loop.source.kind)
 
 
 def _time_data(loop: TrainingLoop, budget_s: float) -> Sequence[Round]:
@@ -462,9 +460,7 @@ def _size(parameter: Any) -> int:
 
 def _burst_notes(seconds: Sequence[float], rounds: Sequence[Round]) -> list[str]:
     """Notes a batch that took many times the usual one: a loader that reads ahead also fills up between rounds."""
-    usual = (
-        statistics.median([each.get("data", 0.0) for each in rounds]) if rounds else 0.0
-    )
+    usual = statistics.median([each.get("data", 0.0) for each in rounds] or [0.0])
     longest = max(seconds, default=0.0)
     if longest <= max(_BURST * usual, _BURST_S):
         return []
