@@ -199,12 +199,14 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
     )
 
 
-def gather_objects(value: Any, world_size: int) -> list[Any]:
-    """Returns the values of all ranks, in rank order, on every rank. Collective."""
+def gather_objects(
+    value: Any, world_size: int, group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """Returns the values of all ranks, in rank order, on every rank of ``group``, by default of all. Collective."""
     values = [value] * world_size
     # A single rank may have no process group.
     if world_size > 1:
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -27,7 +27,7 @@ from torchrec_ext.data.files.find import DataFile, PathLike, find_files
 from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.preprocess.columns import missing_column
 from torchrec_ext.data.preprocess.folders import hidden_folder
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.encoder import (
     open_encoder,
@@ -388,8 +388,7 @@ class TowerGroup:
 
     def unknown(self) -> Counter[str]:
         """Counts, by column, the rows of all ranks with a value unknown to training. Collective."""
-        shares: list[Any] = [None] * self.runtime.world_size
-        dist.all_gather_object(shares, self._unknown)
+        shares = gather_objects(self._unknown, self.runtime.world_size)
         return sum(shares, Counter())
 
 
@@ -537,8 +536,7 @@ def fill_redis(
         raise ValueError(f"{error} ({_progress_text(rows, row_count)})") from None
     finally:
         store.close()
-    shares = [0] * runtime.world_size
-    dist.all_gather_object(shares, row_count)
+    shares = gather_objects(row_count, runtime.world_size)
     lifetime = "for ever" if expiry_s is None else f"for {expiry_s:,.12g} s"
     summary = f"{sum(shares):,} x {rows.encoder.width} of {rows.description} written, kept {lifetime}"
     if len(deleted):

@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
@@ -32,7 +31,7 @@ from torchrec_ext.distributed.plan.planner import (
     plan_sharding,
     why_on_all_ranks,
 )
-from torchrec_ext.distributed.runtime import Runtime, available_memory
+from torchrec_ext.distributed.runtime import Runtime, available_memory, gather_objects
 from torchrec_ext.distributed.sharders import codecs_of
 from torchrec_ext.distributed.streams import on_streams
 from torchrec_ext.models.retrieval import RetrievalModel
@@ -117,9 +116,8 @@ def load_task(job: Job, runtime: Runtime) -> Task:
             task = job.task(job.data, progress=runtime.is_main)
         except DatasetUnavailable as error:
             reason = str(error)
-    reasons: list[str | None] = [None] * runtime.world_size
     # One host without the set makes all fall back, so that all train on the same rows.
-    dist.all_gather_object(reasons, reason)
+    reasons = gather_objects(reason, runtime.world_size)
     reason = next(filter(None, reasons), None)
     data = job.data
     if reason is not None:

@@ -18,7 +18,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec_ext.distributed.autotune.choose import Decision
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.plan.explain import placed_bytes
-from torchrec_ext.distributed.runtime import Runtime, peak_resident
+from torchrec_ext.distributed.runtime import Runtime, gather_objects, peak_resident
 from torchrec_ext.distributed.tables import tables_of
 from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
@@ -325,9 +325,8 @@ def _run_folder(
     job: Job, run_dir: Path | None, resume: str, runtime: Runtime
 ) -> tuple[Path, bool]:
     """Returns rank 0's choice of a run folder, and whether an earlier attempt of this launch has used it."""
-    counted: list[Any] = [None] * runtime.world_size
     # All ranks are asked, because each host counts its own restarts.
-    dist.all_gather_object(counted, restarted())
+    counted = gather_objects(restarted(), runtime.world_size)
     decided: list[Any] = [None, False]
     if runtime.is_main:
         decided = list(

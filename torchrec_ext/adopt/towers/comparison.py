@@ -16,6 +16,7 @@ from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.towers.exchange import together
 from torchrec_ext.adopt.towers.local import LocalTowers
 from torchrec_ext.adopt.towers.split import TowerSplit
+from torchrec_ext.distributed.runtime import gather_objects
 
 _ROUNDS = 3
 
@@ -113,8 +114,7 @@ def compare_with_one_process(local: LocalTowers, example: Sequence[Any]) -> Step
         1e3 * statistics.median(one_process),
         1e3 * statistics.median(step),
     )
-    every: list[Any] = [None] * split.runtime.world_size
-    dist.all_gather_object(every, (*medians_of_steps, medians))
+    every = gather_objects((*medians_of_steps, medians), split.runtime.world_size)
     one_process_ms, step_ms, phases_ms = zip(*every, strict=True)
     return StepTimes(min(one_process_ms), max(step_ms), phases_ms)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.towers.subnetworks import Subnetwork
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.runtime import Runtime, gather_objects
 
 STEP = 0.0
 SETTLE = 1.0
@@ -492,11 +492,10 @@ def together(runtime: Runtime, check: Callable[[], Result]) -> Result:
 
 def raise_together(problem: Exception | None, world_size: int, step: int) -> None:
     """Raises on all ranks where some of them have met a problem in a step. Collective."""
-    texts: list[Any] = [None] * world_size
     own_text = None
     if problem is not None:
         own_text = f"{type(problem).__name__}: {problem}"
-    dist.all_gather_object(texts, own_text)
+    texts = gather_objects(own_text, world_size)
     if problem is not None:
         raise problem
     for rank, text in enumerate(texts):

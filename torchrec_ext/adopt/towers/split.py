@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_flatten
@@ -26,7 +25,7 @@ from torchrec_ext.adopt.towers.subnetworks import (
     python_attributes,
     subnetworks,
 )
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.runtime import Runtime, gather_objects
 
 _SAMPLE = 4  # rows of a batch whose values ranks compare in every step
 
@@ -169,8 +168,7 @@ class TowerSplit:
             ("the example", f"{self.rows} rows, {self._kinds}, values {values!r}")
         )
         facts.append(("the mode", f"training={self.model.training}"))
-        every: list[Any] = [None] * self.runtime.world_size
-        dist.all_gather_object(every, facts)
+        every = gather_objects(facts, self.runtime.world_size)
         for rank, others in enumerate(every):
             for first, other in itertools.zip_longest(
                 every[0], others, fillvalue=("", "none")

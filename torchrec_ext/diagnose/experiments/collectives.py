@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroup, Work
 
+from torchrec_ext.distributed.runtime import gather_objects
 from torchrec_ext.observe.ops import tensors_in
 from torchrec_ext.observe.user_lines import calling_line, described
 
@@ -382,15 +383,13 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the value of each rank, in order."""
-        values: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(values, value, group=self.group)
+            return gather_objects(value, self.size, self.group)
         except RuntimeError as error:
             text = next(iter(str(error).splitlines()), "")
             raise RanksFailedError(
                 f"a rank has ended or does not answer: {text}"
             ) from None
-        return values
 
     def meet(self) -> None:
         """Waits until all ranks have come here."""

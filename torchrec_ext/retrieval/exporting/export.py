@@ -18,6 +18,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.folders import whole_folder
+from torchrec_ext.distributed.runtime import gather_objects
 from torchrec_ext.distributed.tables import Shard, collections, local_shards
 from torchrec_ext.retrieval.bundle.audit import LiveModel
 from torchrec_ext.retrieval.bundle.index_kinds import IndexKind
@@ -262,11 +263,7 @@ class ExportRanks:
 
     def gathered(self, value: Any) -> list[Any]:
         """Returns each rank's value, in rank order, on every rank."""
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_objects(value, self.size, self.group)
 
     def moved(self, tensor: Tensor, source: int) -> Tensor:
         """Sends a tensor from rank ``source`` to rank 0; rank 0 passes a buffer of its shape and returns it filled."""
