@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
-from torchrec_ext.schema.validation import listed
+from torchrec_ext.schema.validation import did_you_mean, listed
 
 _BOOLS = {
     "true": True,
@@ -113,8 +113,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
         >>> nearest("bert", ["two_tower", "ncf"])
         ''
     """
-    match = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else ""
+    hint = did_you_mean(name, names, "", cutoff=0.5)
+    return f"; {hint}" if hint else ""
 
 
 def key_paths(config: object, prefix: str = "") -> Iterator[str]:

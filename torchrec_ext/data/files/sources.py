@@ -8,7 +8,6 @@ warn_of_parquet(), warn_of_arrow(): warnings, once a run, of files without check
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import os
 import warnings
@@ -36,7 +35,7 @@ from torchrec_ext.data.files.find import (
 )
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.features import element_of
-from torchrec_ext.schema.validation import listed
+from torchrec_ext.schema.validation import did_you_mean, listed
 
 ARRAYS: tuple[Kind, ...] = ("floats", "ints")
 # Footers that are read at a time: each waits for the disk or the network.
@@ -144,9 +143,7 @@ class FileSource(ABC):
         schema = self._openings[file].schema
         if name in schema.names:
             return schema.field(name).type
-        hint = "rename the column, or write it"
-        if near := difflib.get_close_matches(name, schema.names, n=1):
-            hint = f"did you mean '{near[0]}'?"
+        hint = did_you_mean(name, schema.names, "rename the column, or write it")
         for other, opening in zip(self.files, self._openings, strict=True):
             if name in opening.schema.names:
                 hint = f"{other.name} has it"

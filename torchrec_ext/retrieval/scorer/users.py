@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torchrec_ext.retrieval.scorer.requests import (
     check_id_type,
 )
 from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
-from torchrec_ext.schema.validation import listed
+from torchrec_ext.schema.validation import did_you_mean, listed
 
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
@@ -289,10 +288,16 @@ class UserLookup:
                 if name in columns:
                     columns[name][index] = user[name]
                 elif name != self.key:
-                    why = (
-                        f"the model reads no such column{_nearest(name, column_types)}"
+                    hint = did_you_mean(
+                        name,
+                        column_types,
+                        f"it reads {listed(column_types)}",
+                        cutoff=0.5,
                     )
-                    raise RequestError(f"{where[index]}.{name}", why)
+                    raise RequestError(
+                        f"{where[index]}.{name}",
+                        f"the model reads no such column; {hint}",
+                    )
             _check_finite(user, where[index])
             # The default features of an unknown user apply only to a request with
             # nothing but an id. Next to other features they would hide a missing
@@ -366,10 +371,3 @@ def _unknown_columns(
             if is_unknown:
                 names[row].append(name)
     return names
-
-
-def _nearest(name: str, names: Mapping[str, str]) -> str:
-    match = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    if match:
-        return f"; did you mean {match[0]!r}?"
-    return f"; it reads {listed(names)}"
