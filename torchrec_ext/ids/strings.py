@@ -39,7 +39,7 @@ def string_ids(
     """
     # The store of a catalogue's ids hashes strings already, and imports nothing but
     # numpy and pyarrow.
-    from torchrec_ext.retrieval.store.ids import hashed
+    from torchrec_ext.retrieval.store.ids import hashed, string_buffers
 
     if len(key) != len(_KEY):
         raise ValueError(f"key: has {len(key)} bytes, must have {len(_KEY)}")
@@ -60,12 +60,7 @@ def string_ids(
     array = pa.concat_arrays(
         [pa.array([], pa.large_string()), *texts.fill_null("").chunks]
     )
-    _, offsets, content = array.buffers()
-    begins = np.frombuffer(offsets, np.int64)[
-        array.offset : array.offset + len(array) + 1
-    ]
-    # An array of empty strings alone has no buffer.
-    hashes = hashed(begins, np.frombuffer(content or b"", np.uint8), key)
+    hashes = hashed(*string_buffers(array), key)
     ids = torch.from_numpy(hashes.view(np.int64))
     if texts.null_count:
         ids[torch.from_numpy(texts.is_null().to_numpy())] = EMPTY

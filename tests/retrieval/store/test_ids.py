@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,6 +60,14 @@ def test_strings_as_a_dict_has_them(ids: list[str], asked: list[str]) -> None:
         where.get(one, -1) for one in [*ids, *asked]
     ]
     assert made.ids(range(len(ids))).tolist() == ids == made.ids().tolist()
+
+
+def test_a_slice_of_strings_is_its_own_ids_alone() -> None:
+    whole = pa.array(["a", "bb", "ccc", "dddd"], pa.large_string())
+    made = IdMap.build(whole.slice(1, 2))
+    assert made.ids().tolist() == ["bb", "ccc"]
+    assert made.positions(whole).tolist() == [-1, 0, 1, -1]
+    assert made.positions(whole.slice(2)).tolist() == [1, -1]
 
 
 def test_a_list_of_texts_is_never_as_wide_as_its_longest() -> None:

@@ -193,7 +193,7 @@ class IdMap:
 
     @classmethod
     def _build_from_strings(cls, strings: pa.LargeStringArray) -> IdMap:
-        offsets, content = _buffers(strings)
+        offsets, content = string_buffers(strings)
         # Equal hashes of different strings would need a second comparison in every
         # look-up: try another key instead.
         for attempt in range(_KEYS):
@@ -269,7 +269,7 @@ class IdMap:
         return np.where(ascending[index] == ids, positions, -1)
 
     def _string_positions(self, ids: pa.LargeStringArray) -> IdArray:
-        hashes = hashed(*_buffers(ids), self.key)
+        hashes = hashed(*string_buffers(ids), self.key)
         index = np.minimum(
             np.searchsorted(self.arrays["sorted"], hashes), len(self) - 1
         )
@@ -471,12 +471,15 @@ def checked_ids(ids: KnownIds) -> IdArray | pa.LargeStringArray:
     )
 
 
-def _buffers(strings: pa.LargeStringArray) -> tuple[IdArray, NDArray[np.uint8]]:
+def string_buffers(
+    strings: pa.LargeStringArray,
+) -> tuple[IdArray, NDArray[np.uint8]]:
     """Returns the offsets (N + 1,) of strings, and their bytes."""
     _, offsets, content = strings.buffers()
-    # Arrow pads its buffers, so there can be more offsets than strings; no content at
-    # all is None.
-    begins = np.frombuffer(offsets, np.int64)[: len(strings) + 1]
+    first = strings.offset
+    # Arrow pads its buffers, and a slice has those of its whole array, so there can be
+    # more offsets than strings; no content at all is None.
+    begins = np.frombuffer(offsets, np.int64)[first : first + len(strings) + 1]
     return begins, np.frombuffer(content or b"", np.uint8)
 
 
