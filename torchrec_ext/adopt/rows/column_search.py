@@ -1,15 +1,11 @@
-"""ColumnSearch: what the rows of a map-style Dataset are made of, learnt by reading rows and by nothing else.
-
-Slot: one value of a row: a constant, a column, a repeat of it, several columns beside each other, or drawn integers.
-"""
+"""ColumnSearch: what the rows of a map-style Dataset are made of, learnt by reading rows and by nothing else."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Set
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,14 +22,14 @@ from torchrec_ext.adopt.rows.reading import (
     seed_everything,
     words,
 )
-from torchrec_ext.adopt.rows.rereads import MOST_NUMBERS, ROUNDS, Rereads, differs
+from torchrec_ext.adopt.rows.rereads import MOST_NUMBERS, Rereads, differs
+from torchrec_ext.adopt.rows.slots import Reading, Slot, SlotPiece, equal
 
 COMPARED = 4096  # rows that are compared if reading all would take too long
 _SECONDS = 8.0  # that reading all rows may take
 _LONG_S = 30.0  # of a pass over all rows that is announced
 _READ_AGAIN = 190
 _DISPUTED = 16  # rows that are read to tell two sources apart
-_CALLS = 8  # of each row whose draws are read
 _MOST_BYTES = 1 << 26  # of the rows that are compared
 _MOST_COLUMNS = 256  # of a matrix that are looked at one by one
 
@@ -154,169 +150,155 @@ def _order(source: _Source) -> Tensor | None:
     return values.long() if int(values.min()) >= 0 else None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Slot:
-    """One value of a row, and what it is made of.
+class _RowSample(NamedTuple):
+    """Rows that were read: their numbers (C,), the values of each slot (C, *S), and which numbers (*S) are drawn."""
+
+    rows: Tensor
+    values: list[Tensor]
+    draw_masks: list[Tensor]
+
+
+class _SlotSearch:
+    """Finds the pieces of each slot, as far as the rows of a sample show them.
 
     Args:
-        name: name of the slot, unique among those of a row.
-        dtype: dtype of the values.
-        shape: S, the shape of a row's value.
-        pieces: names of columns and constants: one for the whole value, or one for each of its numbers, in order; None
-            stands for a number that is drawn.
-        repeat: k where the value is k times the same piece beside each other, else 0.
+        reader: has read them.
+        sources: attributes of the Dataset.
+        sample: the rows.
+        refuted: pieces that no attribute holds, as a pass over all rows has shown.
+
+    Attributes:
+        reading: the pieces; of a column in no attribute, no row is there yet.
+        own_columns: pieces in no attribute, by the name of their column.
+        disputes: rows in which two candidates for a slot differ.
     """
 
-    name: str
-    dtype: torch.dtype
-    shape: torch.Size
-    pieces: tuple[str | None, ...]
-    repeat: int = 0
+    def __init__(
+        self,
+        reader: DatasetReader,
+        sources: list[_Source],
+        sample: _RowSample,
+        refuted: Set[SlotPiece],
+    ) -> None:
+        self._reader = reader
+        self._sources = sources
+        self._sample = sample
+        self._refuted = refuted
+        self._paths: dict[tuple[str, torch.dtype], str] = {}
+        self.reading = Reading(compared=len(sample.rows))
+        self.disputes: list[int] = []
+        self.own_columns: dict[str, SlotPiece] = {}
+        for slot in range(len(sample.values)):
+            self.reading.slots.append(self._slot(slot))
 
-    @property
-    def drawn(self) -> int:
-        """The number of integers that are drawn."""
-        return self.pieces.count(None)
-
-    def build(
-        self, pieces: Mapping[str, Tensor], draws: Tensor | None, size: int
-    ) -> Tensor:
-        """Returns the values of a batch of B = ``size`` rows, (B, *S).
-
-        Args:
-            pieces: (B, ...) rows of columns, and constants, (1, ...), by name.
-            draws: (B, n) drawn integers.
-            size: B.
-        """
-        if len(self.pieces) == 1 and self.pieces[0] is not None:
-            piece = pieces[self.pieces[0]].to(self.dtype)
-            shape = torch.Size((1, *self.shape[1:])) if self.repeat else self.shape
-            return piece.reshape(len(piece), *shape).expand(size, *self.shape)
-        numbers = []
-        index = 0
-        for run in self._runs():
-            if isinstance(run, int):
-                assert draws is not None
-                numbers.append(draws[:, index : index + run])
-                index += run
-            else:
-                numbers.append(pieces[run].reshape(-1, 1).expand(size, 1))
-        return torch.cat([number.to(self.dtype) for number in numbers], dim=1).view(
-            size, *self.shape
+    def _slot(self, slot: int) -> Slot:
+        values = self._sample.values[slot]
+        draw_mask = self._sample.draw_masks[slot].flatten().tolist()
+        repeat = (
+            values.dim() > 1
+            and values.shape[1] > 1
+            and equal(values, values[:, :1].expand_as(values))
+        )
+        pieces: list[str | None] = []
+        times = 0
+        if any(draw_mask):
+            for index, varies in enumerate(draw_mask):
+                piece = SlotPiece(slot, index)
+                pieces.append(
+                    None if varies else self._known(piece) or self._to_write(piece)
+                )
+        else:
+            whole = SlotPiece(slot, "repeat" if repeat else "all")
+            pieces = [self._known(whole)]
+            # What is no column as a whole may be several columns beside each other.
+            count = len(draw_mask)
+            if pieces[0] is None and not repeat and 1 < count <= MOST_NUMBERS:
+                pieces = [self._known(SlotPiece(slot, index)) for index in range(count)]
+            if None in pieces:
+                pieces = [self._to_write(whole)]
+            if repeat and pieces[0] in self.reading.columns:
+                times = values.shape[1]
+        return Slot(
+            name=self._shown(slot, pieces),
+            dtype=values.dtype,
+            shape=values.shape[1:],
+            pieces=tuple(pieces),
+            repeat=times,
         )
 
-    def _runs(self) -> list[str | int]:
-        """Returns the names of the pieces in order, with the length of each run of draws between them."""
-        runs: list[str | int] = []
-        for name in self.pieces:
-            if name is not None:
-                runs.append(name)
-            elif runs and isinstance(runs[-1], int):
-                runs[-1] += 1
-            else:
-                runs.append(1)
-        return runs
+    def _shown(self, slot: int, pieces: list[str | None]) -> str:
+        name = self._reader.names[slot]
+        if not name:
+            columns = set(pieces) - {None, *self.reading.constants}
+            name = str(columns.pop()) if len(columns) == 1 else f"slot {slot}"
+        if any(name == other.name for other in self.reading.slots):
+            name = f"{name} (slot {slot})"
+        return name
 
-    def describe(self, constants: Mapping[str, Tensor]) -> str:
-        """Returns what the slot is made of in words."""
-        if len(self.pieces) > 1:
-            texts = []
-            for run in self._runs():
-                texts.append(f"{run} drawn" if isinstance(run, int) else f"`{run}`")
-            return ", ".join(texts)
-        (name,) = self.pieces
-        if name is None:
-            return "drawn"
-        if name in constants:
-            values = constants[name].reshape(-1).tolist()
-            return (
-                f"constant {values}"
-                if len(values) <= 8
-                else f"constant {values[:4]} and so on"
+    def _piece_name(self, piece: SlotPiece) -> str:
+        name = self._reader.slot_name(piece.slot)
+        if isinstance(piece.index, int):
+            name += f"[{piece.index}]"
+        return name
+
+    def _to_write(self, piece: SlotPiece) -> str:
+        name = self._piece_name(piece)
+        self.own_columns[name] = piece
+        self.reading.columns[name] = piece.of(self._sample.values)[:0]
+        return name
+
+    def _known(self, piece: SlotPiece) -> str | None:
+        """Returns the name of the constant or attribute with the values of a piece, or None."""
+        if piece in self._refuted:
+            return None
+        values = piece.of(self._sample.values)
+        matches = [source for source in self._sources if self._holds(source, values)]
+        first = values[:1]
+        is_constant = equal(values, first.expand_as(values))
+        if not is_constant:
+            if not matches:
+                return None
+            first = _as(matches[0].whole(), values)
+        for source in matches:
+            rows = ~_equal_rows(_as(source.whole(), values), first)
+            self.disputes += rows.nonzero().reshape(-1)[:_DISPUTED].tolist()
+        if not is_constant:
+            return self._column(piece, matches[0], first)
+        name = self._piece_name(piece)
+        self.reading.constants[name] = first.clone()
+        return name
+
+    def _holds(self, source: _Source, values: Tensor) -> bool:
+        # Eight rows tell most sources apart, and all rows of a list take long.
+        for rows in (slice(8), slice(None)):
+            source_rows = source.rows(self._sample.rows[rows])
+            expected = values[rows]
+            if (
+                source_rows is None
+                or source_rows[0].numel() != expected[0].numel()
+                or not equal(_as(source_rows, expected), expected)
+            ):
+                return False
+        # Other rows of a list may be of another length.
+        return source.whole() is not None
+
+    def _column(self, piece: SlotPiece, source: _Source, values: Tensor) -> str:
+        path_and_dtype = (source.path, values.dtype)
+        if path_and_dtype not in self._paths:
+            # The name that a user would give it: the row's key, else the attribute's
+            # last name or key.
+            key = (
+                None if isinstance(piece.index, int) else self._reader.names[piece.slot]
             )
-        return (
-            f"column `{name}` {self.repeat} times"
-            if self.repeat
-            else f"column `{name}`"
-        )
-
-
-@dataclass(frozen=True)
-class SlotPiece:
-    """The numbers of a slot that one column holds: all, the first of equal ones (``"repeat"``), or that at an index."""
-
-    slot: int
-    index: int | str = "all"
-
-    def of(self, values: Sequence[Tensor]) -> Tensor:
-        """Returns the numbers (C, *P) in the slots' values (C, *S)."""
-        slot_values = values[self.slot]
-        if isinstance(self.index, int):
-            return slot_values.flatten(1)[:, self.index]
-        return slot_values if self.index == "all" else slot_values[:, 0]
-
-
-@dataclass(kw_only=True)
-class Reading:
-    """The columns, constants and draws that the rows of a Dataset are made of.
-
-    Args:
-        slots: the values of a row in order.
-        columns: (N, ...) values of all rows by name.
-        constants: (1, ...) values that all rows share, by name.
-        compared: number of rows that were compared with the Dataset.
-        notes: lines to show the user.
-    """
-
-    slots: list[Slot] = field(default_factory=list)
-    columns: dict[str, Tensor] = field(default_factory=dict)
-    constants: dict[str, Tensor] = field(default_factory=dict)
-    compared: int = 0
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def drawn(self) -> Slot | None:
-        """The slot that holds drawn integers."""
-        return next((slot for slot in self.slots if slot.drawn), None)
-
-    def values(self, rows: Tensor) -> dict[str, Tensor]:
-        """Returns the rows (B,) of all columns, and the constants, by name."""
-        return {
-            name: column[rows] for name, column in self.columns.items()
-        } | self.constants
-
-    def wrong(self, rows: Tensor, slot_values: Sequence[Tensor]) -> SlotPiece | None:
-        """Compares ``slot_values`` of ``rows`` (B,) with columns and constants; returns a differing piece, or None."""
-        pieces = self.values(rows)
-        for index, (slot, values) in enumerate(
-            zip(self.slots, slot_values, strict=True)
-        ):
-            if len(slot.pieces) == 1 and not slot.drawn:
-                if not equal(slot.build(pieces, None, len(rows)), values):
-                    return SlotPiece(index, "repeat" if slot.repeat else "all")
-                continue
-            for number, name in enumerate(slot.pieces):
-                if name is not None and not equal(
-                    pieces[name].reshape(-1), values.flatten(1)[:, number]
-                ):
-                    return SlotPiece(index, number)
-        return None
-
-    def seen(self, rows: int) -> str:
-        """Returns what was compared, of ``rows`` in all, in words."""
-        if self.compared >= rows:
-            return "all rows were compared with the Dataset's"
-        # The rule of three: after no event in n, at most 3 in n are expected with 95 %
-        # certainty.
-        return (
-            f"{self.compared:,} rows were compared with the Dataset's: a difference in more than one row of "
-            f"{self.compared // 3:,} would have been seen with 95 % certainty; compared=len(dataset) compares all"
-        )
-
-
-def equal(first: Tensor, second: Tensor) -> bool:
-    """Says whether values are equal; what is no number equals itself."""
-    return not differs(first, second).any()
+            short = source.path.rpartition(".")[2]
+            if short.endswith("']"):
+                short = short.rpartition("['")[2].removesuffix("']")
+            used = {*self.reading.columns, *self.reading.constants}
+            names = (key, short, source.path, f"slot {piece.slot} {source.path}")
+            name = next(name for name in names if name and name not in used)
+            self._paths[path_and_dtype] = name
+            self.reading.columns[name] = values
+        return self._paths[path_and_dtype]
 
 
 class ColumnSearch:
@@ -341,7 +323,7 @@ class ColumnSearch:
         # What holds numbers, and each column of a matrix besides, since a draw may
         # exclude by one.
         self._sources: list[_Source] = []
-        ends = torch.tensor([0, self._reader.num_rows - 1])
+        ends = torch.tensor([0, reader.num_rows - 1])
         for source in _sources(reader.dataset, reader.num_rows):
             values = source.rows(ends)
             if values is None:
@@ -360,28 +342,36 @@ class ColumnSearch:
             CannotAdopt: they cannot be written as columns, constants and draws.
         """
         start = time.perf_counter()
-        self._read()
-        self._seconds_of_all = (
-            (time.perf_counter() - start) / len(self._rows) * self._reader.num_rows
-        )
+        self._sample = self._read()
+        seconds = time.perf_counter() - start
+        self._seconds_of_all = seconds / len(self.rows) * self._reader.num_rows
         self._solve()
         # Rows in which two candidates for a slot differ decide between them.
-        while len(rows := np.setdiff1d(self._disputes, self._rows.numpy())):
-            self._read_more(rows)
+        while len(rows := np.setdiff1d(self._found.disputes, self.rows)):
+            seed_everything(len(self.rows))
+            before = [self._sample.rows, *self._sample.values]
+            more = [torch.from_numpy(rows), *self._reader.rows(rows)]
+            numbers, *values = map(torch.cat, zip(before, more, strict=True))
+            self._sample = self._sample._replace(rows=numbers, values=values)
             self._solve()
-        self._result.compared = len(self._rows)
-        return self._result
+        return self._found.reading
+
+    def _solve(self) -> None:
+        self._found = _SlotSearch(
+            self._reader, self._sources, self._sample, self._refuted
+        )
 
     @property
     def rows(self) -> Ids:
         """Numbers of the rows that were read, (C,)."""
-        return self._rows.numpy()
+        return self._sample.rows.numpy()
 
     @property
     def own_columns(self) -> dict[str, Tensor]:
         """Values that are in no attribute, (C, ...) by name."""
         return {
-            name: piece.of(self._values) for name, piece in self._own_columns.items()
+            name: piece.of(self._sample.values)
+            for name, piece in self._found.own_columns.items()
         }
 
     def run(self) -> Reading:
@@ -390,60 +380,50 @@ class ColumnSearch:
         Raises:
             CannotAdopt: they cannot be written as columns, constants and draws.
         """
+        num_rows = self._reader.num_rows
         # All rows are compared if that is quick, also where nothing has to be written.
         all_too = (
             self._quickly
             and self._seconds_of_all < _SECONDS
-            and len(self._rows) < self._reader.num_rows
+            and len(self.rows) < num_rows
         )
-        if self._own_columns and self._seconds_of_all > _LONG_S and self._speaks:
+        own = self._found.own_columns
+        if own and self._seconds_of_all > _LONG_S and self._speaks:
             print(
-                f"rows: {', '.join(self._own_columns)} in no attribute of {self._reader.kind}: writing "
-                f"{self._reader.num_rows:,} rows takes about {self._seconds_of_all / 60:.1f} min, once; to avoid it, "
+                f"rows: {', '.join(own)} in no attribute of {self._reader.kind}: writing "
+                f"{num_rows:,} rows takes about {self._seconds_of_all / 60:.1f} min, once; to avoid it, "
                 "set each as an attribute with a value for each row in __init__",
                 flush=True,
             )
-        while (self._own_columns or all_too) and (
+        while (self._found.own_columns or all_too) and (
             refuted := self._wrong_after_writing()
         ):
             self._refuted.add(refuted)
             self._solve()
+        reading = self._found.reading
         # A batch is as large as what a column gives for it, so there must be one.
-        if not self._result.columns:
-            self._result.columns["row"] = torch.zeros(
-                self._reader.num_rows, dtype=torch.bool
-            )
-        return self._result
+        if not reading.columns:
+            reading.columns["row"] = torch.zeros(num_rows, dtype=torch.bool)
+        return reading
 
-    def _read(self) -> None:
+    def _read(self) -> _RowSample:
         """Reads rows once, and some of them again with other seeds: numbers that vary are drawn."""
-        rows = self._reader.num_rows
-        rows_read = np.arange(rows)
-        if self._compared < rows:
+        count = self._reader.num_rows
+        rows = np.arange(count)
+        if self._compared < count:
             # A random sample alone would miss the one row in which an attribute
             # differs.
-            some = self._random.choice(rows, self._compared, replace=False)
-            rows_read = np.unique(
-                np.concatenate([[0, rows - 1], some, self._extremes()])
-            )
+            some = self._random.choice(count, self._compared, replace=False)
+            rows = np.unique(np.concatenate([[0, count - 1], some, self._extremes()]))
         again = np.sort(
-            self._random.choice(
-                len(rows_read), min(len(rows_read), _READ_AGAIN), replace=False
-            )
+            self._random.choice(len(rows), min(len(rows), _READ_AGAIN), replace=False)
         )
         seed_everything(0)
-        self._rows = torch.from_numpy(rows_read)
-        self._values = self._reader.rows(rows_read)
-        values_again = [values[torch.from_numpy(again)] for values in self._values]
-        rereads = Rereads(self._reader, rows_read[again], values_again)
-        rereads.check()
-        self._draw_masks = rereads.masks
-
-    def _read_more(self, rows: Ids) -> None:
-        seed_everything(len(self._rows))
         values = self._reader.rows(rows)
-        self._rows = torch.cat([self._rows, torch.from_numpy(rows)])
-        self._values = list(map(torch.cat, zip(self._values, values, strict=True)))
+        values_again = [each[torch.from_numpy(again)] for each in values]
+        rereads = Rereads(self._reader, rows[again], values_again)
+        rereads.check()
+        return _RowSample(torch.from_numpy(rows), values, rereads.masks)
 
     def _extremes(self) -> Ids:
         """Returns rows in which a column is least, greatest, no number, or has a rare value."""
@@ -462,207 +442,70 @@ class ColumnSearch:
                 rows.append(np.unique(values, return_index=True)[1])
         return np.concatenate(rows)
 
-    def _solve(self) -> None:
-        """Finds the pieces of each slot, as far as the rows read so far show them."""
-        self._result = Reading()
-        self._paths: dict[tuple[str, torch.dtype], str] = {}
-        self._disputes: list[int] = []
-        self._own_columns: dict[str, SlotPiece] = {}
-        for slot in range(len(self._values)):
-            self._result.slots.append(self._slot(slot))
-
-    def _slot(self, slot: int) -> Slot:
-        values = self._values[slot]
-        draw_mask = self._draw_masks[slot].flatten().tolist()
-        repeat = (
-            values.dim() > 1
-            and values.shape[1] > 1
-            and equal(values, values[:, :1].expand_as(values))
-        )
-        pieces: tuple[str | None, ...]
-        times = 0
-        if any(draw_mask):
-            numbers: list[str | None] = []
-            for index, varies in enumerate(draw_mask):
-                piece = SlotPiece(slot, index)
-                numbers.append(
-                    None if varies else self._known(piece) or self._to_write(piece)
-                )
-            pieces = tuple(numbers)
-        else:
-            whole = SlotPiece(slot, "repeat" if repeat else "all")
-            column = self._known(whole)
-            pieces = (column,)
-            # What is no column as a whole may be several columns beside each other.
-            if column is None and not repeat and 1 < values[0].numel() <= MOST_NUMBERS:
-                pieces = tuple(
-                    self._known(SlotPiece(slot, index))
-                    for index in range(values[0].numel())
-                )
-            if None in pieces:
-                pieces = (self._to_write(whole),)
-            if repeat and pieces[0] in self._result.columns:
-                times = values.shape[1]
-        name = self._shown(slot, pieces)
-        return Slot(
-            name=name,
-            dtype=values.dtype,
-            shape=values.shape[1:],
-            pieces=pieces,
-            repeat=times,
-        )
-
-    def _shown(self, slot: int, pieces: tuple[str | None, ...]) -> str:
-        name = self._reader.names[slot]
-        if not name:
-            columns = set(pieces) - {None, *self._result.constants}
-            name = str(columns.pop()) if len(columns) == 1 else f"slot {slot}"
-        if any(name == other.name for other in self._result.slots):
-            name = f"{name} (slot {slot})"
-        return name
-
-    def _piece_name(self, piece: SlotPiece) -> str:
-        name = self._reader.slot_name(piece.slot)
-        if isinstance(piece.index, int):
-            name += f"[{piece.index}]"
-        return name
-
-    def _to_write(self, piece: SlotPiece) -> str:
-        name = self._piece_name(piece)
-        self._own_columns[name] = piece
-        shape = piece.of(self._values).shape[1:]
-        self._result.columns[name] = torch.empty(
-            (0, *shape), dtype=self._values[piece.slot].dtype
-        )
-        return name
-
-    def _known(self, piece: SlotPiece) -> str | None:
-        """Returns the name of the constant or attribute with the values of a piece, or None."""
-        values = piece.of(self._values)
-        # A pass over all rows has shown that no source of it holds.
-        if piece in self._refuted:
-            return None
-        matches = [source for source in self._sources if self._holds(source, values)]
-        first = values[:1]
-        is_constant = equal(values, first.expand_as(values))
-        if not is_constant:
-            if not matches:
-                return None
-            first = _as(matches[0].whole(), values)
-        for source in matches:
-            rows = ~_equal_rows(_as(source.whole(), values), first)
-            self._disputes += rows.nonzero().reshape(-1)[:_DISPUTED].tolist()
-        if not is_constant:
-            return self._column(piece, matches[0], first)
-        name = self._piece_name(piece)
-        self._result.constants[name] = first.clone()
-        return name
-
-    def _holds(self, source: _Source, values: Tensor) -> bool:
-        # Eight rows tell most sources apart, and all rows of a list take long.
-        for rows in (slice(8), slice(None)):
-            source_rows = source.rows(self._rows[rows])
-            expected = values[rows]
-            if (
-                source_rows is None
-                or source_rows[0].numel() != expected[0].numel()
-                or not equal(_as(source_rows, expected), expected)
-            ):
-                return False
-        # Other rows of a list may be of another length.
-        return source.whole() is not None
-
-    def _column(self, piece: SlotPiece, source: _Source, values: Tensor) -> str:
-        path_and_dtype = (source.path, values.dtype)
-        if path_and_dtype not in self._paths:
-            # The name that a user would give it: the row's key, else the attribute's
-            # last name or key.
-            key = (
-                None if isinstance(piece.index, int) else self._reader.names[piece.slot]
-            )
-            short = source.path.rpartition(".")[2]
-            if short.endswith("']"):
-                short = short.rpartition("['")[2].removesuffix("']")
-            used = {*self._result.columns, *self._result.constants}
-            names = (key, short, source.path, f"slot {piece.slot} {source.path}")
-            name = next(name for name in names if name and name not in used)
-            self._paths[path_and_dtype] = name
-            self._result.columns[name] = values
-        return self._paths[path_and_dtype]
-
     def _wrong_after_writing(self) -> SlotPiece | None:
         """Writes pieces without an attribute in one pass, and compares all rows; returns a wrong column, or None."""
         reader = self._reader
+        reading = self._found.reading
+        own = self._found.own_columns
         start = time.perf_counter()
         self._check_memory()
-        for name in self._own_columns:
-            column = self._result.columns[name]
-            self._result.columns[name] = column.new_empty(
-                (reader.num_rows, *column.shape[1:])
-            )
+        for name in own:
+            column = reading.columns[name]
+            shape = (reader.num_rows, *column.shape[1:])
+            reading.columns[name] = column.new_empty(shape)
         for block in self._blocks():
             slot_values = reader.rows(block)
             rows = torch.from_numpy(block)
-            for name, piece in self._own_columns.items():
-                self._result.columns[name][rows] = piece.of(slot_values)
-            wrong = self._result.wrong(rows, slot_values)
+            for name, piece in own.items():
+                reading.columns[name][rows] = piece.of(slot_values)
+            wrong = reading.wrong(rows, slot_values)
             if wrong is not None:
                 return wrong
-        self._check_steady()
-        self._result.compared = reader.num_rows
-        if not self._own_columns:
-            return None
+        reading.compared = reader.num_rows
         names = []
-        for name, piece in self._own_columns.items():
-            column = self._result.columns[name]
-            names.append(
-                f"{self._reader.slot_name(piece.slot)} ({words(column.dtype, column.shape[1:])})"
+        for name, piece in own.items():
+            column = reading.columns[name]
+            slot_name = reader.slot_name(piece.slot)
+            # Rows of the sample have been read a second time now.
+            rows = self._sample.rows
+            is_same = _equal_rows(column[rows], piece.of(self._sample.values))
+            if not is_same.all():
+                raise CannotAdopt(
+                    f"{reader.where} returns rows that change from call to call: "
+                    f"{slot_name} of row {rows[~is_same][0]} is another in the second reading. "
+                    f"{GETITEMS}"
+                )
+            names.append(f"{slot_name} ({words(column.dtype, column.shape[1:])})")
+        if names:
+            reading.notes.append(
+                f"rows: {', '.join(names)} in no attribute of {reader.kind}: written in one pass over "
+                f"{reader.num_rows:,} rows ({time.perf_counter() - start:.1f} s)"
             )
-        self._result.notes.append(
-            f"rows: {', '.join(names)} in no attribute of {reader.kind}: written in one pass over "
-            f"{reader.num_rows:,} rows ({time.perf_counter() - start:.1f} s)"
-        )
         return None
 
     def _blocks(self) -> Iterator[Ids]:
+        count = self._reader.num_rows
         title = "rows: comparing all"
-        if self._own_columns:
-            title = f"rows: writing {', '.join(self._own_columns)}"
-        options: dict[str, Any] = {"delay": 2.0, "unit": "row", "leave": False}
-        # None: if this is no terminal
-        options["disable"] = None if self._speaks else True
-        with tqdm(total=self._reader.num_rows, desc=title, **options) as progress:
-            for start in range(0, self._reader.num_rows, COMPARED):
-                block = np.arange(start, min(start + COMPARED, self._reader.num_rows))
+        if self._found.own_columns:
+            title = f"rows: writing {', '.join(self._found.own_columns)}"
+        # None: unless this is a terminal.
+        disable = None if self._speaks else True
+        with tqdm(
+            desc=title, total=count, delay=2.0, unit="row", leave=False, disable=disable
+        ) as progress:
+            for start in range(0, count, COMPARED):
+                block = np.arange(start, min(start + COMPARED, count))
                 yield block
                 progress.update(len(block))
 
-    def _check_steady(self) -> None:
-        for name, piece in self._own_columns.items():
-            # Rows of the sample have been read a second time now.
-            changed = self._rows[
-                ~_equal_rows(
-                    self._result.columns[name][self._rows], piece.of(self._values)
-                )
-            ]
-            if len(changed):
-                raise CannotAdopt(
-                    f"{self._reader.where} returns rows that change from call to call: "
-                    f"{self._reader.slot_name(piece.slot)} of row {changed[0]} is another in the second reading. "
-                    f"{GETITEMS}"
-                )
-
     def _check_memory(self) -> None:
-        size = (
-            sum(
-                piece.of(self._values)[0].nbytes for piece in self._own_columns.values()
-            )
-            * self._reader.num_rows
-        )
+        columns = self.own_columns
+        count = self._reader.num_rows
+        size = sum(column[0].nbytes for column in columns.values()) * count
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if size > memory / 2:
             raise CannotAdopt(
-                f"{', '.join(self._own_columns)} of {self._reader.num_rows:,} rows take {size / 1e9:,.1f} GB as "
+                f"{', '.join(columns)} of {count:,} rows take {size / 1e9:,.1f} GB as "
                 f"columns, more than half of this machine's {memory / 1e9:,.1f} GB. {GETITEMS}"
             )
 
@@ -677,36 +520,3 @@ def _equal_rows(first: Tensor, second: Tensor) -> Tensor:
     """Says for each row whether its values are equal, (C,)."""
     same = ~differs(first, second)
     return same.flatten(1).all(dim=1) if same.dim() > 1 else same
-
-
-def drawn_rows(
-    reader: DatasetReader, slot: Slot, index: int, calls: int, among: Ids
-) -> tuple[Ids, Ids]:
-    """Reads what some rows draw, each row eight times.
-
-    Args:
-        reader: reads them; inside :meth:`DatasetReader.untouched`.
-        slot: the slot with drawn integers.
-        index: number of this slot.
-        calls: about so many calls.
-        among: rows from which some are chosen.
-
-    Returns:
-        (C,) the row of each call, and (C, n) what it drew.
-    """
-    generator = np.random.default_rng(1)
-    # Several calls of each row show whether it draws from the same few items each time.
-    rows = generator.choice(
-        among, min(len(among), max(calls // _CALLS, 1)), replace=False
-    )
-    again = max(_CALLS, calls // len(rows))
-    rows = np.sort(rows).repeat(again).astype(np.int64)
-    seed_everything(ROUNDS)
-    mask = torch.tensor([piece is None for piece in slot.pieces])
-    draws = torch.empty((len(rows), slot.drawn), dtype=torch.int64)
-    title = "rows: reading what is drawn"
-    for call, row in enumerate(
-        tqdm(rows, desc=title, delay=2.0, unit="row", leave=False, disable=None)
-    ):
-        draws[call] = reader.leaves(int(row))[index].flatten()[mask]
-    return rows, draws.numpy()

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.rows.column_search import ColumnSearch, Reading, equal
+from torchrec_ext.adopt.rows.column_search import ColumnSearch
 from torchrec_ext.adopt.rows.evidence import (
     UNSEEN,
     Evidence,
@@ -24,6 +24,7 @@ from torchrec_ext.adopt.rows.evidence import (
 )
 from torchrec_ext.adopt.rows.law import Law, NegativeDraws, integers, is_key
 from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, Ids
+from torchrec_ext.adopt.rows.slots import Reading, equal
 
 _SPOT_CHECK = 64  # rows that are read again at the start of an epoch
 
@@ -44,6 +45,7 @@ class ReadDataset:
         reading: columns, constants and draws that the rows are made of.
         layout: makes batches of them.
         evidence: the Dataset's draws; None if it draws nothing.
+        notes: lines about the evidence for the law that :meth:`confirm` took.
 
     Raises:
         CannotAdopt: see :meth:`Rows.of`.
@@ -60,7 +62,9 @@ class ReadDataset:
     ) -> None:
         self.reader = DatasetReader(dataset)
         self.evidence: Evidence | None = None
+        self.notes: list[str] = []
         self._call = call
+        self._speaks = speaks
         with self.reader.untouched():
             search = ColumnSearch(self.reader, compared, speaks)
             sample = search.sample()
@@ -78,6 +82,8 @@ class ReadDataset:
             if draws is not None:
                 evidence = evidence_of(self.reader, self.reading, draws, call)
                 self.evidence = with_enough_draws(self.reader, self.reading, evidence)
+        if speaks and self.reading.notes:
+            print("\n".join(self.reading.notes), flush=True)
 
     def _check_kind(self, law: Any, reading: Reading) -> None:
         if reading.drawn is None and law is not None:
@@ -121,10 +127,8 @@ class ReadDataset:
             )
             evidence.refuse(evidence.draws_by(law))
 
-    def confirm(
-        self, law: Law | None, seed: int
-    ) -> tuple[NegativeDraws, list[str]] | None:
-        """Returns draws by the user's sampling distribution, and lines with the evidence for it; None without draws.
+    def confirm(self, law: Law | None, seed: int) -> NegativeDraws | None:
+        """Returns draws by the user's sampling distribution, None without draws, and says the evidence for it.
 
         Raises:
             CannotAdopt: the distribution is missing, or the Dataset's draws contradict it.
@@ -137,16 +141,17 @@ class ReadDataset:
         draws = evidence.draws_by(law, seed)
         findings = evidence.refuse(draws)
         tested = p_values(findings)
-        unseen = [
-            finding.text for finding in findings if finding.text.startswith(UNSEEN)
-        ]
         least = "no test could be made"
         if tested:
             least = f"least p={min(tested):.2g} of {len(tested)} tests"
-        return draws, [
-            f"{evidence.size} of {self.reader.kind} do not contradict it ({least})",
-            *unseen,
+        self.notes = [
+            f"{evidence.size} of {self.reader.kind} do not contradict it ({least})"
         ]
+        self.notes += [each.text for each in findings if each.text.startswith(UNSEEN)]
+        if self._speaks:
+            lines = [draws.describe(), *self.notes]
+            print("rows:", "\nrows: ".join(lines), flush=True)
+        return draws
 
     def check(self, seed: int, epoch: int) -> None:
         """Reads a few rows of the Dataset again: it may have been written anew since."""

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from tqdm import tqdm
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.rows.column_search import Reading, drawn_rows
 from torchrec_ext.adopt.rows.law import (
     Exclusion,
     Floats,
@@ -29,7 +29,15 @@ from torchrec_ext.adopt.rows.law import (
     of_columns,
     of_mapping,
 )
-from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, Ids, held_by
+from torchrec_ext.adopt.rows.reading import (
+    GETITEMS,
+    DatasetReader,
+    Ids,
+    held_by,
+    seed_everything,
+)
+from torchrec_ext.adopt.rows.rereads import ROUNDS
+from torchrec_ext.adopt.rows.slots import Reading, Slot
 
 UNLIKELY = 1e-6  # evidence of a smaller p-value contradicts a law
 _SEEN = -math.log(UNLIKELY)  # of so many expected events, none has that probability
@@ -39,6 +47,7 @@ _MOST_COLUMNS = 8  # on which draws are tested to depend
 UNSEEN = "cannot be seen"  # begins what a test says where it has no power
 _CELL = 5.0  # least expected number in a cell of a chi-square test
 _DRAWS = 24_000
+_CALLS = 8  # of each row whose draws are read
 _FEWEST_CALLS = 2000
 _MOST_DRAWS = 400_000
 _MOST_CALLS = 100_000
@@ -626,3 +635,36 @@ def _maps_ids(pairs: Mapping[Any, Any]) -> bool:
         and able
         and isinstance(next(iter(items)), int | np.integer)
     )
+
+
+def drawn_rows(
+    reader: DatasetReader, slot: Slot, index: int, calls: int, among: Ids
+) -> tuple[Ids, Ids]:
+    """Reads what some rows draw, each row eight times.
+
+    Args:
+        reader: reads them; inside :meth:`DatasetReader.untouched`.
+        slot: the slot with drawn integers.
+        index: number of this slot.
+        calls: about so many calls.
+        among: rows from which some are chosen.
+
+    Returns:
+        (C,) the row of each call, and (C, n) what it drew.
+    """
+    generator = np.random.default_rng(1)
+    # Several calls of each row show whether it draws from the same few items each time.
+    rows = generator.choice(
+        among, min(len(among), max(calls // _CALLS, 1)), replace=False
+    )
+    again = max(_CALLS, calls // len(rows))
+    rows = np.sort(rows).repeat(again).astype(np.int64)
+    seed_everything(ROUNDS)
+    mask = torch.tensor([piece is None for piece in slot.pieces])
+    draws = torch.empty((len(rows), slot.drawn), dtype=torch.int64)
+    title = "rows: reading what is drawn"
+    for call, row in enumerate(
+        tqdm(rows, desc=title, delay=2.0, unit="row", leave=False, disable=None)
+    ):
+        draws[call] = reader.leaves(int(row))[index].flatten()[mask]
+    return rows, draws.numpy()

@@ -113,7 +113,6 @@ class Rows:
             self._negatives = NegativeDraws(
                 negatives, self.columns, positive, draws, seed
             )
-        self._notes: list[str] = []
         self._dataset: ReadDataset | None = None
         self._epoch = -1
         self._step = 0
@@ -195,26 +194,17 @@ class Rows:
         # All ranks read the same rows, and one of them says what it finds.
         speaks = not settings.get("rank", 0)
         source = ReadDataset(dataset, collate_fn, compared, call, negatives, speaks)
-        if speaks and source.reading.notes:
-            print("\n".join(source.reading.notes), flush=True)
         if negatives == "check":
             assert source.evidence is not None
             return source.evidence
         seed = settings.get("seed", 0)
-        confirmation = source.confirm(negatives, seed)
+        draws = source.confirm(negatives, seed)
         rows = cls(source.reading.columns, source.layout.make, batch_size, **settings)
-        if confirmation is not None:
-            rows._negatives, rows._notes = confirmation
-            if speaks:
-                print(
-                    "rows:",
-                    "\nrows: ".join([rows._negatives.describe(), *rows._notes]),
-                    flush=True,
-                )
+        rows._negatives = draws
         # Its sampler decides the order, seeded anew in each epoch.
         if sampler is not None:
             rows._order = LoaderOrder(
-                sampler, source.reader, seed, draws=rows._negatives is not None
+                sampler, source.reader, seed, draws=draws is not None
             )
         rows._dataset = source
         rows._constants = source.reading.constants
@@ -243,9 +233,7 @@ class Rows:
             draws: (B, n) negatives, see :meth:`draw`.
             tensors: :attr:`tensors`, or what stands for them while a step is captured.
         """
-        batch = self._batch(
-            indices, draws, self.tensors if tensors is None else tensors
-        )
+        batch = self._batch(indices, draws, tensors or self.tensors)
         return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
     def _batch(
@@ -280,10 +268,8 @@ class Rows:
         ahead = 1
         # One call of numpy draws for several steps.
         if self._negatives is not None:
-            ahead = min(
-                max(1, _DRAWN_AHEAD // (self.batch_size * self._negatives.count)),
-                _STEPS_AHEAD,
-            )
+            integers = self.batch_size * self._negatives.count
+            ahead = min(max(1, _DRAWN_AHEAD // integers), _STEPS_AHEAD)
         for start in range(0, len(batches), ahead):
             some = batches[start : start + ahead]
             draws_ahead = self.draw(torch.cat(some), epoch)
@@ -324,20 +310,16 @@ class Rows:
     def describe(self) -> str:
         """Describes in lines the source of each tensor of a batch, and the rows compared."""
         kind = "rows"
+        lines = []
         if self._dataset is None:
-            lines = [
-                f"{name}: {tuple(column.shape)}, {column.dtype}"
-                for name, column in self.columns.items()
-            ]
+            for name, column in self.columns.items():
+                lines.append(f"{name}: {tuple(column.shape)}, {column.dtype}")
         else:
             kind = f"rows of {self._dataset.reader.kind}"
-            reading = self._dataset.reading
-            lines = [
-                f"{slot.name}: {slot.describe(self._constants)}"
-                for slot in reading.slots
-            ]
-            lines.append(reading.seen(self.num_rows))
+            lines = self._dataset.reading.describe(self.num_rows)
         if self._negatives is not None:
             lines.append(f"negatives: {self._negatives.describe()}")
+        if self._dataset is not None:
+            lines += self._dataset.notes
         title = f"{self.num_rows:,} {kind} as columns, {self.batch_size} a step, {len(self):,} steps an epoch"
-        return "\n  ".join([title, *lines, *self._notes])
+        return "\n  ".join([title, *lines])
