@@ -15,14 +15,13 @@ from torch.utils.data import default_collate
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.rows.column_search import ColumnSearch
 from torchrec_ext.adopt.rows.evidence import (
-    UNSEEN,
     Evidence,
     evidence_of,
-    p_values,
     read_draws,
     with_enough_draws,
 )
 from torchrec_ext.adopt.rows.law import Law, NegativeDraws, integers, is_key
+from torchrec_ext.adopt.rows.law_tests import UNSEEN, p_values
 from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, Ids
 from torchrec_ext.adopt.rows.slots import Reading, equal
 
