@@ -20,7 +20,7 @@ from torch.optim.swa_utils import (
 )
 
 import torchrec_ext.adopt.step as adopted
-from torchrec_ext.adopt import AdoptedStep, CannotAdopt, adopt, verify
+from torchrec_ext.adopt import CannotAdopt, adopt, verify
 from torchrec_ext.adopt.average import StepAverage
 from torchrec_ext.capture import executors, memory, policy
 
@@ -53,7 +53,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(adopted, name, {"cpu": 0.0})
     monkeypatch.setattr(policy, "WATCHED", 2)
     monkeypatch.setattr(verify, "_CHECKED", 0.0)
-    monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)
+    monkeypatch.setattr(adopted.StepWatch, "_report", lambda watch: None)
 
 
 class Towers(nn.Module):

@@ -43,7 +43,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
         monkeypatch.setattr(adopted, name, {"cpu": 0.0, "cuda": 0.0})
     monkeypatch.setattr(policy, "WATCHED", 2)
-    monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)
+    monkeypatch.setattr(adopted.StepWatch, "_report", lambda watch: None)
 
 
 class Model(nn.Module):

@@ -156,8 +156,9 @@ def test_auto_captures_within_seconds(
 ) -> None:
     for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
         monkeypatch.setattr(adopted, name, {"cuda": 0.0})
-    # which way is faster is no question here
-    monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)
+    monkeypatch.setattr(
+        adopted.StepWatch, "_report", lambda watch: None
+    )  # which way is faster is no question here
     monkeypatch.setattr("tests.adopt.test_gpu.STEPS", 20)
     _, _, step = trained("auto", CASES["dropout"])
     assert step.describe().startswith("captured since step"), capsys.readouterr().out

@@ -27,9 +27,10 @@ NEAR = 2e-3
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps run as traced, op by op, and none is compared for its own sake."""
     monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
-    # of the time, which is no question here
-    monkeypatch.setattr(verify, "_CHECKED", 0.0)
-    monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)
+    monkeypatch.setattr(
+        verify, "_CHECKED", 0.0
+    )  # of the time, which is no question here
+    monkeypatch.setattr(adopted.StepWatch, "_report", lambda watch: None)
 
 
 class Towers(nn.Module):
@@ -127,7 +128,9 @@ def paced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "WATCHED", 4)
     monkeypatch.setattr(policy, "median_step", lambda seconds: 1e-9)
     monkeypatch.setattr(
-        AdoptedStep, "_report", lambda step: setattr(step._policy, "is_reported", True)
+        adopted.StepWatch,
+        "_report",
+        lambda watch: setattr(watch._policy, "is_reported", True),
     )
 
 

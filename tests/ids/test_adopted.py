@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim.swa_utils import AveragedModel
 
 import torchrec_ext.adopt.step as adopted
-from torchrec_ext.adopt import AdoptedStep, CannotAdopt, Rows, adopt, verify
+from torchrec_ext.adopt import CannotAdopt, Rows, adopt, verify
 from torchrec_ext.capture import executors
 from torchrec_ext.ids import Dynamic, DynamicEmbeddings
 
@@ -39,7 +39,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
         monkeypatch.setattr(adopted, name, {"cpu": 0.0, "cuda": 0.0})
     monkeypatch.setattr(verify, "_CHECKED", 0.0)
-    monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)
+    monkeypatch.setattr(adopted.StepWatch, "_report", lambda watch: None)
 
 
 class Model(nn.Module):

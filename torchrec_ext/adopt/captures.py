@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
 from torchrec_ext.observe.user_lines import first_line, module_line
 
 Trace = Callable[[AnyBatch], tuple[Tensor, Any]]  # makes the captured step of a batch
-Check = Callable[[Sequence[Tensor]], None]
+_Check = Callable[[Sequence[Tensor]], None]
 
 # How an L2 term of the loss is written so that a table is moved row by row, by the kind
 # of optimizer.
@@ -84,9 +85,9 @@ class Captures:
         self._rank_step = rank_step
         self._verification = verification
         self._patience = patience
-        self._updates: dict[
-            Any, CapturedUpdate
-        ] = {}  # by the parameters that are updated, and those row by row
+        # By the parameters that are updated, and those row by row.
+        self._updates: dict[Any, CapturedUpdate] = {}
+        self._checks: dict[int, _Check] = {}  # of each graph, by its number
         self._graph_count = 0
         self.current: CapturedUpdate | None = None
         self.draws_random = False
@@ -99,8 +100,8 @@ class Captures:
         examples: list[Tensor],
         batch: AnyBatch,
         with_gradient: Collection[int] = (),
-    ) -> tuple[ForwardGraph, Check]:
-        """Returns a graph of Dynamo's, and a check of the tensors of each call.
+    ) -> ForwardGraph:
+        """Returns a graph of Dynamo's, for :meth:`call`.
 
         Args:
             module: the graph.
@@ -128,33 +129,8 @@ class Captures:
         }
         leaves = pytree.tree_leaves(batch.example())
         graph = ForwardGraph(module, examples, model, leaves, parameters, with_gradient)
-        return graph, self._check_of(graph, parameters)
-
-    def _check_of(
-        self, graph: ForwardGraph, parameters: Mapping[str, nn.Parameter]
-    ) -> Check:
-        """Returns a check for the parameters of the capture: Dynamo does not compare which ones a graph is given."""
-        places = []
-        for name, index in graph.parameters.items():
-            places.append((index, name, parameters[name], parameters[name].data_ptr()))
-
-        def check(tensors: Sequence[Tensor]) -> None:
-            for index, name, parameter, address in places:
-                if tensors[index] is not parameter or parameter.data_ptr() != address:
-                    raise TensorChangedError(f"'{name}'")
-                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                    raise CannotAdopt(
-                        f"{module_line(self._rank_step.model, name)} {HOOK_ON_GRADIENT}"
-                    )
-            average = self._rank_step.average
-            change = "" if average is None else average.change()
-            if change:
-                raise TensorChangedError(change)
-            for index, (line, value) in graph.masks.items():
-                if not torch.equal(tensors[index], value):
-                    raise TensorChangedError(f"the mask of {line}")
-
-        return check
+        self._checks[graph.number] = _check_of(graph, parameters, self._rank_step)
+        return graph
 
     def update_of(self, graphs: Sequence[ForwardGraph]) -> CapturedUpdate:
         """Returns the captured steps of all graphs that update the same parameters in the same way.
@@ -173,23 +149,9 @@ class Captures:
             raise CannotAdopt(
                 "the loss does not depend on a parameter that an optimizer moves"
             )
-        dense_tables = self._dense_tables(graphs, rules)
-        parameters = []
-        state = []
-        groups: dict[
-            tuple[int, int], GroupSettings
-        ] = {}  # one for all parameters of a group, which share a rate
-        for name, (number, index, _, _) in rules.items():
-            if name in reached:
-                group = groups.setdefault(
-                    (number, index), GroupSettings(rank_step.optimizers[number], index)
-                )
-                is_table = name in tables and name not in dense_tables
-                parameter, tensors = self._updated_parameter(
-                    name, rules, group, is_table=is_table
-                )
-                parameters.append(parameter)
-                state += tensors
+        dense_tables = _dense_tables(graphs, rules) | rank_step.dense_tables
+        row_tables = tables - dense_tables.keys()
+        parameters, state = _updated_parameters(rules, reached, row_tables, rank_step)
         # Two forwards that update the same parameters share their memory, and the rows
         # that are behind.
         key = tuple((each.name, each.table) for each in parameters)
@@ -207,46 +169,6 @@ class Captures:
                 source, step, engine, state, dense_tables
             )
         return self._updates[key]
-
-    def _dense_tables(
-        self, graphs: Sequence[ForwardGraph], rules: Rules
-    ) -> dict[str, str]:
-        """Returns why tables are updated as dense layers, by their names."""
-        reasons = {}
-        for graph in graphs:
-            for name, line in graph.matrices.items():
-                reasons[name] = line
-                if name in graph.penalties:
-                    kind = rules[name][3].kind
-                    reasons[name] = (
-                        f"{line} is an L2 term over all rows, {_PENALTIES[kind]}"
-                    )
-        return reasons | self._rank_step.dense_tables
-
-    def _updated_parameter(
-        self, name: str, rules: Rules, group: GroupSettings, *, is_table: bool
-    ) -> tuple[UpdatedParameter, list[StateTensor]]:
-        """Returns a parameter that the step updates, and its optimizer's state."""
-        number, _, parameter, choice = rules[name]
-        values = self._rank_step.optimizers[number].state.get(parameter, {})
-        keys = STATES[choice.kind]
-        if not values.keys() >= set(keys):
-            raise CannotAdopt(
-                f"{module_line(self._rank_step.model, name)} has not been moved by an eager step yet"
-            )
-        state = [StateTensor(number, parameter, key, values[key]) for key in keys]
-        tensors = [values[key].detach() for key in keys]
-        steps = []
-        # SGD counts no steps.
-        if "step" in values:
-            state.append(StateTensor(number, parameter, "step", values["step"]))
-            steps.append(values["step"].detach())
-        if self._rank_step.average is not None:
-            tensors.append(self._rank_step.average.of(name).detach())
-            choice = dataclasses.replace(choice, averages=True)
-        return UpdatedParameter(
-            name, is_table, False, parameter.detach(), tensors, steps, group, choice
-        ), state
 
     def run(self, update: CapturedUpdate, call: Any) -> list[Any]:
         """Makes the step of a graph, and returns the graph's outputs.
@@ -293,7 +215,6 @@ class Captures:
         return list(outputs)
 
     def _prepare(self, update: CapturedUpdate, inputs: StepInputs) -> None:
-        """Compiles the step of a graph unless it is compiled."""
         if inputs.key in update.unverified:
             return
         start = time.perf_counter()
@@ -307,35 +228,17 @@ class Captures:
         if is_another:
             text = f"compiled one more step in {seconds:.1f} s: {inputs.rows} rows of other shapes, or another forward"
         if is_first:
-            update.lag = self._lag(update)
+            update.lag = _lag_of(update, self._rank_step)
             text = "; ".join(filter(None, (text, update.step.describe())))
         self.seconds += seconds
         self._rank_step.say(text)
 
-    def _lag(self, update: CapturedUpdate) -> Lag:
-        """Returns the tables that a step updates row by row, with all that is updated as late as they."""
-        rows = set(update.step.row_tables)
-        tables = {
-            name: table
-            for name, table in self._rank_step.model.named_parameters()
-            if name in rows
-        }
-        table_ids = set(map(id, tables.values()))
-        late = []
-        for each in update.state:
-            # The memory counts the steps; the optimizers' own counts are written when
-            # rows are updated.
-            if each.name == "step" or id(each.parameter) in table_ids:
-                late.append(each.tensor)
-        if self._rank_step.average is not None:
-            for name in rows:
-                tables[f"average.module.{name}"] = self._rank_step.average.of(name)
-        return Lag(update.source.memory, tables, late)
-
     def end_step(self) -> None:
-        """Ends a captured step, and averages the rest of the weights and buffers."""
+        """Ends a captured step: marks rows that are behind, and averages the rest of the weights and buffers."""
+        assert self.current is not None
+        self.current.lag.begin()
         self.after_eager = False
-        if self._rank_step.average is not None and self.current is not None:
+        if self._rank_step.average is not None:
             self._rank_step.average.end_step(
                 {each.name for each in self.current.source.memory.parameters}
             )
@@ -353,31 +256,37 @@ class Captures:
 
     def call_traced(self, call: Callable[..., Any], *args: Any) -> Any:
         """Calls a function that Dynamo guards: meanwhile tables have the class that they had in its trace."""
-        current = self.current
-        if current is None:
+        with self._tables_marked(is_marked=False):
             return call(*args)
-        current.lag.unmark()
-        try:
-            return call(*args)
-        finally:
-            current.lag.remark()
 
-    def rows_of(
-        self, graph: ForwardGraph, batch: AnyBatch, tensors: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Returns the rows of dynamic ids of a call, and begins those of new ids anew."""
-        ids = self._rank_step.ids
-        if ids is None:
-            return []
+    @contextmanager
+    def _tables_marked(self, *, is_marked: bool) -> Iterator[None]:
+        """Marks the tables whose rows are behind, or makes them plain parameters, within the block."""
         current = self.current
-        if current is None:
-            return ids.of_graph(graph, batch, tensors)
-        # A write into a marked table updates the rows first that it writes.
-        current.lag.remark()
+        if current is not None:
+            current.lag.mark(is_marked=is_marked)
         try:
-            return ids.of_graph(graph, batch, tensors)
+            yield
         finally:
-            current.lag.unmark()
+            if current is not None:
+                current.lag.mark(is_marked=not is_marked)
+
+    def call(
+        self, graph: ForwardGraph, batch: AnyBatch, tensors: Sequence[Tensor]
+    ) -> GraphCall:
+        """Returns a call of a graph; it decides the rows of dynamic ids, and begins those of new ids anew.
+
+        Raises:
+            TensorChangedError: a tensor is not the one of the capture.
+            CannotAdopt: a parameter has a hook by now.
+        """
+        self._checks[graph.number](tensors)
+        rows: list[Tensor] = []
+        if self._rank_step.ids is not None:
+            # A write into a marked table updates the rows first that it writes.
+            with self._tables_marked(is_marked=True):
+                rows = self._rank_step.ids.of_graph(graph, batch, tensors)
+        return GraphCall(graph, batch, tensors, rows)
 
     def take_turn(self) -> None:
         """Lets other steps over the same tensors update their rows, and reads how many steps were made."""
@@ -413,6 +322,117 @@ class Captures:
         return not any(update.step.shapes for update in self._updates.values())
 
 
+def _check_of(
+    graph: ForwardGraph, parameters: Mapping[str, nn.Parameter], rank_step: RankStep
+) -> _Check:
+    """Returns a check for the parameters of the capture: Dynamo does not compare which ones a graph is given."""
+    places = [
+        (index, name, parameters[name], parameters[name].data_ptr())
+        for name, index in graph.parameters.items()
+    ]
+
+    def check(tensors: Sequence[Tensor]) -> None:
+        for index, name, parameter, address in places:
+            if tensors[index] is not parameter or parameter.data_ptr() != address:
+                raise TensorChangedError(f"'{name}'")
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise CannotAdopt(
+                    f"{module_line(rank_step.model, name)} {HOOK_ON_GRADIENT}"
+                )
+        change = "" if rank_step.average is None else rank_step.average.change()
+        if change:
+            raise TensorChangedError(change)
+        for index, (line, value) in graph.masks.items():
+            if not torch.equal(tensors[index], value):
+                raise TensorChangedError(f"the mask of {line}")
+
+    return check
+
+
+def _dense_tables(graphs: Sequence[ForwardGraph], rules: Rules) -> dict[str, str]:
+    """Returns why graphs update tables as dense layers, by the tables' names."""
+    reasons = {}
+    for graph in graphs:
+        for name, line in graph.matrices.items():
+            reasons[name] = line
+            if name in graph.penalties:
+                penalty = _PENALTIES[rules[name][3].kind]
+                reasons[name] = f"{line} is an L2 term over all rows, {penalty}"
+    return reasons
+
+
+def _updated_parameters(
+    rules: Rules, names: Collection[str], tables: Collection[str], rank_step: RankStep
+) -> tuple[list[UpdatedParameter], list[StateTensor]]:
+    """Returns the parameters that a step updates, and the optimizers' state of these.
+
+    Args:
+        rules: how optimizers move each parameter.
+        names: the parameters' names.
+        tables: those that are updated row by row.
+        rank_step: the optimizers.
+
+    Raises:
+        CannotAdopt: no eager step has made the state of a parameter.
+    """
+    average = rank_step.average
+    parameters = []
+    state = []
+    # One for all parameters of a group, which share a rate.
+    groups: dict[tuple[int, int], GroupSettings] = {}
+    for name, (number, index, parameter, choice) in rules.items():
+        if name not in names:
+            continue
+        optimizer = rank_step.optimizers[number]
+        values = optimizer.state.get(parameter, {})
+        keys = STATES[choice.kind]
+        if not values.keys() >= set(keys):
+            raise CannotAdopt(
+                f"{module_line(rank_step.model, name)} has not been moved by an eager step yet"
+            )
+        tensors = []
+        for key in keys:
+            state.append(StateTensor(number, parameter, key, values[key]))
+            tensors.append(values[key].detach())
+        steps = []
+        # SGD counts no steps.
+        if "step" in values:
+            state.append(StateTensor(number, parameter, "step", values["step"]))
+            steps.append(values["step"].detach())
+        if average is not None:
+            tensors.append(average.of(name).detach())
+            choice = dataclasses.replace(choice, averages=True)
+        group = groups.setdefault((number, index), GroupSettings(optimizer, index))
+        weight = parameter.detach()
+        parameters.append(
+            UpdatedParameter(
+                name, name in tables, False, weight, tensors, steps, group, choice
+            )
+        )
+    return parameters, state
+
+
+def _lag_of(update: CapturedUpdate, rank_step: RankStep) -> Lag:
+    """Returns the tables that a step updates row by row, with all that is updated as late as they."""
+    names = set(update.step.row_tables)
+    tables = {
+        name: parameter
+        for name, parameter in rank_step.model.named_parameters()
+        if name in names
+    }
+    table_ids = set(map(id, tables.values()))
+    late = []
+    for each in update.state:
+        # The memory counts the steps; the optimizers' own counts are written when
+        # rows are updated.
+        if each.name == "step" or id(each.parameter) in table_ids:
+            late.append(each.tensor)
+    if rank_step.average is not None:
+        for name in names:
+            tables[f"average.module.{name}"] = rank_step.average.of(name)
+    return Lag(update.source.memory, tables, late)
+
+
 class ForwardTrace:
     """Makes a captured step of a batch: Dynamo compares what the step depends on, and calls the graph's step.
 
@@ -427,7 +447,7 @@ class ForwardTrace:
     ) -> None:
         self._captures = captures
         self._autocast = rank_step.autocast
-        self._graphs: dict[int, tuple[ForwardGraph, Check, CapturedUpdate]] = {}
+        self._graphs: dict[int, tuple[ForwardGraph, CapturedUpdate]] = {}
         self._traced = traced_forward(
             rank_step.loss, weakly(self._take_graph), masks=selects
         )
@@ -442,15 +462,14 @@ class ForwardTrace:
         self, module: GraphModule, examples: list[Tensor]
     ) -> Callable[..., Sequence[Any]]:
         """Receives a graph of Dynamo's, and returns the function to call in its place."""
-        graph, check = self._captures.graph(module, examples, self._batch)
-        self._graphs[graph.number] = graph, check, self._captures.update_of([graph])
+        graph = self._captures.graph(module, examples, self._batch)
+        self._graphs[graph.number] = graph, self._captures.update_of([graph])
         return weakly(self._call_graph, graph.number)
 
     def _call_graph(self, number: int, *tensors: Tensor) -> Sequence[Any]:
-        graph, check, update = self._graphs[number]
-        check(tensors)
-        rows = self._captures.rows_of(graph, self._batch, tensors)
-        return self._captures.run(update, GraphCall(graph, self._batch, tensors, rows))
+        graph, update = self._graphs[number]
+        call = self._captures.call(graph, self._batch, tensors)
+        return self._captures.run(update, call)
 
 
 # takes the captured steps, and whether the forward selects by masks

@@ -218,10 +218,7 @@ def _check_settings(optimizer: str, group: Mapping[str, Any]) -> None:
                 f"{optimizer} with {setting}={group[setting]} has no captured form; {remedy}"
             )
     for setting in ("lr", "betas", "eps", "weight_decay"):
-        if any(
-            isinstance(value, Tensor)
-            for value in pytree.tree_leaves(group.get(setting))
-        ):
+        if list(tensor_leaves(group.get(setting))):
             raise CannotAdopt(
                 f"{optimizer} has a tensor for {setting}; give a float, which schedulers change as well"
             )
@@ -429,6 +426,22 @@ def loss_and_output(result: Any) -> tuple[Tensor, Any]:
         )
     # backward takes any tensor of one number.
     return (loss.reshape(()) if loss.dim() else loss), output
+
+
+def optimized_parameters(optimizers: Sequence[Optimizer]) -> list[Any]:
+    """Returns the parameters of all optimizers."""
+    parameters: list[Any] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters += group["params"]
+    return parameters
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device of a model's first parameter; the CPU if it has none."""
+    for parameter in model.parameters():
+        return parameter.device
+    return torch.device("cpu")
 
 
 def tensor_leaves(tree: Any) -> Iterator[Tensor]:

@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.overrides import TorchFunctionMode
 
-from torchrec_ext.adopt.checks import loss_and_output
+from torchrec_ext.adopt.checks import device_of, loss_and_output
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.capture.captured import Reader
 from torchrec_ext.capture.executors import depends_on_values
@@ -451,9 +451,7 @@ class ForwardGraph:
         self, index: int, tensor: Any, model: nn.Module, with_gradient: Collection[int]
     ) -> None:
         """Refuses an input that is no trained parameter and that a captured step cannot take."""
-        device = next(
-            (parameter.device for parameter in model.parameters()), torch.device("cpu")
-        )
+        device = device_of(model)
         leaf = self.of_batch.get(index)
         if not isinstance(tensor, Tensor):
             raise CannotAdopt(

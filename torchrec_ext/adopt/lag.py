@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from torchrec_ext.adopt.checks import tensor_leaves
 from torchrec_ext.capture.memory import StepMemory
-from torchrec_ext.capture.policy import CapturePolicy
 from torchrec_ext.observe.user_lines import user_line, with_text
 
 _LIVE: weakref.WeakSet[Lag] = weakref.WeakSet()
@@ -38,7 +36,6 @@ class Lag:
         active: whether the tensors are behind.
         seconds: time that updating all rows has taken so far, in seconds.
         count: number of times that all rows were updated.
-        reader: the line of the user's that last caused it; empty before.
     """
 
     def __init__(
@@ -50,9 +47,8 @@ class Lag:
         self.active = False
         self.seconds = 0.0
         self.count = 0
-        self._seconds_seen = 0.0
-        self._count_seen = 0
-        self.reader = ""
+        self._seen = 0.0, 0
+        self._reader = ""
         self._memory = memory
         self._lock = threading.RLock()
         self._names = {id(parameter): name for name, parameter in tables.items()}
@@ -104,17 +100,22 @@ class Lag:
         with self._lock:
             if not self.active:
                 return
-            self.reader = with_text(user_line())
+            self._reader = with_text(user_line())
             self._update()
             self.release()
 
     def since_last_look(self) -> tuple[float, int]:
         """Returns the seconds and the number of updates of all rows since it was last called."""
-        seconds = self.seconds - self._seconds_seen
-        count = self.count - self._count_seen
-        self._seconds_seen = self.seconds
-        self._count_seen = self.count
-        return seconds, count
+        before = self._seen
+        self._seen = self.seconds, self.count
+        return self.seconds - before[0], self.count - before[1]
+
+    def cause(self) -> str:
+        """Names who has had all rows updated: a second holder of a table's memory, or a line of the user's."""
+        name = self.holder()
+        if name:
+            return f"the memory of '{name}' is held by a kept .data, state_dict or numpy array"
+        return self._reader
 
     def release(self) -> None:
         """Makes the tensors plain ones again, after all rows were updated."""
@@ -135,21 +136,14 @@ class Lag:
         self.seconds += time.perf_counter() - start
         self.count += 1
 
-    def unmark(self) -> None:
-        """Makes the tables plain parameters for a while: Dynamo compares their class with that of its trace."""
-        self._set_class(nn.Parameter)
-
-    def remark(self) -> None:
-        """Marks the tables again after :meth:`unmark`, if their rows are still behind."""
-        self._set_class(_LaggingParameter)
-
-    def _set_class(self, kind: type[nn.Parameter]) -> None:
+    def mark(self, *, is_marked: bool) -> None:
+        """Marks the tables, or makes them plain parameters for a while, if their rows are behind."""
         if not self.active:
             return
         for reference in self._tables:
             parameter = reference()
             if parameter is not None:
-                parameter.__class__ = kind
+                parameter.__class__ = _LaggingParameter if is_marked else nn.Parameter
 
     def write_rows(self, tensor: Tensor, index: Any, value: Any) -> bool:
         """Writes whole rows that were updated first, and leaves the others for later; False if it cannot.
@@ -190,53 +184,6 @@ class Lag:
             if storage in map(_storage, self._memory.tables[name].state):
                 return name
         return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReaderCost:
-    """What readers of whole tables cost.
-
-    Args:
-        text: who reads, and what a step takes with that.
-        cause: who reads.
-        is_often: whether they read after most steps, so that moving tables whole is faster.
-    """
-
-    text: str
-    cause: str
-    is_often: bool
-
-
-def reader_cost(
-    lag: Lag, steps: int, policy: CapturePolicy, *, has_row_tables: bool
-) -> ReaderCost | None:
-    """Returns the cost of readers in the last ``steps`` steps, or None if captured steps are faster in spite of it.
-
-    Updating all rows may be most of a step, and takes longer than to move the table as a dense layer.
-
-    Args:
-        lag: rows that are updated for readers.
-        steps: number of steps since it was last called.
-        policy: times of eager and captured steps.
-        has_row_tables: whether tables are updated row by row.
-    """
-    seconds, reads = lag.since_last_look()
-    settling_s = seconds / steps
-    step_s = policy.captured_s + settling_s
-    is_often = has_row_tables and reads > steps // 2 and settling_s > policy.captured_s
-    if not settling_s or not (is_often or step_s >= policy.eager_s):
-        return None
-    cause = lag.reader
-    name = lag.holder()
-    if name:
-        cause = (
-            f"the memory of '{name}' is held by a kept .data, state_dict or numpy array"
-        )
-    text = (
-        f"{cause}: all rows are updated after each step for it, {1e3 * step_s:.3g} ms a step with them, eager "
-        f"{1e3 * policy.eager_s:.3g} ms"
-    )
-    return ReaderCost(text=text, cause=cause, is_often=is_often)
 
 
 def catch_up(tree: Any) -> None:

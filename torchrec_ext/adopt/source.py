@@ -313,6 +313,13 @@ class CapturedUpdate:
     lag: Lag = field(init=False)
     unverified: dict[Any, int] = field(default_factory=dict)
 
+    def describe(self, since: int) -> str:
+        """Describes how each table is updated, from the step with the number ``since`` on."""
+        ways = [f"captured since step {since:,}", self.step.describe()]
+        for name, why in self.dense_tables.items():
+            ways.append(f"as a dense layer: {name} ({why})")
+        return "; ".join(filter(None, ways))
+
 
 class _Columns(NamedTuple):
     """Columns of a matrix (B, n) in which every row of ``rows`` stands ``repeats`` times, one after the other."""

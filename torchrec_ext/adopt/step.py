@@ -34,7 +34,7 @@ from torchrec_ext.adopt.errors import (
 )
 from torchrec_ext.adopt.graph import GRAPHS, LossFunction, OneGraphTooMany
 from torchrec_ext.adopt.ids import StepIds
-from torchrec_ext.adopt.lag import catch_up, reader_cost
+from torchrec_ext.adopt.lag import catch_up
 from torchrec_ext.adopt.rows.rows import Rows
 from torchrec_ext.adopt.source import AnyBatch, DrawnBatch, GivenBatch, RowsOnDevice
 from torchrec_ext.adopt.user_step import RankStep, UserStep
@@ -207,7 +207,7 @@ class AdoptedStep:
         # Another step over the same model may have left rows behind.
         catch_up(list(rank_step.model.parameters()))
         self._rows = rows
-        self._resident = None if rows is None else RowsOnDevice(rows, rank_step.device)
+        self._resident: RowsOnDevice | None = None
         self._begin()
         if not self._policy.reason:
             self._check()
@@ -217,13 +217,12 @@ class AdoptedStep:
             optimizer.register_load_state_dict_post_hook(self._take_over)
 
     def _begin(self) -> None:
-        """Begins to watch eager steps, before the first step and after a change of the model."""
         self._policy.restart()
         self._verification = Verification(self._rank_step, self._policy, self._verify)
         self._captures = Captures(
             self._rank_step, self._verification, self._policy.patience
         )
-        self._watch = EagerWatch(self._rank_step, self._policy)
+        self._watch = StepWatch(self._rank_step, self._captures, self._policy)
         self._trace: Trace | None = None
         self._too_many = 0
 
@@ -273,20 +272,18 @@ class AdoptedStep:
         return result
 
     def _any_step(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+        # The second eager step is observed, so it comes before a capture.
+        if (
+            not self._policy.reason
+            and self._trace is None
+            and len(self._policy.eager_seconds) >= 2
+            and self._rank_step.captures_now(is_due=self.capture_is_due)
+        ):
+            self._begin_capture()
         if self._policy.reason:
             return self._rank_step.eager(batch)
         if self._trace is not None:
             return self._captured(self._trace, batch)
-        # The second eager step is observed, so it comes before a capture.
-        if len(self._policy.eager_seconds) >= 2 and self._rank_step.captures_now(
-            is_due=self.capture_is_due
-        ):
-            try:
-                trace = self._begin_capture()
-            except CannotCaptureError as error:
-                self._stay_eager(error)
-                return self._rank_step.eager(batch)
-            return self._captured(trace, batch)
         result = self._watch.step(batch)
         if self._watch.problem:
             self._stay_eager(CannotAdopt(self._watch.problem))
@@ -312,50 +309,41 @@ class AdoptedStep:
             return f"eager: {self._policy.reason}"
         if current is None:
             steps = self._rank_step.number
-            return (
-                "eager so far (1 step)"
-                if steps == 1
-                else f"eager so far ({steps} steps)"
-            )
-        ways = [f"captured since step {self._policy.since:,}", current.step.describe()]
-        ways += [
-            f"as a dense layer: {name} ({why})"
-            for name, why in current.dense_tables.items()
-        ]
-        return "; ".join(filter(None, ways))
+            plural = "" if steps == 1 else "s"
+            return f"eager so far ({steps} step{plural})"
+        return current.describe(self._policy.since)
 
     def figures(self) -> dict[str, float]:
         """Returns ``eager_s`` and ``captured_s``, medians of a step, and ``capture_s``, of all captures, in seconds.
 
         Unknown ones are left out. ``captured_s`` includes the updates of all rows for readers of a table.
         """
-        return _figures(self._policy, self._captures, self._rank_step.number)
+        return self._watch.figures()
 
     @property
     def capture_is_due(self) -> bool:
         """Whether eager steps have taken as long as a capture does."""
         return not self._policy.reason and self._trace is None and self._watch.is_over
 
-    def _begin_capture(self) -> Trace:
-        _, progress = engine_for(self._rank_step.device)
-        self._changes = Changes(self.optimizers)
-        self._rank_step.say(f"{progress} ...")
-        if torch.is_anomaly_enabled():
-            self._policy.note(_ANOMALY)
-        self._captures.draws_random = self._watch.draws_random
-        self._trace = self._make_trace(self._captures, self._watch.selects)
+    def _begin_capture(self) -> None:
+        """Begins to make captured steps, or leaves all steps eager if there are none."""
+        try:
+            _, progress = engine_for(self._rank_step.device)
+            self._changes = Changes(self.optimizers)
+            self._rank_step.say(f"{progress} ...")
+            if torch.is_anomaly_enabled():
+                self._policy.note(_ANOMALY)
+            self._captures.draws_random = self._watch.draws_random
+            self._trace = self._make_trace(self._captures, self._watch.selects)
+        except CannotCaptureError as error:
+            self._stay_eager(error)
         self._policy.since = self._rank_step.number
-        return self._trace
 
     def _captured(self, trace: Trace, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Makes a captured step, or the eager one if there is none for this batch."""
-        policy = self._policy
         change = self._changes.ending()
         if change:
-            self._stay_eager(
-                CannotAdopt(f"{change} has changed at step {self._rank_step.number:,}")
-            )
-            return self._rank_step.eager(batch)
+            return self._anew(change, batch, is_last=True)
         current = self._captures.current
         if current is not None:
             change = self._changes.of_state(current.state, is_behind=current.lag.active)
@@ -363,8 +351,7 @@ class AdoptedStep:
             return self._anew(change, batch)
         try:
             self._captures.take_turn()
-            # Once the times are reported, no step waits for a GPU to be timed.
-            start = time.perf_counter() if policy.is_reported else self._rank_step.now()
+            start = self._watch.now()
             loss, output = trace(batch)
         except StepComparison as captured:
             return self._compared(captured, batch)
@@ -374,18 +361,15 @@ class AdoptedStep:
             return self._instead(error, batch)
         except HalfStepError as error:
             raise self._broken_by(error.__cause__, batch) from error.__cause__
-        assert self._captures.current is not None
-        self._captures.current.lag.begin()
         self._captures.end_step()
         self._too_many = 0
         self._rank_step.look(loss, has_updated=True)
-        if not policy.is_reported:
-            policy.captured_seconds.append(self._rank_step.now() - start)
-            if policy.can_compare:
-                self._report()
-        elif not self._rank_step.number % _PACE:
-            policy.note_pace(time.perf_counter() - start)
-            self._check_pace()
+        self._watch.end_step(start)
+        if self._watch.problem:
+            self._stay_eager(CannotAdopt(self._watch.problem))
+        elif self._watch.is_read_often:
+            self.settle()
+            self._begin()
         return loss, output
 
     def _compared(
@@ -399,11 +383,13 @@ class AdoptedStep:
             self._stay_eager(CannotAdopt(text))
         return eager
 
-    def _anew(self, changed: str, batch: AnyBatch) -> tuple[Tensor, Any]:
+    def _anew(
+        self, changed: str, batch: AnyBatch, *, is_last: bool = False
+    ) -> tuple[Tensor, Any]:
         """Gives up the captured steps, because somebody changed what they have fixed, and makes an eager one."""
         self.settle()
         self._restarts += 1
-        if self._restarts > RESTARTS:
+        if is_last or self._restarts > RESTARTS:
             self._stay_eager(
                 CannotAdopt(f"{changed} has changed at step {self._rank_step.number:,}")
             )
@@ -459,41 +445,6 @@ class AdoptedStep:
             # Another state, as of an optimizer without a step.
             self._begin()
 
-    def _report(self) -> None:
-        """Says what the capture gained, and goes back to eager steps if it gained nothing."""
-        policy = self._policy
-        policy.is_reported = True
-        hint = _thread_hint(policy.captured_s, self._rank_step.device)
-        if policy.is_slower:
-            times = f"{1e3 * policy.captured_s:.3g} ms, and an eager one {1e3 * policy.eager_s:.3g} ms"
-            self._stay_eager(CannotAdopt(f"a captured step takes {times}{hint}"))
-        else:
-            self._rank_step.say(_gain(policy, self._captures.seconds) + hint)
-
-    def _check_pace(self) -> None:
-        """Updates tables whole if readers make that faster, and goes back to eager steps if these are fastest."""
-        current, policy = self._captures.current, self._policy
-        assert current is not None
-        cost = reader_cost(
-            current.lag, _PACE, policy, has_row_tables=bool(current.step.row_tables)
-        )
-        if cost is None:
-            return
-        if cost.is_often:
-            reason = f"all of it is read after each step, {cost.cause}"
-            self._rank_step.dense_tables |= dict.fromkeys(
-                current.step.row_tables, reason
-            )
-            self._rank_step.say(
-                f"{cost.text}; tables are moved whole from the next capture on"
-            )
-            self.settle()
-            self._begin()
-        elif policy.compile == "auto":
-            self._stay_eager(CannotAdopt(cost.text))
-        else:
-            policy.note(cost.text)
-
     def _stay_eager(self, error: CannotCaptureError) -> None:
         """Leaves all further steps eager, and says why; raises if a capture is required."""
         self.settle()
@@ -505,26 +456,32 @@ class AdoptedStep:
         self._policy.note(f"the step stays eager: {error}")
 
 
-class EagerWatch:
-    """Makes the eager steps before a capture: times them, and observes one of them.
+class StepWatch:
+    """Times steps: makes the eager ones before a capture and observes one of them, then says what the capture gained.
 
     Args:
         rank_step: the eager step.
+        captures: the captured steps.
         policy: receives the times.
 
     Attributes:
         selects: whether the forward selects by masks.
         draws_random: whether the forward draws random numbers.
-        problem: a reason against a capture; empty if nothing was seen.
+        problem: a reason against captured steps; empty if nothing was seen.
+        is_read_often: whether a new capture, in which tables are moved whole, is faster.
     """
 
-    def __init__(self, rank_step: RankStep, policy: CapturePolicy) -> None:
+    def __init__(
+        self, rank_step: RankStep, captures: Captures, policy: CapturePolicy
+    ) -> None:
         self._rank_step = rank_step
+        self._captures = captures
         self._policy = policy
         self._capture_s = _capture_seconds(rank_step.device)
         self.selects = False
         self.draws_random = False
         self.problem = ""
+        self.is_read_often = False
 
     @property
     def is_over(self) -> bool:
@@ -576,20 +533,79 @@ class EagerWatch:
         self.problem = watch.problem
         return result
 
+    def now(self) -> float:
+        """Returns the time in seconds; once the times are reported, no step waits for a GPU to be timed."""
+        if self._policy.is_reported:
+            return time.perf_counter()
+        return self._rank_step.now()
 
-def _figures(
-    policy: CapturePolicy, captures: Captures, number: int
-) -> dict[str, float]:
-    """Returns the seconds of :meth:`AdoptedStep.figures` at the step of a number."""
-    figures = {}
-    if captures.seconds:
-        figures["capture_s"] = captures.seconds
-    if policy.eager_seconds:
-        figures["eager_s"] = policy.eager_s
-    if policy.captured_seconds:
-        steps = max(number - policy.since, 1)
-        figures["captured_s"] = policy.captured_s + captures.settling_seconds() / steps
-    return figures
+    def end_step(self, start: float) -> None:
+        """Ends a captured step that began at ``start``."""
+        policy = self._policy
+        seconds = self.now() - start
+        if not policy.is_reported:
+            policy.captured_seconds.append(seconds)
+            if policy.can_compare:
+                self._report()
+        elif not self._rank_step.number % _PACE:
+            policy.note_pace(seconds)
+            self._check_readers()
+
+    def _report(self) -> None:
+        policy = self._policy
+        policy.is_reported = True
+        hint = _thread_hint(policy.captured_s, self._rank_step.device)
+        if policy.is_slower:
+            times = f"{1e3 * policy.captured_s:.3g} ms, and an eager one {1e3 * policy.eager_s:.3g} ms"
+            self.problem = f"a captured step takes {times}{hint}"
+        else:
+            self._rank_step.say(_gain(policy, self._captures.seconds) + hint)
+
+    def _check_readers(self) -> None:
+        """Moves tables whole if readers make that faster, or finds that eager steps are fastest."""
+        current = self._captures.current
+        assert current is not None
+        policy = self._policy
+        tables = current.step.row_tables
+        seconds, reads = current.lag.since_last_look()
+        settling_s = seconds / _PACE
+        step_s = policy.captured_s + settling_s
+        # Updating all rows may be most of a step, and takes longer than to move the
+        # table as a dense layer.
+        is_often = tables and reads > _PACE // 2 and settling_s > policy.captured_s
+        if not settling_s or not (is_often or step_s >= policy.eager_s):
+            return
+        cause = current.lag.cause()
+        text = (
+            f"{cause}: all rows are updated after each step for it, {1e3 * step_s:.3g} ms a step with them, eager "
+            f"{1e3 * policy.eager_s:.3g} ms"
+        )
+        if is_often:
+            reason = f"all of it is read after each step, {cause}"
+            self._rank_step.dense_tables |= dict.fromkeys(tables, reason)
+            self._rank_step.say(
+                f"{text}; tables are moved whole from the next capture on"
+            )
+            self.is_read_often = True
+        elif policy.compile == "auto":
+            self.problem = text
+        else:
+            policy.note(text)
+
+    def figures(self) -> dict[str, float]:
+        """Returns the seconds of :meth:`AdoptedStep.figures`."""
+        policy = self._policy
+        captures = self._captures
+        figures = {}
+        if captures.seconds:
+            figures["capture_s"] = captures.seconds
+        if policy.eager_seconds:
+            figures["eager_s"] = policy.eager_s
+        if policy.captured_seconds:
+            steps = max(self._rank_step.number - policy.since, 1)
+            settling_s = captures.settling_seconds() / steps
+            figures["captured_s"] = policy.captured_s + settling_s
+        return figures
 
 
 def _capture_seconds(device: torch.device, calls: int = 0) -> float:

@@ -22,7 +22,9 @@ from torchrec_ext.adopt.average import StepAverage
 from torchrec_ext.adopt.checks import (
     ForwardWatch,
     check_model,
+    device_of,
     loss_and_output,
+    optimized_parameters,
     update_rules,
 )
 from torchrec_ext.adopt.errors import CannotAdopt
@@ -70,9 +72,7 @@ class RankStep(ABC):
         self.loss = loss
         self.autocast = autocast
         # check() refuses a model on several devices.
-        self.device = next(
-            (parameter.device for parameter in model.parameters()), torch.device("cpu")
-        )
+        self.device = device_of(model)
         self.dense_tables: dict[str, str] = {}
 
     def begin_step(self) -> None:
@@ -208,10 +208,7 @@ class UserStep(RankStep):
         self.look(loss, has_updated=False)
         loss.backward()  # type: ignore[no-untyped-call]
         if self._clip_norm:
-            parameters: list[Tensor] = []
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    parameters += group["params"]
+            parameters = optimized_parameters(self.optimizers)
             nn.utils.clip_grad_norm_(parameters, self._clip_norm)
         for optimizer in self.optimizers:
             optimizer.step()

@@ -314,7 +314,7 @@ def step_difference(
             buffer.float(), other, rtol=10 * near, atol=near, equal_nan=True
         ):
             return f"a buffer of shape {tuple(buffer.shape)}"
-    outputs = [other for other in output if isinstance(other, Tensor)]
+    outputs = list(tensor_leaves(output))
     for tensor in tensor_leaves(eager_output):
         if not any(_alike(tensor, other, 10 * near) for other in outputs):
             return f"an output of {tuple(tensor.shape)} {tensor.dtype} beside the loss"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from torchrec_ext.adopt.captures import Captures, Check, weakly
+from torchrec_ext.adopt.captures import Captures, weakly
 from torchrec_ext.adopt.checks import ForwardWatch
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfStepError
 from torchrec_ext.adopt.graph import ForwardGraph, TracedCall, traced_forward
@@ -192,8 +192,8 @@ class TowersTrace:
         self._top = traced_forward(
             local.split.loss.function, weakly(self._take_top), masks=selects
         )
-        self._tower_graphs: dict[int, tuple[ForwardGraph, Check]] = {}
-        self._top_graphs: dict[int, tuple[ForwardGraph, Check, int]] = {}
+        self._tower_graphs: dict[int, ForwardGraph] = {}
+        self._top_graphs: dict[int, tuple[ForwardGraph, int]] = {}
         self._received: dict[
             int, list[Tensor]
         ] = {}  # stand-ins for the outputs of all towers, by the batch's rows
@@ -240,14 +240,13 @@ class TowersTrace:
         self, module: GraphModule, examples: list[Tensor]
     ) -> Callable[..., Sequence[Any]]:
         """Receives the graph of this rank's towers."""
-        graph, check = self._captures.graph(module, examples, self._batch)
-        self._tower_graphs[graph.number] = graph, check
+        graph = self._captures.graph(module, examples, self._batch)
+        self._tower_graphs[graph.number] = graph
         return weakly(self._call_towers, graph.number)
 
     def _call_towers(self, number: int, *tensors: Tensor) -> Sequence[Any]:
-        graph, check = self._tower_graphs[number]
-        check(tensors)
-        self._tower_call = GraphCall(graph, self._batch, tensors)
+        graph = self._tower_graphs[number]
+        self._tower_call = self._captures.call(graph, self._batch, tensors)
         # Stand for the outputs until the step is made; Dynamo puts them where the
         # towers return them.
         self._blanks = [
@@ -266,16 +265,15 @@ class TowersTrace:
             # refuses towers that are called in another way
             self._local.split.loss.with_outputs(leaves, spec, received)
         count = len(leaves)
-        graph, check = self._captures.graph(
+        graph = self._captures.graph(
             module, examples, self._batch, range(count, count + len(received))
         )
-        self._top_graphs[graph.number] = graph, check, count
+        self._top_graphs[graph.number] = graph, count
         return weakly(self._call_top, graph.number)
 
     def _call_top(self, number: int, *tensors: Tensor) -> Sequence[Any]:
-        graph, check, count = self._top_graphs[number]
-        check(tensors)
-        top = GraphCall(graph, self._batch, tensors)
+        graph, count = self._top_graphs[number]
+        top = self._captures.call(graph, self._batch, tensors)
         call = _TowerCall(self._tower_call, self._places, top, count, self._header)
         graphs = [each.graph for each in call.calls]
         numbers = tuple(each.number for each in graphs)
