@@ -37,9 +37,7 @@ class LocalTowers:
 
     def __init__(self, split: TowerSplit) -> None:
         self.split = split
-        self.exchange = OutputExchange(
-            split.runtime, split.towers, split.top, split.dtype, split.rows
-        )
+        self.exchange = OutputExchange(split)
         self.is_writing = False
         self.seconds: dict[str, float] = {}
         self._is_due = False
@@ -91,7 +89,7 @@ class LocalTowers:
 
     def share_of(self, batch: Sequence[Any], rows: int) -> tuple[Any, ...]:
         """Returns the batch of this rank's rows."""
-        share = self.exchange.share(rows)
+        share = self.exchange.layout.share(rows)
         return tree_map_only(Tensor, lambda leaf: leaf[share], tuple(batch))  # type: ignore[no-any-return]
 
     def gradients(
@@ -105,6 +103,7 @@ class LocalTowers:
         """
         clock = _Clock(self.seconds)
         exchange = self.exchange
+        layout = exchange.layout
         top = self.split.top
         problem: Exception | None = None
         header = OutputHeader()
@@ -126,11 +125,11 @@ class LocalTowers:
             problem = error
             outputs = []
             header = header._replace(failed=1.0)
-        received = exchange.received(
+        received = layout.received(
             self.exchange_outputs(outputs, header, problem), rows
         )
         clock("exchange")
-        weight = exchange.weight(rows)
+        weight = layout.weight(rows)
         loss = torch.zeros((), device=self.split.runtime.device)
         aux = None
         try:
@@ -149,12 +148,12 @@ class LocalTowers:
             # its gradients.
             gradients = [None] * len(top)
             weighed = torch.zeros_like(loss)
-        total = exchange.total(weighed, gradients, failed=problem is not None)
+        total = layout.total(weighed, gradients, failed=problem is not None)
         returned = zeros_for_none([leaf.grad for leaf in received], received)
-        arrived = exchange.exchange_gradients(exchange.returning(returned, total), rows)
+        arrived = exchange.exchange_gradients(layout.returning(returned, total), rows)
         # A large total is summed while the towers' backward runs.
-        begun = None if exchange.small else exchange.sum_begun(total)
-        of_outputs, summed = exchange.arrived(arrived, rows)
+        begun = None if layout.small else exchange.sum_begun(total)
+        of_outputs, summed = layout.arrived(arrived, rows)
         clock("exchange")
         try:
             # An output of frozen weights has no backward.
@@ -173,11 +172,11 @@ class LocalTowers:
         clock("towers")
         if summed is None:
             summed = exchange.sum_ended(begun)
-        _, failed, *used = exchange.numbers(summed)
+        _, failed, *used = layout.numbers(summed)
         if failed:
             exchange.raise_together(problem)
         for parameter, ranks, gradient in zip(
-            top, used, exchange.split_total(summed), strict=True
+            top, used, layout.split_total(summed), strict=True
         ):
             # One without a gradient on any rank has none in one process, which
             # optimizers tell from zero.
@@ -202,16 +201,14 @@ class LocalTowers:
         Sizes must be known to both ends of an exchange before it, so each share of rows is padded to that of the
         greatest batch so far. If a batch is greater, a first exchange without outputs says so.
         """
-        exchange = self.exchange
+        layout = self.exchange.layout
+        head = layout.header(header)
         rows = int(header.rows)
-        if not exchange.fits(rows):
-            exchange.exchange_outputs(
-                exchange.outgoing(exchange.header(header), [], rows), problem
-            )
-            exchange.grow(rows)
-        return exchange.exchange_outputs(
-            exchange.outgoing(exchange.header(header), outputs, rows), problem
-        )
+        if not layout.fits(rows):
+            self.exchange.exchange_outputs(layout.outgoing(head, [], rows), problem)
+            layout.grow(rows)
+        pieces = layout.outgoing(head, outputs, rows)
+        return self.exchange.exchange_outputs(pieces, problem)
 
 
 class _Clock:

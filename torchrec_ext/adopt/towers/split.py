@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_flatten
 
+from torchrec_ext.adopt.checks import optimized_parameters
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.graph import LossFunction
 from torchrec_ext.adopt.towers.subnetworks import (
@@ -75,7 +76,7 @@ class TowerSplit:
             inside.update(map(id, tower.module.parameters()))
         self.top = [
             each
-            for each in self.moved_parameters()
+            for each in optimized_parameters(optimizers)
             if id(each) not in inside and each.requires_grad
         ]
         leaves, self._spec = tree_flatten(tuple(example))
@@ -107,14 +108,6 @@ class TowerSplit:
             )
         self.loss.refuse_sums(leaves, self._spec, outputs, self.rows)
 
-    def moved_parameters(self) -> list[Any]:
-        """Returns the parameters of all optimizers."""
-        parameters: list[Any] = []
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                parameters += group["params"]
-        return parameters
-
     def rows_of(self, leaves: Sequence[Any], spec: Any, step: int) -> int:
         """Returns B of the batch of a step, which must be like the example.
 
@@ -138,20 +131,18 @@ class TowerSplit:
         # Names and values of all that ranks must have in common, the most telling
         # difference first.
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        facts = [("towers", str({tower.path: tower.rank for tower in self.towers}))]
-        facts.append(("the number of parameters and buffers", str(len(tensors))))
-        facts += [
-            (f"the shape of '{name}'", f"{tuple(value.shape)} {value.dtype}")
-            for name, value in tensors.items()
+        facts = [
+            ("towers", str({tower.path: tower.rank for tower in self.towers})),
+            ("the number of parameters and buffers", str(len(tensors))),
         ]
-        facts += [
-            (f"requires_grad of '{name}'", str(value.requires_grad))
-            for name, value in tensors.items()
-        ]
-        facts += [
-            (f"the values of '{name}'", _digest(value))
-            for name, value in tensors.items()
-        ]
+        kinds: dict[str, Callable[[Tensor], str]] = {
+            "the shape of": lambda value: f"{tuple(value.shape)} {value.dtype}",
+            "requires_grad of": lambda value: str(value.requires_grad),
+            "the values of": _digest,
+        }
+        for words, text in kinds.items():
+            for name, value in tensors.items():
+                facts.append((f"{words} '{name}'", text(value)))
         for optimizer in self.optimizers:
             counts = [len(group["params"]) for group in optimizer.param_groups]
             facts.append(
@@ -164,11 +155,12 @@ class TowerSplit:
                             (f"{setting} of parameter group {number}", str(value))
                         )
         values = fingerprint(tree_flatten(tuple(example))[0])
-        facts.append(
-            ("the example", f"{self.rows} rows, {self._kinds}, values {values!r}")
-        )
-        facts.append(("the mode", f"training={self.model.training}"))
-        every = gather_objects(facts, self.runtime.world_size)
+        facts += [
+            ("the example", f"{self.rows} rows, {self._kinds}, values {values!r}"),
+            ("the mode", f"training={self.model.training}"),
+        ]
+        every: list[Any] = [None] * self.runtime.world_size
+        dist.all_gather_object(every, facts)
         for rank, others in enumerate(every):
             for first, other in itertools.zip_longest(
                 every[0], others, fillvalue=("", "none")

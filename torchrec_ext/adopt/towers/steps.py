@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from torchrec_ext.adopt.captures import Captures, weakly
-from torchrec_ext.adopt.checks import ForwardWatch
+from torchrec_ext.adopt.checks import ForwardWatch, optimized_parameters
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfStepError
 from torchrec_ext.adopt.graph import ForwardGraph, TracedCall, traced_forward
 from torchrec_ext.adopt.source import (
@@ -126,16 +126,14 @@ class TowerRankStep(RankStep):
         top = set(map(id, self._local.split.top))
         of_towers: list[Any] = []
         of_top: list[Any] = []
-        for parameter in self._local.split.moved_parameters():
+        for parameter in optimized_parameters(self.optimizers):
             if parameter.grad is not None:
                 gradients = of_top if id(parameter) in top else of_towers
                 gradients.append(parameter.grad)
         # Only towers differ by rank: gradients outside of them are sums over the ranks
         # already.
-        squares = exchange.sum_of(squared_norm(of_towers, exchange)) + squared_norm(
-            of_top, exchange
-        )
-        norm = squares.sqrt().squeeze(0)
+        squares = exchange.sum_of(squared_norm(of_towers, self.device))
+        norm = (squares + squared_norm(of_top, self.device)).sqrt().squeeze(0)
         # As torch.nn.utils.clip_grad_norm_ does.
         factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in of_towers + of_top:
@@ -204,18 +202,17 @@ class TowersTrace:
     def __call__(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Trains on one batch; returns the loss of the whole batch, and this rank's output. Collective."""
         local = self._local
-        exchange = local.exchange
+        layout = local.exchange.layout
         args = batch.args()
         self._header = local.header(args)
         rows = int(self._header.rows)
-        if not exchange.fits(rows):
+        if not layout.fits(rows):
             raise RareShapeError("a batch of more rows than any before")
         # Dynamo guards on the same stand-ins in each step; the captured one reads what
         # arrives in their place.
         if rows not in self._received:
-            self._received[rows] = exchange.received(
-                exchange.blanks(rows, late=False)[0], rows
-            )
+            blanks = layout.blanks(rows, late=False)
+            self._received[rows] = layout.received(blanks[0], rows)
         received = self._received[rows]
         towers = [tower.module for tower in local.split.local]
         share = local.share_of(args, rows)
@@ -227,9 +224,9 @@ class TowersTrace:
             outputs = self._captures.call_traced(self._towers, towers, arguments)
             # Dynamo orders a graph's outputs as it likes: where the towers return each
             # blank shows which it is.
-            blanks = list(map(id, self._blanks))
+            ids = list(map(id, self._blanks))
             self._places = tuple(
-                blanks.index(id(output)) for output in tree_leaves(outputs)
+                ids.index(id(output)) for output in tree_leaves(outputs)
             )
         self._batch = GivenBatch((*share, *received))
         with local.split.loss.standing_in(received):
@@ -239,7 +236,6 @@ class TowersTrace:
     def _take_towers(
         self, module: GraphModule, examples: list[Tensor]
     ) -> Callable[..., Sequence[Any]]:
-        """Receives the graph of this rank's towers."""
         graph = self._captures.graph(module, examples, self._batch)
         self._tower_graphs[graph.number] = graph
         return weakly(self._call_towers, graph.number)
@@ -257,13 +253,13 @@ class TowersTrace:
     def _take_top(
         self, module: GraphModule, examples: list[Tensor]
     ) -> Callable[..., Sequence[Any]]:
-        """Receives the graph of the loss."""
         received = self._received[int(self._header.rows)]
         share = self._batch.args()[: -len(received)]
         with torch._guards.tracing(None), torch.no_grad(), torch.random.fork_rng():
             leaves, spec = tree_flatten(share)
-            # refuses towers that are called in another way
-            self._local.split.loss.with_outputs(leaves, spec, received)
+            self._local.split.loss.with_outputs(
+                leaves, spec, received
+            )  # refuses towers that are called in another way
         count = len(leaves)
         graph = self._captures.graph(
             module, examples, self._batch, range(count, count + len(received))
@@ -289,11 +285,9 @@ class TowersTrace:
 
 def _pieces(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:
     """Splits tensors into pieces of the given counts, and the rest."""
-    ends = [0, *itertools.accumulate(counts)]
-    return [
-        *(tensors[start:stop] for start, stop in itertools.pairwise(ends)),
-        tensors[ends[-1] :],
-    ]
+    rest = iter(tensors)
+    pieces = [list(itertools.islice(rest, count)) for count in counts]
+    return [*pieces, list(rest)]
 
 
 def _outputs_of(towers: Sequence[nn.Module], arguments: Sequence[Any]) -> list[Any]:
@@ -324,6 +318,7 @@ class TowersSource(AdoptedSource):
         super().__init__(local.split.model, memory, clip_norm)
         self._local = local
         self._exchange = local.exchange
+        self._layout = local.exchange.layout
         names = {
             id(parameter): name
             for name, parameter in local.split.model.named_parameters()
@@ -333,7 +328,7 @@ class TowersSource(AdoptedSource):
         self._used = [name in updated for name in self._top]
         # The norm and a large total come after the towers' backward, by a third
         # exchange.
-        late = bool(clip_norm) or not self._exchange.small
+        late = bool(clip_norm) or not self._layout.small
         self.cuts = (1, TOTAL + 1, TOTAL + 2) if late else (1, TOTAL + 1)
         self._rows = 0
         self._begun = None
@@ -355,8 +350,8 @@ class TowersSource(AdoptedSource):
         counts = [len(each.tensors) for each in inputs]
         self._header = item.header
         rows = int(item.header.rows)
-        tensors.append(self._exchange.header(item.header))
-        tensors += self._exchange.blanks(rows, late=len(self.cuts) > 2)
+        tensors.append(self._layout.header(item.header))
+        tensors += self._layout.blanks(rows, late=len(self.cuts) > 2)
 
         def make(resident: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
             *values, (self._head, *self._arrived) = _pieces(tensors, counts)
@@ -367,7 +362,7 @@ class TowersSource(AdoptedSource):
             return towers, item.places, values_of_graphs[-1], item.first_received, rows
 
         # The capacity is the size of what is sent.
-        key = (tuple(each.key for each in inputs), item.places, self._exchange.capacity)
+        key = (tuple(each.key for each in inputs), item.places, self._layout.capacity)
         return StepInputs(key, key, rows, tensors, make)
 
     def train(self, step: CapturedStep, inputs: StepInputs) -> tuple[Tensor, Any]:
@@ -396,10 +391,10 @@ class TowersSource(AdoptedSource):
         self._rows = rows
         self._outputs = [outputs[index] for index in places]
         self._messages = [
-            torch.cat(self._exchange.outgoing(self._head, self._outputs, rows))
+            torch.cat(self._layout.outgoing(self._head, self._outputs, rows))
         ]
-        self._received = self._exchange.received(self._arrived[0], rows)
-        self._weight = self._exchange.weight(rows)
+        self._received = self._layout.received(self._arrived[0], rows)
+        self._weight = self._layout.weight(rows)
         inputs_of_top = dict(top.tensors)
         for index, leaf in top.graph.of_batch.items():
             if leaf >= first:
@@ -427,10 +422,10 @@ class TowersSource(AdoptedSource):
                 raise CannotAdopt(
                     f"{module_line(self._model, name)} is read outside of its tower"
                 )
-        total = self._exchange.total(loss, list(of_top.values()))
+        total = self._layout.total(loss, list(of_top.values()))
         returned = zeros_for_none(of_received, self._received)
-        self._messages += [total, torch.cat(self._exchange.returning(returned, total))]
-        gradients, summed = self._exchange.arrived(self._arrived[1], self._rows)
+        self._messages += [total, torch.cat(self._layout.returning(returned, total))]
+        gradients, summed = self._layout.arrived(self._arrived[1], self._rows)
         outputs = []
         grads_of_outputs = []
         for output, grad in zip(self._outputs, gradients, strict=True):
@@ -443,19 +438,16 @@ class TowersSource(AdoptedSource):
                 outputs, flat, grads_of_outputs, allow_unused=True
             )
         if len(self.cuts) > 2:
+            limited: list[Tensor] = []
             if self.clip_norm:
-                norm = squared_norm(
-                    [grad for grad in of_towers if grad is not None], self._exchange
-                )
-            else:
-                norm = self._exchange.zero()
-            self._messages.append(norm)
+                limited += [grad for grad in of_towers if grad is not None]
+            self._messages.append(squared_norm(limited, self._layout.device))
             # The sum of the norms, and behind it a large total.
             self._norm = self._arrived[2][:1]
             if summed is None:
                 summed = self._arrived[2][1:]
         assert summed is not None
-        of_top.update(zip(self._top, self._exchange.split_total(summed), strict=True))
+        of_top.update(zip(self._top, self._layout.split_total(summed), strict=True))
         result: dict[str, list[Tensor | None]] = {name: [] for name in leaves}
         for name, of_tower in zip(names, of_towers, strict=True):
             result[name].append(of_top.get(name, of_tower))
@@ -480,16 +472,16 @@ class TowersSource(AdoptedSource):
             return self._exchange.exchange_outputs([message])
         if cut == 1:
             flat = self._exchange.exchange_gradients([message], self._rows)
-            if self._exchange.small:
-                self._look_at(self._exchange.small_total(flat, self._rows), total)
+            if self._layout.small:
+                self._look_at(self._layout.small_total(flat, self._rows), total)
             else:
                 self._begun = self._exchange.sum_begun(total)
             return flat
-        if not self._exchange.small:
+        if not self._layout.small:
             total = self._exchange.sum_ended(self._begun)
             self._look_at(total, total)
         norm = self._exchange.sum_of(message) if self.clip_norm else message
-        if self._exchange.small:
+        if self._layout.small:
             return norm
         return torch.cat([norm.to(total.dtype), total])
 
@@ -498,9 +490,9 @@ class TowersSource(AdoptedSource):
         # The others wait for this rank's outputs or gradients; after these they make
         # the step without it.
         if cut == 0 and not self._exchange.met:
-            head = self._exchange.header(self._header._replace(failed=1.0))
+            head = self._layout.header(self._header._replace(failed=1.0))
             self._exchange.exchange_outputs(
-                self._exchange.outgoing(head, [], self._rows), error
+                self._layout.outgoing(head, [], self._rows), error
             )
         elif cut == 1:
             self._exchange.give_up(self._rows)
@@ -511,7 +503,7 @@ class TowersSource(AdoptedSource):
 
     def _look_at(self, head: Tensor, total: Tensor) -> None:
         """Looks at the sum of the ranks' losses before a weight is written."""
-        loss, failed, *used = self._exchange.numbers(head)
+        loss, failed, *used = self._layout.numbers(head)
         if failed:
             self._exchange.raise_together(None)
         self._local.before_writing(loss)

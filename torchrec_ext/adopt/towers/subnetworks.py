@@ -6,6 +6,7 @@ python_attributes(), changed_attribute(): which attributes of a model's modules 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from torchrec_ext.adopt.checks import optimized_parameters, tensor_leaves
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.observe.put_back import copy_global_generators
 from torchrec_ext.observe.user_lines import user_line
@@ -228,7 +230,7 @@ def outer_buffers(model: nn.Module, towers: Sequence[Subnetwork]) -> dict[str, T
 
 def batch_rows(leaves: Sequence[Any]) -> int:
     """Returns B, which the first dimension of every tensor of a batch must be."""
-    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    first = next(tensor_leaves(leaves), None)
     if first is None:
         raise CannotAdopt(
             "the batch has no tensor: give tensors with one row for each row of the batch"
@@ -301,6 +303,13 @@ class UserLoss:
             )
         return loss, aux
 
+    def _called_as(self, forward: _Forward) -> AbstractContextManager[None]:
+        """Has each tower call a function of the tower and its arguments."""
+        forwards = {}
+        for tower in self._towers:
+            forwards[tower.module] = functools.partial(forward, tower)
+        return standing(forwards)
+
     def observe(self, leaves: Sequence[Any], spec: TreeSpec, rows: int) -> list[Tensor]:
         """Runs the loss once and writes down what each tower reads and returns.
 
@@ -322,48 +331,40 @@ class UserLoss:
             if isinstance(leaf, Tensor)
         }
 
-        def observed(tower: Subnetwork, run: _Forward) -> _Forward:
-            def forward(*positional: Any, **keywords: Any) -> Any:
-                tower.lines.append(user_line())
-                arguments, tower.inputs = tree_flatten((positional, keywords))
-                tensors = [
-                    argument for argument in arguments if isinstance(argument, Tensor)
-                ]
-                if any(tensor.requires_grad for tensor in tensors):
-                    raise _reads_computed(tower)
-                tower.arguments = [
-                    _Leaf(numbers[id(a)]) if id(a) in numbers else a for a in arguments
-                ]
-                tower.computed = any(id(tensor) not in numbers for tensor in tensors)
-                device = tensors[0].device.type if tensors else "cpu"
-                # Towers run before the loss, and outside of its contexts.
-                if torch.is_autocast_enabled(device):
-                    raise CannotAdopt(
-                        f"{tower.lines[-1]}: tower '{tower.path}' is called under torch.autocast, which does not "
-                        "reach its rank: enter autocast within the tower's forward, and around the rest"
-                    )
-                result = run(*positional, **keywords)
-                outputs[tower.path], tower.outputs = tree_flatten(result)
-                return result
+        runs = {tower.path: tower.module.forward for tower in self._towers}
 
-            return forward
+        def observed(tower: Subnetwork, *positional: Any, **keywords: Any) -> Any:
+            tower.lines.append(user_line())
+            arguments, tower.inputs = tree_flatten((positional, keywords))
+            tensors = list(tensor_leaves(arguments))
+            if any(tensor.requires_grad for tensor in tensors):
+                raise _reads_computed(tower)
+            tower.arguments = [
+                _Leaf(numbers[id(a)]) if id(a) in numbers else a for a in arguments
+            ]
+            tower.computed = any(id(tensor) not in numbers for tensor in tensors)
+            device = tensors[0].device.type if tensors else "cpu"
+            # Towers run before the loss, and outside of its contexts.
+            if torch.is_autocast_enabled(device):
+                raise CannotAdopt(
+                    f"{tower.lines[-1]}: tower '{tower.path}' is called under torch.autocast, which does not "
+                    "reach its rank: enter autocast within the tower's forward, and around the rest"
+                )
+            result = runs[tower.path](*positional, **keywords)
+            outputs[tower.path], tower.outputs = tree_flatten(result)
+            return result
 
-        with standing(
-            {
-                tower.module: observed(tower, tower.module.forward)
-                for tower in self._towers
-            }
-        ):
+        with self._called_as(observed):
             self(*tree_unflatten(leaves, spec))
+        in_order = []
         for tower in self._towers:
             _refuse_calls(tower)
-            _refuse_outputs(tower, outputs[tower.path], rows)
-            tower.shapes = [leaf.shape[1:] for leaf in outputs[tower.path]]
+            output = outputs[tower.path]
+            _refuse_outputs(tower, output, rows)
+            tower.shapes = [leaf.shape[1:] for leaf in output]
+            in_order += [leaf.detach() for leaf in output]
         self._refuse_dependent(leaves, spec, rows)
-        in_order = itertools.chain.from_iterable(
-            outputs[tower.path] for tower in self._towers
-        )
-        return [leaf.detach() for leaf in in_order]
+        return in_order
 
     def _refuse_dependent(
         self, leaves: Sequence[Any], spec: TreeSpec, rows: int
@@ -390,31 +391,18 @@ class UserLoss:
         inputs: dict[str, list[Any]] = {}
         if not towers:
             return inputs
-        device = next(
-            (
-                leaf.device
-                for leaf in tree_flatten(batch)[0]
-                if isinstance(leaf, Tensor)
-            ),
-            None,
-        )
+        device = next((leaf.device for leaf in tensor_leaves(batch)), None)
 
-        def reading(tower: Subnetwork) -> _Forward:
-            def forward(*positional: Any, **keywords: Any) -> Any:
-                inputs[tower.path] = tree_flatten((positional, keywords))[0]
-                if all(each.path in inputs for each in towers):
-                    raise _InputsRead
-                # This tower is not asked for: what is read may not depend on it, see
-                # _refuse_dependent().
-                zeros = [
-                    torch.zeros(rows, *shape, device=device) for shape in tower.shapes
-                ]
-                return tree_unflatten(zeros, tower.outputs)  # type: ignore[arg-type]
+        def reading(tower: Subnetwork, *positional: Any, **keywords: Any) -> Any:
+            inputs[tower.path] = tree_flatten((positional, keywords))[0]
+            if all(each.path in inputs for each in towers):
+                raise _InputsRead
+            # This tower is not asked for: what is read may not depend on it, see
+            # _refuse_dependent().
+            zeros = [torch.zeros(rows, *shape, device=device) for shape in tower.shapes]
+            return tree_unflatten(zeros, tower.outputs)  # type: ignore[arg-type]
 
-            return forward
-
-        forwards = {tower.module: reading(tower) for tower in self._towers}
-        with standing(forwards), contextlib.suppress(_InputsRead):
+        with self._called_as(reading), contextlib.suppress(_InputsRead):
             self.function(*batch)
         return inputs
 
@@ -434,24 +422,21 @@ class UserLoss:
         finished = self._by_tower(outputs)
         calls = dict.fromkeys(finished, 0)
 
-        def returning(tower: Subnetwork) -> _Forward:
-            def forward(*positional: Any, **keywords: Any) -> Any:
-                calls[tower.path] += 1
-                arguments = tree_flatten((positional, keywords))[0]
-                for argument, expected in zip(arguments, tower.arguments, strict=False):
-                    if (
-                        isinstance(expected, _Leaf)
-                        and argument is not leaves[expected.index]
-                    ):
-                        raise CannotAdopt(
-                            f"{user_line()}: tower '{tower.path}' reads another tensor than on the example, where "
-                            f"it was leaf {expected.index} of the batch"
-                        )
-                return tree_unflatten(finished[tower.path], tower.outputs)  # type: ignore[arg-type]
+        def returning(tower: Subnetwork, *positional: Any, **keywords: Any) -> Any:
+            calls[tower.path] += 1
+            arguments = tree_flatten((positional, keywords))[0]
+            for argument, expected in zip(arguments, tower.arguments, strict=False):
+                if (
+                    isinstance(expected, _Leaf)
+                    and argument is not leaves[expected.index]
+                ):
+                    raise CannotAdopt(
+                        f"{user_line()}: tower '{tower.path}' reads another tensor than on the example, where "
+                        f"it was leaf {expected.index} of the batch"
+                    )
+            return tree_unflatten(finished[tower.path], tower.outputs)  # type: ignore[arg-type]
 
-            return forward
-
-        with standing({tower.module: returning(tower) for tower in self._towers}):
+        with self._called_as(returning):
             result = self(*tree_unflatten(leaves, spec))
         # One that is not called, or twice, would get wrong gradients without a word.
         for path, count in calls.items():
@@ -591,10 +576,7 @@ def nothing_moves(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator
     """
     # Optimizers may move parameters of other modules too. A parameter is hashed by its
     # identity.
-    parameters = set(model.parameters())
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            parameters.update(group["params"])
+    parameters = {*model.parameters(), *optimized_parameters(optimizers)}
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     modes = [(module, module.training) for module in model.modules()]

@@ -146,7 +146,7 @@ class TowersApart:
 
     def share(self, rows: int) -> slice:
         """Returns the rows of the loss function on this rank, of a batch of ``rows``."""
-        return self._local.exchange.share(rows)
+        return self._local.exchange.layout.share(rows)
 
     def settle(self) -> None:
         """Broadcasts every tower's weights, buffers and optimizer state from its rank. Collective.
