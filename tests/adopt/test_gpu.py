@@ -156,9 +156,8 @@ def test_auto_captures_within_seconds(
 ) -> None:
     for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
         monkeypatch.setattr(adopted, name, {"cuda": 0.0})
-    monkeypatch.setattr(
-        adopted.StepWatch, "_report", lambda watch: None
-    )  # which way is faster is no question here
+    # which way is faster is no question here
+    monkeypatch.setattr(adopted.StepWatch, "_report", lambda watch: None)
     monkeypatch.setattr("tests.adopt.test_gpu.STEPS", 20)
     _, _, step = trained("auto", CASES["dropout"])
     assert step.describe().startswith("captured since step"), capsys.readouterr().out

@@ -27,9 +27,8 @@ NEAR = 2e-3
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps run as traced, op by op, and none is compared for its own sake."""
     monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
-    monkeypatch.setattr(
-        verify, "_CHECKED", 0.0
-    )  # of the time, which is no question here
+    # of the time, which is no question here
+    monkeypatch.setattr(verify, "_CHECKED", 0.0)
     monkeypatch.setattr(adopted.StepWatch, "_report", lambda watch: None)
 
 

@@ -48,12 +48,10 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
         monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
     for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
         monkeypatch.setattr(adopted, name, {"cpu": 0.0, "cuda": 0.0})
-    monkeypatch.setattr(
-        verify, "_CHECKED", 0.0
-    )  # of the time, which is no question here
-    monkeypatch.setattr(
-        adopted.StepWatch, "_report", lambda watch: None
-    )  # which way is faster is no question here
+    # of the time, which is no question here
+    monkeypatch.setattr(verify, "_CHECKED", 0.0)
+    # which way is faster is no question here
+    monkeypatch.setattr(adopted.StepWatch, "_report", lambda watch: None)
 
 
 @pytest.fixture

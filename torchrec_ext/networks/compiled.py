@@ -363,7 +363,7 @@ class CompiledStep:
                 if steps:
                     step_number = steps[0] + 1
                 grad = entry.of(grads[entry.index])
-                values, new = stepped(
+                updated, new = stepped(
                     weight,
                     grad,
                     flat_state,
@@ -375,7 +375,7 @@ class CompiledStep:
                 # A loss that is not finite leaves all members, states and counts of
                 # steps as they are.
                 for target, value in zip(
-                    [weight, *flat_state], [values, *new], strict=True
+                    [weight, *flat_state], [updated, *new], strict=True
                 ):
                     target.copy_(torch.where(finite, value, target))
                 for count in steps:

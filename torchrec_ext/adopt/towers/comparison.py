@@ -111,8 +111,7 @@ def compare_with_one_process(local: LocalTowers, example: Sequence[Any]) -> Step
     for name in phases[0]:
         medians[name] = 1e3 * statistics.median(each[name] for each in phases)
     own = 1e3 * statistics.median(one_process), 1e3 * statistics.median(step), medians
-    every: list[Any] = [None] * split.runtime.world_size
-    dist.all_gather_object(every, own)
+    every = gather_objects(own, split.runtime.world_size)
     one_process_ms, step_ms, phases_ms = zip(*every, strict=True)
     return StepTimes(min(one_process_ms), max(step_ms), phases_ms)
 

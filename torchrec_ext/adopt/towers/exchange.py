@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.towers.split import TowerSplit
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.runtime import Runtime, gather_objects
 
 STEP = 0.0
 SETTLE = 1.0

@@ -159,8 +159,7 @@ class TowerSplit:
             ("the example", f"{self.rows} rows, {self._kinds}, values {values!r}"),
             ("the mode", f"training={self.model.training}"),
         ]
-        every: list[Any] = [None] * self.runtime.world_size
-        dist.all_gather_object(every, facts)
+        every = gather_objects(facts, self.runtime.world_size)
         for rank, others in enumerate(every):
             for first, other in itertools.zip_longest(
                 every[0], others, fillvalue=("", "none")

@@ -257,9 +257,8 @@ class TowersTrace:
         share = self._batch.args()[: -len(received)]
         with torch._guards.tracing(None), torch.no_grad(), torch.random.fork_rng():
             leaves, spec = tree_flatten(share)
-            self._local.split.loss.with_outputs(
-                leaves, spec, received
-            )  # refuses towers that are called in another way
+            # refuses towers that are called in another way
+            self._local.split.loss.with_outputs(leaves, spec, received)
         count = len(leaves)
         graph = self._captures.graph(
             module, examples, self._batch, range(count, count + len(received))
