@@ -38,7 +38,7 @@ class Change(str, Enum):
         "quality must be measured"
     )
     BATCH = "another batch size: the learning rate must follow, and quality must be measured"
-    SCHEDULE = "the same sums in another schedule: quality must be measured"
+    EXCHANGED_LESS = "the same sums in another schedule: quality must be measured"
     BF16_PRODUCTS = "products rounded to 8 bits: quality must be measured"
     BF16_SUMS = "sums rounded to 8 bits: quality must be measured"
     FLOAT32 = "32-bit products in place of 64-bit ones: quality must be measured"

@@ -99,7 +99,10 @@ def module_line(model: nn.Module, path: str) -> str:
 
 @functools.cache
 def owner_of(file: str) -> str:
-    """Returns whose code a file is: ``optimizer`` and ``autograd`` of torch, ``hidden``, ``library``, or ``user``."""
+    """Returns whose code a file is: ``hidden``, ``library`` or ``user``, or torch's ``autograd`` or ``optimizer``.
+
+    Schedulers of the rate lie in torch's folder of optimizers, and count as these.
+    """
     # Both are torch's own folders, so they are asked for before torch itself.
     if file.startswith(_OPTIMIZERS):
         return "optimizer"

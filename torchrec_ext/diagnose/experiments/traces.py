@@ -187,6 +187,10 @@ def collectives_of(
     return collectives
 
 
+# Entries of a round to which the exchange of ranks is not added.
+_AS_MEASURED = ("data", "sleep", "op", "bare", "sync", "gc")
+
+
 def common_rounds(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
     """Returns the rounds of a typical rank, see :class:`Facts`, from those of each rank.
 
@@ -199,11 +203,7 @@ def common_rounds(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
         for name in rounds[0]:
             if all(name in each for each in rounds):
                 low[name] = statistics.median_low([each[name] for each in rounds])
-        each = {
-            name: low[name]
-            for name in ("data", "sleep", "op", "bare", "sync", "gc")
-            if name in low
-        }
+        each = {name: low[name] for name in _AS_MEASURED if name in low}
         # The least: a rank that stood in the run queue does not see that itself, and
         # the others waited for it.
         each["step"] = max(

@@ -170,7 +170,7 @@ def _less_often(facts: Facts) -> list[Remedy]:
         changes = Change.BATCH
         if facts.recipe:
             line = "--set sync.mode=local_sgd --set sync.every=4"
-            changes = Change.SCHEDULE
+            changes = Change.EXCHANGED_LESS
         seldomer = Remedy(
             name="one exchange for four batches",
             lines=(line,),
