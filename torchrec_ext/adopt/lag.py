@@ -47,7 +47,7 @@ class Lag:
         self.active = False
         self.seconds = 0.0
         self.count = 0
-        self._seen = 0.0, 0
+        self._last_look = 0.0, 0
         self._reader = ""
         self._memory = memory
         self._lock = threading.RLock()
@@ -106,8 +106,8 @@ class Lag:
 
     def since_last_look(self) -> tuple[float, int]:
         """Returns the seconds and the number of updates of all rows since it was last called."""
-        before = self._seen
-        self._seen = self.seconds, self.count
+        before = self._last_look
+        self._last_look = self.seconds, self.count
         return self.seconds - before[0], self.count - before[1]
 
     def cause(self) -> str:

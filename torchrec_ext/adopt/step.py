@@ -562,7 +562,7 @@ class StepWatch:
             self._rank_step.say(_gain(policy, self._captures.seconds) + hint)
 
     def _check_readers(self) -> None:
-        """Moves tables whole if readers make that faster, or finds that eager steps are fastest."""
+        """Compares the cost of readers with tables moved whole, and with eager steps."""
         current = self._captures.current
         assert current is not None
         policy = self._policy

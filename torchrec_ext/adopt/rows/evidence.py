@@ -227,7 +227,7 @@ class Evidence:
         return range(int(values.min()), int(values.max()) + 1)
 
     def _positives(self) -> Ids:
-        """Returns the (N,) positives of all rows; none where the row does not show which they are."""
+        """Returns the (N,) positives of all rows, (0,) if their column is unknown."""
         if self.positive is None:
             return np.zeros(0, np.int64)
         return integers(self.columns, self.positive, "positive")

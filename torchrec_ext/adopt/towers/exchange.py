@@ -76,7 +76,7 @@ class _Record:
 
 
 class MessageLayout:
-    """The rows of each rank, and what stands where in the messages between ranks: functions of tensors alone.
+    """Places the rows of each rank and the parts of each message, by functions of tensors.
 
     Args:
         split: what each rank runs of the model.
@@ -244,7 +244,7 @@ class MessageLayout:
         return [self.zeros(0), *itertools.chain(*to_ranks)]
 
     def failed(self, rows: int) -> tuple[list[Tensor], Tensor]:
-        """Returns zero gradients as of :meth:`returning`, and a total that says that this rank has failed."""
+        """Returns zero gradients as :meth:`returning` does, and a total with the flag of a failure."""
         total = self.total(self.zeros(1), [None] * len(self._top), failed=True)
         outputs = self.received(self.zeros(sum(self.sizes_of_outputs)), rows)
         zeros = [output.detach() for output in outputs]
