@@ -334,8 +334,8 @@ class CompiledStep:
             for (index, width), rows, filled in zip(lookups, ids, live, strict=True):
                 looked_up_rows = _live(weights[index].index_select(0, rows), filled)
                 pooled.append(looked_up_rows.view(members, -1, width))
-            values = [fields[name] for name in inputs.fields]
-            loss, logits, *gradients = graph(*dense, *pooled, *values, *rest)
+            batch = [fields[name] for name in inputs.fields]
+            loss, logits, *gradients = graph(*dense, *pooled, *batch, *rest)
             grads = [torch.zeros_like(weight) for weight in weights[:-1]]
             # Several ids, and several features, may share a row of a table: their
             # gradients add up.
