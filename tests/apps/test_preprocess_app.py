@@ -265,7 +265,13 @@ def test_a_recipe_of_a_users_own_over_a_csv_file(
         {"city": 3, "price": 5},
         None,
     )
-    assert main([*flags, "--set", "overwrite=true"]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    # Renamed, so that no training takes it: told now, and not after a training began.
+    validated = OWN_RECIPE.replace('"test": orders', '"validation": orders')
+    (tmp_path / "my_recipe.py").write_text(validated)
+    assert main([*flags, "--set", "overwrite=true"]) == 0
+    note = "note: the recipes of rec.train need a split named test; a loop of your own does not"
+    assert note in capsys.readouterr().out
     (tmp_path / "ready/summary.json").unlink()
     assert main([*flags, "--set", "overwrite=true"]) == 1
     assert (

@@ -110,6 +110,16 @@ def test_a_loop_that_cannot_be_taken_is_refused_in_one_line(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_a_script_of_several_ranks_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([written(tmp_path, "")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "torchrun started 2 ranks" in line
+    assert "why_slow.step(step, batches) in the script, on every rank" in line
+
+
 def test_a_script_is_diagnosed_with_its_arguments_and_its_report_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -218,6 +218,17 @@ def test_a_network_learns_nothing_of_its_padding(
 
 
 @pytest.mark.unit
+def test_a_batch_norm_that_would_count_padding_is_refused() -> None:
+    towers = model_of("top_nn", ()).towers
+    top = nn.Sequential(TopMLP([4, 4], (8,), normalization="batch"))
+    refused = (
+        "Sequential.forward takes no weights, and its batch norm would count padding"
+    )
+    with pytest.raises(ValueError, match=refused):
+        TowerModel(dict(towers.items()), top)
+
+
+@pytest.mark.unit
 def test_a_shared_row_counts_as_often_as_it_is_read() -> None:
     """With weighted rows, but for the running variance, whose effective number of rows is that of shared rows."""
     results = []

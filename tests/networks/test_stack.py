@@ -353,14 +353,21 @@ def reading_ids() -> TowerModel:
     return TowerModel(towers, Scaled(1.0), loss=loss)
 
 
+class OfOnesOwn(nn.Module):
+    def __init__(self, top: TopMLP) -> None:
+        super().__init__()
+        self.top = top
+
+    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
+        return self.top(outputs, weights)
+
+
 def with_batch_norm() -> TowerModel:
     towers = {
         "user": Tower([table("user_id", 31)], (4,)),
         "item": Tower([table("item_id", ITEMS)], (4,)),
     }
-    return TowerModel(
-        towers, nn.Sequential(TopMLP([4, 4], (8,), normalization="batch"))
-    )
+    return TowerModel(towers, OfOnesOwn(TopMLP([4, 4], (8,), normalization="batch")))
 
 
 @pytest.mark.parametrize(

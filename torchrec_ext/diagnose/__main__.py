@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -75,6 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options.script:
             raise ValueError(
                 "name a Python script that trains, or --compare BEFORE AFTER"
+            )
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        if ranks != "1":
+            raise ValueError(
+                f"torchrun started {ranks} ranks, and this command diagnoses a script of one process; call "
+                "why_slow.step(step, batches) in the script, on every rank"
             )
         run_script(options.script, options.args, lambda loop: _diagnose(loop, options))
     except ValueError as error:

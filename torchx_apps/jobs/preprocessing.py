@@ -369,6 +369,12 @@ def run_preprocess(job: PreprocessJob) -> Path:
         f"{sum(rows.values()):,} rows in {seconds:.1f} s with {engine.name}; written to {out}",
         flush=True,
     )
+    lacking = [name for name in ("train", "test") if name not in prepared.splits]
+    if lacking:
+        print(
+            f"note: the recipes of rec.train need a split named {' and '.join(lacking)}; a loop of your own does not",
+            flush=True,
+        )
     return out
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -254,6 +255,22 @@ def test_a_positive_is_followed_by_its_own_negatives_which_are_not_known() -> No
         assert batch.sparse["kind"].values().tolist() == [
             item % 3 for _, item, _, _ in rows
         ]
+
+
+def test_a_pass_that_repeats_the_order_of_the_one_before_is_told() -> None:
+    loader = loader_of(20, batch_size=8)
+    first = [samples(batch) for batch in loader]
+    with pytest.warns(
+        UserWarning, match=r"another pass over epoch 0, in the same order"
+    ):
+        assert [samples(batch) for batch in loader] == first
+    loader.set_epoch(1)
+    in_file_order = loader_of(20, batch_size=8, shuffle=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [samples(batch) for batch in loader] != first
+        for _ in range(2):
+            assert len(list(in_file_order)) == len(in_file_order)
 
 
 def test_the_order_depends_on_seed_and_epoch_only() -> None:

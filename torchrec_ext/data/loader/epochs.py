@@ -13,6 +13,7 @@ import queue
 import statistics
 import threading
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -196,6 +197,7 @@ class Epochs(ABC):
         self._epoch = 0
         self._step = 0
         self._start = 0
+        self._is_over = False
         if not len(self):
             raise DataError(
                 f"{count} {what} with loader.batch_size={config.batch_size} and loader.drop_last={config.drop_last} "
@@ -224,9 +226,17 @@ class Epochs(ABC):
         self._epoch = epoch
         self._step = 0
         self._start = 0
+        self._is_over = False
 
     def __iter__(self) -> Iterator[TowerBatch]:
         """Yields the epoch's batches; once after :meth:`load_state_dict`, the remaining ones."""
+        if self._is_over and self.config.shuffle:
+            # As silent as with torch's DistributedSampler otherwise.
+            warnings.warn(
+                f"{type(self).__name__}: another pass over epoch {self._epoch}, in the same order; call "
+                "set_epoch(epoch) before each pass",
+                stacklevel=2,
+            )
         start = self._start
         self._start = 0
         self._step = start
@@ -239,6 +249,7 @@ class Epochs(ABC):
             # count.
             self._step = step
             yield batch
+        self._is_over = True
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
         """Returns the position in the stream, as numbers, texts and tensors.
@@ -275,3 +286,4 @@ class Epochs(ABC):
         self._epoch = int(state["epoch"])
         self._step = int(state["step"])
         self._start = self._step
+        self._is_over = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from time import perf_counter, thread_time
@@ -86,7 +87,11 @@ class BatchSource:
             self._iterator = iter(self._iterable)
             start = clock()
             computed = thread_time()
-            batch = next(self._iterator)
+            # A loader may warn that a pass repeats the order of the one before, which
+            # matters to a training alone.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                batch = next(self._iterator)
         # The thread's own time leaves out sleeps and reads, which the clock counts.
         computed = thread_time() - computed
         seconds = clock() - start

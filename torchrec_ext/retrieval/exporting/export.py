@@ -85,7 +85,7 @@ def export(
         preprocessor: computes the model's columns from raw ones; without it, raw columns are the model's columns.
         candidate: name of the candidate tower; by default the model's last.
         oov_ids: out-of-vocabulary row of each feature, for requests, queries and the catalogue; by default 0, or none
-            with ``towers``, so that unknown ids are refused. Training must have moved that row.
+            with ``towers`` and for a DLRM, so that unknown ids are refused. Training must have moved that row.
         unseen: rows of a feature's table that training never read, by feature. Such an id in a request takes the
             out-of-vocabulary row. Use it if ids are rows; a ``preprocessor`` leaves such ids out of its
             vocabulary.
