@@ -164,13 +164,14 @@ def hybrid_parallel(
     # torch logs it at the first KeyedJaggedTensor of a process, and means TorchRec.
     skip_fx_notice()
     # TorchRec calls deprecated collectives and ShardedTensor in every step, and its
-    # caller cannot choose others. Of torch's and TorchRec's own modules alone, and at
-    # the end of the list: filters of the user's own come first.
+    # caller, who reads the sharded state too, cannot choose others. Of torch's,
+    # TorchRec's and our own modules alone, and at the end of the list: filters of the
+    # user's own come first.
     deprecated = (
         r"`torch\.distributed\.\w+_tensor` is deprecated|Please use DTensor instead"
     )
     warnings.filterwarnings(
-        "ignore", deprecated, FutureWarning, module=r"torch(rec)?\.", append=True
+        "ignore", deprecated, FutureWarning, module=r"torch(rec(_ext)?)?\.", append=True
     )
     initialise_tables(sharded, seed)
     read_past_caches(sharded)
