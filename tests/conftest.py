@@ -3,6 +3,7 @@
 import collections
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "unit" or not collection_path.name.startswith("test_"):
         return None
     return "mark.unit" not in collection_path.read_text() or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Hides the GPUs of this machine from a test that is not marked `gpu`: it says what holds on the CPU."""
+    if item.get_closest_marker("gpu") or not torch.cuda.is_available():
+        return (yield)
+    with pytest.MonkeyPatch.context() as hidden:
+        # For processes that the test starts; in this one CUDA may be in use already.
+        hidden.setenv("CUDA_VISIBLE_DEVICES", "")
+        hidden.setattr(torch.cuda, "is_available", lambda: False)
+        hidden.setattr(torch.cuda, "device_count", lambda: 0)
+        return (yield)
 
 
 def pytest_runtest_setup() -> None:

@@ -18,7 +18,7 @@ from tests.examples import META, table
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
-from torchrec_ext.distributed.runtime import GPUS, Runtime, choose_device
+from torchrec_ext.distributed.runtime import GPUS, Runtime, _describe, choose_device
 from torchrec_ext.distributed.sharders import BagSharder
 from torchrec_ext.models import two_tower
 from torchrec_ext.schema import Jagged
@@ -50,6 +50,37 @@ def test_a_group_of_more_ranks_than_gpus_is_refused() -> None:
         ValueError, match="3 processes on this host, but torch sees 2 GPU"
     ):
         devices([[0, 1, 2]], gpus=2)
+
+
+@pytest.fixture
+def two_ranks_and_one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment of the first of two ranks on a host with one GPU."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return monkeypatch
+
+
+@pytest.mark.unit
+def test_more_ranks_than_gpus_run_on_the_cpu_and_say_so(
+    two_ranks_and_one_gpu: pytest.MonkeyPatch,
+) -> None:
+    with pytest.warns(UserWarning, match="and 1 GPU.*on the CPU; launch -j 1x1"):
+        runtime = _describe(None, None)
+    assert (runtime.device.type, runtime.backend) == ("cpu", "gloo")
+
+
+@pytest.mark.unit
+def test_a_gpu_that_was_asked_for_or_that_other_hosts_may_have_is_not_replaced(
+    two_ranks_and_one_gpu: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="torch sees 1 GPU"):
+        _describe("cuda", None)
+    two_ranks_and_one_gpu.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="torch sees 1 GPU"):
+        _describe(None, None)
 
 
 @pytest.mark.unit

@@ -72,6 +72,31 @@ def test_two_simulated_gpus_train_as_two_cpu_ranks() -> None:
     check(str(LAWS / "ranks.py"))
 
 
+@pytest.mark.slow(minutes=1)
+def test_two_ranks_of_a_host_with_one_gpu_train_on_its_cpu(tmp_path: Path) -> None:
+    words = ["--standalone", "--nproc_per_node=2", "-m", "torchx_apps.train"]
+    flags = ["--recipe=two_tower", f"--run-dir={tmp_path}", "--set=data.name=planted"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torchx_apps.agent",
+            *words,
+            *flags,
+            "--set=train.epochs=1",
+        ],
+        cwd=build.ROOT,
+        env=build.environment(gpus=1),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "ranks: 2 on cpu over gloo" in done.stdout
+    warning = "2 processes on this host and 1 GPU(s): they run on the CPU"
+    assert done.stderr.count(warning) == 1
+
+
 @pytest.mark.slow(minutes=2)
 def test_the_tests_marked_gpu_pass() -> None:
     files = [

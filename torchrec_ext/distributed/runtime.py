@@ -15,6 +15,7 @@ import dataclasses
 import os
 import resource
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -96,7 +97,7 @@ class Runtime:
         Args:
             device: ``cpu``, ``cuda`` for the GPU of the local rank's number (or the one that TORCHREC_EXT_GPUS gives
                 it), or ``cuda:0`` where each process sees one GPU of its own; where not given, ``cuda`` on a host with
-                GPUs, else ``cpu``.
+                a GPU for each of its processes, else ``cpu``. A job of one host with more processes than GPUs warns.
             threads: compute threads; where not given, OMP_NUM_THREADS, else the cores divided by the local processes.
             timeout_s: seconds after which a collective that another rank does not join fails.
             collectives: ``shared_memory`` passes the collectives of CPU tensors through memory that the ranks of one
@@ -179,9 +180,21 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
     gpus = 0
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     own_device = choose_device(
-        device, local_rank, local_world_size, gpus, os.environ.get(GPUS, "")
+        device,
+        local_rank,
+        local_world_size,
+        gpus,
+        os.environ.get(GPUS, ""),
+        one_host=world_size == local_world_size,
     )
+    if device is None and gpus and own_device.type == "cpu" and local_rank == 0:
+        warnings.warn(
+            f"{local_world_size} processes on this host and {gpus} GPU(s): they run on the CPU; launch -j 1x{gpus} "
+            "for the GPU, or set device=cuda:0 if each process sees its own",
+            stacklevel=4,
+        )
     backend = "nccl" if own_device.type == "cuda" else "gloo"
     if threads is None:
         threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(
@@ -190,7 +203,7 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
     return Runtime(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=local_rank,
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        world_size=world_size,
         local_world_size=local_world_size,
         device=own_device,
         backend=backend,
@@ -220,7 +233,13 @@ def max_over_ranks(value: float, runtime: Runtime) -> float:
 
 
 def choose_device(
-    name: str | None, local_rank: int, local_world_size: int, gpus: int, given: str = ""
+    name: str | None,
+    local_rank: int,
+    local_world_size: int,
+    gpus: int,
+    given: str = "",
+    *,
+    one_host: bool = False,
 ) -> torch.device:
     """Returns the device of a process.
 
@@ -230,6 +249,8 @@ def choose_device(
         local_world_size: number of processes of the job on this host.
         gpus: number of GPUs that this process sees.
         given: GPU of each local rank, as ``2,3``, where the job has only some of the host's GPUs, see GPUS.
+        one_host: whether all processes of the job are on this host. If more than its GPUs they run on the CPU then,
+            where no device was asked for. Of several hosts each would decide for itself, and some for another backend.
 
     Raises:
         ValueError: the name is not a device's, or the device does not exist.
@@ -239,6 +260,8 @@ def choose_device(
         (device(type='cuda', index=1), device(type='cpu'))
         >>> choose_device(None, 1, 2, gpus=4, given="2,3")
         device(type='cuda', index=3)
+        >>> choose_device(None, 1, 2, gpus=1, one_host=True)
+        device(type='cpu')
     """
     if name == "cpu" or (name is None and gpus == 0):
         return torch.device("cpu")
@@ -249,6 +272,8 @@ def choose_device(
     if name == "cuda:0" and gpus:
         return torch.device("cuda", 0)
     if gpus < local_world_size:
+        if name is None and one_host:
+            return torch.device("cpu")
         raise ValueError(
             f"{local_world_size} processes on this host, but torch sees {gpus} GPU(s): launch -j "
             f"NODESx{max(gpus, 1)}, or set device=cpu, or cuda:0 if each sees its own"

@@ -275,8 +275,15 @@ def _check_training(job: Any, recipe: str) -> None:
 
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         local = (int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-        choose_device(job.device, *local, gpus, os.environ.get(GPUS, ""))
-        job.sync.table_ranks(int(os.environ["WORLD_SIZE"]))
+        world_size = int(os.environ["WORLD_SIZE"])
+        choose_device(
+            job.device,
+            *local,
+            gpus,
+            os.environ.get(GPUS, ""),
+            one_host=world_size == local[1],
+        )
+        job.sync.table_ranks(world_size)
 
 
 def _bundle_flags(options: argparse.Namespace) -> list[str]:

@@ -125,7 +125,8 @@ class Job:
         export: ``require`` ends a run with a bundle for serving in its folder; ``auto`` does so where the model can be
             served, and otherwise says why it cannot.
         fallback: generated set to use where the real one is not to be had; None stops and says how to get the real one.
-        device: ``cpu``, ``cuda`` or ``cuda:0``, see ``Runtime.start``; CUDA on a host with GPUs where not given.
+        device: ``cpu``, ``cuda`` or ``cuda:0``, see ``Runtime.start``; CUDA where not given, if the host has a GPU
+            for each rank.
         collectives: ``shared_memory`` passes the collectives of CPU tensors through memory that the ranks of one host
             share, ``gloo`` through sockets; ``auto`` takes shared memory where all ranks are on one host and its
             library is built, see docs/parallel.md.

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
+import torch.distributed as dist
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.loader.config import LoaderConfig
@@ -186,7 +187,7 @@ class Epochs(ABC):
     def __init__(self, config: LoaderConfig, count: int, what: str) -> None:
         self.config = config
         self._count = count
-        on_gpu = torch.cuda.is_available()
+        on_gpu = torch.cuda.is_available() and not _is_cpu_rank()
         self._pin = on_gpu if config.pin_memory is None else config.pin_memory
         depth = config.prefetch
         # On a GPU copies to the device overlap with the step as well, so a thread pays
@@ -287,3 +288,8 @@ class Epochs(ABC):
         self._step = int(state["step"])
         self._start = self._step
         self._is_over = False
+
+
+def _is_cpu_rank() -> bool:
+    """Whether this rank trains on the CPU, perhaps of a host with GPUs: pinned memory would cost a context of CUDA."""
+    return dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO
