@@ -1,7 +1,9 @@
 """Recipes and overrides: what a user types becomes a typed Job, or an error that names flag, value, rule and remedy."""
 
 import enum
+import os
 import re
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -434,3 +436,15 @@ def test_a_dry_run_prints_the_changed_recipe(
 ) -> None:
     assert train.main(["--dry-run", "--set", "loader.batch_size=7"]) == 0
     assert re.search(r"^loader.batch_size +7$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.launch
+def test_a_list_may_be_cut_by_head() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "import sys; from torchx_apps.cli.process import say_once; sys.exit(say_once('a list'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -126,7 +126,11 @@ class Runtime:
             )
         try:
             yield _sharing(runtime, collectives)
-            dist.barrier()
+            devices = None
+            if runtime.device.type == "cuda":
+                # Else NCCL warns that it guesses the device.
+                devices = [runtime.device.index]
+            dist.barrier(device_ids=devices)
         except BaseException:
             # NCCL's teardown would wait for peers, which wait for this rank, and hide
             # the error until the timeout.

@@ -84,7 +84,11 @@ def hand_over(error: str) -> None:
 def say_once(text: str) -> int:
     """Prints a text on the first rank, and returns the exit code 0."""
     if os.environ.get("RANK", "0") == "0":
-        print(text)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            # `| head` causes this. Python would raise again when it flushes at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -347,17 +347,17 @@ class ColumnSearch:
         self._seconds_of_all = seconds / len(self.rows) * self._reader.num_rows
         self._solve()
         # Rows in which two candidates for a slot differ decide between them.
-        while len(rows := np.setdiff1d(self._found.disputes, self.rows)):
+        while len(rows := np.setdiff1d(self._slot_search.disputes, self.rows)):
             seed_everything(len(self.rows))
             before = [self._sample.rows, *self._sample.values]
             more = [torch.from_numpy(rows), *self._reader.rows(rows)]
             numbers, *values = map(torch.cat, zip(before, more, strict=True))
             self._sample = self._sample._replace(rows=numbers, values=values)
             self._solve()
-        return self._found.reading
+        return self._slot_search.reading
 
     def _solve(self) -> None:
-        self._found = _SlotSearch(
+        self._slot_search = _SlotSearch(
             self._reader, self._sources, self._sample, self._refuted
         )
 
@@ -371,7 +371,7 @@ class ColumnSearch:
         """Values that are in no attribute, (C, ...) by name."""
         return {
             name: piece.of(self._sample.values)
-            for name, piece in self._found.own_columns.items()
+            for name, piece in self._slot_search.own_columns.items()
         }
 
     def run(self) -> Reading:
@@ -387,7 +387,7 @@ class ColumnSearch:
             and self._seconds_of_all < _SECONDS
             and len(self.rows) < num_rows
         )
-        own = self._found.own_columns
+        own = self._slot_search.own_columns
         if own and self._seconds_of_all > _LONG_S and self._speaks:
             print(
                 f"rows: {', '.join(own)} in no attribute of {self._reader.kind}: writing "
@@ -395,12 +395,12 @@ class ColumnSearch:
                 "set each as an attribute with a value for each row in __init__",
                 flush=True,
             )
-        while (self._found.own_columns or all_too) and (
+        while (self._slot_search.own_columns or all_too) and (
             refuted := self._wrong_after_writing()
         ):
             self._refuted.add(refuted)
             self._solve()
-        reading = self._found.reading
+        reading = self._slot_search.reading
         # A batch is as large as what a column gives for it, so there must be one.
         if not reading.columns:
             reading.columns["row"] = torch.zeros(num_rows, dtype=torch.bool)
@@ -445,8 +445,8 @@ class ColumnSearch:
     def _wrong_after_writing(self) -> SlotPiece | None:
         """Writes pieces without an attribute in one pass, and compares all rows; returns a wrong column, or None."""
         reader = self._reader
-        reading = self._found.reading
-        own = self._found.own_columns
+        reading = self._slot_search.reading
+        own = self._slot_search.own_columns
         start = time.perf_counter()
         self._check_memory()
         for name in own:
@@ -486,8 +486,8 @@ class ColumnSearch:
     def _blocks(self) -> Iterator[Ids]:
         count = self._reader.num_rows
         title = "rows: comparing all"
-        if self._found.own_columns:
-            title = f"rows: writing {', '.join(self._found.own_columns)}"
+        if self._slot_search.own_columns:
+            title = f"rows: writing {', '.join(self._slot_search.own_columns)}"
         # None: unless this is a terminal.
         disable = None if self._speaks else True
         with tqdm(

@@ -26,7 +26,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.sealed import (
     difference,
     json_digest,
@@ -464,11 +464,7 @@ class CheckpointRanks:
 
     def gathered(self, value: Any) -> list[Any]:
         """Returns each rank's value, in rank order, on every rank."""
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.ranks
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_objects(value, self.ranks, self.group)
 
     def on_main(self, action: Callable[[], Any]) -> Any:
         """Runs ``action`` on rank 0; returns its result, or raises its exception, on every rank."""
