@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any
 from urllib.parse import urlsplit
@@ -345,11 +345,7 @@ class Guard:
         """Refuses requests with a wrong host or token, and most requests while the worker drains."""
         host_name = _host(headers.get("host", ""))
         allowed = self._queued.settings.allowed_hosts
-        is_allowed = False
-        for host in map(str.lower, allowed):
-            is_wildcard = host.startswith("*.") and host_name.endswith(host[1:])
-            is_allowed = is_allowed or host in ("*", host_name) or is_wildcard
-        if not is_allowed:
+        if not _is_allowed(host_name, allowed):
             message = (
                 f"the header Host names {host_name[:100]!r}, and this server answers to {listed(allowed)}; ask under "
                 "such a name, or start it with --allowed_hosts"
@@ -360,7 +356,6 @@ class Guard:
                 503,
                 "draining",
                 "this server is about to end; ask again, another one will answer",
-                retry=True,
             )
         if self._queued.settings.token is not None and self._needs_token(path):
             authorization = headers.get("authorization", "")
@@ -408,6 +403,15 @@ class Guard:
                 status=status,
                 ms=round(seconds * 1e3, 2),
             )
+
+
+def _is_allowed(host_name: str, allowed: Sequence[str]) -> bool:
+    for host in map(str.lower, allowed):
+        if host in ("*", host_name):
+            return True
+        if host.startswith("*.") and host_name.endswith(host[1:]):
+            return True
+    return False
 
 
 def _host(header: str) -> str:

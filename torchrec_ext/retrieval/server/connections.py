@@ -248,4 +248,4 @@ def _too_long(limits: Limits) -> Refusal:
 def _busy(limits: Limits) -> Refusal:
     most = limits.connections
     message = f"{most} connections have a request under way, which is the limit; come back in a second, or add workers"
-    return over_limit("connections", most, message, status=503, retry=True)
+    return over_limit("connections", most, message, status=503)

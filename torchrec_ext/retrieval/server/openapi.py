@@ -48,11 +48,11 @@ def document(bundle: Bundle, settings: ServerConfig) -> Schema:
     )
     live = _live(bundle, settings)
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    live["errors"] = {}
     for status, description in template["statuses"].items():
-        live[f"error {status}"] = {"description": description, "content": error}
-    live["errors"] = {
-        status: live[f"error {status}"] for status in template["statuses"]
-    }
+        answer = {"description": description, "content": error}
+        live[f"error {status}"] = answer
+        live["errors"][status] = answer
     described: Schema = _fill(template["document"], live)
     # The file describes a server without a token.
     if settings.token is not None:
@@ -123,7 +123,6 @@ def example_user(bundle: Bundle, *, private: bool) -> dict[str, Any]:
     features: dict[str, Any] = {}
     if bundle.users is not None:
         features = {name: column[0] for name, column in bundle.users.rows([-1]).items()}
-        features.pop(bundle.users.key, None)
     example = {}
     for name, kind in bundle.request_columns.items():
         if bundle.users is not None and name == bundle.users.key:

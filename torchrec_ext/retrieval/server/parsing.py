@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torchrec_ext.retrieval.scorer.requests import (
     EmbedRequest,
@@ -20,10 +20,20 @@ from torchrec_ext.retrieval.server.settings import Limits
 from torchrec_ext.schema.validation import did_you_mean
 
 Body = Mapping[str, Any]
+_Value = TypeVar("_Value")
 _INT64 = 2**63
 MAX_LIKED = 100
 _NAME = 200  # characters of a field's or a column's name
 _VECTOR = ("auto", "live")
+_KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
 
 
 def read_object(content: bytes) -> Body:
@@ -77,22 +87,17 @@ def _invalid(field: str, problem: str) -> Refusal:
     return Refusal(422, "invalid", f"{field}: {problem}", field=field)
 
 
-def _wrong(name: str, value: object, rule: str) -> Refusal:
-    return _invalid(name, f"{_kind(value)}; must be {rule}")
+def _typed(name: str, value: object, kind: type[_Value], rule: str) -> _Value:
+    """Returns a value of exactly one type; a bool is an int to isinstance."""
+    if type(value) is not kind:
+        raise _invalid(name, f"{_kind(value)}; must be {rule}")
+    return value
 
 
 def _kind(value: object) -> str:
-    names = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-        dict: "an object",
-    }
     if value is None:
         return "null"
-    return f"it is {names.get(type(value), type(value).__name__)}"
+    return f"it is {_KINDS[type(value)]}"
 
 
 def _number(limit: str) -> Callable[[str, Any, Limits], int]:
@@ -100,34 +105,25 @@ def _number(limit: str) -> Callable[[str, Any, Limits], int]:
 
     def read(name: str, value: Any, limits: Limits) -> int:
         most = getattr(limits, limit, MAX_LIKED)
-        # A bool is an int to isinstance.
-        if type(value) is not int:
-            raise _wrong(name, value, "a whole number")
-        if value > most:
-            raise over_limit(
-                limit,
-                most,
-                f"{name}: {value}; the limit is {most}: ask for fewer",
-                field=name,
-            )
-        return value
+        number = _typed(name, value, int, "a whole number")
+        if number > most:
+            message = f"{name}: {number}; the limit is {most}: ask for fewer"
+            raise over_limit(limit, most, message, field=name)
+        return number
 
     return read
 
 
 def _flag(name: str, value: Any, limits: Limits) -> bool:
-    if type(value) is not bool:
-        raise _wrong(name, value, "true or false")
-    return value
+    return _typed(name, value, bool, "true or false")
 
 
 def _list(name: str, value: Any, most: int, limit: str, what: str) -> list[Any]:
-    if type(value) is not list:
-        raise _wrong(name, value, f"a list of {what}")
-    if len(value) > most:
-        message = f"{name}: {len(value)} entries; the limit is {most}: send fewer, in several requests"
+    entries = _typed(name, value, list, f"a list of {what}")
+    if len(entries) > most:
+        message = f"{name}: {len(entries)} entries; the limit is {most}: send fewer, in several requests"
         raise over_limit(limit, most, message, field=name)
-    return value
+    return entries
 
 
 def _ids(name: str, value: Any, limits: Limits, what: str = "ids") -> list[Id]:
@@ -140,9 +136,7 @@ def _ids(name: str, value: Any, limits: Limits, what: str = "ids") -> list[Id]:
     )
     kinds = set(map(type, ids))  # without a Python loop over up to 10,000 ids
     if kinds - {int} and kinds - {str}:
-        # An empty value of each type, of which _kind() says the name.
-        names = [_kind(kind()).removeprefix("it is ") for kind in kinds]
-        listed = " and ".join(sorted(names))
+        listed = " and ".join(sorted(_KINDS[kind] for kind in kinds))
         raise _invalid(
             name, f"it holds {listed}; must be {what}, all whole numbers or all strings"
         )
@@ -152,23 +146,19 @@ def _ids(name: str, value: Any, limits: Limits, what: str = "ids") -> list[Id]:
 
 
 def _id(name: str, value: Any, limits: Limits) -> Id:
-    if type(value) not in (int, str):
-        raise _wrong(name, value, "an id, a whole number or a string")
+    if type(value) is not str:
+        _typed(name, value, int, "an id, a whole number or a string")
     return _ids(name, [value], limits)[0]
 
 
 def _filter(name: str, value: Any, limits: Limits) -> Mapping[str, list[Id]]:
-    if type(value) is not dict:
-        raise _wrong(
-            name,
-            value,
-            'an object of lists of values by attribute, such as {"genre": ["Comedy"]}',
-        )
-    for attribute in value:
+    rule = 'an object of lists of values by attribute, such as {"genre": ["Comedy"]}'
+    lists = _typed(name, value, dict, rule)
+    for attribute in lists:
         _check_length(name, attribute)
     return {
         attribute: _ids(f"{name}.{attribute}", values, limits, "values")
-        for attribute, values in value.items()
+        for attribute, values in lists.items()
     }
 
 
@@ -180,16 +170,14 @@ def _names(name: str, value: Any, limits: Limits) -> list[str]:
 
 
 def _features(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
-    if type(value) is not dict:
-        raise _wrong(
-            name, value, 'an object of features by column, such as {"user_id": 1}'
-        )
-    for column, feature in value.items():
+    rule = 'an object of features by column, such as {"user_id": 1}'
+    features = _typed(name, value, dict, rule)
+    for column, feature in features.items():
         _check_length(name, column)
         is_nested = type(feature) is list and set(map(type, feature)) & {dict, list}
         if type(feature) is dict or is_nested:
             raise _invalid(f"{name}.{column}", "must be a value or a list of values")
-    return value
+    return features
 
 
 def _check_length(name: str, column: str) -> None:
@@ -211,11 +199,10 @@ def _rows(name: str, value: Any, limits: Limits) -> list[Mapping[str, Any]]:
 def _one_of(*words: str) -> Callable[[str, Any, Limits], str]:
     def read(name: str, value: Any, limits: Limits) -> str:
         rule = " or ".join(map(repr, words))
-        if type(value) is not str:
-            raise _wrong(name, value, rule)
-        if value not in words:
-            raise _invalid(name, f"{value[:100]!r}; must be {rule}")
-        return value
+        word = _typed(name, value, str, rule)
+        if word not in words:
+            raise _invalid(name, f"{word[:100]!r}; must be {rule}")
+        return word
 
     return read
 

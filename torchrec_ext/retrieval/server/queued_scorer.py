@@ -154,9 +154,7 @@ class QueuedScorer:
             answer = asyncio.wrap_future(self._batcher.submit(request))
         except QueueFullError:
             message = f"{limits.queue} requests wait already, which is the limit; come back in a second, or add workers"
-            raise over_limit(
-                "queue", limits.queue, message, status=429, retry=True
-            ) from None
+            raise over_limit("queue", limits.queue, message, status=429) from None
         gone: asyncio.Future[None] | None = None
         try:
             left_s = max(0.0, deadline - time.monotonic())
@@ -181,7 +179,7 @@ class QueuedScorer:
         except RequestError as error:
             raise Refusal(422, "invalid", str(error), field=error.field) from None
         except UnavailableError as error:
-            raise Refusal(503, "unavailable", str(error), retry=True) from None
+            raise Refusal(503, "unavailable", str(error)) from None
         finally:
             if gone is not None:
                 gone.cancel()
@@ -213,7 +211,7 @@ class QueuedScorer:
                 f"the requests before this one take {waiting_ms:,.0f} ms and it takes {cost_ms:,.0f}, and the limit "
                 f"is {most:g} ms; come back in a second, ask for less, or add workers"
             )
-            raise over_limit("time_ms", most, message, status=429, retry=True)
+            raise over_limit("time_ms", most, message, status=429)
 
     def _costly(self, request: Request) -> tuple[str, str]:
         """Describes a request's slow operation and the remedy."""
@@ -276,7 +274,7 @@ class QueuedScorer:
 def too_late(time_ms: float) -> Refusal:
     """Returns the refusal of a request beyond its time limit."""
     message = f"no answer within {time_ms:g} ms, which is the limit; come back in a second, or ask for fewer items"
-    return over_limit("time_ms", time_ms, message, status=503, retry=True)
+    return over_limit("time_ms", time_ms, message, status=503)
 
 
 async def _gone(receive: Receive) -> None:

@@ -26,6 +26,7 @@ def json_response(
 
 
 RETRY_AFTER_S = 1
+_LATER = (429, 503)  # statuses after which the same request may succeed later
 
 
 class Refusal(Exception):  # noqa: N818  (an answer to a caller is not an error of ours)
@@ -37,8 +38,7 @@ class Refusal(Exception):  # noqa: N818  (an answer to a caller is not an error 
         message: problem and remedy, for people.
         field: wrong field of the request, or None.
         limit: name and value of the exceeded limit, or None.
-        retry: whether the same request may succeed later.
-        headers: further headers.
+        headers: further headers. 429 and 503 also have ``Retry-After``.
     """
 
     def __init__(
@@ -49,19 +49,17 @@ class Refusal(Exception):  # noqa: N818  (an answer to a caller is not an error 
         *,
         field: str | None = None,
         limit: tuple[str, float] | None = None,
-        retry: bool = False,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.code = code
         self.body: dict[str, Any] = {"code": code, "message": message}
         if field is not None:
             self.body["field"] = field
         if limit is not None:
             self.body["limit"] = {"name": limit[0], "value": limit[1]}
         self.headers = dict(headers or {})
-        if retry:
+        if status in _LATER:
             self.headers["Retry-After"] = str(RETRY_AFTER_S)
 
     def response(self) -> Response:
@@ -78,7 +76,6 @@ def over_limit(
     *,
     status: int = 422,
     field: str | None = None,
-    retry: bool = False,
     headers: Mapping[str, str] | None = None,
 ) -> Refusal:
     """Returns the refusal of a request beyond a limit of the server."""
@@ -88,7 +85,6 @@ def over_limit(
         message,
         field=field,
         limit=(name, value),
-        retry=retry,
         headers=headers,
     )
 
