@@ -46,9 +46,9 @@ from torchx_apps.jobs.setup import (
     seeded,
     shard_job,
 )
-from torchx_apps.jobs.stream_figures import Ages, Predictions, draw_stream
 from torchx_apps.jobs.training import open_run, start_with
 from torchx_apps.tasks.job import Job
+from torchx_apps.tasks.stream_figures import Ages, Predictions, draw_stream
 
 BUNDLES, CURRENT, PICTURE = "bundles", "current", "stream.png"
 # Records that a checkpoint keeps; beyond it the older half is thinned out.
