@@ -100,11 +100,13 @@ def _kind(value: object) -> str:
     return f"it is {_KINDS[type(value)]}"
 
 
-def _number(limit: str) -> Callable[[str, Any, Limits], int]:
-    """Returns the reader of a whole number up to the server's limit of that name."""
+def _number(limit: str, fixed: int | None = None) -> Callable[[str, Any, Limits], int]:
+    """Returns the reader of a whole number up to a fixed limit, or the server's limit of that name."""
 
     def read(name: str, value: Any, limits: Limits) -> int:
-        most = getattr(limits, limit, MAX_LIKED)
+        most = fixed
+        if most is None:
+            most = getattr(limits, limit)
         number = _typed(name, value, int, "a whole number")
         if number > most:
             message = f"{name}: {number}; the limit is {most}: ask for fewer"
@@ -220,7 +222,7 @@ _READERS: Mapping[object, Mapping[str, Callable[[str, Any, Limits], Any]]] = {
         "exclude_seen": _flag,
         "vector": _one_of(*_VECTOR),
         "titles": _flag,
-        "liked": _number("liked"),
+        "liked": _number("liked", MAX_LIKED),
     },
     ScoreRequest: {"user": _features, "items": _ids, "vector": _one_of(*_VECTOR)},
     EmbedRequest: {"rows": _rows, "side": _one_of("query", "candidate")},
