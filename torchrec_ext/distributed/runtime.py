@@ -253,8 +253,8 @@ def choose_device(
         local_world_size: number of processes of the job on this host.
         gpus: number of GPUs that this process sees.
         given: GPU of each local rank, as ``2,3``, where the job has only some of the host's GPUs, see GPUS.
-        one_host: whether all processes of the job are on this host. If more than its GPUs they run on the CPU then,
-            where no device was asked for. Of several hosts each would decide for itself, and some for another backend.
+        one_host: whether all processes of the job are on this host. Only then do more processes than GPUs run on the
+            CPU, if no device was asked for: several hosts could decide differently, and wait for each other.
 
     Raises:
         ValueError: the name is not a device's, or the device does not exist.
