@@ -40,8 +40,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Hides the GPUs of this machine from a test that is not marked `gpu`: it says what holds on the CPU."""
-    if item.get_closest_marker("gpu") or not torch.cuda.is_available():
+    """Hides this machine's real GPUs from a test not marked `gpu`, which says what holds on the CPU."""
+    simulated = "SIMULATED_GPUS" in os.environ
+    if item.get_closest_marker("gpu") or simulated or not torch.cuda.is_available():
         return (yield)
     with pytest.MonkeyPatch.context() as hidden:
         # For processes that the test starts; in this one CUDA may be in use already.
