@@ -393,13 +393,13 @@ class TowerGroup:
 
 
 def _known_users(bundle: Bundle, names: Sequence[str]) -> UserTable:
-    reason = "it knows no users"
+    kept = "the bundle keeps no rows"
     if bundle.users is not None:
         if list(names) == list(bundle.query):
             return bundle.users
-        reason = f"{', '.join(names)} reads others than its users"
+        kept = "the bundle keeps rows for --tower query alone"
     raise ValueError(
-        f"--catalogue: name the parquet files with the rows; the bundle has none for this: {reason}"
+        f"--catalogue: name the parquet files with the rows of {', '.join(names)}; {kept}"
     )
 
 
