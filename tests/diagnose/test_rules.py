@@ -166,6 +166,13 @@ def test_remedies_name_the_lines_to_paste() -> None:
     )
 
 
+def test_an_optimizer_that_takes_sparse_gradients_is_kept() -> None:
+    recorded = dataclasses.replace(RECORDED["untouched_rows"], optimizers=("SGD",))
+    text = str(Diagnosis(recorded))
+    assert "SparseAdam" not in text
+    assert "| nn.Embedding(..., sparse=True)  # SGD takes it" in text
+
+
 def answer(recorded: Facts, name: str) -> Answer:
     (made,) = (each for each in answers(recorded) if each.name == name)
     return made

@@ -23,6 +23,7 @@ import torchrec_ext.needs_torch  # noqa: F401
 from torchrec_ext.diagnose.findings import in_ms
 from torchrec_ext.diagnose.script import Loop, run_script
 from torchrec_ext.diagnose.why import why_slow
+from torchrec_ext.drawing.terminal import print_to_pipe
 
 _RESAMPLES = 300  # of the bootstrap over rounds
 
@@ -96,11 +97,12 @@ def _diagnose(loop: Loop, options: argparse.Namespace) -> None:
         file=sys.stderr,
     )
     diagnosis = why_slow.step(loop.step, loop.batches, budget_s=options.budget)
-    print(diagnosis)
+    # The files first: a reader such as `head` may close the pipe.
     if options.json:
         options.json.write_text(diagnosis.to_json())
     if options.html:
         diagnosis.html(options.html)
+    print_to_pipe(str(diagnosis))
 
 
 @dataclass(frozen=True, kw_only=True)

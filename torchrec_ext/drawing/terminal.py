@@ -53,6 +53,15 @@ def terminal() -> Any:
     return _Terminal(descriptor)
 
 
+def print_to_pipe(text: str) -> None:
+    """Prints a text; a reader that has closed the pipe, as `| head` does, ends nothing."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python would raise again when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def show_on_this_terminal() -> None:
     """Names the terminal of this process to the jobs that it starts, unless its output goes elsewhere."""
     if sys.stdout.isatty() and sys.stderr.isatty():

@@ -140,6 +140,8 @@ def similar_keys(key: str, paths: Iterable[str]) -> str:
         ('; did you mean train.epochs?', '; did you mean loader.batch_size?')
         >>> similar_keys("lr", paths), similar_keys("colour", paths)
         ('; did you mean optimizer.dense_lr or optimizer.tables_lr?', '')
+        >>> similar_keys("data.users", ["checkpoint.steps"])
+        ''
         >>> similar_keys("train.mixed_precision", ["plan.forward_precision", "train.amp"])
         '; did you mean train.amp?'
     """
@@ -156,7 +158,7 @@ def similar_keys(key: str, paths: Iterable[str]) -> str:
         leaves = [alias]
     else:
         leaves = [leaf for leaf in by_leaf if name in leaf.split("_")]
-        leaves = leaves or difflib.get_close_matches(name, by_leaf, n=1, cutoff=0.6)
+        leaves = leaves or difflib.get_close_matches(name, by_leaf, n=1, cutoff=0.65)
     if not leaves:
         return ""
     matches: list[str] = []
@@ -356,7 +358,9 @@ def apply_overrides(config: ConfigT, overrides: Iterable[str]) -> ConfigT:
             _plant(tree, config, path, text.strip(), label)
         except KeyError as missing:
             paths = list(key_paths(config))
-            question = similar_keys(key.strip(), paths) or f"; keys are {listed(paths)}"
+            group = key.strip().rpartition(".")[0] + "."
+            keys = [each for each in paths if each.startswith(group)] or paths
+            question = similar_keys(key.strip(), paths) or f"; keys are {listed(keys)}"
             raise ValueError(
                 f"{label}: there is no key {missing.args[0]!r}{question}"
             ) from None

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from torchrec_ext.drawing.terminal import print_to_pipe
 from torchx_apps.cli.errors import describe_error, would_come_again, write_reply
 from torchx_apps.cli.sigterm import ending_the_block
 
@@ -84,11 +85,7 @@ def hand_over(error: str) -> None:
 def say_once(text: str) -> int:
     """Prints a text on the first rank, and returns the exit code 0."""
     if os.environ.get("RANK", "0") == "0":
-        try:
-            print(text, flush=True)
-        except BrokenPipeError:
-            # `| head` causes this. Python would raise again when it flushes at its end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print_to_pipe(text)
     return 0
 
 

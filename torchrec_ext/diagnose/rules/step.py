@@ -36,6 +36,9 @@ from torchrec_ext.diagnose.rules.costs import (
 )
 
 _LEAST_LINES = 0.1  # share of an iteration that such lines take together; what samples say of less is not sure
+_TAKE_SPARSE = frozenset(
+    {"SGD", "Adagrad"}
+)  # optimizers of torch that read sparse gradients as they are
 _LOOP_OPS = 50  # ops of a line from which on it is a loop
 _SAMPLED_ITEMS = 1_024  # items to which a softmax over all of them is compared
 
@@ -54,12 +57,19 @@ def untouched_rows(facts: Facts) -> Finding | None:
         f"with tables that hold only the rows of a few batches the step takes {changed_in_loop(facts, 'small_tables')} "
         f"instead of {in_ms(facts.median('step'))}",
     ]
+    name = "SparseAdam on tables with sparse=True"
+    lines = (
+        "nn.Embedding(..., sparse=True)",
+        "torch.optim.SparseAdam(tables)  # and Adam for the layers",
+    )
+    if facts.optimizers and _TAKE_SPARSE.issuperset(facts.optimizers):
+        name = "tables with sparse=True"
+        lines = (
+            f"nn.Embedding(..., sparse=True)  # {mover} takes it; weight_decay must be 0",
+        )
     lazily = Remedy(
-        name="SparseAdam on tables with sparse=True",
-        lines=(
-            "nn.Embedding(..., sparse=True)",
-            "torch.optim.SparseAdam(tables)  # and Adam for the layers",
-        ),
+        name=name,
+        lines=lines,
         gain=expected(
             facts,
             lambda each: (
