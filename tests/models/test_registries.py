@@ -43,12 +43,17 @@ def served(runtime: Runtime, folder: Path) -> dict[str, tuple[str, list[float]]]
     """For each interaction its bundle's metric, and the scores of five recommendations; export checks its logits."""
     leave_group(runtime)
     answers = {}
-    for name in INTERACTIONS:
-        job = apply_overrides(
-            load_recipe("two_tower"), [*SET, f"model.interaction={name}"]
-        )
+    for name, kind in INTERACTIONS.items():
+        settings = [*SET, f"model.interaction={name}"]
         with contextlib.redirect_stdout(io.StringIO()):
-            run_training(job, folder / name)
+            run_training(
+                apply_overrides(load_recipe("two_tower"), settings), folder / name
+            )
+            if kind.towers is None:
+                settings = [item for item in settings if "data.users" not in item]
+                settings = [item for item in settings if "data.items" not in item]
+                three = apply_overrides(load_recipe("n_tower"), settings)
+                run_training(three, folder / f"{name} of three towers")
         bundle = Bundle.load(folder / name / "bundle")
         assert bundle.users is not None
         (user,) = bundle.users.ids.ids(range(1)).tolist()

@@ -124,23 +124,29 @@ def test_the_halves_of_ncf(gmf: int, widths: list[int], seed: int) -> None:
     )
 
 
+@pytest.mark.parametrize("towers", [2, 3, 4])
 @pytest.mark.parametrize("name", INTERACTIONS)
 def test_every_interaction_of_the_registry_scores_from_what_is_stored(
-    name: str,
+    name: str, towers: int
 ) -> None:
-    torch.manual_seed(0)
-    assert_equal(interaction_layer(name, [8, 8], (8,)), [8, 8])
-
-
-@pytest.mark.parametrize("towers", [2, 3, 4])
-def test_products(towers: int) -> None:
+    if INTERACTIONS[name].towers not in (None, towers):
+        pytest.skip(f"{name} takes {INTERACTIONS[name].towers} towers")
     torch.manual_seed(towers)
     widths = [8] * towers
-    if towers == 2:
-        for interaction in (DotProduct(widths), GeneralizedMF(widths)):
-            assert_equal(interaction, widths, projected=False)
-            assert projection(interaction, 8).linear
-        assert_equal(Cosine(widths, temperature=0.5), widths, projected=True)
+    interaction = interaction_layer(name, widths, (8,))
+    assert_equal(interaction, widths)
+    # Weights that are all 1 or 0 at the beginning would hide that they are not read.
+    for weight in interaction.parameters():
+        nn.init.normal_(weight)
+    assert_equal(interaction, widths)
+
+
+def test_products() -> None:
+    widths = [8, 8]
+    for interaction in (DotProduct(widths), GeneralizedMF(widths)):
+        assert_equal(interaction, widths, projected=False)
+        assert projection(interaction, 8).linear
+    assert_equal(Cosine(widths, temperature=0.5), widths, projected=True)
     assert_equal(FactorizationMachine(widths), widths, projected=False)
     assert_equal(DeepFM(widths, (8,)), widths, projected=False)
     assert_equal(DeepCross(widths, (8,), layers=2), widths, projected=False)

@@ -58,7 +58,7 @@ def untouched_rows(facts: Facts) -> Finding | None:
         f"instead of {in_ms(facts.median('step'))}",
     ]
     name = "SparseAdam on tables with sparse=True"
-    lines = (
+    lines: tuple[str, ...] = (
         "nn.Embedding(..., sparse=True)",
         "torch.optim.SparseAdam(tables)  # and Adam for the layers",
     )
