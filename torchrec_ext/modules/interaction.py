@@ -114,7 +114,8 @@ class InteractionLayer(Recorded, nn.Module):
     A class that sets ``self.widths`` to the width of each tower only has to write ``forward``.
 
     Attributes:
-        towers: number of towers that it takes; None for any number, or for two or more of equal width.
+        towers: number of towers that it takes; None for any number, of which some classes ask to be two or more and
+            equally wide.
         metric: measure by which an index finds the candidates with the greatest logits, ``dot`` or ``cosine`` of the
             query's and the candidate's vector; None where only the interaction itself can rank them.
         projectable: whether a candidate's row can be stored so that a pair costs less than ``forward``, as

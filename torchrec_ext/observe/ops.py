@@ -409,8 +409,9 @@ def sum_products(products: Mapping[Product, Sequence[float]]) -> Products:
 class Flow:
     """The flow of results from op to op in a step.
 
-    An op has its number. A tensor is known by its Python object and its storage together, since both are used again.
-    One that no op was seen to return, such as autograd's saved ones, stands for all that was written to its storage.
+    Ops are numbered in their order. A tensor is recognised by its Python object and its storage together, since Python
+    and torch use each of them again. A tensor that no op was seen to return, such as one that autograd has saved,
+    counts as the result of every op that wrote to its storage.
     """
 
     def __init__(self) -> None:

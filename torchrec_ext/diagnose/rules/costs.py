@@ -22,11 +22,12 @@ from torchrec_ext.diagnose.findings import (
 )
 
 _SWEEPS = 3.0  # times the optimizer's own seconds that rows which are not read cost, with their gradients
-_AT_MOST = 1.5  # times the price of ops that lines may take
-_WORK_AT_MOST = (
-    1.3  # times the work of ops that lines may take, as other moments of the machine do
-)
-# shares of the rest of a step, and of the step, that stay at least
+# A line may take this many times what its ops cost in price and in work: it was sampled
+# in other moments of the machine than they were timed in.
+_PRICE_AT_MOST = 1.5
+_WORK_AT_MOST = 1.3
+# A remedy leaves at least this share of what it does not touch, which may be the noise
+# of another moment, and this share of the whole step.
 _REST, _REST_LEAST = (0.6, 0.02)
 _LEAST_LINE = 0.03  # share of an iteration from which on a line is named
 
@@ -84,8 +85,8 @@ def swept_seconds(facts: Facts, each: Round) -> float:
         return 0.0
     by_lines = whole_table_seconds(facts, each)  # of the user, not the optimizer
     swept = max(0.0, each["step"] - changed_seconds(each, "small_tables") - by_lines)
-    # Small tables also save memory traffic elsewhere; the optimizer explains a sweep
-    # only up to a multiple of itself.
+    # Small tables also save memory traffic outside of the optimizer. So of what they
+    # save, at most three times the optimizer's own seconds count as its sweep.
     most = _SWEEPS * each["optimizer"] if each.get("optimizer") else swept
     return min(swept, most)
 
@@ -146,7 +147,7 @@ def sync_seconds(facts: Facts, each: Round) -> float:
         0, facts.sync_ops - facts.syncs
     ) * op_price(facts, each)
     if facts.lines:  # beyond the price of their ops these lines do work that stays
-        price = min(sync_line_seconds(facts, each), _AT_MOST * price)
+        price = min(sync_line_seconds(facts, each), _PRICE_AT_MOST * price)
     return min(price, each["step"])
 
 
@@ -171,7 +172,7 @@ def _at_line(facts: Facts, each: Round, seconds: float) -> float:
 
 def _without_ops(facts: Facts, each: Round, line: LineFacts) -> float:
     """Returns the seconds of a round at a line beyond the work and the price of its ops."""
-    ops_s = _WORK_AT_MOST * line.op_s + _AT_MOST * line.ops * each["op"]
+    ops_s = _WORK_AT_MOST * line.op_s + _PRICE_AT_MOST * line.ops * each["op"]
     return max(0.0, _at_line(facts, each, line.seconds) - ops_s)
 
 
