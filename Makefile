@@ -61,7 +61,7 @@ docs: $(STAMP) ## build the site of docs/ into build/docs, and that of TAGS="v0.
 	done
 	@echo "open build/docs/index.html"
 
-bench: $(STAMP) ## every benchmark in three rounds, 45 minutes or so, on a machine that does nothing else; writes benchmarks/results
+bench: $(STAMP) ## every benchmark in three rounds, one to three hours, on a machine that does nothing else; writes benchmarks/results
 	@$(BIN)/python -c 'import duckdb, faiss, onnxruntime' 2>/dev/null || \
 		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),retrieval,onnx]'
 	@$(WITH_VENV) $(BIN)/python benchmarks/all.py $(BENCH_ARGS)

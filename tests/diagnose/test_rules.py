@@ -170,7 +170,7 @@ def test_an_optimizer_that_takes_sparse_gradients_is_kept() -> None:
     recorded = dataclasses.replace(RECORDED["untouched_rows"], optimizers=("SGD",))
     text = str(Diagnosis(recorded))
     assert "SparseAdam" not in text
-    assert "| nn.Embedding(..., sparse=True)  # SGD takes it" in text
+    assert "| nn.Embedding(..., sparse=True)  # as SGD reads it" in text
 
 
 def answer(recorded: Facts, name: str) -> Answer:

@@ -181,11 +181,11 @@ def test_crossing_layers_are_those_of_the_paper(low_rank: int | None) -> None:
         ),
         (
             lambda: FactorizationMachine([4, 4, 8]),
-            "needs towers of equal width, got (B, 4), (B, 4), (B, 8); ",
+            "needs two towers or more of equal width, got (B, 4), (B, 4), (B, 8); ",
         ),
         (
             lambda: DeepFM([4, 8]),
-            "towers of equal width, got (B, 4), (B, 8); give them one last width, or use TopMLP or DeepCross",
+            "or more of equal width, got (B, 4), (B, 8); give them one last width, or use TopMLP or DeepCross",
         ),
         (
             lambda: TopMLP([8, 0]),

@@ -93,7 +93,7 @@ def equal_width(
     Raises:
         ValueError: towers of different widths, or not as many as ``towers``.
     """
-    many = "towers" if towers is None else "two towers"
+    many = "two towers or more" if towers is None else "two towers"
     wrong_number = len(widths) < 2 or towers not in (None, len(widths))
     if wrong_number or len(set(widths)) > 1 or min(widths) < 1:
         raise ValueError(

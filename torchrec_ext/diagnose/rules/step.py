@@ -36,9 +36,8 @@ from torchrec_ext.diagnose.rules.costs import (
 )
 
 _LEAST_LINES = 0.1  # share of an iteration that such lines take together; what samples say of less is not sure
-_TAKE_SPARSE = frozenset(
-    {"SGD", "Adagrad"}
-)  # optimizers of torch that read sparse gradients as they are
+# Optimizers of torch that read sparse gradients as they are.
+_TAKE_SPARSE = frozenset({"SGD", "Adagrad"})
 _LOOP_OPS = 50  # ops of a line from which on it is a loop
 _SAMPLED_ITEMS = 1_024  # items to which a softmax over all of them is compared
 
@@ -65,7 +64,7 @@ def untouched_rows(facts: Facts) -> Finding | None:
     if facts.optimizers and _TAKE_SPARSE.issuperset(facts.optimizers):
         name = "tables with sparse=True"
         lines = (
-            f"nn.Embedding(..., sparse=True)  # {mover} takes it; weight_decay must be 0",
+            f"nn.Embedding(..., sparse=True)  # as {mover} reads it; weight_decay must be 0",
         )
     lazily = Remedy(
         name=name,
