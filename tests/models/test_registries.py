@@ -25,8 +25,6 @@ from torchx_apps.recipes.by_name import load_recipe
 SET = (
     *(
         "data.name=planted",
-        "data.users=120",
-        "data.items=60",
         "loader.batch_size=256",
         "train.epochs=1",
     ),
@@ -45,13 +43,12 @@ def served(runtime: Runtime, folder: Path) -> dict[str, tuple[str, list[float]]]
     answers = {}
     for name, kind in INTERACTIONS.items():
         settings = [*SET, f"model.interaction={name}"]
+        two = apply_overrides(
+            load_recipe("two_tower"), [*settings, "data.users=120", "data.items=60"]
+        )
         with contextlib.redirect_stdout(io.StringIO()):
-            run_training(
-                apply_overrides(load_recipe("two_tower"), settings), folder / name
-            )
+            run_training(two, folder / name)
             if kind.towers is None:
-                settings = [item for item in settings if "data.users" not in item]
-                settings = [item for item in settings if "data.items" not in item]
                 three = apply_overrides(load_recipe("n_tower"), settings)
                 run_training(three, folder / f"{name} of three towers")
         bundle = Bundle.load(folder / name / "bundle")

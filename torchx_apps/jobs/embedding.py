@@ -393,13 +393,12 @@ class TowerGroup:
 
 
 def _known_users(bundle: Bundle, names: Sequence[str]) -> UserTable:
-    kept = "the bundle keeps no rows"
-    if bundle.users is not None:
-        if list(names) == list(bundle.query):
-            return bundle.users
-        kept = "the bundle keeps rows for --tower query alone"
+    users = bundle.users
+    if users is not None and list(names) == list(bundle.query):
+        return users
+    rows = "no rows" if users is None else "rows for --tower query alone"
     raise ValueError(
-        f"--catalogue: name the parquet files with the rows of {', '.join(names)}; {kept}"
+        f"--catalogue: name the parquet files with the rows of {', '.join(names)}; the bundle keeps {rows}"
     )
 
 

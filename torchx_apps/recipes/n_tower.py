@@ -190,8 +190,8 @@ class NTowerConfig:
             last. ``examples/towers_by_affinity.py`` proposes towers of features that occur together.
         compress: settings of the :class:`Compression` of a tower's embeddings before its MLP or, without one, before
             they leave its ranks, such as ``dim=16,flat=2``; none where empty.
-        interaction: network over the towers' outputs, see :func:`interaction_layer`. Where
-            ``towers`` is empty, one that takes two towers, such as ``dot``, gets the context as part of the user's.
+        interaction: network over the towers' outputs, see :func:`interaction_layer`. Where ``towers`` is empty, one
+            that takes two towers, such as ``dot``, gets the context as part of the user's.
         top_widths: hidden widths of the interaction.
         activation: activation between layers.
         normalization: normalisation before each activation.

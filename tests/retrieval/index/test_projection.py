@@ -141,12 +141,15 @@ def test_every_interaction_of_the_registry_scores_from_what_is_stored(
     assert_equal(interaction, widths)
 
 
-def test_products() -> None:
-    widths = [8, 8]
-    for interaction in (DotProduct(widths), GeneralizedMF(widths)):
-        assert_equal(interaction, widths, projected=False)
-        assert projection(interaction, 8).linear
-    assert_equal(Cosine(widths, temperature=0.5), widths, projected=True)
+@pytest.mark.parametrize("towers", [2, 3, 4])
+def test_products(towers: int) -> None:
+    torch.manual_seed(towers)
+    widths = [8] * towers
+    if towers == 2:
+        for interaction in (DotProduct(widths), GeneralizedMF(widths)):
+            assert_equal(interaction, widths, projected=False)
+            assert projection(interaction, 8).linear
+        assert_equal(Cosine(widths, temperature=0.5), widths, projected=True)
     assert_equal(FactorizationMachine(widths), widths, projected=False)
     assert_equal(DeepFM(widths, (8,)), widths, projected=False)
     assert_equal(DeepCross(widths, (8,), layers=2), widths, projected=False)
