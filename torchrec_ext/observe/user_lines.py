@@ -126,11 +126,20 @@ Stack = Sequence[tuple[CodeType, int]]  # code and line of the innermost call fi
 
 
 def stack_of(frame: FrameType | None) -> Stack:
-    """Returns the calls of a step down to a frame."""
-    stack = []
+    """Returns the calls of a step down to a frame; of those on one line, the outermost."""
+    stack: list[tuple[CodeType, int]] = []
     while frame is not None and frame.f_code.co_filename not in _CALLERS:
+        code = frame.f_code
         # None where a call begins or ends
-        stack.append((frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno))
+        number = frame.f_lineno or code.co_firstlineno
+        # A generator on its caller's line would be a second row of the same text.
+        if (
+            stack
+            and stack[-1][1] == number
+            and stack[-1][0].co_filename == code.co_filename
+        ):
+            stack.pop()
+        stack.append((code, number))
         frame = frame.f_back
     return stack
 
