@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import torch
 
 from tests.apps.test_matrix import RECIPES
 from tests.contracts import leave_group, run_ranks
+from torchrec_ext.data.columns import Chunk
+from torchrec_ext.data.datasets.labelled import planted_context
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import DataError
@@ -34,6 +38,7 @@ from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.recipes import Job
 from torchx_apps.recipes.by_name import load_recipe
+from torchx_apps.recipes.ncf import NCFConfig, build_contextual_ncf
 from torchx_apps.tasks.ranking import heldout_question
 
 
@@ -93,6 +98,24 @@ def test_contextual_ncf_comes_near_the_odds_that_made_the_rows(
     test, best = with_context["test"], with_context["best"]
     assert best["auc"] - 0.05 < test["auc"] < best["auc"] + 0.005
     assert test["log_loss"] < 0.75 * with_context["baseline"]["log_loss"]
+
+
+def test_a_column_named_context_id_is_context_as_any_other() -> None:
+    data = planted_context(rows=600)
+    by_name = {"hour": "context_id"}
+
+    def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {by_name.get(name, name): value for name, value in values.items()}
+
+    parts = ("train", "validation", "test")
+    named = dataclasses.replace(
+        data,
+        **{part: Chunk(renamed(getattr(data, part))) for part in parts},
+        vocab=renamed(data.vocab),
+        context=("context_id", "weekday"),
+    )
+    model = build_contextual_ncf(NCFConfig(), named)
+    assert set(model.schema().keys) == {"user_id", "item_id", "context_id", "weekday"}
 
 
 def test_without_its_context_it_cannot(with_context: dict[str, Record]) -> None:

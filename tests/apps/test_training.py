@@ -5,6 +5,7 @@ import dataclasses
 import io
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,13 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.jobs.setup import build_model, load_task, loader_of, plan_job
+from torchx_apps.jobs.setup import (
+    build_model,
+    load_task,
+    loader_of,
+    plan_job,
+    quieten_libraries,
+)
 from torchx_apps.networks import stacks as stackable
 from torchx_apps.networks.members import MemberJob
 from torchx_apps.recipes import Job, two_tower_job
@@ -448,3 +455,21 @@ def test_a_batch_that_is_larger_than_an_epoch_is_clipped_with_a_line(
         note = f"note: loader.batch_size={size} is more than an epoch has: each step takes all {rows:,} samples\n"
         assert capsys.readouterr().out == ("" if size == rows else note)
         assert len(loader) == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "count"), [("0", 2), ("1", 1)], ids=["first", "other"]
+)
+def test_what_is_to_be_said_of_the_data_the_first_rank_says(
+    monkeypatch: pytest.MonkeyPatch, rank: str, count: int
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("LOGLEVEL", raising=False)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quieten_libraries()
+        # A table's rank alone may know of its rows.
+        for module in ("torchrec_ext.data.datasets.folder", "torchrec_ext.ids.dynamic"):
+            warnings.warn_explicit("rows", UserWarning, "f.py", 1, module=module)
+    assert len(caught) == count

@@ -480,6 +480,11 @@ def quieten_libraries() -> None:
     for library in ("torch", "torchrec", "fbgemm_gpu"):
         logging.getLogger(library).setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", category=UserWarning, module=rf"{library}\b")
+    if os.environ.get("RANK", "0") != "0":
+        # Every rank reads the same data: what is to be said of it, the first one says.
+        warnings.filterwarnings(
+            "ignore", category=UserWarning, module=r"torchrec_ext\.data\b"
+        )
 
 
 def _one_line(
