@@ -73,6 +73,7 @@ PRIVATE_NAMES = (
             "_fused_adam_",
             "_fused_adamw_",
             "_int_mm",
+            "_weight_int8pack_mm",
             "_assert_async",
             "_embedding_bag",
         ),

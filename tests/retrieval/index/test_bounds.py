@@ -22,12 +22,19 @@ from torchrec_ext.retrieval.store.writer import write_store
 pytestmark = pytest.mark.unit
 
 
-@pytest.fixture(autouse=True)
-def _also_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 64 rows, of any number of them, whether it pays here or not."""
+@pytest.fixture(autouse=True, params=[*bounds._KERNELS])
+def _also_of_few_rows(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 64 rows, of any number of them, by each kernel, whether it pays here or not."""
+
+    def takes_kernel(self: ScoreBounds, *_: object) -> bool:
+        self._kernel = request.param
+        return True
+
     monkeypatch.setattr(bounds, "_WORTH_FLOATS", 1)
     monkeypatch.setattr(bounds, "_ROWS", 64)
-    monkeypatch.setattr(ScoreBounds, "pays", lambda *_: True)
+    monkeypatch.setattr(ScoreBounds, "pays", takes_kernel)
 
 
 def both(rows: Tensor, metric: str) -> tuple[ExactIndex, ExactIndex]:
@@ -126,12 +133,14 @@ def test_bounds_of_codes_hold_every_score() -> None:
         500, 1, generator=generator
     )
     made = ScoreBounds.of_rows(rows.split(123), (500, 64))
+    made.pays(list, lambda _: rows.numpy())
     for query in torch.randn(20, 64, generator=generator):
         coded = bounds._Query(query.numpy(), 10, made._greatest, made._slack, 500)
         scale = float(query.double().abs().max()) / 127
-        near = (
-            (made.codes.double() @ torch.from_numpy(coded.codes)) * made._scales * scale
-        )
+        codes = torch.from_numpy(coded.codes[None].astype(np.int8))
+        memory = torch.empty(1, 500, dtype=torch.int32)
+        products = made._kernel(codes, made.codes, memory)[0].double()
+        near = products * made._scales * scale
         reach = (
             torch.from_numpy(
                 coded.of_errors * made._errors + coded.of_norms * made._norms
@@ -278,3 +287,27 @@ def test_where_rows_are_nearly_alike_it_does_not_pay(
     index = ExactIndex(1 + 1e-3 * torch.randn(20_000, 64), "dot")
     assert not index.quantize()
     assert not index.quantized
+
+
+@pytest.mark.parametrize("error", [0.5, 2.0])
+def test_a_kernel_that_is_further_off_than_its_bound_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, error: float
+) -> None:
+    """As one of another torch or processor may round."""
+    monkeypatch.undo()
+    known: dict[int, Tensor] = {}
+
+    def remembered(queries: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+        """Takes no time, as no true kernel does."""
+        if len(rows) not in known:
+            exact = queries.double() @ rows.double().T
+            known[len(rows)] = (exact * (1 + error * 2.0**-8)).float()
+        return known[len(rows)]
+
+    monkeypatch.setattr(bounds, "_KERNELS", {remembered: 2.0**-8})
+    rows = torch.randn(200_000, 64)
+    index = ExactIndex(rows, "dot")
+    monkeypatch.setattr(
+        ScoreBounds, "greatest", lambda _, queries, *rest: [()] * len(queries)
+    )
+    assert index.quantize() is (error < 1)

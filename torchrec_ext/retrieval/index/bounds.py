@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -33,17 +33,25 @@ _LOWEST = float(np.finfo(np.float32).min)
 # Within these limits products of norms neither underflow nor overflow.
 _LEAST = 1e-25
 _GREATEST = 1e37
-# Queries and K of the trial in pays().
+# Queries, K and numbers of the trial in pays().
 _TRIAL_QUERIES = 4
 _TRIAL_K = 100
+_TRIAL_FLOATS = 2**26
 _WARM = 32  # kernels are compiled beforehand for up to this many queries at once
+_LANES = (
+    16  # columns of the copy are a multiple of it: a kernel reads them in such groups
+)
+
+# Returns the (Q, N) products of (Q, D) queries and (N, D) rows of int8, in the given
+# int32 memory or its own.
+Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ScoreBounds:
     """Finds the greatest products of queries with I rows; safe to call from several threads.
 
     Args:
-        codes: (I, D) int8 copy of the rows.
+        codes: (I, D) int8 copy of the rows, with columns of zeros up to a multiple of 16.
         scales: (I,) float32; codes times scale approximate a row.
         errors: (I,) float32 upper bounds of the norm of row minus codes times scale.
         norms: (I,) float32 upper bounds of the norm of codes times scale.
@@ -63,18 +71,23 @@ class ScoreBounds:
                 (float(errors[block].max()), float(self._norms[block].max()))
             )
         self._greatest = max(error + norm for error, norm in self._block_maxima)
-        # In float32 a product is off by up to D roundings of its factors' norms: the
-        # bound's, and the exact one's.
-        self._slack = (codes.shape[1] + 8) * 2.0**-22
+        self._kernel: Kernel = _int32_products
         self._buffers = threading.local()
+
+    @property
+    def _slack(self) -> float:
+        """Roundings of a product, as a share of its factors' norms."""
+        # In float32 D each, the bound's and the exact one's; and one of the kernel.
+        return (self.codes.shape[1] + 8) * 2.0**-22 + _KERNELS[self._kernel]
 
     @classmethod
     def of_rows(cls, blocks: Iterable[Tensor], shape: tuple[int, int]) -> ScoreBounds:
         """Copies float32 rows, streamed in blocks, ``shape`` (I, D) in total."""
-        codes = torch.empty(shape, dtype=torch.int8)
-        scales = torch.empty(shape[0])
-        errors = torch.empty(shape[0])
-        norms = torch.empty(shape[0])
+        size, width = shape
+        codes = torch.zeros(size, -(-width // _LANES) * _LANES, dtype=torch.int8)
+        scales = torch.empty(size)
+        errors = torch.empty(size)
+        norms = torch.empty(size)
         start = 0
         for block in blocks:
             rows = slice(start, start + len(block))
@@ -83,7 +96,7 @@ class ScoreBounds:
             # In float64, so that the errors are those of the codes; the factors cover
             # the rounding to float32.
             near = coded.double() * scale.double()[:, None]
-            codes[rows] = coded
+            codes[rows, :width] = coded
             scales[rows] = scale
             errors[rows] = (block.double() - near).norm(dim=1) * (1 + 2.0**-22)
             norms[rows] = near.norm(dim=1) * (1 + 2.0**-22)
@@ -95,29 +108,59 @@ class ScoreBounds:
         """Returns whether a copy of this many numbers is worth its cost and its memory."""
         return _WORTH_FLOATS <= rows * width <= _MOST_FLOATS
 
-    def pays(self, first: Tensor, rows: Callable[[Positions], Float32s]) -> bool:
-        """Measures on this processor whether bounds are faster than all products.
+    def pays(
+        self,
+        blocks: Callable[[], Iterable[Tensor]],
+        rows: Callable[[Positions], Float32s],
+    ) -> bool:
+        """Measures on this processor which kernel is fastest, and whether bounds are faster than all products.
 
         Some processors are slow with 8 bits, and the bounds of nearly equal rows rule out too few.
 
         Args:
-            first: (N, D) first rows; some of them serve as queries.
+            blocks: function that yields the float32 rows as a search of all of them reads them.
             rows: see :meth:`greatest`.
         """
-        queries = first[:: max(1, len(first) // _TRIAL_QUERIES)][
-            :_TRIAL_QUERIES
-        ].numpy()
-        k = max(1, min(_TRIAL_K, len(self.codes) // (2 * _SHARE)))
-        results = self.greatest(queries, k, rows)
-        if None in results:
+        size = len(self.codes)
+        queries = rows(np.linspace(0, size - 1, _TRIAL_QUERIES).astype(np.int64))
+        query = torch.from_numpy(queries[0])
+        # As many rows as no cache holds: a server's next request finds none there.
+        count = min(size, max(1, _TRIAL_FLOATS // self.codes.shape[1]))
+        memory = torch.empty(1, min(_ROWS, size), dtype=torch.int32)
+
+        def products_of_all() -> None:
+            done = 0
+            for block in blocks():
+                torch.mv(block, query)
+                done += len(block)
+                if done >= count:
+                    break
+
+        def products_of_copy(kernel: Kernel) -> None:
+            for block in self._blocks():
+                codes = self.codes[block]
+                kernel(codes[:1], codes, memory[:, : len(codes)])
+                if block.stop >= count:
+                    break
+
+        # Only the products: the steps after them cost the same either way.
+        least_s = _seconds(products_of_all)
+        codes = self.codes[:_ROWS]
+        exact = _int32_products(codes[:1], codes, memory).double()
+        fastest: Kernel | None = None
+        for kernel, rounding in _KERNELS.items():
+            error = kernel(codes[:1], codes, memory) - exact
+            if not (error.abs() <= rounding * exact.abs()).all():
+                continue
+            seconds = _seconds(functools.partial(products_of_copy, kernel))
+            if seconds < least_s:
+                least_s = seconds
+                fastest = kernel
+        if fastest is None:
             return False
-        codes = self.codes[: len(first)]
-        scores = np.empty(len(first), np.float32)
-        products = torch.empty(1, len(first), dtype=torch.int32)
-        # Only the products: the steps after them cost the same either way, and here,
-        # unlike in a server, the rows are in a cache.
-        all_rows_s = _seconds(lambda: np.dot(first.numpy(), queries[0], out=scores))
-        return _seconds(lambda: _int8_products(codes[:1], codes, products)) < all_rows_s
+        self._kernel = fastest
+        k = max(1, min(_TRIAL_K, size // (2 * _SHARE)))
+        return None not in self.greatest(queries, k, rows)
 
     def warm_up(self) -> None:
         """Compiles the kernels beforehand; each takes some milliseconds of the first search otherwise."""
@@ -130,9 +173,7 @@ class ScoreBounds:
             }.values():
                 codes = self.codes[block]
                 products = torch.empty(count, len(codes), dtype=torch.int32)
-                _int8_products(
-                    codes[:1].expand(count, -1).contiguous(), codes, products
-                )
+                self._kernel(codes[:1].expand(count, -1).contiguous(), codes, products)
             count *= 2
 
     def greatest(
@@ -165,9 +206,9 @@ class ScoreBounds:
         # A kernel is compiled for each number of queries, so numbers are rounded up to
         # powers of two.
         coded = np.zeros(
-            (1 << (len(searches) - 1).bit_length(), queries.shape[1]), np.int8
+            (1 << (len(searches) - 1).bit_length(), self.codes.shape[1]), np.int8
         )
-        coded[: len(searches)] = [query.codes for query in searches]
+        coded[: len(searches), : queries.shape[1]] = [query.codes for query in searches]
         products, scores = self._memory(len(coded) * min(_ROWS, size))
         for block, block_maxima in zip(self._blocks(), self._block_maxima, strict=True):
             mask: Bools | None = None
@@ -176,8 +217,11 @@ class ScoreBounds:
                 if not mask.any():
                     continue
             count = block.stop - block.start
-            of_block = products[: len(coded) * count].view(-1, count)
-            _int8_products(torch.from_numpy(coded), self.codes[block], of_block)
+            of_block = self._kernel(
+                torch.from_numpy(coded),
+                self.codes[block],
+                products[: len(coded) * count].view(-1, count),
+            )
             for index, query in enumerate(searches):
                 if not query.bounded:
                     continue
@@ -243,7 +287,8 @@ class _Query:
             self.codes = np.rint(exact / self.scale)
             error = exact - self.codes * self.scale
             self.of_errors = norm / self.scale * (1 + slack)
-            self.of_norms = (float(error @ error) ** 0.5 + slack * norm) / self.scale
+            own = float(error @ error) ** 0.5
+            self.of_norms = (own * (1 + slack) + slack * norm) / self.scale
         self._query = query
         self._k = k
         self._row_budget = row_budget
@@ -368,16 +413,31 @@ def _drawn(size: int) -> Positions:
     return np.random.default_rng(0).integers(0, size, _SAMPLE)
 
 
-def _int8_products(queries: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Fills ``out`` (Q, N) int32 with the products of (Q, D) and (N, D) int8."""
-    torch._int_mm(queries, rows.T, out=out)
+def _int32_products(queries: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    """See :data:`Kernel`: exact, and fast where the processor has an instruction for it (VNNI, AMX)."""
+    return torch._int_mm(queries, rows.T, out=out)
+
+
+def _bfloat16_products(queries: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    """See :data:`Kernel`: sums in float32, rounded to bfloat16; fast with AVX2 too."""
+    # Whole numbers up to 256 are exact in bfloat16.
+    return torch._weight_int8pack_mm(queries.bfloat16(), rows, _ones(len(rows)))
+
+
+# Kernels, and the greatest relative error of their products.
+_KERNELS: Mapping[Kernel, float] = {_int32_products: 0.0, _bfloat16_products: 2.0**-8}
+
+
+@functools.lru_cache(maxsize=8)
+def _ones(count: int) -> Tensor:
+    return torch.ones(count, dtype=torch.bfloat16)
 
 
 def _seconds(function: Callable[[], object]) -> float:
-    """Returns the shortest of five calls in seconds; a first call warms up kernel and cache."""
+    """Returns the shortest of three calls in seconds; a first call warms up kernel and memory."""
     function()
     times = []
-    for _ in range(5):
+    for _ in range(3):
         start = time.perf_counter()
         function()
         times.append(time.perf_counter() - start)

@@ -231,7 +231,9 @@ class Blockwise:
                 (self.rows(start, stop) for start, stop in self.blocks()),
                 (self.size, width),
             )
-            if bounds.pays(self.rows(*self.blocks()[0]), self._gathered):
+            if bounds.pays(
+                lambda: (self.block(*each) for each in self.blocks()), self._gathered
+            ):
                 bounds.warm_up()
                 self._bounds = bounds
         return self.quantized
