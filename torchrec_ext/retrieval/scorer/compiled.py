@@ -37,11 +37,12 @@ _EXAMPLE = (
 # One thread, because a server has a worker for each core. Without the newest
 # processor's own instructions, because a cache folder may be shared by machines of one
 # capability.
-_CONFIG = (
-    {"cpp.threads": 1, "cpp.march": "x86-64-v3"}
-    if os.uname().machine == "x86_64"
-    else {"cpp.threads": 1}
-)
+_CONFIG: dict[str, Any] = {"cpp.threads": 1}
+if os.uname().machine == "x86_64":
+    _CONFIG["cpp.march"] = "x86-64-v3"
+# Products by Inductor's own code: for the one row of a user, a call of BLAS takes
+# longer than the arithmetic.
+_TEMPLATES = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
 
 
 class CompiledScores:
@@ -121,15 +122,22 @@ def compiled_scores(
     path = folder / f"{_key(program)}.pt2"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            # A copy of the settings, because torch adds its own.
-            package = torch._inductor.aoti_compile_and_package(
-                program,
-                package_path=f"{temporary}/scores.pt2",
-                inductor_configs=dict(_CONFIG),
-            )
+            package = f"{temporary}/scores.pt2"
+            try:
+                _compile(program, package, _CONFIG | _TEMPLATES)
+            except Exception:
+                # Of some products, such as dot products, Inductor has no code.
+                _compile(program, package, _CONFIG)
             # Atomic, since several workers may compile the same program.
             os.replace(package, path)
     return CompiledScores(path, [*chain.from_iterable(tables), *stored_rows])
+
+
+def _compile(program: ExportedProgram, package: str, config: dict[str, Any]) -> None:
+    # A copy of the settings, because torch adds its own.
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=package, inductor_configs=dict(config)
+    )
 
 
 def _example(
@@ -299,7 +307,7 @@ def _check_owner(folder: Path, status: os.stat_result, is_unsafe: bool) -> None:
 def _key(program: ExportedProgram) -> str:
     """Returns a digest of everything in the machine code: operations, weights, torch and the processor."""
     digest = hashlib.sha256(
-        f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {_CONFIG}\n{program}".encode()
+        f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {_CONFIG} {_TEMPLATES}\n{program}".encode()
     )
     for name, value in sorted({**program.state_dict, **program.constants}.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
