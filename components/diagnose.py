@@ -43,7 +43,7 @@ def why_slow(
         recipe: a built-in recipe, my_recipe.py:job or my.module:job
         set: change one key of the recipe, such as loader.batch_size=4096; give --set as often as you like
         settings: a TOML file of such changes, [loader] with batch_size = 4096; those of set come after it
-        budget: seconds that the rounds of experiments may take
+        budget: seconds for the rounds of experiments; the first four may take three times as long
         out: folder for diagnosis.txt, diagnosis.json and diagnosis.html
         html: file for the page with pictures
         trace: file for a Chrome trace of the measured steps

@@ -34,7 +34,7 @@ def _diagnose(argv: Sequence[str] | None) -> int:
         type=float,
         default=25.0,
         metavar="SECONDS",
-        help="of the rounds of experiments",
+        help="of the rounds of experiments; the first four may take three times as long",
     )
     parser.add_argument(
         "--out",

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=float,
         default=25.0,
         metavar="SECONDS",
-        help="of the rounds of experiments",
+        help="of the rounds of experiments; the first four may take three times as long",
     )
     parser.add_argument(
         "--json",

@@ -53,8 +53,9 @@ class _WhySlow:
 
     On several ranks each of them calls it, in the same place; they measure together, and rank 0's page is that of all.
 
-    All that the step changes is put back bit for bit, see :class:`StateCopy`. It takes ``budget_s`` seconds or less for
-    the rounds, and some more to count ops and to try a worker.
+    All that the step changes is put back bit for bit, see :class:`StateCopy`. The rounds take ``budget_s``
+    seconds, the first four up to three times as long: without them there is no verdict. Some more are taken to count
+    ops and to try a worker.
 
     Example:
         >>> import torch
@@ -85,7 +86,7 @@ class _WhySlow:
             optimizer: its optimizer, or several.
             loss: loss of a batch, called with the entries of a batch that is a tuple or list, else with the batch.
             batches: batches, such as a DataLoader.
-            budget_s: seconds of the wall clock that the rounds may take.
+            budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
             between: what else runs between steps, by name: a function, and the number of steps from a call to the next.
             apply: apply the remedies that keep the mathematics and need nobody to write them, one after the other, and
                 measure what they gain, see :attr:`Diagnosis.proof`; what they train is put back too. They are
@@ -132,7 +133,7 @@ class _WhySlow:
             batches: batches, such as a DataLoader.
             model: the model, if it cannot be reached from ``fn`` through closures, globals and attributes.
             optimizer: its optimizers, in the same case.
-            budget_s: seconds of the wall clock that the rounds may take.
+            budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
             between: what else runs between steps, by name: a function, and the number of steps from a call to the next.
             apply: apply the remedies that keep the mathematics and need nobody to write them, one after the other, and
                 measure what they gain, see :attr:`Diagnosis.proof`; what they train is put back too. They are
@@ -163,7 +164,7 @@ class _Request:
 
     Args:
         roots: objects from which all that a step changes is reached.
-        budget_s: seconds of the wall clock that the rounds may take.
+        budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
         between: what else runs between steps, by name: a function, and the number of steps from a call to the next.
     """
 

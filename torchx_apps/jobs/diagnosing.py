@@ -78,7 +78,7 @@ def run_diagnosis(
 
     Args:
         job: the job.
-        budget_s: seconds that the rounds of experiments may take.
+        budget_s: seconds for the rounds of experiments; the first four may take three times as long.
         as_json: print JSON instead.
         out: folder for ``diagnosis.txt``, ``diagnosis.json`` and ``diagnosis.html``.
         html: file for the page with pictures.

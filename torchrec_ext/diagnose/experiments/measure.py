@@ -62,7 +62,7 @@ class Experiments:
 
     Args:
         loop: the user's loop.
-        budget_s: seconds of the wall clock that the rounds may take.
+        budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
         ranks: ranks that train and diagnose together; None for a process alone.
 
     Attributes:

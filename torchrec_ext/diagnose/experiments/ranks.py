@@ -169,7 +169,7 @@ class RankRounds:
     Args:
         loop: the user's loop.
         variants: changes to its step.
-        budget_s: seconds of the wall clock that the rounds may take.
+        budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
         ranks: ranks of the diagnosis.
 
     Attributes:

@@ -74,7 +74,7 @@ class Rounds:
     Args:
         loop: the user's loop.
         variants: changes to its step.
-        budget_s: seconds of the wall clock that the rounds may take.
+        budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
 
     Attributes:
         size: number of ranks.
