@@ -232,12 +232,7 @@ PRIVATE_NAMES = (
     ),
     PrivateNames(
         "torch/_inductor/__init__.py",
-        (
-            "standalone_compile",
-            "aoti_compile_and_package",
-            "aoti_load_package",
-            "list_options",
-        ),
+        ("standalone_compile", "aoti_compile_and_package", "aoti_load_package"),
         "capture and the scorer compile a traced graph",
     ),
     PrivateNames(

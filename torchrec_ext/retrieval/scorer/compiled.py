@@ -34,7 +34,12 @@ _CHECKED = 8  # audited users whose scores are compared
 _EXAMPLE = (
     4  # positions, or ids of a list, in the traced example; the program takes 2 or more
 )
-_MARCH = "cpp.march"
+# One thread, because a server has a worker for each core. Without the newest
+# processor's own instructions, because a cache folder may be shared by machines of one
+# capability.
+_CONFIG: dict[str, Any] = {"cpp.threads": 1}
+if os.uname().machine == "x86_64":
+    _CONFIG["cpp.march"] = "x86-64-v3"
 # Products by Inductor's own code: for the one row of a user, a call of BLAS takes
 # longer than the arithmetic.
 _TEMPLATES = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
@@ -119,40 +124,20 @@ def compiled_scores(
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             package = f"{temporary}/scores.pt2"
             try:
-                _compile(program, package, _config() | _TEMPLATES)
+                _compile(program, package, _CONFIG | _TEMPLATES)
             except Exception:
                 # Of some products, such as dot products, Inductor has no code.
-                _compile(program, package, _config())
+                _compile(program, package, _CONFIG)
             # Atomic, since several workers may compile the same program.
             os.replace(package, path)
     return CompiledScores(path, [*chain.from_iterable(tables), *stored_rows])
 
 
 def _compile(program: ExportedProgram, package: str, config: dict[str, Any]) -> None:
+    # A copy of the settings, because torch adds its own.
     torch._inductor.aoti_compile_and_package(
-        program, package_path=package, inductor_configs=config
+        program, package_path=package, inductor_configs=dict(config)
     )
-
-
-def _config() -> dict[str, Any]:
-    """Returns new settings, because torch adds its own."""
-    # One thread, because a server has a worker for each core.
-    config: dict[str, Any] = {"cpp.threads": 1}
-    # Without the newest processor's own instructions, because a cache folder may be
-    # shared by machines of one capability. Torch 2.11 cannot leave them out.
-    if os.uname().machine == "x86_64" and _MARCH in torch._inductor.list_options():
-        config[_MARCH] = "x86-64-v3"
-    return config
-
-
-def _instructions() -> str:
-    """Returns the instructions of this processor that the code may use beyond its capability."""
-    cpus = Path("/proc/cpuinfo")
-    if _MARCH in _config() or not cpus.exists():
-        return ""
-    names = ("flags", "Features")  # on x86-64, and on ARM
-    lines = cpus.read_text().splitlines()
-    return next((line for line in lines if line.startswith(names)), "")
 
 
 def _example(
@@ -321,10 +306,8 @@ def _check_owner(folder: Path, status: os.stat_result, is_unsafe: bool) -> None:
 
 def _key(program: ExportedProgram) -> str:
     """Returns a digest of everything in the machine code: operations, weights, torch and the processor."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    settings = f"{_config()} {_TEMPLATES} {_instructions()}"
     digest = hashlib.sha256(
-        f"{torch.__version__} {capability} {settings}\n{program}".encode()
+        f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {_CONFIG} {_TEMPLATES}\n{program}".encode()
     )
     for name, value in sorted({**program.state_dict, **program.constants}.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
