@@ -252,6 +252,23 @@ def test_a_filter_changes_no_score_and_loses_no_item(share: float, metric: str) 
                 assert bool((positions[0, count:] == -1).all())
 
 
+@pytest.mark.parametrize("share", [None, 0.01, 0.5])
+def test_a_batch_of_queries_finds_what_each_finds(share: float | None) -> None:
+    """Beyond a number of queries, the products of all rows are computed."""
+    generator = torch.Generator().manual_seed(6)
+    rows = torch.randint(-9, 10, (2_000, 16), generator=generator).float()
+    queries = torch.randint(-9, 10, (9, 16), generator=generator).float()
+    allowed = None
+    if share is not None:
+        allowed = torch.rand(2_000, generator=generator) < share
+    index = both(rows, "dot")[1]
+    found = index.search(queries, 7, allowed=allowed)
+    for row, query in enumerate(queries.split(1)):
+        alone = index.search(query, 7, allowed=allowed)
+        assert torch.equal(found[0][row : row + 1], alone[0])
+        assert torch.equal(found[1][row : row + 1], alone[1])
+
+
 def test_where_the_sample_says_nothing_of_the_others_all_are_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

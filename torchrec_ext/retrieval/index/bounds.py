@@ -9,6 +9,7 @@ FAISS's IndexRefine, without their losses.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,9 +39,8 @@ _TRIAL_QUERIES = 4
 _TRIAL_K = 100
 _TRIAL_FLOATS = 2**26
 _WARM = 32  # kernels are compiled beforehand for up to this many queries at once
-_LANES = (
-    16  # columns of the copy are a multiple of it: a kernel reads them in such groups
-)
+# Columns of the copy are a multiple of it: a kernel reads them in such groups.
+_LANES = 16
 
 # Returns the (Q, N) products of (Q, D) queries and (N, D) rows of int8, in the given
 # int32 memory or its own.
@@ -73,6 +73,11 @@ class ScoreBounds:
         self._greatest = max(error + norm for error, norm in self._block_maxima)
         self._kernel: Kernel = _int32_products
         self._buffers = threading.local()
+
+    @property
+    def most_queries(self) -> int:
+        """Number of queries at once beyond which products of all rows are faster."""
+        return _MOST_QUERIES.get(self._kernel, sys.maxsize)
 
     @property
     def _slack(self) -> float:
@@ -165,7 +170,7 @@ class ScoreBounds:
     def warm_up(self) -> None:
         """Compiles the kernels beforehand; each takes some milliseconds of the first search otherwise."""
         count = 1
-        while count <= _WARM:
+        while count <= min(_WARM, self.most_queries):
             # A kernel depends on a block's length: all have one length, except perhaps
             # the last.
             for block in {
@@ -426,6 +431,9 @@ def _bfloat16_products(queries: Tensor, rows: Tensor, out: Tensor) -> Tensor:
 
 # Kernels, and the greatest relative error of their products.
 _KERNELS: Mapping[Kernel, float] = {_int32_products: 0.0, _bfloat16_products: 2.0**-8}
+# Queries at once up to which the copy is faster: for 8, products of all rows in float32
+# take less than this kernel, which converts the codes for every 4.
+_MOST_QUERIES: Mapping[Kernel, int] = {_bfloat16_products: 4}
 
 
 @functools.lru_cache(maxsize=8)
