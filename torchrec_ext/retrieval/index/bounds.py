@@ -44,7 +44,7 @@ _LANES = 16
 
 # Returns the (Q, N) products of (Q, D) queries and (N, D) rows of int8, in the given
 # int32 memory or its own.
-Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+CodeProducts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ScoreBounds:
@@ -71,7 +71,7 @@ class ScoreBounds:
                 (float(errors[block].max()), float(self._norms[block].max()))
             )
         self._greatest = max(error + norm for error, norm in self._block_maxima)
-        self._kernel: Kernel = _int32_products
+        self._kernel: CodeProducts = _int32_products
         self._buffers = threading.local()
 
     @property
@@ -141,7 +141,7 @@ class ScoreBounds:
                 if done >= count:
                     break
 
-        def products_of_copy(kernel: Kernel) -> None:
+        def products_of_copy(kernel: CodeProducts) -> None:
             for block in self._blocks():
                 codes = self.codes[block]
                 kernel(codes[:1], codes, memory[:, : len(codes)])
@@ -152,7 +152,7 @@ class ScoreBounds:
         least_s = _seconds(products_of_all)
         codes = self.codes[:_ROWS]
         exact = _int32_products(codes[:1], codes, memory).double()
-        fastest: Kernel | None = None
+        fastest: CodeProducts | None = None
         for kernel, rounding in _KERNELS.items():
             error = kernel(codes[:1], codes, memory) - exact
             if not (error.abs() <= rounding * exact.abs()).all():
@@ -419,21 +419,24 @@ def _drawn(size: int) -> Positions:
 
 
 def _int32_products(queries: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-    """See :data:`Kernel`: exact, and fast where the processor has an instruction for it (VNNI, AMX)."""
+    """See :data:`CodeProducts`: exact, and fast where the processor has an instruction for it (VNNI, AMX)."""
     return torch._int_mm(queries, rows.T, out=out)
 
 
 def _bfloat16_products(queries: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-    """See :data:`Kernel`: sums in float32, rounded to bfloat16; fast with AVX2 too."""
+    """See :data:`CodeProducts`: sums in float32, rounded to bfloat16; fast with AVX2 too."""
     # Whole numbers up to 256 are exact in bfloat16.
     return torch._weight_int8pack_mm(queries.bfloat16(), rows, _ones(len(rows)))
 
 
 # Kernels, and the greatest relative error of their products.
-_KERNELS: Mapping[Kernel, float] = {_int32_products: 0.0, _bfloat16_products: 2.0**-8}
+_KERNELS: Mapping[CodeProducts, float] = {
+    _int32_products: 0.0,
+    _bfloat16_products: 2.0**-8,
+}
 # Queries at once up to which the copy is faster: for 8, products of all rows in float32
 # take less than this kernel, which converts the codes for every 4.
-_MOST_QUERIES: Mapping[Kernel, int] = {_bfloat16_products: 4}
+_MOST_QUERIES: Mapping[CodeProducts, int] = {_bfloat16_products: 4}
 
 
 @functools.lru_cache(maxsize=8)
