@@ -458,7 +458,7 @@ def test_a_batch_that_is_larger_than_an_epoch_is_clipped_with_a_line(
 
 
 @pytest.mark.parametrize(
-    ("rank", "count"), [("0", 2), ("1", 1)], ids=["first", "other"]
+    ("rank", "count"), [("0", 3), ("1", 2)], ids=["first", "other"]
 )
 def test_what_is_to_be_said_of_the_data_the_first_rank_says(
     monkeypatch: pytest.MonkeyPatch, rank: str, count: int
@@ -469,7 +469,9 @@ def test_what_is_to_be_said_of_the_data_the_first_rank_says(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         quieten_libraries()
-        # A table's rank alone may know of its rows.
-        for module in ("torchrec_ext.data.datasets.folder", "torchrec_ext.ids.dynamic"):
-            warnings.warn_explicit("rows", UserWarning, "f.py", 1, module=module)
+        # Of a table's rows and of a part of the files, one rank alone may know.
+        for module in ("data.datasets.folder", "data.files.sources", "ids.dynamic"):
+            warnings.warn_explicit(
+                "rows", UserWarning, "f.py", 1, module=f"torchrec_ext.{module}"
+            )
     assert len(caught) == count

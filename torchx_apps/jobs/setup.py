@@ -481,9 +481,10 @@ def quieten_libraries() -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", category=UserWarning, module=rf"{library}\b")
     if os.environ.get("RANK", "0") != "0":
-        # Every rank reads the same data: what is to be said of it, the first one says.
+        # Every rank loads the same set: what is to be said of it, the first one says.
+        # Of a loader each rank reads other files, which it alone may know to be slow.
         warnings.filterwarnings(
-            "ignore", category=UserWarning, module=r"torchrec_ext\.data\b"
+            "ignore", category=UserWarning, module=r"torchrec_ext\.data\.datasets\b"
         )
 
 

@@ -113,8 +113,8 @@ def build_contextual_ncf(config: NCFConfig, data: LabelledData) -> ContextualNCF
     towers = {}
     for tower, (features, dense) in data.towers.items():
         # The ids have tables of their own, in both halves.
-        ids = {"user": "user_id", "item": "item_id"}.get(tower)
-        towers[tower] = [name for name in features if name != ids], dense
+        others = [name for name in features if name not in ("user_id", "item_id")]
+        towers[tower] = others, dense
     user, user_dense = towers["user"]
     item, item_dense = towers["item"]
     context, dense = towers.get("context", ((), ()))

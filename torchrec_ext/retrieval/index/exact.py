@@ -166,24 +166,20 @@ class Blockwise:
             prepared = self.prepared(queries)
             candidate_mask = self.candidate_mask(allowed)
             excluded_positions = [positions.numpy() for positions in excluded or ()]
-            bounds = self._bounds
-            if bounds is not None and len(queries) > bounds.most_queries:
-                bounds = None
-            by_row = bounds is not None
             mask: Bools | None = None
             if candidate_mask is not None:
                 mask = candidate_mask.numpy()
                 count = np.count_nonzero(mask)
                 if count <= self.size * self._few_share:
-                    few = np.flatnonzero(mask)
                     return self._search_few(
-                        prepared, k, few, excluded_positions, by_row
+                        prepared, k, np.flatnonzero(mask), excluded_positions
                     )
                 # Every block would be masked for nothing.
                 if count == self.size:
                     mask = None
+            bounds = self._bounds_for(len(prepared))
             if bounds is None:
-                return self._search_all(prepared, k, mask, excluded_positions, by_row)
+                return self._search_all(prepared, k, mask, excluded_positions)
             results = []
             bounded = bounds.greatest(
                 self.factors(prepared).numpy(),
@@ -197,7 +193,7 @@ class Blockwise:
                 if best is None:
                     results.append(
                         self._search_all(
-                            query, k, mask, excluded_positions[row : row + 1], by_row
+                            query, k, mask, excluded_positions[row : row + 1]
                         )
                     )
                     continue
@@ -254,7 +250,6 @@ class Blockwise:
         k: int,
         mask: Bools | None,
         excluded_positions: Sequence[NDArray[np.int64]],
-        by_row: bool,
     ) -> tuple[Tensor, Tensor]:
         best = TopK(len(prepared), k)
         # One buffer for all blocks: allocating one per block costs as much as finding
@@ -269,13 +264,7 @@ class Blockwise:
                 if not allowed.any():
                     continue
             scores = buffer[: len(prepared) * (stop - start)].view(len(prepared), -1)
-            self._score(
-                prepared,
-                self.block(start, stop),
-                slice(start, stop),
-                scores,
-                by_row=by_row,
-            )
+            self._score(prepared, self.block(start, stop), slice(start, stop), scores)
             for row, positions in zip(scores.numpy(), excluded_positions, strict=False):
                 row[
                     positions[(positions >= start) & (positions < stop)] - start
@@ -289,7 +278,6 @@ class Blockwise:
         k: int,
         allowed: NDArray[np.int64],
         excluded_positions: Sequence[NDArray[np.int64]],
-        by_row: bool,
     ) -> tuple[Tensor, Tensor]:
         """Scores the positions ``allowed`` (N,), ascending, and no others."""
         best = TopK(len(prepared), k)
@@ -301,7 +289,6 @@ class Blockwise:
                 torch.from_numpy(self.stored(positions)),
                 torch.from_numpy(positions),
                 scores,
-                by_row=by_row,
             )
             for row, left_out in zip(scores.numpy(), excluded_positions, strict=False):
                 row[np.isin(positions, left_out)] = -np.inf
@@ -310,16 +297,16 @@ class Blockwise:
         # Index -1 of the padding reads the last entry, -1.
         return best_scores, torch.from_numpy(np.append(allowed, -1)[indices.numpy()])
 
+    def _bounds_for(self, queries: int) -> ScoreBounds | None:
+        """Returns the bounds, if they are faster than all products for so many queries at once."""
+        if self._bounds is None or queries > self._bounds.most_queries:
+            return None
+        return self._bounds
+
     def _score(
-        self,
-        prepared: Tensor,
-        rows: Tensor,
-        positions: slice | Tensor,
-        out: Tensor,
-        *,
-        by_row: bool,
+        self, prepared: Tensor, rows: Tensor, positions: slice | Tensor, out: Tensor
     ) -> None:
-        if not by_row:
+        if self._bounds_for(len(prepared)) is None:
             self.fill_scores(prepared, rows, positions, out)
             return
         # As the bounds compute the rows that they cannot rule out, so that no filter
