@@ -33,6 +33,8 @@ from torch.utils.data import (
 
 from torchrec_ext.adopt import CannotAdopt, Evidence, Popular, Rows, Uniform
 from torchrec_ext.adopt.rows import column_search, evidence
+from torchrec_ext.adopt.rows.law import NegativeDraws
+from torchrec_ext.adopt.rows.law_tests import LawTests, p_values
 from torchrec_ext.data.negatives.samplers import PopularityNegatives
 
 USERS, ITEMS, CONTEXT, NEGATIVES = 40, 150, 3, 4
@@ -759,6 +761,13 @@ def test_what_the_draws_cannot_show_is_stated() -> None:
         "cannot be seen in 24,000 draws: whether known pairs are left out"
         in rows.describe()
     )
+
+
+def test_draws_of_a_single_item_repeat_for_certain() -> None:
+    draws = NegativeDraws(Uniform(1), {"user": torch.arange(50)}, None, 4)
+    ones = np.ones((100, 4), np.int64)
+    findings = LawTests(draws, np.arange(50).repeat(2), ones).repeats()
+    assert p_values(findings) == [1.0, 1.0]
 
 
 def test_popular_draws_are_drawn_by_popularity() -> None:
