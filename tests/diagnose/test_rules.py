@@ -171,6 +171,7 @@ def test_an_optimizer_that_takes_sparse_gradients_is_kept() -> None:
     text = str(Diagnosis(recorded))
     assert "SparseAdam" not in text
     assert "| nn.Embedding(..., sparse=True)  # as SGD reads it" in text
+    assert "another optimizer" not in text
 
 
 def answer(recorded: Facts, name: str) -> Answer:

@@ -57,12 +57,15 @@ def untouched_rows(facts: Facts) -> Finding | None:
         f"instead of {in_ms(facts.median('step'))}",
     ]
     name = "SparseAdam on tables with sparse=True"
+    changes = Change.OPTIMIZER
     lines: tuple[str, ...] = (
         "nn.Embedding(..., sparse=True)",
         "torch.optim.SparseAdam(tables)  # and Adam for the layers",
     )
     if facts.optimizers and _TAKE_SPARSE.issuperset(facts.optimizers):
+        # Both do with sparse gradients what they do with dense ones.
         name = "tables with sparse=True"
+        changes = Change.ROUNDING
         lines = (
             f"nn.Embedding(..., sparse=True)  # as {mover} reads it; weight_decay must be 0",
         )
@@ -77,7 +80,7 @@ def untouched_rows(facts: Facts) -> Finding | None:
             ),
             lambda each: each["data"] + changed_seconds(each, "small_tables"),
         ),
-        changes=Change.OPTIMIZER,
+        changes=changes,
         basis="predicted from the step with small tables",
     )
     title = "the optimizer sweeps rows that the step never read"
