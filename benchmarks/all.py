@@ -372,6 +372,9 @@ def commit() -> str:
 
 
 def _cpu() -> str:
+    """The processor, its cores and the widest vectors that torch uses on it, by which kernels are chosen."""
+    import torch
+
     lines = (
         Path("/proc/cpuinfo").read_text().splitlines()
         if Path("/proc/cpuinfo").exists()
@@ -382,7 +385,9 @@ def _cpu() -> str:
         for line in lines
         if line.startswith("model name")
     ]
-    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    name = names[0] if names else platform.machine()
+    cores = len(os.sched_getaffinity(0))
+    return f"{name}, {cores} cores, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _busy_cores(seconds: float = 2.0) -> float:
