@@ -144,9 +144,15 @@ class Trials:
         ]
         if len(close) > 1:
             more = self._by_round([sides[place] for place in close], 2 * rounds)
+            # The others are known by the machine's speed of the first rounds alone.
+            speed = sum(medians[place] for place in close) / sum(
+                statistics.median(each) for each in more
+            )
             for place, each in zip(close, more, strict=True):
                 # The median forgets rounds that other processes disturbed.
-                medians[place] = statistics.median(times[place] + each)
+                medians[place] = statistics.median(
+                    times[place] + [speed * step_s for step_s in each]
+                )
         return [1e3 * median for median in medians]
 
     def _by_round(
