@@ -1,8 +1,7 @@
 """The chooser: which placements it tries, which it takes, what it refuses, and what it finds on real ranks."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from torchrec_ext.distributed.autotune.choose import (
     tower_loads,
     why_together,
 )
-from torchrec_ext.distributed.autotune.trials import Trials
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -106,36 +104,6 @@ def test_the_text_has_every_candidate_and_the_measured_step_beside_the_taken() -
         "towers=user:0,item:1, tables table_wise: 31.00 ms a step, against 50.00 ms with towers=data_parallel"
     )
     assert "measured" not in decision.text()
-
-
-class SlowingTrials(Trials):
-    """Trials whose steps take given seconds, and half as much again after so many calls."""
-
-    def __init__(self, seconds: Mapping[PlanConfig, float], calls: int) -> None:
-        super().__init__(Runtime(), OptimizerConfig())
-        self._steps = {
-            config: functools.partial(float, step_s)
-            for config, step_s in seconds.items()
-        }
-        self.calls = calls
-
-    def _mean_s(self, step: Callable[[], Any], count: int = 1) -> float:
-        self.calls -= 1
-        return float(step()) * (1.0 if self.calls >= 0 else 1.5)
-
-
-@unit
-def test_candidates_with_more_rounds_stay_comparable_where_the_machine_slows_down() -> (
-    None
-):
-    seconds = {
-        PlanConfig(towers=towers): step_s
-        for towers, step_s in (("a:0", 1.0), ("a:1", 1.1), ("a:0-1", 1.2))
-    }
-    # One call of each, then five rounds; the first two have ten rounds more.
-    trials = SlowingTrials(seconds, 3 * 6)
-    assert trials.ms(list(seconds), 1.0) == pytest.approx([1000, 1100, 1200])
-    assert trials.calls == -2 * 10
 
 
 @unit

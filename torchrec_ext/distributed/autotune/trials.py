@@ -32,8 +32,6 @@ _WARM_UP = 2
 # Seconds of one plan before it is the next one's turn.
 _IN_A_ROW_S = 0.1
 _ROUNDS = (5, 15)
-# Of the fastest time: plans within it are told apart by further rounds.
-_CLOSE = 1.15
 
 
 class StepRunner(Protocol):
@@ -114,11 +112,11 @@ class Trials:
         """Returns the median of the ms of a step under each config, equal on all ranks. Collective.
 
         A few steps of each are made in a row, round by round: a machine's speed varies by a fifth within seconds, which
-        affects all configs alike this way. Those that come close to the fastest then have three times as many rounds.
+        affects all configs alike this way.
 
         Args:
             configs: configs of added samples.
-            seconds: approximate time to spend on each at first.
+            seconds: approximate time to spend on each.
         """
         steps = [self._steps[config] for config in configs]
         in_a_row = []
@@ -134,49 +132,21 @@ class Trials:
         # equally many rounds.
         least, most = _ROUNDS
         rounds = min(max(int(seconds * len(steps) / max(round_s, 1e-6)), least), most)
-        sides = list(zip(steps, in_a_row, strict=True))
-        times = self._by_round(sides, rounds)
-        medians = [statistics.median(each) for each in times]
-        close = [
-            place
-            for place, median in enumerate(medians)
-            if median <= _CLOSE * min(medians)
-        ]
-        if len(close) > 1:
-            more = self._by_round([sides[place] for place in close], 2 * rounds)
-            # The others are known by the machine's speed of the first rounds alone.
-            speed = sum(medians[place] for place in close) / sum(
-                statistics.median(each) for each in more
-            )
-            for place, each in zip(close, more, strict=True):
-                # The median forgets rounds that other processes disturbed.
-                medians[place] = statistics.median(
-                    times[place] + [speed * step_s for step_s in each]
-                )
-        return [1e3 * median for median in medians]
-
-    def _by_round(
-        self, sides: Sequence[tuple[Callable[[], object], int]], rounds: int
-    ) -> list[list[float]]:
-        """Returns the slowest rank's mean seconds of a step of each side in each round. Collective.
-
-        Args:
-            sides: steps, each with how many are made in a row.
-            rounds: turns of each.
-        """
-        times: list[list[float]] = [[] for _ in sides]
+        samples: list[list[float]] = [[] for _ in steps]
         for _ in range(rounds):
-            for (step, count), each in zip(sides, times, strict=True):
+            for step, count, times in zip(steps, in_a_row, samples, strict=True):
                 # A rank that begins earlier would wait for the others within its
                 # measured time.
                 if dist.is_initialized():
                     dist.barrier()
-                each.append(self._mean_s(step, count))
-        # After all rounds, so that no exchange of times stands between them.
-        return [
-            [max_over_ranks(seconds, self._runtime) for seconds in each]
-            for each in times
-        ]
+                times.append(self._mean_s(step, count))
+        medians = []
+        for times in samples:
+            # The slowest rank's time is that of the step, and the median forgets rounds
+            # that other processes disturbed.
+            slowest = [max_over_ranks(seconds, self._runtime) for seconds in times]
+            medians.append(1e3 * statistics.median(slowest))
+        return medians
 
     def _mean_s(self, step: Callable[[], object], count: int = 1) -> float:
         """Returns the mean seconds of ``count`` steps."""
