@@ -271,6 +271,6 @@ def _tail(observed: int, expected: float, variance: float) -> float:
     # variance counts.
     if expected < 100:
         return _poisson(observed, float(expected))
-    if variance <= 0:  # of one item: every pair is equal
+    if variance <= 0:  # with one item every pair is equal
         return 1.0 if observed == round(expected) else 0.0
     return math.erfc(abs(observed - expected) / math.sqrt(2 * variance))

@@ -63,7 +63,7 @@ def untouched_rows(facts: Facts) -> Finding | None:
         "torch.optim.SparseAdam(tables)  # and Adam for the layers",
     )
     if facts.optimizers and _TAKE_SPARSE.issuperset(facts.optimizers):
-        # Both do with sparse gradients what they do with dense ones.
+        # SGD and Adagrad make the same step of sparse gradients as of dense ones.
         name = "tables with sparse=True"
         changes = Change.ROUNDING
         lines = (
