@@ -7,8 +7,10 @@ PYTHON ?= python3
 STACK ?=
 VENV := .venv$(addprefix -,$(STACK))
 BIN := $(VENV)/bin
-# `spark` is not among them: PySpark takes 468 MB on disk and needs Java.
-EXTRAS ?= dev,report,data,serve
+# `spark` is not among them: PySpark takes 468 MB on disk and needs Java. `sharded` is what goes with the triple.
+EXTRAS ?= dev,report,data,serve,launch,sharded
+# 1: also compile the library with which ranks of one host share memory, half a minute.
+SHARED_MEMORY ?=
 # Test files at a time, on two cores. Many tests wait for processes that they start; each worker holds torch and
 # TorchRec, 0.5 GB.
 WORKERS ?= 2
@@ -82,7 +84,7 @@ clean: ## remove the environment, builds and caches; runs/ and data/ stay
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml torchrec_ext/stack.py $(wildcard torchrec_ext/distributed/shared_memory/*.[ch]*)
+$(STAMP): pyproject.toml torchrec_ext/stack.py
 	@command -v $(PYTHON) >/dev/null || { \
 		echo "set-up: there is no $(PYTHON): install Python 3.10 to 3.13, or name one: make demo PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
@@ -92,5 +94,5 @@ $(STAMP): pyproject.toml torchrec_ext/stack.py $(wildcard torchrec_ext/distribut
 		echo "set-up: $(PYTHON) cannot make environments: apt install python3-venv, or make demo PYTHON=/path/to/python3"; exit 1; }
 	@test -f $(STAMP) || $(PYTHON) -m venv --clear $(VENV)
 	@rm -f $(STAMP)
-	@$(BIN)/python -m torchrec_ext.doctor --install $(addprefix --stack ,$(STACK)) --editable '.[$(EXTRAS)]'
+	@$(BIN)/python -m torchrec_ext.doctor --install $(addprefix --stack ,$(STACK)) $(if $(SHARED_MEMORY),--with-shared-memory) --editable '.[$(EXTRAS)]'
 	@printf '%s\n' '$(CURDIR)' > $(STAMP)

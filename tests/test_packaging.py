@@ -28,26 +28,24 @@ SHIPPED = {
     "components": "torchrec_ext/components",
     "torchx_apps": "torchx_apps",
 }
+UNTRACKED = (".git", ".venv*", "*.egg-info", "__pycache__", ".*_cache", "build", "runs")
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy, because building writes into the source tree."""
-    copy = tmp_path_factory.mktemp("tree")
-    for name in SHIPPED:
-        shutil.copytree(
-            ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
+    copy = tmp_path_factory.mktemp("tree") / "torchrec_ext"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*UNTRACKED))
     return copy
 
 
-def run(*command: str, cwd: Path) -> None:
+def run(*command: str, cwd: Path) -> str:
+    """Runs Python, and returns all that it said."""
     done = subprocess.run(
         [sys.executable, *command], cwd=cwd, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -114,53 +112,85 @@ def test_the_version_is_in_one_place(wheel: zipfile.ZipFile) -> None:
     assert f"## [{torchrec_ext.__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
 
 
-@pytest.mark.launch
-def test_the_wheels_metadata_leaves_the_triple_to_the_doctor(
-    wheel: zipfile.ZipFile,
-) -> None:
+def requirements(wheel: zipfile.ZipFile) -> dict[str, set[str]]:
+    """Returns the wheel's requirements by extra; those of a plain installation under ''."""
     (name,) = (
         name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")
     )
-    required = [
-        line.split()[1]
-        for line in wheel.read(name).decode().splitlines()
-        if line.startswith("Requires-Dist:")
-    ]
-    plain = [
-        line
-        for line in wheel.read(name).decode().splitlines()
-        if line.startswith("Requires-Dist:") and "extra" not in line
-    ]
-    assert not [
-        line
-        for line in plain
-        if "torchrec" in line or "fbgemm" in line or " torch=" in line
-    ]
-    pins = [need.pin for need in stack.requirements("cuda", stack.TRIPLES[0])[:3]]
-    assert {f"{pin};" for pin in pins} <= set(required), (
-        "the extra cuda is the newest triple"
-    )
+    found: dict[str, set[str]] = {}
+    for line in wheel.read(name).decode().splitlines():
+        if line.startswith("Requires-Dist: "):
+            requirement, _, condition = line.removeprefix("Requires-Dist: ").partition(
+                "; "
+            )
+            extra = condition.partition('extra == "')[2].rstrip('"')
+            found.setdefault(extra, set()).add(requirement)
+    return found
 
 
 @pytest.mark.launch
-def test_the_source_distribution_holds_what_the_wheel_is_built_from(
-    tree: Path, tmp_path: Path
+def test_a_plain_installation_brings_torch_and_nothing_of_torchrec_or_torchx(
+    wheel: zipfile.ZipFile,
 ) -> None:
-    run(
-        "-c",
-        f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})",
-        cwd=tree,
-    )
-    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {
-        "components/train.py",
-        "torchx_apps/train.py",
-        "torchrec_ext/stack.py",
-        "pyproject.toml",
-        "LICENSE",
-        *SHARED_MEMORY,
-    } <= names
+    found = requirements(wheel)
+    assert {re.split(r"[<>=]", name)[0] for name in found[""]} == {
+        "numpy",
+        "torch",
+        "tqdm",
+    }
+    assert found["launch"] == {"torchx==0.7.0"}
+
+
+@pytest.mark.launch
+def test_the_extras_of_sharded_tables_are_supported_triples(
+    wheel: zipfile.ZipFile,
+) -> None:
+    found = requirements(wheel)
+    pins = {
+        variant: [
+            {need.pin for need in stack.requirements(variant, triple)[:3]}
+            for triple in stack.TRIPLES
+        ]
+        for variant in ("cpu", "cuda")
+    }
+    common = {"torchrec-ext[sharded]"}
+    assert found["sharded-cuda"] - common == pins["cuda"][0]
+    # Its metadata names the CUDA build of fbgemm, so torchrec has a line of its own.
+    cpu = found["sharded-cpu"] - common
+    assert not [pin for pin in cpu if pin.startswith("torchrec=")]
+    assert any(cpu < triple for triple in pins["cpu"])
+    needs = {need.pin for need in stack.requirements("cpu", stack.TRIPLES[0])[3:]}
+    assert needs <= found["sharded"] | {"tqdm"}
+
+
+@pytest.fixture(scope="module")
+def source(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked source distribution, which is built without a warning."""
+    out = tmp_path_factory.mktemp("source")
+    build = f"from setuptools import build_meta as b; b.build_sdist({str(out)!r}); b.build_wheel({str(out)!r})"
+    said = run("-W", "always", "-c", build, cwd=tree)
+    assert "absent from the `packages`" not in said
+    assert "Warning" not in said, said[-2000:]
+    with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
+        archive.extractall(out, filter="data")
+    (folder,) = (path for path in out.iterdir() if path.is_dir())
+    return folder
+
+
+@pytest.mark.launch
+def test_the_source_distribution_has_a_test_suite_that_runs(source: Path) -> None:
+    assert {"Makefile", "MANIFEST.in", "CHANGELOG.md", "examples", "docs"} <= {
+        path.name for path in source.iterdir()
+    }
+    tests = {
+        path.relative_to(ROOT)
+        for path in (ROOT / "tests").rglob("*.py")
+        if "__pycache__" not in path.parts
+    }
+    assert all((source / path).is_file() for path in tests)
+    assert all((source / name).is_file() for name in SHARED_MEMORY)
+    said = run("-m", "pytest", "-q", "-m", "unit", "tests/schema", cwd=source)
+    assert re.search(r"\d+ passed", said)
 
 
 # What TorchX makes of each component: by the file in the clone, by the module
@@ -217,19 +247,9 @@ def appdefs(how: str, folder: Path) -> str:
 
 @pytest.mark.launch
 def test_clone_editable_install_wheel_and_source_distribution_give_the_same_apps(
-    wheel: zipfile.ZipFile, tree: Path, tmp_path: Path
+    wheel: zipfile.ZipFile, source: Path, tmp_path: Path
 ) -> None:
     wheel.extractall(tmp_path / "wheel")
-    run(
-        "-c",
-        f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})",
-        cwd=tree,
-    )
-    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (source,) = (
-        path for path in tmp_path.iterdir() if path.is_dir() and path.name != "wheel"
-    )
     command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     run(*command, "--wheel-dir", str(tmp_path / "built"), ".", cwd=source)
     with zipfile.ZipFile(next((tmp_path / "built").glob("*.whl"))) as built:
@@ -261,46 +281,37 @@ def test_every_component_is_compared() -> None:
 # `kubernetes` brings docker.
 IMPORTED_AS = {
     "faiss-cpu": ["faiss"],
-    "ibis-framework": ["ibis"],
+    "ibis-framework": [],
     "mlflow-skinny": ["mlflow"],
-    "prometheus-client": ["prometheus_client"],
     "torchx": ["docker"],
 }
-INSTALLED_ANYWAY = {"fsspec"}  # TorchX depends on it
 
 
-def optional_modules() -> list[str]:
-    """Returns the modules of all extras, without those that tests always have (`dev`) and the triple (`cuda`)."""
+def unusual_modules() -> list[str]:
+    """Returns the modules of all extras that `make test` does not install by default."""
+    usual = re.search(r"^EXTRAS \?= (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert usual is not None
     text = (ROOT / "pyproject.toml").read_text()
     section = text.partition("[project.optional-dependencies]")[2].partition("\n\n")[0]
     names: list[str] = []
     for line in section.splitlines():
-        extra, _, requirements = line.partition(" = ")
-        if extra in ("", "cuda", "dev") or line.startswith("#"):
+        extra, _, listed = line.partition(" = ")
+        if line.startswith("#") or extra in ("", "docs", *usual[1].split(",")):
             continue
-        for requirement in ast.literal_eval(requirements):
+        if extra.startswith("sharded"):
+            continue
+        for requirement in ast.literal_eval(listed):
             distribution = re.split(r"[\[<>=]", requirement)[0]
             names += IMPORTED_AS.get(distribution, [distribution])
-            # `ibis-framework[duckdb]` needs duckdb, although no requirement names it.
-            names += re.findall(r"\[(\w+)\]", requirement)
-    return sorted(set(names) - INSTALLED_ANYWAY)
+    return sorted(set(names))
 
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_the_suite_collects_without_any_optional_package() -> None:
+def test_the_suite_collects_without_any_unusual_package() -> None:
     """`make test` on a fresh machine has the default extras alone; a top-level import of another one would end it."""
-    modules = optional_modules()
-    assert {
-        "kubernetes",
-        "redis",
-        "starlette",
-        "matplotlib",
-        "duckdb",
-        "pyspark",
-        "faiss",
-        "onnx",
-    } <= set(modules)
+    modules = unusual_modules()
+    assert {"kubernetes", "redis", "pyspark", "faiss", "onnx"} <= set(modules)
     # None in sys.modules makes `import` raise ModuleNotFoundError, and find_spec return
     # None.
     program = f"import sys, pytest; sys.modules.update(dict.fromkeys({modules})); sys.exit(pytest.main())"

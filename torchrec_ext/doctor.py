@@ -1,6 +1,7 @@
 """`python -m torchrec_ext.doctor`: is this environment healthy, and if not, which one line repairs each part?
 
-Exit status 0 when healthy, 1 when not. `--install` repairs it, `--json` answers for machines. Needs no torch to run.
+Exit status 0 when healthy, 1 when not. `--install` repairs it, `--with-shared-memory` compiles the library of shared
+memory between ranks, `--json` answers for machines. Needs no torch to run.
 
 install() brings torch, fbgemm and torchrec into the running interpreter's environment: the triple that `--stack` names,
 else the one that is there in part, else the newest. Its one hard part is torch without CUDA. The public registry's
@@ -9,8 +10,8 @@ torch is the CUDA build on every Linux, gigabytes of it. On a CPU machine instal
 PyTorch's own CPU index by itself. If there is none, it ends with a clear error, or takes the CUDA build for a triple
 that was named.
 
-build_shared_memory() compiles the library with which ranks of one host share memory, if there is a compiler: ahead, so
-that no job waits for it.
+build_shared_memory() compiles the library with which ranks of one host share memory, if `--with-shared-memory` asks for
+it: ahead, so that no job waits for it.
 """
 
 from __future__ import annotations
@@ -266,23 +267,23 @@ def no_torch(triple: Triple, pip_said: str, uv_said: str) -> str:
 
 
 def build_shared_memory(say: Say = print) -> None:
-    """Builds the library of shared memory between ranks, or says why it cannot; training works without it."""
+    """Builds the library of shared memory between ranks; training works without it.
+
+    Raises:
+        InstallError: there is no C++ compiler, or it fails.
+    """
     path = compiler()
     if path is None:
-        say(
-            "  no shared memory between ranks: there is no C++ compiler (apt install g++)"
+        raise InstallError(
+            "--with-shared-memory: there is no C++ compiler (apt install g++)"
         )
-        return
     command = [sys.executable, "-m", "torchrec_ext.distributed.shared_memory.library"]
-    try:
-        _step(
-            say,
-            "shared memory between ranks: its library, half a minute if it is new",
-            command,
-            {"CXX": path},
-        )
-    except CommandError as error:
-        say(f"    no shared memory between ranks: {error}")
+    _step(
+        say,
+        "shared memory between ranks: its library, half a minute if it is new",
+        command,
+        {"CXX": path},
+    )
 
 
 def _pip_install(*what: str) -> list[str]:
@@ -572,18 +573,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = _parser().parse_args(argv)
     try:
         requested_triple = stack.triple_by_name(flags.stack) if flags.stack else None
+        # stdout is for the report, which may be JSON.
+        say = partial(print, file=sys.stderr, flush=True)
         if flags.install or flags.editable:
             variant = stack.wanted_variant(stack.installed(), stack.machine_variant())
-            # stdout is for the report, which may be JSON.
-            say = partial(print, file=sys.stderr, flush=True)
             say(f"installing for {variant} into {sys.prefix}")
             if python := _python_problem(sys.version_info[:2]):
                 raise InstallError(str(python[0]))
             install(variant, flags.editable, say, requested_triple)
-            if variant == "cpu":
-                build_shared_memory(say)
             # pip has installed packages since this process looked for some.
             importlib.invalidate_caches()
+        if flags.with_shared_memory:
+            build_shared_memory(say)
         installation = diagnose(
             really_import=flags.really_import, named=requested_triple
         )
@@ -625,6 +626,11 @@ def _parser() -> argparse.ArgumentParser:
         "--editable",
         metavar="DIR",
         help="with it, install this folder in place, such as '.[dev]'",
+    )
+    parser.add_argument(
+        "--with-shared-memory",
+        action="store_true",
+        help="also compile the library with which ranks of one host's CPU share memory, half a minute",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(

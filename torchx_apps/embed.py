@@ -59,7 +59,7 @@ def _embed(argv: Sequence[str] | None) -> int:
     from torchrec_ext.distributed.runtime import Runtime
     from torchx_apps.jobs.embedding import TowerGroup
     from torchx_apps.jobs.setup import quieten_libraries
-    from torchx_apps.launch.trackers import tracked
+    from torchx_apps.jobs.tracking import tracked
 
     quieten_libraries()
     with Runtime.start("cpu", collectives="gloo") as runtime:

@@ -17,8 +17,9 @@ import pytest
 import torchrec_ext.components as components  # type: ignore[import-not-found]
 
 from tests.small_sets import write_ml_100k
+from torchx_apps.jobs.tracking import Tracking, tracked
 from torchx_apps.launch.commands import TrackerCommand, schedulers
-from torchx_apps.launch.trackers import FigureTracker, Tracking, tracked
+from torchx_apps.launch.trackers import FigureTracker
 from torchx_apps.torchx_run import JobRunner
 
 RUN = "local_cwd://torchx/train-1"

@@ -33,7 +33,7 @@ from torchrec_ext.train import metrics
 from torchrec_ext.train.checkpoint.vectors import BLOCK, read_vectors
 from torchrec_ext.train.config import EvaluationConfig, Figure
 from torchx_apps.cli.command_line import write_out
-from torchx_apps.launch.trackers import tracked
+from torchx_apps.jobs.tracking import tracked
 
 _SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id")}
 # the number of queries ranked so far, and those of a block

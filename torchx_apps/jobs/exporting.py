@@ -34,7 +34,7 @@ from torchx_apps.jobs.setup import (
     quieten_libraries,
     untrained_model,
 )
-from torchx_apps.launch.trackers import tracked
+from torchx_apps.jobs.tracking import tracked
 from torchx_apps.tasks.dynamic_ids import with_live_ids
 from torchx_apps.tasks.job import Export, Job, schema_of
 from torchx_apps.tasks.task import Task

@@ -23,7 +23,7 @@ from torchx_apps.cli.export_flags import (
     check_export,
 )
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.launch.trackers import JOB
+from torchx_apps.jobs.tracking import JOB
 from torchx_apps.recipes.by_name import load_job, load_recipe
 from torchx_apps.tasks.job import check_elastic
 

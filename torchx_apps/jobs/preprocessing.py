@@ -55,7 +55,7 @@ from torchrec_ext.drawing.figures import (
 from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
 from torchrec_ext.schema import DataError
 from torchx_apps.cli.overrides import is_group
-from torchx_apps.launch.trackers import tracked
+from torchx_apps.jobs.tracking import tracked
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 from torchx_apps.tasks.export_data import AUDITED
 

@@ -58,7 +58,7 @@ from torchx_apps.jobs.setup import (
     set_up,
     shard_job,
 )
-from torchx_apps.launch.trackers import Tracking
+from torchx_apps.jobs.tracking import Tracking
 from torchx_apps.tasks.baselines import FORMS
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.task import Evaluator, Task

@@ -45,7 +45,7 @@ from torchx_apps.jobs.resuming import (
     common_checkpoints,
     meaning_of_ids,
 )
-from torchx_apps.launch.trackers import Tracking
+from torchx_apps.jobs.tracking import Tracking
 from torchx_apps.networks import report as report
 from torchx_apps.networks.config import NetworksConfig as NetworksConfig
 from torchx_apps.networks.members import MemberJob

@@ -337,7 +337,7 @@ def test_a_broken_or_missing_library_names_the_remedy(
     read = library.load.__wrapped__
     with pytest.raises(
         library.LibraryError,
-        match=r"its library is not built; build it by: .* --install",
+        match=r"its library is not built; build it by: .* --with-shared-memory",
     ):
         read()
     path = library.library_path()

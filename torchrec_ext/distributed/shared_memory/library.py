@@ -1,6 +1,6 @@
 """The compiled library of shared memory, one for each torch, source and CPU: built ahead, never when a job starts.
 
-`python -m torchrec_ext.doctor --install` builds it, by `python -m torchrec_ext.distributed.shared_memory.library`.
+`python -m torchrec_ext.doctor --with-shared-memory` builds it, by running this module.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def load() -> ModuleType:
     path = library_path()
     if not path.exists():
         raise LibraryError(
-            "its library is not built; build it by: python -m torchrec_ext.doctor --install"
+            "its library is not built; build it by: python -m torchrec_ext.doctor --with-shared-memory"
         )
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None
