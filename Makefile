@@ -9,8 +9,8 @@ VENV := .venv$(addprefix -,$(STACK))
 BIN := $(VENV)/bin
 # `spark` is not among them: PySpark takes 468 MB on disk and needs Java. `sharded` is what goes with the triple.
 EXTRAS ?= dev,report,data,serve,launch,sharded
-# 1: also compile the library with which ranks of one host share memory, half a minute.
-SHARED_MEMORY ?=
+COMMA := ,
+SPARK = $(if $(shell command -v java),$(COMMA)spark)
 # Test files at a time, on two cores. Many tests wait for processes that they start; each worker holds torch and
 # TorchRec, 0.5 GB.
 WORKERS ?= 2
@@ -30,10 +30,14 @@ unexport PYTHONPATH PYTHONHOME PIP_USER PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-slurm lint docs bench gpu clean
+.PHONY: help everything demo test test-slow test-slurm lint docs bench gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+everything: $(STAMP) ## set up with all extras, PySpark where Java is, and shared memory between ranks: then no test of these is skipped
+	@$(BIN)/python -m torchrec_ext.doctor --install $(addprefix --stack ,$(STACK)) --with-shared-memory \
+		--editable '.[$(EXTRAS),docs,kubernetes,onnx,retrieval$(SPARK)]'
 
 demo: $(STAMP) ## set up, train the recipe two_tower on two ranks (`torchx run`) and export it; without MovieLens, on generated data
 	@$(WITH_VENV) $(BIN)/torchx run --set fallback=planted --set export=auto $(DEMO_ARGS)
@@ -94,5 +98,5 @@ $(STAMP): pyproject.toml torchrec_ext/stack.py
 		echo "set-up: $(PYTHON) cannot make environments: apt install python3-venv, or make demo PYTHON=/path/to/python3"; exit 1; }
 	@test -f $(STAMP) || $(PYTHON) -m venv --clear $(VENV)
 	@rm -f $(STAMP)
-	@$(BIN)/python -m torchrec_ext.doctor --install $(addprefix --stack ,$(STACK)) $(if $(SHARED_MEMORY),--with-shared-memory) --editable '.[$(EXTRAS)]'
+	@$(BIN)/python -m torchrec_ext.doctor --install $(addprefix --stack ,$(STACK)) --editable '.[$(EXTRAS)]'
 	@printf '%s\n' '$(CURDIR)' > $(STAMP)
