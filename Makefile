@@ -7,8 +7,8 @@ PYTHON ?= python3
 STACK ?=
 VENV := .venv$(addprefix -,$(STACK))
 BIN := $(VENV)/bin
-# `spark` is not among them: PySpark takes 468 MB on disk and needs Java. `sharded` is what goes with the triple.
-EXTRAS ?= dev,report,data,serve,launch,sharded
+# What the demo uses; `sharded` is what goes with the triple. Tests and lint add `dev`. PySpark takes 468 MB on disk and needs Java.
+EXTRAS ?= report,data,serve,launch,sharded
 COMMA := ,
 SPARK = $(if $(shell command -v java),$(COMMA)spark)
 # Test files at a time, on two cores. Many tests wait for processes that they start; each worker holds torch and
@@ -18,11 +18,13 @@ WORKERS ?= 2
 BUDGET ?= 0
 # Written last, with this folder's path: without it, or in a folder that was moved, the environment is made anew.
 STAMP := $(VENV)/.ready
+# Written when the tools of `dev` are in it too.
+TOOLS := $(VENV)/.tools
 # The environment's tools first, whether it is activated or not: the launcher starts `python3` by name.
 WITH_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 
 ifneq ($(shell test -x $(BIN)/python && cat $(STAMP) 2>/dev/null),$(CURDIR))
-$(shell rm -f $(STAMP))
+$(shell rm -f $(STAMP) $(TOOLS))
 endif
 
 # Bytecode is kept: without it each of the hundreds of processes that tests start compiles the package anew, for a second.
@@ -35,30 +37,30 @@ unexport PYTHONPATH PYTHONHOME PIP_USER PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
-everything: $(STAMP) ## set up with all extras, PySpark where Java is, and shared memory between ranks: then no test of these is skipped
+everything: $(TOOLS) ## set up with all extras, PySpark where Java is, and shared memory between ranks: then no test of these is skipped
 	@$(BIN)/python -m torchrec_ext.doctor --install $(addprefix --stack ,$(STACK)) --with-shared-memory \
-		--editable '.[$(EXTRAS),docs,kubernetes,onnx,retrieval$(SPARK)]'
+		--editable '.[$(EXTRAS),dev,docs,kubernetes,onnx,retrieval$(SPARK)]'
 
-demo: $(STAMP) ## set up, train the recipe two_tower on two ranks (`torchx run`) and export it; without MovieLens, on generated data
-	@$(WITH_VENV) $(BIN)/torchx run --set fallback=planted --set export=auto $(DEMO_ARGS)
+demo: $(STAMP) ## set up, capture a loop, train two towers on two ranks (`torchx run`), store their vectors, answer a request
+	@$(WITH_VENV) $(BIN)/python examples/demo.py $(DEMO_ARGS)
 
-test: $(STAMP) ## all tests but the slow ones; TORCHREC_EXT_DATA=DIR adds those on real data
+test: $(TOOLS) ## all tests but the slow ones; TORCHREC_EXT_DATA=DIR adds those on real data
 	@$(WITH_VENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || test $$? -eq 5
 
-test-slow: $(STAMP) ## the slow ones alone: long matrices, killed jobs, every recipe
+test-slow: $(TOOLS) ## the slow ones alone: long matrices, killed jobs, every recipe
 	@$(WITH_VENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow $(PYTEST_ARGS) || test $$? -eq 5
 
-test-slurm: $(STAMP) ## those of the slow ones that run on a real Slurm of two nodes; needs root and Debian's packages, which it fetches
+test-slurm: $(TOOLS) ## those of the slow ones that run on a real Slurm of two nodes; needs root and Debian's packages, which it fetches
 	@$(WITH_VENV) $(BIN)/python -m pytest -m slow -rs tests/launch/test_slurm.py $(PYTEST_ARGS) || test $$? -eq 5
 
-lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
+lint: $(TOOLS) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-docs: $(STAMP) ## build the site of docs/ into build/docs, and that of TAGS="v0.1.0 ..." beside it; needs no network once its tools are installed
+docs: $(TOOLS) ## build the site of docs/ into build/docs, and that of TAGS="v0.1.0 ..." beside it; needs no network once its tools are installed
 	@$(BIN)/python -c 'import furo, myst_parser, sphinx' 2>/dev/null || \
-		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),docs]'
+		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),dev,docs]'
 	@$(WITH_VENV) DOCS_TAGS="$(TAGS)" $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
 	@for tag in $(TAGS); do \
 		rm -rf build/tags/$$tag && git worktree prune && git worktree add --quiet --detach --force build/tags/$$tag $$tag && \
@@ -67,9 +69,9 @@ docs: $(STAMP) ## build the site of docs/ into build/docs, and that of TAGS="v0.
 	done
 	@echo "open build/docs/index.html"
 
-bench: $(STAMP) ## every benchmark in three rounds, one to three hours, on a machine that does nothing else; writes benchmarks/results
+bench: $(TOOLS) ## every benchmark in three rounds, one to three hours, on a machine that does nothing else; writes benchmarks/results
 	@$(BIN)/python -c 'import duckdb, faiss, onnxruntime' 2>/dev/null || \
-		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),retrieval,onnx]'
+		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),dev,retrieval,onnx]'
 	@$(WITH_VENV) $(BIN)/python benchmarks/all.py $(BENCH_ARGS)
 
 gpu: ## every GPU test and benchmark, on a machine with a GPU; WHEELS=DIR: offline, with its own torch; BUDGET=SECONDS
@@ -100,3 +102,7 @@ $(STAMP): pyproject.toml torchrec_ext/stack.py
 	@rm -f $(STAMP)
 	@$(BIN)/python -m torchrec_ext.doctor --install $(addprefix --stack ,$(STACK)) --editable '.[$(EXTRAS)]'
 	@printf '%s\n' '$(CURDIR)' > $(STAMP)
+
+$(TOOLS): $(STAMP)
+	@$(BIN)/python -m torchrec_ext.doctor --install $(addprefix --stack ,$(STACK)) --no-import --editable '.[$(EXTRAS),dev]' >/dev/null
+	@touch $(TOOLS)

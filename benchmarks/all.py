@@ -7,8 +7,8 @@ are written after each round of a script. A row of the results has the median of
 least and the greatest ratio of any turn. Beside the rows stand the commit, the versions, and the machine's own
 yardsticks, measured before each round: with them the ratios of two machines can be told apart. Run it on a machine that
 does nothing else: it refuses to begin where others keep a core busy. `--studies` runs, once, the rows that scripts
-otherwise leave out, and writes them to NAME-studies.json. `quality.py` (hours of training), `zoo.py` (hours of
-capturing) and `readme_output.py` (the README's sample) are run by themselves.
+otherwise leave out, and writes them to NAME-studies.json. `quality.py` (hours of training) and `zoo.py` (hours of
+capturing) are run by themselves.
 """
 
 from __future__ import annotations

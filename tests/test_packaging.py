@@ -296,7 +296,7 @@ def unusual_modules() -> list[str]:
     names: list[str] = []
     for line in section.splitlines():
         extra, _, listed = line.partition(" = ")
-        if line.startswith("#") or extra in ("", "docs", *usual[1].split(",")):
+        if line.startswith("#") or extra in ("", "dev", "docs", *usual[1].split(",")):
             continue
         if extra.startswith("sharded"):
             continue

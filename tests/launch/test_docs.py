@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.readme_output import block, shown
 from tests.small_sets import write_ml_100k
 from tools.docs import main as write_docs
 
@@ -34,7 +33,7 @@ PAGES = [
     ),
 ]
 PROGRAMS = re.compile(r"^```(python|sh)$", re.MULTILINE)
-LANGUAGES = {"python", "py", "sh", "console", ""}  # `py` is an excerpt
+LANGUAGES = {"python", "py", "sh", "console", "diff", ""}  # `py` is an excerpt
 
 
 def page_name(page: Path) -> str:
@@ -194,7 +193,10 @@ def test_the_pages_made_from_code_and_figures_are_up_to_date(
     ("page", "name", "printed"),
     [
         pytest.param(
-            "README.md", "my_recipe.py", r"^hr@10 +0\.\d+ ", marks=pytest.mark.slow
+            "docs/recipes.md",
+            "my_recipe.py",
+            r"^hr@10 +0\.\d+ ",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "docs/gpu.md",
@@ -227,19 +229,6 @@ def test_a_program_runs_as_it_stands(
     assert re.search(printed, run_program(program, folder).stdout, re.MULTILINE)
 
 
-@pytest.mark.slow
-@pytest.mark.launch
-def test_a_loop_of_your_own_prints_its_loss_and_no_warning(folder: Path) -> None:
-    (program,) = (
-        each
-        for each in blocks(README)
-        if each.language == "python" and each.name == "my_train.py"
-    )
-    done = run_program(program, folder)
-    assert done.stderr == ""
-    assert re.fullmatch(r"loss 0\.\d{4}\n", done.stdout)
-
-
 @pytest.mark.slow(minutes=0.8)
 @pytest.mark.launch
 @pytest.mark.parametrize(
@@ -264,56 +253,3 @@ def test_a_page_runs_from_top_to_bottom(page: Path, folder: Path) -> None:
                 if line.removesuffix(" ...") not in printed
             ]
             assert missing == []
-
-
-RUN = """data: ml-100k, 98,114 training rows
-licence: MovieLens 100K (c) GroupLens, University of Minnesota: research use only, no redistribution at all
-epoch 1, step 1 of 9: loss 0.4
-epoch 1, step 2 of 9: loss 0.4
-epoch 1, step 3 of 9: loss 0.4
-epoch 2, step 4 of 9: loss 0.4
-epoch 2, step 5 of 9: loss 0.4
-epoch 3, step 9 of 9: loss 0.4
-epoch 3, step 9 of 9: auc 0.8
-
-user 7 liked before: One Film; Another Film
-3 recommendations (the held-out item was: Film, A (again)):
-  1. One Film  (2.24)
-  2. Film (1995)  (-1.98)   <- the held-out item
- 10. Another Film  (1.20)
-"""
-
-
-@pytest.mark.unit
-def test_the_sample_output_is_what_the_script_makes_of_one_run() -> None:
-    made = shown(RUN)
-    assert made == shown(made)
-    assert "Film" not in made
-    assert [line for line in made.splitlines() if line.startswith(("epoch", "."))][
-        1:
-    ] == [
-        "epoch 1, step 2 of 9: loss 0.4",
-        "...",
-        "epoch 3, step 9 of 9: auc 0.8",
-    ]
-    assert made.endswith("was: ...):\n  1. ...  (2.24)\n  2. ...  (-1.98)\n  ...\n")
-    sample = block(README.read_text())
-    assert sample == shown(sample)
-    told = [
-        r"data: ml-100k, ",
-        r"ranks: 2 on cpu",
-        r"item_id  +1,683 x 32 ",
-        r"epoch 1, step ",
-        r"\.\.\.$",
-        r"epoch 10, step .*: auc ",
-    ]
-    told += [
-        r"hr@10 +\S+ +\S+ +\S+x +\S+ +\S+$",
-        r"trained in ",
-        r"  1\. \.\.\.  \(",
-        r"run folder: (\S+) ",
-        r"bundle: (\S+)/bundle ",
-    ]
-    at = [re.search(f"^{line}", sample, re.MULTILINE) for line in told]
-    assert all(at), [line for line, found in zip(told, at, strict=True) if not found]
-    assert at[-1][1] == at[-2][1], "of one run"
