@@ -91,8 +91,8 @@ def find_files(
         paths: local files, folders (read with all that lies below them, also behind links), patterns, or addresses
             such as ``s3://bucket/day=*/``. Only folders below a named folder, or from the first wildcard of a pattern
             on, are partitions.
-        endings: endings of data files in a folder; names with a leading ``_`` or ``.`` are no data files. A warning names
-            a file with another ending, and their number.
+        endings: endings of data files in a folder; names with a leading ``_`` or ``.`` are no data files. A warning
+            counts the files with other endings, and names one.
 
     Raises:
         DataError: a path names nothing, or cannot be read; a link leads nowhere, back to a folder above it, or to
@@ -191,8 +191,8 @@ def _below(path: str, endings: Sequence[str]) -> list[str]:
         return [path]
     if not os.path.isdir(path):
         return []
-    files = []
-    left_out = []
+    files: list[str] = []
+    left_out: list[str] = []
     # Without onerror, os.walk would leave out folders that it may not list.
     for folder, inside, names in os.walk(path, onerror=_raise, followlinks=True):
         # In place, so that os.walk does not enter hidden folders.
@@ -296,8 +296,8 @@ def _below_remote(system: Any, path: str, endings: Sequence[str]) -> list[str]:
     if system.isfile(path):
         return [path]
     root = path.rstrip("/")
-    files = []
-    left_out = []
+    files: list[str] = []
+    left_out: list[str] = []
     for name in _listed(system, root):
         if _is_hidden(name.removeprefix(root).lstrip("/")):
             continue
