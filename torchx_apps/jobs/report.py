@@ -199,7 +199,7 @@ def finish_training(
         print(f"left out: {name}, {reason}")
     if beside.repeats:
         print(
-            f"{beside.repeats:,} held-out items were taken by their users before: seen items are not ranked, so these "
+            f"note: {beside.repeats:,} test items were taken by their users before: seen items are not ranked, so these "
             "count as missed"
         )
     worse = worse_than(task.baseline_name, figures, baseline)
