@@ -199,8 +199,8 @@ def finish_training(
         print(f"left out: {name}, {reason}")
     if beside.repeats:
         print(
-            f"note: {beside.repeats:,} test items were taken by their users before: seen items are not ranked, so these "
-            "count as missed"
+            f"note: {beside.repeats:,} test items were taken by their users before: seen items are not ranked, so "
+            "these count as missed"
         )
     worse = worse_than(task.baseline_name, figures, baseline)
     if worse:
