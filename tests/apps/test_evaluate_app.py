@@ -417,3 +417,23 @@ def test_the_component_hands_on_what_was_asked() -> None:
         ),
         *("--similarity=dot", "--json"),
     ]
+
+
+def test_an_item_seen_before_is_missed_and_popularity_counts_every_seen_pair(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """User 2 is new and alone is asked, for item 0; user 3 is asked for item 3, which it has seen."""
+    eye = np.eye(4, dtype=np.float32)
+    write_vectors(tmp_path / "users.parquet", eye)
+    write_vectors(tmp_path / "items.parquet", eye)
+    write_pairs(tmp_path / "truth.parquet", [(2, 0), (3, 3)])
+    write_pairs(tmp_path / "seen.parquet", [(0, 0), (1, 0), (1, 1), (3, 3)])
+    folder = tmp_path
+    files = Files(folder, eye, eye, [], [])
+    report = report_of(capsys, *files.flags("--metrics=hr@1"))
+    assert report["pairs_seen_before"] == 1
+    # Item 0 is the most popular one. Item 3 has the best score for user 3, who has seen it.
+    assert report["popularity"] == {"hr@1": 0.5}
+    assert report["figures"] == {"hr@1": 0.0}
+    assert main(files.flags("--metrics=hr@1")) == 0
+    assert "1 of these items were seen" in capsys.readouterr().out

@@ -262,6 +262,10 @@ def test_a_password_in_the_address_of_a_redis_is_refused_unseen(address: str) ->
     [
         "--set=data.password=hunter2",
         "--set data.secret=hunter2",
+        "--set model.api_key=hunter2",
+        "--set=model.apikey=hunter2",
+        "--set data.secret_key=hunter2",
+        "--set data.token=hunter2",
         "--set data.files=s3://a:hunter2@b/c",
     ],
 )
@@ -282,6 +286,10 @@ def test_what_only_resembles_a_secret_is_taken() -> None:
                 "--",
                 "--set",
                 "data.key=user_id",
+                "--set",
+                "data.sort_key=time",
+                "--set=model.tokens=64",
+                "--set=model.token_widths=64,32",
                 "--set=data.files=s3://a/b@c",
             ),
             "slurm",

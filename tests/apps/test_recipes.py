@@ -39,6 +39,8 @@ from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.recipes import Job
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.ncf import NCFConfig, build_contextual_ncf
+from torchx_apps.recipes.two_tower import TwoTowerConfig, build_two_tower
+from torchx_apps.tasks.job import schema_of
 from torchx_apps.tasks.ranking import heldout_question
 
 
@@ -98,6 +100,27 @@ def test_contextual_ncf_comes_near_the_odds_that_made_the_rows(
     test, best = with_context["test"], with_context["best"]
     assert best["auc"] - 0.05 < test["auc"] < best["auc"] + 0.005
     assert test["log_loss"] < 0.75 * with_context["baseline"]["log_loss"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnModel:
+    dim: int = 8
+
+
+@pytest.mark.unit
+def test_a_model_of_ones_own_needs_no_field_that_it_does_not_read() -> None:
+    job = job_of("two_tower", "data.users=60", "data.items=50", "data.name=planted")
+    task = job.task(job.data, progress=False)
+
+    def build(own: OwnModel, data: Any) -> Any:
+        return build_two_tower(TwoTowerConfig(embedding_dim=own.dim), data)
+
+    own = dataclasses.replace(job, model=OwnModel(), build=build)
+    model = build_model(own, task)
+    assert schema_of(own, task, model) == model.schema()
+    strict = dataclasses.replace(job, model=TwoTowerConfig(out_of_range="oov"))
+    schema = schema_of(strict, task, build_model(strict, task))
+    assert schema.out_of_range == "oov"
 
 
 def test_a_column_named_context_id_is_context_as_any_other() -> None:

@@ -1,5 +1,6 @@
 """What a rank that is asked to stop can see of the others, and which checkpoints several runs have in common."""
 
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,10 @@ from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchx_apps.cli.link_watch import LinkWatch
 from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
+    MEMBERS,
     a_neighbour_died,
     begun,
+    check_recipe,
     checkpoint_to_export,
     ended,
     newest_networks,
@@ -80,19 +83,52 @@ def test_the_newest_job_of_several_networks_is_found_by_its_launch(
         ("networks-ncf-2", "y"),
         ("networks-two_tower-3", "y"),
     ):
-        (tmp_path / name).mkdir()
+        (tmp_path / name / "member").mkdir(parents=True)
         (tmp_path / name / "launch").write_text(f"{launch}\n")
+        recipe = name.split("-")[1]
+        (tmp_path / name / "member" / "config.json").write_text(
+            json.dumps({"name": recipe})
+        )
+    # Of a recipe whose name begins alike.
+    (tmp_path / "networks-ncf-wide-4" / "member").mkdir(parents=True)
+    (tmp_path / "networks-ncf-wide-4" / "launch").write_text("y\n")
+    (tmp_path / "networks-ncf-wide-4" / "member" / "config.json").write_text(
+        json.dumps({"name": "ncf-wide"})
+    )
     assert newest_networks("ncf", tmp_path) == tmp_path / "networks-ncf-2"
     assert newest_networks("ncf", tmp_path, launch="x") == tmp_path / "networks-ncf-1"
     assert newest_networks("session", tmp_path) is None
 
 
-def begun_run(runs: Path, name: str, launch: str) -> Path:
+def begun_run(runs: Path, name: str, launch: str, recipe: str = "a") -> Path:
     """A run folder with a checkpoint."""
     (runs / name / "checkpoints" / "step-0000000005").mkdir(parents=True)
     (runs / name / "checkpoints" / "step-0000000005" / "manifest.json").touch()
     (runs / name / "launch").write_text(f"{launch}\n")
+    (runs / name / "config.json").write_text(json.dumps({"name": recipe}))
     return runs / name
+
+
+def test_auto_takes_the_run_of_this_recipe_that_was_saved_last(tmp_path: Path) -> None:
+    begun_run(tmp_path, "a-baseline", "x")
+    newest = begun_run(tmp_path, "a-20260101-120000", "x")
+    begun_run(tmp_path, "a-wide-20260102-120000", "x", recipe="a-wide")
+    assert newest_run("a", tmp_path) == newest
+    assert newest_run("a-wide", tmp_path) == tmp_path / "a-wide-20260102-120000"
+    assert newest_run("b", tmp_path) is None
+    (newest / "config.json").unlink()
+    assert newest_run("a", tmp_path) == tmp_path / "a-baseline", "nobody knows whose"
+
+
+def test_a_run_of_another_recipe_is_not_gone_on_with(tmp_path: Path) -> None:
+    other = begun_run(tmp_path, "b-1", "x", recipe="b")
+    rule = "--resume PATH: is a run of recipe 'b', not of 'a'; give a run of 'a', or"
+    with pytest.raises(CheckpointError, match=rule):
+        check_recipe("--resume PATH", other, "a")
+    check_recipe("--resume PATH", other, "b")
+    check_recipe("--resume PATH", tmp_path, "a")
+    with pytest.raises(CheckpointError, match="recipe 'b', not of 'a'"):
+        check_recipe("--run-dir PATH", tmp_path, "a", configs=MEMBERS)
 
 
 def test_a_launch_knows_the_run_that_it_has_begun_though_no_torchrun_counts_a_restart(

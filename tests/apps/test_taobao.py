@@ -25,6 +25,7 @@ from torchrec_ext.data.datasets.streamed import (
     planted_log_folder,
 )
 from torchrec_ext.data.datasets.synthetic import planted_log
+from torchrec_ext.data.preprocess.engines import connected
 from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.scorer.requests import ScoreRequest
@@ -35,7 +36,7 @@ from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.setup import build_model
 from torchx_apps.recipes.by_name import load_recipe
-from torchx_apps.recipes.preprocess import PreprocessJob, taobao
+from torchx_apps.recipes.preprocess import PreprocessJob, build_taobao, taobao
 from torchx_apps.recipes.session import BstConfig, build_bst
 from torchx_apps.tasks.job import Job, schema_of
 from torchx_apps.tasks.streamed import StreamedTask
@@ -115,6 +116,25 @@ def log(file: Path) -> pa.Table:
 def folder(file: Path, log: pa.Table) -> Path:
     del log
     return prepared(file, file.with_name("ready"))
+
+
+def test_rows_without_a_user_or_a_time_are_counted(
+    file: Path, log: pa.Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = file.read_text().splitlines()
+    for number in (3, 5, 8):
+        values = lines[number].split(",")
+        values[-1 if number == 8 else 0] = ""
+        lines[number] = ",".join(values)
+    path = tmp_path / "log.csv"
+    path.write_text("\n".join(lines))
+    config = dataclasses.replace(taobao().config, path=str(path))
+    with connected("duckdb") as engine:
+        build_taobao(config, engine)
+    assert (
+        f"note: {path}: rows without user_id or timestamp are left out: 3 of {len(log):,}\n"
+        in capsys.readouterr().out
+    )
 
 
 def job_of(recipe: str, folder: Path | str, *overrides: str) -> Job:

@@ -67,12 +67,14 @@ class Vectors(NamedTuple):
 class Queries(NamedTuple):
     """The rows of users with an item to find, (Q,), their question, and the pairs with an item without a vector.
 
-    ``missed`` are the rows of the users of these pairs, ascending: such an item is found by no ranking.
+    ``missed`` are the rows of the users of these pairs, ascending: such an item is found by no ranking. ``popularity``
+    (I,) counts the seen pairs of each item, also of users who are not asked; None without seen pairs.
     """
 
     users: _Ids
     question: metrics.Question
     missed: _Ids
+    popularity: Tensor | None = None
 
     def with_missed(
         self, ranks: metrics.TargetRanks, start: int, stop: int, behind: int
@@ -158,15 +160,14 @@ def _evaluated(
         names,
         behind,
     )
-    baseline = (
-        _popularity(queries, len(items.ids), ks, names, behind) if options.seen else {}
-    )
+    baseline = _popularity(queries, ks, names, behind)
     labels = [f"{name}@{k}" for name, k in requested_figures]
     report = {
         "users": len(np.union1d(queries.users, queries.missed)),
         "items": len(items.ids),
         "pairs": len(queries.question.targets) + len(queries.missed),
         "pairs_whose_item_has_no_vector": len(queries.missed),
+        "pairs_seen_before": int(queries.question.repeats.sum()),
         "similarity": options.similarity,
         "figures": {name: figures[name] for name in labels},
         "popularity": {name: baseline[name] for name in labels if name in baseline},
@@ -206,11 +207,12 @@ def _ranked(
 
 
 def _popularity(
-    queries: Queries, count: int, ks: list[int], names: list[Figure], behind: int
+    queries: Queries, ks: list[int], names: list[Figure], behind: int
 ) -> dict[str, float]:
-    """Returns the figures of the ranking by how many of the asked users have seen an item."""
-    counts = torch.bincount(queries.question.seen_items, minlength=count)
-    ranks = metrics.popularity_ranks(counts, queries.question)
+    """Returns the figures of the ranking by how often an item was seen; none without seen pairs."""
+    if queries.popularity is None:
+        return {}
+    ranks = metrics.popularity_ranks(queries.popularity, queries.question)
     return _figures(queries, iter([(len(queries.users), ranks)]), ks, names, behind)
 
 
@@ -242,6 +244,8 @@ def _text(report: dict[str, Any]) -> str:
     head = f"{report['users']:,} users, {report['pairs']:,} items to find among {report['items']:,}"
     if missed := report["pairs_whose_item_has_no_vector"]:
         head += f"\n{missed:,} of these items have no vector, and count as not found"
+    if repeats := report["pairs_seen_before"]:
+        head += f"\n{repeats:,} of these items were seen by their users before (--seen), and count as not found"
     popularity = report["popularity"]
     headers = ["", "these vectors"]
     if popularity:
@@ -429,6 +433,7 @@ def _queries_of(options: argparse.Namespace, users: Vectors, items: Vectors) -> 
             f"{options.truth}: none of its items has a vector in {options.items}; give files of one model"
         )
     seen_pairs = np.zeros((2, 0), np.int64)
+    popularity = None
     if options.seen:
         owners, seen_items, _ = _pairs(options.seen, users, items)
         # The last entry belongs to users without a vector, -1.
@@ -436,6 +441,9 @@ def _queries_of(options: argparse.Namespace, users: Vectors, items: Vectors) -> 
         query[query_users] = np.arange(len(query_users))
         usable = (query[owners] >= 0) & (seen_items >= 0)
         seen_pairs = np.stack([query[owners[usable]], seen_items[usable]])
+        # Of all users: those who are asked may be new, and have seen nothing.
+        counts = np.bincount(seen_items[seen_items >= 0], minlength=len(items.ids))
+        popularity = torch.from_numpy(counts)
     question = metrics.Question(
         targets=torch.from_numpy(targets),
         target_rows=torch.from_numpy(queries),
@@ -443,7 +451,8 @@ def _queries_of(options: argparse.Namespace, users: Vectors, items: Vectors) -> 
         seen_items=torch.from_numpy(seen_pairs[1]),
         not_items=(),
     )
-    return Queries(query_users, question, np.sort(rows[~has_vector]))
+    missed = np.sort(rows[~has_vector])
+    return Queries(query_users, question, missed, popularity)
 
 
 def _first_of_each(values: _Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:

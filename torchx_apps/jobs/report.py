@@ -197,6 +197,11 @@ def finish_training(
     print(f"\n{figures_table(task, figures, baseline, beside.figures)}")
     for name, reason in beside.left_out.items():
         print(f"left out: {name}, {reason}")
+    if beside.repeats:
+        print(
+            f"note: {beside.repeats:,} test items were taken by their users before: seen items are not ranked, so "
+            "these count as missed"
+        )
     worse = worse_than(task.baseline_name, figures, baseline)
     if worse:
         print(f"\nwarning: {worse}")
@@ -220,6 +225,7 @@ def finish_training(
         "test": figures,
         task.baseline_name: baseline,
         **beside.figures,
+        "repeats": beside.repeats,
         "best": dict(task.best),
         "seconds": trained.seconds,
         "samples_per_s": rate,

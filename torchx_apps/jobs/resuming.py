@@ -27,11 +27,14 @@ from torchrec_ext.train.checkpoint.folder import (
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
 from torchx_apps.cli.link_watch import children_of
 from torchx_apps.cli.sigterm import end_now, once
+from torchx_apps.recipes.saved_job import CONFIG
 from torchx_apps.tasks.task import Task
 
 CHECKPOINTS = "checkpoints"
 LAUNCH = "launch"
 IDS_FILE = "ids.json"
+# Pattern of the settings of a job of several networks.
+MEMBERS = f"*/{CONFIG}"
 # Entry of a checkpoint's manifest.
 MEANING = "ids"
 # Ids without torchrun, and of a torchrun without --rdzv-id: launches would share them.
@@ -44,35 +47,68 @@ def newest_run(
     """Returns the run folder for ``--resume auto`` without ``--run-dir``.
 
     Args:
-        recipe: name of the recipe; its newest run folder with checkpoints is returned.
+        recipe: name of the recipe; its run folder with the newest checkpoint is returned.
         runs: folder of the run folders.
         launch: consider the runs of this launch alone, see :func:`launch_id`, as a rank that was started again does.
     """
-    folders = [folder.parent for folder in runs.glob(f"{recipe}-*/{CHECKPOINTS}")]
-    return _newest(
-        [
-            folder
-            for folder in folders
-            if CheckpointFolder(str(folder / CHECKPOINTS)).steps()
-        ],
-        launch,
-    )
+    saved = [
+        folder
+        for folder in runs.glob(f"{recipe}-*/{CHECKPOINTS}")
+        if CheckpointFolder(str(folder)).steps()
+    ]
+    return _newest(saved, CONFIG, recipe, launch)
 
 
 def newest_networks(
     recipe: str, runs: Path = Path("runs"), *, launch: str | None = None
 ) -> Path | None:
     """Returns the newest folder of a job of several networks; arguments are those of :func:`newest_run`."""
-    return _newest(
-        [path.parent for path in runs.glob(f"networks-{recipe}-*/{LAUNCH}")], launch
-    )
+    begun = list(runs.glob(f"networks-{recipe}-*/{LAUNCH}"))
+    return _newest(begun, MEMBERS, recipe, launch)
 
 
-def _newest(folders: Sequence[Path], launch: str | None) -> Path | None:
+def _newest(
+    marks: Sequence[Path], configs: str, recipe: str, launch: str | None
+) -> Path | None:
+    """Returns the folder of the mark that was written last, of one recipe and perhaps one launch."""
+    # A name may begin like that of another recipe, and need not end in a date.
+    own = [mark for mark in marks if _recipe_of(mark.parent, configs) == recipe]
     if launch is not None:
-        folders = [folder for folder in folders if _launch_of(folder) == launch]
-    # Their names end in the date.
-    return max(folders, key=lambda folder: folder.name, default=None)
+        own = [mark for mark in own if _launch_of(mark.parent) == launch]
+    newest = max(own, key=lambda mark: mark.stat().st_mtime_ns, default=None)
+    return None if newest is None else newest.parent
+
+
+def _recipe_of(folder: Path, configs: str) -> str | None:
+    """Returns the recipe's name in the files of the pattern ``configs``; None if none is recorded."""
+    for file in sorted(folder.glob(configs)):
+        with suppress(OSError, ValueError, RecursionError):
+            config = json.loads(file.read_text())
+            if isinstance(config, dict) and "name" in config:
+                return str(config["name"])
+    return None
+
+
+def check_recipe(
+    flag: str, folder: Path, recipe: str, *, configs: str = CONFIG
+) -> None:
+    """Refuses to go on with a run of another recipe, and so to write over its settings.
+
+    Args:
+        flag: flag and value by which the user named the folder, for messages.
+        folder: a run folder.
+        recipe: name of the job's recipe.
+        configs: pattern of the files with settings, :data:`MEMBERS` for a job of several networks.
+
+    Raises:
+        CheckpointError: the folder's run is of another recipe.
+    """
+    other = _recipe_of(folder, configs)
+    if other not in (None, recipe):
+        raise CheckpointError(
+            f"{flag}: is a run of recipe '{other}', not of '{recipe}'; give a run of '{recipe}', or begin with its "
+            "weights: --set start.path=RUN"
+        )
 
 
 # Kinds of dynamic ids, in the place of a vocabulary's digest.

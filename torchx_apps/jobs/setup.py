@@ -40,7 +40,7 @@ from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.loop import checked_steps
 from torchx_apps.tasks.dynamic_ids import DataWithTables, numbered
-from torchx_apps.tasks.job import Job, dynamic_ids_of, schema_of
+from torchx_apps.tasks.job import Job, dynamic_ids_of, schema_of, schema_settings
 from torchx_apps.tasks.task import Evaluator, Task
 
 _FORMAT = warnings.formatwarning
@@ -157,9 +157,7 @@ def build_model(job: Job, task: Task) -> nn.Module:
     # Before a checkpoint is loaded: a run that goes on takes the bias that was saved.
     if isinstance(model, TowerModel):
         model.expect_rows(negatives=job.loader.negatives, label=job.loader.label)
-        shares = task.positives(
-            job.loader, model.schema(out_of_range=job.model.out_of_range).tasks
-        )
+        shares = task.positives(job.loader, model.schema(**schema_settings(job)).tasks)
         if shares:
             model.begin_at(shares)
     return model

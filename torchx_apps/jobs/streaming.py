@@ -47,7 +47,7 @@ from torchx_apps.jobs.setup import (
     shard_job,
 )
 from torchx_apps.jobs.training import open_run, start_with
-from torchx_apps.tasks.job import Job
+from torchx_apps.tasks.job import Job, schema_settings
 from torchx_apps.tasks.stream_figures import Ages, Predictions, draw_stream
 
 BUNDLES, CURRENT, PICTURE = "bundles", "current", "stream.png"
@@ -250,7 +250,7 @@ def _model_and_loader(
         model.expect_rows(negatives=config.negatives, label=label)
         if label is None and config.negatives:
             model.begin_at([1 / (1 + config.negatives)])
-    schema = model.schema(out_of_range=job.model.out_of_range).with_dynamic(policies)
+    schema = model.schema(**schema_settings(job)).with_dynamic(policies)
     if sorted(schema.keys) != sorted(policies) or schema.dense:
         raise ValueError(
             f"recipe '{job.name}': its model reads {[*schema.keys, *schema.dense]}; events have {USER} and {ITEM} alone"

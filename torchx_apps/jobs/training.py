@@ -41,6 +41,7 @@ from torchx_apps.jobs.resuming import (
     MEANING,
     asked_to_stop,
     check_ids_stay,
+    check_recipe,
     find_checkpoint,
     hinting_at_resume,
     launch_id,
@@ -304,7 +305,14 @@ def open_run(
         if runtime.is_main:
             # An earlier attempt may have left half-written files.
             checkpointer.folder.clean()
+        together = checkpointer.together
+        if resume != "never":
+            together.on_main(lambda: check_recipe(f"--run-dir {path}", path, job.name))
         checkpoint = resume_from(resume, checkpointer, again=again)
+        run = Path(checkpoint or "").parent
+        if run.name == CHECKPOINTS:
+            run = run.parent
+            together.on_main(lambda: check_recipe(f"--resume {resume}", run, job.name))
     folder = tracking = None
     if runtime.is_main:
         # A run that goes on writes its folder anew, and any other one refuses the

@@ -59,6 +59,9 @@ _SECRET_LAST_WORDS = {
 }
 # MAX_TOKENS is a number of tokens, not a secret.
 _COUNTS = {"MAX", "MIN", "NUM"}
+# api_key is a secret in a setting, sort_key is none.
+_KINDS_OF_KEYS = {"API", "ACCESS", "PRIVATE", "SIGNING", "ENCRYPTION", "SSH"}
+_NUMBERS = re.compile(r"[-+.,eE\d]+|true|false", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAMES_OF_FILES = {"GOOGLE_APPLICATION_CREDENTIALS"}
 _SHOWN = "which the job's description, script, logs and `ps` would show"
@@ -267,13 +270,11 @@ def _check_secrets(role: Role, scheduler: str) -> None:
             raise ValueError(
                 f"--{flag}: the address holds a password, {_SHOWN}; {_way(scheduler, 'a variable for it')}"
             )
-        key = (
-            value.partition("=")[0].rpartition(".")[2]
-            if flag in ("set", "vary", "member")
-            else flag
-        )
-        # --set sort.key=time is no secret.
-        if is_secret(key) and not key.lower().endswith("key"):
+        key = flag
+        if flag in ("set", "vary", "member"):
+            path, _, value = value.partition("=")
+            key = path.rpartition(".")[2]
+        if _is_secret_setting(key, value):
             raise ValueError(
                 f"--{flag} ...{key}: this looks like a secret, {_SHOWN}; {_way(scheduler, key.upper())}"
             )
@@ -294,6 +295,26 @@ def check_trackers(role: Role) -> None:
             )
 
 
+def _is_secret_setting(key: str, value: str) -> bool:
+    """Whether a setting would hold a secret: keys and tokens are often something else in a recipe.
+
+    Example:
+        >>> [_is_secret_setting(key, "a") for key in ("api_key", "apiKey", "secret_key", "private_key", "hf_token")]
+        [True, True, True, True, True]
+        >>> [_is_secret_setting(key, "a") for key in ("key", "sort_key", "user_key")]
+        [False, False, False]
+        >>> [_is_secret_setting(key, "64") for key in ("tokens", "token_dim", "password")]
+        [False, False, True]
+    """
+    words = _words(key)
+    if words[-1] in ("KEY", "KEYS"):
+        return not (_KINDS_OF_KEYS | _SECRET_WORDS).isdisjoint(words)
+    # A number of tokens, or the size of one.
+    if _NUMBERS.fullmatch(value) and not {"TOKEN", "TOKENS"}.isdisjoint(words):
+        return False
+    return is_secret(key)
+
+
 def is_secret(name: str) -> bool:
     """Whether a variable of this name would hold a secret, not the name of a file with one.
 
@@ -305,17 +326,18 @@ def is_secret(name: str) -> bool:
         >>> [is_secret(name) for name in ("DB_PASS", "MYSQL_PWD", "dbPassword", "SESSION_TOKENS", "PWD", "MAX_TOKENS")]
         [True, True, True, True, False, False]
     """
-    # dbPassword, DB_PASSWORD and db-password have the same words.
-    words = (
-        re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|-", "_", name)
-        .upper()
-        .split("_")
-    )
+    words = _words(name)
     if name in (*_NAMES_OF_FILES, "PWD") or words[-1] in ("FILE", "PATH", "ID", "NAME"):
         return False
     if words[-1] == "TOKENS" and not _COUNTS.isdisjoint(words):
         return False
     return words[-1] in _SECRET_LAST_WORDS or not _SECRET_WORDS.isdisjoint(words)
+
+
+def _words(name: str) -> list[str]:
+    # dbPassword, DB_PASSWORD and db-password have the same words.
+    separated = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|-", "_", name)
+    return separated.upper().split("_")
 
 
 def _way(scheduler: str, name: str) -> str:

@@ -24,6 +24,8 @@ from torchrec_ext.train.checkpoint.folder import check_shared
 from torchx_apps.jobs import setup, training
 from torchx_apps.jobs.resuming import (
     LAUNCH,
+    MEMBERS,
+    check_recipe,
     ended,
     launch_id,
     newest_networks,
@@ -100,6 +102,8 @@ def _begin(
         root, again = where_to_begin(
             run_dir, config.resume, newest, f"networks-{recipe}", counted=counted
         )
+        if again or config.resume != "never":
+            check_recipe(f"--run-dir {root}", root, recipe, configs=MEMBERS)
         root.mkdir(parents=True, exist_ok=True)
         (root / LAUNCH).write_text(launch_id() + "\n")
         world.send("begin", json.dumps([str(root), "auto" if again else config.resume]))

@@ -159,6 +159,7 @@ def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
         Preprocessor,
         TimeFeatures,
     )
+    from torchrec_ext.data.preprocess.engines import count_rows
     from torchrec_ext.data.preprocess.numeric import quantiles_of
 
     path = _movielens(config)
@@ -170,6 +171,8 @@ def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
     rows = engine.stage(
         rows.mutate(label=(rows.rating >= 4).cast("float32"), genres=rows["class"])
     )
+    what = f"{path}: ratings of a user or an item that its file does not describe"
+    _note_left_out(count_rows(ratings, engine), rows, what, engine)
     times = rows.select(x=rows.timestamp.cast("float64"))
     (cut,) = quantiles_of(
         "the split by time", times, [1 - config.test_share], str(path), engine
@@ -544,9 +547,8 @@ def _taobao_log(config: TaobaoConfig, engine: Engine) -> Any:
     for name in _TAOBAO:
         if name not in log.columns:
             raise missing_column(str(path), name, log.columns)
-    kinds = engine.collect(log.select("behavior_type").distinct())[
-        "behavior_type"
-    ].to_pylist()
+    counts = engine.collect(log.group_by("behavior_type").aggregate(rows=log.count()))
+    kinds = counts["behavior_type"].to_pylist()
     other = sorted(str(kind) for kind in kinds if kind not in BEHAVIOURS)
     if other or "pv" not in kinds:
         what = (
@@ -557,9 +559,22 @@ def _taobao_log(config: TaobaoConfig, engine: Engine) -> Any:
         raise DataError(
             f"{path}: column 'behavior_type' has {what}; must be one of {', '.join(BEHAVIOURS)}"
         )
-    return engine.stage(
-        log.select(*_TAOBAO).filter(log.timestamp.notnull() & log.user_id.notnull())
+    complete = log.select(*_TAOBAO).filter(
+        log.timestamp.notnull() & log.user_id.notnull()
     )
+    staged = engine.stage(complete)
+    every = sum(counts["rows"].to_pylist())
+    _note_left_out(every, staged, f"{path}: rows without user_id or timestamp", engine)
+    return staged
+
+
+def _note_left_out(every: int, kept: Any, what: str, engine: Engine) -> None:
+    """Prints how many of ``every`` rows are not in the table ``kept``, if any."""
+    from torchrec_ext.data.preprocess.engines import count_rows
+
+    left_out = every - count_rows(kept, engine)
+    if left_out:
+        print(f"note: {what} are left out: {left_out:,} of {every:,}", flush=True)
 
 
 def _taobao_csv(path: Path, engine: Any) -> Any:

@@ -35,10 +35,15 @@ Role = Literal["user", "item", "history"]
 
 
 class Beside(NamedTuple):
-    """Figures of each baseline by its name, and why others were left out, by theirs."""
+    """Figures of each baseline by its name, and why others were left out, by theirs.
+
+    ``repeats`` is the number of held-out items that count as missed, for model and baselines alike, because their user
+    has taken them before.
+    """
 
     figures: Mapping[str, Record]
     left_out: Mapping[str, str]
+    repeats: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,9 +97,9 @@ class Job:
     Args:
         name: name of the recipe.
         build: function that makes the model from ``model`` and the task's data, its tables on the meta device: an
-            ``nn.Module`` with a method ``schema(out_of_range=...)``, whose forward returns (loss, output with ``loss``
-            and ``weights``), such as a TowerModel.
-        model: frozen dataclass that ``build`` reads; it has ``out_of_range``.
+            ``nn.Module`` with a method ``schema()``, whose forward returns (loss, output with ``loss`` and
+            ``weights``), such as a TowerModel.
+        model: frozen dataclass that ``build`` reads; if it has ``out_of_range``, ``schema()`` is called with it.
         data: frozen dataclass that says which rows ``task`` loads; it has ``name``.
         task: function that loads ``data``; called as ``task(data, progress=...)``, it raises DatasetUnavailable where
             the set is not to be had.
@@ -254,9 +254,16 @@ class Job:
         return numbers_by_name("id_dropout", self.id_dropout, rule)
 
 
+def schema_settings(job: Job) -> dict[str, Any]:
+    """Returns the arguments that a job's settings give to its model's ``schema()``."""
+    if not hasattr(job.model, "out_of_range"):
+        return {}
+    return {"out_of_range": job.model.out_of_range}
+
+
 def schema_of(job: Job, task: Task, model: Any) -> BatchSchema:
     """Returns the schema of the job's batches, with the table rows of unseen ids and any ids in dynamic columns."""
-    schema: BatchSchema = model.schema(out_of_range=job.model.out_of_range)
+    schema: BatchSchema = model.schema(**schema_settings(job))
     dynamic = dynamic_ids_of(job, task, schema)
     rows = {
         name: row
@@ -264,7 +271,7 @@ def schema_of(job: Job, task: Task, model: Any) -> BatchSchema:
         if name in schema.keys and name not in dynamic
     }
     if any(rows.values()):
-        schema = model.schema(out_of_range=job.model.out_of_range, oov_ids=rows)
+        schema = model.schema(**schema_settings(job), oov_ids=rows)
     return schema.with_dynamic(dynamic)
 
 

@@ -17,13 +17,12 @@ from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Figure, Record
+from torchrec_ext.train.metrics.catalogue import BEHIND
 from torchx_apps.tasks.baselines import Beside, ClosedForms
 
 # Items of a recommendation that is printed, and of what the user took before.
 K = 10
 SHOWN = 5
-# A rank beyond every number of items shown.
-_BEHIND = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,8 @@ class TaskQuestion:
 
         Args:
             targets: (T,) held-out items.
-            user_items: see :class:`TaskQuestion`; the catalogue is ranked without them.
+            user_items: see :class:`TaskQuestion`; the catalogue is ranked without them, and a target among them counts
+                as missed.
             figures: see :class:`TaskQuestion`.
             candidates: (T, N) the candidates of each target, below 0 if there are fewer; None for the whole catalogue.
             target_rows: (T,) query of each target, ascending; None if each query has one.
@@ -122,10 +122,18 @@ class TaskQuestion:
         return self._figures(ranks)
 
     def of_closed_forms(self, forms: ClosedForms | None) -> Beside:
-        """Returns the figures of EASE and ALS; none without ``forms``."""
-        if forms is None:
-            return Beside({}, {})
-        return forms.beside(self.user_items, self._ranks, self._figures)
+        """Returns the figures of EASE and ALS, none without ``forms``, and the number of repeats."""
+        beside = Beside({}, {})
+        if forms is not None:
+            beside = forms.beside(self.user_items, self._ranks, self._figures)
+        return beside._replace(repeats=self.repeats)
+
+    @property
+    def repeats(self) -> int:
+        """Number of held-out items among those that their user has taken, which count as missed."""
+        if isinstance(self.question, Tensor):
+            return 0
+        return int(self.question.repeats.sum())
 
     def _ranks(self, scores: Tensor, start: int) -> metrics.TargetRanks:
         """Ranks the targets of queries ``start`` to ``start + B`` by the scores (B, I) of all items."""
@@ -138,7 +146,7 @@ class TaskQuestion:
         # No ranking finds a target outside the catalogue, whatever its vector scores.
         if self.num_items is not None and isinstance(self.question, metrics.Question):
             missed = self.question.targets > self.num_items
-            better = ranks.better.masked_fill(missed, _BEHIND)
+            better = ranks.better.masked_fill(missed, BEHIND)
             ties = ranks.ties.masked_fill(missed, 0)
             ranks = ranks._replace(better=better, ties=ties)
         return metrics.named_figures(ranks, self.figures)

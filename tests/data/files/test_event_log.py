@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,36 @@ def test_an_unfinished_line_waits_until_it_ends(tmp_path: Path) -> None:
         file.write('_id": 3}\n')
     assert log.read(9).users.tolist() == [2]
     assert not len(log.read(9))
+
+
+def test_entries_that_are_left_out_are_counted_and_named_once(tmp_path: Path) -> None:
+    (tmp_path / "a.CSV").write_text("user_id,item_id\n1,2\n")
+    for name in ("a-2.csv.gz", "b.tsv", "_part.parquet", ".hidden"):
+        (tmp_path / name).write_text("user_id,item_id\n3,4\n")
+    (tmp_path / "day=1").mkdir()
+    log = EventLog(config(tmp_path))
+    with pytest.warns(UserWarning, match=r"entries left out: 3, such as a-2\.csv\.gz"):
+        assert log.read(9).users.tolist() == [1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not len(log.read(9))
+    (tmp_path / "c.csv.gz").touch()
+    with pytest.warns(UserWarning, match=r"entries left out: 1, such as c\.csv\.gz"):
+        log.read(9)
+
+
+def test_the_end_that_is_no_event_yet_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("user_id,item_id\n1,2\n3,4")
+    log = EventLog(config(tmp_path))
+    assert log.read(9).users.tolist() == [1]
+    assert "the last line has no end, so it is not counted" in log.unfinished()
+    with (tmp_path / "a.csv").open("a") as file:
+        file.write("\n")
+    assert log.read(9).users.tolist() == [3]
+    assert not log.unfinished()
+    (tmp_path / "b.parquet").write_bytes(b"half")
+    log.read(9)
+    assert "is no whole parquet file" in log.unfinished()
 
 
 @pytest.mark.parametrize(

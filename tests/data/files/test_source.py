@@ -278,6 +278,22 @@ def test_a_folder_that_may_not_be_listed_is_named_and_not_left_out(
         ParquetSource(named.format(tmp_path))
 
 
+@pytest.mark.parametrize("prefix", ["", "memory://"])
+def test_files_of_other_endings_are_counted_and_named(
+    tmp_path: Path, prefix: str
+) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    folder = f"{prefix}{tmp_path}"
+    system, root = fsspec.core.url_to_fs(folder)
+    write(tmp_path / "kept.parquet", table_of(3))
+    for name in ("a.parquet", "b.parquet.gz", "day=1/c.csv", "_SUCCESS", "_old/d.csv"):
+        system.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+        system.pipe_file(f"{root}/{name}", (tmp_path / "kept.parquet").read_bytes())
+    with pytest.warns(UserWarning, match=r"files left out: 2, such as b\.parquet\.gz"):
+        source = ParquetSource(folder)
+    assert source.num_rows == (3 if prefix else 6)
+
+
 def test_nothing_to_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.parquet: no such file; check the path"):
         ParquetSource(tmp_path / "none.parquet")

@@ -42,6 +42,16 @@ def loader(
     )
 
 
+def test_a_line_without_an_end_is_named_when_the_log_is_idle(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('{"user_id": 7, "item_id": 1}')
+    events = loader(tmp_path)
+    with pytest.warns(UserWarning, match=r"a\.jsonl: the last line has no end"):
+        assert sum(1 for _ in events) == 1
+    assert events.events == 3
+
+
 def write(folder: Path, count: int) -> None:
     with (folder / "a.jsonl").open("a") as file:
         for number in range(count):

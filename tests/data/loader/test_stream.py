@@ -25,10 +25,12 @@ from tests.data.stream_sets import (
     row_numbers,
     schema_of,
 )
+from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.files.arrow import RowGroup
 from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.loader import epoch_order
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.epoch_order import StreamPlan
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
@@ -385,6 +387,76 @@ def test_a_row_group_larger_than_a_lane_s_share_is_decoded_once_in_parts(
             3,
             3,
         ]
+
+
+def sorted_by_label(folder: Path, rows: int, groups: int = 1) -> ParquetSource:
+    """Rows in the order of their label, in large row groups, as pandas writes them."""
+    folder.mkdir()
+    numbers = np.arange(rows)
+    table = pa.table(
+        {
+            "user_id": numbers % 5_000,
+            "history": pa.array([[]] * rows, pa.list_(pa.int64())),
+            "item_id": 1 + numbers % ITEMS,
+            "row": numbers.astype(np.float32),
+            "label": numbers >= rows // 2,
+        }
+    )
+    path = folder / "rows.parquet"
+    pq.write_table(table, path, row_group_size=rows // groups, write_page_checksum=True)
+    return ParquetSource(folder)
+
+
+def rows_in(batch: TowerBatch) -> list[int]:
+    numbers: list[int] = batch.dense[batch.weights > 0, 0].long().tolist()
+    return numbers
+
+
+LARGE: dict[str, Any] = {
+    "label": "label",
+    "batch_size": 4_096,
+    "lanes": 4,
+    "buffer_rows": LoaderConfig.buffer_rows,
+}
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_few_large_row_groups_are_shuffled_whole(folder: Path, groups: int) -> None:
+    """Every step has the share of positives that chance gives it, on any number of ranks the same rows."""
+    rows = 300_000
+    source = sorted_by_label(folder / "sorted", rows, groups)
+    loader = loader_of(source, **LARGE)
+    epochs = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        steps = [(rows_in(batch), batch.labels.mean()) for batch in loader]
+        assert sorted(row for step, _ in steps for row in step) == list(range(rows))
+        # Six standard deviations of 4,096 draws.
+        for _, share in steps[:-1]:
+            assert abs(float(share) - 0.5) < 6 * 0.5 / 64
+        epochs.append([step for step, _ in steps])
+    assert epochs[0][0] != epochs[1][0]
+    for world_size in (2, 6):
+        ranks = []
+        for rank in range(world_size):
+            ranks.append(iter(loader_of(source, rank, world_size, **LARGE)))
+        first = [row for rank in ranks for row in rows_in(next(rank))]
+        assert first == epochs[0][0]
+    halfway = loader_of(source, **LARGE)
+    halfway.load_state_dict(loader_of(source, **LARGE).state_dict(step=9))
+    assert [rows_in(batch) for batch in halfway] == epochs[0][9:]
+
+
+def test_a_row_group_that_is_too_large_is_read_from_several_places_and_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(epoch_order, "WHOLE_VALUES", 2**20)
+    source = sorted_by_label(folder / "sorted", 300_000)
+    with pytest.warns(UserWarning, match=r"row groups of up to 300,000 rows are read"):
+        loader = loader_of(source, **LARGE)
+    # Two of the four places are among the positives.
+    for batch in list(loader)[:-1]:
+        assert float(batch.labels.mean()) == pytest.approx(0.5, abs=0.01)
 
 
 def test_the_batch_equals_that_of_rows_in_memory(folder: Path) -> None:

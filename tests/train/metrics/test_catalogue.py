@@ -33,6 +33,7 @@ from torchrec_ext.train.metrics import (
     ranking_metrics,
     ranks_of,
 )
+from torchrec_ext.train.metrics.catalogue import BEHIND
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
 
 NOTHING = torch.zeros(0, dtype=torch.int64)
@@ -47,8 +48,8 @@ def test_ranks_by_hand() -> None:
             [9.0, 5.0, 4.0, 3.0, 2.0],
         ]
     )
-    # The first leaves out item 4, which ties with its target; the last has its target
-    # among what it has seen, which still counts.
+    # The first leaves out item 4, which ties with its target. The last has its target
+    # among what it has seen: no server that leaves out seen items returns it.
     question = Question(
         targets=torch.tensor([3, 2, 2]),
         seen_rows=torch.tensor([0, 2, 2]),
@@ -56,8 +57,9 @@ def test_ranks_by_hand() -> None:
     )
     better, ties, queries = ranks_of(scores, question)
     assert queries is None
-    assert better.tolist() == [0, 1, 0], "item 0 is unknown and never ranked"
+    assert better.tolist() == [0, 1, BEHIND], "item 0 is unknown and never ranked"
     assert ties.tolist() == [0, 2, 0]
+    assert question.repeats.tolist() == [False, False, True]
 
 
 def several() -> Question:
@@ -76,7 +78,8 @@ def test_several_targets_are_candidates_of_each_other(device: torch.device) -> N
         [[9.0, 3.0, 5.0, 4.0, 3.0], [9.0, 1.0, 1.0, 0.0, 8.0]], device=device
     )
     better, ties, queries = ranks_of(scores.clone(), several())
-    assert better.tolist() == [2, 0, 2, 0]
+    # The second target is one that its query has seen: missed, and no rival of others.
+    assert better.tolist() == [1, BEHIND, 1, 0]
     assert ties.tolist() == [1, 0, 1, 1]
     assert queries is not None
     assert queries.tolist() == [0, 0, 0, 1]
@@ -123,9 +126,12 @@ def test_any_targets_and_any_block_like_a_plain_loop(data: st.DataObject) -> Non
         left = [
             item
             for item in range(items)
-            if item in targets or (item not in seen[row] and item != 0)
+            if item not in seen[row] and (item in targets or item != 0)
         ]
         for target in sorted(targets):
+            if target in seen[row]:
+                expected.append((BEHIND, 0))
+                continue
             others = [
                 int(scores[row, item] - scores[row, target])
                 for item in left

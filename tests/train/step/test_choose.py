@@ -56,6 +56,10 @@ def by_setting(runtime: Runtime) -> dict[str, list[Any]]:
         "piped": records(runtime, compile="auto", on_nan="skip"),
         "captured": records(runtime, compile="auto", pays=0.0, sync=local),
         "required": records(runtime, compile="require", sync=local),
+        "ends while watched": records(
+            runtime, compile="auto", pays=0.0, sync=local, count=policy.WATCHED
+        ),
+        "ends at once": records(runtime, compile="require", sync=local, count=2),
     }
     if runtime.world_size > 1:
         results["waiting"] = records(runtime, compile="auto", pays=0.0)
@@ -84,6 +88,8 @@ ALONE = {
     "auto": rf"eager: capturing pays from [\d,]+ steps on, and 28 are left; {MS} a step",
     "captured": rf"captured since step 13: {MS} a step, eager {MS}",
     "required": rf"captured since step 3: {MS} a step, the 2 eager ones before took {MS}",
+    "ends while watched": rf"eager: 12 steps are too few to look at; {MS} a step",
+    "ends at once": rf"eager: 2 steps are too few to look at; {MS} a step",
 }
 
 

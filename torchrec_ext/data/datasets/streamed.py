@@ -8,6 +8,8 @@ planted_folder(), planted_log_folder(): such a folder with generated rows whose 
 from __future__ import annotations
 
 import json
+import multiprocessing.util
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -372,8 +374,16 @@ def positive_share(positive: float, total: float) -> float:
     return min(max(positive / total if total else 0.0, least), 1 - least)
 
 
+def _places(name: str, root: str | None) -> list[Path]:
+    """Returns the folders that a name may mean: in ``root`` if given, else its own path, or in the default root."""
+    inside = data_folder(name, root)
+    if root or inside is None:
+        return [inside or Path(name)]
+    return [Path(name), inside]
+
+
 def prepared_folder(name: str, root: str | None) -> Path | None:
-    """Finds a folder of preprocessed rows by name, a path or in ``root``; None if there is none.
+    """Finds a folder of preprocessed rows by name, in ``root`` or else a path; None if there is none.
 
     Files train.parquet or inter.parquet beside the rows are a set of their own, which is read instead.
     """
@@ -381,8 +391,8 @@ def prepared_folder(name: str, root: str | None) -> Path | None:
     # command runs.
     if name in (*NAMES, "frappe"):
         return None
-    for folder in (Path(name), data_folder(name, root)):
-        if folder is None or not (folder / "train").is_dir():
+    for folder in _places(name, root):
+        if not (folder / "train").is_dir():
             continue
         if (
             not (folder / "train.parquet").exists()
@@ -411,26 +421,32 @@ def load_streamed(
         DataError: the folder is not one that rec.data.preprocess wrote, or its files contradict it.
     """
     if config.name == PLANTED:
-        # Removed with the data, which keep it.
+        # Removed with the data, which keep it, or when the process ends.
         temporary_folder = tempfile.TemporaryDirectory(prefix="torchrec_ext-planted-")
+        # Processes that multiprocessing starts end without `atexit`, by which the folder
+        # would be removed.
+        multiprocessing.util.Finalize(
+            temporary_folder, _remove, (temporary_folder.name,), exitpriority=0
+        )
         folder = Path(temporary_folder.name)
         write = generate or planted_folder
         best = write(folder, seed=config.seed)
         return _open(folder, config, labels, best=best, temporary=temporary_folder)
-    folder = Path(config.name)
-    if not folder.is_dir():
-        folder = data_folder(config.name, config.folder) or folder
-    if not folder.is_dir():
-        place = (
-            f"nor in {folder}"
-            if config.folder
-            else f"and neither data.folder nor {FOLDER_VARIABLE} has it"
-        )
+    places = _places(config.name, config.folder)
+    found = next(filter(Path.is_dir, places), None)
+    if found is None:
+        place = f"and neither data.folder nor {FOLDER_VARIABLE} has it"
+        if config.folder:
+            place = str(places[0])
         raise DatasetUnavailable(
             f"data.name={config.name}: there is no such folder, {place}; write one from your log by `torchx run "
-            f"rec.data.preprocess --recipe ... --out {config.name}`, or use generated rows: data.name={PLANTED}"
+            f"rec.data.preprocess --recipe ... --out {places[-1]}`, or use generated rows: data.name={PLANTED}"
         )
-    return _open(folder, config, labels)
+    return _open(found, config, labels)
+
+
+def _remove(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _open(

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -95,7 +96,8 @@ class EventLog:
     """Reads the events of a folder's files, and follows the last one: .jsonl, .ndjson, .csv and .parquet.
 
     A line counts once it ends; without an end it counts if a later file exists. Names that begin with ``.`` or ``_``
-    are no data yet. Read files may be removed, except for the last one.
+    are no data yet. Any other entry of the folder is left out with a warning. Read files may be removed, except for the
+    last one.
 
     Args:
         columns: folder of the files, of which those in folders below are left out, and names of their columns.
@@ -110,6 +112,7 @@ class EventLog:
         self._sizes: dict[str, int] = {}
         self._file: _EventFile | None = None
         self._last = ""
+        self._left_out: set[str] = set()
         if not columns.folder or not self.folder.is_dir():
             raise DataError(
                 f"--log {columns.folder}: no such folder; name the folder in which the log's files lie"
@@ -147,14 +150,16 @@ class EventLog:
     def _names(self) -> list[str]:
         """Returns the names of the files in their order, after checking those that were read."""
         sizes = {}
+        left_out = set()
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                if (
-                    entry.name[0] not in "._"
-                    and Path(entry.name).suffix in _FILES
-                    and entry.is_file()
-                ):
+                if entry.name[0] in "._":
+                    continue
+                if _ending(Path(entry.name)) in _FILES and entry.is_file():
                     sizes[entry.name] = entry.stat().st_size
+                else:
+                    left_out.add(entry.name)
+        self._warn_of(left_out)
         for name, size in self._sizes.items():
             if sizes.get(name, size) != size:
                 raise DataError(
@@ -172,6 +177,21 @@ class EventLog:
             raise self._file.changed()
         return names
 
+    def _warn_of(self, names: set[str]) -> None:
+        """Warns of entries that are left out, once for each."""
+        new = sorted(names - self._left_out, key=_natural)
+        self._left_out |= names
+        if new:
+            warnings.warn(
+                f"{self.folder}: entries left out: {len(new):,}, such as {new[0]}; a log's files end in "
+                f"{', '.join(_FILES)}; write them so, or move them away",
+                stacklevel=2,
+            )
+
+    def unfinished(self) -> str:
+        """Describes the end of the last file that is no event yet; empty if there is none."""
+        return "" if self._file is None else self._file.unfinished()
+
     def _open_next(self, names: list[str]) -> bool:
         """Opens the file after the one that is read; returns False if there is none."""
         later = [name for name in names if _natural(name) > _natural(self._last)]
@@ -185,7 +205,7 @@ class EventLog:
 
     def _opened(self, name: str) -> _EventFile:
         path = self.folder / name
-        return _FILES[path.suffix](path, self._columns)
+        return _FILES[_ending(path)](path, self._columns)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position: the file and the place in it, for JSON."""
@@ -211,6 +231,10 @@ class EventLog:
             self._file = self._opened(self._last)
             self._file.load_state_dict(state["place"])
         self._names()
+
+
+def _ending(path: Path) -> str:
+    return path.suffix.lower()
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
@@ -244,6 +268,10 @@ class _EventFile(ABC):
     @abstractmethod
     def take(self, most: int, *, is_last: bool) -> Events:
         """Returns the next events, at most ``most``; if the file is the last, without what is not complete yet."""
+
+    @abstractmethod
+    def unfinished(self) -> str:
+        """Describes the end of the file that is no event yet; empty if there is none."""
 
     @abstractmethod
     def evidence(self) -> bytes:
@@ -282,7 +310,7 @@ class _LineFile(_EventFile):
         self._tail = b""
         self._buffer = b""
         # None for JSON; empty before the first line was read.
-        self._header: list[str] | None = [] if path.suffix == ".csv" else None
+        self._header: list[str] | None = [] if _ending(path) == ".csv" else None
 
     def take(self, most: int, *, is_last: bool) -> Events:
         if self._header == [] and not self._read_header():
@@ -339,6 +367,14 @@ class _LineFile(_EventFile):
         if not data.startswith(last_bytes):
             raise self.changed()
         return data[len(last_bytes) :]
+
+    def unfinished(self) -> str:
+        if not self._buffer.rpartition(b"\n")[2].strip():
+            return ""
+        return (
+            f"{self.path}: the last line has no end, so it is not counted; end it with a newline, or begin a "
+            "later file"
+        )
 
     def _bytes(self, start: int, count: int) -> bytes:
         try:
@@ -460,6 +496,11 @@ class _PartFile(_EventFile):
         events = self._rows.rows(self.place, self.place + most)
         self.place += len(events)
         return events
+
+    def unfinished(self) -> str:
+        if self._rows is not None:
+            return ""
+        return f"{self.path}: is no whole parquet file, so its rows are not counted; write it again"
 
     def evidence(self) -> bytes:
         try:

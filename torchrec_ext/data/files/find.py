@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,7 +91,8 @@ def find_files(
         paths: local files, folders (read with all that lies below them, also behind links), patterns, or addresses
             such as ``s3://bucket/day=*/``. Only folders below a named folder, or from the first wildcard of a pattern
             on, are partitions.
-        endings: endings of data files in a folder; names with a leading ``_`` or ``.`` are no data files.
+        endings: endings of data files in a folder; names with a leading ``_`` or ``.`` are no data files. A warning
+            counts the files with other endings, and names one.
 
     Raises:
         DataError: a path names nothing, or cannot be read; a link leads nowhere, back to a folder above it, or to
@@ -189,7 +191,8 @@ def _below(path: str, endings: Sequence[str]) -> list[str]:
         return [path]
     if not os.path.isdir(path):
         return []
-    files = []
+    files: list[str] = []
+    left_out: list[str] = []
     # Without onerror, os.walk would leave out folders that it may not list.
     for folder, inside, names in os.walk(path, onerror=_raise, followlinks=True):
         # In place, so that os.walk does not enter hidden folders.
@@ -199,9 +202,22 @@ def _below(path: str, endings: Sequence[str]) -> list[str]:
             if not name.startswith(_HIDDEN):
                 _check_link(path_inside)
             # Pipes and sockets are no files.
-            if _is_data(name, endings) and path_inside.is_file():
-                files.append(str(path_inside))
+            if name.startswith(_HIDDEN) or not path_inside.is_file():
+                continue
+            found = files if name.endswith(tuple(endings)) else left_out
+            found.append(str(path_inside))
+    _warn_of(path, left_out, endings)
     return files
+
+
+def _warn_of(path: str, left_out: Sequence[str], endings: Sequence[str]) -> None:
+    """Warns of files with other endings in a folder, on the run's first rank."""
+    if left_out and os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            f"{path}: files left out: {len(left_out):,}, such as {os.path.basename(min(left_out))}; data files end in "
+            f"{' or '.join(endings)}; write them so, or move them away",
+            stacklevel=2,
+        )
 
 
 def _check_link(path: Path) -> None:
@@ -280,11 +296,15 @@ def _below_remote(system: Any, path: str, endings: Sequence[str]) -> list[str]:
     if system.isfile(path):
         return [path]
     root = path.rstrip("/")
-    return [
-        name
-        for name in _listed(system, root)
-        if _is_data(name.removeprefix(root).lstrip("/"), endings)
-    ]
+    files: list[str] = []
+    left_out: list[str] = []
+    for name in _listed(system, root):
+        if _is_hidden(name.removeprefix(root).lstrip("/")):
+            continue
+        found = files if name.endswith(tuple(endings)) else left_out
+        found.append(name)
+    _warn_of(path, left_out, endings)
+    return files
 
 
 def _listed(system: Any, root: str) -> Iterator[str]:
@@ -306,9 +326,8 @@ def _listed(system: Any, root: str) -> Iterator[str]:
             yield entry["name"]
 
 
-def _is_data(relative: str, endings: Sequence[str]) -> bool:
-    hidden = any(segment.startswith(_HIDDEN) for segment in relative.split("/"))
-    return relative.endswith(tuple(endings)) and not hidden
+def _is_hidden(relative: str) -> bool:
+    return any(segment.startswith(_HIDDEN) for segment in relative.split("/"))
 
 
 def _partitions(path: str, name: str) -> dict[str, str]:

@@ -14,9 +14,10 @@ the last line knows R, so the rows of each step are the same on any number of ra
 than lanes every rank gets a lane of its own (``places``), because a block is shuffled as a whole: a rank that shares
 its lane with others decodes their rows too. The order of such an epoch depends on the number of ranks.
 
-A row group that is larger than a block is read in parts, in their order, so that a block stays small. A lane that
-begins inside one decodes what lies before it for nothing: half a row group for a lane on average, little beside many
-row groups.
+A row group that is larger than a block is read in parts, in their order, so that a block stays small. Lanes begin at
+different places of it. A lane that begins inside one decodes what lies before it for nothing: half a row group for a
+lane on average, little beside many row groups. Where all rows are few enough to be one block, they are: see
+:func:`whole_block`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from typing import NamedTuple
 import numpy as np
 
 from torchrec_ext.data.columns import Int64
+
+# Values of all rows that a rank shuffles as one block: half a GiB of int64.
+WHOLE_VALUES = 2**26
 
 
 class Segment(NamedTuple):
@@ -68,8 +72,8 @@ class StreamPlan:
     Args:
         group_rows: number of rows of each row group, all above 0.
         batch_size: B, over all ranks.
-        lanes: upper bound of S, the greatest divisor of B up to this and up to the number of row groups; S is 1 without
-            shuffle.
+        lanes: upper bound of S, the greatest divisor of B up to this and up to the number of row groups, or of parts
+            of those that are larger than a block; S is 1 without shuffle.
         buffer_rows: rows held for shuffling, over all lanes; with ``places`` over as many as there would be without.
         shuffle: shuffle the rows; False keeps the order of the files.
         drop_last: leave out the last step if it is not full.
@@ -107,7 +111,9 @@ class StreamPlan:
         """S, if ``places`` does not say otherwise: the same on any number of ranks."""
         if not self.shuffle:
             return 1
-        lanes = min(self.lanes, len(self.group_rows), self.buffer_rows)
+        part = -(-self.buffer_rows // self.lanes)
+        parts = sum(-(-rows // part) for rows in self.group_rows)
+        lanes = min(self.lanes, parts, self.buffer_rows)
         # A divisor of the batch size: each lane has equally many slots in every batch.
         while self.batch_size % lanes:
             lanes -= 1
@@ -232,6 +238,25 @@ class StreamPlan:
 
     def _random(self, *key: int) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64([self.seed, *key]))
+
+
+def whole_block(
+    group_rows: Sequence[int], lanes: int, buffer_rows: int, columns: int
+) -> bool | None:
+    """Says whether all rows are few enough to be shuffled as one block; None if no row group is larger than a block.
+
+    Such a block is for a few large row groups, by their sizes alone: the order must not depend on free memory.
+
+    Args:
+        group_rows: number of rows of each row group.
+        lanes: number of lanes that is asked for.
+        buffer_rows: rows held for shuffling, over all lanes.
+        columns: number of columns that are read.
+    """
+    if max(group_rows) <= -(-buffer_rows // lanes):
+        return None
+    few = len(group_rows) < 4 * lanes
+    return few and sum(group_rows) * columns <= WHOLE_VALUES
 
 
 def _lane(

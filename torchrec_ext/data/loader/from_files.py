@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,13 @@ from torchrec_ext.data.loader.blocks import (
 )
 from torchrec_ext.data.loader.candidates import Pairing, StepRows
 from torchrec_ext.data.loader.config import LoaderConfig
-from torchrec_ext.data.loader.epoch_order import Block, Piece, Segment, StreamPlan
+from torchrec_ext.data.loader.epoch_order import (
+    Block,
+    Piece,
+    Segment,
+    StreamPlan,
+    whole_block,
+)
 from torchrec_ext.data.loader.epochs import Share, prefetched
 from torchrec_ext.schema import BatchSchema
 
@@ -301,6 +308,15 @@ class Stream:
                 )
 
 
+def _warn_of_order(group_rows: Sequence[int], lanes: int, buffer_rows: int) -> None:
+    """Warns of row groups whose parts are read in the order of the file."""
+    warnings.warn(
+        f"row groups of up to {max(group_rows):,} rows are read in their order, from {lanes} places: if rows are "
+        f"sorted, write them with row_group_size={max(1, buffer_rows // lanes)}",
+        stacklevel=2,
+    )
+
+
 class StreamedRows:
     """Builds batches from a source of any size, read while the epoch runs; see :class:`Batches`.
 
@@ -335,13 +351,27 @@ class StreamedRows:
         # A rank decodes its lanes as a whole: with a lane of its own it decodes no rows
         # of others.
         own_lane = share.world_size > config.lanes
+        group_rows = tuple(group.rows for group in source.groups)
+        lanes = config.lanes
+        buffer_rows = config.buffer_rows
         if not config.shuffle:
             own_lane = not in_order
+        else:
+            whole = whole_block(group_rows, lanes, buffer_rows, len(layout.names))
+            # A buffer that the user has chosen is kept.
+            whole = whole and buffer_rows == LoaderConfig.buffer_rows
+            if whole:
+                # Every rank decodes all rows, so a lane of its own would save nothing.
+                own_lane = False
+                lanes = 1
+                buffer_rows = sum(group_rows)
+            elif whole is False and share.rank == 0:
+                _warn_of_order(group_rows, lanes, buffer_rows)
         plan = StreamPlan(
-            group_rows=tuple(group.rows for group in source.groups),
+            group_rows=group_rows,
             batch_size=config.batch_size,
-            lanes=config.lanes,
-            buffer_rows=config.buffer_rows,
+            lanes=lanes,
+            buffer_rows=buffer_rows,
             shuffle=config.shuffle,
             drop_last=config.drop_last,
             seed=config.seed,

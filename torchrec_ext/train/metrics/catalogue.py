@@ -73,6 +73,8 @@ class Coverage:
         return {f"coverage@{self._k}": int(is_recommended.sum()) / num_items}
 
 
+# The rank of a target that no list can show, beyond every number of items shown.
+BEHIND = 1 << 31
 # Scores of half a MiB stay in the cache between the passes over them.
 _PAIRS_PER_BLOCK = 2**17
 _ADVICE = (
@@ -85,10 +87,13 @@ _ADVICE = (
 class Question:
     """Held-out interactions of U queries, to be ranked in the catalogue; the same on every rank.
 
+    A target among its query's seen items counts as missed, because a server that leaves out seen items never returns
+    it. Were it ranked without its rivals among the seen items, their absence would give it away.
+
     Args:
         targets: relevant items, (T,): one for each query in order, T = U, unless ``target_rows`` is given.
         seen_rows: query of each pair to leave out of the ranking, (P,).
-        seen_items: item of each such pair, (P,); a query's targets are ranked nevertheless.
+        seen_items: item of each such pair, (P,).
         not_items: ids that are never ranked, such as the out-of-vocabulary row.
         target_rows: query of each target, (T,) int64, ascending, if queries have several targets. Each of 0 to U - 1
             occurs at least once.
@@ -125,15 +130,33 @@ class Question:
             return len(self.targets)
         return int(self.target_rows[-1]) + 1
 
-    def targets_of(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Returns rows, counted from ``start``, and items of the targets of queries ``start`` to ``stop``."""
+    @cached_property
+    def repeats(self) -> Tensor:
+        """Whether each target is among the seen items of its query, (T,) bool."""
+        rows = self.target_rows
+        if rows is None:
+            rows = torch.arange(len(self.targets))
+        repeats = torch.zeros(len(self.targets), dtype=torch.bool)
+        if not len(self.targets) or not len(self.seen_items):
+            return repeats
+        # One number for a pair sorts in a fraction of the time of two.
+        size = 1 + max(int(self.targets.max()), int(self.seen_items.max()))
+        keys, order = (rows.cpu() * size + self.targets.cpu()).sort()
+        seen = self.seen_rows.cpu() * size + self.seen_items.cpu()
+        places = torch.searchsorted(keys, seen).clamp(max=len(keys) - 1)
+        repeats[order[places[keys[places] == seen]]] = True
+        return repeats
+
+    def targets_of(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns rows, counted from ``start``, items and repeats of the targets of queries ``start`` to ``stop``."""
         if self.target_rows is None:
             items = self.targets[start:stop]
-            return torch.arange(len(items)), items
+            return torch.arange(len(items)), items, self.repeats[start:stop]
         first, last = torch.searchsorted(
             self.target_rows, torch.tensor([start, stop])
         ).tolist()
-        return self.target_rows[first:last] - start, self.targets[first:last]
+        rows = self.target_rows[first:last] - start
+        return rows, self.targets[first:last], self.repeats[first:last]
 
     def seen_by(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Returns rows, counted from ``start``, and items of the pairs left out by queries ``start`` to ``stop``."""
@@ -166,8 +189,9 @@ def ranks_of(
         ValueError: a score is NaN, a target's score is infinite, or a target is not an item.
     """
     stop = start + len(scores)
-    rows, items = question.targets_of(start, stop)
+    rows, items, repeats = question.targets_of(start, stop)
     rows = rows.to(scores.device)
+    repeats = repeats.to(scores.device)
     items = items.to(scores.device)
     if len(items) and int(items.max()) >= scores.shape[1]:
         raise ValueError(
@@ -187,18 +211,20 @@ def ranks_of(
             raise ValueError(
                 f"scores: {problem}; a rank needs numbers: has training diverged?"
             )
-    # Left-out items get -inf, and then the targets their score back: a target may be
-    # among the left-out items.
+    # Left-out items get -inf, and then the targets their score back, which may be among
+    # ``not_items``. Repeats stay left out.
     seen_rows, seen_items = question.seen_by(start, stop)
     scores[seen_rows.to(scores.device), seen_items.to(scores.device)] = -torch.inf
     scores[:, list(question.not_items)] = -torch.inf
-    scores[rows, items] = target_scores
+    scores[rows[~repeats], items[~repeats]] = target_scores[~repeats]
     if question.target_rows is None:
-        return TargetRanks(*_compare(scores, rows, target_scores, alone=True), None)
+        ranks = TargetRanks(*_compare(scores, rows, target_scores, alone=True), None)
+        return _missed(ranks, repeats, BEHIND)
     if depth is None or depth >= scores.shape[1]:
-        return TargetRanks(
+        ranks = TargetRanks(
             *_compare(scores, rows, target_scores, alone=False), rows + start
         )
+        return _missed(ranks, repeats, BEHIND)
     # A target below the bound is certainly beyond depth, so its scores need not be
     # compared one by one.
     within_depth = (target_scores >= _bounds(scores, depth)[rows]).nonzero()[:, 0]
@@ -209,7 +235,13 @@ def ranks_of(
     )
     better[within_depth] = greater.clamp(max=depth)
     ties[within_depth] = torch.where(greater < depth, equal, 0)
-    return TargetRanks(better, ties, rows + start)
+    return _missed(TargetRanks(better, ties, rows + start), repeats, depth)
+
+
+def _missed(ranks: TargetRanks, repeats: Tensor, rank: int) -> TargetRanks:
+    """Gives the targets that are repeats a rank at which they count as missed."""
+    better = ranks.better.masked_fill(repeats, rank)
+    return ranks._replace(better=better, ties=ranks.ties.masked_fill(repeats, 0))
 
 
 def _bounds(scores: Tensor, depth: int) -> Tensor:
@@ -357,7 +389,10 @@ def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
         ends = keys.searchsorted(np.arange(1, question.queries + 1) * len(levels))
         return ends[rows] - last, last - first
 
-    target_keys = _sorted(rows * count + targets)
+    target_keys = rows * count + targets
+    # Targets without a candidate's place in the totals; repeats stay left out.
+    repeats = question.repeats.numpy()
+    added_keys = _sorted(target_keys[~is_candidate[targets] & ~repeats])
     excluded_keys = _sorted(
         question.seen_rows.cpu().numpy() * count + question.seen_items.cpu().numpy()
     )
@@ -366,21 +401,14 @@ def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
     excluded_keys = excluded_keys[
         (np.diff(excluded_keys, prepend=-1) > 0) & is_candidate[excluded_keys % count]
     ]
-    # Two sorted lists of keys are intersected by binary search: np.isin would sort both
-    # together again.
-    index = excluded_keys.searchsorted(target_keys)
-    is_target = np.append(excluded_keys, -1)[index] == target_keys
-    # A query's targets are ranked nevertheless.
-    excluded_keys = np.delete(excluded_keys, index[is_target])
     fewer_better, fewer_equal = count_within_query(excluded_keys)
-    more_better, more_equal = count_within_query(
-        target_keys[~is_candidate[target_keys % count]]
-    )
+    more_better, more_equal = count_within_query(added_keys)
     better = items_above_level[level[targets]] + more_better - fewer_better
     ties = items_at_level[level[targets]] + more_equal - 1 - fewer_equal
-    return TargetRanks(
+    ranks = TargetRanks(
         torch.from_numpy(better), torch.from_numpy(ties), question.target_rows
     )
+    return _missed(ranks, question.repeats, BEHIND)
 
 
 def _sorted(keys: NDArray[np.int64]) -> NDArray[Any]:

@@ -361,11 +361,10 @@ class Steps:
         policy = self._policy
         policy.is_reported = True
         eager = policy.eager_s * 1e3
-        figures: dict[str, Any] = {
-            "captured": self._step is not None,
-            "eager_ms": eager,
-        }
-        if self._step is not None:
+        # A run that ends with its last watched step has no captured one to time.
+        captured = self._step is not None and bool(policy.captured_seconds)
+        figures: dict[str, Any] = {"captured": captured, "eager_ms": eager}
+        if captured:
             figures["captured_ms"] = policy.captured_s * 1e3
             comparison = f"eager {eager:.3g} ms"
             if len(policy.eager_seconds) < WATCHED:  # the first steps are slower

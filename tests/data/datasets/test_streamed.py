@@ -1,0 +1,65 @@
+"""Where the rows of a streamed set come from: the folder that is named, or a temporary one that does not stay."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+
+from tests.contracts import leave_group, run_ranks
+from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable
+from torchrec_ext.data.datasets.config import StreamConfig
+from torchrec_ext.data.datasets.streamed import (
+    StreamedData,
+    load_streamed,
+    planted_folder,
+    prepared_folder,
+)
+from torchrec_ext.distributed.runtime import Runtime
+
+
+@pytest.mark.unit
+def test_a_folder_that_is_named_is_read_whatever_lies_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("films", "data/films", "default/films"):
+        (tmp_path / place).mkdir(parents=True)
+        planted_folder(tmp_path / place, seed=0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(FOLDER_VARIABLE, "default")
+    for root, expected in (("data", "data/films"), (None, "films")):
+        data = load_streamed(StreamConfig(name="films", folder=root))
+        assert data.folder == Path(expected)
+        assert prepared_folder("films", root) == Path(expected)
+    monkeypatch.chdir(tmp_path / "data" / "films")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "default"))
+    data = load_streamed(StreamConfig(name="films"))
+    assert data.folder == tmp_path / "default" / "films"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DatasetUnavailable, match=r"no such folder, empty/films; write"):
+        load_streamed(StreamConfig(name="films", folder="empty"))
+    assert prepared_folder("films", "empty") is None
+
+
+KEPT: list[StreamedData] = []
+
+
+def generated(runtime: Runtime) -> str:
+    """Rows that the process still has when it ends, as in a cycle."""
+    leave_group(runtime)
+    KEPT.append(load_streamed(StreamConfig()))
+    assert KEPT[0].folder.is_dir()
+    return str(KEPT[0].folder)
+
+
+def test_generated_rows_go_with_their_data_and_with_their_process() -> None:
+    (folder,) = run_ranks(generated, 1)
+    assert not Path(folder).exists()
+    data = load_streamed(StreamConfig())
+    folder = data.folder
+    assert folder.is_dir()
+    del data
+    gc.collect()
+    assert not folder.exists()
