@@ -278,7 +278,7 @@ PRIVATE_NAMES = (
     ),
     PrivateNames(
         "torchrec/distributed/embedding.py",
-        ("_embedding_configs", "_lookups"),
+        ("_embedding_configs", "_lookups", "_use_index_dedup"),
         "the configs of a sharded collection have no public way",
     ),
     PrivateNames(

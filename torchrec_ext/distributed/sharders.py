@@ -347,7 +347,7 @@ class ShardedBags(ShardedEmbeddingBagCollection):
     def _watched(self, output: KeyedTensor) -> KeyedTensor:
         values = output.values()
         if values.requires_grad:
-            values.register_hook(self.before_backward)  # type: ignore[no-untyped-call]
+            values.register_hook(self.before_backward)
         return output
 
 
@@ -409,7 +409,7 @@ class ShardedSequences(ShardedEmbeddingCollection):
         if self.before_backward is not None:
             for feature in ordered.values():
                 if feature.values().requires_grad:
-                    feature.values().register_hook(self.before_backward)  # type: ignore[no-untyped-call]
+                    feature.values().register_hook(self.before_backward)
         return ordered
 
 
