@@ -251,6 +251,11 @@ PRIVATE_NAMES = (
         "towers on streams: the backward's end waits for all streams, by a callback of the engine",
     ),
     PrivateNames(
+        "torch/_C/__init__.pyi",
+        ("_current_graph_task_id",),
+        "optim.OneBackward: whether two hooks run in one backward",
+    ),
+    PrivateNames(
         "torch/autograd/__init__.py",
         ("_profiler_enabled",),
         "diagnose: a profiler that was left on",
@@ -273,7 +278,7 @@ PRIVATE_NAMES = (
     ),
     PrivateNames(
         "torchrec/distributed/embedding.py",
-        ("_embedding_configs", "_lookups"),
+        ("_embedding_configs", "_lookups", "_use_index_dedup"),
         "the configs of a sharded collection have no public way",
     ),
     PrivateNames(

@@ -44,6 +44,7 @@ from torchrec_ext.train.checkpoint.run import (
 )
 from torchrec_ext.train.checkpoint.state import Parts, model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
+from torchrec_ext.train.config import EarlyStop
 from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.step import choose as steps
@@ -182,6 +183,7 @@ def trained(
     capacity: int,
     drift: int,
     compile: Compile = "off",  # noqa: A002  the setting's name
+    early_stop: EarlyStop | None = None,
 ) -> tuple[Result, Any]:
     """The rectangles of this rank's tables and their state after a training, and the loader."""
     sharding, kind = plan
@@ -212,8 +214,18 @@ def trained(
                 for ids, rows in [loader.ids.live_ids(name)]
             )
         )
-    config = TrainConfig(epochs=1, compile=compile)
-    train(sharded, optimizer, loader, runtime, config, fresh_rows=fresh)  # type: ignore[arg-type]
+    config = TrainConfig(
+        epochs=1, compile=compile, early_stop=early_stop or EarlyStop()
+    )
+    train(
+        sharded,
+        optimizer,
+        loader,
+        runtime,
+        config,
+        evaluate=lambda: {"auc": 0.5},
+        fresh_rows=fresh,
+    )
     return _parts(sharded, optimizer), loader
 
 
@@ -327,6 +339,20 @@ def test_captured_steps_equal_eager_ones() -> None:
         for name, (_, parts) in eager.items():
             for (one, _), (other, _) in zip(parts, by_capture[name][1], strict=True):
                 assert torch.allclose(one, other, rtol=1e-4, atol=1e-5), name
+
+
+def restoring(runtime: Runtime) -> str:
+    stop = EarlyStop(metric="auc")
+    with pytest.raises(ValueError, match="early_stop") as error:
+        trained(
+            runtime, ("row_wise", "sgd"), DynamicIdLoader, FEW, FEW, 8, early_stop=stop
+        )
+    return str(error.value)
+
+
+def test_restoring_the_best_weights_is_refused_with_dynamic_ids() -> None:
+    # By the last step, other ids have the rows of the best evaluation.
+    assert run_ranks(restoring, 1)[0].endswith("set train.early_stop.restore=false")
 
 
 def in_ones_own_loop(runtime: Runtime) -> tuple[Result, Result]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
@@ -41,17 +41,24 @@ from torchrec_ext.distributed.optim.hybrid import (
     keyed_optimizers,
 )
 from torchrec_ext.distributed.optim.sharded import (
+    OneBackward,
     decay_sharded_rows,
     read_past_caches,
     sharded_adams,
 )
 from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
 from torchrec_ext.distributed.plan.tower_plan import table_shardings
-from torchrec_ext.distributed.runtime import Runtime, calm_gloo
+from torchrec_ext.distributed.runtime import Runtime, calm_gloo, gather_objects
 from torchrec_ext.distributed.sharders import Codecs, sharders
 from torchrec_ext.distributed.shared_memory.sharing import sharing_as_all_ranks_do
 from torchrec_ext.distributed.table_copies import copies_of_tables, refuse_unaveraged
-from torchrec_ext.distributed.tables import collections, initialise_tables, tables_of
+from torchrec_ext.distributed.tables import (
+    collections,
+    initialise_tables,
+    rows_of_tables,
+    tables_of,
+    without_init_fn,
+)
 from torchrec_ext.distributed.tower_parallel.lookups import host_look_ups
 from torchrec_ext.distributed.tower_parallel.sharder import ShardedTowers, TowerSharder
 from torchrec_ext.ids.managed_collision import DynamicManagedCollision, with_dynamic_ids
@@ -93,16 +100,17 @@ def hybrid_parallel(
     Where the plan places towers on ranks of their own, each tower's tables and layers are on those ranks alone.
 
     Args:
-        model: any module that holds EmbeddingBagCollections or EmbeddingCollections; changed in place. Its tables are
-            usually on the meta device; rank 0's dense layers are copied to all ranks. Tables with TorchRec's managed
+        model: any module that holds EmbeddingBagCollections or EmbeddingCollections; changed in place. Tables on the
+            meta device are drawn, with their ``init_fn`` if they have one. Other tables keep their rows: those of rank
+            0, as its dense layers, are copied to all ranks. Tables with TorchRec's managed
             collision get dynamic ids, see :class:`torchrec_ext.ids.DynamicManagedCollision`.
         runtime: this process's rank and device.
         plan: TorchRec's sharding plan; made by :func:`plan_sharding` where not given.
         optimizer: optimizers and learning rates. Where not given, tables keep the optimizer that
             ``apply_optimizer_in_backward`` declared; the others and the dense layers take :class:`OptimizerConfig`'s
             defaults, which a line of the log names.
-        seed: seed of the tables' initial values, which depend on it and the table's name alone, not on the plan and not
-            on the ranks.
+        seed: seed of the drawn tables' initial values, which depend on it and the table's name alone, not on the plan
+            and not on the ranks.
         table_copies: number of copies of the tables, see :class:`SyncConfig`; equal to :func:`plan_sharding`'s.
         codecs: TorchRec's codecs of quantised communication by exchange, as :func:`codecs_of` makes them of a
             ``PlanConfig``; None for float32.
@@ -114,8 +122,8 @@ def hybrid_parallel(
 
     Raises:
         ValueError: the plan shards a table whose optimizer nothing runs on the device, or an exception names no table
-            or layer; a table has an optimizer by ``apply_optimizer_in_backward`` and ``optimizer`` is given too, or
-            has one that cannot be expressed.
+            or layer; a table has rows on some ranks and none on others; a table has an optimizer by
+            ``apply_optimizer_in_backward`` and ``optimizer`` is given too, or has one that cannot be expressed.
     """
     dynamic = _dynamic_tables(model, table_copies)
     # plan_sharding() chooses in the same way, and would refuse our choice beside the
@@ -138,6 +146,7 @@ def hybrid_parallel(
     # Before sharding: a host tower is sharded with the tables that it looks up for
     # others.
     host_look_ups(model, plan)
+    given = _given_rows(model, runtime)
     tower_sharder = TowerSharder(timedelta(seconds=runtime.timeout_s))
     if table_copies > 1 and not choices:
         raise ValueError(
@@ -151,13 +160,21 @@ def hybrid_parallel(
                 f"DMPCollection puts it on the GPU of its local rank, cuda:{runtime.local_rank}; leave "
                 "sync.table_copies at 1"
             )
-        with _ddp_notice_ignored(), sharing_as_all_ranks_do():
+        with (
+            _ddp_notice_ignored(),
+            sharing_as_all_ranks_do(),
+            without_init_fn(model),
+        ):
             sharded = copies_of_tables(
                 model, runtime, plan, table_copies, sharders(codecs)
             )
     else:
         all_sharders = [tower_sharder, *sharders(codecs)]
-        with _ddp_notice_ignored(), sharing_as_all_ranks_do():
+        with (
+            _ddp_notice_ignored(),
+            sharing_as_all_ranks_do(),
+            without_init_fn(model),
+        ):
             sharded = DistributedModelParallel(
                 model, device=runtime.device, plan=plan, sharders=all_sharders
             )
@@ -173,7 +190,7 @@ def hybrid_parallel(
     warnings.filterwarnings(
         "ignore", deprecated, FutureWarning, module=r"torch(rec(_ext)?)?\.", append=True
     )
-    initialise_tables(sharded, seed)
+    initialise_tables(sharded, seed, given)
     read_past_caches(sharded)
     settle_buckets(sharded)
     # Gloo's threads exist once all groups of a step do.
@@ -214,6 +231,25 @@ def _dynamic_tables(
         for ids in dynamic:
             ids.group = ids.group or group
     return dynamic
+
+
+def _given_rows(model: nn.Module, runtime: Runtime) -> dict[str, Tensor]:
+    """Returns the rows of the tables with memory by name, after copying rank 0's to all ranks."""
+    given = rows_of_tables(model)
+    for rank, names in enumerate(gather_objects(set(given), runtime.world_size)):
+        differing = names ^ set(given)
+        if differing:
+            raise ValueError(
+                f"'{min(differing)}' is on the meta device on rank {rank} or {runtime.rank}, and not on the other; "
+                "build the model on one kind of device on all ranks"
+            )
+    if runtime.world_size > 1 and given:
+        group = host_group()
+        for rows in given.values():
+            dist.broadcast(
+                rows, src=0, group=group if rows.device.type == "cpu" else None
+            )
+    return given
 
 
 def _of_collections(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
@@ -319,6 +355,7 @@ def _optimizer(
         keyed_optimizers("replicated_tables", tables, table_choices),
         keyed_optimizers("dense", dense, layers),
         sharded=sharded_adams(model, emulated),
+        one_backward=OneBackward(model),
         clip_norm=clip_norm,
         table_choices=choices,
         layer_choices=layers,

@@ -5,13 +5,15 @@ plan is made.
 
 codecs_of(): TorchRec's quantised communication as ``PlanConfig`` asks for it, on any backend.
 
-ShardedBags: TorchRec's sharded EmbeddingBagCollection with MEAN pooling for every sharding type, and unequal batches on
-gloo.
+ShardedBags, ShardedSequences: TorchRec's sharded collections with the order of features of the unsharded ones.
+ShardedBags also has MEAN pooling for every sharding type, and unequal batches on gloo.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +27,11 @@ from torchrec.distributed.dist_data import (
     PooledEmbeddingsReduceScatter,
     VariableBatchPooledEmbeddingsReduceScatter,
 )
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionContext,
+    EmbeddingCollectionSharder,
+    ShardedEmbeddingCollection,
+)
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder, KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
@@ -54,14 +60,20 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     DataType,
+    EmbeddingBagConfig,
     EmbeddingConfig,
     PoolingType,
 )
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
+    EmbeddingCollection,
     get_embedding_names_by_table,
 )
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import (
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+)
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_ext.distributed.plan.config import PlanConfig, TableChoice
@@ -223,6 +235,9 @@ class ShardedBags(ShardedEmbeddingBagCollection):
     each feature's first occurrence; and it cannot divide the bags of a rank without rows. Here a column of a row-wise
     MEAN table is divided by the lengths of its feature's bags, and no other column is.
 
+    TorchRec returns the features in the order of the plan, so ``values()`` would mean other columns under another plan.
+    Here they are in the order of the tables, as unsharded; columns that are in order are not copied.
+
     TorchRec's reduce-scatter of unequal batches gathers unequal pieces in its backward, which gloo cannot
     (``ProcessGroupGloo::allgather: invalid tensor size``). On gloo the pieces are padded to the largest; equal batches
     take TorchRec's own path.
@@ -234,6 +249,9 @@ class ShardedBags(ShardedEmbeddingBagCollection):
         self._has_mean_pooling_callback = False
         means = self._row_wise_means()
         self._means = [name in means for name in self._embedding_names]
+        names = _unsharded_order(self._embedding_bag_configs)
+        self._order = [self._embedding_names.index(name) for name in names]
+        self.before_backward: BeforeBackward | None = None
         group = self._env.process_group
         if group is not None and dist.get_backend(group) == "gloo":
             for output_dist in self._output_dists:
@@ -302,25 +320,97 @@ class ShardedBags(ShardedEmbeddingBagCollection):
     def output_dist(
         self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]
     ) -> LazyAwaitable[KeyedTensor]:
-        """Runs TorchRec's output dist, and divides the columns of row-wise MEAN tables."""
-        return self._divided(super().output_dist(ctx, output), ctx)
+        """Runs TorchRec's output dist, divides the columns of row-wise MEAN tables and orders the features."""
+        return self._as_unsharded(super().output_dist(ctx, output), ctx)
 
     def compute_and_output_dist(
         self,
         ctx: EmbeddingBagCollectionContext,
         input: KJTList,  # noqa: A002
     ) -> LazyAwaitable[KeyedTensor]:
-        """Runs TorchRec's look-up and output dist, and divides the columns of row-wise MEAN tables."""
-        return self._divided(super().compute_and_output_dist(ctx, input), ctx)
+        """Runs TorchRec's look-up and output dist, divides row-wise MEAN tables and orders the features."""
+        return self._as_unsharded(super().compute_and_output_dist(ctx, input), ctx)
 
-    def _divided(
+    def _as_unsharded(
         self, sums: LazyAwaitable[KeyedTensor], ctx: EmbeddingBagCollectionContext
     ) -> LazyAwaitable[KeyedTensor]:
         if ctx.divisor is not None:
             sums.callbacks.append(
                 functools.partial(_apply_mean_pooling, divisor=ctx.divisor)
             )
+        if self._order != sorted(self._order):
+            sums.callbacks.append(functools.partial(_ordered, order=self._order))
+        if self.before_backward is not None:
+            sums.callbacks.append(self._watched)
         return sums
+
+    def _watched(self, output: KeyedTensor) -> KeyedTensor:
+        values = output.values()
+        if values.requires_grad:
+            values.register_hook(self.before_backward)
+        return output
+
+
+BeforeBackward = Callable[[Tensor], None]
+
+
+def _unsharded_order(
+    configs: list[EmbeddingBagConfig] | list[EmbeddingConfig],
+) -> list[str]:
+    """Returns the names of the outputs in the order of the unsharded collection."""
+    return list(chain.from_iterable(get_embedding_names_by_table(configs)))
+
+
+def _ordered(output: KeyedTensor, order: list[int]) -> KeyedTensor:
+    keys = output.keys()
+    widths = output.length_per_key()
+    columns = output.values().split(widths, dim=1)
+    return KeyedTensor(
+        keys=[keys[number] for number in order],
+        length_per_key=[widths[number] for number in order],
+        values=torch.cat([columns[number] for number in order], dim=1),
+        key_dim=1,
+    )
+
+
+class ShardedSequences(ShardedEmbeddingCollection):
+    """TorchRec's ShardedEmbeddingCollection with the features in the order of the unsharded collection.
+
+    TorchRec returns a dict in the order of the plan, so a loop over its values would mean other features under another
+    plan.
+    """
+
+    before_backward: BeforeBackward | None = None
+
+    def output_dist(
+        self, ctx: EmbeddingCollectionContext, output: list[Tensor]
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Runs TorchRec's output dist, and orders the features."""
+        return self._as_unsharded(super().output_dist(ctx, output))
+
+    def compute_and_output_dist(
+        self,
+        ctx: EmbeddingCollectionContext,
+        input: KJTList,  # noqa: A002
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Runs TorchRec's look-up and output dist, and orders the features."""
+        return self._as_unsharded(super().compute_and_output_dist(ctx, input))
+
+    def _as_unsharded(
+        self, rows: LazyAwaitable[dict[str, JaggedTensor]]
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        rows.callbacks.append(self._ordered)
+        return rows
+
+    def _ordered(self, rows: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        ordered = {
+            name: rows[name] for name in _unsharded_order(self._embedding_configs)
+        }
+        if self.before_backward is not None:
+            for feature in ordered.values():
+                if feature.values().requires_grad:
+                    feature.values().register_hook(self.before_backward)
+        return ordered
 
 
 class EqualReduceScatter(PooledEmbeddingsReduceScatter):
@@ -468,7 +558,34 @@ class BagSharder(RowWiseOnCpu, EmbeddingBagCollectionSharder):
 
 
 class SequenceSharder(RowWiseOnCpu, EmbeddingCollectionSharder):
-    """TorchRec's sharder of EmbeddingCollection, with row_wise on the CPU too."""
+    """TorchRec's sharder of EmbeddingCollection, with row_wise on the CPU too; makes :class:`ShardedSequences`."""
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedSequences:
+        """Shards ``module`` as TorchRec's sharder does."""
+        # TorchRec's shard() names its own class, so its call is repeated here with
+        # ours.
+        return self.sharded_module_type(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            use_index_dedup=self._use_index_dedup,
+            module_fqn=module_fqn,
+        )
+
+    @property
+    def sharded_module_type(self) -> type[ShardedSequences]:
+        """Class of the sharded module: :class:`ShardedSequences`."""
+        return ShardedSequences
 
 
 def sharders(

@@ -5,8 +5,10 @@ row_by_row(): whether updating the rows that a step reads is cheaper than sweepi
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -139,20 +141,77 @@ class GivenRows:
         return self
 
 
-def initialise_tables(module: nn.Module, seed: int) -> None:
-    """Initialises every table from ``seed`` and the table's name alone.
+# These fill each number on its own, so that a block of rows needs no other.
+_NUMBER_BY_NUMBER = (
+    nn.init.constant_,
+    nn.init.normal_,
+    nn.init.ones_,
+    nn.init.trunc_normal_,
+    nn.init.uniform_,
+    nn.init.zeros_,
+)
 
-    TorchRec initialises shard by shard, so that with one seed the tables differ by plan and number of ranks. Here row
-    blocks of fixed size have generators of their own, and a table's ``init_fn`` is called on such blocks. A table whose
-    ``init_fn`` is :class:`GivenRows` takes these.
+
+def rows_of_tables(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the rows of the tables of an unsharded module that have memory, by name; without those on meta."""
+    return {
+        shard.fqn: shard.tensor.detach()
+        for shard in local_shards(module)
+        if not shard.tensor.is_meta
+    }
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
+
+
+@contextmanager
+def without_init_fn(module: nn.Module) -> Iterator[None]:
+    """Has TorchRec leave tables as they are in the block: it calls ``init_fn`` on shards, of whatever shape."""
+    configs = [(config, config.init_fn) for config in tables_of(module)]
+    for config, _ in configs:
+        config.init_fn = _leave
+    try:
+        yield
+    finally:
+        for config, init_fn in configs:
+            config.init_fn = init_fn
+
+
+def initialise_tables(
+    module: nn.Module, seed: int, given: Mapping[str, Tensor] | None = None
+) -> None:
+    """Initialises every table from ``seed`` and the table's name alone, or with the rows that it is given.
+
+    TorchRec initialises shard by shard, so that with one seed the tables differ by plan and number of ranks. Here an
+    ``init_fn`` of ``torch.nn.init`` that fills each number on its own, TorchRec's default among them, is called on row
+    blocks of fixed size, which have generators of their own. Any other one is called on the whole table, of which each
+    shard takes its slice: a rank with a shard holds that one table in memory. A table whose ``init_fn`` is
+    :class:`GivenRows` takes these.
+
+    Args:
+        module: sharded or unsharded module.
+        seed: seed of the drawn tables.
+        given: (rows, D) first values by the full name of the weight, for tables that are not drawn.
     """
+    given = given or {}
+    whole: dict[str, Tensor] = {}
 
     def rows(fqn: str, config: BaseEmbeddingConfig, start: int, stop: int) -> Tensor:
+        if isinstance(config.init_fn, GivenRows):
+            return config.init_fn.weight[start:stop]
+        if fqn in given:
+            return given[fqn][start:stop]
+        if not _is_number_by_number(config.init_fn):
+            if fqn not in whole:
+                whole.clear()
+                whole[fqn] = _drawn(config, 0, config.num_embeddings, seed)
+            return whole[fqn][start:stop]
         # A shard may begin inside a block; the whole block is drawn and cut, so that
         # the shards' rows are the table's.
         first = start - start % _BLOCK_ROWS
         blocks = [
-            _initial_block(config, block, seed)
+            _drawn(config, block, min(_BLOCK_ROWS, config.num_embeddings - block), seed)
             for block in range(first, stop, _BLOCK_ROWS)
         ]
         return torch.cat(blocks)[start - first : stop - first]
@@ -160,12 +219,14 @@ def initialise_tables(module: nn.Module, seed: int) -> None:
     fill_tables(module, rows)
 
 
-def _initial_block(config: BaseEmbeddingConfig, start: int, seed: int) -> Tensor:
-    if isinstance(config.init_fn, GivenRows):
-        return config.init_fn.weight[start : start + _BLOCK_ROWS]
-    block = torch.empty(
-        min(_BLOCK_ROWS, config.num_embeddings - start), config.embedding_dim
-    )
+def _is_number_by_number(init_fn: Any) -> bool:
+    while isinstance(init_fn, functools.partial):
+        init_fn = init_fn.func
+    return init_fn in _NUMBER_BY_NUMBER
+
+
+def _drawn(config: BaseEmbeddingConfig, start: int, count: int, seed: int) -> Tensor:
+    block = torch.empty(count, config.embedding_dim)
     # Python's hash() of a text differs from process to process, and ranks must draw the
     # same rows.
     digest = hashlib.blake2b(

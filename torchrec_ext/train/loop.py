@@ -580,6 +580,12 @@ class _Run:
             raise ValueError(
                 "sync.mode=semi_sync looks rows up before those of dynamic ids begin anew; set another sync.mode"
             )
+        stop = self.config.early_stop
+        if stop.metric and stop.restore:
+            raise ValueError(
+                f"train.early_stop.metric={stop.metric} with dynamic ids: other ids have the best epoch's rows by the "
+                "last step; set train.early_stop.restore=false"
+            )
         if self.fresh_rows is None:
             self.fresh_rows = FreshRows(self.model, self.optimizer)
         self.fresh_rows(notes)

@@ -197,8 +197,8 @@ def test_any_bytes_are_refused_in_words(noise: bytes, place: int, byte: int) -> 
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("name", NO_MANIFESTS)
-def test_what_is_no_plain_file_of_some_size_is_named_and_the_one_before_used(
+@pytest.mark.parametrize("name", ["a pipe", "a device"])
+def test_what_is_no_plain_file_is_named_and_the_one_before_used(
     name: str, two: Path, tmp_path: Path
 ) -> None:
     make, message = NO_MANIFESTS[name]
@@ -212,19 +212,32 @@ def test_what_is_no_plain_file_of_some_size_is_named_and_the_one_before_used(
     assert re.search(
         rf"checkpoint step 2: .*manifest\.json cannot be read: .*({message})", lines[0]
     )
-    if name != "60 MB":
-        part = next(
-            path
-            for path in (folder / "step-0000000001").iterdir()
-            if path.suffix == ".distcp"
-        )
-        part.unlink()
-        make(part)
-        assert re.search(
-            rf"distcp cannot be read: {message}",
-            str(damage(str(folder / "step-0000000001"), CheckpointRanks(HERE))),
-        )
+    part = next(
+        path
+        for path in (folder / "step-0000000001").iterdir()
+        if path.suffix == ".distcp"
+    )
+    part.unlink()
+    make(part)
+    assert re.search(
+        rf"distcp cannot be read: {message}",
+        str(damage(str(folder / "step-0000000001"), CheckpointRanks(HERE))),
+    )
     checkpointer.close()
+
+
+def test_a_checkpoint_of_a_long_run_is_read(tmp_path: Path) -> None:
+    record = {"kind": "train", "step": 1, "loss": 0.5, "waits": [[0.25, 0.125]] * 9}
+    checkpointer = Checkpointer(str(tmp_path), HERE)
+    content = {"position": {"history": [record] * 95_000}}
+    checkpointer.save(1, model_state(filled(1)), content=content)
+    checkpointer.close()
+    folder = checkpointer.folder
+    path = folder.path(1)
+    assert Path(path, "manifest.json").stat().st_size > 16 * 2**20
+    assert manifest.newest_good(folder, CheckpointRanks(HERE)) == path
+    history = manifest.read_checkpoint_manifest(path)["content"]["position"]["history"]
+    assert history == [record] * 95_000
 
 
 def test_a_newer_format_says_so() -> None:

@@ -1,6 +1,7 @@
 """What a run leaves on disk, and how an unusable folder is told."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,26 @@ def test_a_run_that_diverged_leaves_what_it_knew_and_why_it_ended(
     )
     assert events(tmp_path / "tensorboard")["train/loss"] == {5: pytest.approx(0.7)}
     assert png_size(tmp_path / "training.png")[0] > 100
+
+
+def test_every_line_is_json_even_if_no_step_had_a_loss(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, {})
+    record = {**RECORDS[0], "loss": float("nan")}
+    folder.log(record)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line, parse_constant=refuse) == {**record, "loss": None}
+    folder.close()
+
+
+def test_a_missing_extra_leaves_the_folder_to_the_next_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        with pytest.raises(RunFolderError, match="report"):
+            RunFolder(tmp_path / "run", {})
+    RunFolder(tmp_path / "run", {}).close()

@@ -20,7 +20,7 @@ from torchrec.optim.keyed import (
 
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.distributed.optim.kinds import rows_with_gradient
-from torchrec_ext.distributed.optim.sharded import ShardedAdam
+from torchrec_ext.distributed.optim.sharded import OneBackward, ShardedAdam
 from torchrec_ext.distributed.runtime import gather_objects
 
 
@@ -79,6 +79,7 @@ class HybridOptimizer(CombinedOptimizer):
         tables: named optimizers of the tables that every rank holds whole.
         dense: named optimizers of the dense layers.
         sharded: optimizers of the sharded tables that no kernel updates.
+        one_backward: refuses a second backward before a step; None if no table is sharded.
         clip_norm: greatest norm of the gradient of ``tables`` and ``dense`` together; 0 for no limit.
         table_choices: optimizer of each table, by name, for a captured step, which follows the same rules.
         layer_choices: optimizer of each dense parameter, by name, for a captured step.
@@ -105,6 +106,7 @@ class HybridOptimizer(CombinedOptimizer):
         dense: list[tuple[str, KeyedOptimizer]],
         *,
         sharded: Sequence[ShardedAdam] = (),
+        one_backward: OneBackward | None = None,
         clip_norm: float = 0.0,
         table_choices: Mapping[str, Choice] | None = None,
         layer_choices: Mapping[str, Choice] | None = None,
@@ -114,6 +116,7 @@ class HybridOptimizer(CombinedOptimizer):
         sharded_by_name = [("sharded_adam", adam) for adam in sharded]
         super().__init__([fused, *tables, *dense, *sharded_by_name])
         self._sharded = sharded
+        self._one_backward = one_backward
         self._holders = holders
         self._device = device
         self.clip_norm = clip_norm
@@ -162,6 +165,8 @@ class HybridOptimizer(CombinedOptimizer):
             GradientNotFiniteError: the gradient is not finite, on the CPU, where the check costs no wait; elsewhere
                 :attr:`gradient_norm` shows it.
         """
+        if self._one_backward is not None:
+            self._one_backward.begin()
         if self.leave_out:
             self.leave_out = False
             return
@@ -174,6 +179,12 @@ class HybridOptimizer(CombinedOptimizer):
             super().step(closure)
         for call in self.after_step:
             call()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients; sharded tables keep what the backward made of theirs."""
+        if self._one_backward is not None:
+            self._one_backward.begin()
+        super().zero_grad(set_to_none)
 
     def _gradient_is_good(self) -> bool:
         """Checks the gradient for numbers that are not finite, and clips its norm."""

@@ -6,6 +6,7 @@ a gradient shrink.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbedding,
     BatchedFusedEmbeddingBag,
 )
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.distributed.optim.config import Choice
@@ -32,6 +34,7 @@ from torchrec_ext.distributed.optim.kinds import (
     move_rows,
     rows_with_gradient,
 )
+from torchrec_ext.distributed.sharders import ShardedBags, ShardedSequences
 from torchrec_ext.distributed.tables import collections, kernels_by_table
 
 
@@ -57,6 +60,44 @@ def decay_sharded_rows(model: nn.Module, choices: Mapping[str, Choice]) -> None:
                 module.emb_module.register_forward_hook(
                     _Decay(decays), with_kwargs=True
                 )
+
+
+class OneBackward:
+    """Refuses a second backward before the optimizer's step, for tables whose optimizer runs in the backward.
+
+    Dense layers would accumulate gradients; these tables would move in each backward.
+
+    Args:
+        model: sharded model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._backwards: dict[str, int] = {}
+        for _, collection in collections(model):
+            fused = [
+                name
+                for name, kernel in kernels_by_table(collection).items()
+                if kernel != EmbeddingComputeKernel.DENSE.value
+            ]
+            # By the plan, not by this rank's kernels: all ranks refuse alike.
+            if fused and isinstance(collection, ShardedBags | ShardedSequences):
+                collection.before_backward = functools.partial(self._check, fused[0])
+
+    def begin(self) -> None:
+        """Forgets the backward before, whose gradients have been used or dropped."""
+        self._backwards.clear()
+
+    def _check(self, table: str, _: Tensor) -> None:
+        # One backward may pass a collection several times, for as many look-ups.
+        backward = torch._C._current_graph_task_id()
+        if self._backwards.setdefault(table, backward) != backward:
+            raise ValueError(
+                f"table '{table}': a second backward before optimizer.step(), and its optimizer runs in the backward, "
+                f"so gradients cannot accumulate; {REMEDY}"
+            )
+
+
+REMEDY = "use larger batches, or plan.sharding=data_parallel"
 
 
 def read_past_caches(model: nn.Module) -> None:
@@ -178,10 +219,14 @@ class RowGradients:
 
     Args:
         kernel: FBGEMM's kernel, with SGD as its optimizer.
+        names: its tables.
     """
 
-    def __init__(self, kernel: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+    def __init__(
+        self, kernel: SplitTableBatchedEmbeddingBagsCodegen, names: list[str]
+    ) -> None:
         self._kernel = kernel
+        self._names = names
         self._tables: list[Tensor] = [
             table.data for table in kernel.split_embedding_weights()
         ]
@@ -196,8 +241,10 @@ class RowGradients:
     def _before_forward(self, *_: Any) -> None:
         # Until a step puts the rows back, the tables hold gradients in their place.
         if any(self._saved_rows):
-            raise RuntimeError(
-                "a backward was not followed by a step of the optimizer, which puts the rows of its tables back"
+            table = self._names[0]
+            raise ValueError(
+                f"table '{table}': a backward was not followed by optimizer.step(), which puts its rows back, so "
+                f"gradients cannot accumulate; {REMEDY}"
             )
         self._kernel.set_learning_rate(1.0)
 
@@ -271,7 +318,9 @@ class ShardedAdam(KeyedOptimizer):
         module: BatchedFusedEmbedding | BatchedFusedEmbeddingBag,
         choices: Mapping[str, Choice],
     ) -> None:
-        self._gradients = RowGradients(module.emb_module)
+        self._gradients = RowGradients(
+            module.emb_module, [table.name for table in module.config.embedding_tables]
+        )
         self._rates = module.fused_optimizer.param_groups[0]
         self._row_gradients: list[tuple[Tensor, Tensor]] = []
         self._shards = []

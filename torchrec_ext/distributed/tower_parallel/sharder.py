@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import (
@@ -25,19 +24,22 @@ from torchrec.distributed.types import (
     LazyAwaitable,
     LazyGetItemMixin,
     ModuleSharder,
-    ParameterSharding,
     ShardedModule,
     ShardingEnv,
     ShardingType,
 )
-from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.distributed.placement import TowerPlacement
 from torchrec_ext.distributed.plan.tower_plan import TowerPlan
-from torchrec_ext.distributed.sharders import BagSharder, SequenceSharder, ShardedBags
+from torchrec_ext.distributed.sharders import (
+    BagSharder,
+    SequenceSharder,
+    ShardedBags,
+    ShardedSequences,
+)
 from torchrec_ext.distributed.tables import collections
 from torchrec_ext.distributed.tower_parallel.exchange import (
     ExchangeContext,
@@ -62,7 +64,7 @@ class _Bags(ShardedBags):
         """Does nothing: initialise_tables draws the tables; TorchRec would broadcast from a rank a tower may lack."""
 
 
-class _Sequences(ShardedEmbeddingCollection):
+class _Sequences(ShardedSequences):
     def reset_parameters(self) -> None:
         """Does nothing: see _Bags."""
 
@@ -79,23 +81,10 @@ class TowerBagSharder(BagSharder):
 class TowerSequenceSharder(SequenceSharder):
     """Shards an EmbeddingCollection over any group of ranks; :func:`initialise_tables` must fill its tables."""
 
-    def shard(
-        self,
-        module: EmbeddingCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingCollection:
-        """Shards ``module`` as TorchRec's sharder does, without initialising it."""
-        return _Sequences(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-        )
+    @property
+    def sharded_module_type(self) -> type[ShardedSequences]:
+        """Class of the sharded module: ShardedSequences that are not initialised."""
+        return _Sequences
 
 
 def tower_groups(

@@ -481,8 +481,9 @@ class CheckpointRanks:
         return outcome
 
 
-# Room for the files of all ranks, about a hundred thousand.
-_MAX_MANIFEST_BYTES = 16 * 2**20
+# A guard against files that are no manifest. The records of millions of steps fit: a
+# manifest that was written must be read, or the run begins anew.
+_MAX_MANIFEST_BYTES = 2**30
 _MANIFEST_TYPES = {
     "step": int,
     "world_size": int,

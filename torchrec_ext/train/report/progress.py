@@ -6,6 +6,7 @@ RunFolder: the files of a run: its configuration, its metrics as JSON lines and 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -362,6 +363,9 @@ class RunFolder:
         self.path = path
         self.records: list[Record] = []
         self.facts = RunFacts(title=str(config.get("name", path.name)))
+        # Before anything is written: with the extra installed, the same folder is tried
+        # again.
+        event_writer = _event_writer()
         try:
             path.mkdir(parents=True, exist_ok=True)
             # Mode x fails if another run is there.
@@ -380,12 +384,19 @@ class RunFolder:
             raise RunFolderError(
                 f"run folder '{path}' cannot be written: {error.strerror or error}; choose another with --run-dir"
             ) from None
-        self._events = _tensorboard(path / "tensorboard")
+        self._events = event_writer(str(path / "tensorboard"))
 
     def log(self, record: Record) -> None:
         """Appends a record to ``metrics.jsonl`` and its figures to TensorBoard; the kind ``error`` is the last."""
         self.records.append(record)
-        self._metrics.write(json.dumps(record) + "\n")
+        # JSON has no nan, which is the mean loss of no step.
+        as_json = {
+            name: None
+            if isinstance(value, float) and not math.isfinite(value)
+            else value
+            for name, value in record.items()
+        }
+        self._metrics.write(json.dumps(as_json) + "\n")
         self._metrics.flush()
         for name, value in record.items():
             if isinstance(value, float):
@@ -740,7 +751,7 @@ def _rank_lanes(rows: list[Lane], text: str) -> str:
     return lanes(rows[:_MOST_RANKS], text)
 
 
-def _tensorboard(path: Path) -> Any:
+def _event_writer() -> Any:
     try:
         import matplotlib.figure  # noqa: F401  (needed at the end: better to miss it now)
         from torch.utils.tensorboard import SummaryWriter
@@ -749,4 +760,4 @@ def _tensorboard(path: Path) -> Any:
             "the run folder's TensorBoard events and picture need the extra 'report': pip install "
             "'torchrec-ext[report]'"
         ) from None
-    return SummaryWriter(str(path))
+    return SummaryWriter

@@ -1,0 +1,233 @@
+"""hybrid_parallel() of a user's model: first rows, order of features and one backward a step, under any plan."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.contracts import run_ranks
+from tests.examples import META
+from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+
+# More rows than are drawn at a time, and tables whose order no plan keeps.
+ROWS = {"shop": 200, "user": 5_000, "hour": 24, "item": 4_200}
+WIDTH = 8
+SGD = OptimizerConfig(tables="sgd", tables_lr=0.1, dense="sgd", dense_lr=0.1)
+MIXED = PlanConfig(
+    tables=("shop=row_wise", "user=table_wise", "hour=data_parallel", "item=row_wise")
+)
+PLANS = (
+    MIXED,
+    PlanConfig(sharding="table_wise"),
+    PlanConfig(sharding="row_wise"),
+    PlanConfig(sharding="data_parallel"),
+    PlanConfig(
+        tables=("shop=row_wise", "user=table_wise", "hour=row_wise", "item=table_wise")
+    ),
+)
+FIRST_IDS = torch.tensor([0, 7, 23])
+
+
+def rows_of(name: str) -> Tensor:
+    generator = torch.Generator().manual_seed(len(name) + ROWS[name])
+    return torch.randn(ROWS[name], WIDTH, generator=generator)
+
+
+class _WholeTable:
+    """An init_fn that copies a whole table."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return weight.data.copy_(rows_of(self.name))
+
+
+class Net(nn.Module):
+    """The features of one collection as they come, side by side."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        init_fn: Callable[[str], Any] | None = None,
+        *,
+        pooled: bool = True,
+    ) -> None:
+        super().__init__()
+        kind: Any = EmbeddingBagConfig if pooled else EmbeddingConfig
+        tables = []
+        for name, rows in ROWS.items():
+            fill = {"init_fn": init_fn(name)} if init_fn else {}
+            tables.append(
+                kind(
+                    name=name,
+                    feature_names=[name],
+                    num_embeddings=rows,
+                    embedding_dim=WIDTH,
+                    **fill,
+                )
+            )
+        collection: Any = EmbeddingBagCollection if pooled else EmbeddingCollection
+        self.pooled = pooled
+        self.tables = collection(tables=tables, device=device)
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        output = self.tables(ids)
+        if self.pooled:
+            return output.values()  # type: ignore[no-any-return]
+        return torch.cat([rows.values() for rows in output.values()], 1)
+
+
+def ids_of(ids: Tensor = FIRST_IDS) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        list(ROWS),
+        ids.repeat(len(ROWS)),
+        lengths=torch.ones(len(ids) * len(ROWS), dtype=torch.int32),
+    )
+
+
+def shard(model: nn.Module, runtime: Runtime, plan: PlanConfig, **settings: Any) -> Any:
+    optimizer = settings.pop("optimizer", SGD)
+    planned = plan_sharding(model, runtime, plan, optimizer=optimizer)
+    return hybrid_parallel(
+        model, runtime, plan=planned, optimizer=optimizer, **settings
+    )
+
+
+def given_model(runtime: Runtime, way: str, pooled: bool) -> Net:
+    if way == "init_fn":
+        return Net(META, _WholeTable, pooled=pooled)
+    # Each rank draws others; those of rank 0 are what all train.
+    model = Net(torch.device("cpu"), pooled=pooled)
+    if runtime.rank == 0:
+        holders: Any = (
+            model.tables.embedding_bags if pooled else model.tables.embeddings
+        )
+        with torch.no_grad():
+            for name in ROWS:
+                holders[name].weight.copy_(rows_of(name))
+    return model
+
+
+def first_outputs(runtime: Runtime) -> list[tuple[str, Tensor]]:
+    outputs = []
+    for plan in PLANS:
+        for way in ("rows", "init_fn"):
+            for pooled in (True, False):
+                # Refused on a CPU for rows by id.
+                if not pooled and plan in (MIXED, PLANS[3]):
+                    continue
+                model = given_model(runtime, way, pooled)
+                sharded, _ = shard(model, runtime, plan)
+                outputs.append(
+                    (f"{plan}, {way}, pooled={pooled}", sharded(ids_of()).detach())
+                )
+    return outputs
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_given_rows_are_kept_and_features_are_in_the_order_of_the_unsharded_collection(
+    world_size: int,
+) -> None:
+    expected = torch.cat([rows_of(name)[FIRST_IDS] for name in ROWS], 1)
+    for outputs in run_ranks(first_outputs, world_size):
+        for case, output in outputs:
+            assert torch.equal(output, expected), case
+
+
+def drawn(runtime: Runtime) -> list[Tensor]:
+    # Its values depend on the shape of the whole table.
+    models = [Net(META, lambda _: nn.init.xavier_uniform_) for _ in PLANS]
+    outputs = []
+    for model, plan in zip(models, PLANS, strict=True):
+        sharded, _ = shard(model, runtime, plan, seed=3)
+        outputs.append(sharded(ids_of()).detach())
+    return outputs
+
+
+def test_an_init_fn_draws_the_same_whole_table_on_any_plan_and_number_of_ranks() -> (
+    None
+):
+    outputs = [*run_ranks(drawn, 1)[0], *run_ranks(drawn, 2)[1]]
+    for output in outputs:
+        assert torch.equal(output, outputs[0])
+    bound = (6 / (ROWS["user"] + WIDTH)) ** 0.5
+    users = outputs[0][:, WIDTH : 2 * WIDTH]
+    assert users.abs().max() <= bound
+    assert users.abs().max() > bound / 2
+
+
+def partly_on_meta(runtime: Runtime) -> str:
+    device = torch.device("cpu") if runtime.rank == 0 else META
+    with pytest.raises(ValueError, match="on one kind of device") as error:
+        shard(Net(device), runtime, PLANS[2])
+    return str(error.value)
+
+
+def test_rows_on_some_ranks_alone_are_refused_by_name() -> None:
+    for message in run_ranks(partly_on_meta, 2):
+        assert "tables.embedding_bags." in message
+
+
+def accumulated(runtime: Runtime, kind: str) -> str:
+    optimizer = OptimizerConfig(tables=kind, tables_lr=0.1)  # type: ignore[arg-type]
+    # Each table on one rank alone: the ranks without it refuse too.
+    model = Net(META)
+    plan = PlanConfig(sharding="table_wise")
+    sharded, hybrid = shard(model, runtime, plan, optimizer=optimizer)
+    for _ in range(2):
+        hybrid.zero_grad()
+        # Two look-ups in one backward are no accumulation.
+        (sharded(ids_of()).sum() + sharded(ids_of()).sum()).backward()
+        hybrid.step()
+    sharded(ids_of()).sum().backward()
+    before = ""
+    try:
+        sharded(ids_of()).sum().backward()
+    except ValueError as error:
+        before = str(error)
+    # Gradients that were dropped do not accumulate.
+    hybrid.step()
+    sharded(ids_of()).sum().backward()
+    hybrid.zero_grad()
+    hybrid.step()
+    return before
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "row_wise_adagrad", "adam"])
+def test_a_second_backward_before_the_step_is_refused_for_every_fused_optimizer(
+    kind: str,
+) -> None:
+    for message in run_ranks(accumulated, 2, kind):
+        assert re.search(r"table '\w+': .*backward.*optimizer\.step\(\)", message)
+        assert message.endswith("data_parallel")
+        assert len(message) <= 200
+
+
+def waiting(runtime: Runtime) -> tuple[Tensor, Tensor]:
+    outputs = []
+    for parts in (1, 2):
+        sharded, hybrid = shard(Net(META), runtime, PLANS[3])
+        for _ in range(parts):
+            (sharded(ids_of()).square().sum() / parts).backward()
+        hybrid.step()
+        outputs.append(sharded(ids_of()).detach())
+    return outputs[0], outputs[1]
+
+
+def test_gradients_of_data_parallel_tables_accumulate() -> None:
+    for one, two in run_ranks(waiting, 2):
+        torch.testing.assert_close(one, two)
