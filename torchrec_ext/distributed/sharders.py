@@ -14,6 +14,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
