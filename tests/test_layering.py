@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 OURS = ("torchrec_ext", "torchx_apps", "components")
-TORCH = {"torch", "torchrec", "fbgemm_gpu", "tensordict", "torchmetrics"}
+TORCHREC = {"torchrec", "fbgemm_gpu", "tensordict", "torchmetrics"}
+TORCH = {"torch", *TORCHREC}
 
 # A unit is a module or subpackage of torchrec_ext, or one of the two folders beside it.
 # Each may import itself and what stands here; "modules.tower" is one module of a unit.
@@ -33,7 +34,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "sealed": set(),
     # `retrieval.store.ids` hashes strings, with numpy alone; `capture.executors`
     # compiles look-ups.
-    "ids": {"batch", "retrieval.store.ids", "capture.executors", "capture.lowering"},
+    "ids": {"batch", "retrieval.store.ids", "capture.executors", "capture.errors"},
     "data": BASE | {"ids"},
     "modules": BASE,
     "models": BASE | {"modules"},
@@ -219,13 +220,35 @@ def unguarded(modules: Mapping[str, str]) -> list[str]:
         if not module.startswith("torchrec_ext.") or unit in {*SET_UP, "components"}:
             continue
         package = f"torchrec_ext.{unit}"
-        if package != module and "torchrec_ext.needs_torch" in top_level(
-            modules.get(package, "")
-        ):
+        in_package = top_level(modules.get(package, ""))
+        if package != module and any(map(is_guard, in_package)):
             continue
         names = top_level(source)
         torch_at = [i for i, name in enumerate(names) if name.split(".")[0] in TORCH]
-        if torch_at and "torchrec_ext.needs_torch" not in names[: torch_at[0]]:
+        if torch_at and not any(map(is_guard, names[: torch_at[0]])):
+            found.append(module)
+    return found
+
+
+def is_guard(name: str) -> bool:
+    """Whether importing this name checks torch."""
+    return name.startswith("torchrec_ext.needs_torch")
+
+
+def unguarded_torchrec(modules: Mapping[str, str]) -> list[str]:
+    """Modules of the library that import TorchRec before anything checked that it is there and fits."""
+    guard = "torchrec_ext.needs_torch.and_torchrec"
+    found = []
+    for module, source in modules.items():
+        unit = unit_of(module)
+        if not module.startswith("torchrec_ext.") or unit in {*SET_UP, "components"}:
+            continue
+        names = top_level(source)
+        at = [i for i, name in enumerate(names) if name.split(".")[0] in TORCHREC]
+        parts = module.split(".")
+        packages = [".".join(parts[:end]) for end in range(2, len(parts))]
+        checked = any(guard in top_level(modules.get(name, "")) for name in packages)
+        if at and not checked and guard not in names[: at[0]]:
             found.append(module)
     return found
 
@@ -255,6 +278,11 @@ def test_every_folder_of_torchx_apps_is_a_room() -> None:
 def test_whatever_imports_torch_checks_the_stack_first() -> None:
     """Add `import torchrec_ext.needs_torch` as the first import of the module or of its package's __init__."""
     assert unguarded(sources()) == []
+
+
+def test_whatever_imports_torchrec_checks_it_first() -> None:
+    """Add `from torchrec_ext.needs_torch import and_torchrec` above it, or to the package's __init__."""
+    assert unguarded_torchrec(sources()) == []
 
 
 @pytest.mark.parametrize(
@@ -365,6 +393,19 @@ def test_the_checker_lets_the_rest_pass(module: str, statement: str) -> None:
 
 def test_the_checker_finds_torch_before_the_check() -> None:
     guard, torch = "import torchrec_ext.needs_torch\n", "import torch\n"
+    also = "from torchrec_ext.needs_torch import and_torchrec\n"
+    torchrec = "from torchrec import KeyedJaggedTensor\n"
+    assert unguarded({"torchrec_ext.batch": also + torch}) == []
+    assert unguarded_torchrec({"torchrec_ext.batch": guard + torchrec}) == [
+        "torchrec_ext.batch"
+    ]
+    assert unguarded_torchrec({"torchrec_ext.batch": also + torchrec}) == []
+    assert (
+        unguarded_torchrec(
+            {"torchrec_ext.train": also, "torchrec_ext.train.step.plain": torchrec}
+        )
+        == []
+    )
     assert unguarded({"torchrec_ext.batch": torch + guard}) == ["torchrec_ext.batch"]
     assert unguarded({"torchrec_ext.batch": guard + torch}) == []
     assert (

@@ -328,7 +328,11 @@ def test_importing_the_package_loads_no_torch() -> None:
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    "code", ["from torchrec_ext import Tower", "import torchrec_ext.needs_torch"]
+    "code",
+    [
+        "from torchrec_ext import Tower",
+        "from torchrec_ext.needs_torch import and_torchrec",
+    ],
 )
 def test_a_mixed_triple_says_so_and_loads_no_torch(mixed: str, code: str) -> None:
     done = in_fresh_interpreter(
@@ -336,21 +340,83 @@ def test_a_mixed_triple_says_so_and_loads_no_torch(mixed: str, code: str) -> Non
         PYTHONPATH=mixed,
         TORCHREC_EXT_VARIANT="cpu",
     )
-    assert (
-        "torch: found 2.12.0+cpu (CPU build), expected 2.13.0 (CPU build)"
-        in done.stdout
+    assert done.stdout == (
+        "found torch 2.12.0+cpu, fbgemm-gpu-cpu 1.8.0, fbgemm-gpu 1.8.0, torchrec 1.8.0; what fits is torch==2.13.0, "
+        "fbgemm-gpu-cpu==1.8.0, torchrec==1.8.0: "
+        f"TORCHREC_EXT_VARIANT=cpu {stack.interpreter()} -m torchrec_ext.doctor --install False\n"
     )
-    assert "fbgemm-gpu 1.8.0 laid over fbgemm-gpu-cpu 1.8.0" in done.stdout
-    assert (
-        f"all at once: TORCHREC_EXT_VARIANT=cpu {stack.interpreter()} -m torchrec_ext.doctor --install"
-        in done.stdout
-    )
-    assert done.stdout.endswith("False\n")
+
+
+@pytest.mark.launch
+def test_a_mixed_triple_is_no_matter_to_what_needs_torch_alone(mixed: str) -> None:
+    done = in_fresh_interpreter("import torchrec_ext.adopt", PYTHONPATH=mixed)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [
+        ("2.10.0", False),
+        ("2.11.0+cu130", True),
+        ("2.14.1", True),
+        ("2.15.0", False),
+        (stack.UNREADABLE, False),
+        (None, False),
+    ],
+)
+def test_torch_alone_has_a_range_of_versions(version: str | None, fits: bool) -> None:
+    problem = stack.torch_problem(version)
+    assert (problem is None) == fits
+    if problem:
+        assert problem.endswith('pip install "torch>=2.11,<2.15"')
+        assert (version or "no torch") in problem
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (environment(), None),
+        (
+            environment(torchrec=None, fbgemm_gpu_cpu=None),
+            'which is not installed: pip install "torchrec-ext[sharded-cpu]"',
+        ),
+        (
+            environment(fbgemm_gpu_cpu=None),
+            "fbgemm-gpu-cpu: found nothing, beside torch 2.13.0+cpu must be 1.8.0: "
+            "python -m pip install fbgemm-gpu-cpu==1.8.0",
+        ),
+        (
+            environment(torchrec=None),
+            "torchrec: found nothing, beside torch 2.13.0+cpu must be 1.8.0: "
+            "python -m pip install --no-deps torchrec==1.8.0",
+        ),
+        (
+            environment(torchrec="1.9.2", fbgemm_gpu_cpu="1.9.0"),
+            "found torch 2.13.0+cpu, fbgemm-gpu-cpu 1.9.0, torchrec 1.9.2; what fits is torch==2.14.1, "
+            "fbgemm-gpu-cpu==1.9.0, torchrec==1.9.2: python -m torchrec_ext.doctor --install",
+        ),
+        (
+            environment(fbgemm_gpu="1.8.0"),
+            "beside torch 2.13.0+cpu must be 1.8.0 alone: python -m torchrec_ext.doctor --install",
+        ),
+    ],
+)
+def test_what_needs_torchrec_says_in_one_line_what_is_wrong(
+    found: Installed, said: str | None
+) -> None:
+    line = stack.torchrec_problem(found, "cpu")
+    assert line == said if said is None else line and line.endswith(said)
+    assert len(line or "") <= 200
+    assert "\n" not in (line or "")
 
 
 @pytest.mark.launch
 def test_a_stack_built_by_hand_passes_when_asked(mixed: str) -> None:
     done = in_fresh_interpreter(
-        "import torchrec_ext.needs_torch", PYTHONPATH=mixed, TORCHREC_EXT_UNCHECKED="1"
+        "from torchrec_ext.needs_torch import and_torchrec",
+        PYTHONPATH=mixed,
+        TORCHREC_EXT_UNCHECKED="1",
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,3 +1,4 @@
+from .adopt.rows.rows import Rows as Rows
 from .adopt.step import adopt as adopt
 from .batch import TowerBatch as TowerBatch
 from .data.files.sources import ParquetSource as ParquetSource

@@ -11,15 +11,24 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
 from typing_extensions import Self
+
+# Bags of ids are TorchRec's. Batches of dense columns alone need none of it, but where
+# it is installed its pipelines must know every batch.
+if TYPE_CHECKING or find_spec("torchrec"):
+    from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
+    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+    from torchrec.streamable import Pipelineable
+else:
+    Pipelineable = object
 
 # Length of a loader that does not know yet how many batches it will give, until it has
 # given the last one.
@@ -264,7 +273,12 @@ def skip_fx_notice() -> None:
 
     Each KeyedJaggedTensor brings the notice, because its metaclass in torch calls that function: neither its user nor
     TorchRec can call another.
+
+    Raises:
+        ImportError: TorchRec, to which bags of ids belong, is missing.
     """
+    from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
     # A filter, not a higher level: the level of the logger is the user's own.
     logger = logging.getLogger("torch.fx._symbolic_trace")
     logger.addFilter(_no_record)

@@ -1,5 +1,7 @@
 """The pinned triples of torch, fbgemm and torchrec: matching builds, installed builds, and how to repair a mismatch.
 
+What needs no TorchRec needs no triple, but a torch of TORCHES.
+
 Standard library only: this module must answer before torch can be imported, and above all when it cannot. The three are
 compiled against each other (torch 2.13 = fbgemm 1.8 = torchrec 1.8); any other mix dies inside a shared object with
 `undefined symbol` or `libtorch_cuda.so: cannot open shared object file`. One mix works: fbgemm's CPU build next to the
@@ -58,7 +60,10 @@ TRIPLES = (
     Triple(torch="2.14.1", fbgemm="1.9.0", torchrec="1.9.2"),
     Triple(torch="2.13.0", fbgemm="1.8.0", torchrec="1.8.0"),
 )
-"""All supported triples, newest first."""
+"""All supported triples, newest first: what TorchRec needs."""
+
+TORCHES = ("2.11", "2.14")
+"""The oldest and the newest torch for what needs no TorchRec: `adopt`, `why_slow`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,22 +179,30 @@ def _numbers(minor: str) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", minor)]
 
 
+def _version_of(name: str) -> str | None:
+    """Returns the installed version of a distribution; None if there is none."""
+    # Costs 40 ms, so it is imported only when needed.
+    from importlib import metadata
+
+    try:
+        # An interrupted pip leaves metadata without a version: None, or KeyError in
+        # newer Pythons.
+        return metadata.version(name) or UNREADABLE
+    except metadata.PackageNotFoundError:
+        return None
+    except KeyError:
+        return UNREADABLE
+
+
 def installed() -> Installed:
     """Reads the metadata of the running interpreter's environment; nothing is imported from it."""
-    # Costs 40 ms, so it is imported only when needed.
     from importlib import metadata
 
     names = ["torch", *FBGEMM_NAME.values(), "torchrec", *NEEDS]
     versions: dict[str, str] = {}
     for name in names:
-        try:
-            # An interrupted pip leaves metadata without a version: None, or KeyError in
-            # newer Pythons.
-            versions[name] = metadata.version(name) or UNREADABLE
-        except metadata.PackageNotFoundError:
-            continue
-        except KeyError:
-            versions[name] = UNREADABLE
+        if version := _version_of(name):
+            versions[name] = version
     build = None
     if versions.get("torch", UNREADABLE) != UNREADABLE:
         build = torch_build(versions["torch"], metadata.requires("torch") or [])
@@ -398,34 +411,94 @@ def interpreter() -> str:
     return shlex.quote(str(path))
 
 
+def require_torch() -> None:
+    """Checks the version of torch before it is imported; `import torchrec_ext.needs_torch` calls it once per process.
+
+    Raises:
+        ImportError: torch is missing, too old or too new; the message is one line with the command that repairs it.
+    """
+    if _is_unchecked():
+        return
+    if problem := torch_problem(_version_of("torch")):
+        raise ImportError(problem)
+
+
+def torch_problem(version: str | None) -> str | None:
+    """Returns one line about a torch outside of :data:`TORCHES`, the installed version or None; None if it is inside.
+
+    Example:
+        >>> torch_problem("2.12.1+cpu")
+        >>> torch_problem("2.10.0")
+        'torch 2.10.0 is installed, and torchrec_ext needs torch 2.11 to 2.14: pip install "torch>=2.11,<2.15"'
+    """
+    first, last = TORCHES
+    minor = _numbers(_minor(version or ""))
+    if _numbers(first) <= minor <= _numbers(last):
+        return None
+    found = f"torch {version}" if version else "no torch"
+    above = ".".join(map(str, [*_numbers(last)[:-1], _numbers(last)[-1] + 1]))
+    return (
+        f"{found} is installed, and torchrec_ext needs torch {first} to {last}: "
+        f'pip install "torch>={first},<{above}"'
+    )
+
+
 def require() -> None:
-    """Checks the stack before torch is imported; `import torchrec_ext.needs_torch` calls it once per process.
+    """Checks TorchRec's stack before it is imported; `needs_torch` calls it once per process.
 
     TORCHREC_EXT_UNCHECKED=1 lets a stack through that was built by hand.
 
     Raises:
-        ImportError: the triple is incomplete or mixed; the message holds each mismatch and the line that repairs it.
+        ImportError: TorchRec is missing, or the triple is incomplete or mixed; the message is one line.
     """
-    if os.environ.get("TORCHREC_EXT_UNCHECKED") == "1":
+    if _is_unchecked():
         return
     current = installed()
     variant = wanted_variant(current, machine_variant())
-    if wrong := problems(current, variant, interpreter()):
-        triple = installed_triple(current) or TRIPLES[0]
-        pins = [need.pin for need in requirements(variant, triple)[:3]]
-        raise ImportError(
-            message(
-                wrong, pins, doctor_line(interpreter(), _stack_to_name(current, None))
-            )
+    if line := torchrec_problem(current, variant, interpreter()):
+        raise ImportError(line)
+
+
+def torchrec_problem(
+    current: Installed, variant: Variant, python: str = "python"
+) -> str | None:
+    """Returns one line about a stack that TorchRec cannot run on: what was found, what fits, what to run.
+
+    Example:
+        >>> torchrec_problem(Installed(versions={"torch": "2.13.0+cpu"}, torch_build="cpu"), "cpu")
+        'this part of torchrec_ext needs TorchRec, which is not installed: pip install "torchrec-ext[sharded-cpu]"'
+    """
+    if not {"torchrec", *FBGEMM_NAME.values()} & set(current.versions):
+        return (
+            "this part of torchrec_ext needs TorchRec, which is not installed: "
+            f'pip install "{extra(variant)}"'
         )
-
-
-def message(wrong: tuple[Problem, ...], pins: list[str], by_doctor: str) -> str:
-    """Returns the message of `require`: every mismatch with its repair, and the one command that repairs them all."""
-    lines = [
-        f"torchrec_ext needs {', '.join(pins)}, built for each other; this environment differs:",
-        *(f"  {problem}" for problem in wrong),
-        f"  all at once: {by_doctor}",
-        "  a stack you built yourself: TORCHREC_EXT_UNCHECKED=1 skips this check",
+    wrong = problems(current, variant, python)
+    if not wrong:
+        return None
+    # Several commands have an order, which the doctor knows.
+    repair = doctor_line(python, _stack_to_name(current, None))
+    if len(wrong) == 1 and wrong[0].what != "torch":
+        problem = wrong[0]
+        if "&&" not in problem.repair:
+            repair = problem.repair
+        beside = f"torch {current.versions.get('torch')}"
+        return f"{problem.what}: found {problem.found}, beside {beside} must be {problem.expected}: {repair}"
+    triple = installed_triple(current) or TRIPLES[0]
+    three = ("torch", *FBGEMM_NAME.values(), "torchrec")
+    found = [
+        f"{name} {version}"
+        for name, version in current.versions.items()
+        if name in three
     ]
-    return "\n".join(lines)
+    fits = [need.pin for need in requirements(variant, triple)[:3]]
+    return f"found {', '.join(found)}; what fits is {', '.join(fits)}: {repair}"
+
+
+def extra(variant: Variant) -> str:
+    """Returns the package with the extra that installs TorchRec for a variant."""
+    return f"torchrec-ext[sharded-{variant}]"
+
+
+def _is_unchecked() -> bool:
+    return os.environ.get("TORCHREC_EXT_UNCHECKED") == "1"

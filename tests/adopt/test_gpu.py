@@ -13,8 +13,8 @@ from torch.nn import functional as F
 import torchrec_ext.adopt.step as adopted
 from torchrec_ext.adopt import AdoptedStep, adopt, verify
 from torchrec_ext.capture import executors
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import cuda_graph
-from torchrec_ext.capture.lowering import CannotCaptureError
 
 pytestmark = pytest.mark.gpu
 USERS, ITEMS, B, STEPS = 5_000, 300, 256, 12

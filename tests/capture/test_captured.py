@@ -20,7 +20,8 @@ from tests.distributed.test_streams import Cuda
 from tests.examples import ITEMS, META, USERS, batches, redrawn, small_model, table
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.capture import policy
-from torchrec_ext.capture.captured import MOST_GRAPHS, CapturedStep, ShardedSource
+from torchrec_ext.capture.captured import MOST_GRAPHS, CapturedStep
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import (
     StepExecutor,
     as_it_is,
@@ -29,12 +30,8 @@ from torchrec_ext.capture.executors import (
     inductor,
     traced,
 )
-from torchrec_ext.capture.lowering import (
-    CannotCaptureError,
-    Packer,
-    lowered,
-    static_bags,
-)
+from torchrec_ext.capture.lowering import Packer, lowered, static_bags
+from torchrec_ext.capture.sharded import ShardedSource
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.known_pairs import KnownPairs

@@ -14,8 +14,9 @@ from tests.capture.test_captured import KINDS, farthest, sharded, stepped
 from tests.contracts import gather_state, run_ranks
 from tests.examples import USERS, batches
 from torchrec_ext.capture import memory as step_memory
-from torchrec_ext.capture.captured import CapturedStep, ShardedSource
+from torchrec_ext.capture.captured import CapturedStep
 from torchrec_ext.capture.executors import as_it_is
+from torchrec_ext.capture.sharded import ShardedSource
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Schedule
 from torchrec_ext.train.step.schedule import scheduler

@@ -15,8 +15,9 @@ from tests.examples import ITEMS, META, USERS, small_model
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.capture import policy
 from torchrec_ext.capture.captured import MOST_GRAPHS
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import as_it_is
-from torchrec_ext.capture.lowering import CannotCaptureError, Packer
+from torchrec_ext.capture.lowering import Packer
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime

@@ -8,7 +8,7 @@ import torch
 from tests.ids.dictionary import drifting
 from tests.ids.test_dynamic import _same
 from torchrec_ext.capture import executors
-from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.ids import Dynamic, DynamicIds, lookup
 
 POLICY = Dynamic(capacity=300, admit_after=2)

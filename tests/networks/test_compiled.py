@@ -16,8 +16,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.networks.members import PLAIN, batch, greatest_difference, network
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.capture import policy
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import StepExecutor, as_it_is, inductor
-from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.capture.policy import Compile
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig

@@ -3,7 +3,7 @@
 The other errors end a captured step, and are not shown to users.
 """
 
-from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.capture.errors import CannotCaptureError
 
 
 class CannotAdopt(CannotCaptureError):  # noqa: N818 - the name says what happened, as CannotCaptureError's does

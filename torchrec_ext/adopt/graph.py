@@ -31,8 +31,8 @@ from torch.overrides import TorchFunctionMode
 from torchrec_ext.adopt.checks import device_of, loss_and_output
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.capture.captured import Reader
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import depends_on_values
-from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.observe.state_copy import random_state
 from torchrec_ext.observe.user_lines import UNKNOWN, first_line, is_users_file
 

@@ -40,8 +40,8 @@ from torchrec_ext.adopt.source import AnyBatch, DrawnBatch, GivenBatch, RowsOnDe
 from torchrec_ext.adopt.user_step import RankStep, UserStep
 from torchrec_ext.adopt.verify import StepComparison, Verification
 from torchrec_ext.capture.captured import RareShapeError
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import engine_for
-from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.capture.policy import PATIENCE, CapturePolicy, Compile, two_digits
 from torchrec_ext.ids import Dynamic, DynamicEmbeddings
 from torchrec_ext.observe.user_lines import first_line, module_line

@@ -1,7 +1,6 @@
 """CapturedStep: forward, backward and optimizers of a training step as one captured function of tensors.
 
-It works on the memory of a model and of its optimizer, see :class:`StepMemory`. A :class:`StepSource` provides both; a
-:class:`ShardedSource` does so for the package's own models.
+It works on the memory of a model and of its optimizer, see :class:`StepMemory`. A :class:`StepSource` provides both.
 """
 
 from __future__ import annotations
@@ -14,18 +13,11 @@ from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import StepExecutor
-from torchrec_ext.capture.lowering import (
-    CannotCaptureError,
-    Packer,
-    lowered,
-    static_bags,
-)
 from torchrec_ext.capture.memory import (
     RowRule,
     RowTable,
@@ -33,11 +25,9 @@ from torchrec_ext.capture.memory import (
     TableRows,
     UpdatedParameter,
     WholeTable,
-    moved_parameters,
 )
 from torchrec_ext.capture.update_rules import fused_adam, has_fused_form
-from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
-from torchrec_ext.distributed.tables import row_by_row
+from torchrec_ext.distributed.row_rule import row_by_row
 from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
 
 MOST_GRAPHS = 4  # sizes of batches to capture; each costs a compilation
@@ -128,6 +118,10 @@ class StepSource(Protocol):
     def no_gradient(self, names: Sequence[str]) -> None:
         """Handles parameters without a gradient; a step does not update them."""
 
+    def begin(self, item: Any) -> None:
+        """Prepares the memory for a step on an item."""
+        return
+
 
 @runtime_checkable
 class _Named(Protocol):
@@ -141,65 +135,6 @@ class Reader(Protocol):
 
     def read(self, ids: Tensor) -> Tensor:
         """Returns the vectors (n, D) of the ids (n,)."""
-
-
-class ShardedSource(StepSource):
-    """A model from :func:`hybrid_parallel`; its steps take a :class:`TowerBatch` or a :class:`DrawnStep`.
-
-    Lists of ids are padded, see :class:`Packer`. If a batch's lists outgrow a captured step, a new one replaces it.
-
-    Args:
-        model: model from :func:`hybrid_parallel`, each table on this rank alone or on every rank.
-        optimizer: the model's optimizer, after its first step, which creates its state.
-
-    Raises:
-        CannotCaptureError: the model or the optimizer has no captured form.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: HybridOptimizer) -> None:
-        self.reading: Mapping[str, Reader] = {}
-        self._model = lowered(
-            model, static_bags(lambda name, ids: self.reading[name].read(ids))
-        )
-        fixed = dict(self._model.named_buffers())
-        for name, parameter in self._model.named_parameters():
-            if not parameter.requires_grad:
-                fixed[name] = parameter.detach()
-        self.clip_norm = optimizer.clip_norm
-        self.memory = StepMemory(moved_parameters(model, optimizer), fixed)
-        self._packer = Packer()
-
-    def inputs(self, item: TowerBatch | DrawnStep) -> StepInputs:
-        """Returns the tensors of a batch, or of a drawn step: the latter becomes a batch inside the captured step."""
-        if isinstance(item, DrawnStep):
-            key = tuple(tensor.shape for tensor in item.tensors)
-            return StepInputs(
-                key,
-                key,
-                len(item.tensors[0]),
-                item.tensors,
-                item.source.assemble,
-                item.source.tensors,
-            )
-        layout, tensors = self._packer.pack(item)
-        rows = int(dict(layout.fields)["labels"][0][0])
-        return StepInputs(
-            layout,
-            layout.sizes,
-            rows,
-            tensors,
-            lambda _, parts: layout.batch(list(parts)),
-        )
-
-    def forward(
-        self, tensors: dict[str, Tensor], batch: TowerBatch
-    ) -> tuple[Tensor, Any]:
-        """Returns the model's loss, (), and its output."""
-        loss, output = functional_call(self._model, tensors, (batch,))
-        return loss, output
-
-    def no_gradient(self, names: Sequence[str]) -> None:
-        """Accepts them, because a model may have towers that some batches do not read."""
 
 
 class CapturedStep:
@@ -260,11 +195,7 @@ class CapturedStep:
             RareShapeError: the shape is too rare so far, see ``patience``; nothing was trained.
             CannotCaptureError: the engine cannot run the model, or there are too many shapes; nothing was trained.
         """
-        if isinstance(item, TowerBatch) and item.fresh:
-            # Rows of new ids begin anew just before they are read: nothing of their
-            # past is left to catch up.
-            for note in item.fresh:
-                self._memory.mark_rows_current(note.table, note.rows)
+        self._source.begin(item)
         step_inputs = self._source.inputs(item)
         inputs = self._on_device(step_inputs)
         call = self._calls.get(step_inputs.key) or self._capture_once(

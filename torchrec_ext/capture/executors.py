@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrec_ext.capture.dropout import hashed_dropout
-from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.observe.ops import tensors_in, waits_for_device
 from torchrec_ext.observe.state_copy import random_state, set_random_state
 from torchrec_ext.observe.user_lines import first_line, raising_line, with_text

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -35,15 +37,12 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_ext.batch import SharedRows, TowerBatch
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.distributed.tables import collections, table_configs
 
 Read = Callable[[str, Tensor], Tensor]  # (name of a table, (n,) rows) -> (n, D)
 # (path of a collection, the collection) -> its replacement
 Lower = Callable[[str, nn.Module], nn.Module]
-
-
-class CannotCaptureError(ValueError):
-    """A step cannot be captured; the message names the obstacle."""
 
 
 class Pooled(KeyedTensor):

@@ -15,22 +15,19 @@ UpdatedParameter: a table or dense parameter as plain tensors, with its state, i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.nn.functional import embedding
-from torchrec.distributed.model_parallel import get_unwrapped_module
-from torchrec.modules.embedding_configs import DataType
 
-from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.update_rules import (
     SLIDES,
-    UPDATES,
     RowClock,
     average_on,
     caught_up,
@@ -43,13 +40,6 @@ from torchrec_ext.capture.update_rules import (
     without_closed_form,
 )
 from torchrec_ext.distributed.optim.config import Choice
-from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
-from torchrec_ext.distributed.tables import (
-    Shard,
-    collections,
-    kernels_by_table,
-    local_shards,
-)
 
 
 @dataclass
@@ -227,7 +217,7 @@ RowRule = Callable[[int, int, int, str], bool]
 
 
 # State tensors of each rule besides the step count: moments, or sums of squares.
-_STATE_COUNTS = {
+STATE_COUNTS = {
     "adam": 2,
     "lazy_adam": 2,
     "adagrad": 1,
@@ -261,101 +251,6 @@ class UpdatedParameter:
     choice: Choice
 
 
-def moved_parameters(
-    model: nn.Module, optimizer: HybridOptimizer
-) -> list[UpdatedParameter]:
-    """Returns all parameters of ``optimizer`` on this one rank, after its first step, which creates its state.
-
-    Raises:
-        CannotCaptureError: a table is split, not fp32, off the GPU, or has an update rule outside of :data:`UPDATES`.
-    """
-    for _, collection in collections(model):
-        for name, kernel in kernels_by_table(collection).items():
-            if kernel not in ("dense", "fused"):
-                raise CannotCaptureError(
-                    f"table '{name}' has kernel={kernel}, whose rows a captured step does not reach"
-                )
-    groups: dict[int, Mapping[str, Any]] = {}
-    for group in optimizer.param_groups:
-        groups |= {id(parameter): group for parameter in group["params"]}
-    by_name = owners(optimizer)
-    shards = list(local_shards(model))
-    result = []
-    for name, weight, choice, config in _named_parameters(model, optimizer, shards):
-        fqn = config.fqn if config else name
-        if choice.kind not in UPDATES:
-            raise CannotCaptureError(
-                f"'{name}' is moved by {choice.kind}, which has no captured form; those with one: {list(UPDATES)}"
-            )
-        parameters = by_name.get(fqn, [])
-        group = next(
-            (
-                groups[id(parameter)]
-                for parameter in parameters
-                if id(parameter) in groups
-            ),
-            None,
-        )
-        if group is None:
-            raise CannotCaptureError(f"no optimizer moves '{fqn}'")
-        values = [optimizer.state.get(parameter, {}) for parameter in parameters]
-        # A table may have two parameters, the kernel's and ShardedAdam's on top of it:
-        # the last one has the state.
-        state, steps = state_tensors(values[-1])
-        if len(state) != _STATE_COUNTS[choice.kind]:
-            raise CannotCaptureError(
-                f"'{fqn}' has {len(state)} tensors of {choice.kind} state, not {_STATE_COUNTS[choice.kind]}: run a step"
-            )
-        sharded = config is not None and isinstance(parameters[0], ShardedTensor)
-        result.append(
-            UpdatedParameter(
-                name,
-                config is not None,
-                sharded,
-                weight.detach(),
-                state,
-                steps,
-                group,
-                choice,
-            )
-        )
-    return result
-
-
-def owners(optimizer: HybridOptimizer) -> dict[str, list[Any]]:
-    """Maps names in the unwrapped model to the parameters of ``optimizer``; of two, the kernel's is first."""
-    result: dict[str, list[Any]] = {}
-    prefixes = {name for name, _ in optimizer.optimizers if name}
-    for key, parameter in optimizer.params.items():
-        # With several optimizers, TorchRec prefixes a parameter's name by its
-        # optimizer's.
-        first, _, rest = key.partition(".")
-        if first in prefixes:
-            key = rest
-        result.setdefault(key, []).append(parameter)
-    return result
-
-
-def _named_parameters(
-    model: nn.Module, optimizer: HybridOptimizer, shards: list[Shard]
-) -> Iterator[tuple[str, Tensor, Choice, Shard | None]]:
-    for shard in shards:
-        config = shard.config
-        if shard.tensor.shape != (config.num_embeddings, config.embedding_dim):
-            raise CannotCaptureError(
-                f"table '{config.name}' is split: this rank holds {tuple(shard.tensor.shape)} of it"
-            )
-        if config.data_type != DataType.FP32:
-            raise CannotCaptureError(
-                f"table '{config.name}' is {config.data_type.value}; a captured step moves fp32 tables alone"
-            )
-        yield config.name, shard.tensor, optimizer.table_choices[config.name], shard
-    tables = {shard.fqn for shard in shards}
-    for name, parameter in get_unwrapped_module(model).named_parameters():
-        if name not in tables and parameter.requires_grad:
-            yield name, parameter, optimizer.layer_choices[name], None
-
-
 def state_tensors(state: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the tensors of a parameter's optimizer state, in the order of its rule, and its counters of steps."""
     tensors = []
@@ -382,7 +277,7 @@ class StepMemory:
     """The tensors read and written by a captured step.
 
     Args:
-        parameters: parameters to update, one or more, such as :func:`moved_parameters`.
+        parameters: parameters to update, one or more, such as those of :func:`.sharded.moved_parameters`.
         fixed: further tensors of the model by name, without an optimizer.
         clips: whether the norm of all gradients is limited, so that gradients of tables must be complete.
         average_rate: returns the share of new values in their averages in the next step; None without averages.

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,9 +37,9 @@ from torchrec_ext.distributed.optim.declared import (
     shardings,
     undeclared,
 )
+from torchrec_ext.distributed.optim.errors import first_few
 from torchrec_ext.distributed.optim.hybrid import (
     HybridOptimizer,
-    first_few,
     keyed_optimizers,
 )
 from torchrec_ext.distributed.optim.sharded import (

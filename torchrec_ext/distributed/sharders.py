@@ -16,6 +16,8 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict

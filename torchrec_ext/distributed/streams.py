@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module

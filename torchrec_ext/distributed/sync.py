@@ -8,28 +8,43 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from torchrec_ext.needs_torch import loaded_class
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
-from torchrec.optim.keyed import KeyedOptimizer
-from typing_extensions import Self
+from typing_extensions import Self, TypeIs
 
-from torchrec_ext.distributed.optim.hybrid import (
-    GradientNotFiniteError,
-    HybridOptimizer,
-    first_few,
-)
-from torchrec_ext.distributed.plan.tower_plan import TowerPlan, table_shardings
+from torchrec_ext.distributed.optim.errors import GradientNotFiniteError, first_few
 from torchrec_ext.distributed.runtime import gather_objects
 from torchrec_ext.distributed.sync_config import MODES as MODES
 from torchrec_ext.distributed.sync_config import OptimizerState, check_warmup
 from torchrec_ext.distributed.sync_config import SyncConfig as SyncConfig
-from torchrec_ext.distributed.tables import collections
+
+# A module that is not sharded needs no TorchRec.
+if TYPE_CHECKING:
+    from torchrec.distributed.model_parallel import (
+        DistributedModelParallel,
+        DMPCollection,
+    )
+    from torchrec.optim.keyed import KeyedOptimizer
+
+    from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
+
+
+def _is_sharded(model: nn.Module | None) -> TypeIs[DistributedModelParallel]:
+    path = "torchrec.distributed.model_parallel:DistributedModelParallel"
+    return isinstance(model, loaded_class(path))
+
+
+def _is_hybrid(optimizer: object) -> TypeIs[HybridOptimizer]:
+    path = "torchrec_ext.distributed.optim.hybrid:HybridOptimizer"
+    return isinstance(optimizer, loaded_class(path))
+
 
 # Smaller tables are sent whole: 256 KiB travel in the time of one more message.
 WHOLE_WEIGHTS = 2**16
@@ -268,7 +283,10 @@ class EveryStep:
     def __init__(self, model: nn.Module | None = None) -> None:
         self.checks: list[Callable[[], None]] = []
         self._copies: DMPCollection | None = None
-        if isinstance(model, DMPCollection):
+        if isinstance(
+            model,
+            loaded_class("torchrec.distributed.model_parallel:DMPCollection"),
+        ):
             self._copies = model
 
     @classmethod
@@ -388,13 +406,13 @@ class LocalSGD(EveryStep):
         check_warmup(warmup)
         if every < 1:
             raise ValueError(f"every={every}: must be 1 step or more")
-        if warmup > 1 and not isinstance(optimizer, HybridOptimizer):
+        if warmup > 1 and not _is_hybrid(optimizer):
             raise ValueError(
                 f"warmup={warmup}: a module that is not sharded takes no steps together; leave it out"
             )
         self._model = model
         self._optimizer: HybridOptimizer | LocalOptimizers
-        if isinstance(optimizer, HybridOptimizer):
+        if _is_hybrid(optimizer):
             self._optimizer = optimizer
         else:
             self._optimizer = LocalOptimizers(model, optimizer)
@@ -402,7 +420,9 @@ class LocalSGD(EveryStep):
         self._warmup = warmup
         self._average_state = optimizer_state == "average"
         self._shards_tables = False
-        if isinstance(model, DistributedModelParallel):
+        if _is_sharded(model):
+            from torchrec_ext.distributed.plan.tower_plan import table_shardings
+
             shardings = table_shardings(model.plan).values()
             self._shards_tables = any(
                 sharding.sharding_type != "data_parallel" for sharding in shardings
@@ -420,10 +440,7 @@ class LocalSGD(EveryStep):
         Raises:
             ValueError: the model or the optimizer is not of :func:`hybrid_parallel`'s types.
         """
-        if not (
-            isinstance(model, DistributedModelParallel)
-            and isinstance(optimizer, HybridOptimizer)
-        ):
+        if not (_is_sharded(model) and _is_hybrid(optimizer)):
             types = f"{type(model).__name__} with {type(optimizer).__name__}"
             raise ValueError(
                 f"sync.mode={config.mode} needs the model and the optimizer that hybrid_parallel() returns, not {types}"
@@ -485,7 +502,7 @@ class LocalSGD(EveryStep):
 
     def start_local_steps(self) -> None:
         """Starts local steps: gradients are no longer all-reduced."""
-        if isinstance(self._model, DistributedModelParallel):
+        if _is_sharded(self._model):
             # Outside no_sync() DDP would go on averaging gradients in each backward.
             for ddp in data_parallel_modules(self._model):
                 self._leave.enter_context(ddp.no_sync())
@@ -684,7 +701,9 @@ def refuse_placed_towers(model: nn.Module, config: SyncConfig) -> None:
 
 def placement_of(model: nn.Module) -> Any:
     """Returns the placement of towers on ranks of their own, a :class:`TowerPlan`'s; None if ranks run all towers."""
-    if isinstance(model, DistributedModelParallel):
+    if _is_sharded(model):
+        from torchrec_ext.distributed.plan.tower_plan import TowerPlan
+
         for plan in model.plan.plan.values():
             if isinstance(plan, TowerPlan):
                 return plan.placement
@@ -695,6 +714,8 @@ def data_parallel_modules(
     model: DistributedModelParallel,
 ) -> Iterator[DistributedDataParallel]:
     """Yields every DDP of ``model``: the one around it, and those of data_parallel tables, which modules() hides."""
+    from torchrec_ext.distributed.tables import collections
+
     if isinstance(model._dmp_wrapped_module, DistributedDataParallel):
         yield model._dmp_wrapped_module
     for _, collection in collections(model):

@@ -60,8 +60,8 @@ class LookUps:
     def _compile(
         self, key: tuple[int, int], lines: Tensor, ids: Tensor, layout: Layout
     ) -> None:
+        from torchrec_ext.capture.errors import CannotCaptureError
         from torchrec_ext.capture.executors import engine_for, inductor
-        from torchrec_ext.capture.lowering import CannotCaptureError
 
         # An index that has grown has another size for good.
         self._compiled = {

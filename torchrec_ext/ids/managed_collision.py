@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

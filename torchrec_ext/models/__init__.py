@@ -1,6 +1,6 @@
 """Models made of towers."""
 
-import torchrec_ext.needs_torch  # noqa: F401
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
 from torchrec_ext.exports import attach
 

@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, normalize

@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import (

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.capture.captured import MOST_GRAPHS
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import Run, StepExecutor, engine_for
-from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.capture.memory import state_tensors
 from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile
 from torchrec_ext.capture.update_rules import UPDATES, stepped

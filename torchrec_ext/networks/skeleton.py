@@ -10,21 +10,20 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from torchrec_ext.needs_torch import loaded_class
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    get_embedding_names_by_table,
-)
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_ext.batch import DrawnStep, Resident, SharedRows, TowerBatch
-from torchrec_ext.capture.lowering import Pooled
 from torchrec_ext.modules.losses import codistillation
+
+# Networks without tables are stacked without TorchRec.
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 _FIELDS = ("dense", "labels", "weights", "total_weight", "log_q", "targets")
 _SHARED = ("dense", "index")
@@ -32,6 +31,11 @@ _SHARED = ("dense", "index")
 
 class StackError(ValueError):
     """These networks cannot be stacked; the message gives the cause and a remedy."""
+
+
+def bags_class() -> Any:
+    """Returns EmbeddingBagCollection for ``isinstance``; imports nothing."""
+    return loaded_class("torchrec.modules.embedding_modules:EmbeddingBagCollection")
 
 
 class JaggedStandIn:
@@ -192,7 +196,12 @@ class _Tables(nn.Module):
     """Stand-in for an EmbeddingBagCollection; returns the pooled embeddings put into it."""
 
     def __init__(self, path: str, collection: EmbeddingBagCollection) -> None:
+        from torchrec.modules.embedding_modules import get_embedding_names_by_table
+
+        from torchrec_ext.capture.lowering import Pooled
+
         super().__init__()
+        self._pooled_of = Pooled
         self.path = path
         self.reads = ""
         configs = list(collection.embedding_bag_configs())
@@ -206,14 +215,14 @@ class _Tables(nn.Module):
 
     def forward(self, features: JaggedStandIn) -> KeyedTensor:
         if self.pooled is not None:
-            return Pooled(self.names, self.pooled)
+            return self._pooled_of(self.names, self.pooled)
         if self.reads:
             raise StackError(
                 f"the network looks up '{self.path}' more than once a step: it cannot be stacked; train it alone"
             )
         self.reads = features.name
         rows = self.strides[features.name]
-        return Pooled(
+        return self._pooled_of(
             self.names,
             [torch.zeros(rows, width, device=self.device) for width in self.widths],
         )
@@ -273,15 +282,14 @@ class Skeleton:
         self.tables: dict[str, _Tables] = {}
         self.dropouts: list[_Dropout] = []
         replaced: dict[int, Any] = {}
+        by_id = loaded_class("torchrec.modules.embedding_modules:EmbeddingCollection")
         for path, module in network.named_modules():
-            if isinstance(
-                module, EmbeddingCollection | nn.modules.batchnorm._BatchNorm
-            ):
+            if isinstance(module, (by_id, nn.modules.batchnorm._BatchNorm)):
                 raise StackError(
                     f"layer '{path}' is a {type(module).__name__}: only EmbeddingBagCollections and layers that keep "
                     "no statistics are stacked; train the network alone"
                 )
-            if isinstance(module, EmbeddingBagCollection):
+            if isinstance(module, bags_class()):
                 self.tables[path] = replaced[id(module)] = _Tables(path, module)
             elif isinstance(module, nn.Dropout):
                 dropout = _Dropout()
@@ -382,7 +390,7 @@ def layers(network: nn.Module) -> Iterator[Layer]:
     for path, module in network.named_modules():
         if isinstance(module, nn.Dropout) or path.startswith(inside):
             continue
-        if isinstance(module, EmbeddingBagCollection):
+        if isinstance(module, bags_class()):
             inside += (f"{path}.",)
             tables = {
                 table.name: _fact(table) for table in module.embedding_bag_configs()
@@ -438,7 +446,9 @@ def first_difference(networks: Mapping[str, nn.Module]) -> str | None:
 
 def _fact(value: Any) -> Any:
     """Returns a form of ``value`` to compare by content; None for other objects, such as modules and tensors."""
-    if isinstance(value, BaseEmbeddingConfig):
+    if isinstance(
+        value, loaded_class("torchrec.modules.embedding_configs:BaseEmbeddingConfig")
+    ):
         return tuple(
             f"{name}={_shown(getattr(value, name))}"
             for name in _OF_A_TABLE

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,6 @@ from torch.func import functionalize
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import embedding_bag
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
-    get_embedding_names_by_table,
-)
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import DrawnStep, Resident, TowerBatch
 from torchrec_ext.capture.executors import keep_freed_memory
@@ -34,12 +28,19 @@ from torchrec_ext.networks.skeleton import (
     StackedSteps,
     StackError,
     are_one,
+    bags_class,
     first_difference,
     jagged_of,
     joined_source,
     tensors_apart,
     tensors_of,
 )
+
+# Networks without tables are stacked without TorchRec.
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 class _Bags(NamedTuple):
@@ -54,6 +55,8 @@ class _Bags(NamedTuple):
 
     def pooled(self, table: Tensor, pooling: PoolingType) -> Tensor:
         """Returns the pooled bags, (K x S, D)."""
+        from torchrec.modules.embedding_configs import PoolingType
+
         if self.lengths is None:
             return table.index_select(0, self.ids)
         ends = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
@@ -81,6 +84,8 @@ class _Bags(NamedTuple):
 
     def gradient(self, pooled: Tensor, pooling: PoolingType) -> Tensor:
         """Returns the gradient of each id's row, (n, D), from the gradient of the pooled bags (K x S, D)."""
+        from torchrec.modules.embedding_configs import PoolingType
+
         if self.lengths is None:
             return pooled
         if pooling == PoolingType.MEAN:
@@ -104,6 +109,11 @@ class StackedTables(nn.Module):
     """
 
     def __init__(self, collections: Sequence[EmbeddingBagCollection]) -> None:
+        from torchrec.modules.embedding_modules import (
+            EmbeddingBagCollection,
+            get_embedding_names_by_table,
+        )
+
         super().__init__()
         self.members = len(collections)
         self.tables: list[EmbeddingBagConfig] = list(
@@ -445,7 +455,7 @@ class Stack(nn.Module):
         # Concatenate the members' tables, by the path of their collection.
         self.tables: dict[str, StackedTables] = {}
         for path, module in next(iter(networks.values())).named_modules():
-            if isinstance(module, EmbeddingBagCollection):
+            if isinstance(module, bags_class()):
                 self.tables[path] = StackedTables(
                     [network.get_submodule(path) for network in networks.values()]
                 )
@@ -733,7 +743,7 @@ def dense_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
     inside = tuple(
         f"{path}."
         for path, module in network.named_modules()
-        if isinstance(module, EmbeddingBagCollection)
+        if isinstance(module, bags_class())
     )
     return {
         name: weight

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule

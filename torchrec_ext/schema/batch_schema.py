@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar, get_args
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import numpy as np
 import torch
 from torch import Tensor

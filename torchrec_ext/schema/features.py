@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrec.modules.embedding_configs import (
-    BaseEmbeddingConfig,
-    EmbeddingConfig,
-    data_type_to_dtype,
-)
+from torchrec_ext.needs_torch import loaded_class
+
+# For names of columns alone, TorchRec is not needed.
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,8 @@ def merged(tables: Iterable[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:
             names = list(dict.fromkeys([*first.feature_names, *table.feature_names]))
             # Rows that are looked up one by one can be pooled afterwards, but pooled
             # rows cannot be taken apart.
-            base = first if isinstance(first, EmbeddingConfig) else table
+            by_id = loaded_class("torchrec.modules.embedding_configs:EmbeddingConfig")
+            base = first if isinstance(first, by_id) else table
             by_name[table.name] = dataclasses.replace(base, feature_names=names)
     return list(by_name.values())
 
@@ -175,6 +176,8 @@ def features_of(
     weights: Mapping[str, str],
 ) -> tuple[SparseFeature, ...]:
     """Returns the features of the tables, in order of first appearance."""
+    from torchrec.modules.embedding_configs import data_type_to_dtype
+
     joint = joints(tables, shared, weights)
     readers: dict[str, list[BaseEmbeddingConfig]] = {}
     for table in tables:

@@ -1,6 +1,6 @@
 """The training loop over TorchRec's pipelines, its figures and its run folder."""
 
-import torchrec_ext.needs_torch  # noqa: F401
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
 from torchrec_ext.exports import attach
 

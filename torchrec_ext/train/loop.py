@@ -23,10 +23,8 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import DrawnStep, Fresh, TowerBatch
 from torchrec_ext.capture.policy import TrainingDivergedError as TrainingDivergedError
-from torchrec_ext.distributed.optim.hybrid import (
-    GradientNotFiniteError,
-    HybridOptimizer,
-)
+from torchrec_ext.distributed.optim.errors import GradientNotFiniteError
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError

@@ -20,7 +20,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.policy import Compile
 from torchrec_ext.data.loader.epochs import BuiltAhead
 from torchrec_ext.diagnose import Diagnosis, StateCopy, ThreadClock

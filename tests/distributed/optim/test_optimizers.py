@@ -17,7 +17,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from tests.contracts import run_ranks
 from tests.examples import ITEMS, META, USERS, small_model
 from torchrec_ext.capture import memory
-from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.distributed.optim import sharded
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.optim.declared import (
@@ -27,10 +27,8 @@ from torchrec_ext.distributed.optim.declared import (
     shardings,
     undeclared,
 )
-from torchrec_ext.distributed.optim.hybrid import (
-    GradientNotFiniteError,
-    HybridOptimizer,
-)
+from torchrec_ext.distributed.optim.errors import GradientNotFiniteError
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.optim.kinds import RowAdam
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig

@@ -11,7 +11,7 @@ from torch import nn
 from tests.contracts import run_ranks
 from tests.examples import META, USERS, batches, small_model, table
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError
+from torchrec_ext.distributed.optim.errors import GradientNotFiniteError
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.placement import PlacementError, TowerPlacement
 from torchrec_ext.distributed.plan import planner as planning

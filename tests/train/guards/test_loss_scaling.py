@@ -11,7 +11,7 @@ from tests.capture.test_captured import farthest
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, batches, small_model
 from tests.train.step.test_plain_step import Twice
-from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig

@@ -17,7 +17,7 @@ from tests.capture.test_captured import distance, farthest, stepped, whole
 from tests.contracts import gather_state, run_ranks
 from tests.examples import ITEMS, META, batches, small_model
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel

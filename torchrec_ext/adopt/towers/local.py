@@ -20,7 +20,7 @@ from torchrec_ext.adopt.towers.exchange import (
     zeros_for_none,
 )
 from torchrec_ext.adopt.towers.split import TowerSplit, fingerprint
-from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError
+from torchrec_ext.distributed.optim.errors import GradientNotFiniteError
 
 
 class LocalTowers:

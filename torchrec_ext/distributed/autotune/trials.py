@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel

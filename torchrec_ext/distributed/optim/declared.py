@@ -9,6 +9,8 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, cast
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 from torch import nn
 from torch.distributed.optim import (

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,24 +21,10 @@ from torchrec.optim.keyed import (
 )
 
 from torchrec_ext.distributed.optim.config import Choice
+from torchrec_ext.distributed.optim.errors import GradientNotFiniteError, first_few
 from torchrec_ext.distributed.optim.kinds import rows_with_gradient
 from torchrec_ext.distributed.optim.sharded import OneBackward, ShardedAdam
 from torchrec_ext.distributed.runtime import gather_objects
-
-
-class GradientNotFiniteError(ValueError):
-    """A gradient is NaN or infinite; nothing was written by it. Raised on every rank alike.
-
-    Args:
-        message: names of the gradients, and their ranks where known.
-        step: step of the gradient, counted from 1; 0 for the step that raises.
-        in_time: whether it was noticed before sharded tables were updated.
-    """
-
-    def __init__(self, message: str, step: int = 0, *, in_time: bool = False) -> None:
-        super().__init__(message)
-        self.step = step
-        self.in_time = in_time
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,19 +268,6 @@ def _not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
         for name, gradient in gradients.items()
         if not torch.isfinite(gradient).all()
     ]
-
-
-def first_few(texts: Sequence[str], separator: str = ", ") -> str:
-    """Joins the first three texts for a message, and counts the others.
-
-    Example:
-        >>> first_few(["a", "b"]), first_few(["a", "b", "c", "d", "e"])
-        ('a, b', 'a, b, c and 2 more')
-    """
-    text = separator.join(texts[:3])
-    if len(texts) > 3:
-        text += f" and {len(texts) - 3} more"
-    return text
 
 
 @torch.no_grad()

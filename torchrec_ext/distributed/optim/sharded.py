@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
     EmbeddingLocation,

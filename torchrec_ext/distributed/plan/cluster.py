@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import get_args
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 from tabulate import tabulate
 from torch import nn
 from torchrec.distributed.planner.constants import UVM_CACHING_RATIO

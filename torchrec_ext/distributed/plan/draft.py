@@ -12,6 +12,8 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 from tabulate import tabulate
 from torch import nn

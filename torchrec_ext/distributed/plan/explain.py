@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 from tabulate import tabulate
 from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
@@ -11,7 +13,8 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from torchrec_ext.distributed.plan.devices import GB as GB
 from torchrec_ext.distributed.plan.tower_plan import TowerPlan, table_shardings
-from torchrec_ext.distributed.tables import ROWS_PER_LOOKUP, row_by_row, tables_of
+from torchrec_ext.distributed.row_rule import ROWS_PER_LOOKUP, row_by_row
+from torchrec_ext.distributed.tables import tables_of
 
 MB = 1024**2
 _HOMES = {

@@ -12,6 +12,8 @@ import functools
 import logging
 from collections.abc import Mapping
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 import torch.distributed as dist
 from torch import nn

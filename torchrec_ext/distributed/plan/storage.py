@@ -11,6 +11,8 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleShardingPlan,

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.utils import placement as shard_placement

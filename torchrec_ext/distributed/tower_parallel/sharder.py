@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import numpy as np
 import pyarrow as pa
 import torch

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import pyarrow as pa
 import torch
 from torch import Tensor, nn

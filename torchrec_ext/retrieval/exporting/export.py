@@ -9,6 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import pyarrow as pa
 import torch
 import torch.distributed as dist

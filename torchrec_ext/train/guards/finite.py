@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.capture.policy import TrainingDivergedError
-from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, first_few
+from torchrec_ext.distributed.optim.errors import GradientNotFiniteError, first_few
 from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.distributed.tables import local_shards

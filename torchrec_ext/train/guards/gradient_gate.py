@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from torchrec_ext.distributed.optim.hybrid import HybridOptimizer, first_few
+from torchrec_ext.distributed.optim.errors import first_few
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.distributed.tables import collections
 

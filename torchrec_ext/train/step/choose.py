@@ -21,10 +21,11 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
-from torchrec_ext.capture.captured import CapturedStep, RareShapeError, ShardedSource
+from torchrec_ext.capture.captured import CapturedStep, RareShapeError
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import StepExecutor, engine_for
-from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile
+from torchrec_ext.capture.sharded import ShardedSource
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime, max_over_ranks
 from torchrec_ext.distributed.sync import EveryStep, placement_of

@@ -29,13 +29,9 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.capture.lowering import (
-    CannotCaptureError,
-    Pooled,
-    check_pools,
-    lowered,
-)
-from torchrec_ext.capture.memory import owners
+from torchrec_ext.capture.errors import CannotCaptureError
+from torchrec_ext.capture.lowering import Pooled, check_pools, lowered
+from torchrec_ext.capture.sharded import owners
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.tables import local_shards, table_configs
 from torchrec_ext.train.guards.amp import Context, LossScaling
