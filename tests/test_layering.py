@@ -74,6 +74,14 @@ MAY_IMPORT: Mapping[str, set[str]] = {
         "distributed.tables",
         "distributed.runtime",
     },
+    "retrieval_next": BASE
+    | {
+        "modules",
+        "models",
+        "data.preprocess",
+        "distributed.tables",
+        "distributed.runtime",
+    },
     "adopt": {"batch", "data.negatives", "distributed", "capture", "observe", "ids"},
     "diagnose": {"adopt", "batch", "distributed", "observe", "drawing"},
     "torchx_apps": BASE
@@ -218,9 +226,12 @@ def unguarded(modules: Mapping[str, str]) -> list[str]:
         unit = unit_of(module)
         if not module.startswith("torchrec_ext.") or unit in {*SET_UP, "components"}:
             continue
-        package = f"torchrec_ext.{unit}"
-        if package != module and "torchrec_ext.needs_torch" in top_level(
-            modules.get(package, "")
+        # Packages of numpy alone, such as data.preprocess, stand beside those of torch.
+        parts = module.split(".")
+        packages = [".".join(parts[:depth]) for depth in range(2, len(parts))]
+        if any(
+            "torchrec_ext.needs_torch" in top_level(modules.get(package, ""))
+            for package in packages
         ):
             continue
         names = top_level(source)

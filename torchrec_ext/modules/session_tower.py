@@ -34,7 +34,7 @@ from torchrec_ext.modules.tower import (
     check_tables,
     mlp,
 )
-from torchrec_ext.schema.features import dense_names
+from torchrec_ext.schema.array_columns import dense_names
 from torchrec_ext.schema.validation import check_choice
 
 Pooling = Literal["flatten", "last", "mean"]

@@ -30,7 +30,7 @@ from torchrec_ext.modules.layers import Layers, Recorded, reads_lengths, weighs_
 from torchrec_ext.modules.layers import Normalization as Normalization
 from torchrec_ext.modules.layers import activation_layer as activation_layer
 from torchrec_ext.modules.layers import mlp as mlp
-from torchrec_ext.schema.features import dense_names
+from torchrec_ext.schema.array_columns import dense_names
 
 
 class Padded:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar, get_args
 
+import torchrec_ext.needs_torch  # noqa: F401
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from torchrec_ext.batch import (
     concatenated,
     pack,
 )
+from torchrec_ext.schema.array_columns import source_columns, widths_of
 from torchrec_ext.schema.checks import (
     ExpectedRows,
     array_of,
@@ -44,9 +47,7 @@ from torchrec_ext.schema.features import (
     features_of,
     joints,
     merged,
-    source_columns,
     unique,
-    widths_of,
 )
 from torchrec_ext.schema.validation import DataError, OutOfRange, check_choice, listed
 

@@ -16,7 +16,7 @@ from torchrec_ext.data.preprocess.columns import missing_column, read_cells
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.step import Step
 from torchrec_ext.schema import BatchSchema, DataError, Jagged, SparseFeature
-from torchrec_ext.schema.features import source_columns, widths_of
+from torchrec_ext.schema.array_columns import source_columns, widths_of
 
 Rows = Mapping[str, Sequence[Any]]
 _GREATEST = float(np.finfo(np.float32).max)

@@ -35,7 +35,7 @@ from torchrec_ext.retrieval.bundle.program import EXACT_IDS, ProgramTop, Program
 from torchrec_ext.retrieval.bundle.request_columns import with_oov_row
 from torchrec_ext.retrieval.bundle.tables import even_rows
 from torchrec_ext.schema import BatchSchema
-from torchrec_ext.schema.features import source_columns
+from torchrec_ext.schema.array_columns import source_columns
 from torchrec_ext.schema.validation import listed
 
 Modules = str | Sequence[str]
