@@ -90,7 +90,7 @@ def _onnx(part: Part, name: str) -> Any:
         ) from None
     model = program.model_proto
     # Nodes hold the stack of their tracing, with local paths.
-    del model.metadata_props[:]
+    model.ClearField("metadata_props")
     for each in (
         *model.graph.node,
         *model.graph.value_info,
@@ -98,9 +98,9 @@ def _onnx(part: Part, name: str) -> Any:
         *model.graph.output,
         *model.graph.initializer,
     ):
-        del each.metadata_props[:]
-        each.doc_string = ""
-    del model.graph.metadata_props[:]
+        each.ClearField("metadata_props")
+        each.ClearField("doc_string")
+    model.graph.ClearField("metadata_props")
     return model
 
 

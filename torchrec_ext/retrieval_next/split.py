@@ -423,7 +423,7 @@ class Split:
                 continue
             found[weight, ids] = node
             path = self._paths[weight]
-            table = path.removesuffix(".weight")
+            table = path.removeprefix("model.").removesuffix(".weight")
             self.tables[table] = path
             self.leaves[node] = Leaf(
                 name=f"{leaf.column}@{table}",
@@ -779,9 +779,11 @@ class _Builder:
         for node in nodes:
             value = node.meta["val"]
             stop = start + _width(node)
-            piece = self.graph.call_function(
-                aten.slice.Tensor, (matrix, 1, start, stop)
-            )
+            piece = matrix
+            if len(nodes) > 1:
+                piece = self.graph.call_function(
+                    aten.slice.Tensor, (matrix, 1, start, stop)
+                )
             start = stop
             if value.dim() != 2:
                 shape = [-1, *value.shape[1:]]
