@@ -139,6 +139,16 @@ class Side:
         """Returns (B, W) outputs of B raw rows; see :meth:`Columns.read` for the rows and what is refused."""
         return self(self.columns.read(rows).columns)
 
+    def list_widths(self) -> dict[str, int]:
+        """Returns the lengths of lists whose rows all have one length, by column."""
+        widths = {}
+        for leaf in self._leaves:
+            column = self.columns.columns[leaf["column"]]
+            is_array = leaf["kind"] == "column" and column.type.startswith("list<")
+            if is_array and column.list is None:
+                widths[str(leaf["column"])] = int(leaf["shape"][0])
+        return widths
+
     def unknown_row(self) -> Floats:
         """Returns the (W,) output of a row of which nothing is known; raises DataError if there is none."""
         row: Floats = self(self.columns.unknown_row())[0]

@@ -467,8 +467,8 @@ class _Ready:
         if table is not None and (row >= 0 or set(user) == {self._key}):
             features = table.features(row)
             stored = {name: values[0] for name, values in features.items()}
-        if self._key in raw and self._key not in user:
-            stored[self._key] = stored.get(self._key)
+        if table is not None and table.key in raw and table.key not in user:
+            stored[table.key] = table.features(-1).get(table.key, [None])[0]
         return {**stored, **user}
 
     def _mask(self, request: RecommendRequest) -> Mask | None:

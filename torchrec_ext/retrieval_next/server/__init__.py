@@ -1,0 +1,1 @@
+"""HTTP server of a bundle: Starlette, msgspec and uvicorn; it imports no torch."""

@@ -1,0 +1,125 @@
+"""Telemetry of the server: Prometheus metrics summed over workers, and JSON log lines without data of users."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    multiprocess,
+)
+
+_SECONDS = (
+    0.001,
+    0.002,
+    0.003,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+)
+
+SHARED = "PROMETHEUS_MULTIPROC_DIR"  # folder of all workers' metrics; prometheus_client reads it when imported
+
+
+class Metrics:
+    """Metrics of this process; :meth:`page` sums over all workers if ``PROMETHEUS_MULTIPROC_DIR`` is set."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        counter = partial(Counter, registry=self._registry)
+        gauge = partial(Gauge, registry=self._registry)
+        histogram = partial(Histogram, registry=self._registry)
+        self.requests = counter(
+            "serve_requests", "Requests by route and status", ["route", "status"]
+        )
+        self.seconds = histogram(
+            "serve_request_seconds",
+            "From request to answer",
+            ["route"],
+            buckets=_SECONDS,
+        )
+        self.cold = counter("serve_cold_starts", "Answers to unknown users")
+        self.swaps = counter(
+            "serve_bundle_loads", "Bundles that were loaded or refused", ["result"]
+        )
+        self.memory = gauge(
+            "serve_resident_bytes",
+            "Resident memory by worker",
+            multiprocess_mode="liveall",
+        )
+
+    def page(self) -> bytes:
+        """Returns the metrics of all workers in Prometheus' text form."""
+        if SHARED not in os.environ:
+            return bytes(generate_latest(self._registry))
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)
+        return bytes(generate_latest(registry))
+
+    content_type = CONTENT_TYPE_LATEST
+
+
+def forget_worker(pid: int) -> None:
+    """Removes the gauges of an ended worker from the page; keeps its counts."""
+    multiprocess.mark_process_dead(pid)
+
+
+class Log:
+    """Writes lines of JSON: ``time`` (UTC), ``event``, ``pid`` and the values of the event.
+
+    Values never contain ids, features, addresses, paths as typed, or error messages, because those may contain them.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+
+    def __call__(self, event: str, **values: object) -> None:
+        """Writes a line for an event."""
+        stamp = (
+            datetime.now(timezone.utc)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z")
+        )
+        self._stream.write(
+            json.dumps({"time": stamp, "event": event, "pid": os.getpid(), **values})
+            + "\n"
+        )
+        self._stream.flush()
+
+
+def where(error: BaseException) -> dict[str, object]:
+    """Returns an error's type and the lines of its traceback, without its message."""
+    # Not the message: it may contain a caller's ids or features.
+    frames = traceback.extract_tb(error.__traceback__)[-12:]
+    lines = [
+        f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames
+    ]
+    return {"error": type(error).__name__, "at": lines}
+
+
+def resident_bytes() -> int:
+    """Returns the resident memory of this process in bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
