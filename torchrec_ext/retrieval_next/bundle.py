@@ -165,7 +165,7 @@ class Side:
         if kind == "lengths":
             assert values.lengths is not None
             lengths = values.lengths
-            if rule is not None:
+            if rule is not None and rule.max_length is not None:
                 lengths = np.minimum(lengths, rule.max_length)
             return lengths.astype(np.int64, copy=False)
         if kind == "pooled":
@@ -197,6 +197,8 @@ def _padded(
             )
         return values.values.reshape(len(lengths), width)
     size = rule.max_length
+    if size is None:
+        size = max(1, int(lengths.max(initial=0)))
     padded = np.full((len(lengths), size), rule.pad, values.values.dtype)
     kept = np.minimum(lengths, size)
     starts = np.cumsum(lengths) - lengths

@@ -29,12 +29,12 @@ class ListRule:
     """How a list becomes one of L entries.
 
     Args:
-        max_length: L.
+        max_length: L; None for that of the longest list of the batch.
         keep: which entries of a longer list stay, its ``first`` or its ``last``.
         pad: entry behind those of a shorter list.
     """
 
-    max_length: int
+    max_length: int | None
     keep: Literal["first", "last"] = "last"
     pad: float = 0
 
