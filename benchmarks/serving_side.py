@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -203,6 +204,26 @@ class Calls:
 
     def _old(self) -> None:
         bundle = self.bundle
+        # The earlier commit's own baseline: one graph of user tower, tables and top NN
+        # over pre-projected rows.
+        if self.items:
+            import torchrec_ext
+
+            sys.path.insert(
+                0, str(Path(torchrec_ext.__file__).parents[1] / "benchmarks")
+            )
+            from serving_scores import ProjectedTop, Question, in_onnx
+
+            with tempfile.TemporaryDirectory() as folder:
+                one = in_onnx(
+                    bundle,
+                    ProjectedTop(bundle.projection),
+                    bundle.projected,
+                    Path(folder) / "one.onnx",
+                )
+            self.by_name["one graph"] = lambda number: one(
+                Question(self.users[number], self.items[number])
+            )
         columns = {name: [user[name] for user in self.users] for name in self.users[0]}
         queries = bundle.embed_query(columns)
         index = bundle.index

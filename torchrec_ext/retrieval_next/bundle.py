@@ -224,7 +224,7 @@ def _pooled(
     if weights is not None:
         rows = rows * weights.values.astype(np.float32)[:, None]
     pooled = np.zeros((len(lengths), table.shape[1]), np.float32)
-    starts = np.cumsum(lengths) - lengths
+    starts = lengths.cumsum() - lengths
     # Row by row, so that a row's sum does not depend on the rows beside it.
     for row in np.flatnonzero(lengths).tolist():
         bag = rows[starts[row] : starts[row] + lengths[row]]
@@ -317,8 +317,9 @@ class Pairs:
         """Returns the (N,) logits of a query (Wq,) with stored rows (N, Wc)."""
         size = len(rows)
         if size % STEP or rows.dtype != np.float32:
-            padded = np.zeros((-(-size // STEP) * STEP, rows.shape[1]), np.float32)
+            padded = np.empty((-(-size // STEP) * STEP, rows.shape[1]), np.float32)
             padded[:size] = rows
+            padded[size:] = 0
             rows = padded
         return self.of_whole_steps(query, rows)[:size]
 
@@ -447,7 +448,8 @@ class Bundle:
         """Returns the (N,) logits of a query (Wq,) with the items at positions (N,)."""
         size = len(positions)
         whole = -(-size // STEP) * STEP
-        rows = np.zeros((whole, self.rows.shape[1]), self.rows.dtype)
+        rows = np.empty((whole, self.rows.shape[1]), self.rows.dtype)
+        rows[size:] = 0
         np.take(self.rows, positions, axis=0, out=rows[:size], mode="clip")
         rows = rows.astype(np.float32, copy=False)
         return self._pairs.of_whole_steps(query, rows)[:size]

@@ -244,26 +244,33 @@ class Ids:
         Raises:
             ValueError: ids of another type than the catalogue's.
         """
+        if not len(ids):
+            return np.zeros(0, np.int64)
         if self.kind == "str":
             for each in ids:
                 if not isinstance(each, str):
-                    raise ValueError(f"{each!r} is no string; ids here are strings")
+                    raise ValueError(
+                        f"{str(each)[:100]!r} is no string; ids here are strings"
+                    )
             places = map(self._places.get, ids, repeat(-1))
             return np.fromiter(places, np.int64, len(ids))
-        if set(map(type, ids)) - {int}:
-            wrong = next(each for each in ids if type(each) is not int)
-            raise ValueError(
-                f"{str(wrong)[:100]!r} is no whole number; ids here are whole numbers"
-            )
+        # Without a look at each value, which would take longer than the array.
         try:
-            numbers = np.array(ids, np.int64)
-        except OverflowError:
-            raise ValueError("an id is beyond 64 bits; no id here is") from None
+            numbers = np.array(ids)
+        except (OverflowError, ValueError):
+            numbers = np.array(None)
+        if numbers.dtype != np.int64 or numbers.ndim != 1:
+            wrong = next((each for each in ids if type(each) is not int), ids[0])
+            raise ValueError(
+                f"{str(wrong)[:100]!r} is no whole number of 64 bits; ids here are whole numbers"
+            )
         if self._first is not None:
             # A far smaller id wraps around to a position beyond the last.
             positions: IdArray = numbers - self._first
             positions[positions.view(np.uint64) >= len(self._numbers)] = -1
             return positions
+        if not len(self._sorted):
+            return np.full(len(numbers), -1, np.int64)
         # An id beyond the last one is compared with the last, and differs.
         index = np.minimum(
             np.searchsorted(self._sorted, numbers), len(self._sorted) - 1

@@ -122,6 +122,12 @@ class Columns:
         self._as_sent = (
             set(self.columns) if self._steps is None else set(self._steps.keep)
         )
+        self._plain: list[tuple[str, ModelColumn, str]] | None = None
+        kinds = {self.raw.get(name) for name in self.columns}
+        if self._steps is None and kinds <= _PLAIN.keys():
+            self._plain = [
+                (name, column, self.raw[name]) for name, column in self.columns.items()
+            ]
 
     def read(self, rows: Rows | pa.Table | Sequence[Mapping[str, Any]]) -> Read:
         """Reads B raw rows.
@@ -153,6 +159,23 @@ class Columns:
             else:
                 columns[name], unknown[name] = self._ids(name, column, columns[name])
         return Read(columns, unknown, next(iter(sizes.values()), 0))
+
+    def read_row(self, row: Mapping[str, Any]) -> Read:
+        """Reads one raw row, a value by column; see :meth:`read`.
+
+        Plain numbers and known ids, as in most requests, take a third of the time.
+        """
+        read = Read({}, {}, 1)
+        for name, column, kind in self._plain or ():
+            values = _plain_value(row.get(name), kind, column)
+            if values is None or (
+                name in self._unseen and self._unseen[name][values.values].any()
+            ):
+                return self.read([row])
+            read.columns[name] = values
+            if column.rows is not None:
+                read.unknown[name] = _KNOWN
+        return self.read([row]) if self._plain is None else read
 
     def _by_column(
         self, rows: Rows | pa.Table | Sequence[Mapping[str, Any]]
@@ -313,6 +336,34 @@ def _narrow_step(step: Step, needed_columns: Collection[str]) -> Step:
 def _sources(steps: FittedPreprocessor, name: str) -> set[str]:
     narrowed = steps_for_columns(steps, [name])
     return {*narrowed.request_columns, *narrowed.keep}
+
+
+# Types of Python's own values that stand for a column's without conversion.
+_PLAIN: Mapping[str | None, set[type]] = {
+    "int64": {int},
+    "list<int64>": {int},
+    "float32": {float},
+    "float64": {float},
+}
+_KNOWN = np.zeros(1, np.bool_)
+
+
+def _plain_value(value: Any, kind: str, column: ModelColumn) -> Values | None:
+    """Returns one row's numbers, or ids that are all known; None for anything else."""
+    listed = kind.startswith("list<")
+    numbers = value if listed else [value]
+    # Exact types: a bool is an int to isinstance.
+    if type(numbers) is not list or set(map(type, numbers)) - _PLAIN[kind]:
+        return None
+    if column.rows is not None:
+        least = min(numbers, default=0)
+        most = max(numbers, default=0)
+        if least < 0 or most >= column.rows or column.oov in numbers:
+            return None
+    elif kind.endswith("int64") or not abs(value) <= _FLOAT32_MAX:
+        return None
+    lengths = np.array([len(numbers)]) if listed else None
+    return Values(np.array(numbers, np.int64 if column.rows else np.float64), lengths)
 
 
 def _mask(rows: Any, size: int) -> NDArray[np.bool_]:

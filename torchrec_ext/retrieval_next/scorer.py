@@ -418,7 +418,8 @@ class _Ready:
                 cold = ColdStart(unknown_user=row < 0, vector="store")
                 return _User(stored, cold, row)
         side = self.bundle.query
-        read = _read(side, [self._columns(user, row, "user")], "user")
+        columns = self._columns(user, row, "user")
+        read = _read(side, [columns], "user")
         query = side(read.columns)[0]
         _checked(check_query, query)
         unknown = _unknown(read, 0)
@@ -501,7 +502,8 @@ class _Ready:
         """Returns (N,) logits of a user with positions (N,), -1 for the unknown item."""
         if not len(positions):
             return np.zeros(0, np.float32)
-        logits = self.bundle.logits(user.vector, np.maximum(positions, 0))
+        # Position -1 reads the first item's row; its logit is then replaced.
+        logits = self.bundle.logits(user.vector, positions)
         if positions.min() < 0:
             try:
                 row = self.bundle.unknown_item
@@ -572,9 +574,10 @@ def _read(side: Side, rows: Sequence[Mapping[str, Any]], where: str) -> Read:
                 raise RequestError(
                     f"{place}.{name}", f"{value}: must be a finite number"
                 )
-    names = side.columns.raw
     try:
-        return side.columns.read({name: [row[name] for row in rows] for name in names})
+        if len(rows) == 1:
+            return side.columns.read_row(rows[0])
+        return side.columns.read(rows)
     except (ValueError, OverflowError, TypeError) as error:
         raise RequestError(where, str(error)) from None
 
