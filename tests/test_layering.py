@@ -31,9 +31,8 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "batch": BASE,
     "tensor_file": set(),
     "sealed": set(),
-    # `retrieval.store.ids` hashes strings, with numpy alone; `capture.executors`
-    # compiles look-ups.
-    "ids": {"batch", "retrieval.store.ids", "capture.executors", "capture.lowering"},
+    # `capture.executors` compiles look-ups.
+    "ids": {"batch", "capture.executors", "capture.lowering"},
     "data": BASE | {"ids"},
     "modules": BASE,
     "models": BASE | {"modules"},

@@ -223,12 +223,15 @@ def _pooled(
         lengths = np.ones(len(rows), np.int64)
     if weights is not None:
         rows = rows * weights.values.astype(np.float32)[:, None]
-    pooled = np.zeros((len(lengths), table.shape[1]), np.float32)
-    starts = lengths.cumsum() - lengths
-    # Row by row, so that a row's sum does not depend on the rows beside it.
-    for row in np.flatnonzero(lengths).tolist():
-        bag = rows[starts[row] : starts[row] + lengths[row]]
-        np.add.reduce(bag, axis=0, out=pooled[row])
+    if len(lengths) == 1:
+        pooled = np.add.reduce(rows, axis=0, keepdims=True)
+    else:
+        pooled = np.zeros((len(lengths), table.shape[1]), np.float32)
+        starts = lengths.cumsum() - lengths
+        # Row by row, so that a row's sum does not depend on the rows beside it.
+        for row in np.flatnonzero(lengths).tolist():
+            bag = rows[starts[row] : starts[row] + lengths[row]]
+            np.add.reduce(bag, axis=0, out=pooled[row])
     if pooling == "mean":
         pooled /= np.maximum(lengths, 1)[:, None].astype(np.float32)
     return pooled

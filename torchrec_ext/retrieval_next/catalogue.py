@@ -204,7 +204,11 @@ class Ids:
             if (self._sorted[1:] == self._sorted[:-1]).any():
                 _refuse_duplicates(ids.tolist())
         self._first: int | None = None
-        if len(ids) and self._order is None and ids[-1] - ids[0] == len(ids) - 1:
+        if (
+            len(ids)
+            and self._order is None
+            and int(ids[-1]) - int(ids[0]) == len(ids) - 1
+        ):
             self._first = int(ids[0])
 
     @classmethod
