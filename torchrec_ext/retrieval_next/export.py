@@ -445,7 +445,11 @@ class _Content:
         """Writes the tables, those of collections block by block; returns the manifest's entries."""
         (folder / "tables").mkdir()
         entries: dict[str, Any] = {}
-        total = sum(weights.tables[name].bytes for name in self.network.tables if name in weights.tables)
+        total = sum(
+            weights.tables[name].bytes
+            for name in self.network.tables
+            if name in weights.tables
+        )
         done = 0
         for number, name in enumerate(sorted(self.network.tables)):
             # Numbered files: a table's name may hold characters that no file's name
@@ -633,15 +637,15 @@ def _column_json(folder: Path, name: str, column: ModelColumn) -> dict[str, Any]
     return entry
 
 
-def _digest(
-    side: str, content: Mapping[str, Any], files: Mapping[str, Any]
-) -> str:
+def _digest(side: str, content: Mapping[str, Any], files: Mapping[str, Any]) -> str:
     """Returns the digest of all that computes a side's rows."""
     leaves = content["graphs"][side]["leaves"]
     tables = {leaf["table"] for leaf in leaves if "table" in leaf}
     paths = {content["tables"][table]["file"] for table in tables}
     paths |= {f"{side}.onnx"}
-    paths |= {path for path in files if path.startswith((f"{PREPROCESSOR}/", "unseen/"))}
+    paths |= {
+        path for path in files if path.startswith((f"{PREPROCESSOR}/", "unseen/"))
+    }
     return json_digest(
         {
             "files": {path: files[path]["sha256"] for path in sorted(paths)},

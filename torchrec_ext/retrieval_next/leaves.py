@@ -171,7 +171,15 @@ class TowerNetwork:
         for name in source_columns(tower.dense, self._given.types.keys()):
             shape = (widths[name],) if name in widths else ()
             self._given.is_list(name)
-            self._add(Leaf(name=name, kind="column", column=name, candidate=candidate, shape=shape))
+            self._add(
+                Leaf(
+                    name=name,
+                    kind="column",
+                    column=name,
+                    candidate=candidate,
+                    shape=shape,
+                )
+            )
             self._column(name, candidate)
 
     def _add(self, leaf: Leaf) -> None:
@@ -250,8 +258,12 @@ class TowerNetwork:
             weights = None
             if feature.weights is not None:
                 weights = _floats(columns[feature.weights].values)
-            counts = None if lengths is None else torch.from_numpy(lengths.astype(np.int32))
-            sparse[feature.name] = self._truncated(feature.name, Jagged(ids, counts, weights))
+            counts = (
+                None if lengths is None else torch.from_numpy(lengths.astype(np.int32))
+            )
+            sparse[feature.name] = self._truncated(
+                feature.name, Jagged(ids, counts, weights)
+            )
         dense = {
             leaf.column: _matrix(columns[leaf.column])
             for leaf in self.leaves
@@ -588,7 +600,9 @@ class OwnNetwork:
                 )
             )
             examples[name] = values
-        local = _OwnByLeaves(_without_tables(self.model), self._call, columns, self._features)
+        local = _OwnByLeaves(
+            _without_tables(self.model), self._call, columns, self._features
+        )
         for leaf in leaves:
             examples.setdefault(leaf.name, leaf.example(_EXAMPLE_ROWS))
         self._split = Split(local.eval(), leaves, examples)
@@ -685,12 +699,19 @@ class OwnNetwork:
         device = _device(self.model)
         if isinstance(self.model, DLRM):
             keys = [name for name in columns if name in self._features]
-            ids = [torch.from_numpy(np.array(columns[name].values, np.int64)) for name in keys]
+            ids = [
+                torch.from_numpy(np.array(columns[name].values, np.int64))
+                for name in keys
+            ]
             counts = []
             for name in keys:
                 lengths = columns[name].lengths
                 ones = np.ones(size, np.int32)
-                counts.append(torch.from_numpy(ones if lengths is None else lengths.astype(np.int32)))
+                counts.append(
+                    torch.from_numpy(
+                        ones if lengths is None else lengths.astype(np.int32)
+                    )
+                )
             keyed = KeyedJaggedTensor(keys, torch.cat(ids), lengths=torch.cat(counts))
             dense = _matrix(columns[_DENSE]).to(device)
             return self.model(dense, keyed.to(device)).reshape(-1).float().cpu()  # type: ignore[no-any-return]

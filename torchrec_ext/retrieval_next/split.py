@@ -161,7 +161,9 @@ class Leaf:
         axes = {0: rows}
         for place, size in enumerate(self.shape, 1):
             if size is None:
-                axes[place] = Dim(f"longest_{re.sub(r'[^0-9a-zA-Z]', '_', self.column)}")
+                axes[place] = Dim(
+                    f"longest_{re.sub(r'[^0-9a-zA-Z]', '_', self.column)}"
+                )
         return axes
 
 
@@ -364,6 +366,13 @@ class Split:
         names = {self.leaves[each].column for each in behind if each in self.leaves}
         return listed(f"'{name}'" for name in sorted(names))
 
+    def _of_ids(self, node: Node) -> bool:
+        """Whether a value is computed from ids, which a row of float32 cannot hold; a mask of them is none."""
+        if node.meta["val"].dtype == torch.bool:
+            return False
+        leaves = [self.leaves.get(each) for each in self._behind([node], _is_whole)]
+        return any(leaf is not None and leaf.kind == "column" for leaf in leaves)
+
     def _crossing(self) -> list[Node]:
         """Returns the values of one side that the pairwise nodes read, the query's first."""
         crossing: dict[Node, None] = {}
@@ -395,7 +404,7 @@ class Split:
                 f"model: forward{line}: a value of {columns} has shape {tuple(value.shape)}, must be (B, ...) of fixed "
                 "width where both sides meet; pool the list first"
             )
-        if not value.is_floating_point() and value.dtype != torch.bool:
+        if not value.is_floating_point() and self._of_ids(node):
             raise BundleError(
                 f"model: forward{line} combines ids of {columns} with the other side's columns, so there is no vector "
                 "to store; look them up first, each by an nn.Embedding"
@@ -522,7 +531,10 @@ class Split:
         return self._range(node, source, dim, start, start + sizes[index])  # type: ignore[index]
 
     def _sliced(self, node: Node, source: Node, dim: int) -> Node | None:
-        _, axis, start, stop, step = (*node.args, *[0, 0, None, 1][len(node.args) - 1 :])
+        _, axis, start, stop, step = (
+            *node.args,
+            *[0, 0, None, 1][len(node.args) - 1 :],
+        )
         value = source.meta["val"]
         if axis % value.dim() != dim or step != 1:  # type: ignore[operator]
             return None
@@ -790,6 +802,10 @@ class _Builder:
                 piece = self.graph.call_function(aten.reshape.default, (piece, shape))
             if value.dtype == torch.bool:
                 piece = self.graph.call_function(aten.gt.Scalar, (piece, 0.5))
+            elif value.dtype != torch.float32:
+                piece = self.graph.call_function(
+                    aten._to_copy.default, (piece,), {"dtype": value.dtype}
+                )
             self.env[node] = piece
 
     def matrix(self, nodes: Sequence[Node]) -> Node:
@@ -802,7 +818,8 @@ class _Builder:
                 piece = self.graph.call_function(
                     aten._to_copy.default, (piece,), {"dtype": torch.float32}
                 )
-            if value.dim() != 2:
+            # Also where it changes nothing: an input cannot be an output.
+            if value.dim() != 2 or node in self.leaves:
                 piece = self.graph.call_function(
                     aten.reshape.default, (piece, [-1, _width(node)])
                 )
@@ -815,9 +832,7 @@ class _Builder:
         """Returns (B x times, tail) of (B or 1, times or 1, tail)."""
         shape = [self.rows, times, *tail]
         expanded = self.graph.call_function(aten.expand.default, (value, shape))
-        return self.graph.call_function(
-            aten.reshape.default, (expanded, [-1, *tail])
-        )
+        return self.graph.call_function(aten.reshape.default, (expanded, [-1, *tail]))
 
     def add(self, results: Sequence[Node]) -> None:
         """Copies whatever computes ``results`` from what is there already."""
@@ -951,7 +966,7 @@ def _trace(
             ) from None
         raise BundleError(
             f"model: forward of {name} cannot be traced{_line_in(str(error))}: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}; `if` on values, .item() and boolean masks become torch.where or "
+            f"{' '.join(str(error).split())[:60]}; `if` on values, .item() and boolean masks become torch.where or "
             "sums with weights of 0 and 1"
         ) from None
 
@@ -972,6 +987,11 @@ def line_of(node: Node) -> str:
 
 def _is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _is_whole(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype == torch.int64
 
 
 def _is_nothing(node: Node) -> bool:
