@@ -1,4 +1,4 @@
-"""What is served is what was trained, for every kind of model, alone and in a batch; a renewed bundle is a fresh one."""
+"""What is served is what was trained, for every kind of model, alone and in a batch."""
 
 from __future__ import annotations
 

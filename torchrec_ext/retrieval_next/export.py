@@ -144,8 +144,8 @@ def export(
         raise BundleError(f"recall={recall}: must be greater than 0 and at most 1")
     if len(catalogue.missing):
         raise BundleError(
-            f"catalogue: {len(catalogue.missing):,} ids of the training rows are not in it, {catalogue.missing[0]} among "
-            "them; every id that was trained must be servable: give the whole catalogue"
+            f"catalogue: {len(catalogue.missing):,} ids of the training rows are not in it, {catalogue.missing[0]} "
+            "among them; every id that was trained must be servable: give the whole catalogue"
         )
     queries = _queries(queries, users)
     given = Given(
@@ -469,9 +469,9 @@ class _Content:
             array.flush()
             entries[name] |= _shape_of(array)
         for name, value in self._own_tables(dense).items():
-            array = value.detach().cpu().float().contiguous().numpy()
-            np.save(folder / entries[name]["file"], array, allow_pickle=False)
-            entries[name] |= _shape_of(array)
+            weight = value.detach().cpu().float().contiguous().numpy()
+            np.save(folder / entries[name]["file"], weight, allow_pickle=False)
+            entries[name] |= _shape_of(weight)
         return entries
 
     def _own_tables(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -599,8 +599,8 @@ class _Content:
         most = ROUNDED * greatest
         if not parity.greatest_difference <= most:
             raise BundleError(
-                f"store=fp16: logits change by up to {parity.greatest_difference:.3g}, at most {most:.3g} is allowed; take "
-                "store=fp32"
+                f"store=fp16: logits change by up to {parity.greatest_difference:.3g}, at most {most:.3g} is allowed; "
+                "take store=fp32"
             )
         # Another machine adds in another order.
         return 1.1 * parity.greatest_difference + max(self.rounding * greatest, 1e-6)

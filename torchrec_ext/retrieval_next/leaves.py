@@ -142,8 +142,8 @@ class TowerNetwork:
         both = sorted(set(self.columns["query"]) & set(self.columns["candidate"]))
         if both:
             raise BundleError(
-                f"column '{both[0]}': tower '{candidate}' and {listed(queries)} read it, so no item's row can be stored; "
-                "give it to one side"
+                f"column '{both[0]}': tower '{candidate}' and {listed(queries)} read it, so no item's row can be "
+                "stored; give it to one side"
             )
 
     # Leaves
@@ -246,7 +246,7 @@ class TowerNetwork:
 
     @torch.no_grad()
     def logits(self, columns: Mapping[str, Values], size: int) -> Tensor:
-        """Returns (B,) logits of the trained model for B rows of all columns. If it is sharded, call it on every rank."""
+        """Returns (B,) logits of the trained model for B rows of all columns. Collective if it is sharded."""
         schema = dataclasses.replace(self.model.schema(), tasks=())
         sparse = {}
         for feature in schema.sparse:
@@ -457,8 +457,8 @@ def _local_towers(model: TowerModel) -> dict[str, Any]:
         if arguments is None:
             if name not in live:
                 raise BundleError(
-                    f"tower '{name}': a {kind.__name__} on ranks of its own cannot be exported; derive it from Recorded, or "
-                    "load the checkpoint unsharded"
+                    f"tower '{name}': a {kind.__name__} on ranks of its own cannot be exported; derive it from "
+                    "Recorded, or load the checkpoint unsharded"
                 )
             towers[name] = _without_tables(live[name]).cpu()
             continue
@@ -575,8 +575,8 @@ class OwnNetwork:
             for feature in config.feature_names
         }
         tables = {
-            **{name: queries for name in queries.column_names},
-            **{name: catalogue for name in catalogue.column_names},
+            **dict.fromkeys(queries.column_names, queries),
+            **dict.fromkeys(catalogue.column_names, catalogue),
         }
         self._call, columns = self._inputs(list(tables))
         self._dtypes: dict[str, str] = {}
@@ -629,8 +629,8 @@ class OwnNetwork:
             sides = {name in self._given.candidates for name in wanted}
             if missing or len(sides) < 2:
                 raise BundleError(
-                    f"model: {type(self.model).__name__} reads {listed(wanted)[:60]}; give each as a column of queries or "
-                    f"of catalogue.features, some in both; missing: {listed(missing)[:40] or 'one side'}"
+                    f"model: {type(self.model).__name__} reads {listed(wanted)[:60]}; give each as a column of queries "
+                    f"or of catalogue.features, some in both; missing: {listed(missing)[:40] or 'one side'}"
                 )
             skip_fx_notice()
             return "", wanted
@@ -649,8 +649,8 @@ class OwnNetwork:
         missing = [name for name in required if name not in names]
         if missing:
             raise BundleError(
-                f"model: forward of {type(self.model).__name__} takes {listed(missing)}, which is no column; the columns "
-                f"are {listed(names)}; name them as the arguments"
+                f"model: forward of {type(self.model).__name__} takes {listed(missing)}, which is no column; the "
+                f"columns are {listed(names)}; name them as the arguments"
             )
         return "", [name for name in parameters if name in names]
 
@@ -695,7 +695,7 @@ class OwnNetwork:
 
     @torch.no_grad()
     def logits(self, columns: Mapping[str, Values], size: int) -> Tensor:
-        """Returns (B,) logits of the trained model for B rows of all columns. If it is sharded, call it on every rank."""
+        """Returns (B,) logits of the trained model for B rows of all columns. Collective if it is sharded."""
         device = _device(self.model)
         if isinstance(self.model, DLRM):
             keys = [name for name in columns if name in self._features]
