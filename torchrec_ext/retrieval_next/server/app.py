@@ -328,8 +328,9 @@ def create() -> ASGIApp:
         return application(Served(settings))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        # A worker that replaces one which served is started again.
-        sys.exit(1 if os.environ.get(SERVING) else _STARTUP_FAILURE)
+        # At once: a parent that pings a process while it ends waits for its patience to
+        # end. A worker that replaces one which served is started again.
+        os._exit(1 if os.environ.get(SERVING) else _STARTUP_FAILURE)
 
 
 class Guard:

@@ -18,8 +18,9 @@ from collections.abc import Callable
 from torchrec_ext.retrieval_next.server.settings import ServerConfig
 from torchrec_ext.retrieval_next.server.watch import bundle_folder
 
-# Seconds for a worker to load its bundle, and to answer its parent.
-_PATIENCE_S = 120
+# Seconds for the replacement of a worker to load its bundle, and for a worker to answer
+# its parent.
+_PATIENCE_S = 60
 _BACKLOG = 2048
 _METRICS = "PROMETHEUS_MULTIPROC_DIR"
 # Of app.py, which this process need not import.
@@ -68,10 +69,10 @@ def serve(
     ready = threading.Event()
 
     def wait() -> None:
-        if _answers(listening):
-            os.environ[_SERVING] = "1"
-            ready.set()
-            announce()
+        _wait_for_an_answer(listening)
+        os.environ[_SERVING] = "1"
+        ready.set()
+        announce()
 
     with tempfile.TemporaryDirectory(prefix="torchrec_ext-") as metrics:
         os.environ.setdefault(_METRICS, metrics)
@@ -92,19 +93,17 @@ def serve(
     return ready.is_set()
 
 
-def _answers(listening: socket.socket) -> bool:
-    """Waits until a worker answers; returns False if none does in time."""
+def _wait_for_an_answer(listening: socket.socket) -> None:
+    """Waits until a worker answers, however long it loads."""
     host, port = listening.getsockname()[:2]
     # Of an address for all, its own loopback.
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    end = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < end:
+    while True:
         with contextlib.suppress(OSError, http.client.HTTPException):
             connection = http.client.HTTPConnection(host, port, timeout=_PATIENCE_S)
             connection.request("GET", "/healthz")
             # Any status: the host need not be an allowed one.
             connection.getresponse().read()
             connection.close()
-            return True
+            return
         time.sleep(0.05)
-    return False
