@@ -18,15 +18,15 @@ from torchrec_ext.data.datasets import streamed
 from torchrec_ext.data.datasets.synthetic import PlantedLog
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.retrieval.bundle.architecture import read_tensors
-from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.encoder import open_preprocessor
-from torchrec_ext.retrieval.scorer.requests import (
+from torchrec_ext.retrieval.store.store import EmbeddingStore
+from torchrec_ext.retrieval_next.bundle import Bundle
+from torchrec_ext.retrieval_next.scorer import (
     EmbedRequest,
     RecommendRequest,
+    Scorer,
     ScoreRequest,
 )
-from torchrec_ext.retrieval.scorer.scorer import Scorer
-from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchx_apps import embed, export

@@ -32,9 +32,8 @@ from tests.distributed.shared_memory.conftest import missing as no_library
 from torchrec_ext.data.datasets import streamed
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle.audit import Audit
-from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.scorer.requests import RecommendRequest
-from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.retrieval_next.bundle import Bundle
+from torchrec_ext.retrieval_next.scorer import RecommendRequest, Scorer
 from torchx_apps import recipes
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training
@@ -846,8 +845,8 @@ def answered(folder: Path) -> list[float]:
     if bundle.users is None:
         (request,) = Audit.open(folder)[0].queries.slice(0, 1).to_pylist()
         return Scorer(bundle).recommend(RecommendRequest(user=request, k=5)).scores
-    (known,) = bundle.users.ids.ids(range(1)).tolist()
-    needed = set(bundle.request_columns) - set(bundle.users.block(0, 1).schema.names)
+    (known,) = bundle.users.ids.ids([0])
+    needed = set(bundle.query.columns.raw) - set(bundle.users.block(0, 1).schema.names)
     context = (
         Audit.open(folder)[0].queries.slice(0, 1).select(sorted(needed)).to_pylist()[0]
     )

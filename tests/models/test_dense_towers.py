@@ -29,11 +29,11 @@ from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
-from torchrec_ext.retrieval.exporting.export import export
-from torchrec_ext.retrieval.scorer.requests import RecommendRequest
-from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.retrieval_next.bundle import Bundle
+from torchrec_ext.retrieval_next.catalogue import Catalogue, NamedUsers
+from torchrec_ext.retrieval_next.export import export
+from torchrec_ext.retrieval_next.scorer import RecommendRequest
+from torchrec_ext.retrieval_next.scorer import Scorer
 from torchrec_ext.schema import DataError, Jagged
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints

@@ -14,10 +14,10 @@ from tests.contracts import leave_group, run_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.modules.interaction import INTERACTIONS
 from torchrec_ext.modules.losses import LOSSES, check_fed
-from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval_next.bundle import Bundle
 from torchrec_ext.retrieval.index.projection import Projection, projection
-from torchrec_ext.retrieval.scorer.requests import RecommendRequest
-from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.retrieval_next.scorer import RecommendRequest
+from torchrec_ext.retrieval_next.scorer import Scorer
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe

@@ -284,9 +284,7 @@ class TransformerLayer(nn.Module):
         self.activation = activation_layer(activation)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, steps: Tensor, packing: Packing | Tensor, causal: bool
-    ) -> Tensor:
+    def forward(self, steps: Tensor, packing: Packing | Tensor, causal: bool) -> Tensor:
         """Returns (P, D) from the packed steps (P, D); see :func:`attend` for padded ones."""
         if self.norm_first:
             steps = steps + self._attention(self.attention_norm(steps), packing, causal)
@@ -399,7 +397,7 @@ class SessionEncoder(Recorded, nn.Module):
         return self.norm(steps)  # type: ignore[no-any-return]
 
     def padded(self, steps: Tensor, lengths: Tensor) -> Tensor:
-        """Returns (B, S, D) of sequences padded at the end, (B, S, D), with ``lengths`` (B,); padding gets any numbers."""
+        """Returns (B, S, D) of sequences padded at the end, (B, S, D), of ``lengths`` (B,); padding gets anything."""
         index = torch.arange(steps.shape[1], device=steps.device)
         if self.positions is not None:
             places = index

@@ -626,13 +626,15 @@ def _in_slots(targets: Tensor, slots: Sequence[int], features: int) -> Tensor:
 
 
 def _combined(
-    embedded: Mapping[str, JaggedTensor | Padded], features: Sequence[str], combine: Combine
+    embedded: Mapping[str, JaggedTensor | Padded],
+    features: Sequence[str],
+    combine: Combine,
 ) -> Tensor:
     """Returns steps (P, W), or padded ones (B, S, W): sums or concatenations of these features' embeddings."""
     values = [embedded[name].values() for name in features]
     if combine == "concat":
         return torch.cat(values, dim=-1)
-    return sum(values[1:], values[0])  # type: ignore[no-any-return]
+    return sum(values[1:], values[0])
 
 
 def _lengths(

@@ -100,13 +100,14 @@ class AttentionPooling(nn.Module):
         return pooled / totals[:, None]  # type: ignore[no-any-return]
 
     def _padded(self, bags: Padded) -> Tensor:
-        values = bags.values().to(self.score[0].weight.dtype)
+        first: Any = self.score[0]
+        values = bags.values().to(first.weight.dtype)
         scores = self.score(values).squeeze(2)
         # Any finite number does for padding: its weight is 0 below.
         scores = torch.where(bags.mask(), scores, torch.finfo(scores.dtype).min)
         weights = torch.exp(scores - scores.amax(dim=1, keepdim=True)) * bags.mask()
         totals = weights.sum(dim=1).clamp(min=1)
-        return (values * weights[:, :, None]).sum(dim=1) / totals[:, None]  # type: ignore[no-any-return]
+        return (values * weights[:, :, None]).sum(dim=1) / totals[:, None]
 
 
 class BagAttention(nn.Module):

@@ -144,8 +144,8 @@ def export(
         raise BundleError(f"recall={recall}: must be greater than 0 and at most 1")
     if len(catalogue.missing):
         raise BundleError(
-            f"catalogue: {len(catalogue.missing):,} ids of the training rows are not in it, {catalogue.missing[0]} among "
-            "them; every id that was trained must be servable: give the whole catalogue"
+            f"catalogue: {len(catalogue.missing):,} ids of the training rows are not in it, {catalogue.missing[0]} "
+            "among them; every id that was trained must be servable: give the whole catalogue"
         )
     queries = _queries(queries, users)
     given = Given(
@@ -445,7 +445,11 @@ class _Content:
         """Writes the tables, those of collections block by block; returns the manifest's entries."""
         (folder / "tables").mkdir()
         entries: dict[str, Any] = {}
-        total = sum(weights.tables[name].bytes for name in self.network.tables if name in weights.tables)
+        total = sum(
+            weights.tables[name].bytes
+            for name in self.network.tables
+            if name in weights.tables
+        )
         done = 0
         for number, name in enumerate(sorted(self.network.tables)):
             # Numbered files: a table's name may hold characters that no file's name
@@ -465,9 +469,9 @@ class _Content:
             array.flush()
             entries[name] |= _shape_of(array)
         for name, value in self._own_tables(dense).items():
-            array = value.detach().cpu().float().contiguous().numpy()
-            np.save(folder / entries[name]["file"], array, allow_pickle=False)
-            entries[name] |= _shape_of(array)
+            weight = value.detach().cpu().float().contiguous().numpy()
+            np.save(folder / entries[name]["file"], weight, allow_pickle=False)
+            entries[name] |= _shape_of(weight)
         return entries
 
     def _own_tables(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -595,8 +599,8 @@ class _Content:
         most = ROUNDED * greatest
         if not parity.greatest_difference <= most:
             raise BundleError(
-                f"store=fp16: logits change by up to {parity.greatest_difference:.3g}, at most {most:.3g} is allowed; take "
-                "store=fp32"
+                f"store=fp16: logits change by up to {parity.greatest_difference:.3g}, at most {most:.3g} is allowed; "
+                "take store=fp32"
             )
         # Another machine adds in another order.
         return 1.1 * parity.greatest_difference + max(self.rounding * greatest, 1e-6)
@@ -633,15 +637,15 @@ def _column_json(folder: Path, name: str, column: ModelColumn) -> dict[str, Any]
     return entry
 
 
-def _digest(
-    side: str, content: Mapping[str, Any], files: Mapping[str, Any]
-) -> str:
+def _digest(side: str, content: Mapping[str, Any], files: Mapping[str, Any]) -> str:
     """Returns the digest of all that computes a side's rows."""
     leaves = content["graphs"][side]["leaves"]
     tables = {leaf["table"] for leaf in leaves if "table" in leaf}
     paths = {content["tables"][table]["file"] for table in tables}
     paths |= {f"{side}.onnx"}
-    paths |= {path for path in files if path.startswith((f"{PREPROCESSOR}/", "unseen/"))}
+    paths |= {
+        path for path in files if path.startswith((f"{PREPROCESSOR}/", "unseen/"))
+    }
     return json_digest(
         {
             "files": {path: files[path]["sha256"] for path in sorted(paths)},

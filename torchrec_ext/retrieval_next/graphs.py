@@ -26,7 +26,7 @@ class Graphs:
         split: the network in parts.
 
     Raises:
-        BundleError: ONNX lacks one of its functions, a package is missing, or the weights outside of tables exceed 2 GB.
+        BundleError: ONNX lacks one of its functions, a package is missing, or weights outside of tables exceed 2 GB.
     """
 
     def __init__(self, split: Split) -> None:
@@ -63,8 +63,8 @@ def _onnx(part: Part, name: str) -> Any:
     size = sum(value.nbytes for value in part.module.buffers())
     if size > _MOST_BYTES:
         raise BundleError(
-            f"graph '{name}': {size / 2**30:.1f} GiB of weights, ONNX holds 2; look large tables up by an nn.Embedding of "
-            "a column, which keeps them outside"
+            f"graph '{name}': {size / 2**30:.1f} GiB of weights, ONNX holds 2; look large tables up by an nn.Embedding "
+            "of a column, which keeps them outside"
         )
     try:
         with _quiet(), torch.no_grad():

@@ -142,8 +142,8 @@ class TowerNetwork:
         both = sorted(set(self.columns["query"]) & set(self.columns["candidate"]))
         if both:
             raise BundleError(
-                f"column '{both[0]}': tower '{candidate}' and {listed(queries)} read it, so no item's row can be stored; "
-                "give it to one side"
+                f"column '{both[0]}': tower '{candidate}' and {listed(queries)} read it, so no item's row can be "
+                "stored; give it to one side"
             )
 
     # Leaves
@@ -171,7 +171,15 @@ class TowerNetwork:
         for name in source_columns(tower.dense, self._given.types.keys()):
             shape = (widths[name],) if name in widths else ()
             self._given.is_list(name)
-            self._add(Leaf(name=name, kind="column", column=name, candidate=candidate, shape=shape))
+            self._add(
+                Leaf(
+                    name=name,
+                    kind="column",
+                    column=name,
+                    candidate=candidate,
+                    shape=shape,
+                )
+            )
             self._column(name, candidate)
 
     def _add(self, leaf: Leaf) -> None:
@@ -238,7 +246,7 @@ class TowerNetwork:
 
     @torch.no_grad()
     def logits(self, columns: Mapping[str, Values], size: int) -> Tensor:
-        """Returns (B,) logits of the trained model for B rows of all columns. If it is sharded, call it on every rank."""
+        """Returns (B,) logits of the trained model for B rows of all columns. Collective if it is sharded."""
         schema = dataclasses.replace(self.model.schema(), tasks=())
         sparse = {}
         for feature in schema.sparse:
@@ -250,8 +258,12 @@ class TowerNetwork:
             weights = None
             if feature.weights is not None:
                 weights = _floats(columns[feature.weights].values)
-            counts = None if lengths is None else torch.from_numpy(lengths.astype(np.int32))
-            sparse[feature.name] = self._truncated(feature.name, Jagged(ids, counts, weights))
+            counts = (
+                None if lengths is None else torch.from_numpy(lengths.astype(np.int32))
+            )
+            sparse[feature.name] = self._truncated(
+                feature.name, Jagged(ids, counts, weights)
+            )
         dense = {
             leaf.column: _matrix(columns[leaf.column])
             for leaf in self.leaves
@@ -445,8 +457,8 @@ def _local_towers(model: TowerModel) -> dict[str, Any]:
         if arguments is None:
             if name not in live:
                 raise BundleError(
-                    f"tower '{name}': a {kind.__name__} on ranks of its own cannot be exported; derive it from Recorded, or "
-                    "load the checkpoint unsharded"
+                    f"tower '{name}': a {kind.__name__} on ranks of its own cannot be exported; derive it from "
+                    "Recorded, or load the checkpoint unsharded"
                 )
             towers[name] = _without_tables(live[name]).cpu()
             continue
@@ -563,8 +575,8 @@ class OwnNetwork:
             for feature in config.feature_names
         }
         tables = {
-            **{name: queries for name in queries.column_names},
-            **{name: catalogue for name in catalogue.column_names},
+            **dict.fromkeys(queries.column_names, queries),
+            **dict.fromkeys(catalogue.column_names, catalogue),
         }
         self._call, columns = self._inputs(list(tables))
         self._dtypes: dict[str, str] = {}
@@ -588,7 +600,9 @@ class OwnNetwork:
                 )
             )
             examples[name] = values
-        local = _OwnByLeaves(_without_tables(self.model), self._call, columns, self._features)
+        local = _OwnByLeaves(
+            _without_tables(self.model), self._call, columns, self._features
+        )
         for leaf in leaves:
             examples.setdefault(leaf.name, leaf.example(_EXAMPLE_ROWS))
         self._split = Split(local.eval(), leaves, examples)
@@ -615,8 +629,8 @@ class OwnNetwork:
             sides = {name in self._given.candidates for name in wanted}
             if missing or len(sides) < 2:
                 raise BundleError(
-                    f"model: {type(self.model).__name__} reads {listed(wanted)[:60]}; give each as a column of queries or "
-                    f"of catalogue.features, some in both; missing: {listed(missing)[:40] or 'one side'}"
+                    f"model: {type(self.model).__name__} reads {listed(wanted)[:60]}; give each as a column of queries "
+                    f"or of catalogue.features, some in both; missing: {listed(missing)[:40] or 'one side'}"
                 )
             skip_fx_notice()
             return "", wanted
@@ -635,8 +649,8 @@ class OwnNetwork:
         missing = [name for name in required if name not in names]
         if missing:
             raise BundleError(
-                f"model: forward of {type(self.model).__name__} takes {listed(missing)}, which is no column; the columns "
-                f"are {listed(names)}; name them as the arguments"
+                f"model: forward of {type(self.model).__name__} takes {listed(missing)}, which is no column; the "
+                f"columns are {listed(names)}; name them as the arguments"
             )
         return "", [name for name in parameters if name in names]
 
@@ -681,16 +695,23 @@ class OwnNetwork:
 
     @torch.no_grad()
     def logits(self, columns: Mapping[str, Values], size: int) -> Tensor:
-        """Returns (B,) logits of the trained model for B rows of all columns. If it is sharded, call it on every rank."""
+        """Returns (B,) logits of the trained model for B rows of all columns. Collective if it is sharded."""
         device = _device(self.model)
         if isinstance(self.model, DLRM):
             keys = [name for name in columns if name in self._features]
-            ids = [torch.from_numpy(np.array(columns[name].values, np.int64)) for name in keys]
+            ids = [
+                torch.from_numpy(np.array(columns[name].values, np.int64))
+                for name in keys
+            ]
             counts = []
             for name in keys:
                 lengths = columns[name].lengths
                 ones = np.ones(size, np.int32)
-                counts.append(torch.from_numpy(ones if lengths is None else lengths.astype(np.int32)))
+                counts.append(
+                    torch.from_numpy(
+                        ones if lengths is None else lengths.astype(np.int32)
+                    )
+                )
             keyed = KeyedJaggedTensor(keys, torch.cat(ids), lengths=torch.cat(counts))
             dense = _matrix(columns[_DENSE]).to(device)
             return self.model(dense, keyed.to(device)).reshape(-1).float().cpu()  # type: ignore[no-any-return]

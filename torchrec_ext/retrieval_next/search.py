@@ -355,6 +355,11 @@ def _recall(
     return hits / (k * len(queries))
 
 
+def check_faiss() -> None:
+    """Raises BundleError if the package of FAISS is missing."""
+    _faiss()
+
+
 def _faiss() -> Any:
     try:
         import faiss

@@ -161,7 +161,9 @@ class Leaf:
         axes = {0: rows}
         for place, size in enumerate(self.shape, 1):
             if size is None:
-                axes[place] = Dim(f"longest_{re.sub(r'[^0-9a-zA-Z]', '_', self.column)}")
+                axes[place] = Dim(
+                    f"longest_{re.sub(r'[^0-9a-zA-Z]', '_', self.column)}"
+                )
         return axes
 
 
@@ -278,7 +280,8 @@ class Split:
             else:
                 arguments = map_arg(node.args, values.__getitem__)
                 options = map_arg(node.kwargs, values.__getitem__)
-                values[node] = node.target(*arguments, **options)  # type: ignore[operator]
+                function: Any = node.target
+                values[node] = function(*arguments, **options)
         return values
 
     def _side(self, node: Node) -> int:
@@ -302,9 +305,7 @@ class Split:
     def _constants(self) -> set[Node]:
         found: set[Node] = set()
         for node in self.graph.nodes:
-            if node in self._paths:
-                found.add(node)
-            elif (
+            if node in self._paths or (
                 node.op == "call_function"
                 and isinstance(node.meta.get("val"), Tensor)
                 and all(each in found for each in node.all_input_nodes)
@@ -364,6 +365,13 @@ class Split:
         names = {self.leaves[each].column for each in behind if each in self.leaves}
         return listed(f"'{name}'" for name in sorted(names))
 
+    def _of_ids(self, node: Node) -> bool:
+        """Whether a value is computed from ids, which a row of float32 cannot hold; a mask of them is none."""
+        if node.meta["val"].dtype == torch.bool:
+            return False
+        leaves = [self.leaves.get(each) for each in self._behind([node], _is_whole)]
+        return any(leaf is not None and leaf.kind == "column" for leaf in leaves)
+
     def _crossing(self) -> list[Node]:
         """Returns the values of one side that the pairwise nodes read, the query's first."""
         crossing: dict[Node, None] = {}
@@ -395,7 +403,7 @@ class Split:
                 f"model: forward{line}: a value of {columns} has shape {tuple(value.shape)}, must be (B, ...) of fixed "
                 "width where both sides meet; pool the list first"
             )
-        if not value.is_floating_point() and value.dtype != torch.bool:
+        if not value.is_floating_point() and self._of_ids(node):
             raise BundleError(
                 f"model: forward{line} combines ids of {columns} with the other side's columns, so there is no vector "
                 "to store; look them up first, each by an nn.Embedding"
@@ -413,10 +421,13 @@ class Split:
         for node in list(self.graph.nodes):
             if node.target is not aten.embedding.default:
                 continue
+            ids: Any
+            weight: Any
             weight, ids = node.args[:2]
             leaf = self.leaves.get(ids)
-            plain = weight in self._paths and leaf is not None
-            if not plain or weight.meta["val"].dtype != torch.float32:
+            if leaf is None or weight not in self._paths:
+                continue
+            if weight.meta["val"].dtype != torch.float32:
                 continue
             if (weight, ids) in found:
                 node.replace_all_uses_with(found[weight, ids])
@@ -461,15 +472,15 @@ class Split:
         self._sides[node] = NEITHER
         for each in node.all_input_nodes:
             self._sides[node] |= self._side(each)
-        return node
+        return node  # type: ignore[no-any-return]
 
-    def _moved(self, node: Node) -> Node | None:
+    def _moved(self, node: Any) -> Node | None:
         """Returns a node of equal value whose parts are of one side; None if there is none."""
         if node.target is aten.cat.default:
             return self._flattened(node)
         if node.target is operator.getitem:
             return self._of_split(node)
-        source = node.args[0] if node.args else None
+        source: Any = node.args[0] if node.args else None
         if not isinstance(source, Node) or source.target is not aten.cat.default:
             return None
         dim = _dim(source)
@@ -482,27 +493,27 @@ class Split:
         if node.target in _ELEMENTWISE:
             pieces = [
                 self._call(node, node.target, piece, *node.args[1:], **node.kwargs)
-                for piece in source.args[0]  # type: ignore[union-attr]
+                for piece in _pieces(source)
             ]
             return self._call(node, aten.cat.default, pieces, dim)
         if node.target is aten.linear.default and dim == source.meta["val"].dim() - 1:
             return self._linear(node, source)
         return None
 
-    def _flattened(self, node: Node) -> Node | None:
+    def _flattened(self, node: Any) -> Node | None:
         dim = _dim(node)
         pieces: list[Any] = []
-        for piece in node.args[0]:  # type: ignore[union-attr]
+        for piece in _pieces(node):
             inner = piece.target is aten.cat.default and self._side(piece) == BOTH
             if inner and _dim(piece) == dim:
                 pieces += piece.args[0]
             else:
                 pieces.append(piece)
-        if len(pieces) == len(node.args[0]):  # type: ignore[arg-type]
+        if len(pieces) == len(node.args[0]):
             return None
         return self._call(node, aten.cat.default, pieces, dim)
 
-    def _of_split(self, node: Node) -> Node | None:
+    def _of_split(self, node: Any) -> Node | None:
         """Takes a piece of a split concatenation from what was concatenated."""
         split, index = node.args
         if not isinstance(split, Node) or split.target not in (
@@ -514,54 +525,54 @@ class Split:
         if source.target is not aten.cat.default:
             return None
         dim = split.args[2] if len(split.args) > 2 else 0
-        dim = dim % source.meta["val"].dim()  # type: ignore[operator]
+        dim = dim % source.meta["val"].dim()
         if dim != _dim(source) or dim == 0:
             return None
         sizes = [value.shape[dim] for value in split.meta["val"]]
-        start = sum(sizes[:index])  # type: ignore[misc]
-        return self._range(node, source, dim, start, start + sizes[index])  # type: ignore[index]
+        start = sum(sizes[:index])
+        return self._range(node, source, dim, start, start + sizes[index])
 
-    def _sliced(self, node: Node, source: Node, dim: int) -> Node | None:
-        _, axis, start, stop, step = (*node.args, *[0, 0, None, 1][len(node.args) - 1 :])
+    def _sliced(self, node: Any, source: Any, dim: int) -> Node | None:
+        given: list[Any] = list(node.args)
+        given += [0, 0, None, 1][len(given) - 1 :]
+        _, axis, start, stop, step = given
         value = source.meta["val"]
-        if axis % value.dim() != dim or step != 1:  # type: ignore[operator]
+        if axis % value.dim() != dim or step != 1:
             return None
         start, stop, _ = slice(start, stop).indices(value.shape[dim])
         return self._range(node, source, dim, start, stop)
 
     def _range(
-        self, node: Node, source: Node, dim: int, start: int, stop: int
+        self, node: Any, source: Any, dim: int, start: int, stop: int
     ) -> Node | None:
         pieces = []
         place = 0
-        for piece in source.args[0]:  # type: ignore[union-attr]
-            size = piece.meta["val"].shape[dim]  # type: ignore[union-attr]
+        for piece in _pieces(source):
+            size = piece.meta["val"].shape[dim]
             if not isinstance(size, int):
                 return None
             first = max(start - place, 0)
             last = min(stop - place, size)
             if first < last:
                 if last - first < size:
-                    piece = self._call(  # noqa: PLW2901
-                        node, aten.slice.Tensor, piece, dim, first, last
-                    )
+                    piece = self._call(node, aten.slice.Tensor, piece, dim, first, last)
                 pieces.append(piece)
             place += size
         if len(pieces) == 1:
-            return pieces[0]  # type: ignore[return-value]
+            return pieces[0]  # type: ignore[no-any-return]
         return self._call(node, aten.cat.default, pieces, dim)
 
-    def _linear(self, node: Node, source: Node) -> Node | None:
+    def _linear(self, node: Any, source: Any) -> Node | None:
         """Applies a linear layer to the query's, the candidate's and the other pieces, and adds the results."""
         weight, *bias = node.args[1:]
-        if self._side(weight) != NEITHER:  # type: ignore[arg-type]
+        if self._side(weight) != NEITHER:
             return None
         groups: dict[int, list[tuple[Node, Node]]] = {}
         start = 0
-        for piece in source.args[0]:  # type: ignore[union-attr]
-            stop = start + piece.meta["val"].shape[-1]  # type: ignore[union-attr]
+        for piece in _pieces(source):
+            stop = start + piece.meta["val"].shape[-1]
             columns = self._call(node, aten.slice.Tensor, weight, 1, start, stop)
-            groups.setdefault(self._side(piece), []).append((piece, columns))  # type: ignore[arg-type]
+            groups.setdefault(self._side(piece), []).append((piece, columns))
             start = stop
         if len(groups) == 1:
             return None
@@ -608,6 +619,8 @@ class Split:
         if len(self.frontier) != 2 or len(nodes) < 2:
             return None
         query, candidate = self.frontier
+        product: Any
+        total: Any
         product, total, *others = nodes
         is_dot = (
             product.target is aten.mul.Tensor
@@ -616,7 +629,7 @@ class Split:
             and query.meta["val"].shape[1] == candidate.meta["val"].shape[1]
             and total.target is aten.sum.dim_IntList
             and total.args[0] is product
-            and list(total.args[1]) in ([1], [-1])  # type: ignore[arg-type]
+            and list(total.args[1]) in ([1], [-1])
         )
         if not is_dot:
             return None
@@ -790,6 +803,10 @@ class _Builder:
                 piece = self.graph.call_function(aten.reshape.default, (piece, shape))
             if value.dtype == torch.bool:
                 piece = self.graph.call_function(aten.gt.Scalar, (piece, 0.5))
+            elif value.dtype != torch.float32:
+                piece = self.graph.call_function(
+                    aten._to_copy.default, (piece,), {"dtype": value.dtype}
+                )
             self.env[node] = piece
 
     def matrix(self, nodes: Sequence[Node]) -> Node:
@@ -802,7 +819,8 @@ class _Builder:
                 piece = self.graph.call_function(
                     aten._to_copy.default, (piece,), {"dtype": torch.float32}
                 )
-            if value.dim() != 2:
+            # Also where it changes nothing: an input cannot be an output.
+            if value.dim() != 2 or node in self.leaves:
                 piece = self.graph.call_function(
                     aten.reshape.default, (piece, [-1, _width(node)])
                 )
@@ -815,9 +833,7 @@ class _Builder:
         """Returns (B x times, tail) of (B or 1, times or 1, tail)."""
         shape = [self.rows, times, *tail]
         expanded = self.graph.call_function(aten.expand.default, (value, shape))
-        return self.graph.call_function(
-            aten.reshape.default, (expanded, [-1, *tail])
-        )
+        return self.graph.call_function(aten.reshape.default, (expanded, [-1, *tail]))
 
     def add(self, results: Sequence[Node]) -> None:
         """Copies whatever computes ``results`` from what is there already."""
@@ -937,9 +953,10 @@ def _trace(
         with warnings.catch_warnings(), torch.no_grad():
             # Warnings about torch.export's own code and a GRU's flattened weights.
             warnings.simplefilter("ignore")
-            return torch.export.export(
+            program: ExportedProgram = torch.export.export(
                 model, (dict(values),), dynamic_shapes=(shapes,), strict=False
             ).run_decompositions({})
+            return program
     except BundleError:
         raise
     except Exception as error:  # torch.export raises forward's errors, and errors of many classes of its own
@@ -951,7 +968,7 @@ def _trace(
             ) from None
         raise BundleError(
             f"model: forward of {name} cannot be traced{_line_in(str(error))}: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}; `if` on values, .item() and boolean masks become torch.where or "
+            f"{' '.join(str(error).split())[:60]}; `if` on values, .item() and boolean masks become torch.where or "
             "sums with weights of 0 and 1"
         ) from None
 
@@ -974,6 +991,11 @@ def _is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt)
 
 
+def _is_whole(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype == torch.int64
+
+
 def _is_nothing(node: Node) -> bool:
     """Whether a node returns its input."""
     if node.target is aten._to_copy.default:
@@ -982,7 +1004,7 @@ def _is_nothing(node: Node) -> bool:
     return node.target in _NOTHING
 
 
-def _moves(user: Node, source: Node) -> bool:
+def _moves(user: Any, source: Any) -> bool:
     """Whether a user of a concatenation can be moved before it."""
     if user.args[0] is not source:
         return False
@@ -990,9 +1012,13 @@ def _moves(user: Node, source: Node) -> bool:
     return user.target is aten.linear.default or (user.target in _ELEMENTWISE and alone)
 
 
-def _dim(cat: Node) -> int:
+def _dim(cat: Any) -> int:
     dim: Any = cat.args[1] if len(cat.args) > 1 else 0
     return dim % cat.meta["val"].dim()  # type: ignore[no-any-return]
+
+
+def _pieces(cat: Any) -> list[Any]:
+    return list(cat.args[0])
 
 
 def _width(node: Node) -> int:
