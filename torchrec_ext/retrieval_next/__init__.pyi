@@ -1,4 +1,17 @@
 from .bundle import Bundle as Bundle
 from .catalogue import Catalogue as Catalogue
 from .catalogue import NamedUsers as NamedUsers
+from .export import export as export
 from .manifest import BundleError as BundleError
+from .scorer import EmbedRequest as EmbedRequest
+from .scorer import NearestRequest as NearestRequest
+from .scorer import RecommendRequest as RecommendRequest
+from .scorer import RequestError as RequestError
+from .scorer import Scorer as Scorer
+from .scorer import ScoreRequest as ScoreRequest
+from .search import ScoreError as ScoreError
+from .store import Store as Store
+from .store import StoredUsers as StoredUsers
+from .store import StoreError as StoreError
+from .store import refresh_store as refresh_store
+from .store import write_store as write_store
