@@ -417,6 +417,9 @@ class Split:
             if node.op == "call_function" and _is_nothing(node):
                 node.replace_all_uses_with(node.args[0])
                 self.graph.erase_node(node)
+            elif node.target in (aten.view.default, aten._unsafe_view.default):
+                # Without copies that only made a tensor contiguous.
+                node.target = aten.reshape.default
         found: dict[tuple[Node, Node], Node] = {}
         for node in list(self.graph.nodes):
             if node.target is not aten.embedding.default:
