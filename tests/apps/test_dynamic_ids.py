@@ -18,14 +18,14 @@ from torchrec_ext.data.datasets import streamed
 from torchrec_ext.data.datasets.synthetic import PlantedLog
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.ids.index import EMPTY
-from torchrec_ext.retrieval_next.bundle import PREPROCESSOR, Bundle, open_tables
-from torchrec_ext.retrieval_next.scorer import (
+from torchrec_ext.retrieval.bundle import PREPROCESSOR, Bundle, open_tables
+from torchrec_ext.retrieval.scorer import (
     EmbedRequest,
     RecommendRequest,
     Scorer,
     ScoreRequest,
 )
-from torchrec_ext.retrieval_next.store import Store
+from torchrec_ext.retrieval.store import Store
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchx_apps import embed, export

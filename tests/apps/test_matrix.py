@@ -31,9 +31,9 @@ from tests.contracts import leave_group, run_ranks
 from tests.distributed.shared_memory.conftest import missing as no_library
 from torchrec_ext.data.datasets import streamed
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval_next.bundle import AUDIT, Bundle
-from torchrec_ext.retrieval_next.catalogue import read_table
-from torchrec_ext.retrieval_next.scorer import RecommendRequest, Scorer
+from torchrec_ext.retrieval.bundle import AUDIT, Bundle
+from torchrec_ext.retrieval.catalogue import read_table
+from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
 from torchx_apps import recipes
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training

@@ -24,8 +24,8 @@ import torch.distributed.checkpoint as dcp
 from torchrec_ext.components import train  # type: ignore[import-not-found]
 
 from tests.contracts import _CONTEXT, free_ports
-from torchrec_ext.retrieval_next.bundle import Bundle
-from torchrec_ext.retrieval_next.scorer import RecommendRequest, Scorer
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_index
 from torchx_apps import train_stream
 

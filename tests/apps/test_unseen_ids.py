@@ -16,9 +16,9 @@ from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.datasets.catalog import DataConfig, load_config
 from torchrec_ext.data.datasets.labelled import LabelledConfig, load_labelled
 from torchrec_ext.data.loader.loader import LoaderConfig, training_negatives
-from torchrec_ext.retrieval_next.bundle import Bundle
-from torchrec_ext.retrieval_next.scorer import RecommendRequest, Scorer, ScoreRequest
-from torchrec_ext.retrieval_next.store import Store
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer, ScoreRequest
+from torchrec_ext.retrieval.store import Store
 from torchx_apps import embed, preprocess
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training
