@@ -24,7 +24,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from harness import ROOT, Options, Row, row
-
 from load import answered, http_request
 
 RATE, REQUESTS, PUBLISH_S = 10_000, 100, 1.5

@@ -25,11 +25,11 @@ from torchrec_ext.schema import Jagged
 # The server of torch is made by the newer side.
 NEW = "old" not in sys.argv[1:]
 if NEW:
-    from torchrec_ext.retrieval_next.bundle import Bundle
-    from torchrec_ext.retrieval_next.catalogue import Catalogue, NamedUsers
-    from torchrec_ext.retrieval_next.export import export
-    from torchrec_ext.retrieval_next.scorer import Scorer, ScoreRequest
-    from torchrec_ext.retrieval_next.search import open_search
+    from torchrec_ext.retrieval.bundle import Bundle
+    from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers
+    from torchrec_ext.retrieval.export import export
+    from torchrec_ext.retrieval.scorer import Scorer, ScoreRequest
+    from torchrec_ext.retrieval.search import open_search
 else:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
     from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers

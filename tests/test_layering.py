@@ -73,14 +73,6 @@ MAY_IMPORT: Mapping[str, set[str]] = {
         "distributed.tables",
         "distributed.runtime",
     },
-    "retrieval_next": BASE
-    | {
-        "modules",
-        "models",
-        "data.preprocess",
-        "distributed.tables",
-        "distributed.runtime",
-    },
     "adopt": {"batch", "data.negatives", "distributed", "capture", "observe", "ids"},
     "diagnose": {"adopt", "batch", "distributed", "observe", "drawing"},
     "torchx_apps": BASE
@@ -291,12 +283,12 @@ def test_whatever_imports_torch_checks_the_stack_first() -> None:
             "data may import",
         ),
         (
-            "torchrec_ext.retrieval.bundle.bundle",
+            "torchrec_ext.retrieval.bundle",
             "from torchrec_ext.train.loop import train",
             "retrieval may import",
         ),
         (
-            "torchrec_ext.retrieval.bundle.bundle",
+            "torchrec_ext.retrieval.bundle",
             "from torchrec_ext.data.loader.loader import ChunkLoader",
             "data.preprocess, distributed.runtime",
         ),
@@ -360,7 +352,7 @@ def test_the_checker_finds_a_made_up_violation(
         ("torchrec_ext.modules.losses", "from . import interaction"),
         ("torchrec_ext.batch", "import torchrec_ext.needs_torch"),
         (
-            "torchrec_ext.retrieval.bundle.bundle",
+            "torchrec_ext.retrieval.bundle",
             "from torchrec_ext.data.preprocess.fitted import FittedPreprocessor",
         ),
         ("torchrec_ext", "from torchrec_ext.models.tower_model import TowerModel"),

@@ -26,7 +26,7 @@ from torchx_apps.cli.command_line import FlagParser
 from torchx_apps.cli.process import exit_code
 
 if TYPE_CHECKING:
-    from torchrec_ext.retrieval_next.catalogue import Id
+    from torchrec_ext.retrieval.catalogue import Id
 
 SIDES = ("query", "candidate")
 
@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _embed(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     _check(options)
-    from torchrec_ext.retrieval_next.bundle import Bundle
-    from torchrec_ext.retrieval_next.server.watch import bundle_folder
+    from torchrec_ext.retrieval.bundle import Bundle
+    from torchrec_ext.retrieval.server.watch import bundle_folder
     from torchx_apps.jobs.embedding import TowerRows, embed_files, refresh_files
     from torchx_apps.launch.trackers import tracked
 

@@ -20,7 +20,7 @@ from torchx_apps.cli.command_line import FlagParser
 from torchx_apps.cli.process import hand_over, too_many
 
 if TYPE_CHECKING:
-    from torchrec_ext.retrieval_next.server.settings import ServerConfig
+    from torchrec_ext.retrieval.server.settings import ServerConfig
 
 _TOKEN = "TORCHREC_EXT_TOKEN"
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from torchrec_ext.retrieval_next.server.run import listen, serve
+    from torchrec_ext.retrieval.server.run import listen, serve
 
     settings = _settings(options)
     refusal = too_many(settings.workers, name="workers")
@@ -72,7 +72,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _settings(options: argparse.Namespace) -> ServerConfig:
-    from torchrec_ext.retrieval_next.server.settings import Limits, ServerConfig
+    from torchrec_ext.retrieval.server.settings import Limits, ServerConfig
 
     limits = Limits(
         body_bytes=options.max_body,
@@ -110,7 +110,7 @@ def _hosts(requested: str | None, listening: str) -> tuple[str, ...]:
     """Returns the given hosts; else this machine's names on a loopback address, against DNS rebinding, or *."""
     if requested is not None:
         return tuple(name.strip() for name in requested.split(","))
-    from torchrec_ext.retrieval_next.server.settings import LOOPBACK
+    from torchrec_ext.retrieval.server.settings import LOOPBACK
 
     if listening == "localhost" or _is_loopback(listening):
         return tuple(dict.fromkeys((*LOOPBACK, listening)))

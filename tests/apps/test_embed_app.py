@@ -13,9 +13,9 @@ import pytest
 import torchrec_ext.components as components  # type: ignore[import-not-found]
 from torchx.components.component_test_base import ComponentTestCase
 
-from tests.retrieval_next.small import Small
-from torchrec_ext.retrieval_next.bundle import Bundle
-from torchrec_ext.retrieval_next.store import Store
+from tests.retrieval.small import Small
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.store import Store
 from torchx_apps import embed
 from torchx_apps.jobs import embedding
 

@@ -29,10 +29,10 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval_next.bundle import Bundle
-from torchrec_ext.retrieval_next.catalogue import read_table
-from torchrec_ext.retrieval_next.scorer import RecommendRequest, Scorer, ScoreRequest
-from torchrec_ext.retrieval_next.search import open_search
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.catalogue import read_table
+from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer, ScoreRequest
+from torchrec_ext.retrieval.search import open_search
 from torchrec_ext.train.config import EarlyStop
 from torchrec_ext.train.loop import train
 from torchx_apps import export, recipes

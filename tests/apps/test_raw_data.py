@@ -22,8 +22,8 @@ from torchrec_ext.data.datasets.catalog import DataConfig, load_config
 from torchrec_ext.data.datasets.labelled import LabelledConfig, load_labelled
 from torchrec_ext.data.datasets.sequences import SequenceConfig, load_sequences
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval_next.bundle import Bundle
-from torchrec_ext.retrieval_next.scorer import RecommendRequest, Scorer, ScoreRequest
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer, ScoreRequest
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks, sealed
 from torchx_apps import preprocess

@@ -26,8 +26,8 @@ from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval_next.bundle import Bundle
-from torchrec_ext.retrieval_next.scorer import (
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.scorer import (
     RecommendRequest,
     RequestError,
     Scorer,

@@ -26,8 +26,8 @@ from torchrec_ext.data.datasets.streamed import (
 )
 from torchrec_ext.data.datasets.synthetic import planted_log
 from torchrec_ext.data.preprocess.history import GAPS
-from torchrec_ext.retrieval_next.bundle import Bundle
-from torchrec_ext.retrieval_next.scorer import Scorer, ScoreRequest
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.scorer import Scorer, ScoreRequest
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.features import merged
 from torchx_apps.cli.overrides import apply_overrides

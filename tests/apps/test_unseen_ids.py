@@ -16,9 +16,9 @@ from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.datasets.catalog import DataConfig, load_config
 from torchrec_ext.data.datasets.labelled import LabelledConfig, load_labelled
 from torchrec_ext.data.loader.loader import LoaderConfig, training_negatives
-from torchrec_ext.retrieval.store.store import EmbeddingStore
-from torchrec_ext.retrieval_next.bundle import Bundle
-from torchrec_ext.retrieval_next.scorer import RecommendRequest, Scorer, ScoreRequest
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer, ScoreRequest
+from torchrec_ext.retrieval.store import Store
 from torchx_apps import embed, preprocess
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training
@@ -167,7 +167,7 @@ def test_the_evaluation_ranks_what_is_served_where_users_and_items_are_new(
         )
         == 0
     )
-    assert set(EmbeddingStore.open(tmp_path / "users").ids.ids().tolist()) == known
+    assert set(Store.open(tmp_path / "users").ids.arrow().to_pylist()) == known
 
 
 def test_negatives_and_the_popularity_ranking_are_of_the_catalogue(
@@ -275,7 +275,9 @@ def test_known_of_labelled_rows_is_what_had_a_training_row(
     hours = {"hour": [1] * len(users)}
     assert not any(
         found.any()
-        for found in bundle.unknown({"user_id": users.tolist(), **hours}).values()
+        for found in bundle.query.columns.read(
+            {"user_id": users.tolist(), **hours}
+        ).unknown.values()
     )
     new = {"user_id": new_users.tolist(), "hour": [9] * len(new_users)}
     assert all(found.all() for found in bundle.query.columns.read(new).unknown.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchrec_ext.retrieval_next.search import check_faiss
 from torchx_apps.cli.command_line import FlagParser
 
 
@@ -75,6 +74,9 @@ def check_export(options: argparse.Namespace, out: Path) -> None:
     """
     _check_free(options, "--out", out)
     if options.index != "exact":
+        # Imported here: it reads files.
+        from torchrec_ext.retrieval.search import check_faiss
+
         check_faiss()
 
 

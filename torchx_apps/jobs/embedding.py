@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 
 from torchrec_ext.data.files.find import DataFile, find_files
 from torchrec_ext.data.preprocess.columns import missing_column
-from torchrec_ext.retrieval_next.bundle import Bundle, Side
-from torchrec_ext.retrieval_next.catalogue import Id, Ids
-from torchrec_ext.retrieval_next.manifest import BundleError
-from torchrec_ext.retrieval_next.store import Block, Store, refresh_store, write_store
+from torchrec_ext.retrieval.bundle import Bundle, Side
+from torchrec_ext.retrieval.catalogue import Id, Ids
+from torchrec_ext.retrieval.manifest import BundleError
+from torchrec_ext.retrieval.store import Block, Store, refresh_store, write_store
 from torchrec_ext.schema.validation import DataError
 
 # Rows of a block; a fixed size, because vectors may depend on it in the last bits.

@@ -17,9 +17,9 @@ from torchrec.distributed.model_parallel import (
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval_next.catalogue import UserTable
-from torchrec_ext.retrieval_next.export import export
-from torchrec_ext.retrieval_next.manifest import BundleError, Manifest
+from torchrec_ext.retrieval.catalogue import UserTable
+from torchrec_ext.retrieval.export import export
+from torchrec_ext.retrieval.manifest import BundleError, Manifest
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import load_with_loader
@@ -62,7 +62,7 @@ def export_task(
         out: the folder to make.
         details: JSON values for the certificate.
         loader: loader of the training, whose dynamic ids are those that the bundle knows; None without such ids.
-        settings: further arguments of :func:`torchrec_ext.retrieval_next.export.export`.
+        settings: further arguments of :func:`torchrec_ext.retrieval.export.export`.
 
     Raises:
         BundleError: the model or the data cannot be served.
@@ -178,7 +178,7 @@ def export_run(
         run: the run's folder.
         out: the bundle's folder.
         checkpoint: name of the checkpoint, see :func:`torchx_apps.jobs.resuming.checkpoint_to_export`.
-        settings: further arguments of :func:`torchrec_ext.retrieval_next.export.export`.
+        settings: further arguments of :func:`torchrec_ext.retrieval.export.export`.
     """
     quieten_libraries()
     with Runtime.start(job.device, threads=job.threads, collectives="gloo") as runtime:

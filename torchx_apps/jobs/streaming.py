@@ -26,10 +26,10 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.ids import DynamicIds
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
-from torchrec_ext.retrieval_next.bundle import Bundle
-from torchrec_ext.retrieval_next.catalogue import Catalogue, NamedUsers
-from torchrec_ext.retrieval_next.export import Renewal, export
-from torchrec_ext.retrieval_next.manifest import BUNDLE_MANIFEST
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers
+from torchrec_ext.retrieval.export import Renewal, export
+from torchrec_ext.retrieval.manifest import BUNDLE_MANIFEST
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.sealed import remove_leftovers, write_whole
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks

@@ -15,7 +15,7 @@ import numpy as np
 from torchrec_ext.data.columns import Array
 from torchrec_ext.data.loader.events import ITEM, USER, EventLoader, EventRows
 from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, save_figure
-from torchrec_ext.retrieval_next.bundle import Bundle
+from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.report.progress import records_of
 
