@@ -18,7 +18,7 @@ from torchrec_ext.data.preprocess.categorical import Categorify, Vocabulary
 from torchrec_ext.data.preprocess.columns import missing_column, read_cells
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.step import Step
-from torchrec_ext.schema.validation import DataError
+from torchrec_ext.schema.validation import DataError, listed
 
 Rows = Mapping[str, Sequence[Any]]
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -194,7 +194,11 @@ class Columns:
     def _model_columns(self, rows: Mapping[str, Any]) -> dict[str, Values]:
         columns = {}
         if self._steps is not None:
-            for name, column in self._steps.online(rows).items():
+            try:
+                processed = self._steps.online(rows)
+            except DataError as error:
+                raise self._of_raw(rows, error) from None
+            for name, column in processed.items():
                 lengths = column.lengths if column.ragged else None
                 columns[name] = Values(column.values, lengths)
             return columns
@@ -209,6 +213,19 @@ class Columns:
                 )
             columns[name] = Values(cells.values, cells.lengths)
         return columns
+
+    def _of_raw(self, rows: Mapping[str, Any], error: DataError) -> DataError:
+        """Returns the error of a row with the request's own columns in it, if it names a computed one."""
+        assert self._steps is not None
+        if any(f"column '{name}'" in str(error) for name in self.raw):
+            return error
+        for name in self.columns:
+            try:
+                steps_for_columns(self._steps, [name]).online(rows)
+            except DataError as again:
+                sources = sorted(_sources(self._steps, name))
+                return DataError(f"column {listed(sources)}: {again}")
+        return error
 
     def _ids(
         self, name: str, column: ModelColumn, sent: Values

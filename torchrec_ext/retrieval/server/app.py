@@ -139,7 +139,7 @@ class Served:
     def _make_live(self, bundle: Bundle) -> _Live:
         scorer = Scorer(bundle, self.vectors)
         example = example_user(bundle, private=self.settings.is_private)
-        routes = structs.routes_of(bundle, self.settings.limits, example)
+        routes = structs.routes_of(bundle, self.settings, example)
         decoders = {
             path: msgspec.json.Decoder(route.body) for path, route in routes.items()
         }

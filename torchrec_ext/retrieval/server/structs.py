@@ -150,10 +150,10 @@ class Route(NamedTuple):
 
 
 def routes_of(
-    bundle: Bundle, limits: Limits, example_user: Mapping[str, Any]
+    bundle: Bundle, settings: ServerConfig, example_user: Mapping[str, Any]
 ) -> dict[str, Route]:
     """Returns the kinds of requests of a bundle, by path."""
-    key = bundle.users.key if bundle.users is not None else None
+    limits = settings.limits
     user = _row_struct("User", bundle.query.columns.raw, _users_id(bundle))
     item_row = _row_struct("Item", bundle.candidate.columns.raw, {})
     item = _id(bundle.items.ids.kind)
@@ -213,8 +213,9 @@ def routes_of(
 
     first = bundle.items.ids.ids(range(min(2, len(bundle.items))))
     known: Mapping[str, Any] = example_user
-    if key is not None and key in example_user:
-        known = {key: example_user[key]}
+    # Ids of users are for private callers alone.
+    if bundle.users is not None and settings.is_private and len(bundle.users):
+        known = {bundle.users.key: bundle.users.ids.ids([0])[0]}
     of_user = {"user": dict(known)}
     return {
         "/v1/recommend": Route(

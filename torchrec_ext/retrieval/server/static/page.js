@@ -48,12 +48,12 @@ function number(value, digits = 4) {
 function showBundle(found) {
   served = found;
   const { content = {}, certificate = {} } = found.manifest;
-  const details = certificate.details ?? {};
+  const details = { ...certificate, ...certificate.details };
   const what = details.recipe ? `${details.recipe} on ${details.data}, bundle ` : "Bundle ";
   at("served").textContent = `${what}${found.digest.slice(0, 12)}: ${number(found.items)} items, ${number(found.users)} known users.`;
   const facts = {
     "Greatest difference from the trained model": `${number(certificate.parity?.greatest_difference)} over ${number(certificate.parity?.pairs)} pairs`,
-    "Recall of the index": `${number(content.index?.recall)} (${content.index?.factory ?? content.index?.kind}, by ${content.loss_metric})`,
+    "Recall of the index": `${number(content.index?.recall ?? 1)} (${content.index?.factory ?? content.index?.kind}, by ${content.loss_metric})`,
     "Stored rows": `${number(content.items?.rows)} of ${content.graphs?.candidate?.width} numbers, ${content.store}`,
     "Towers": [...(content.towers?.query?.names ?? []), ...(content.towers?.candidate?.names ?? [])].join(" · "),
     "Made": certificate.created ?? "not said",
