@@ -8,7 +8,7 @@ STACK ?=
 VENV := .venv$(addprefix -,$(STACK))
 BIN := $(VENV)/bin
 # What the demo uses; `sharded` is what goes with the triple. Tests and lint add `dev`. PySpark takes 468 MB on disk and needs Java.
-EXTRAS ?= report,data,serve,launch,sharded
+EXTRAS ?= report,data,export,serve,launch,sharded
 COMMA := ,
 SPARK = $(if $(shell command -v java),$(COMMA)spark)
 # Test files at a time, on two cores. Many tests wait for processes that they start; each worker holds torch and
@@ -39,7 +39,7 @@ help: ## list the targets
 
 everything: $(TOOLS) ## set up with all extras, PySpark where Java is, and shared memory between ranks: then no test of these is skipped
 	@$(BIN)/python -m torchrec_ext.doctor --install $(addprefix --stack ,$(STACK)) --with-shared-memory \
-		--editable '.[$(EXTRAS),dev,docs,kubernetes,onnx,retrieval$(SPARK)]'
+		--editable '.[$(EXTRAS),dev,docs,kubernetes,retrieval$(SPARK)]'
 
 demo: $(STAMP) ## set up, capture a loop, train two towers on two ranks (`torchx run`), store their vectors, answer a request
 	@$(WITH_VENV) $(BIN)/python examples/demo.py $(DEMO_ARGS)
@@ -70,8 +70,8 @@ docs: $(TOOLS) ## build the site of docs/ into build/docs, and that of TAGS="v0.
 	@echo "open build/docs/index.html"
 
 bench: $(TOOLS) ## every benchmark in three rounds, one to three hours, on a machine that does nothing else; writes benchmarks/results
-	@$(BIN)/python -c 'import duckdb, faiss, onnxruntime' 2>/dev/null || \
-		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),dev,retrieval,onnx]'
+	@$(BIN)/python -c 'import duckdb, faiss' 2>/dev/null || \
+		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),dev,retrieval]'
 	@$(WITH_VENV) $(BIN)/python benchmarks/all.py $(BENCH_ARGS)
 
 gpu: ## every GPU test and benchmark, on a machine with a GPU; WHEELS=DIR: offline, with its own torch; BUDGET=SECONDS

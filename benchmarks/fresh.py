@@ -24,8 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from harness import ROOT, Options, Row, row
-
-from torchrec_ext.retrieval.server.load import answered, http_request
+from load import answered, http_request
 
 RATE, REQUESTS, PUBLISH_S = 10_000, 100, 1.5
 # by --quick: users, items, seconds

@@ -15,8 +15,6 @@ def export(
     out: Optional[str] = None,
     index: str = "exact",
     store: str = "fp32",
-    tables: Optional[str] = None,
-    onnx: Optional[str] = None,
     checkpoint: Optional[str] = None,
     recipe: Optional[str] = None,
     set: Optional[str] = None,  # noqa: A002  (the flag is --set)
@@ -38,10 +36,8 @@ def export(
         args: further flags of torchx_apps.export, after -- (ex. -- --overwrite --recall 0.99)
         run: a run folder
         out: the bundle's folder; RUN/bundle where not given
-        index: exact, or flat, ivf, hnsw or pq of FAISS for models that score by dot product or cosine
-        store: type of the stored vectors: fp32, fp16 or int8
-        tables: type of the towers' tables: trained, or int8 with its loss measured and bounded
-        onnx: folder for the towers and the top NN as ONNX files, checked equal; -- --onnx-skip TOWER leaves one out
+        index: exact, or a text for FAISS's index_factory, such as IVF1024,Flat, for models that score by a product
+        store: type of the stored rows: fp32 or fp16
         checkpoint: best (by train.early_stop.metric), last, a step, or a path; best where the run has marked one, else
             last
         recipe: my_recipe.py:job or my.module:job, where the run's recipe is not built in
@@ -57,8 +53,6 @@ def export(
     flags = ["-m", "torchx_apps.export", run, f"--index={index}", f"--store={store}"]
     options = {
         "out": out,
-        "tables": tables,
-        "onnx": onnx,
         "checkpoint": checkpoint,
         "recipe": recipe,
         "set": set,
@@ -84,13 +78,9 @@ def http(
     host: str = "127.0.0.1",
     port: int = 8000,
     workers: int = 1,
-    p99: Optional[str] = None,
-    qps: float = 0.0,
     token_file: Optional[str] = None,
     allowed_hosts: Optional[str] = None,
     vectors: Optional[str] = None,
-    redis: Optional[str] = None,
-    redis_password_file: Optional[str] = None,
     manifest: Optional[str] = None,
     replicas: int = 0,
     name: str = "serve",
@@ -119,22 +109,17 @@ def http(
         host: address to listen on; 0.0.0.0 for all addresses of the machine, which a manifest takes by itself
         port: port to listen on; 0 for any that is free
         workers: number of processes that share the bundle's files
-        p99: 99th percentile of a request's time at qps (ex. 5ms): serves by the first choice of bundle, stage and
-            workers that was measured to hold it on this machine, or ends with what is reachable
-        qps: requests a second at which p99 must hold
         token_file: file with the token that callers must send; where not given the variable TORCHREC_EXT_TOKEN, if set
         allowed_hosts: hosts that the header Host may name, by commas; by default this machine's names on a loopback
             host, else *
         vectors: folder of a store with users' vectors, as rec.embed --tower query writes one
-        redis: address of a Redis with users' vectors, as rec.embed --redis writes them (ex. redis://host:6379/0)
-        redis_password_file: file with the Redis's password; where not given the variable REDIS_PASSWORD, if set
         manifest: folder for the files of a service on Kubernetes, for `kubectl apply -f`; nothing is started
         replicas: pods of that service; 0 for 2
         name: name of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
         h: a named resource, instead of cpu and memMB
         cpu: CPU cores; 0 for one per worker, at least 2
-        memMB: memory in MiB; 0 for 2048 per worker, at least 4096
+        memMB: memory in MiB; 0 for 512 per worker, at least 1024
         env: environment
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
@@ -148,10 +133,6 @@ def http(
         raise ValueError(
             f"--replicas {replicas}: the pods of --manifest, 1 or more; leave it out without --manifest"
         )
-    if manifest is not None and (p99 is not None or qps):
-        raise ValueError(
-            "--p99 measures this machine, and --manifest starts nothing: measure on a node, give --workers"
-        )
     # Nobody outside its pod would reach a loopback address.
     if manifest is not None and host == "127.0.0.1":
         host = "0.0.0.0"
@@ -163,17 +144,10 @@ def http(
         f"--port={port}",
         f"--workers={workers}",
     ]
-    # 15 s are longer than a cluster takes to send its requests elsewhere.
-    if manifest is not None:
-        flags.append("--linger=15")
     options = {
-        "p99": p99,
-        "qps": qps or None,
         "token-file": token_file,
         "allowed-hosts": allowed_hosts,
         "vectors": vectors,
-        "redis": redis,
-        "redis-password-file": redis_password_file,
     }
     flags += [
         f"--{flag}={value}" for flag, value in options.items() if value is not None
@@ -186,7 +160,7 @@ def http(
         env={"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})},
         resource=specs.resource(
             cpu=cpu or max(2, workers),
-            memMB=memMB or max(4096, 2048 * workers),
+            memMB=memMB or max(1024, 512 * workers),
             gpu=0,
             h=h,
         ),

@@ -67,7 +67,6 @@ def write_bundle(model: TwoTowers, folder: Path) -> None:
     export(
         model,
         folder,
-        towers={"user": "user", "item": "item"},
         catalogue=Catalogue(
             ids=items.numpy(),
             features=pa.table({"item": items.numpy()}),

@@ -27,8 +27,8 @@ def ask(
         with urllib.request.urlopen(request, timeout=10) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as refusal:
-        retry_after = refusal.headers.get("Retry-After")
-        if retry_after is None or attempts == 1:
+        retry_after = refusal.headers.get("Retry-After", "1")
+        if refusal.code != 503 or attempts == 1:
             sys.exit(f"{path}: {json.load(refusal)['error']['message']}")
     time.sleep(float(retry_after))
     return ask(url, path, body, attempts - 1)

@@ -25,11 +25,9 @@ def main(path: str = "towers.pt", folder: str = "bundle") -> None:
     )
     # rows by which the bundle is proven to equal the model
     queries = pa.table({"profile": profile.tolist()})
-    towers = {"user": "user", "item": "item"}
     export(
         model,
         folder,
-        towers=towers,
         catalogue=catalogue,
         queries=queries,
         overwrite=True,

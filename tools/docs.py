@@ -56,8 +56,8 @@ MEASURED = (
     ),
     (
         "serving",
-        "score-naive, compiled, 500 of 1,000,000",
-        "a request for 500 of 1 M items: the whole network, against stored rows and a compiled scorer",
+        "score 500 of 1,000,000, against the whole network",
+        "a request for 500 of 1 M items: the whole network, against stored rows",
     ),
 )
 

@@ -9,4 +9,6 @@ from torchrec_ext.exports import attach
 __version__ = "0.1.0"
 # `train` is not a name here: it would be the function or the subpackage, whichever was
 # imported last.
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(
+    __name__, __file__, without_torch={"retrieval.bundle", "retrieval.scorer"}
+)

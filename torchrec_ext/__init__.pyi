@@ -15,8 +15,8 @@ from .distributed.sync import LocalSGD as LocalSGD
 from .models.tower_model import TowerModel as TowerModel
 from .models.tower_model import two_tower as two_tower
 from .modules.tower import Tower as Tower
-from .retrieval.bundle.bundle import Bundle as Bundle
-from .retrieval.exporting.export import export as export
-from .retrieval.scorer.scorer import Scorer as Scorer
+from .retrieval.bundle import Bundle as Bundle
+from .retrieval.export import export as export
+from .retrieval.scorer import Scorer as Scorer
 
 __version__: str

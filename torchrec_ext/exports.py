@@ -8,7 +8,7 @@ Type checkers read the ``.pyi``. Standard library only: ``torchrec_ext.doctor`` 
 import ast
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import ModuleType, SimpleNamespace
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def attach(
-    package: str, file: str
+    package: str, file: str, without_torch: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns ``__getattr__``, ``__dir__`` and ``__all__`` of a package, for the names in its ``__init__.pyi``.
 
@@ -25,6 +25,7 @@ def attach(
     Args:
         package: ``__name__`` of the package.
         file: ``__file__`` of the package.
+        without_torch: modules of the package that import no torch, such as ``validation``: their names need no stack.
     """
     with open(f"{file.removesuffix('.py')}.pyi") as stream:
         # Parsed and not imported, because the modules in it import torch.
@@ -47,7 +48,8 @@ def attach(
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}"
             )
-        importlib.import_module("torchrec_ext.needs_torch")
+        if modules[name].removeprefix(f"{package}.") not in without_torch:
+            importlib.import_module("torchrec_ext.needs_torch")
         value = getattr(importlib.import_module(modules[name]), name)
         # A subpackage of the same name can be called (:class:`CallableModule`), and
         # stays what the name stands for.

@@ -33,37 +33,18 @@ def _export(argv: Sequence[str] | None) -> int:
     job = apply_overrides(saved_job(options.run, options.recipe), options.set)
     out = options.out or options.run / "bundle"
     check_export(options, out)
-    from torchx_apps.jobs.exporting import (
-        export_run,
-        write_compiled_files,
-        write_onnx_files,
-    )
+    from torchx_apps.jobs.exporting import export_run
 
-    first = export_run(
+    export_run(
         job,
         options.run,
         out,
         options.checkpoint,
-        onnx_skip=options.onnx_skip if options.onnx else None,
         store=options.store,
         index=options.index,
         recall=options.recall,
-        tables=options.tables,
-        overlap=options.overlap,
         overwrite=options.overwrite,
     )
-    if options.onnx and first:
-        print(
-            write_onnx_files(
-                out, options.onnx, options.onnx_skip, overwrite=options.overwrite
-            ),
-            flush=True,
-        )
-    if options.compiled and first:
-        print(
-            write_compiled_files(out, options.compiled, overwrite=options.overwrite),
-            flush=True,
-        )
     return 0
 
 

@@ -16,17 +16,16 @@ from torch import Tensor
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.datasets import streamed
 from torchrec_ext.data.datasets.synthetic import PlantedLog
+from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.ids.index import EMPTY
-from torchrec_ext.retrieval.bundle.architecture import read_tensors
-from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.bundle.encoder import open_preprocessor
-from torchrec_ext.retrieval.scorer.requests import (
+from torchrec_ext.retrieval.bundle import PREPROCESSOR, Bundle, open_tables
+from torchrec_ext.retrieval.scorer import (
     EmbedRequest,
     RecommendRequest,
+    Scorer,
     ScoreRequest,
 )
-from torchrec_ext.retrieval.scorer.scorer import Scorer
-from torchrec_ext.retrieval.store.store import EmbeddingStore
+from torchrec_ext.retrieval.store import Store
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchx_apps import embed, export
@@ -112,12 +111,10 @@ def train_records(run: Path) -> list[dict[str, Any]]:
 
 def rows_of(bundle: Path, column: str) -> dict[Any, Tensor]:
     """Returns the bundle's row of each id that it knows."""
-    preprocessor = open_preprocessor(bundle)
-    assert preprocessor is not None
+    preprocessor = FittedPreprocessor.load(bundle / PREPROCESSOR)
     state: Any = preprocessor.state_of(column)
-    rows = read_tensors(bundle / Bundle.load(bundle).architecture.tables[column])[
-        "weight"
-    ]
+    table = open_tables(bundle, Bundle.load(bundle).manifest.content)[column]
+    rows = torch.from_numpy(table.copy())
     assert len(rows) == len(state.values) + 1
     return dict(zip(state.values.to_pylist(), rows[1:], strict=True))
 
@@ -210,13 +207,12 @@ def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(
         "--id=user_id",
     ]
     assert embed.main([str(second), *refresh]) == 0
-    vectors = EmbeddingStore.open(store)
-    stored = vectors.rows(torch.from_numpy(vectors.ids.positions(USERS[:1])))
+    stored = Store.open(store).find(int(USERS[0]))
     embedded = scorer.embed(
         EmbedRequest(rows=[{"user_id": int(USERS[0]), "history": [some[0]]}])
     )
     assert embedded.unknown_features == [[]]
-    assert torch.allclose(stored, embedded.vectors, atol=1e-6)
+    np.testing.assert_allclose(stored, embedded.vectors[0], atol=1e-6)
 
 
 @pytest.mark.slow
@@ -412,6 +408,6 @@ def test_a_text_has_one_id_in_every_vocabulary(monkeypatch: pytest.MonkeyPatch) 
     def one_hash(offsets: Int64, *_: Any) -> Any:
         return np.zeros(len(offsets) - 1, np.uint64)
 
-    monkeypatch.setattr("torchrec_ext.retrieval.store.ids.hashed", one_hash)
+    monkeypatch.setattr("torchrec_ext.ids.strings.hashed", one_hash)
     with pytest.raises(DataError, match="the texts 'a' and 'b' have one 64-bit hash"):
         numbered(pa.array(["a", "b"]))

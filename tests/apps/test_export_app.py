@@ -29,10 +29,10 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.scorer.requests import RecommendRequest, ScoreRequest
-from torchrec_ext.retrieval.scorer.scorer import Scorer
-from torchrec_ext.retrieval.store.store import EmbeddingStore
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.catalogue import read_table
+from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer, ScoreRequest
+from torchrec_ext.retrieval.search import open_search
 from torchrec_ext.train.config import EarlyStop
 from torchrec_ext.train.loop import train
 from torchx_apps import export, recipes
@@ -302,12 +302,12 @@ def ranked(bundle: Bundle, user: Any, k: int) -> list[Any]:
     """The best items for a user who is named by id alone."""
     users = bundle.users
     assert users is not None
-    row = int(users.ids.positions([user])[0])
-    query = bundle.embed_query(users.rows([row]))
-    _, positions = bundle.index.search(
-        query, k, excluded=[torch.from_numpy(users.seen(row))]
-    )
-    return bundle.store.ids.ids(positions[0][positions[0] >= 0].numpy()).tolist()
+    named = user if isinstance(user, str) else int(user)
+    row = int(users.ids.positions([named])[0])
+    query = bundle.query.embed(users.features(row))[0]
+    mask = np.ones(len(bundle.items), np.bool_)
+    mask[users.seen(row)] = False
+    return bundle.items.ids.ids(open_search(bundle).search(query, k, mask).positions)
 
 
 @pytest.mark.parametrize(
@@ -325,16 +325,16 @@ def test_every_recipe_is_trained_exported_and_asked(
     bundle = Bundle.load(root / f"bundle-{name}")
     request = {
         column: 1
-        for column in bundle.request_columns
+        for column in bundle.query.columns.raw
         if column in ("hour", "weekday", "timestamp")
     }
     assert bundle.users is not None
-    (user,) = bundle.users.ids.ids(range(1)).tolist()
+    (user,) = bundle.users.ids.ids([0])
     asked = [{**request, bundle.users.key: user}]
     if name in ("stream", "bst", "multi_task"):  # a row of the log does too
         rest = {
             column: kind
-            for column, kind in bundle.request_columns.items()
+            for column, kind in bundle.query.columns.raw.items()
             if column not in request
         }
         asked += [
@@ -367,19 +367,20 @@ def test_context_is_part_of_the_query(
     name: str, recommended: dict[str, Any], root: Path
 ) -> None:
     bundle = Bundle.load(root / f"bundle-{name}")
-    assert bundle.candidate == "item"
-    assert set(bundle.request_columns) == {"user_id", "hour", "weekday"}
+    assert bundle.manifest.content["towers"]["candidate"]["names"] == ["item"]
+    assert set(bundle.query.columns.raw) == {"user_id", "hour", "weekday"}
     rows = {"user_id": [3, 3, 10_000], "hour": [1, 20, 1], "weekday": [2, 2, 2]}
-    vectors = bundle.embed_query(rows)
-    assert not torch.equal(vectors[0], vectors[1])
+    vectors = bundle.query.embed(rows)
+    assert not np.array_equal(vectors[0], vectors[1])
     assert {
-        column: unknown.tolist() for column, unknown in bundle.unknown(rows).items()
+        column: unknown.tolist()
+        for column, unknown in bundle.query.columns.read(rows).unknown.items()
     } == {
         "user_id": [False, False, True],
         "hour": [False] * 3,
         "weekday": [False] * 3,
     }
-    assert bundle.store.ids.positions([0, 199, 200]).tolist() == [0, 199, -1]
+    assert bundle.items.ids.positions([0, 199, 200]).tolist() == [0, 199, -1]
 
 
 def test_the_context_of_interactions_is_said_in_the_words_of_the_file(
@@ -387,15 +388,19 @@ def test_the_context_of_interactions_is_said_in_the_words_of_the_file(
 ) -> None:
     del recommended
     bundle = Bundle.load(root / "bundle-hours")
-    assert set(bundle.request_columns) == {"user_id", "hour", "price"}
+    assert set(bundle.query.columns.raw) == {"user_id", "hour", "price"}
     rows = {
         "user_id": [3, 3, 3],
         "hour": ["1h", "2h", "noon"],
         "price": [0.5, 0.5, 0.5],
     }
-    vectors = bundle.embed_query(rows)
-    assert not torch.equal(vectors[0], vectors[1])
-    assert bundle.unknown(rows)["hour"].tolist() == [False, False, True]
+    vectors = bundle.query.embed(rows)
+    assert not np.array_equal(vectors[0], vectors[1])
+    assert bundle.query.columns.read(rows).unknown["hour"].tolist() == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_what_is_known_of_users_and_items_is_said_as_their_files_say_it(
@@ -404,35 +409,33 @@ def test_what_is_known_of_users_and_items_is_said_as_their_files_say_it(
     del recommended
     bundle = Bundle.load(root / "bundle-described")
     assert bundle.users is not None
-    assert bundle.manifest.content["coverage"]["trained"] == 29, (
-        "item 29 was never trained"
-    )
+    trained = read_table(root / "bundle-described" / "items.arrow")["trained"]
+    assert trained.to_pylist() == [item != 29 for item in range(30)]
     items, users = (
         pq.read_table(root / "described" / f"{side}.parquet").to_pydict()
         for side in ("items", "users")
     )
-    store = EmbeddingStore.open(root / "bundle-described" / "store")
-    torch.testing.assert_close(
-        bundle.embed_candidates(items), store.rows(torch.arange(30)), rtol=0, atol=1e-6
+    np.testing.assert_allclose(
+        bundle.candidate.embed(items), bundle.rows, rtol=0, atol=1e-6
     )
-    known = bundle.users.rows(bundle.users.ids.positions(np.arange(20)))
+    known = bundle.users.block(0, 20).to_pydict()
     assert {name: known[name] for name in ("gender", "member")} == {
         name: users[name] for name in ("gender", "member")
     }
     assert known["income"] == pytest.approx(users["income"])
-    torch.testing.assert_close(
-        bundle.embed_query({**known, **users}),
-        bundle.embed_query(known),
+    np.testing.assert_allclose(
+        bundle.query.embed({**known, **users}),
+        bundle.query.embed(known),
         rtol=0,
         atol=1e-6,
     )
-    unknown = bundle.unknown(
+    unknown = bundle.query.columns.read(
         {**known, "gender": ["M"] * 19 + ["X"], "member": [None] + [True] * 19}
-    )
+    ).unknown
     assert unknown["gender"].nonzero()[0].tolist() == [19]
     assert unknown["member"].nonzero()[0].tolist() == [0]
-    nobody = bundle.users.rows([-1])
-    assert bundle.unknown(nobody)["gender"].all()
+    nobody = bundle.users.features(-1)
+    assert bundle.query.columns.read(nobody).unknown["gender"].all()
     assert nobody["income"][0] == pytest.approx(np.mean(users["income"]))
 
 
@@ -442,18 +445,18 @@ def test_films_are_asked_for_by_age_gender_and_genres(
     del recommended
     bundle = Bundle.load(root / "bundle-films")
     assert bundle.users is not None
-    known = bundle.users.rows([0])
+    known = bundle.users.features(0)
     assert known["gender"][0] in ("M", "F")
     assert known["age"][0] == pytest.approx(round(known["age"][0]))
     assert known["age"][0] > 10
-    vectors = bundle.embed_candidates(
+    vectors = bundle.candidate.embed(
         {
             "item_id": [1, 1],
             "release_year": [1995, 1995],
             "genres": ["Comedy Drama", "War unknown"],
         }
     )
-    assert not torch.equal(vectors[0], vectors[1])
+    assert not np.array_equal(vectors[0], vectors[1])
 
 
 def test_fractions_of_labelled_rows_are_said_as_the_file_says_them(
@@ -461,7 +464,7 @@ def test_fractions_of_labelled_rows_are_said_as_the_file_says_them(
 ) -> None:
     del recommended
     bundle = Bundle.load(root / "bundle-labelled")
-    assert bundle.request_columns == {
+    assert bundle.query.columns.raw == {
         "user_id": "int64",
         "hour": "int64",
         "price": "float64",
@@ -472,10 +475,10 @@ def test_fractions_of_labelled_rows_are_said_as_the_file_says_them(
     np.testing.assert_allclose(
         data.test["price"].values, (price - mean) / deviation, atol=1e-5
     )
-    vectors = bundle.embed_query(
+    vectors = bundle.query.embed(
         {"user_id": [1, 1], "hour": [3, 3], "price": [price[0], price[0] + 1e-3]}
     )
-    assert float((vectors[0] - vectors[1]).abs().max()) < 1e-3
+    assert float(np.abs(vectors[0] - vectors[1]).max()) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["shown", "shown_ncf"])
@@ -483,8 +486,8 @@ def test_what_describes_the_shown_item_is_in_the_catalogue_and_not_in_requests(
     name: str, recommended: dict[str, Any], root: Path
 ) -> None:
     bundle = Bundle.load(root / f"bundle-{name}")
-    assert set(bundle.request_columns) == {"user_id", "user_age", "hour"}
-    assert set(bundle.candidate_columns) == {
+    assert set(bundle.query.columns.raw) == {"user_id", "user_age", "hour"}
+    assert set(bundle.candidate.columns.raw) == {
         "item_id",
         "item_price",
         "discount",
@@ -492,7 +495,7 @@ def test_what_describes_the_shown_item_is_in_the_catalogue_and_not_in_requests(
         "weight",
     }
     assert bundle.users is not None
-    assert bundle.users.rows([3])["user_age"] == pytest.approx([23.5])
+    assert bundle.users.features(3)["user_age"] == pytest.approx([23.5])
     scorer, served = Scorer(bundle), []
     for row in pq.read_table(root / "shown" / "test.parquet").to_pylist():
         # the age of a user who is known is known, too
@@ -507,14 +510,14 @@ def test_text_dates_and_missing_values_of_the_shown_item_are_served_as_they_were
     name: str, recommended: dict[str, Any], root: Path
 ) -> None:
     bundle = Bundle.load(root / f"bundle-{name}")
-    assert set(bundle.request_columns) == {
+    assert set(bundle.query.columns.raw) == {
         "user_id",
         "user_age",
         "joined",
         "device",
         "at",
     }
-    assert set(bundle.candidate_columns) == {
+    assert set(bundle.candidate.columns.raw) == {
         "item_id",
         "item_listed",
         "kind",
@@ -540,11 +543,13 @@ def test_a_session_may_be_longer_than_the_model_reads(
 ) -> None:
     bundle = Bundle.load(root / "bundle-session")
     long = list(range(1, 60)) * 3
-    torch.testing.assert_close(
-        bundle.embed_query({"session": [long]}),
-        bundle.embed_query({"session": [long[-50:]]}),
+    np.testing.assert_allclose(
+        bundle.query.embed({"session": [long]}),
+        bundle.query.embed({"session": [long[-50:]]}),
     )
-    assert bundle.unknown({"session": [[1, 2], [1, 10**6]]})["session"].tolist() == [
+    assert bundle.query.columns.read({"session": [[1, 2], [1, 10**6]]}).unknown[
+        "session"
+    ].tolist() == [
         False,
         True,
     ]
@@ -558,12 +563,11 @@ def test_titles_and_genres_come_with_the_films(
 ) -> None:
     bundle = Bundle.load(root / "bundle-films")
     assert bundle.items.titles_of([0, 2]) == ["Film 1", "Film 3"]
-    assert bundle.items.categories == ["Comedy", "Drama", "War"]
     attributes = {
-        name: each.values.ids().tolist()
+        name: each.values.arrow().to_pylist()
         for name, each in bundle.items.attributes.items()
     }
-    genres = bundle.items.categories
+    genres = ["Comedy", "Drama", "War"]
     assert attributes == {
         "categories": genres,
         "release_year": [1994, 1995],
@@ -575,14 +579,14 @@ def test_ids_of_files_that_begin_at_0_stay_what_they_are(
     recommended: dict[str, Any], root: Path
 ) -> None:
     bundle = Bundle.load(root / "bundle-folder")
-    assert bundle.store.ids.positions([0, 29]).tolist() == [0, 29]
+    assert bundle.items.ids.positions([0, 29]).tolist() == [0, 29]
     users = bundle.users
     assert users is not None
-    known = users.rows(users.ids.positions([0]))
+    known = users.features(0)
     assert known["user_id"] == [0]
-    assert not bundle.unknown(known)["user_id"].any()
-    unknown = users.rows([-1])
-    assert bundle.unknown(unknown)["user_id"].all()
+    assert not bundle.query.columns.read(known).unknown["user_id"].any()
+    unknown = users.features(-1)
+    assert bundle.query.columns.read(unknown).unknown["user_id"].all()
 
 
 class MyTask(RankingTask):
@@ -888,83 +892,19 @@ def test_a_bundle_is_not_replaced_unasked(
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ("--onnx-skip=user",),
-            "--onnx-skip user: there is nothing to leave it out of; give --onnx FOLDER too",
-        ),
-        (("--onnx={run}/bundle/onnx",), "in it, or around it; give one beside it"),
-        (("--onnx={run}",), "in it, or around it; give one beside it"),
-        (
-            ("--onnx={run}/full", "--tables=int8"),
-            "with --tables int8: ONNX files have their tables in fp32",
-        ),
-        (
-            ("--compiled={run}/full", "--tables=int8"),
-            "with --tables int8: compiled code reads tables in fp32",
-        ),
-        (("--compiled={run}/bundle/code",), "in it, or around it; give one beside it"),
-        (
-            ("--onnx={run}/full",),
-            "there is something already; give another folder, or --overwrite",
-        ),
-    ],
-)
-def test_what_cannot_become_onnx_files_is_told_first(
-    flags: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    pytest.importorskip(
-        "onnxruntime", reason="the package onnxruntime is not installed (extra `onnx`)"
-    )
-    config = dataclasses.asdict(
-        dataclasses.replace(load_recipe("two_tower"), build=None, task=None)
-    )
-    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "notes").touch()
-    assert (
-        export.main([str(tmp_path), *(flag.format(run=tmp_path) for flag in flags)])
-        == 1
-    )
-    assert message in capsys.readouterr().err
-
-
-def test_the_extra_onnx_is_asked_for_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = dataclasses.asdict(
-        dataclasses.replace(load_recipe("two_tower"), build=None, task=None)
-    )
-    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
-    monkeypatch.setitem(sys.modules, "onnx", None)
-    assert export.main([str(tmp_path), f"--onnx={tmp_path / 'onnx'}"]) == 1
-    assert (
-        "ONNX export needs the package onnx: pip install 'torchrec-ext[onnx]'"
-        in capsys.readouterr().err
-    )
-
-
 class TestValid(ComponentTestCase):
     def test_export(self) -> None:
         self.validate(serve, "export")
 
 
 def test_the_component_names_run_and_bundle() -> None:
-    (role,) = serve.export(
-        "--overwrite", run="runs/a", out="b", index="hnsw", onnx="o"
-    ).roles
+    (role,) = serve.export("--overwrite", run="runs/a", out="b", index="HNSW32").roles
     assert role.args == [
         "-m",
         "torchx_apps.export",
         "runs/a",
-        "--index=hnsw",
+        "--index=HNSW32",
         "--store=fp32",
         "--out=b",
-        "--onnx=o",
         "--overwrite",
     ]

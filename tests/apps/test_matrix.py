@@ -20,7 +20,7 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +31,9 @@ from tests.contracts import leave_group, run_ranks
 from tests.distributed.shared_memory.conftest import missing as no_library
 from torchrec_ext.data.datasets import streamed
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval.bundle.audit import Audit
-from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.scorer.requests import RecommendRequest
-from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.retrieval.bundle import AUDIT, Bundle
+from torchrec_ext.retrieval.catalogue import read_table
+from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
 from torchx_apps import recipes
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training
@@ -840,17 +839,21 @@ def outcome_of(
     return Outcome(refusal, steps, figures, scores, output.getvalue())
 
 
+def audited(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Raw columns of the first audited request."""
+    rows = read_table(folder / AUDIT).slice(0, 1).select(sorted(names))
+    return rows.to_pylist()[0]  # type: ignore[no-any-return]
+
+
 def answered(folder: Path) -> list[float]:
     """Returns the scores of five recommendations to the bundle's first user, in the context of an audited request."""
     bundle = Bundle.load(folder)
     if bundle.users is None:
-        (request,) = Audit.open(folder)[0].queries.slice(0, 1).to_pylist()
+        request = audited(folder, bundle.query.columns.raw)
         return Scorer(bundle).recommend(RecommendRequest(user=request, k=5)).scores
-    (known,) = bundle.users.ids.ids(range(1)).tolist()
-    needed = set(bundle.request_columns) - set(bundle.users.block(0, 1).schema.names)
-    context = (
-        Audit.open(folder)[0].queries.slice(0, 1).select(sorted(needed)).to_pylist()[0]
-    )
+    (known,) = bundle.users.ids.ids([0])
+    needed = set(bundle.query.columns.raw) - set(bundle.users.block(0, 1).schema.names)
+    context = audited(folder, needed)
     return (
         Scorer(bundle)
         .recommend(RecommendRequest(user={**context, bundle.users.key: known}, k=5))

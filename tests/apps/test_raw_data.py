@@ -22,9 +22,8 @@ from torchrec_ext.data.datasets.catalog import DataConfig, load_config
 from torchrec_ext.data.datasets.labelled import LabelledConfig, load_labelled
 from torchrec_ext.data.datasets.sequences import SequenceConfig, load_sequences
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.scorer.requests import RecommendRequest, ScoreRequest
-from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer, ScoreRequest
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks, sealed
 from torchx_apps import preprocess
@@ -140,7 +139,7 @@ def test_ids_that_are_text_in_the_same_order_train_the_same_model(
             file.read_bytes() for file in tables[1]
         ]
     bundle = Bundle.load(text.parent / "run/bundle")
-    assert set(bundle.store.ids.ids().tolist()) == set(
+    assert set(bundle.items.ids.arrow().to_pylist()) == set(
         pq.read_table(text / "items.parquet")["item_id"].to_pylist()
     )
 
@@ -384,7 +383,7 @@ def test_a_raw_row_is_served_as_it_was_trained(
     }
     answer = scorer.recommend(RecommendRequest(user=asked, k=5))
     assert not answer.cold.unknown_user
-    assert set(answer.items) <= set(bundle.store.ids.ids().tolist())
+    assert set(answer.items) <= set(bundle.items.ids.arrow().to_pylist())
     score = scorer.score(ScoreRequest(user=asked, items=[item])).scores
     same = {
         **asked,
@@ -615,11 +614,11 @@ def test_what_the_preprocessing_writes_is_read_and_served_by_raw_rows(
     run(recipe, ready, tmp_path / "run", "export=require", "train.early_stop.metric=")
     bundle = Bundle.load(tmp_path / "run/bundle")
     items = pq.read_table(ready / "raw/items.parquet")["item_id"].to_pylist()
-    served = bundle.store.ids.ids().tolist()
+    served = bundle.items.ids.arrow().to_pylist()
     assert set(served) < set(items), "the log's ids, without the rare ones"
     (row,) = pq.read_table(ready / "raw/requests.parquet").slice(0, 1).to_pylist()
     asked = {
-        name: value for name, value in row.items() if name in bundle.request_columns
+        name: value for name, value in row.items() if name in bundle.query.columns.raw
     }
     answer = Scorer(bundle).recommend(RecommendRequest(user=asked, k=5))
     assert len(answer.items) == 5
@@ -675,7 +674,7 @@ def test_text_dates_and_missing_values_are_preprocessed_trained_and_served(
     ]["parity"]
     assert parity["greatest_difference"] < 1e-5
     bundle = Bundle.load(tmp_path / "run/bundle")
-    assert set(bundle.store.ids.ids().tolist()) == set(
+    assert set(bundle.items.ids.arrow().to_pylist()) == set(
         in_other_order(np.arange(ITEMS) * 3 + 5)
     )
     asked = {
@@ -685,7 +684,7 @@ def test_text_dates_and_missing_values_are_preprocessed_trained_and_served(
         "at": "2024-01-04T03:00:00Z",
     }
     asked = {
-        name: value for name, value in asked.items() if name in bundle.request_columns
+        name: value for name, value in asked.items() if name in bundle.query.columns.raw
     }
     assert {"city", "price", "at"} <= asked.keys()
     items = in_other_order([5, 8])

@@ -26,13 +26,13 @@ from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.scorer.requests import (
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.scorer import (
     RecommendRequest,
     RequestError,
+    Scorer,
     ScoreRequest,
 )
-from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.schema import DataError
 from torchrec_ext.train import metrics
 from torchrec_ext.train.loop import train
@@ -226,7 +226,7 @@ def test_the_score_of_a_raw_row_is_the_models_on_the_preprocessed_row(
     scorer = Scorer(Bundle.load(trained / "bundle"))
     asked = {
         name
-        for name in scorer.bundle.request_columns
+        for name in scorer.bundle.query.columns.raw
         if name not in ("history_items", "history_times")
     }
     for number, row in enumerate(raw.slice(0, 60).to_pylist()):
@@ -292,7 +292,7 @@ def test_a_user_who_is_named_by_id_is_the_whole_raw_row_without_what_was_taken(
     clicked = {(row["who"], row["what"]) for row in train if row["clicked"]}
     bundle = Bundle.load(trained / "bundle")
     assert bundle.users is not None
-    assert sorted(bundle.users.ids.ids().tolist()) == sorted(set(ages) - {None})
+    assert sorted(bundle.users.ids.arrow().to_pylist()) == sorted(set(ages) - {None})
     scorer, items = Scorer(bundle), [f"film-{item}" for item in range(ITEMS)]
     for who, events in list(history_before(log, now).items())[:20]:
         named = {"who": who, "seen_at": now}

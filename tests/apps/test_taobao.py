@@ -27,9 +27,8 @@ from torchrec_ext.data.datasets.streamed import (
 from torchrec_ext.data.datasets.synthetic import planted_log
 from torchrec_ext.data.preprocess.engines import connected
 from torchrec_ext.data.preprocess.history import GAPS
-from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.scorer.requests import ScoreRequest
-from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.scorer import Scorer, ScoreRequest
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.features import merged
 from torchx_apps.cli.overrides import apply_overrides
@@ -442,9 +441,9 @@ def test_a_user_who_is_named_by_id_has_the_session_of_the_log(
 ) -> None:
     bundle, past = Bundle.load(trained[recipe][0] / "bundle"), clicks_of(log)
     assert bundle.users is not None
-    scorer, items = Scorer(bundle), bundle.store.ids.ids().tolist()
+    scorer, items = Scorer(bundle), bundle.items.ids.arrow().to_pylist()
     now = 60 + max(clicks[-1][0] for clicks in past.values())
-    for user in bundle.users.ids.ids().tolist()[:20]:
+    for user in bundle.users.ids.arrow().to_pylist()[:20]:
         named = {"user_id": user, "timestamp": now}
         whole = named | {
             f"history_{name}": [click[i] for click in past[user]]

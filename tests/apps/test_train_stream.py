@@ -24,7 +24,8 @@ import torch.distributed.checkpoint as dcp
 from torchrec_ext.components import train  # type: ignore[import-not-found]
 
 from tests.contracts import _CONTEXT, free_ports
-from torchrec_ext.retrieval import Bundle, RecommendRequest, Scorer
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_index
 from torchx_apps import train_stream
 
@@ -312,7 +313,7 @@ def test_a_log_is_trained_to_its_end_and_published(
     current = tmp_path / "run" / "bundles" / "current"
     bundle = Bundle.load(current.parent / current.read_text().strip())
     # Two full tables, without the row of unknown ids.
-    assert bundle.manifest.content["coverage"]["items"] <= 59
+    assert bundle.manifest.content["items"]["rows"] <= 59
 
 
 @SLOW

@@ -16,10 +16,9 @@ from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.datasets.catalog import DataConfig, load_config
 from torchrec_ext.data.datasets.labelled import LabelledConfig, load_labelled
 from torchrec_ext.data.loader.loader import LoaderConfig, training_negatives
-from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.scorer.requests import RecommendRequest, ScoreRequest
-from torchrec_ext.retrieval.scorer.scorer import Scorer
-from torchrec_ext.retrieval.store.store import EmbeddingStore
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer, ScoreRequest
+from torchrec_ext.retrieval.store import Store
 from torchx_apps import embed, preprocess
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training
@@ -120,11 +119,11 @@ def test_the_evaluation_ranks_what_is_served_where_users_and_items_are_new(
     run_training(job, tmp_path / "run")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     bundle = Bundle.load(tmp_path / "run" / "bundle")
-    assert sorted(bundle.store.ids.ids().tolist()) == sorted(
+    assert sorted(bundle.items.ids.arrow().to_pylist()) == sorted(
         items[:DESCRIBED].tolist()
     ), "the catalogue: trained or described"
     assert bundle.users is not None
-    assert set(bundle.users.ids.ids().tolist()) == set(
+    assert set(bundle.users.ids.arrow().to_pylist()) == set(
         users[: USERS - NEW_USERS].tolist()
     ), "known is who had a training row"
     test = pq.read_table(tmp_path / "sets" / "cold" / "test.parquet").to_pydict()
@@ -132,7 +131,7 @@ def test_the_evaluation_ranks_what_is_served_where_users_and_items_are_new(
     for user, item in zip(test["user"], test["item"], strict=True):
         wanted.setdefault(user, set()).add(item)
     taste = {int(user): f"t{index % KINDS}" for index, user in enumerate(users)}
-    known = set(bundle.users.ids.ids().tolist())
+    known = set(bundle.users.ids.arrow().to_pylist())
     asked = {
         user: {
             "user_id": user,
@@ -168,7 +167,7 @@ def test_the_evaluation_ranks_what_is_served_where_users_and_items_are_new(
         )
         == 0
     )
-    assert set(EmbeddingStore.open(tmp_path / "users").ids.ids().tolist()) == known
+    assert set(Store.open(tmp_path / "users").ids.arrow().to_pylist()) == known
 
 
 def test_negatives_and_the_popularity_ranking_are_of_the_catalogue(
@@ -270,16 +269,18 @@ def test_known_of_labelled_rows_is_what_had_a_training_row(
         tmp_path / "run",
     )
     bundle = Bundle.load(tmp_path / "run" / "bundle")
-    assert bundle.store.ids.ids().tolist() == sorted(items.tolist())
+    assert bundle.items.ids.arrow().to_pylist() == sorted(items.tolist())
     assert bundle.users is not None
-    assert bundle.users.ids.ids().tolist() == sorted(users.tolist())
+    assert bundle.users.ids.arrow().to_pylist() == sorted(users.tolist())
     hours = {"hour": [1] * len(users)}
     assert not any(
         found.any()
-        for found in bundle.unknown({"user_id": users.tolist(), **hours}).values()
+        for found in bundle.query.columns.read(
+            {"user_id": users.tolist(), **hours}
+        ).unknown.values()
     )
     new = {"user_id": new_users.tolist(), "hour": [9] * len(new_users)}
-    assert all(found.all() for found in bundle.unknown(new).values())
+    assert all(found.all() for found in bundle.query.columns.read(new).unknown.values())
     scorer = Scorer(bundle)
     nobody = scorer.score(
         ScoreRequest(
@@ -342,6 +343,6 @@ def test_what_the_preprocessing_writes_is_trained_and_served_without_its_placeho
         f"{len(real['item_id']):,} items and {len(real['user_id']):,} users" in output
     )
     bundle = Bundle.load(tmp_path / "run" / "bundle")
-    assert bundle.store.ids.ids().tolist() == real["item_id"]
+    assert bundle.items.ids.arrow().to_pylist() == real["item_id"]
     assert bundle.users is not None
-    assert bundle.users.ids.ids().tolist() == real["user_id"]
+    assert bundle.users.ids.arrow().to_pylist() == real["user_id"]

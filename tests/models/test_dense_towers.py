@@ -29,11 +29,10 @@ from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
-from torchrec_ext.retrieval.exporting.export import export
-from torchrec_ext.retrieval.scorer.requests import RecommendRequest
-from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers
+from torchrec_ext.retrieval.export import export
+from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
 from torchrec_ext.schema import DataError, Jagged
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
@@ -420,7 +419,7 @@ def exported(folder: Path) -> tuple[TowerModel, Bundle]:
 
 def test_a_bundle_takes_array_columns_as_lists(tmp_path: Path) -> None:
     model, bundle = exported(tmp_path / "bundle")
-    assert set(bundle.request_columns) == {"profile"}
+    assert set(bundle.query.columns.raw) == {"profile"}
     users, items = columns(9)["profile"][:1], columns(12, seed=1)["content"]
     rows = {
         "profile": torch.from_numpy(users.repeat(12, axis=0)),
@@ -437,15 +436,4 @@ def test_a_bundle_takes_array_columns_as_lists(tmp_path: Path) -> None:
         DataError,
         match=r"column 'profile', row 0: 59 numbers, must be a list of 60; send as many",
     ):
-        bundle.embed_query({"profile": [users[0, :59].tolist()]})
-
-
-@pytest.mark.slow
-def test_a_bundle_with_array_columns_is_written_as_onnx(tmp_path: Path) -> None:
-    pytest.importorskip(
-        "onnxscript", reason="the package onnxscript is not installed (extra `onnx`)"
-    )
-    from torchrec_ext.retrieval.onnx.onnx_bundle import export_bundle
-
-    _, bundle = exported(tmp_path / "bundle")
-    assert max(export_bundle(bundle, tmp_path / "onnx")["differences"].values()) < 1e-5
+        bundle.query.embed({"profile": [users[0, :59].tolist()]})

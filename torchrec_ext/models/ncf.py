@@ -196,7 +196,6 @@ class NCFHead(InteractionLayer):
     """
 
     towers = 2
-    projectable = True
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import Combine
 from torchrec_ext.modules.interaction import DotProduct
 from torchrec_ext.modules.layers import Made, Recorded
-from torchrec_ext.modules.session_encoder import Packing, SessionEncoder
+from torchrec_ext.modules.session_encoder import Packing, SessionEncoder, from_end
 from torchrec_ext.modules.session_tower import (
     SessionSteps,
     SessionTop,
@@ -171,6 +171,10 @@ class _NextItemNetwork(nn.Module):
         # The unknown item is none to predict.
         weights = batch.weights[packing.rows[inputs]] * (ids[targets] > 0)
         return (losses * weights).sum() / batch.total_weight  # type: ignore[no-any-return]
+
+    def last_padded(self, steps: Tensor, lengths: Tensor) -> Tensor:
+        """Returns (B, D) of padded items (B, S, D), as :meth:`last` does."""
+        return from_end(self.encoder.padded(steps, lengths), lengths)[:, 0]
 
     def last(self, embedded: Mapping[str, JaggedTensor]) -> Tensor:
         items = embedded[SESSION].values()

@@ -29,7 +29,6 @@ from torchrec_ext.modules.layers import (
     Recorded,
     activation_layer,
     mlp,
-    weighs_rows,
 )
 from torchrec_ext.schema.validation import check_choice
 
@@ -120,14 +119,11 @@ class InteractionLayer(Recorded, nn.Module):
             equally wide.
         metric: measure by which an index finds the candidates with the greatest logits, ``dot`` or ``cosine`` of the
             query's and the candidate's vector; None where only the interaction itself can rank them.
-        projectable: whether a candidate's row can be stored so that a pair costs less than ``forward``, as
-            :mod:`torchrec_ext.retrieval.index.projection` then does.
         temperature: number by which it has already divided its logits; None if it divides by none.
     """
 
     towers: ClassVar[int | None] = None
     metric: ClassVar[Literal["dot", "cosine"] | None] = None
-    projectable: ClassVar[bool] = False
     temperature: float | None = None
     widths: list[int]
 
@@ -170,7 +166,6 @@ class DotProduct(InteractionLayer):
 
     towers = 2
     metric = "dot"
-    projectable = True
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
@@ -197,7 +192,6 @@ class Cosine(InteractionLayer):
 
     towers = 2
     metric = "cosine"
-    projectable = True
     temperature: float
 
     def __init__(self, widths: Sequence[int], *, temperature: float = 0.1) -> None:
@@ -230,7 +224,6 @@ class GeneralizedMF(InteractionLayer):
     """
 
     towers = 2
-    projectable = True
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
@@ -269,8 +262,6 @@ class TopMLP(InteractionLayer):
         activate_input: whether to activate the concatenation. False for towers without layers, whose embeddings would
             lose their negative half.
     """
-
-    projectable = True
 
     def __init__(
         self,
@@ -327,49 +318,6 @@ class TopMLP(InteractionLayer):
         hidden = query + candidate
         # Batch normalisation takes two dimensions: rows and columns.
         return self.mlp[1:](hidden.flatten(0, 1)).view(hidden.shape[:2])  # type: ignore[no-any-return]
-
-
-class Reordered(InteractionLayer):
-    """Applies an interaction to towers in another order, such as a candidate last that was trained in the middle.
-
-    Args:
-        interaction: interaction that takes the towers in the order of training.
-        order: index, among the given outputs, of each input of ``interaction``.
-        widths: D of each given output, in order.
-
-    Raises:
-        ValueError: an order that does not name each output once.
-
-    Example:
-        >>> outputs = [torch.ones(2, 4), torch.zeros(2, 4)]
-        >>> top = TopMLP([4, 4])
-        >>> bool(torch.equal(Reordered(top, [1, 0], [4, 4])(outputs), top(outputs[::-1])))
-        True
-    """
-
-    def __init__(
-        self, interaction: nn.Module, order: Sequence[int], widths: Sequence[int]
-    ) -> None:
-        super().__init__()
-        if sorted(order) != list(range(len(widths))):
-            raise ValueError(
-                f"order={list(order)}: must name each of the {len(widths)} outputs once, by its index from 0"
-            )
-        self.interaction = interaction
-        self.order = list(order)
-        self.widths = list(widths)
-
-    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Returns (B,) logits of the towers' outputs, (B, D) of any D each.
-
-        Args:
-            outputs: output of each tower, in order.
-            weights: (B,) weight of each row for batch normalisation, see :class:`BatchNorm`.
-        """
-        reordered = [outputs[index] for index in self.order]
-        if weighs_rows(self.interaction):
-            return self.interaction(reordered, weights)  # type: ignore[no-any-return]
-        return self.interaction(reordered)  # type: ignore[no-any-return]
 
 
 class DeepCross(InteractionLayer):
@@ -446,8 +394,6 @@ class FactorizationMachine(InteractionLayer):
     Args:
         widths: D of each tower, in order; all must be equal.
     """
-
-    projectable = True
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
@@ -555,8 +501,6 @@ class MultiTaskTop(TopMLP):
         normalization: see :class:`TopMLP`.
         dropout: see :class:`TopMLP`.
     """
-
-    projectable = False
 
     def __init__(
         self,

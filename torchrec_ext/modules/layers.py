@@ -230,8 +230,8 @@ class Made(NamedTuple):
 class Recorded:
     """Records the constructor's arguments by name in ``arguments``; goes before ``nn.Module`` among the bases.
 
-    :mod:`torchrec_ext.retrieval.bundle.architecture` writes them down, whatever has happened to the module since: a
-    plan may have replaced its tables by sharded collections.
+    An export makes the module again from them, whatever has happened to it since: a plan may have replaced its tables
+    by sharded collections.
 
     Example:
         >>> class Doubling(Recorded, nn.Module):

@@ -172,17 +172,19 @@ def _widths(longest: int) -> Sequence[int]:
     return widths
 
 
-def attend(projected: Tensor, packing: Packing, *, causal: bool) -> Tensor:
+def attend(projected: Tensor, packing: Packing | Tensor, *, causal: bool) -> Tensor:
     """Returns (P, H, d), the multi-head attention of each step to the steps of its own sequence.
 
     Args:
-        projected: (P, 3, H, d), query, key and value of each of H heads.
-        packing: positions of the P steps.
+        projected: (P, 3, H, d), query, key and value of each of H heads; (B, S, 3, H, d) of padded sequences.
+        packing: positions of the P steps; for padded sequences (B, S) bool, False for padding, which is at the end.
         causal: whether a step attends only to itself and the steps before it.
 
     Raises:
         ValueError: ``nested`` and causal on a CPU, for which torch has no kernel.
     """
+    if isinstance(packing, Tensor):
+        return _attend_padded(projected, packing, causal)
     if not len(projected):
         # The result is empty but in the graph, because DistributedDataParallel waits
         # for every gradient.
@@ -213,6 +215,19 @@ def attend(projected: Tensor, packing: Packing, *, causal: bool) -> Tensor:
         return output
     outputs = [_padded(projected, bucket, causal) for bucket in packing.buckets]
     return torch.cat(outputs).index_select(0, packing.back)
+
+
+def _attend_padded(projected: Tensor, valid: Tensor, causal: bool) -> Tensor:
+    """Returns (B, S, H, d); rows of padding hold arbitrary numbers."""
+    query, key, value = projected.permute(2, 0, 3, 1, 4).unbind(0)
+    places = torch.arange(projected.shape[1], device=projected.device)
+    # The first place is always attended to: a softmax over nothing has no value.
+    mask = (valid | (places == 0))[:, None, None, :]
+    if causal:
+        mask = mask & (places <= places[:, None])
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(
+        1, 2
+    )
 
 
 def _padded(projected: Tensor, bucket: Bucket, causal: bool) -> Tensor:
@@ -269,20 +284,20 @@ class TransformerLayer(nn.Module):
         self.activation = activation_layer(activation)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, steps: Tensor, packing: Packing, causal: bool) -> Tensor:
-        """Returns (P, D) from the packed steps (P, D)."""
+    def forward(self, steps: Tensor, packing: Packing | Tensor, causal: bool) -> Tensor:
+        """Returns (P, D) from the packed steps (P, D); see :func:`attend` for padded ones."""
         if self.norm_first:
             steps = steps + self._attention(self.attention_norm(steps), packing, causal)
             return steps + self._network(self.network_norm(steps))
         steps = self.attention_norm(steps + self._attention(steps, packing, causal))
         return self.network_norm(steps + self._network(steps))  # type: ignore[no-any-return]
 
-    def _attention(self, steps: Tensor, packing: Packing, causal: bool) -> Tensor:
-        projected = self.projection(steps).view(
-            len(steps), 3, self.heads, steps.shape[1] // self.heads
-        )
+    def _attention(
+        self, steps: Tensor, packing: Packing | Tensor, causal: bool
+    ) -> Tensor:
+        projected = self.projection(steps).unflatten(-1, (3, self.heads, -1))
         return self.dropout(  # type: ignore[no-any-return]
-            self.output(attend(projected, packing, causal=causal).flatten(1))
+            self.output(attend(projected, packing, causal=causal).flatten(-2))
         )
 
     def _network(self, steps: Tensor) -> Tensor:
@@ -381,6 +396,19 @@ class SessionEncoder(Recorded, nn.Module):
             steps = layer(steps, packing, self.causal)
         return self.norm(steps)  # type: ignore[no-any-return]
 
+    def padded(self, steps: Tensor, lengths: Tensor) -> Tensor:
+        """Returns (B, S, D) of sequences padded at the end, (B, S, D), of ``lengths`` (B,); padding gets anything."""
+        index = torch.arange(steps.shape[1], device=steps.device)
+        if self.positions is not None:
+            places = index
+            if not self._from_start:
+                places = (lengths[:, None] - 1 - index).clamp(min=0)
+            steps = steps + self.positions(places)
+        valid = index < lengths[:, None]
+        for layer in self.layers:
+            steps = layer(steps, valid, self.causal)
+        return self.norm(steps)  # type: ignore[no-any-return]
+
     def _check_lengths(self, packing: Packing) -> None:
         if packing.longest > self.max_length:
             row = int(packing.host.lengths.argmax())
@@ -388,6 +416,13 @@ class SessionEncoder(Recorded, nn.Module):
                 f"a sequence of {packing.longest} steps in row {row} of the batch: must have at most "
                 f"max_length={self.max_length}; keep the most recent ones where it is read, or enlarge max_length"
             )
+
+
+def from_end(steps: Tensor, lengths: Tensor) -> Tensor:
+    """Returns (B, S, D) of padded sequences (B, S, D) from their end on: the last step first, zeros after the first."""
+    places = lengths[:, None] - 1 - torch.arange(steps.shape[1], device=steps.device)
+    index = places.clamp(min=0)[:, :, None].expand(-1, -1, steps.shape[2])
+    return torch.where(places[:, :, None] >= 0, steps.gather(1, index), 0.0)
 
 
 def _nearest_divisor(width: int, heads: int) -> int:

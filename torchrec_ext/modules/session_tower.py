@@ -25,16 +25,18 @@ from torchrec_ext.modules.session_encoder import (
     Packing,
     Position,
     SessionEncoder,
+    from_end,
 )
 from torchrec_ext.modules.tower import (
     Activation,
     LookedUp,
+    Padded,
     activation_layer,
     by_table,
     check_tables,
     mlp,
 )
-from torchrec_ext.schema.features import dense_names
+from torchrec_ext.schema.array_columns import dense_names
 from torchrec_ext.schema.validation import check_choice
 
 Pooling = Literal["flatten", "last", "mean"]
@@ -101,7 +103,7 @@ class _SequenceTables(Recorded, nn.Module):
 
     def of_steps(
         self,
-        embedded: Mapping[str, JaggedTensor],
+        embedded: Mapping[str, JaggedTensor | Padded],
         dense: Tensor,
         host_lengths: Mapping[str, Tensor] | None,
     ) -> Tensor:
@@ -206,7 +208,7 @@ class SessionTower(_SequenceTables):
 
     def of_steps(
         self,
-        embedded: Mapping[str, JaggedTensor],
+        embedded: Mapping[str, JaggedTensor | Padded],
         dense: Tensor,
         host_lengths: Mapping[str, Tensor] | None,
     ) -> Tensor:
@@ -240,9 +242,13 @@ class _SessionNetwork(nn.Module):
 
     def forward(
         self,
-        embedded: Mapping[str, JaggedTensor],
+        embedded: Mapping[str, JaggedTensor | Padded],
         host_lengths: Mapping[str, Tensor] | None,
     ) -> Tensor:
+        first = embedded[self.session[0]]
+        if isinstance(first, Padded):
+            steps = _combined(embedded, self.session, self.combine)
+            return self.pooled_padded(steps, first.lengths())
         lengths = _lengths(embedded, self.session, host_lengths)
         steps = _combined(embedded, self.session, self.combine)
         if not self.target:
@@ -295,6 +301,15 @@ class _SessionNetwork(nn.Module):
         return self.pooled(
             torch.cat([steps, targets]).index_select(0, packing.moved(places)), packing
         )
+
+    def pooled_padded(self, steps: Tensor, lengths: Tensor) -> Tensor:
+        """Returns (B, pooled width) of padded steps (B, S, D)."""
+        last_first = from_end(self.encoder.padded(steps, lengths), lengths)
+        if self.pooling == "flatten":
+            return last_first.flatten(1)
+        if self.pooling == "last":
+            return last_first[:, 0]
+        return last_first.sum(1) / lengths.clamp(min=1)[:, None]
 
     @property
     def out_features(self) -> int:
@@ -359,7 +374,7 @@ class SessionSteps(_SequenceTables):
 
     def of_steps(
         self,
-        embedded: Mapping[str, JaggedTensor],
+        embedded: Mapping[str, JaggedTensor | Padded],
         dense: Tensor,
         host_lengths: Mapping[str, Tensor] | None,
     ) -> Tensor:
@@ -382,10 +397,16 @@ class _StepsNetwork(nn.Module):
 
     def forward(
         self,
-        embedded: Mapping[str, JaggedTensor],
+        embedded: Mapping[str, JaggedTensor | Padded],
         dtype: torch.dtype,
         host_lengths: Mapping[str, Tensor] | None,
     ) -> Tensor:
+        first = embedded[self.session[0]]
+        if isinstance(first, Padded):
+            # Its L is S already.
+            there = first.mask()[:, :, None].to(dtype)
+            steps = _combined(embedded, self.session, self.combine).to(dtype)
+            return torch.cat([steps * there, there], dim=2).flatten(1)
         lengths = _lengths(embedded, self.session, host_lengths)
         steps = _combined(embedded, self.session, self.combine)
         packing = Packing(lengths, device=steps.device)
@@ -518,12 +539,12 @@ class SessionTop(InteractionLayer):
         steps, *others, target = outputs
         padded = steps[:, : self._first].reshape(-1, *self._steps)
         dense = steps[:, self._first :]
-        max_length = padded.shape[1]
+        max_length = self._steps[0]
         if host_lengths and self.session in host_lengths:
             lengths = host_lengths[self.session].clamp(max=max_length).long()
         else:
             # Compared with 0.5, because a stored vector may have been rounded.
-            lengths = (padded[..., -1] > 0.5).sum(1).cpu()
+            lengths = (padded[..., -1] > 0.5).sum(1)
         targets, width = self._target
         last = _in_slots(
             target[:, : targets * width].reshape(-1, targets, width),
@@ -532,11 +553,21 @@ class SessionTop(InteractionLayer):
         )
         if self.target is not None:
             last = last + self.target
-        starts = torch.arange(len(padded)) * max_length
-        flat = padded[..., :-1].flatten(0, 1)
-        pooled = self.network.with_targets(
-            flat, starts, lengths, last, torch.ones_like(lengths)
-        )
+        if torch.compiler.is_exporting():
+            # A graph of a bundle packs nothing.
+            places = torch.arange(max_length + 1, device=last.device)
+            followed = torch.nn.functional.pad(padded[..., :-1], (0, 0, 0, 1))
+            is_target = (places == lengths[:, None])[:, :, None]
+            pooled = self.network.pooled_padded(
+                torch.where(is_target, last[:, None], followed), lengths + 1
+            )
+        else:
+            lengths = lengths.cpu()
+            starts = torch.arange(len(padded)) * max_length
+            flat = padded[..., :-1].flatten(0, 1)
+            pooled = self.network.with_targets(
+                flat, starts, lengths, last, torch.ones_like(lengths)
+            )
         session = torch.cat([pooled, dense], dim=1)
         if self.session_mlp is not None:
             session = self.session_mlp(session)
@@ -597,17 +628,19 @@ def _in_slots(targets: Tensor, slots: Sequence[int], features: int) -> Tensor:
 
 
 def _combined(
-    embedded: Mapping[str, JaggedTensor], features: Sequence[str], combine: Combine
+    embedded: Mapping[str, JaggedTensor | Padded],
+    features: Sequence[str],
+    combine: Combine,
 ) -> Tensor:
-    """Returns steps (P, W), sums or concatenations of these features' embeddings."""
+    """Returns steps (P, W), or padded ones (B, S, W): sums or concatenations of these features' embeddings."""
     values = [embedded[name].values() for name in features]
     if combine == "concat":
-        return torch.cat(values, dim=1)
-    return sum(values[1:], values[0])  # type: ignore[no-any-return]
+        return torch.cat(values, dim=-1)
+    return sum(values[1:], values[0])
 
 
 def _lengths(
-    embedded: Mapping[str, JaggedTensor],
+    embedded: Mapping[str, JaggedTensor | Padded],
     features: Sequence[str],
     host_lengths: Mapping[str, Tensor] | None,
 ) -> Tensor:

@@ -32,7 +32,33 @@ from torchrec_ext.modules.layers import Layers, Recorded, reads_lengths, weighs_
 from torchrec_ext.modules.layers import Normalization as Normalization
 from torchrec_ext.modules.layers import activation_layer as activation_layer
 from torchrec_ext.modules.layers import mlp as mlp
-from torchrec_ext.schema.features import dense_names
+from torchrec_ext.schema.array_columns import dense_names
+
+
+class Padded:
+    """The bags of a feature padded to one length, as a graph without jagged operators reads them.
+
+    Args:
+        values: (B, L, D) embeddings; those beyond a bag's length may be any numbers.
+        lengths: (B,) int64 lengths of the bags.
+    """
+
+    def __init__(self, values: Tensor, lengths: Tensor) -> None:
+        self._values = values
+        self._lengths = lengths
+
+    def values(self) -> Tensor:
+        """Returns (B, L, D)."""
+        return self._values
+
+    def lengths(self) -> Tensor:
+        """Returns (B,)."""
+        return self._lengths
+
+    def mask(self) -> Tensor:
+        """Returns (B, L) bool, False for padding."""
+        places = torch.arange(self._values.shape[1], device=self._values.device)
+        return places < self._lengths[:, None]
 
 
 class AttentionPooling(nn.Module):
@@ -54,8 +80,10 @@ class AttentionPooling(nn.Module):
             nn.Linear(hidden or width, 1, bias=False),
         )
 
-    def forward(self, bags: JaggedTensor) -> Tensor:
+    def forward(self, bags: JaggedTensor | Padded) -> Tensor:
         """Returns (B, D) from bags of embeddings, (sum of lengths, D) in all; an empty bag gives zeros."""
+        if isinstance(bags, Padded):
+            return self._padded(bags)
         values = bags.values().to(self.score[0].weight.dtype)
         rows = _rows(bags)
         size = len(bags.lengths())
@@ -73,6 +101,16 @@ class AttentionPooling(nn.Module):
         )
         return pooled / totals[:, None]  # type: ignore[no-any-return]
 
+    def _padded(self, bags: Padded) -> Tensor:
+        first: Any = self.score[0]
+        values = bags.values().to(first.weight.dtype)
+        scores = self.score(values).squeeze(2)
+        # Any finite number does for padding: its weight is 0 below.
+        scores = torch.where(bags.mask(), scores, torch.finfo(scores.dtype).min)
+        weights = torch.exp(scores - scores.amax(dim=1, keepdim=True)) * bags.mask()
+        totals = weights.sum(dim=1).clamp(min=1)
+        return (values * weights[:, :, None]).sum(dim=1) / totals[:, None]
+
 
 class BagAttention(nn.Module):
     """Pools each feature of an EmbeddingCollection by an :class:`AttentionPooling` of its own.
@@ -89,7 +127,7 @@ class BagAttention(nn.Module):
         self._names = list(names)
         self.pools = nn.ModuleList(AttentionPooling(width) for _ in names)
 
-    def forward(self, sequences: Mapping[str, JaggedTensor]) -> Tensor:
+    def forward(self, sequences: Mapping[str, JaggedTensor | Padded]) -> Tensor:
         """Returns (B, features x D) from the embeddings of each feature's bags."""
         return torch.cat(
             [
@@ -136,8 +174,8 @@ def _rows(bags: JaggedTensor) -> Tensor:
 
 Embedded = TypeVar("Embedded")
 # Embeddings of tables outside a tower, by ``feature@table``: pooled bags (B, width), or
-# bags of rows (sum of lengths, width).
-LookedUp = Mapping[str, Tensor | JaggedTensor]
+# bags of rows (sum of lengths, width), or these padded.
+LookedUp = Mapping[str, Tensor | JaggedTensor | Padded]
 
 
 class Tower(Recorded, nn.Module):

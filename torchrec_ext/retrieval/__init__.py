@@ -1,7 +1,9 @@
-"""What was trained is what is served: certified bundles, stored embeddings, indexes, and the scorer over them."""
-
-import torchrec_ext.needs_torch  # noqa: F401
+"""What was trained is what is served: certified bundles, search, and the scorer over them. Serving imports no torch."""
 
 from torchrec_ext.exports import attach
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    __file__,
+    without_torch={"bundle", "catalogue", "manifest", "scorer", "search", "store"},
+)

@@ -4,8 +4,6 @@ Axis letters, one legend for the whole package: B batch, Q shared rows, F featur
 towers or tasks, N negatives or candidates, K retrieved, R ranks, S session length.
 """
 
-import torchrec_ext.needs_torch  # noqa: F401
-
 from torchrec_ext.exports import attach
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__, without_torch={"validation"})

@@ -27,6 +27,7 @@ from torchrec_ext.batch import (
     concatenated,
     pack,
 )
+from torchrec_ext.schema.array_columns import source_columns, widths_of
 from torchrec_ext.schema.checks import (
     ExpectedRows,
     array_of,
@@ -46,9 +47,7 @@ from torchrec_ext.schema.features import (
     features_of,
     joints,
     merged,
-    source_columns,
     unique,
-    widths_of,
 )
 from torchrec_ext.schema.validation import DataError, OutOfRange, check_choice, listed
 

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torchrec_ext.needs_torch  # noqa: F401
+
 import numpy as np
 import torch
 from torch import Tensor

@@ -36,12 +36,6 @@ def build_export_parser(description: str | None = None) -> argparse.ArgumentPars
     )
     add_bundle_flags(parser)
     parser.add_argument(
-        "--compiled",
-        type=Path,
-        metavar="FOLDER",
-        help="also write the scoring as machine code, with a C++ program",
-    )
-    parser.add_argument(
         "--overwrite", action="store_true", help="replace an earlier bundle"
     )
     return parser
@@ -52,45 +46,19 @@ def add_bundle_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store",
         default="fp32",
-        choices=["fp32", "fp16", "int8"],
-        help="type of the stored vectors",
-    )
-    parser.add_argument(
-        "--tables",
-        default="trained",
-        choices=["trained", "int8"],
-        help="type of the towers' tables; int8 is measured",
-    )
-    parser.add_argument(
-        "--overlap",
-        type=float,
-        default=0.9,
-        help="share of a query's 10 best that int8 tables must leave among them",
+        choices=["fp32", "fp16"],
+        help="type of the stored rows",
     )
     parser.add_argument(
         "--index",
         default="exact",
-        choices=["exact", "flat", "ivf", "hnsw", "pq"],
-        help="others need FAISS",
+        help="exact, or a text for FAISS's index_factory, such as IVF1024,Flat or HNSW32, for logits that are products",
     )
     parser.add_argument(
         "--recall",
         type=float,
         default=0.95,
         help="recall that an approximate index must reach, measured",
-    )
-    parser.add_argument(
-        "--onnx",
-        type=Path,
-        metavar="FOLDER",
-        help="also write the towers and the top NN as ONNX files, checked equal",
-    )
-    parser.add_argument(
-        "--onnx-skip",
-        action="append",
-        default=[],
-        metavar="TOWER",
-        help="leave one out (or top); repeat at will",
     )
 
 
@@ -102,40 +70,14 @@ def check_export(options: argparse.Namespace, out: Path) -> None:
         out: the bundle's folder.
 
     Raises:
-        ValueError: the folder is in use, a package is missing, or flags exclude each other.
+        ValueError: the folder is in use, or a package is missing.
     """
     _check_free(options, "--out", out)
     if options.index != "exact":
-        from torchrec_ext.retrieval.index.faiss import faiss_module
+        # Imported here: it reads files.
+        from torchrec_ext.retrieval.search import check_faiss
 
-        # Raises if the package is missing.
-        faiss_module()
-    if options.onnx_skip and not options.onnx:
-        raise ValueError(
-            f"--onnx-skip {options.onnx_skip[0]}: there is nothing to leave it out of; give --onnx FOLDER too"
-        )
-    # Where the files go is checked before a package is asked for: without it both
-    # mistakes would have one answer.
-    for flag in ("onnx", "compiled"):
-        path = getattr(options, flag)
-        if path is None:
-            continue
-        if options.tables == "int8":
-            kind = "ONNX files have their" if flag == "onnx" else "compiled code reads"
-            raise ValueError(
-                f"--{flag} {path} with --tables int8: {kind} tables in fp32; leave one of them out"
-            )
-        folder = path.resolve()
-        bundle = out.resolve()
-        if folder.is_relative_to(bundle) or bundle.is_relative_to(folder):
-            raise ValueError(
-                f"--{flag} {path}: is the bundle's folder {out}, in it, or around it; give one beside it"
-            )
-        _check_free(options, f"--{flag}", path)
-    if options.onnx:
-        from torchrec_ext.retrieval.onnx.layers import require_onnx
-
-        require_onnx()
+        check_faiss()
 
 
 def _check_free(options: argparse.Namespace, flag: str, folder: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import torch
-from torch import nn
 from torchrec.distributed.model_parallel import (
     DistributedModelParallel,
     get_unwrapped_module,
@@ -17,10 +16,10 @@ from torchrec.distributed.model_parallel import (
 
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest
-from torchrec_ext.retrieval.exporting.export import export
+from torchrec_ext.retrieval.catalogue import UserTable
+from torchrec_ext.retrieval.export import export
+from torchrec_ext.retrieval.manifest import BundleError, Manifest
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import load_with_loader
@@ -63,7 +62,7 @@ def export_task(
         out: the folder to make.
         details: JSON values for the certificate.
         loader: loader of the training, whose dynamic ids are those that the bundle knows; None without such ids.
-        settings: further arguments of :func:`torchrec_ext.retrieval.exporting.export.export`.
+        settings: further arguments of :func:`torchrec_ext.retrieval.export.export`.
 
     Raises:
         BundleError: the model or the data cannot be served.
@@ -125,86 +124,42 @@ def report_bundle(
         print(f"\n{text}", flush=True)
 
 
-def check_exportable_to_onnx(model: nn.Module, skip: Sequence[str]) -> None:
-    """Refuses a model with towers unfit for ONNX, before minutes of loading."""
-    from torchrec_ext.retrieval.bundle.audit import LiveModel
-    from torchrec_ext.retrieval.onnx.onnx_bundle import check_exportable
-
-    classes = {name: tower["class"] for name, tower in LiveModel(model).towers.items()}
-    check_exportable(classes, skip)
-
-
-def _just_written(folder: Path) -> Any:
-    """Opens a bundle of this process, whose digests need no check."""
-    from torchrec_ext.retrieval.bundle.bundle import Bundle
-
-    return Bundle.load(folder, verify=False)
-
-
-def write_onnx_files(
-    bundle: Path, out: Path, skip: Sequence[str] = (), *, overwrite: bool = False
-) -> str:
-    """Writes a bundle's networks as ONNX files, and describes the files; see :func:`export_bundle`."""
-    from torchrec_ext.retrieval.onnx import onnx_bundle
-
-    files = onnx_bundle.export_bundle(
-        _just_written(bundle), out, skip=skip, overwrite=overwrite
-    )
-    return onnx_bundle.describe_onnx(files, out)
-
-
-def write_compiled_files(bundle: Path, out: Path, *, overwrite: bool = False) -> str:
-    """Writes a bundle's scoring as machine code, and describes it; see :func:`write_compiled`."""
-    from torchrec_ext.retrieval.scorer.cpp_program import write_compiled
-
-    certificate = write_compiled(_just_written(bundle), out, overwrite=overwrite)
-    return (
-        f"compiled: {out} (scores within {certificate['greatest_difference']:.1g}; serve.cpp there serves it without "
-        f"Python, and rec.serve.http on this machine takes it by: -- --compile auto)"
-    )
-
-
 def bundle_figures(manifest: Manifest) -> dict[str, Any]:
     """Returns a bundle's figures for trackers: its digest, its size and its distance to the trained model."""
     users = manifest.content["users"]
-    rounded = manifest.content.get("tables")
-    figures = {
+    return {
         "digest": manifest.digest,
-        "items": manifest.content["coverage"]["items"],
-        "users": users["count"] if users else 0,
+        "items": manifest.content["items"]["rows"],
+        "users": users["rows"] if users else 0,
         "greatest_difference": float(manifest.parity["greatest_difference"]),
     }
-    if rounded:
-        figures["overlap"] = float(rounded["overlap"])
-    return figures
 
 
 def describe_bundle(manifest: Manifest, out: Path) -> str:
     """Describes a bundle in a line, after any warning and before the command to serve it."""
-    items = manifest.content["coverage"]["items"]
+    items = manifest.content["items"]["rows"]
     users = manifest.content["users"]
-    difference = f"{manifest.parity['greatest_difference']:.1g}"
-    rounded = manifest.content.get("tables")
     rows = f"{items:,} items"
     if users:
-        rows += f" and {users['count']:,} users"
-    if rounded:
-        difference += " before its tables were rounded"
+        rows += f" and {users['rows']:,} users"
     lines = []
     if warning := manifest.certificate.get("warning"):
         lines.append(f"warning: {warning}")
+    difference = f"{manifest.parity['greatest_difference']:.1g}"
+    allowed = f"{manifest.parity['allowed']:.1g}"
     lines.append(
-        f"bundle: {out} ({manifest.digest[:12]}: {rows}; its logits are the trained model's within {difference})"
+        f"bundle: {out} ({manifest.digest[:12]}: {rows}; its logits are the trained model's within {difference}, "
+        f"{allowed} is allowed)"
     )
-    if rounded:
+    index = manifest.content["index"]
+    if "recall" in index:
         lines.append(
-            f"int8 tables: {size_text(rounded['bytes'])} instead of {size_text(rounded['bytes_trained'])}; logits "
-            f"change by up to {rounded['greatest_difference']:.2g}, and {rounded['overlap']:.1%} of the "
-            f"{rounded['k']} best of {rounded['queries']} queries stay"
+            f"index: {index['factory']} finds {index['recall']:.1%} of the {index['k']} best"
         )
     lines.append(f"serve it: {program('torchx')} run rec.serve.http --bundle {out}")
     if users:
-        first_user = _just_written(out).users.ids.ids([0]).tolist()[0]
+        table = UserTable.open(out, users["key"], items)
+        first_user = table.ids.ids([0])[0]
         lines.append(f"then open http://127.0.0.1:8000/#user={quote(str(first_user))}")
     return "\n".join(lines)
 
@@ -214,10 +169,8 @@ def export_run(
     run: Path,
     out: Path,
     checkpoint: str | None = None,
-    *,
-    onnx_skip: Sequence[str] | None = None,
     **settings: Any,
-) -> bool:
+) -> None:
     """Loads a run's model on this job's ranks and writes its bundle; every rank calls it.
 
     Args:
@@ -225,12 +178,7 @@ def export_run(
         run: the run's folder.
         out: the bundle's folder.
         checkpoint: name of the checkpoint, see :func:`torchx_apps.jobs.resuming.checkpoint_to_export`.
-        onnx_skip: towers that need no ONNX file, where all others must be able to become one; None if no ONNX files
-            are wanted.
-        settings: further arguments of :func:`torchrec_ext.retrieval.exporting.export.export`.
-
-    Returns:
-        Whether this is the first rank.
+        settings: further arguments of :func:`torchrec_ext.retrieval.export.export`.
     """
     quieten_libraries()
     with Runtime.start(job.device, threads=job.threads, collectives="gloo") as runtime:
@@ -245,8 +193,6 @@ def export_run(
         task = load_task(dataclasses.replace(job, fallback=None), runtime)
         torch.manual_seed(job.train.seed)
         model = untrained_model(job, task)
-        if onnx_skip is not None:
-            check_exportable_to_onnx(model, onnx_skip)
         merge_lookups(job, model, runtime.world_size)
         schema = schema_of(job, task, model)
         check_ids_stay(path, task, together, run=run, schema=schema)
@@ -281,4 +227,3 @@ def export_run(
         if runtime.is_main:
             print(f"checkpoint: {which}, after {saved['step']:,} steps ({path})")
             print(describe_bundle(manifest, out), flush=True)
-        return runtime.is_main

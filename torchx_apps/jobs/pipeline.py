@@ -234,13 +234,12 @@ def _run_stage(options: argparse.Namespace, folder: Path, data: Stage) -> Stage:
     settings += [f"data.name={data.folder}", "export=never"]
     job = apply_overrides(load_recipe(options.recipe), settings)
     _check_training(job, options.recipe)
-    if options.index != "exact" and getattr(job.model, "interaction", "dot") not in (
-        "dot",
-        "cosine",
-    ):
-        from torchrec_ext.retrieval.bundle.index_kinds import check_index_metric
-
-        check_index_metric(options.index, "top_nn")
+    interaction = getattr(job.model, "interaction", "dot")
+    if options.index != "exact" and interaction not in ("dot", "cosine", "gmf"):
+        raise ValueError(
+            f"--index {options.index}: FAISS searches products, and logits of model.interaction={interaction} are "
+            "none; take --index exact, or model.interaction=dot"
+        )
     flags = ["--recipe", options.recipe, *(f"--set={item}" for item in settings)]
     return Stage(
         app="train",

@@ -52,7 +52,7 @@ from torchrec_ext.drawing.figures import (
     require_matplotlib,
     save_figure,
 )
-from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
+from torchrec_ext.retrieval.columns import steps_for_columns
 from torchrec_ext.schema import DataError
 from torchx_apps.cli.overrides import is_group
 from torchx_apps.jobs.tracking import tracked

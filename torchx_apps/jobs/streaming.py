@@ -26,10 +26,10 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.ids import DynamicIds
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
-from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.bundle.manifest import BUNDLE_MANIFEST
-from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
-from torchrec_ext.retrieval.exporting.export import export
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers
+from torchrec_ext.retrieval.export import Renewal, export
+from torchrec_ext.retrieval.manifest import BUNDLE_MANIFEST
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.sealed import remove_leftovers, write_whole
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
@@ -129,9 +129,11 @@ def run_stream(
             )
         predictions = Predictions(events, calibrated=getattr(model, "calibrated", True))
         about = {"recipe": job.name, "run": str(run.path)}
+        renewal = Renewal()
 
         def export_now(out: Path) -> None:
-            export_ids(parallel, loader.ids, out, {**about, "events": events.events})
+            details = {**about, "events": events.events}
+            export_ids(parallel, loader.ids, out, details, renewal)
 
         publisher = Publisher(publication, folder, export_now, predictions, run.log)
         checkpoints = StreamCheckpoints(
@@ -298,6 +300,7 @@ def export_ids(
     ids: DynamicIds,
     out: Path,
     details: Mapping[str, Any],
+    renewal: Renewal,
 ) -> None:
     """Exports a model with the live items and the ids of both tables; unknown and evicted ids read row 0."""
     steps = []
@@ -338,6 +341,7 @@ def export_ids(
         rows=rows,
         details=details,
         overwrite=True,
+        renewal=renewal,
     )
 
 

@@ -37,9 +37,11 @@ _SCRATCH = "/tmp"
 # User of a service without -cfg run_as, and of the image of the package's Dockerfile.
 USER = "10001"
 _TOKEN = "TORCHREC_EXT_TOKEN"
-# Seconds to load a bundle, longer than the 600 s of the server's own --start.
+# Seconds to load a bundle.
 _START_S = 900
-# Seconds after --linger and --drain until a server has killed requests that hang.
+# Seconds for which a pod answers after the cluster was told to send it nothing more.
+_LINGER_S = 15
+# Seconds after them for the requests in progress.
 _DRAIN_S = 40
 
 
@@ -311,7 +313,7 @@ def service_files(app: AppDef, cfg: Mapping[str, Any]) -> dict[str, dict[str, An
     """Returns the objects to run ``rec.serve.http`` on Kubernetes: a Deployment, a Service, a disruption budget.
 
     A rolling update and a drained node lose no request: a new pod answers before an old one ends, and an old one
-    answers for the seconds of ``--linger`` after the cluster has been told to send it nothing more.
+    answers for some seconds after the cluster has been told to send it nothing more.
 
     Args:
         app: the service.
@@ -397,8 +399,13 @@ def _as_server(
     spec = pod.spec
     container = pod.spec.containers[0]
     spec.restart_policy = "Always"
-    linger_s = float(flags.get("linger", 0)) + float(flags.get("drain", 1))
-    spec.termination_grace_period_seconds = int(linger_s) + 1 + _DRAIN_S
+    spec.termination_grace_period_seconds = _LINGER_S + _DRAIN_S
+    # SIGTERM ends the server at once, so the cluster waits before it.
+    container.lifecycle = models.V1Lifecycle(
+        pre_stop=models.V1LifecycleHandler(
+            _exec=models.V1ExecAction(command=["sleep", str(_LINGER_S)])
+        )
+    )
     spec.topology_spread_constraints = [
         models.V1TopologySpreadConstraint(
             max_skew=1,

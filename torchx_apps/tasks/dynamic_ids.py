@@ -22,7 +22,7 @@ from torchrec_ext.data.preprocess import (
 )
 from torchrec_ext.ids import DynamicIds, string_ids
 from torchrec_ext.ids.index import EMPTY
-from torchrec_ext.retrieval.bundle.manifest import BundleError
+from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.schema import DataError
 from torchx_apps.tasks.export_data import ExportData, raw_types
 

@@ -34,10 +34,9 @@ from torchrec_ext.data.preprocess import (
     Vocabulary,
 )
 from torchrec_ext.data.preprocess.columns import raw_type
-from torchrec_ext.retrieval.bundle.manifest import BundleError
-from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
-from torchrec_ext.retrieval.bundle.tables import filterable
-from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
+from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers, filterable
+from torchrec_ext.retrieval.columns import steps_for_columns
+from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.schema import BatchSchema, DataError
 
 # Requests that the export sends to the bundle, to compare its answers with the live
@@ -47,7 +46,7 @@ AUDITED = 1000
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExportData:
-    """The data arguments of :func:`torchrec_ext.retrieval.exporting.export.export`; see there."""
+    """The data arguments of :func:`torchrec_ext.retrieval.export.export`; see there."""
 
     catalogue: Catalogue
     users: NamedUsers | None = None

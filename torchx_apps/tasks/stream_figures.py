@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from torchrec_ext.data.columns import Array
 from torchrec_ext.data.loader.events import ITEM, USER, EventLoader, EventRows
 from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, save_figure
-from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.report.progress import records_of
 
@@ -153,14 +152,16 @@ class Ages:
             yield {"kind": "age", "epoch": 1, "step": step, **age, **figures}
 
 
-@torch.no_grad()
 def _logits(bundle: Bundle, rows: EventRows) -> Array:
     """Returns the logits (B, W) that a server gives."""
-    queries = bundle.embed_query({USER: rows.users.tolist()})
-    candidates = bundle.embed_candidates({ITEM: rows.items.reshape(-1).tolist()})
-    outputs = [queries.repeat_interleave(rows.items.shape[1], dim=0), candidates]
-    logits: Array = bundle.interaction(outputs).numpy().reshape(rows.items.shape)
-    return logits
+    queries = bundle.query.embed({USER: rows.users.tolist()})
+    count = rows.items.shape[1]
+    candidates = bundle.candidate.embed({ITEM: rows.items.reshape(-1).tolist()})
+    logits = [
+        bundle.pairs(query, candidates[place * count : (place + 1) * count])
+        for place, query in enumerate(queries)
+    ]
+    return np.stack(logits)
 
 
 def draw_stream(records: Sequence[Record], path: Path) -> str:

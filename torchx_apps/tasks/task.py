@@ -22,7 +22,7 @@ from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval.bundle.manifest import BundleError
+from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig, Figure, Record
@@ -394,7 +394,7 @@ class Task(ABC):
         raise BundleError(
             f"the task {type(self).__name__} has no method export_data(schema); write one as "
             "torchx_apps.tasks.export_data does, or call "
-            "torchrec_ext.retrieval.exporting.export.export"
+            "torchrec_ext.retrieval.export.export"
         )
 
     def positives(self, config: LoaderConfig, tasks: Sequence[str] = ()) -> list[float]:

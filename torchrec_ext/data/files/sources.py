@@ -34,7 +34,7 @@ from torchrec_ext.data.files.find import (
     find_files,
 )
 from torchrec_ext.schema import DataError
-from torchrec_ext.schema.features import element_of
+from torchrec_ext.schema.array_columns import element_of
 from torchrec_ext.schema.validation import did_you_mean, listed
 
 ARRAYS: tuple[Kind, ...] = ("floats", "ints")

@@ -355,6 +355,15 @@ def _typed(data: Sequence[Any], raw: str) -> pa.Array:
         pa.types.is_string(array.type) or pa.types.is_date(array.type)
     ):
         return as_times(array).cast(target_type, safe=False)
+    if (
+        element(raw) in TIMES
+        and is_list_column(raw)
+        and pa.types.is_list(array.type)
+        and pa.types.is_string(array.type.value_type)
+    ):
+        times = as_times(array.values).cast(target_type.value_type, safe=False)
+        nulls = array.is_null() if array.null_count else None
+        return pa.ListArray.from_arrays(array.offsets, times, mask=nulls)
     if not _stands_for(array.type, raw):
         raise TypeError(f"it is {array.type}")
     # A time of a finer unit loses what the column's unit cannot hold.

@@ -1,3 +1,1 @@
-"""HTTP server over a Scorer: Starlette under uvicorn, workers on one memory-mapped bundle. Needs the extra `serve`."""
-
-import torchrec_ext.needs_torch  # noqa: F401
+"""HTTP server of a bundle: Starlette, msgspec and uvicorn; it imports no torch."""

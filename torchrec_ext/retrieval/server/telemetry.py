@@ -39,7 +39,7 @@ _SECONDS = (
     2.0,
     5.0,
 )
-_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
 SHARED = "PROMETHEUS_MULTIPROC_DIR"  # folder of all workers' metrics; prometheus_client reads it when imported
 
 
@@ -60,26 +60,9 @@ class Metrics:
             ["route"],
             buckets=_SECONDS,
         )
-        self.batch = histogram(
-            "serve_batch_requests", "Requests answered together", buckets=_SIZES
-        )
-        self.batch_seconds = histogram(
-            "serve_batch_seconds", "Of a batch in the scorer", buckets=_SECONDS
-        )
         self.cold = counter("serve_cold_starts", "Answers to unknown users")
         self.swaps = counter(
             "serve_bundle_loads", "Bundles that were loaded or refused", ["result"]
-        )
-        self.malformed = counter(
-            "serve_malformed_vectors",
-            "Stored vectors that are none of the tower's",
-            ["source"],
-        )
-        self.closed = counter(
-            "serve_connections_closed", "Connections closed for a limit", ["why"]
-        )
-        self.waiting = gauge(
-            "serve_queue_requests", "Requests that wait", multiprocess_mode="livesum"
         )
         self.memory = gauge(
             "serve_resident_bytes",

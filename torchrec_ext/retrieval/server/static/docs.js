@@ -1,4 +1,11 @@
 "use strict";
+let schemas = {};
+
+// A schema, or the one that it names.
+function plain(schema) {
+  return schema.$ref ? schemas[schema.$ref.split("/").pop()] : schema;
+}
+
 function element(name, text) {
   const made = document.createElement(name);
   if (text !== undefined) made.textContent = text;
@@ -7,6 +14,7 @@ function element(name, text) {
 
 function kind(schema) {
   if (schema.enum) return schema.enum.slice(0, 12).map((one) => JSON.stringify(one)).join(" | ") + (schema.enum.length > 12 ? " | …" : "");
+  if (schema.anyOf) return schema.anyOf.map(kind).join(" | ");
   if (schema.$ref) return schema.$ref.split("/").pop();
   if (schema.type === "array") return `list of ${schema.items ? kind(schema.items) : "anything"}`;
   if (schema.type === "object" && schema.properties) return `{ ${Object.keys(schema.properties).join(", ")} }`;
@@ -28,13 +36,14 @@ function fields(schema, title) {
   for (const name of [title, "type", "meaning"]) head.append(Object.assign(element("th", name), { scope: "col" }));
   const body = table.createTBody();
   const add = (within, prefix) => {
-    const required = within.required ?? within.anyOf?.[0].required ?? [];
+    const required = within.required ?? [];
     for (const [name, value] of Object.entries(within.properties ?? {})) {
       const line = body.insertRow();
       line.insertCell().append(element("code", prefix + name + (required.includes(name) ? " *" : "")));
-      line.insertCell().textContent = value.properties ? "object" : kind(value);
+      const inner = plain(value.anyOf?.find((one) => one.$ref) ?? value);
+      line.insertCell().textContent = inner.properties ? "object" : kind(value);
       line.insertCell().textContent = rules(value);
-      add(value, `${prefix}${name}.`);
+      add(inner, `${prefix}${name}.`);
     }
   };
   add(schema, "");
@@ -62,14 +71,14 @@ function example(path, request, needsToken) {
   return box;
 }
 
-function operation(path, method, told, schemas) {
+function operation(path, method, told) {
   const card = element("section");
   card.className = "card";
   card.append(element("h2", `${method.toUpperCase()} ${path}`), element("p", told.summary));
   const content = told.requestBody?.content["application/json"];
-  if (content) card.append(example(path, content.example, Boolean(told.security)), fields(content.schema, "field"));
+  if (content) card.append(example(path, content.example, Boolean(told.security)), fields(plain(content.schema), "field"));
   const answer = told.responses["200"]?.content?.["application/json"]?.schema;
-  const schema = answer?.$ref ? schemas[answer.$ref.split("/").pop()] : answer;
+  const schema = answer && plain(answer);
   if (schema?.properties) card.append(element("p", "The answer:"), fields(schema, "field"));
   const refusals = element("table");
   for (const [status, { description }] of Object.entries(told.responses)) {
@@ -83,8 +92,9 @@ function operation(path, method, told, schemas) {
 }
 
 fetch("/openapi.json").then((answer) => answer.json()).then((found) => {
+  schemas = found.components.schemas;
   const cards = Object.entries(found.paths).flatMap(([path, methods]) =>
-    Object.entries(methods).map(([method, told]) => operation(path, method, told, found.components.schemas)));
+    Object.entries(methods).map(([method, told]) => operation(path, method, told)));
   document.getElementById("operations").replaceChildren(...cards);
 }).catch(() => {
   document.getElementById("operations").replaceChildren(element("p", "The server cannot be reached."));

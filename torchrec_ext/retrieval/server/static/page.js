@@ -48,15 +48,14 @@ function number(value, digits = 4) {
 function showBundle(found) {
   served = found;
   const { content = {}, certificate = {} } = found.manifest;
-  const what = certificate.recipe ? `${certificate.recipe} on ${certificate.data}, bundle ` : "Bundle ";
+  const details = { ...certificate, ...certificate.details };
+  const what = details.recipe ? `${details.recipe} on ${details.data}, bundle ` : "Bundle ";
   at("served").textContent = `${what}${found.digest.slice(0, 12)}: ${number(found.items)} items, ${number(found.users)} known users.`;
-  const coverage = content.coverage ?? {};
   const facts = {
     "Greatest difference from the trained model": `${number(certificate.parity?.greatest_difference)} over ${number(certificate.parity?.pairs)} pairs`,
-    "Recall of the index": `${number(content.index?.recall)} (${content.index?.kind}, by ${content.metric})`,
-    // The export may not know what was trained.
-    ...(typeof coverage.trained === "number" && { "Trained items in the bundle": `${number(coverage.trained - coverage.missing)} of ${number(coverage.trained)}` }),
-    "Towers": [...(content.query ?? []), content.candidate].filter(Boolean).join(" · "),
+    "Recall of the index": `${number(content.index?.recall ?? 1)} (${content.index?.factory ?? content.index?.kind}, by ${content.loss_metric})`,
+    "Stored rows": `${number(content.items?.rows)} of ${content.graphs?.candidate?.width} numbers, ${content.store}`,
+    "Towers": [...(content.towers?.query?.names ?? []), ...(content.towers?.candidate?.names ?? [])].join(" · "),
     "Made": certificate.created ?? "not said",
   };
   at("facts").replaceChildren(...Object.entries(facts).map(([name, value]) => {
@@ -71,7 +70,7 @@ function showBundle(found) {
   at("k").max = Math.min(100, found.limits.k);
   at("category-field").hidden = found.categories.length === 0;
   at("category").replaceChildren(Object.assign(element("option", "All"), { value: "" }), ...found.categories.map((name) => element("option", name)));
-  at("scale").textContent = certificate.calibrated
+  at("scale").textContent = content.calibrated
     ? "The logit, and its probability among rows like those of the training, drawn negatives included."
     : "The model's score. It ranks, and is no probability.";
   at("known").hidden = !found.user_key;
@@ -198,7 +197,7 @@ async function showNearest(id, name) {
 function showAnswer(found, ms) {
   at("answer").hidden = false;
   const [best, worst] = [Math.max(...found.scores), Math.min(...found.scores)];
-  const isChance = Boolean(served.manifest.certificate?.calibrated);
+  const isChance = Boolean(served.manifest.content?.calibrated);
   const chance = (score) => isChance ? 1 / (1 + Math.exp(-score)) : undefined;
   const share = (score) => chance(score) ?? (best > worst ? 0.15 + 0.85 * (score - worst) / (best - worst) : 1);
   const names = found.titles ?? found.items.map((id) => `Item ${id}`);
@@ -249,7 +248,7 @@ async function recommend() {
       return;
     }
     const body = { user: userFeatures(), k: Number(at("k").value), titles: true, liked: LIKED };
-    if (at("category").value) body.categories = [at("category").value];
+    if (at("category").value) body.filter = { categories: [at("category").value] };
     const start = performance.now();
     const found = await ask("/v1/recommend", body);
     clearTimeout(waiting);

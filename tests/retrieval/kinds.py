@@ -1,0 +1,320 @@
+"""Models of every kind over one small data set, and the trained model's own logits for any of its pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor, nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
+from torchrec.modules.embedding_configs import DataType
+
+from torchrec_ext.models.multi_task import MultiTaskModel
+from torchrec_ext.models.ncf import ContextualNCF
+from torchrec_ext.models.retrieval import RetrievalModel
+from torchrec_ext.models.session import NextItemModel, bst
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.interaction import (
+    DotProduct,
+    MultiTaskTop,
+    TopMLP,
+    interaction_layer,
+)
+from torchrec_ext.modules.session_encoder import SessionEncoder
+from torchrec_ext.modules.session_tower import SessionTower
+from torchrec_ext.modules.tower import Tower
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.catalogue import Catalogue
+from torchrec_ext.retrieval.export import export
+from torchrec_ext.schema import Jagged
+
+USERS, ITEMS, D, MOST = 30, 40, 8, 5
+DRAW = np.random.default_rng(0)
+LENGTHS = [int(length) for length in DRAW.integers(0, MOST + 3, USERS)]
+COLUMNS: dict[str, list[Any]] = {
+    "user_id": list(range(USERS)),
+    "history": [DRAW.integers(1, ITEMS, length).tolist() for length in LENGTHS],
+    "gap": [DRAW.integers(0, 9, length).tolist() for length in LENGTHS],
+    "share": [DRAW.random(length).round(3).tolist() for length in LENGTHS],
+    "age": DRAW.random(USERS).round(3).tolist(),
+    "profile": DRAW.normal(size=(USERS, 3)).round(3).tolist(),
+    "hour": DRAW.integers(0, 24, USERS).tolist(),
+    "item_id": list(range(ITEMS)),
+    "price": DRAW.random(ITEMS).round(3).tolist(),
+    "genres": [DRAW.integers(0, 6, 1 + item % 3).tolist() for item in range(ITEMS)],
+}
+FLOATS = ("age", "profile", "price", "share")
+
+
+def bag(name: str, rows: int, *features: str, **options: Any) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(
+        name=name,
+        embedding_dim=options.pop("width", D),
+        num_embeddings=rows,
+        feature_names=list(features or [name]),
+        **options,
+    )
+
+
+def lists(name: str, rows: int, *features: str) -> EmbeddingConfig:
+    return EmbeddingConfig(
+        name=name, embedding_dim=D, num_embeddings=rows, feature_names=list(features)
+    )
+
+
+def item_tower(*widths: int) -> Tower:
+    tables = [bag("item_id", ITEMS), bag("genres", 6, pooling=PoolingType.MEAN)]
+    return Tower(tables, list(widths), dense=["price"])
+
+
+def user_tower(*widths: int, **options: Any) -> Tower:
+    tables = [bag("user_id", USERS), bag("films", ITEMS, "history")]
+    dense = {"age": 1, "profile": 3}
+    return Tower(tables, list(widths), dense=dense, **options)
+
+
+def with_interaction(name: str) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        towers = {"user": user_tower(16, 8), "item": item_tower(16, 8)}
+        return TowerModel(towers, interaction_layer(name, [8, 8]))  # type: ignore[arg-type]
+
+    return made
+
+
+def three_towers() -> nn.Module:
+    towers = {
+        "item": item_tower(8),
+        "user": user_tower(8, normalization="batch", residual=False),
+        "context": Tower([bag("hour", 24)], [4]),
+    }
+    model = TowerModel(towers, TopMLP([8, 8, 4], [16, 8], normalization="layer"))
+    return model
+
+
+def attention() -> nn.Module:
+    tables = [bag("user_id", USERS), lists("films", ITEMS, "history", "item_id")]
+    user = Tower([tables[0], lists("films", ITEMS, "history")], [8], activation="gelu")
+    item = Tower([bag("films", ITEMS, "item_id")], [8])
+    return TowerModel({"user": user, "item": item}, TopMLP([8, 8]))
+
+
+def weighted() -> nn.Module:
+    user = Tower([bag("films", ITEMS, "history")], [8], weights={"history": "share"})
+    return TowerModel({"user": user, "item": item_tower(8)}, DotProduct([8, 8]))
+
+
+def half() -> nn.Module:
+    tables = [bag("history", ITEMS, data_type=DataType.FP16), bag("user_id", USERS)]
+    towers = {"user": Tower(tables, [8]), "item": item_tower(8)}
+    return TowerModel(towers, TopMLP([8, 8]), shared=("user",))
+
+
+def transformer(**options: Any) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        steps = [lists("films", ITEMS, "history", "item_id"), lists("gap", 9, "gap")]
+        return bst(
+            steps,
+            session=["history", "gap"],
+            target=["item_id"],
+            others={"user": Tower([bag("user_id", USERS)], [4])},
+            target_tables=[bag("genres", 6)],
+            target_dense=["price"],
+            dense=["age"],
+            max_length=MOST,
+            heads=2,
+            **{"mlp_widths": (12,), **options},
+        )
+
+    return made
+
+
+def session_tower() -> nn.Module:
+    steps = [lists("films", ITEMS, "history"), lists("gap", 9, "gap")]
+    session = SessionTower(
+        steps,
+        session=["history", "gap"],
+        mlp_widths=(8,),
+        max_length=MOST,
+        heads=2,
+        dense=["age"],
+    )
+    return TowerModel({"user": session, "item": item_tower(8)}, DotProduct([8, 8]))
+
+
+def next_item() -> nn.Module:
+    encoder = SessionEncoder(D, MOST, layers=2, heads=2, causal=True)
+    return NextItemModel(lists("films", ITEMS), encoder)
+
+
+def tasks() -> nn.Module:
+    towers = {"user": user_tower(8), "item": item_tower(8)}
+    top = MultiTaskTop([8, 8], 3, serve=(0, 2))
+    return MultiTaskModel(towers, top, tasks={"a": 1.0, "b": 1.0, "c": 0.5})
+
+
+def contextual() -> nn.Module:
+    return ContextualNCF(
+        USERS,
+        ITEMS,
+        context_tables=[bag("hour", 24, width=4)],
+        context_dense=["age"],
+        item_tables=[bag("genres", 6, width=4)],
+        item_dense=["price"],
+    )
+
+
+def retrieval() -> nn.Module:
+    towers = {"user": user_tower(8), "item": item_tower(8)}
+    layer = interaction_layer("cosine", [8, 8], temperature=0.05)
+    return RetrievalModel(towers, layer)
+
+
+class Bags(nn.Module):
+    """A tower class of the user's own, over an EmbeddingBagCollection."""
+
+    dense: tuple[str, ...] = ("age",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = [bag("user_id", USERS), bag("films", ITEMS, "history")]
+        self.bags = EmbeddingBagCollection(tables=self.tables)
+        self.layer = nn.Linear(2 * D + 1, 8)
+        self.out_features = 8
+
+    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor) -> Tensor:
+        pooled = self.bags(sparse)
+        both = torch.cat([pooled["history"], pooled["user_id"], dense], 1)
+        return self.layer(both).tanh()  # type: ignore[no-any-return]
+
+
+def own_tower() -> nn.Module:
+    return TowerModel({"user": Bags(), "item": item_tower(8)}, TopMLP([8, 8]))  # type: ignore[dict-item]
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    **{
+        name: with_interaction(name)
+        for name in ("top_nn", "dot", "cosine", "gmf", "dcn", "fm", "deepfm")
+    },
+    "three towers": three_towers,
+    "attention": attention,
+    "weighted": weighted,
+    "half": half,
+    "bst": transformer(),
+    "bst of concatenated steps": transformer(
+        combine="concat", pooling="mean", norm_first=True, layers=2
+    ),
+    "bst without positions": transformer(position="none", pooling="last"),
+    "session tower": session_tower,
+    "next item": next_item,
+    "tasks": tasks,
+    "contextual": contextual,
+    "retrieval": retrieval,
+    "own tower": own_tower,
+}
+CANDIDATE = {"three towers": "item"}
+
+
+def made(kind: str, seed: int = 1) -> Any:
+    """A model whose tables and layers are as large as trained ones'."""
+    torch.manual_seed(seed)
+    model = KINDS[kind]()
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if "embedding" in name or "bags" in name or name.endswith(("bias", "_mean")):
+            nn.init.normal_(value, std=0.5)
+    return model.train()
+
+
+def columns_of(model: Any, side: str) -> list[str]:
+    schema = model.schema()
+    names = [*schema.keys, *schema.weight_columns]
+    names += [name.partition("[")[0] for name in schema.dense]
+    items = ("item_id", "price", "genres", "candidates")
+    own = [name for name in dict.fromkeys(names) if (name in items) == (side == "item")]
+    return own
+
+
+SAME = {"session": "history", "candidates": "item_id"}
+
+
+def table(names: Sequence[str]) -> pa.Table:
+    columns = {}
+    for name in names:
+        values = COLUMNS[SAME.get(name, name)]
+        kind = pa.float32() if name in FLOATS else pa.int64()
+        if isinstance(values[0], list):
+            kind = pa.list_(kind)
+        columns[name] = pa.array(values, kind)
+    return pa.table(columns)
+
+
+def exported(kind: str, folder: Path, model: Any = None, **options: Any) -> Bundle:
+    model = made(kind) if model is None else model
+    features = table(columns_of(model, "item"))
+    export(
+        model,
+        folder,
+        catalogue=Catalogue(ids=np.arange(ITEMS), features=features),
+        queries=table(columns_of(model, "user")),
+        candidate=CANDIDATE.get(kind),
+        **options,
+    )
+    return Bundle.load(folder)
+
+
+def cells(name: str, rows: Sequence[int]) -> list[Any]:
+    values = [COLUMNS[SAME.get(name, name)][row] for row in rows]
+    if name in ("session", "history", "gap") and isinstance(values[0], list):
+        return values
+    return values
+
+
+@torch.no_grad()
+def trained(
+    model: Any, users: Sequence[int], items: Sequence[int], most: int | None = None
+) -> Tensor:
+    """(B,) logits of the model's own forward for pairs; of lists the ``most`` recent entries."""
+    model.eval()
+    sparse = {}
+    dense = {}
+    schema = model.schema()
+    for side, rows in (("user", users), ("item", items)):
+        for name in columns_of(model, side):
+            values = cells(name, rows)
+            if isinstance(values[0], list) and name != "profile":
+                values = [each[-(most or 10**6) :] for each in values]
+            feature = schema.feature(name)
+            if feature is None:
+                if name not in schema.weight_columns:
+                    dense[name] = torch.tensor(values)
+                continue
+            if not isinstance(values[0], list):
+                sparse[name] = Jagged(torch.tensor(values))
+                continue
+            weights = None
+            if feature.weights:
+                of_ids = cells(feature.weights, rows)
+                weights = torch.tensor([one for each in of_ids for one in each])
+            flat = [one for each in values for one in each]
+            lengths = torch.tensor([len(each) for each in values])
+            sparse[name] = Jagged(
+                torch.tensor(flat, dtype=torch.int64), lengths, weights
+            )
+    targets = torch.zeros(len(users), len(schema.tasks)) if schema.tasks else None
+    batch = schema.assemble(
+        sparse, dense, labels=torch.zeros(len(users)), targets=targets
+    )
+    if isinstance(model, NextItemModel):
+        outputs = [model.embed(name, batch) for name in ("session", "item")]
+        return model.interaction(outputs)  # type: ignore[no-any-return]
+    return model.logits(batch)  # type: ignore[no-any-return]

@@ -1,0 +1,326 @@
+"""A bundle is opened whole or refused in one line, and its audit runs the functions of a request."""
+
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, load, numpy_helper, save
+
+from tests.retrieval.small import USERS, WIDTH, Small, graph
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.manifest import (
+    BundleError,
+    Manifest,
+    file_digests,
+    write_manifest,
+)
+from torchrec_ext.schema import DataError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("bundles") / "bundle"
+    Small().write(out)
+    return out
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def resealed(folder: Path, **changes: Any) -> None:
+    """Writes the manifest of a folder whose files or content somebody changed."""
+    manifest = Manifest.open(folder)
+    content = {**manifest.content, **changes, "files": file_digests(folder)}
+    write_manifest(folder, content, manifest.certificate)
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(BundleError) as caught:
+        Bundle.load(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message.replace(str(folder), "")) <= 200
+    return message
+
+
+@pytest.mark.parametrize("metric", ["product", "top_nn"])
+def test_logits_are_the_models(metric: str, tmp_path: Path) -> None:
+    """Queries, stored rows and pairs give the model's numbers, in a batch, alone and for unknown ids."""
+    small = Small(metric=metric)
+    small.write(tmp_path / "bundle")
+    bundle = Bundle.load(tmp_path / "bundle")
+    rows = [
+        {"user": 3, "history": [1, 2, 2], "age": 0.5},
+        {"user": 99, "history": [], "age": -1.0},
+        {"user": -1, "history": [7, 10**9], "age": 2},
+    ]
+    expected = [
+        small.query(3, [1, 2, 2], 0.5),
+        small.query(0, [], -1),
+        small.query(0, [7, 0], 2),
+    ]
+    read = bundle.query.columns.read(rows)
+    queries = bundle.query(read.columns)
+    np.testing.assert_allclose(queries, expected, rtol=1e-5, atol=1e-6)
+    assert read.unknown["user"].tolist() == [False, True, True]
+    assert read.unknown["history"].tolist() == [False, False, True]
+    positions = np.array([4, 0, 49])
+    for row, query in zip(rows, queries, strict=True):
+        alone = bundle.query.embed([row])[0]
+        np.testing.assert_allclose(alone, query, rtol=1e-6, atol=1e-7)
+        logits = small.logits(query, small.rows[positions])
+        np.testing.assert_allclose(
+            bundle.logits(query, positions), logits, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_a_pairs_logit_does_not_depend_on_its_neighbours(folder: Path) -> None:
+    bundle = Bundle.load(folder)
+    query = bundle.query.embed(Small().users().features)[0]
+    every = bundle.block_logits(query, 0, 50)
+    for size in (1, 2, 3, 15, 16, 17, 31, 50):
+        positions = np.random.default_rng(size).permutation(50)[:size]
+        np.testing.assert_array_equal(bundle.logits(query, positions), every[positions])
+
+
+def test_the_candidate_graph_gives_the_stored_rows(folder: Path) -> None:
+    bundle = Bundle.load(folder)
+    rows = bundle.candidate.embed({"item": list(range(1, 51))})
+    np.testing.assert_allclose(rows, bundle.rows, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        bundle.unknown_item, Small().row([0]), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_half_precision_rows(tmp_path: Path) -> None:
+    small = Small()
+    with pytest.raises(BundleError, match=r"140 audited logits differ"):
+        small.write(tmp_path / "strict", store="fp16")
+    manifest = small.write(tmp_path / "measured", store="fp16", certify=False)
+    content = {**manifest.content}
+    content["audit"] = {**content["audit"], "tolerance": 0.05}
+    write_manifest(tmp_path / "measured", content, manifest.certificate)
+    parity = Bundle.open(tmp_path / "measured").audit()
+    assert 1e-5 < parity.greatest_difference < 0.05
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rows.npy",
+        "tables/item.npy",
+        "tables/user.npy",
+        "query.onnx",
+        "candidate.onnx",
+        "pairs.onnx",
+        "items.arrow",
+        "users.arrow",
+        "audit.arrow",
+    ],
+)
+def test_one_changed_byte_is_refused(name: str, copy: Path) -> None:
+    content = bytearray((copy / name).read_bytes())
+    content[-9] ^= 1
+    (copy / name).write_bytes(content)
+    assert name in refusal(copy)
+
+
+@pytest.mark.parametrize("name", ["query.onnx", "pairs.onnx"])
+def test_a_changed_number_is_refused_even_if_the_manifest_agrees(
+    name: str, copy: Path
+) -> None:
+    """The audit computes by the graphs that serve, so no manifest can vouch for another network."""
+    model = load(copy / name)
+    weight = max(model.graph.initializer, key=lambda each: len(each.raw_data))
+    values = numpy_helper.to_array(weight).copy()
+    values.flat[0] = -values.flat[0]
+    weight.CopyFrom(numpy_helper.from_array(values, weight.name))
+    save(model, copy / name)
+    resealed(copy)
+    assert "audited logits differ" in refusal(copy)
+
+
+def test_changed_rows_are_refused_even_if_the_manifest_agrees(copy: Path) -> None:
+    rows = np.load(copy / "rows.npy")
+    np.save(copy / "rows.npy", -rows)
+    resealed(copy)
+    assert "audited logits differ" in refusal(copy)
+
+
+def test_nan_names_its_item(copy: Path) -> None:
+    rows = np.load(copy / "rows.npy")
+    rows[7, 2] = np.nan
+    np.save(copy / "rows.npy", rows)
+    resealed(copy)
+    assert "the row of item 170 (position 7) holds NaN" in refusal(copy)
+
+
+def swapped(copy: Path) -> None:
+    first, second = copy / "query.onnx", copy / "candidate.onnx"
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def other_domain(copy: Path) -> None:
+    graph(
+        copy / "pairs.onnx",
+        [helper.make_node("Gelu", ["query"], ["logits"], domain="com.microsoft")],
+        {"query": (TensorProto.FLOAT, [1, WIDTH])},
+        ("logits", ["N"]),
+        {},
+        domain="com.microsoft",
+    )
+    resealed(copy)
+
+
+def external(copy: Path) -> None:
+    model = load(copy / "query.onnx")
+    tensor = model.graph.initializer[2]
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="/etc/passwd")
+    (copy / "query.onnx").write_bytes(model.SerializeToString())
+    resealed(copy)
+
+
+def cut(copy: Path) -> None:
+    path = copy / "rows.npy"
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def cut_and_resealed(copy: Path) -> None:
+    cut(copy)
+    resealed(copy)
+
+
+def other_format(copy: Path) -> None:
+    values = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps({**values, "format": 1}))
+
+
+def fewer_items(copy: Path) -> None:
+    resealed(copy, items={"rows": 49})
+
+
+def no_numpy_file(copy: Path) -> None:
+    np.save(copy / "rows.npy", np.array([{}], object), allow_pickle=True)
+    resealed(copy)
+
+
+def short_table(copy: Path) -> None:
+    content = Manifest.open(copy).content
+    np.save(copy / "tables/user.npy", np.zeros((5, WIDTH), np.float32))
+    tables = {**content["tables"]}
+    tables["user"] = {**tables["user"], "rows": 5}
+    resealed(copy, tables=tables)
+
+
+def no_onnx(copy: Path) -> None:
+    (copy / "query.onnx").write_bytes(b"\x07" * 100)
+    resealed(copy)
+
+
+def edited(copy: Path) -> None:
+    text = (copy / "manifest.json").read_text()
+    (copy / "manifest.json").write_text(
+        text.replace('"calibrated": true', '"calibrated": false')
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (swapped, "it is cut or changed"),
+        (other_domain, "operator domain 'com.microsoft'"),
+        (external, "external data"),
+        (cut, "it is cut or changed"),
+        (cut_and_resealed, "rows.npy"),
+        (other_format, "format 1, this package reads 2"),
+        (fewer_items, "items.arrow has 50 items, the manifest says 49"),
+        (no_numpy_file, "rows.npy"),
+        (short_table, "its table 'user' has 5 rows"),
+        (no_onnx, "is not an ONNX file"),
+        (edited, "its content does not have its digest"),
+        (lambda copy: (copy / "pairs.onnx").unlink(), "pairs.onnx: the manifest lists"),
+        (lambda copy: (copy / "more").write_text(""), "is not in the manifest"),
+        (lambda copy: (copy / "manifest.json").unlink(), "cannot be read"),
+        (lambda copy: resealed(copy, graphs={}), "the manifest lacks 'query'"),
+    ],
+)
+def test_other_bundles_are_refused(
+    change: Callable[[Path], object], what: str, copy: Path
+) -> None:
+    change(copy)
+    assert what in refusal(copy)
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"user": 1, "history": []}, "column 'age' is missing"),
+        ({"user": 1, "history": [], "age": float("nan")}, "column 'age', row 0"),
+        ({"user": 1, "history": [], "age": 1e39}, "column 'age', row 0"),
+        ({"user": "a", "history": [], "age": 0}, "column 'user', row 0: value 'a'"),
+        ({"user": None, "history": [], "age": 0}, "column 'user', row 0"),
+        ({"user": 1, "history": 3, "age": 0}, "column 'history', row 0"),
+    ],
+)
+def test_wrong_rows_name_the_column(row: Any, what: str, folder: Path) -> None:
+    with pytest.raises(DataError, match=r"column") as caught:
+        Bundle.open(folder, verify=False).query.embed([row])
+    assert what in str(caught.value)
+
+
+def test_arrow_and_python_rows_are_read_alike(folder: Path) -> None:
+    bundle = Bundle.open(folder)
+    table = Small().users().features
+    of_table = bundle.query.embed(table)
+    np.testing.assert_array_equal(of_table, bundle.query.embed(table.to_pylist()))
+    np.testing.assert_array_equal(of_table, bundle.query.embed(table.to_pydict()))
+    assert len(of_table) == USERS
+
+
+def test_serving_needs_no_torch(folder: Path) -> None:
+    """A process without torch opens, audits and answers."""
+    program = f"""
+        import sys
+
+        class Blocked:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] in ("torch", "torchrec", "fbgemm_gpu", "onnx"):
+                    raise ModuleNotFoundError(name)
+
+        sys.meta_path.insert(0, Blocked())
+        from torchrec_ext.retrieval.bundle import Bundle
+        print(Bundle.load({str(folder)!r}).audit().pairs)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout.strip() == str(7 * USERS), run.stderr
+
+
+def test_lists_are_cut_and_padded() -> None:
+    from torchrec_ext.retrieval.bundle import _padded
+    from torchrec_ext.retrieval.columns import ListRule, Values
+
+    values = Values(np.array([1, 2, 3, 4, 5]), np.array([3, 0, 2]))
+    last = _padded("h", values, ListRule(max_length=2, keep="last", pad=9), [])
+    assert last.tolist() == [[2, 3], [9, 9], [4, 5]]
+    first = _padded("h", values, ListRule(max_length=2, keep="first", pad=9), [])
+    assert first.tolist() == [[1, 2], [9, 9], [4, 5]]
+    alone = Values(np.array([1, 2, 3]), np.array([3]))
+    assert _padded("h", alone, ListRule(max_length=2), []).tolist() == [[2, 3]]
+    assert _padded("h", alone, ListRule(max_length=4), []).tolist() == [[1, 2, 3, 0]]

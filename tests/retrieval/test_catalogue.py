@@ -1,0 +1,153 @@
+"""Ids there and back, attributes of items, and users; wrong ones are refused with their place."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrec_ext.retrieval.catalogue import (
+    Attribute,
+    Catalogue,
+    Ids,
+    ItemTable,
+    NamedUsers,
+    UserTable,
+    filterable,
+)
+from torchrec_ext.retrieval.manifest import BundleError
+
+pytestmark = pytest.mark.unit
+TEXT = st.text(st.characters(codec="utf-8"), max_size=6)
+BORDERS = [-(2**63), -1, 0, 2**63 - 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ids=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 9), unique=True),
+    asked=st.lists(st.integers(-9, 20)),
+)
+def test_integers_as_a_dict_has_them(ids: list[int], asked: list[int]) -> None:
+    where = {own: position for position, own in enumerate(ids)}
+    made = Ids.build(np.array(ids, np.int64))
+    every = [*ids, *asked, *BORDERS]
+    assert made.positions(every).tolist() == [where.get(one, -1) for one in every]
+    assert made.ids(np.arange(len(ids))) == ids
+
+
+@pytest.mark.parametrize("first", [-(2**63), -2, 0, 2**63 - 4])
+def test_consecutive_integers_up_to_the_ends_of_int64(first: int) -> None:
+    made = Ids.build(np.arange(4) + first)
+    beyond = [first - 1, first + 4, *BORDERS]
+    asked = [first + 3, first, *(one for one in beyond if -(2**63) <= one < 2**63)]
+    expected = [one - first if first <= one < first + 4 else -1 for one in asked]
+    assert made.positions(asked).tolist() == expected
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    ids=st.lists(TEXT, unique=True, min_size=1, max_size=9),
+    asked=st.lists(TEXT, max_size=5),
+)
+def test_strings_as_a_dict_has_them(ids: list[str], asked: list[str]) -> None:
+    where = {own: position for position, own in enumerate(ids)}
+    made = Ids.build(np.array(ids, object))
+    every = [*ids, *asked]
+    assert made.positions(every).tolist() == [where.get(one, -1) for one in every]
+    assert made.ids(range(len(ids))) == ids
+
+
+def test_wrong_ids_are_named() -> None:
+    for ids, what in (
+        ([1, 2, 1], "'1' is at positions 0 and 2"),
+        (["a", "a"], "'a' is at positions 0 and 1"),
+        ([1.5], "are double"),
+        ([1, None], "with 1 nulls"),
+    ):
+        with pytest.raises(BundleError, match=what):
+            Ids.build(ids)  # type: ignore[arg-type]
+    for made, asked in (
+        (Ids.build([1, 2]), ["a"]),
+        (Ids.build([1, 2]), [1, "a"]),
+        (Ids.build([1, 2]), [1.5]),
+        (Ids.build([1, 2]), [2**70]),
+        (Ids.build(["a"]), [1]),
+    ):
+        with pytest.raises(ValueError, match=r"ids here are"):
+            made.positions(asked)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rare", [1, 500])
+def test_an_attribute_has_the_items_with_any_of_its_values(rare: int) -> None:
+    draw = np.random.default_rng(rare)
+    lists = [draw.choice(rare + 5, 3, replace=False).tolist() for _ in range(300)]
+    lists[7] = []
+    column = pa.chunked_array([pa.array([*lists, None], pa.list_(pa.int64()))])
+    attribute = Attribute(column)
+    for values in ([lists[0][0]], lists[3], lists[4] + lists[5]):
+        expected = [bool(set(values) & set(each)) for each in lists]
+        assert attribute.mask(values).tolist() == [*expected, False]
+    with pytest.raises(ValueError, match=r"no item has '99999'"):
+        attribute.mask([99999])
+
+
+def test_items_are_read_as_they_were_written(tmp_path: Path) -> None:
+    catalogue = Catalogue(
+        ids=np.array(["b", "a"]),
+        features=pa.table({"x": [1, 2]}),
+        titles=["B", "A"],
+        categories=[["u"], []],
+        attributes=pa.table({"year": [1, None]}),
+        trained=np.array(["a"]),
+    )
+    catalogue.write(tmp_path)
+    items = ItemTable.open(tmp_path)
+    assert items.ids.positions(["a", "b", "c"]).tolist() == [1, 0, -1]
+    assert items.titles_of([1]) == ["A"]
+    assert sorted(items.attributes) == ["categories", "year"]
+    assert items.attribute("year").mask([1]).tolist() == [True, False]
+    with pytest.raises(ValueError, match=r"did you mean 'year'"):
+        items.attribute("years")
+
+
+def test_wrong_catalogues_are_refused(tmp_path: Path) -> None:
+    features = pa.table({"x": [1, 2]})
+    with pytest.raises(BundleError, match=r"1 titles for 2 ids"):
+        Catalogue(ids=np.arange(2), features=features, titles=["a"])
+    with pytest.raises(BundleError, match=r"has no items"):
+        Catalogue(ids=np.arange(0), features=features.slice(0, 0))
+    reserved = pa.table({"not": [1, 2]})
+    with pytest.raises(BundleError, match=r"cannot have the name 'not'"):
+        Catalogue(ids=np.arange(2), features=features, attributes=reserved).write(
+            tmp_path
+        )
+    floats = pa.table({"price": [1.5, 2]})
+    with pytest.raises(BundleError, match=r"'price' is double"):
+        Catalogue(ids=np.arange(2), features=features, attributes=floats).write(
+            tmp_path
+        )
+    kept = filterable(pa.table({"k": [1], "title": ["a"], "p": [0.5], "g": [[1]]}), "k")
+    assert kept.column_names == ["g"]
+
+
+def test_users_are_read_as_they_were_written(tmp_path: Path) -> None:
+    users = NamedUsers(
+        key="user",
+        ids=np.array([5, 9]),
+        features=pa.table({"id": [1, 2], "seen": [[1.5], []]}),
+        unknown={"id": 0, "seen": [0.0]},
+        seen=pa.array([[0, 2], []], pa.list_(pa.int64())),
+        liked=pa.array([None, [1]], pa.list_(pa.int32())),
+    )
+    users.write(tmp_path)
+    table = UserTable.open(tmp_path, "user", 3)
+    assert len(table) == 2
+    assert table.features(0) == {"id": [1], "seen": [[1.5]]}
+    assert table.features(-1) == {"id": [0], "seen": [[0.0]]}
+    assert table.seen(0).tolist() == [0, 2]
+    assert (table.liked(0).tolist(), table.liked(1).tolist()) == ([], [1])
+    assert (table.seen(-1).tolist(), table.liked(-1).tolist()) == ([], [])
+    with pytest.raises(BundleError, match=r"has positions 0 to 2, must be 0 to 1"):
+        UserTable.open(tmp_path, "user", 2)

@@ -1,0 +1,626 @@
+"""A module of a user's own is served as it was trained, whatever it is made of, or is refused by name."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
+from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
+
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.catalogue import Catalogue
+from torchrec_ext.retrieval.export import export
+from torchrec_ext.retrieval.manifest import BundleError
+from torchrec_ext.retrieval.scorer import (
+    EmbedRequest,
+    RecommendRequest,
+    RequestError,
+    Scorer,
+    ScoreRequest,
+)
+
+USERS, ITEMS, D, L, FIRST = 30, 50, 8, 4, 1_000
+
+
+class Networks(nn.Module):
+    """The first user's: two networks over numbers, and one on top."""
+
+    def __init__(self, first: str = "profile") -> None:
+        super().__init__()
+        self.user, self.item = (
+            nn.Sequential(nn.Linear(width, 16), nn.GELU(), nn.Linear(16, D))
+            for width in (6, 3)
+        )
+        self.top = nn.Sequential(
+            nn.ReLU(), nn.Linear(2 * D, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 1)
+        )
+        self.first = first
+
+    def forward(self, profile: Tensor, content: Tensor) -> Tensor:
+        both = [self.user(profile), self.item(content)]
+        return self.top(
+            torch.cat(both if self.first == "profile" else both[::-1], 1)
+        ).squeeze(1)  # type: ignore[no-any-return]
+
+
+class Mixed(nn.Module):
+    """The second user's: no network reads the item alone, so each pair runs all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gmf_user, self.gmf_item = nn.Embedding(USERS, D), nn.Embedding(ITEMS, D)
+        self.mlp_user, self.mlp_item = nn.Embedding(USERS, D), nn.Embedding(ITEMS, D)
+        self.mlp = nn.Sequential(nn.Linear(2 * D + 6, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.head = nn.Linear(D + 4, 1)
+
+    def forward(self, user: Tensor, item: Tensor, profile: Tensor) -> Tensor:
+        deep = self.mlp(
+            torch.cat([self.mlp_user(user), self.mlp_item(item), profile], 1)
+        )
+        return self.head(
+            torch.cat([self.gmf_user(user) * self.gmf_item(item), deep], 1)
+        )  # type: ignore[no-any-return]
+
+
+class Sessions(nn.Module):
+    """A GRU, a masked mean, a bag and batch normalisation over a padded history; its table is the items' too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(ITEMS, D, padding_idx=0)
+        self.bag = nn.EmbeddingBag(ITEMS, D, padding_idx=0)
+        self.gru = nn.GRU(D, D, batch_first=True)
+        self.layer = nn.Sequential(nn.Linear(2 * D, D), nn.BatchNorm1d(D))
+        self.item = nn.Linear(D + 1, D)
+        nn.init.normal_(self.layer[1].running_mean)  # type: ignore[arg-type]
+
+    def forward(self, history: Tensor, item: Tensor, price: Tensor) -> Tensor:
+        rows, mask = self.items(history), (history != 0).float()[:, :, None]
+        mean = (rows * mask).sum(1) / mask.sum(1).clamp(min=1)
+        query = self.layer(
+            torch.cat([self.gru(rows)[1][0] + self.bag(history), mean], 1)
+        )
+        found = self.item(
+            torch.cat([self.items(item), price.view(price.shape[0], 1)], 1)
+        )
+        return (
+            F.normalize(query) @ F.normalize(found).T
+            if self.training
+            else self.score(query, found)
+        )
+
+    def score(self, query: Tensor, found: Tensor) -> Tensor:
+        return (F.normalize(query) * F.normalize(found)).sum(1) / 0.05
+
+
+class Biased(nn.Module):
+    """A batch as a dict, ids with offsets into one table, biases of both, a bounded score."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(USERS + ITEMS, D)
+        self.bias = nn.Embedding(USERS + ITEMS, 1)
+        self.register_buffer("offset", torch.tensor([0, USERS]))
+        self.layer = nn.Linear(D, D)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        user, item = batch["user"] + self.offset[0], batch["item"] + self.offset[1]
+        score = (self.layer(self.rows(user)) * self.rows(item)).sum(-1, keepdim=True)
+        return torch.tanh(score + self.bias(user) + self.bias(item)) * 5
+
+
+class Attentive(nn.Module):
+    """Attention over a history with padding, layer norms, the latest item, and a bias of each item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(ITEMS, D)
+        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.block = nn.TransformerEncoderLayer(D, 2, 16, batch_first=True)
+        self.norm = nn.LayerNorm(2 * D)
+        self.bias = nn.Embedding(ITEMS, 1)
+        self.top = nn.Sequential(nn.Linear(2 * D + D, 8), nn.SiLU(), nn.Linear(8, 1))
+
+    def forward(self, history: Tensor, item: Tensor) -> Tensor:
+        rows = self.items(history)
+        padding = history == 0
+        # The first place always counts, so that no row is empty.
+        padding = torch.cat([torch.zeros_like(padding[:, :1]), padding[:, 1:]], 1)
+        seen = self.attention(rows, rows, rows, key_padding_mask=padding)[0]
+        seen = self.block(seen, src_key_padding_mask=padding)
+        query = self.norm(torch.cat([seen.mean(1), self.items(history[:, -1])], 1))
+        logit = self.top(torch.cat([query, self.items(item)], 1))
+        return (logit + self.bias(item)).squeeze(-1)
+
+
+class Bags(nn.Module):
+    """An EmbeddingBagCollection over a KeyedJaggedTensor that forward makes of the columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(
+                name="users",
+                feature_names=["user"],
+                num_embeddings=USERS,
+                embedding_dim=D,
+            ),
+            EmbeddingBagConfig(
+                name="films",
+                feature_names=["item", "history"],
+                num_embeddings=ITEMS,
+                embedding_dim=D,
+            ),
+        ]
+        self.bags = EmbeddingBagCollection(tables=tables)
+        self.user = nn.Linear(2 * D, D)
+        self.item = nn.Linear(D + 1, D)
+
+    def forward(
+        self, user: Tensor, history: Tensor, item: Tensor, price: Tensor
+    ) -> Tensor:
+        keys = ["user", "history", "item"]
+        values = torch.cat([user, history.flatten(), item])
+        ones = torch.ones_like(user)
+        lengths = torch.cat([ones, ones * history.shape[1], ones])
+        pooled = self.bags(KeyedJaggedTensor(keys, values, lengths=lengths)).to_dict()
+        query = self.user(torch.cat([pooled["user"], pooled["history"]], 1))
+        return (query * self.item(torch.cat([pooled["item"], price[:, None]], 1))).sum(
+            1
+        )
+
+
+class Case(NamedTuple):
+    model: Callable[[], nn.Module]
+    query: list[str]
+    item: list[str]
+    product: bool = False
+
+
+CASES = {
+    "two networks": Case(Networks, ["profile"], ["content"]),
+    "item first": Case(lambda: Networks("content"), ["profile"], ["content"]),
+    "layers of pairs": Case(Mixed, ["user", "profile"], ["item"]),
+    "sessions": Case(Sessions, ["history"], ["item", "price"], product=True),
+    "offsets": Case(Biased, ["user"], ["item"]),
+    "attention": Case(Attentive, ["history"], ["item"]),
+    "bags": Case(Bags, ["user", "history"], ["item", "price"], product=True),
+}
+DRAW = np.random.default_rng(0)
+COLUMNS: dict[str, Any] = {
+    "user": np.arange(USERS),
+    "profile": DRAW.normal(size=(USERS, 6)).astype(np.float32),
+    "history": DRAW.integers(0, ITEMS, (USERS, L)),
+    "item": np.arange(ITEMS)[::-1].copy(),
+    "content": DRAW.normal(size=(ITEMS, 3)).astype(np.float32),
+    "price": DRAW.random(ITEMS).astype(np.float32),
+}
+
+
+def table(names: list[str]) -> pa.Table:
+    return pa.table(
+        {
+            name: COLUMNS[name].tolist() if COLUMNS[name].ndim > 1 else COLUMNS[name]
+            for name in names
+        }
+    )
+
+
+def made(case: Case) -> nn.Module:
+    torch.manual_seed(1)
+    return case.model()
+
+
+def exported(name: str, folder: Path, **options: Any) -> tuple[nn.Module, Bundle]:
+    case = CASES[name]
+    model = made(case)
+    catalogue = Catalogue(ids=np.arange(ITEMS) + FIRST, features=table(case.item))
+    export(model, folder, catalogue=catalogue, queries=table(case.query), **options)
+    assert model.training
+    return model, Bundle.load(folder)
+
+
+@torch.no_grad()
+def own(model: nn.Module, case: Case, user: int) -> Tensor:
+    """Logits (I,) of a user with all items by the user's own forward."""
+    columns = {
+        name: torch.from_numpy(COLUMNS[name]) for name in (*case.query, *case.item)
+    }
+    columns |= {name: columns[name][[user] * ITEMS] for name in case.query}
+    model.eval()
+    return model(columns) if isinstance(model, Biased) else model(**columns)  # type: ignore[no-any-return]
+
+
+def row(case: Case, user: int) -> dict[str, Any]:
+    return {name: COLUMNS[name][user].tolist() for name in case.query}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_served_is_what_was_trained(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model, bundle = exported(name, tmp_path / "bundle")
+    assert (bundle.metric == "product") == case.product
+    scorer, ids = Scorer(bundle), list(range(FIRST, FIRST + ITEMS))
+    users = [0, 3, 7, 9, 12, 20, USERS - 1]
+    together = bundle.query.embed([row(case, user) for user in users])
+    for place, user in enumerate(users):
+        expected = own(model, case, user).flatten()
+        allowed = 1e-5 * max(1.0, float(expected.abs().max()))
+        scores = torch.tensor(
+            scorer.score(ScoreRequest(user=row(case, user), items=ids)).scores
+        )
+        torch.testing.assert_close(scores, expected, rtol=0, atol=allowed)
+        logits = bundle.logits(together[place], np.arange(ITEMS))
+        np.testing.assert_allclose(logits, expected.numpy(), rtol=0, atol=allowed)
+        best = scorer.recommend(RecommendRequest(user=row(case, user), k=5))
+        assert best.items == [ids[index] for index in expected.topk(5).indices.tolist()]
+        assert not best.cold.unknown_features
+    items = [
+        {column: COLUMNS[column][index].tolist() for column in case.item}
+        for index in (0, 3)
+    ]
+    again = scorer.embed(EmbedRequest(side="candidate", rows=items)).vectors
+    np.testing.assert_allclose(again, bundle.rows[[0, 3]], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_dlrm_of_torchrec_is_served_as_it_was_trained(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {
+        "user": (USERS, ["user"], PoolingType.SUM),
+        "item": (ITEMS, ["item", "history"], PoolingType.MEAN),
+    }
+    tables = [
+        EmbeddingBagConfig(
+            name=name,
+            feature_names=names,
+            num_embeddings=rows,
+            embedding_dim=D,
+            pooling=pooling,
+        )
+        for name, (rows, names, pooling) in sizes.items()
+    ]
+    model = DLRMTrain(
+        DLRM_DCN(EmbeddingBagCollection(tables=tables), 6, [D], [8, 1], 2, 4)
+    )
+    numbers = COLUMNS["profile"]
+    queries = table(["user", "history"]).append_column(
+        "dense_features", [numbers.tolist()]
+    )
+    catalogue = Catalogue(
+        ids=np.arange(ITEMS), features=pa.table({"item": np.arange(ITEMS)})
+    )
+    export(model, tmp_path / "bundle", catalogue=catalogue, queries=queries)
+    user = {
+        "user": 7,
+        "history": COLUMNS["history"][7].tolist(),
+        "dense_features": numbers[7].tolist(),
+    }
+    scores = (
+        Scorer(Bundle.load(tmp_path / "bundle"))
+        .score(ScoreRequest(user=user, items=list(range(ITEMS))))
+        .scores
+    )
+    ids = [
+        torch.full((ITEMS,), 7),
+        torch.arange(ITEMS),
+        torch.from_numpy(COLUMNS["history"][7]).repeat(ITEMS),
+    ]
+    lengths = torch.tensor([1, 1, L], dtype=torch.int32).repeat_interleave(ITEMS)
+    features = KeyedJaggedTensor(
+        ["user", "item", "history"], torch.cat(ids), lengths=lengths
+    )
+    expected = model.model.eval()(
+        torch.from_numpy(numbers)[[7] * ITEMS], features
+    ).flatten()
+    torch.testing.assert_close(torch.tensor(scores), expected, rtol=0, atol=1e-6)
+    with pytest.raises(
+        BundleError,
+        match=r"DLRM_DCN reads dense_features, user, item, history; .*missing: dense_feat",
+    ):
+        export(
+            model,
+            tmp_path / "none",
+            catalogue=catalogue,
+            queries=table(["user", "history"]),
+        )
+    with pytest.raises(
+        BundleError, match=r"reads dense_features, .* some in both; missing: one side"
+    ):
+        export(
+            model,
+            tmp_path / "none",
+            catalogue=Catalogue(ids=np.arange(1), features=pa.table({"x": [1]})),
+            queries=queries.append_column("item", [list(range(USERS))]),
+        )
+
+
+def test_the_items_half_of_the_first_layer_is_applied_before_a_row_is_stored(
+    tmp_path: Path,
+) -> None:
+    model, bundle = exported("two networks", tmp_path / "bundle")
+    assert bundle.rows.shape == (ITEMS, 6)
+    with torch.no_grad():
+        content = torch.from_numpy(COLUMNS["content"])
+        half = F.linear(model.item(content).relu(), model.top[1].weight[:, D:])  # type: ignore[operator, union-attr, index]
+    np.testing.assert_allclose(bundle.rows, half.numpy(), rtol=0, atol=1e-6)
+
+
+def test_a_table_of_both_sides_is_kept_once(tmp_path: Path) -> None:
+    _, bundle = exported("sessions", tmp_path / "bundle")
+    assert list(bundle.manifest.content["tables"]) == ["items"]
+
+
+def test_an_unknown_id_is_refused_or_read_as_the_row_that_the_user_names(
+    tmp_path: Path,
+) -> None:
+    case = CASES["layers of pairs"]
+    nobody = row(CASES["layers of pairs"], 0) | {"user": USERS}
+    model, strict = exported("layers of pairs", tmp_path / "strict")
+    with pytest.raises(
+        RequestError, match=rf"{USERS} is no row of .* 0 to {USERS - 1}"
+    ):
+        Scorer(strict).score(ScoreRequest(user=nobody, items=[FIRST]))
+    with pytest.raises(RequestError, match=r"oov_ids={'item': ROW}"):
+        Scorer(strict).score(ScoreRequest(user=row(case, 0), items=[FIRST, 7]))
+    _, named = exported(
+        "layers of pairs", tmp_path / "named", oov_ids={"user": 3, "item": 0}
+    )
+    scores = Scorer(named).score(ScoreRequest(user=nobody, items=[FIRST, 7]))
+    assert scores.cold.unknown_features == ["user"]
+    assert scores.unknown_items == [7]
+    columns = {"user": torch.tensor([3, 3]), "item": torch.tensor([ITEMS - 1, 0])}
+    with torch.no_grad():
+        expected = model.eval()(
+            **columns, profile=torch.from_numpy(COLUMNS["profile"])[[0, 0]]
+        ).flatten()
+    assert scores.scores == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_a_new_item_reads_the_row_of_unknown_ids_or_is_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    case = CASES["layers of pairs"]
+    model = made(case)
+    new = {"item": np.append(COLUMNS["item"], ITEMS + 7)}
+    catalogue = Catalogue(ids=np.arange(ITEMS + 1), features=pa.table(new))
+    both: Any = {"catalogue": catalogue, "queries": table(case.query)}
+    with pytest.raises(
+        ValueError,
+        match=rf"column 'item': {ITEMS + 7} is no row of .* oov_ids={{'item': ROW}}",
+    ):
+        export(model, tmp_path / "strict", **both)
+    assert not (tmp_path / "strict").exists()
+    export(model, tmp_path / "bundle", **both, oov_ids={"item": 0})
+    bundle = Bundle.load(tmp_path / "bundle")
+    zero = int((COLUMNS["item"] == 0).argmax())
+    np.testing.assert_allclose(bundle.rows[ITEMS], bundle.rows[zero], atol=1e-6)
+
+
+def test_columns_that_no_side_reads_leave_its_digest(tmp_path: Path) -> None:
+    case = CASES["two networks"]
+    model, bundle = exported("two networks", tmp_path / "bundle")
+    queries = table(case.query).append_column("note", pa.array(["x"] * USERS))
+    catalogue = Catalogue(
+        ids=np.arange(ITEMS),
+        features=table(case.item).append_column("year", pa.array([1] * ITEMS)),
+    )
+    export(model, tmp_path / "more", catalogue=catalogue, queries=queries)
+    more = Bundle.load(tmp_path / "more")
+    assert more.query_digest == bundle.query_digest
+    assert more.candidate_digest == bundle.candidate_digest
+
+
+def test_lists_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    _, sessions = exported("sessions", tmp_path / "sessions")
+    with pytest.raises(
+        RequestError, match=r"'history', row 0: 2 .*must be a list of 4"
+    ):
+        Scorer(sessions).score(ScoreRequest(user={"history": [1, 2]}, items=[FIRST]))
+
+
+def test_a_declared_metric_is_checked(tmp_path: Path) -> None:
+    _, bundle = exported("sessions", tmp_path / "bundle", metric="cosine")
+    assert bundle.manifest.content["loss_metric"] == "cosine"
+    with pytest.raises(
+        BundleError, match=r"metric='dot': the logits are no products .* aten\.relu"
+    ):
+        exported("two networks", tmp_path / "none", metric="dot")
+
+
+class Crossed(nn.Module):
+    """It looks up a table by both ids at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.Embedding(USERS, D)
+        self.item = nn.Embedding(ITEMS, D)
+        self.pair = nn.Embedding(97, D)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        return (
+            self.user(user) * self.item(item) + self.pair((user * 31 + item) % 97)
+        ).sum(1)
+
+
+class Diagonal(Networks):
+    """It multiplies all rows with all, and keeps the pairs."""
+
+    def forward(self, profile: Tensor, content: Tensor) -> Tensor:
+        return (self.user(profile) @ self.item(content).T).diagonal()
+
+
+def changed(forward: Callable[[Any, Tensor, Tensor], Any]) -> Callable[[], nn.Module]:
+    return type("Changed", (Networks,), {"forward": forward})
+
+
+def in_batch(model: Any, profile: Tensor, content: Tensor) -> Any:
+    return model.user(profile) @ model.item(content).T
+
+
+def centred(model: Any, profile: Tensor, content: Tensor) -> Any:
+    rows = model.item(content)
+    return (model.user(profile) * (rows - rows.mean(0))).sum(1)
+
+
+def branching(model: Any, profile: Tensor, content: Tensor) -> Any:
+    return model.user(profile).sum(1) + (
+        model.item(content).sum(1) if profile.sum() > 0 else 0
+    )
+
+
+def without_item(model: Any, profile: Tensor, content: Tensor) -> Any:
+    return model.user(profile).sum(1)
+
+
+def two_heads(model: Any, profile: Tensor, content: Tensor) -> Any:
+    return Networks.forward(model, profile, content), model.item(content)
+
+
+def of_len(model: Any, profile: Tensor, content: Tensor) -> Any:
+    return Networks.forward(model, profile, content.view(len(content), 3))
+
+
+class Whole(nn.Module):
+    """A softmax over the user's whole table, which no column looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.Embedding(USERS, D)
+        self.item = nn.Embedding(ITEMS, D)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        mean = self.item.weight.mean(0)
+        return (self.user(user) * (self.item(item) - mean)).sum(1)
+
+
+def test_a_table_that_is_read_whole_too_is_served(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Whole()
+    catalogue = Catalogue(ids=np.arange(ITEMS), features=table(["item"]))
+    export(model, tmp_path / "b", catalogue=catalogue, queries=table(["user"]))
+    bundle = Bundle.load(tmp_path / "b")
+    query = bundle.query.embed({"user": [4]})[0]
+    expected = model(torch.full((ITEMS,), 4), torch.from_numpy(COLUMNS["item"]))
+    np.testing.assert_allclose(
+        bundle.logits(query, np.arange(ITEMS)), expected.detach().numpy(), atol=1e-5
+    )
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "all pairs of a batch": (
+        changed(in_batch),
+        r"forward returns \(.*\), must be logits \(B,\) or \(B, 1\)",
+    ),
+    "over the batch": (
+        Diagonal,
+        r"test_own_modules.py:\d+ combines 'content' of the catalogue over all rows",
+    ),
+    "a batch's mean": (
+        changed(centred),
+        r"forward's logit of row 0 is .* among 256 rows and .* among 3: it depends on",
+    ),
+    "a branch": (
+        changed(branching),
+        r"forward of Changed cannot be traced, \S+test_own_modules.py:\d+.*`if` on values, .item\(\) and boolean",
+    ),
+    "len": (
+        changed(of_len),
+        r"of Changed fixes the number of rows to 64; read sizes as x.shape\[0\] instead of len",
+    ),
+    "no item": (
+        changed(without_item),
+        r"depend on no column of catalogue.features",
+    ),
+    "two results": (
+        changed(two_heads),
+        r"forward returns several values, must be logits",
+    ),
+}
+
+
+def refused(model: nn.Module, folder: Path, **columns: Any) -> str:
+    query, item = columns.pop("query", ["profile"]), columns.pop("item", ["content"])
+    catalogue = Catalogue(
+        ids=np.arange(ITEMS),
+        features=item if isinstance(item, pa.Table) else table(item),
+    )
+    with pytest.raises(BundleError) as caught:
+        export(model, folder, catalogue=catalogue, queries=table(query), **columns)
+    assert not folder.exists()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_by_name_with_line_and_remedy(
+    name: str, tmp_path: Path
+) -> None:
+    make, text = REFUSED[name]
+    torch.manual_seed(0)
+    message = refused(make(), tmp_path / "bundle")
+    assert re.search(text, message), message
+
+
+def test_columns_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    crossed = refused(Crossed(), tmp_path / "bundle", query=["user"], item=["item"])
+    assert re.search(
+        r":\d+ combines ids of 'user' with the other side's columns", crossed
+    )
+    lacking = refused(
+        Networks(), tmp_path / "bundle", query=["profile"], item=["price"]
+    )
+    assert (
+        "forward of Networks takes content, which is no column; the columns are profile, price"
+        in lacking
+    )
+    twice = refused(Networks(), tmp_path / "bundle", query=["content"])
+    assert "columns ['content']: are columns of queries and of the catalogue" in twice
+    ragged = pa.table({"content": [[0.0] * (1 + index % 2) for index in range(ITEMS)]})
+    assert "column 'content': lists of different lengths" in refused(
+        Networks(), tmp_path / "bundle", item=ragged
+    )
+    words = pa.table({"content": ["a"] * ITEMS})
+    assert "column 'content': string; an own module reads whole" in refused(
+        Networks(), tmp_path / "b", item=words
+    )
+
+
+@pytest.mark.slow
+def test_the_example_serves_what_its_script_trained(tmp_path: Path) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    torch.manual_seed(0)
+    torch.save(
+        runpy.run_path(str(examples / "towers_script.py"))[
+            "UserAndItem"
+        ]().state_dict(),
+        tmp_path / "towers.pt",
+    )
+    command = [
+        sys.executable,
+        str(examples / "towers_served.py"),
+        str(tmp_path / "towers.pt"),
+        str(tmp_path / "bundle"),
+    ]
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True
+    )
+    served, trained = (line.split(maxsplit=1) for line in run.stdout.splitlines()[-2:])
+    assert (served[0], trained[0]) == ("served", "trained")
+    assert served[1] == trained[1]

@@ -1,0 +1,158 @@
+"""The page in headless Chromium: a user's liked and recommended items, the certificate, and its messages on errors."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from tests.retrieval.running import Server, serving
+from tests.retrieval.small import Small
+
+CHROMIUM = (
+    shutil.which("chromium")
+    or shutil.which("chromium-browser")
+    or shutil.which("google-chrome")
+)
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium or Chrome on the PATH"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "bundle"
+    Small().write(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[Server]:
+    with serving(folder) as found:
+        yield found
+
+
+def shown(running: Server, path: str, profile: Path) -> str:
+    """The page's elements when its requests have been answered; refused by no policy, with no error of a script."""
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={profile}",
+    ]
+    flags += ["--enable-logging=stderr", "--virtual-time-budget=20000", "--dump-dom"]
+    url = f"http://127.0.0.1:{running.port}{path}"
+    done = subprocess.run(
+        [str(CHROMIUM), *flags, url],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    console = [
+        line
+        for line in done.stderr.splitlines()
+        if "CONSOLE" in line and "status of 4" not in line and "[DOM]" not in line
+    ]
+    assert console == []
+    return done.stdout
+
+
+def texts(dom: str, name: str) -> list[str]:
+    return [
+        unescape(re.sub(r"<[^>]*>", "", found))
+        for _, found in re.findall(
+            rf'<(span|button) class="{name}"[^>]*>(.*?)</\1>', dom
+        )
+    ]
+
+
+def status_of(dom: str) -> str:
+    line = re.search(r'<p id="status"[^>]*>.*?</p>', dom)
+    assert line
+    return line[0]
+
+
+def test_a_user_sees_what_was_liked_and_what_is_recommended(
+    running: Server, tmp_path: Path
+) -> None:
+    dom = shown(running, "/#user=7&k=4", tmp_path)
+    parts = []
+    for part in ("items", "liked"):
+        found = re.search(rf'<ol id="{part}".*?</ol>', dom, re.DOTALL)
+        assert found
+        parts.append(found[0])
+    recommended, liked = parts
+    body = {"user": {"user": 7}, "k": 4, "titles": True, "liked": 10}
+    answer = running.client().post("/v1/recommend", body).json
+    assert texts(recommended, "name") == answer["titles"]
+    assert texts(recommended, "score") == [f"{score:.3f}" for score in answer["scores"]]
+    chances = [f"{100 / (1 + math.exp(-score)):.1f} %" for score in answer["scores"]]
+    assert texts(recommended, "chance") == chances, "the loss is a binary cross entropy"
+    assert texts(liked, "name") == answer["liked_titles"]
+    assert "4 recommendations." in dom
+    assert f'"digest": "{answer["bundle"]}"' in unescape(dom), "the manifest"
+    assert re.search(
+        r"Greatest difference from the trained model</dt><dd>[-\d.e]+ over 140 pairs<",
+        dom,
+    )
+
+
+def test_the_page_opens_on_a_recommendation(running: Server, tmp_path: Path) -> None:
+    dom = shown(running, "/", tmp_path)
+    assert "10 recommendations." in status_of(dom)
+    assert len(texts(dom, "score")) == 10
+
+
+def test_an_unknown_user_is_said_and_a_wrong_id_is_an_error_in_words(
+    running: Server, tmp_path: Path
+) -> None:
+    assert "This user is unknown: the answer is the model's for someone new" in shown(
+        running, "/#user=99999", tmp_path
+    )
+    wrong = status_of(shown(running, "/#user=anna", tmp_path))
+    assert "error" in wrong
+    assert "user.user" in wrong
+
+
+def test_an_item_shows_its_nearest_items(running: Server, tmp_path: Path) -> None:
+    body = {"user": {"user": 7}, "k": 2}
+    item = running.client().post("/v1/recommend", body).json["items"][1]
+    dom = shown(running, f"/#user=7&k=2&item={item}", tmp_path)
+    answer = running.client().post("/v1/nearest", {"item": item, "titles": True}).json
+    nearest = re.search(r'<ol id="nearest".*?</ol>', dom, re.DOTALL)
+    assert nearest
+    assert texts(nearest[0], "name") == answer["titles"]
+
+
+def test_someone_new_has_a_form_of_the_columns(tmp_path: Path) -> None:
+    """And the page opens on it, if the bundle knows nobody."""
+    Small().write(tmp_path / "bundle", users=False)
+    with serving(tmp_path / "bundle") as running:
+        dom = shown(running, "/", tmp_path / "profile")
+    assert re.findall(r'<label for="feature-(\w+)">', dom) == ["user", "history", "age"]
+    assert "10 recommendations for someone new" in status_of(dom)
+
+
+def test_a_token_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a token of this test")
+    with serving(folder, f"--token-file={tmp_path / 'token'}") as running:
+        dom = shown(running, "/", tmp_path)
+    assert "This server asks for a token" in dom
+
+
+def test_the_interface_is_described(running: Server, tmp_path: Path) -> None:
+    dom = shown(running, "/docs", tmp_path)
+    for said in ("POST /v1/recommend", "user.history", "filter.year", "GET /readyz"):
+        assert said in dom
+    answer = re.findall(r'<pre class="answer">(.*?)</pre>', dom, re.DOTALL)
+    assert any('"items"' in each for each in answer)

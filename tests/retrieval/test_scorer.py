@@ -1,0 +1,307 @@
+"""A scorer's answers are the model's: ids, logits, filters, unknown users and items, swaps."""
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.retrieval.small import USERS, Small
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.scorer import (
+    EmbedRequest,
+    NearestRequest,
+    RecommendRequest,
+    RequestError,
+    Scorer,
+    ScoreRequest,
+)
+from torchrec_ext.retrieval.store import StoredUsers, write_store
+
+UNKNOWN = 999_999_999
+
+
+@pytest.fixture(scope="module", params=["product", "top_nn"])
+def small(request: pytest.FixtureRequest) -> Small:
+    return Small(metric=request.param)
+
+
+@pytest.fixture(scope="module")
+def bundle(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    folder = tmp_path_factory.mktemp("scorer") / "bundle"
+    small.write(folder)
+    return Bundle.load(folder)
+
+
+@pytest.fixture(scope="module")
+def scorer(bundle: Bundle) -> Scorer:
+    return Scorer(bundle)
+
+
+def best(small: Small, query: Any, k: int, leave: Any = ()) -> list[int]:
+    logits = small.logits(query, small.rows)
+    order = [
+        place for place in np.argsort(-logits, kind="stable") if place not in leave
+    ]
+    return [int(small.ids[place]) for place in order[:k]]
+
+
+def test_recommends_the_models_best(small: Small, scorer: Scorer) -> None:
+    """A known user by id alone, without the item that the user has seen."""
+    for user in range(1, USERS + 1):
+        answer = scorer.recommend(RecommendRequest(user={"user": user}, k=9))
+        query = small.known(user)
+        assert answer.items == best(small, query, 9, leave=[user - 1])
+        places = np.searchsorted(small.ids, answer.items)
+        logits = small.logits(query, small.rows[places])
+        np.testing.assert_allclose(answer.scores, logits, rtol=1e-5, atol=1e-5)
+        assert (answer.cold.user, answer.cold.unknown_user) == ("known", False)
+    seen = RecommendRequest(user={"user": 3}, k=50, exclude_seen=False)
+    assert len(scorer.recommend(seen).items) == 50
+
+
+def test_recommend_and_score_give_one_number(small: Small, scorer: Scorer) -> None:
+    """Whole catalogue, candidates, score: the last digit of a pair is the same in all three."""
+    user = {"user": 5, "age": 0.3}
+    answer = scorer.recommend(RecommendRequest(user=user, k=50, exclude_seen=False))
+    numbers = dict(zip(answer.items, answer.scores, strict=True))
+    for size in (1, 2, 7, 50):
+        ids = np.random.default_rng(size).permutation(small.ids)[:size].tolist()
+        scores = scorer.score(ScoreRequest(user=user, items=ids)).scores
+        assert scores == [numbers[each] for each in ids]
+        among = RecommendRequest(user=user, k=size, candidates=ids, exclude_seen=False)
+        for item, score in zip(
+            scorer.recommend(among).items, scorer.recommend(among).scores, strict=True
+        ):
+            assert score == numbers[item]
+
+
+def test_an_excluded_unknown_candidate_is_not_recommended(scorer: Scorer) -> None:
+    answer = scorer.recommend(
+        RecommendRequest(
+            user={"user": 5},
+            candidates=[UNKNOWN, 100, 110],
+            filter={"not": [UNKNOWN, 100]},
+        )
+    )
+    assert answer.items == [110]
+    assert answer.unknown_items == [UNKNOWN]
+
+
+def test_an_unknown_candidate_is_scored_as_the_unknown_item(
+    small: Small, scorer: Scorer
+) -> None:
+    answer = scorer.score(ScoreRequest(user={"user": 2}, items=[UNKNOWN, 100, -7]))
+    expected = small.logits(small.known(2), small.row([0]))[0]
+    np.testing.assert_allclose(answer.scores[0], expected, rtol=1e-5)
+    assert answer.scores[2] == answer.scores[0]
+    assert answer.unknown_items == [UNKNOWN, -7]
+    ranked = scorer.recommend(
+        RecommendRequest(user={"user": 2}, candidates=[UNKNOWN, 120], titles=True)
+    )
+    assert set(ranked.items) == {UNKNOWN, 120}
+    assert sorted(ranked.titles) == ["", "Film 120"]
+
+
+def test_filters(small: Small, scorer: Scorer) -> None:
+    """Values of one attribute are alternatives, attributes must all fit, "not" leaves out."""
+    answer = scorer.recommend(
+        RecommendRequest(
+            user={"user": 4},
+            k=50,
+            filter={"categories": ["Noir"], "year": [1991, 1993], "not": [180]},
+        )
+    )
+    places = [
+        place
+        for place in range(50)
+        if place % 3 == 2 and 1990 + place % 5 in (1991, 1993) and place not in (8, 3)
+    ]
+    leave = set(range(50)) - set(places)
+    assert answer.items == best(small, small.known(4), 50, leave=leave)
+    among = scorer.recommend(
+        RecommendRequest(
+            user={"user": 4},
+            candidates=[100, 120, 130, 150, UNKNOWN],
+            filter={"categories": ["Noir"]},
+        )
+    )
+    assert set(among.items) == {120, 150}
+
+
+def test_a_user_who_has_seen_all_gets_nothing(tmp_path: Path) -> None:
+    small = Small(items=30, metric="product")
+    small.write(tmp_path / "bundle")
+    scorer = Scorer(Bundle.load(tmp_path / "bundle"))
+    everything = small.ids.tolist()
+    answer = scorer.recommend(
+        RecommendRequest(user={"user": 4}, filter={"not": everything})
+    )
+    assert (answer.items, answer.asked) == ([], 10)
+
+
+def test_new_users(small: Small, scorer: Scorer) -> None:
+    nobody = scorer.recommend(RecommendRequest(user={"user": 77}, k=5))
+    assert nobody.items == best(small, small.query(0, [], 0), 5)
+    assert nobody.cold.unknown_user
+    assert nobody.cold.user == "new"
+    features = {"history": [3, 4], "age": 1.5, "user": 0}
+    new = scorer.recommend(RecommendRequest(user=features, k=5))
+    assert new.items == best(small, small.query(0, [3, 4], 1.5), 5)
+    changed = scorer.recommend(RecommendRequest(user={"user": 6, "age": 9.0}, k=5))
+    assert changed.items == best(small, small.query(6, [6, 7], 9.0), 5, leave=[5])
+
+
+def test_liked_and_titles(scorer: Scorer) -> None:
+    answer = scorer.recommend(
+        RecommendRequest(user={"user": 3}, k=2, titles=True, liked=5)
+    )
+    assert answer.titles == [f"Film {item}" for item in answer.items]
+    assert answer.liked == [130, 120]
+    assert answer.liked_titles == ["Film 130", "Film 120"]
+
+
+def test_nearest_by_cosine(small: Small, scorer: Scorer) -> None:
+    answer = scorer.nearest(NearestRequest(item=140, k=60))
+    units = small.rows / np.linalg.norm(small.rows, axis=1, keepdims=True)
+    cosines = units @ units[4]
+    order = [place for place in np.argsort(-cosines) if place != 4]
+    assert answer.items == [int(small.ids[place]) for place in order]
+    np.testing.assert_allclose(answer.scores, cosines[order], rtol=1e-4, atol=1e-5)
+    # Any number of requests in a row: nothing estimates and refuses.
+    for _ in range(20):
+        assert scorer.nearest(NearestRequest(item=140, k=60)) == answer
+
+
+def test_embed(small: Small, scorer: Scorer) -> None:
+    rows = [{"user": 1, "history": [2], "age": 1.0}, {"user": 99}]
+    answer = scorer.embed(EmbedRequest(rows=rows))
+    np.testing.assert_allclose(
+        answer.vectors,
+        [small.query(1, [2], 1), small.query(0, [], 0)],
+        rtol=1e-5,
+        atol=1e-6,
+    )
+    assert answer.unknown_features == [[], ["user"]]
+    items = scorer.embed(EmbedRequest(rows=[{"item": 7}] * 200, side="candidate"))
+    np.testing.assert_allclose(items.vectors[3], small.row(7), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (lambda: RecommendRequest(user={"user": 1}, k=0), "k"),
+        (lambda: RecommendRequest(user={"user": "x"}), "user.user"),
+        (lambda: RecommendRequest(user={"user": 2**70}), "user.user"),
+        (lambda: RecommendRequest(user={"usr": 1}), "user.usr"),
+        (lambda: RecommendRequest(user={"age": 1.0}), "user.history"),
+        (lambda: RecommendRequest(user={"user": 1, "age": float("nan")}), "user.age"),
+        (lambda: RecommendRequest(user={"user": 1, "age": 1e38}), "user"),
+        (lambda: RecommendRequest(user={"user": 1, "age": "x"}), "user"),
+        (lambda: RecommendRequest(user={"user": 1}, candidates=[]), "candidates"),
+        (lambda: RecommendRequest(user={"user": 1}, candidates=[1, 1]), "candidates"),
+        (lambda: RecommendRequest(user={"user": 1}, candidates=["a"]), "candidates"),
+        (
+            lambda: RecommendRequest(user={"user": 1}, filter={"genre": [1]}),
+            "filter.genre",
+        ),
+        (
+            lambda: RecommendRequest(user={"user": 1}, filter={"year": ["a"]}),
+            "filter.year",
+        ),
+        (
+            lambda: RecommendRequest(user={"user": 1}, filter={"year": [1]}),
+            "filter.year",
+        ),
+        (
+            lambda: RecommendRequest(user={"user": 1}, filter={"year": []}),
+            "filter.year",
+        ),
+    ],
+)
+def test_refusals_name_the_field(request_: Any, field: str, scorer: Scorer) -> None:
+    with pytest.raises(RequestError) as caught:
+        scorer.recommend(request_())
+    assert caught.value.field == field
+    assert len(str(caught.value)) <= 200
+    assert "\n" not in str(caught.value)
+
+
+def test_two_scorers_give_one_order(bundle: Bundle) -> None:
+    """Two processes with the bundle answer alike, digit by digit, whatever they were asked before."""
+    first = Scorer(bundle)
+    second = Scorer(Bundle.load(bundle.folder))
+    second.nearest(NearestRequest(item=100))
+    for user in range(1, USERS + 1):
+        request = RecommendRequest(user={"user": user}, k=25)
+        assert first.recommend(request) == second.recommend(request)
+
+
+def test_stored_vectors(small: Small, bundle: Bundle, tmp_path: Path) -> None:
+    """A user's stored vector is taken for an id alone, and only if the bundle's own query side made it."""
+    other = small.query(9, [1], 3.0).astype(np.float32)
+    folder = tmp_path / "users"
+    write_store(
+        folder,
+        [(np.array([5]), other[None])],
+        tower=bundle.query_digest,
+        side="query",
+        width=len(other),
+    )
+    scorer = Scorer(bundle, StoredUsers(folder))
+    stored = scorer.recommend(RecommendRequest(user={"user": 5}, k=4))
+    assert stored.cold.vector == "store"
+    assert stored.items == best(small, other, 4, leave=[4])
+    for request in (
+        RecommendRequest(user={"user": 5}, vector="live"),
+        RecommendRequest(user={"user": 5, "age": 0.5}),
+        RecommendRequest(user={"user": 6}),
+    ):
+        assert scorer.recommend(request).cold.vector == "live"
+    write_store(
+        folder,
+        [(np.array([5]), other[None])],
+        tower="another",
+        side="query",
+        width=len(other),
+        overwrite=True,
+    )
+    foreign = Scorer(bundle, StoredUsers(folder))
+    assert foreign.recommend(RecommendRequest(user={"user": 5})).cold.vector == "live"
+
+
+def test_swaps_never_mix_two_bundles(bundle: Bundle, tmp_path: Path) -> None:
+    metric = bundle.metric
+    Small(metric=metric, seed=3).write(tmp_path / "other")
+    other = Bundle.load(tmp_path / "other")
+    request = RecommendRequest(user={"user": 5}, k=20)
+    expected = {
+        each.digest: Scorer(each).recommend(request) for each in (bundle, other)
+    }
+    scorer = Scorer(bundle)
+    wrong: list[Any] = []
+
+    def ask() -> None:
+        for _ in range(200):
+            answer = scorer.recommend(request)
+            if answer != expected[answer.bundle]:
+                wrong.append(answer)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(60):
+        scorer.swap((bundle, other)[number % 2])
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_moved_bundle_answers_on(bundle: Bundle, tmp_path: Path) -> None:
+    copy = shutil.copytree(bundle.folder, tmp_path / "copy")
+    scorer = Scorer(Bundle.load(copy))
+    shutil.rmtree(copy)
+    answer = scorer.recommend(RecommendRequest(user={"user": 5}))
+    assert answer == Scorer(bundle).recommend(RecommendRequest(user={"user": 5}))

@@ -1,0 +1,431 @@
+"""The server answers as the scorer does, refuses in one line that names the place, and goes on."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.retrieval.running import Client, Server, serving
+from tests.retrieval.small import Small
+from torchrec_ext.data.preprocess.columns import read_cells
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.scorer import (
+    EmbedRequest,
+    NearestRequest,
+    RecommendRequest,
+    Scorer,
+    ScoreRequest,
+)
+from torchrec_ext.retrieval.server.structs import column_type
+from torchrec_ext.retrieval.store import write_store
+
+pytestmark = pytest.mark.launch
+RECOMMEND = "/v1/recommend"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("server") / "bundle"
+    Small().write(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Client:
+    return server.client()
+
+
+def test_answers_are_the_scorers(client: Client, folder: Path) -> None:
+    scorer = Scorer(Bundle.load(folder))
+    filters = {"year": [1991, 1992], "not": [110]}
+    body = {"user": {"user": 4}, "k": 7, "titles": True, "liked": 2, "filter": filters}
+    got = client.post(RECOMMEND, body).json
+    wanted = scorer.recommend(
+        RecommendRequest(user={"user": 4}, k=7, titles=True, liked=2, filter=filters)
+    )
+    assert (got["items"], got["titles"]) == (wanted.items, wanted.titles)
+    assert got["scores"] == wanted.scores
+    assert (got["asked"], got["answered"], got["liked"]) == (7, 7, wanted.liked)
+    assert (got["user"], got["vector"], got["bundle"]) == (
+        "known",
+        "live",
+        wanted.bundle,
+    )
+    user = {"history": [1, 99], "age": 1, "user": 77}
+    scored = client.post("/v1/score", {"user": user, "items": [100, 5, 110]}).json
+    of_scorer = scorer.score(ScoreRequest(user=user, items=[100, 5, 110]))
+    assert scored["scores"] == of_scorer.scores
+    assert scored["unknown_items"] == [5]
+    assert scored["unknown_features"] == ["user", "history"]
+    near = client.post("/v1/nearest", {"item": 100, "k": 3}).json
+    assert near["items"] == scorer.nearest(NearestRequest(item=100, k=3)).items
+    vectors = client.post("/v1/embed", {"rows": [user]}).json["vectors"]
+    embedded = scorer.embed(EmbedRequest(rows=[user])).vectors
+    np.testing.assert_array_equal(np.float32(vectors), embedded)
+
+
+MILLION = list(range(1_000_000))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "field"),
+    [
+        (RECOMMEND, {"user": {"user": "x"}}, 422, "user.user"),
+        (RECOMMEND, {"user": {"usr": 1}}, 422, "user"),
+        (RECOMMEND, {"user": {"age": 1}}, 422, "user.history"),
+        (RECOMMEND, {"user": {"user": 1, "age": [1]}}, 422, "user.age"),
+        (RECOMMEND, {"user": {"user": 1, "history": [1, "a"]}}, 422, "user.history[1]"),
+        (RECOMMEND, {"user": {"user": 1, "age": 1e38}}, 422, "user"),
+        (RECOMMEND, {"user": {"user": 1, "age": None}}, 422, "user"),
+        (RECOMMEND, {"user": {"user": 2**63}}, 422, "user.user"),
+        (RECOMMEND, b'{"user": {"user": 1, "age": NaN}}', 400, None),
+        (RECOMMEND, b'{"user": {"user": 1, "age": 1e999}}', 422, "user.age"),
+        (RECOMMEND, b'{"user": ' * 5000, 422, "user.user"),
+        (RECOMMEND, b'{"user": {"\xb7": 1}}', 400, None),
+        ("/v1/embed", b'{"rows": [' + b'{"a": ' * 20_000, 400, None),
+        (RECOMMEND, b"\xff", 400, None),
+        (RECOMMEND, [], 422, None),
+        (RECOMMEND, {}, 422, None),
+        (RECOMMEND, {"user": {"user": 1}, "k": 0}, 422, "k"),
+        (RECOMMEND, {"user": {"user": 1}, "k": 1001}, 422, "k"),
+        (RECOMMEND, {"user": {"user": 1}, "k": True}, 422, "k"),
+        (RECOMMEND, {"user": {"user": 1}, "candidates": []}, 422, "candidates"),
+        (RECOMMEND, {"user": {"user": 1}, "candidates": [1, 1]}, 422, "candidates"),
+        (
+            RECOMMEND,
+            {"user": {"user": 1}, "candidates": MILLION[:10_001]},
+            422,
+            "candidates",
+        ),
+        (RECOMMEND, {"user": {"user": 1}, "candidates": MILLION}, 413, None),
+        (RECOMMEND, {"user": {"user": 1}, "filter": {"genre": ["x"]}}, 422, "filter"),
+        (RECOMMEND, {"user": {"user": 1}, "filter": {"year": [1]}}, 422, "filter.year"),
+        (
+            RECOMMEND,
+            {"user": {"user": 1}, "filter": {"year": ["a"]}},
+            422,
+            "filter.year[0]",
+        ),
+        (RECOMMEND, {"user": {"user": 1}, "exclude": [1]}, 422, None),
+        (RECOMMEND, {"user": {"user": 1}, "vector": "redis"}, 422, "vector"),
+        ("/v1/score", {"user": {"user": 1}, "items": []}, 422, "items"),
+        ("/v1/score", {"user": {"user": 1}, "items": ["a"]}, 422, "items[0]"),
+        ("/v1/nearest", {"item": 7}, 422, "item"),
+        ("/v1/embed", {"rows": [{"user": 1}, {"usr": 2}]}, 422, "rows[1]"),
+        ("/v1/embed", {"rows": [{"user": 1}, {"user": "a"}]}, 422, "rows[1].user"),
+        ("/v1/embed", {"rows": [{"user": 1}] * 257}, 422, "rows"),
+        (
+            "/v1/embed",
+            {"rows": [{"item": "x"}], "side": "candidate"},
+            422,
+            "rows[0].item",
+        ),
+        ("/v1/nothing", {}, 404, None),
+        ("/healthz", {}, 405, None),
+    ],
+)
+def test_refusals(
+    path: str, body: Any, status: int, field: str | None, client: Client
+) -> None:
+    answer = client.post(path, body)
+    assert answer.status == status, answer.content
+    error = answer.json["error"]
+    assert error.get("field") == field
+    assert "\n" not in error["message"]
+    assert len(error["message"]) <= 300
+    assert client.post(RECOMMEND, {"user": {"user": 1}}).status == 200
+
+
+def test_other_content_is_refused(client: Client) -> None:
+    answer = client.post(RECOMMEND, b"a=1", Content_Type="text/plain")
+    assert (answer.status, answer.json["error"]["code"]) == (415, "not_json")
+
+
+def test_the_description_holds_every_route_and_its_examples_answer(
+    client: Client,
+) -> None:
+    described = client.get("/openapi.json").json
+    assert described["openapi"] == "3.1.0"
+    posts = {
+        path: each["post"]
+        for path, each in described["paths"].items()
+        if "post" in each
+    }
+    assert len(posts) == 4
+    for path, operation in posts.items():
+        example = operation["requestBody"]["content"]["application/json"]["example"]
+        assert client.post(path, example).status == 200
+    user = described["components"]["schemas"]["User"]
+    assert set(user["properties"]) == {"user", "history", "age"}
+    assert user["additionalProperties"] is False
+
+
+def test_pages_and_probes(client: Client, folder: Path) -> None:
+    for path in ("/", "/docs", "/static/page.js", "/static/page.css"):
+        page = client.get(path)
+        assert page.status == 200
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+    digest = Bundle.open(folder, verify=False).digest
+    assert client.get("/healthz").json == {"status": "ok"}
+    ready = client.get("/readyz").json
+    assert (ready["bundle"], ready["refused"]) == (digest, None)
+    shown = client.get("/v1/bundle").json
+    assert shown["sample_users"] == list(range(1, 21))
+    assert shown["example_user"] == {"history": [], "age": 0.0}
+    assert shown["categories"] == ["Comedy", "Noir", "War"]
+    figures = client.get("/metrics").content.decode()
+    assert re.search(
+        r'serve_requests_total\{route="/healthz",status="200"\} \d', figures
+    )
+
+
+def test_the_log_has_no_data_of_callers(server: Server, client: Client) -> None:
+    secret = 123_456_789
+    client.post(RECOMMEND, {"user": {"user": secret}})
+    client.post(RECOMMEND, {"user": {"user": f"x{secret}"}})
+    client.get(f"/v1/{secret}")
+    client(f"X{secret}", "/")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and not any(
+        each["route"] == "other" for each in server.events("request")
+    ):
+        time.sleep(0.05)
+    assert str(secret) not in "".join(server.lines)
+
+
+def times() -> dict[str, Any]:
+    return {
+        "timestamp[us]": ["2024-02-29T18:30:00Z", "2024-02-29", 1709231400000000],
+        "list<timestamp[s]>": [["2024-02-29", None, "2024-03-01T00:00:00+01:00"]],
+        "int64": [1, -(2**63), 2**63 - 1],
+        "float32": [0.5, 3, -1e-30],
+        "bool": [True, False],
+        "string": ["", "\u00e4\n"],
+        "list<string>": [["a", None], []],
+        "list<float64>": [[1.5, 2]],
+    }
+
+
+@pytest.mark.parametrize("raw", times())
+def test_json_can_say_every_value_of_a_file(raw: str) -> None:
+    """The struct's type takes it, null too, and the reader of files reads it."""
+    for value in times()[raw]:
+        decoded = msgspec.json.decode(json.dumps(value), type=column_type(raw))
+        assert decoded == value
+        cells = read_cells("column", [decoded], raw)
+        assert cells.valid.any() or value == []
+    assert msgspec.json.decode(b"null", type=column_type(raw)) is None
+
+
+def test_token_and_hosts(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    flags = (
+        f"--token-file={tmp_path / 'token'}",
+        "--allowed-hosts=a.example,127.0.0.1",
+    )
+    with serving(folder, *flags) as server:
+        client = server.client()
+        body = {"user": {"user": 1}}
+        assert client.post(RECOMMEND, body).status == 401
+        assert client.get("/metrics").status == 401
+        assert client.get("/healthz").status == 200
+        wrong = client.post(RECOMMEND, body, Authorization="Bearer secrets")
+        assert "the token is wrong" in wrong.told
+        bearer = {"Authorization": "Bearer secret"}
+        assert client.post(RECOMMEND, body, **bearer).status == 200
+        assert client.get("/v1/bundle", **bearer).json["sample_users"]
+        foreign = client.get("/healthz", Host="evil.example")
+        assert (foreign.status, foreign.json["error"]["code"]) == (400, "host")
+        assert client.get("/healthz", Host="A.example:80").status == 200
+
+
+def test_ids_of_users_are_private(folder: Path) -> None:
+    with serving(folder, "--allowed-hosts=*") as server:
+        shown = server.client().get("/v1/bundle").json
+        assert shown["sample_users"] == []
+        assert "user" not in shown["example_user"]
+
+
+def test_stored_users(folder: Path, tmp_path: Path) -> None:
+    bundle = Bundle.open(folder)
+    vectors = bundle.query.embed(Small().users().features)
+    write_store(
+        tmp_path / "users",
+        [(np.arange(1, 21), vectors)],
+        tower=bundle.query_digest,
+        side="query",
+        width=bundle.query.width,
+    )
+    with serving(folder, f"--vectors={tmp_path / 'users'}") as server:
+        client = server.client()
+        stored = client.post(RECOMMEND, {"user": {"user": 2}}).json
+        live = client.post(RECOMMEND, {"user": {"user": 2}, "vector": "live"}).json
+        assert (stored.pop("vector"), live.pop("vector")) == ("store", "live")
+        assert stored["items"] == live["items"]
+        assert client.get("/readyz").json["vectors"] == {"store": True}
+
+
+def test_a_server_without_torch(folder: Path, tmp_path: Path) -> None:
+    """Parent and workers start and answer where no torch can be imported."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Blocked:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'torchrec', 'fbgemm_gpu', 'onnx'):\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Blocked())\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with serving(folder, env={"PYTHONPATH": paths}) as server:
+        client = server.client()
+        assert client.post(RECOMMEND, {"user": {"user": 3}}).status == 200
+        assert client.get("/openapi.json").status == 200
+
+
+def run_to_its_end(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torchx_apps.serve", *flags]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_starts_that_fail_say_one_line(
+    folder: Path, server: Server, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    Small(seed=1).write(broken)
+    (broken / "pairs.onnx").write_bytes(b"x" * (broken / "pairs.onnx").stat().st_size)
+    for flags, what in (
+        ([str(tmp_path / "none")], "there is no such file or folder"),
+        ([str(broken), "--port=0"], "does not have the SHA-256"),
+        ([str(folder), f"--port={server.port}"], "cannot listen"),
+        ([str(folder), "--workers=0"], "workers=0: must be 1 or more"),
+        ([str(folder), "--allowed-hosts=*a"], "allowed_hosts: '*a'"),
+        ([str(folder), "--port=0", f"--vectors={folder}"], "of another format"),
+    ):
+        run = run_to_its_end(*flags)
+        assert run.returncode == 1
+        lines = [
+            line for line in run.stderr.splitlines() if "Child process" not in line
+        ]
+        assert len(lines) == 1, run.stderr
+        assert what in lines[0]
+
+
+def mutated(draw: random.Random, value: Any) -> Any:
+    """Returns a value with one part replaced by something else."""
+    strange = draw.choice(
+        [
+            None,
+            True,
+            -1,
+            0,
+            2**70,
+            1e308,
+            "",
+            "\u0000",
+            "x" * 3000,
+            [],
+            {},
+            [[]],
+            [None],
+        ]
+    )
+    if draw.random() < 0.4 or not isinstance(value, dict | list) or not value:
+        return strange
+    if isinstance(value, list):
+        place = draw.randrange(len(value))
+        return [
+            mutated(draw, each) if index == place else each
+            for index, each in enumerate(value)
+        ]
+    name = draw.choice(list(value))
+    if draw.random() < 0.2:
+        return {**value, draw.choice(["\ud800", "", "k", "user", "a.b"]): strange}
+    return {**value, name: mutated(draw, value[name])}
+
+
+def fuzz(client: Client, count: int) -> dict[int, int]:
+    draw = random.Random(0)
+    user = {"user": 3, "history": [1, 2], "age": 0.5}
+    seeds = [
+        (
+            RECOMMEND,
+            {
+                "user": user,
+                "k": 3,
+                "candidates": [100, 110],
+                "filter": {"year": [1990], "not": [100]},
+                "vector": "live",
+                "titles": True,
+                "liked": 1,
+            },
+        ),
+        ("/v1/score", {"user": user, "items": [100, 999]}),
+        ("/v1/nearest", {"item": 100, "k": 2, "titles": True}),
+        ("/v1/embed", {"rows": [user, {"user": 1}], "side": "query"}),
+        ("/v1/embed", {"rows": [{"item": 3}], "side": "candidate"}),
+    ]
+    statuses: dict[int, int] = {}
+    for _ in range(count):
+        path, body = draw.choice(seeds)
+        content = json.dumps(mutated(draw, body)).encode()
+        if draw.random() < 0.1:
+            place = draw.randrange(len(content))
+            content = (
+                content[:place]
+                + bytes([draw.randrange(256)])
+                + content[place + draw.randrange(5) :]
+            )
+        answer = client.post(path, content)
+        statuses[answer.status] = statuses.get(answer.status, 0) + 1
+        assert answer.status in (200, 400, 422), (path, content, answer.content)
+    return statuses
+
+
+def test_fuzzed_requests_get_no_5xx(client: Client) -> None:
+    assert set(fuzz(client, 500)) == {200, 400, 422}
+
+
+@pytest.mark.slow
+def test_8000_fuzzed_requests_get_no_5xx(client: Client) -> None:
+    assert set(fuzz(client, 8_000)) == {200, 400, 422}
+
+
+def test_a_killed_worker_is_replaced(folder: Path) -> None:
+    with serving(folder, "--workers=2") as server:
+        client = server.client()
+        pid = server.events("ready")[0]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(50):
+            assert server.client().post(RECOMMEND, {"user": {"user": 1}}).status == 200
+            time.sleep(0.02)
+        deadline = time.monotonic() + 30
+        while len(server.events("ready")) < 3 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(server.events("ready")) == 3
+        assert client.get("/healthz").status == 200
+
+
+def test_too_many_connections_get_503(folder: Path) -> None:
+    with serving(folder, "--limit-concurrency=3") as server:
+        held = [server.client() for _ in range(6)]
+        statuses = [each.get("/healthz").status for each in held]
+        assert set(statuses) == {200, 503}

@@ -1,0 +1,551 @@
+"""Bundle: a trained model for serving: graphs, tables, stored rows, items and users, proven by an audit.
+
+Axis letters: B rows, N items, L list length, D embedding dim, Wq and Wc the widths of a query and of a stored row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
+from torchrec_ext.retrieval.catalogue import (
+    IdArray,
+    ItemTable,
+    UserTable,
+    read_table,
+)
+from torchrec_ext.retrieval.columns import (
+    Columns,
+    ListRule,
+    ModelColumn,
+    Rows,
+    Values,
+)
+from torchrec_ext.retrieval.manifest import (
+    ANEW,
+    BundleError,
+    Manifest,
+    check_files,
+)
+from torchrec_ext.retrieval.onnx_file import open_graph
+from torchrec_ext.schema.validation import DataError
+from torchrec_ext.sealed import existing_folder
+
+Floats = NDArray[np.float32]
+AUDIT = "audit.arrow"
+PREPROCESSOR = "preprocessor"
+ROWS = "rows.npy"
+POSITION = "position"
+LOGIT = "logit"
+# Rows that a graph scores together are a multiple of this, the last ones empty. So a
+# pair's logit does not depend, in its last digits, on the pairs beside it.
+STEP = 16
+
+
+class Parity(NamedTuple):
+    """Result of an audit: pairs, greatest difference of a logit from the trained model's, and the allowed one."""
+
+    pairs: int
+    greatest_difference: float
+    allowed: float
+
+
+class Side:
+    """One side of a model, its queries or its candidates: columns, tables and a graph.
+
+    Args:
+        folder: folder of the bundle.
+        name: ``query`` or ``candidate``.
+        content: the manifest's ``graphs``, ``columns``, ``raw`` and ``tables``.
+        tables: arrays by name, of :func:`open_tables`.
+        preprocessor: see :class:`~torchrec_ext.retrieval.columns.Columns`.
+        threads: threads of the graph.
+
+    Raises:
+        BundleError: graph, leaves, tables and columns do not fit together.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        content: Mapping[str, Any],
+        tables: Mapping[str, NDArray[Any]],
+        preprocessor: FittedPreprocessor | None = None,
+        *,
+        threads: int = 1,
+    ) -> None:
+        entry = content["graphs"][name]
+        self._path = folder / f"{name}.onnx"
+        self.width = int(entry["width"])
+        self._tables = tables
+        self._leaves: Sequence[Mapping[str, Any]] = entry["leaves"]
+        columns = {
+            column: ModelColumn.from_json(
+                {**values, "unseen": _unseen(folder, values.get("unseen"))}
+            )
+            for column, values in content["columns"][name].items()
+        }
+        self.columns = Columns(columns, content["raw"][name], preprocessor)
+        self._session = open_graph(self._path, threads=threads)
+        wanted = {each.name for each in self._session.get_inputs()}
+        filled = {str(leaf["input"]) for leaf in self._leaves}
+        if wanted != filled:
+            raise BundleError(
+                f"{self._path}: takes {sorted(wanted)}, the manifest fills {sorted(filled)}; {ANEW}"
+            )
+        for leaf in self._leaves:
+            self._check(leaf)
+
+    def _check(self, leaf: Mapping[str, Any]) -> None:
+        column = self.columns.columns.get(leaf["column"])
+        table = leaf.get("table")
+        if column is None or (table is not None and table not in self._tables):
+            raise BundleError(
+                f"{self._path}: input '{leaf['input']}' reads column '{leaf['column']}' and table {table!r}, and the "
+                f"bundle lacks one; {ANEW}"
+            )
+        if table is None:
+            return
+        # Ids are checked against the column's rows, so the table must have them.
+        rows = len(self._tables[table])
+        largest = max(column.rows or 0, (column.oov or 0) + 1)
+        if column.list is not None:
+            largest = max(largest, int(column.list.pad) + 1)
+        if column.rows is None or largest > rows:
+            raise BundleError(
+                f"{self._path}: column '{leaf['column']}' has ids up to {largest - 1}, its table '{table}' has "
+                f"{rows} rows; {ANEW}"
+            )
+
+    def __call__(self, columns: Mapping[str, Values]) -> Floats:
+        """Returns (B, W) outputs of B rows of the model's columns."""
+        inputs = {leaf["input"]: self._fill(leaf, columns) for leaf in self._leaves}
+        output = _run(self._session, self._path, inputs)
+        if output.ndim != 2 or output.shape[1] != self.width:
+            raise BundleError(
+                f"{self._path}: gives {output.shape}, must be (B, {self.width}); {ANEW}"
+            )
+        return output
+
+    def embed(self, rows: Rows | pa.Table | Sequence[Mapping[str, Any]]) -> Floats:
+        """Returns (B, W) outputs of B raw rows; see :meth:`Columns.read` for the rows and what is refused."""
+        return self(self.columns.read(rows).columns)
+
+    def list_widths(self) -> dict[str, int]:
+        """Returns the lengths of lists whose rows all have one length, by column."""
+        widths = {}
+        for leaf in self._leaves:
+            column = self.columns.columns[leaf["column"]]
+            is_array = leaf["kind"] == "column" and column.type.startswith("list<")
+            if is_array and column.list is None:
+                widths[str(leaf["column"])] = int(leaf["shape"][0])
+        return widths
+
+    def unknown_row(self) -> Floats:
+        """Returns the (W,) output of a row of which nothing is known; raises DataError if there is none."""
+        row: Floats = self(self.columns.unknown_row())[0]
+        return row
+
+    def _fill(
+        self, leaf: Mapping[str, Any], columns: Mapping[str, Values]
+    ) -> NDArray[Any]:
+        kind = leaf["kind"]
+        name = leaf["column"]
+        column = self.columns.columns[name]
+        values = columns[name]
+        rule = column.list
+        if kind == "lengths":
+            assert values.lengths is not None
+            lengths = values.lengths
+            if rule is not None and rule.max_length is not None:
+                lengths = np.minimum(lengths, rule.max_length)
+            return lengths.astype(np.int64, copy=False)
+        if kind == "pooled":
+            weights = columns[column.weights] if column.weights else None
+            return _pooled(
+                self._tables[leaf["table"]], values, weights, leaf["pooling"]
+            )
+        dense = _padded(name, values, rule, leaf["shape"])
+        if kind == "rows":
+            found = self._tables[leaf["table"]].take(dense, axis=0, mode="clip")
+            return found.astype(np.float32, copy=False)
+        return dense.astype(leaf["dtype"], copy=False)
+
+
+def _padded(
+    name: str, values: Values, rule: ListRule | None, shape: Sequence[int]
+) -> NDArray[Any]:
+    """Returns (B,) values, or (B, L) of lists."""
+    lengths = values.lengths
+    if lengths is None:
+        return values.values
+    if rule is None:
+        # An array column: each row has as many numbers.
+        width = int(shape[0])
+        if (lengths != width).any():
+            row = int((lengths != width).argmax())
+            raise DataError(
+                f"column '{name}', row {row}: {lengths[row]} numbers, must be a list of {width}; send as many"
+            )
+        return values.values.reshape(len(lengths), width)
+    size = rule.max_length
+    if size is None:
+        size = max(1, int(lengths.max(initial=0)))
+    padded = np.full((len(lengths), size), rule.pad, values.values.dtype)
+    kept = np.minimum(lengths, size)
+    starts = np.cumsum(lengths) - lengths
+    if rule.keep == "last":
+        starts = starts + lengths - kept
+    if len(lengths) == 1:
+        padded[0, : kept[0]] = values.values[starts[0] : starts[0] + kept[0]]
+        return padded
+    place = np.arange(int(kept.sum())) - np.repeat(np.cumsum(kept) - kept, kept)
+    owner = np.repeat(np.arange(len(lengths)), kept)
+    padded[owner, place] = values.values[np.repeat(starts, kept) + place]
+    return padded
+
+
+def _pooled(
+    table: NDArray[Any], bags: Values, weights: Values | None, pooling: str
+) -> Floats:
+    """Returns (B, D) sums or means of bags of rows; an empty bag is zeros."""
+    rows = table.take(bags.values, axis=0, mode="clip").astype(np.float32, copy=False)
+    lengths = bags.lengths
+    if lengths is None:
+        lengths = np.ones(len(rows), np.int64)
+    if weights is not None:
+        rows = rows * weights.values.astype(np.float32)[:, None]
+    if len(lengths) == 1:
+        pooled = np.add.reduce(rows, axis=0, keepdims=True)
+    else:
+        pooled = np.zeros((len(lengths), table.shape[1]), np.float32)
+        starts = lengths.cumsum() - lengths
+        # Row by row, so that a row's sum does not depend on the rows beside it.
+        for row in np.flatnonzero(lengths).tolist():
+            bag = rows[starts[row] : starts[row] + lengths[row]]
+            np.add.reduce(bag, axis=0, out=pooled[row])
+    if pooling == "mean":
+        pooled /= np.maximum(lengths, 1)[:, None].astype(np.float32)
+    return pooled
+
+
+def _run(session: Any, path: Path, inputs: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+    try:
+        output: NDArray[Any] = session.run(None, inputs)[0]
+    # Its errors have no class of their own.
+    except Exception as error:
+        why = str(error).splitlines()[0][:100]
+        raise BundleError(
+            f"{path}: ONNX Runtime cannot run it ({why}); {ANEW}"
+        ) from None
+    if output.dtype != np.float32:
+        raise BundleError(f"{path}: gives {output.dtype}, must be float32; {ANEW}")
+    return output
+
+
+def _unseen(folder: Path, entry: Any) -> Any:
+    """Returns the rows of the manifest's entry: a list, or a file of them."""
+    if not isinstance(entry, str):
+        return entry
+    return open_array(folder / entry)
+
+
+def open_array(path: Path) -> NDArray[Any]:
+    """Opens a plain .npy file, memory-mapped.
+
+    Raises:
+        BundleError: it is damaged, or has objects.
+    """
+    try:
+        mapped: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError, SyntaxError) as error:
+        raise BundleError(
+            f"{path}: cannot be read as a .npy file ({str(error)[:80]}); {ANEW}"
+        ) from None
+    # A memmap's own class makes every slice slower.
+    return mapped.view(np.ndarray)
+
+
+def open_tables(folder: Path, content: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Opens the tables of a bundle, memory-mapped, as the manifest's content describes them.
+
+    Raises:
+        BundleError: a table has another shape or type.
+    """
+    tables = {}
+    for name, entry in content["tables"].items():
+        path = folder / entry.get("file", f"tables/{name}.npy")
+        shape = (entry["rows"], entry["width"])
+        tables[name] = _shaped(path, shape, entry["dtype"])
+    return tables
+
+
+def _shaped(path: Path, shape: tuple[int, int], dtype: str) -> NDArray[Any]:
+    array = open_array(path)
+    if array.shape != shape or array.dtype != np.dtype(dtype):
+        raise BundleError(
+            f"{path}: is {array.shape} of {array.dtype}, the manifest says {shape} of {dtype}; {ANEW}"
+        )
+    if not array.flags.c_contiguous:
+        raise BundleError(f"{path}: is not in C order; {ANEW}")
+    return array
+
+
+class Pairs:
+    """The part of a model that depends on both sides of a pair: ``pairs.onnx``.
+
+    Args:
+        folder: folder of the bundle.
+        threads: threads of the graph.
+    """
+
+    def __init__(self, folder: Path, *, threads: int = 1) -> None:
+        self._path = folder / "pairs.onnx"
+        self._session = open_graph(self._path, threads=threads)
+        names = sorted(each.name for each in self._session.get_inputs())
+        if names != ["query", "rows"]:
+            raise BundleError(
+                f"{self._path}: takes {names}, must take ['query', 'rows']; {ANEW}"
+            )
+
+    def __call__(self, query: Floats, rows: NDArray[Any]) -> Floats:
+        """Returns the (N,) logits of a query (Wq,) with stored rows (N, Wc)."""
+        size = len(rows)
+        if size % STEP or rows.dtype != np.float32:
+            padded = np.empty((-(-size // STEP) * STEP, rows.shape[1]), np.float32)
+            padded[:size] = rows
+            padded[size:] = 0
+            rows = padded
+        return self.of_whole_steps(query, rows)[:size]
+
+    def of_whole_steps(self, query: Floats, rows: Floats) -> Floats:
+        """Returns the (N,) logits; N is a multiple of ``STEP``."""
+        inputs = {"query": query.reshape(1, -1), "rows": rows}
+        logits = _run(self._session, self._path, inputs)
+        if logits.shape != (len(rows),):
+            raise BundleError(
+                f"{self._path}: gives {logits.shape} for {len(rows)} rows, must be ({len(rows)},); {ANEW}"
+            )
+        return logits
+
+
+class Bundle:
+    """An open, immutable bundle; any number of threads may read it. It needs neither torch nor a GPU.
+
+    Attributes:
+        folder: folder of the bundle.
+        manifest: digest, parity and content.
+        query: side of the queries: raw rows to (B, Wq).
+        candidate: side of the candidates: raw rows to (B, Wc).
+        rows: (N, Wc) stored rows of the items, memory-mapped.
+        items: ids, titles and attributes by position.
+        users: table of users from the export, or None.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, *, threads: int = 1) -> None:
+        """See :meth:`open`."""
+        self.folder = folder
+        self.manifest = manifest
+        content = manifest.content
+        preprocessor = None
+        if (folder / PREPROCESSOR).is_dir():
+            preprocessor = FittedPreprocessor.load(folder / PREPROCESSOR)
+        tables = open_tables(folder, content)
+        self.query, self.candidate = (
+            Side(folder, name, content, tables, preprocessor, threads=threads)
+            for name in ("query", "candidate")
+        )
+        self._pairs = Pairs(folder, threads=threads)
+        self.items = ItemTable.open(folder)
+        count = content["items"]["rows"]
+        if len(self.items) != count:
+            raise BundleError(
+                f"{folder}: items.arrow has {len(self.items)} items, the manifest says {count}; {ANEW}"
+            )
+        dtype = {"fp32": "float32", "fp16": "float16"}[content["store"]]
+        self.rows = _shaped(folder / ROWS, (count, self.candidate.width), dtype)
+        self.users: UserTable | None = None
+        if content.get("users"):
+            self.users = UserTable.open(folder, content["users"]["key"], count)
+
+    @classmethod
+    def open(
+        cls, folder: Path | str, *, verify: bool = True, threads: int = 1
+    ) -> Bundle:
+        """Opens a bundle's folder and checks that its files belong together, without its audit.
+
+        Args:
+            folder: folder of a bundle.
+            verify: read every file and compare its digest, about 1 s for each GB; without, names and sizes alone.
+            threads: threads of ONNX Runtime for a call.
+
+        Raises:
+            BundleError: a file is missing, unlisted, truncated or changed, belongs to another bundle, or holds an
+                unusable value; the message names it and the remedy.
+        """
+        folder = existing_folder(Path(folder))
+        try:
+            manifest = Manifest.open(folder)
+            check_files(folder, manifest.content["files"], digests=verify)
+            bundle = cls(folder, manifest, threads=threads)
+            if verify:
+                bundle.check_values()
+            return bundle
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise BundleError(
+                f"{folder}: the manifest lacks {error}, or has another type for it; {ANEW}"
+            ) from None
+        except BundleError:
+            raise
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{folder}: {error}; {ANEW}") from None
+
+    @classmethod
+    def load(
+        cls, folder: Path | str, *, verify: bool = True, threads: int = 1
+    ) -> Bundle:
+        """Opens a bundle and repeats its audit; see :meth:`open` for arguments and errors."""
+        bundle = cls.open(folder, verify=verify, threads=threads)
+        if verify:
+            bundle.audit()
+        return bundle
+
+    @property
+    def digest(self) -> str:
+        """The bundle's name in answers."""
+        return self.manifest.digest
+
+    @property
+    def metric(self) -> str:
+        """``product`` if a logit is the dot product of query and stored row, else ``top_nn``."""
+        return str(self.manifest.content["metric"])
+
+    @property
+    def query_digest(self) -> str:
+        """Digest of everything behind a query's vector; stores of users' vectors belong to it."""
+        return str(self.manifest.content["towers"]["query"]["digest"])
+
+    @property
+    def candidate_digest(self) -> str:
+        """Digest of everything behind a stored row."""
+        return str(self.manifest.content["towers"]["candidate"]["digest"])
+
+    @cached_property
+    def unknown_item(self) -> Floats:
+        """(1, Wc) row of an item of which nothing is known; raises DataError if the model has none."""
+        return self.candidate.unknown_row()[None]
+
+    def pairs(self, query: Floats, rows: NDArray[Any]) -> Floats:
+        """Returns the (N,) logits of a query (Wq,) with stored rows (N, Wc), or (N, Wc) float32 of any items."""
+        return self._pairs(query, rows)
+
+    def logits(self, query: Floats, positions: IdArray) -> Floats:
+        """Returns the (N,) logits of a query (Wq,) with the items at positions (N,)."""
+        size = len(positions)
+        whole = -(-size // STEP) * STEP
+        rows = np.empty((whole, self.rows.shape[1]), self.rows.dtype)
+        rows[size:] = 0
+        np.take(self.rows, positions, axis=0, out=rows[:size], mode="clip")
+        rows = rows.astype(np.float32, copy=False)
+        return self._pairs.of_whole_steps(query, rows)[:size]
+
+    def block_logits(self, query: Floats, start: int, stop: int) -> Floats:
+        """Returns the logits of a query (Wq,) with the items at positions ``start`` to ``stop - 1``."""
+        return self._pairs(query, self.rows[start:stop])
+
+    def check_values(self) -> None:
+        """Refuses NaN and infinity in stored rows and tables: a digest proves that a value is unchanged, not usable.
+
+        Raises:
+            BundleError: the message names the item, or the table and its row.
+        """
+        row = _first_nonfinite(self.rows)
+        if row is not None:
+            item = self.items.ids.ids([row])[0]
+            raise BundleError(
+                f"{self.folder / ROWS}: the row of item {str(item)[:60]} (position {row}) holds NaN or infinity; train "
+                "with finite values, and export again"
+            )
+        for name, table in open_tables(self.folder, self.manifest.content).items():
+            row = _first_nonfinite(table)
+            if row is not None:
+                raise BundleError(
+                    f"{self.folder}: table '{name}', row {row} holds NaN or infinity; train with finite values, and "
+                    "export again"
+                )
+
+    def audit(self) -> Parity:
+        """Computes the audit's logits by the functions of a request, and compares them with the trained model's.
+
+        Each request is answered twice: its query in a batch of all, and alone.
+
+        Raises:
+            BundleError: a logit differs by more than the manifest's tolerance.
+        """
+        path = self.folder / AUDIT
+        table = read_table(path)
+        names = set(table.column_names)
+        if not len(table) or not {POSITION, LOGIT} <= names:
+            raise BundleError(
+                f"{path}: has no pairs, so nothing is proven by it; {ANEW}"
+            )
+        queries = table.drop_columns([POSITION, LOGIT])
+        allowed = float(self.manifest.content["audit"]["tolerance"])
+        batch = self._audited(path, queries)
+        greatest = 0.0
+        pairs = 0
+        for index in range(len(table)):
+            positions = _flat(table[POSITION][index], np.int64)
+            expected = _flat(table[LOGIT][index], np.float32)
+            inside = (positions >= 0) & (positions < len(self.rows))
+            if len(positions) != len(expected) or not inside.all():
+                raise BundleError(
+                    f"{path}: row {index} names items that the bundle lacks; {ANEW}"
+                )
+            alone = self._audited(path, queries.slice(index, 1))
+            for query in (alone[0], batch[index]):
+                logits = self.logits(query, positions)
+                difference = np.abs(logits - expected).max(initial=0.0)
+                # NaN must not pass as a small difference.
+                greatest = max(greatest, float(np.nan_to_num(difference, nan=np.inf)))
+            pairs += len(positions)
+        if not greatest <= allowed:
+            raise BundleError(
+                f"{self.folder}: {pairs} audited logits differ from the trained model's by up to {greatest:.3g}, "
+                f"allowed is {allowed:.3g}: it would rank otherwise; {ANEW}"
+            )
+        if not pairs:
+            raise BundleError(f"{path}: has no pairs, so nothing is proven; {ANEW}")
+        return Parity(pairs, greatest, allowed)
+
+    def _audited(self, path: Path, queries: pa.Table) -> Floats:
+        try:
+            return self.query.embed(queries)
+        except DataError as error:
+            raise BundleError(f"{path}: {error}; {ANEW}") from None
+
+
+def _flat(cell: Any, dtype: type[np.generic]) -> NDArray[Any]:
+    values = cell.values
+    if values is None:
+        return np.zeros(0, dtype)
+    return values.to_numpy(zero_copy_only=False).astype(dtype)  # type: ignore[no-any-return]
+
+
+def _first_nonfinite(rows: NDArray[Any]) -> int | None:
+    """Returns the first row with NaN or infinity, or None."""
+    step = max(1, 2**18 // max(1, rows.shape[1]))
+    for start in range(0, len(rows), step):
+        block = rows[start : start + step]
+        # Without a mask in memory: a NaN anywhere makes both extremes NaN.
+        if block.size and not np.isfinite([block.min(), block.max()]).all():
+            return start + int((~np.isfinite(block)).any(axis=1).argmax())
+    return None

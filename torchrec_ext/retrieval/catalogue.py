@@ -1,0 +1,536 @@
+"""Catalogue and users of a bundle: ids, titles, attributes to filter by, and what is known of each user.
+
+Both are memory-mapped Arrow files: items by position, users by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from torchrec_ext.data.preprocess.columns import raw_type
+from torchrec_ext.retrieval.manifest import ANEW, BundleError
+from torchrec_ext.schema.validation import did_you_mean, listed
+
+IdArray = NDArray[np.int64]
+Id = int | str
+ITEMS = "items.arrow"
+USERS = "users.arrow"
+ID = "id"
+TITLE = "title"
+TRAINED = "trained"
+CATEGORIES = "categories"
+NOT = "not"  # in a filter: ids to leave out
+_RESERVED = (ID, TITLE, TRAINED, NOT)
+ATTRIBUTE_TYPES = ("int64", "string", "list<int64>", "list<string>")
+_SEEN = "__seen__"
+_LIKED = "__liked__"
+_USER = "__id__"
+_BATCH_ROWS = 65_536
+_MOST_NAMES = 1_000  # most values to search for one with a similar spelling
+_DENSE = 64  # a value of 1 in 64 items or more has a bit for every item, others have a list of positions
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Catalogue:
+    """The I items to recommend from, in the order of their positions.
+
+    Args:
+        ids: (I,) int64 or str ids.
+        features: I rows with the raw columns of the candidate tower.
+        titles: (I,) titles for display, or None.
+        categories: (I,) lists of names to filter by, as the attribute ``categories``, or None.
+        attributes: I rows of further columns to filter by: whole numbers, text or lists of them; None for none.
+        trained: ids in the training rows, or None. All of them must be among ``ids``.
+    """
+
+    ids: NDArray[Any]
+    features: pa.Table
+    titles: Sequence[str] | None = None
+    categories: Sequence[Sequence[str]] | None = None
+    attributes: pa.Table | None = None
+    trained: NDArray[Any] | None = None
+
+    def __post_init__(self) -> None:
+        names = ("features", "titles", "categories", "attributes")
+        _check_lengths(
+            "catalogue", vars(self), names, "give one for each item, in their order"
+        )
+        if not len(self.ids):
+            raise BundleError(
+                "catalogue: has no items; give the rows that can be recommended"
+            )
+
+    @cached_property
+    def id_map(self) -> Ids:
+        """Map of the ids to positions."""
+        return Ids.build(self.ids)
+
+    @cached_property
+    def missing(self) -> NDArray[Any]:
+        """Trained ids that are not among the items."""
+        if self.trained is None:
+            return np.zeros(0)
+        return self.trained[self.id_map.positions(self.trained.tolist()) < 0]
+
+    def write(self, folder: Path) -> None:
+        """Writes the items of a bundle: ids, titles, whether an item was trained, and attributes.
+
+        Raises:
+            BundleError: an id is there twice; an attribute has a reserved name or a type that no filter takes.
+        """
+        columns: dict[str, Any] = {ID: self.id_map.arrow()}
+        if self.titles is not None:
+            columns[TITLE] = pa.array(self.titles, type=pa.string())
+        if self.trained is not None:
+            trained = np.zeros(len(self.ids), np.bool_)
+            positions = self.id_map.positions(self.trained.tolist())
+            trained[positions[positions >= 0]] = True
+            columns[TRAINED] = pa.array(trained)
+        if self.categories is not None:
+            names = pa.list_(pa.string())
+            columns[CATEGORIES] = pa.array(self.categories, type=names)
+        for field in self.attributes.schema if self.attributes is not None else ():
+            if field.name in columns or field.name in _RESERVED:
+                raise BundleError(
+                    f"catalogue: an attribute cannot have the name '{field.name}'; give it another one"
+                )
+            if raw_type(field.type) not in ATTRIBUTE_TYPES:
+                raise BundleError(
+                    f"catalogue: attribute '{field.name}' is {field.type}, must be whole numbers, text or lists of them"
+                )
+            assert self.attributes is not None
+            columns[field.name] = self.attributes[field.name]
+        write_table(folder / ITEMS, pa.table(columns))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NamedUsers:
+    """U users with their features and items, so that requests can name a user by id alone.
+
+    Args:
+        key: request column with the user's id, whether a tower reads it or not.
+        ids: (U,) int64 or str ids.
+        features: U rows with raw columns of the query towers; a request's own values take precedence.
+        unknown: raw columns of an unknown user.
+        seen: (U,) lists of positions of items a user has taken.
+        liked: (U,) lists of positions of items a user has liked, oldest first, for display.
+    """
+
+    key: str
+    ids: NDArray[Any]
+    features: pa.Table
+    unknown: Mapping[str, Any]
+    seen: pa.Array
+    liked: pa.Array
+
+    def __post_init__(self) -> None:
+        names = ("features", "seen", "liked")
+        _check_lengths("users", vars(self), names, "give one for each user")
+        missing = [
+            name for name in self.features.column_names if name not in self.unknown
+        ]
+        if missing:
+            raise BundleError(
+                f"users: unknown lacks {missing}; give one value for each column of features"
+            )
+
+    def write(self, folder: Path) -> None:
+        """Writes the users of a bundle; the last row is the user of whom nothing is known."""
+        columns: dict[str, Any] = {_USER: Ids.build(self.ids).arrow()}
+        lists = pa.list_(pa.int32())
+        columns[_SEEN] = self.seen.cast(lists)
+        columns[_LIKED] = self.liked.cast(lists)
+        for name in self.features.column_names:
+            columns[name] = self.features[name]
+        table = pa.table(columns).replace_schema_metadata(None)
+        last: dict[str, Any] = {}
+        for field in table.schema:
+            last[field.name] = pa.array([self.unknown.get(field.name)], field.type)
+        write_table(folder / USERS, pa.concat_tables([table, pa.table(last)]))
+
+
+def _check_lengths(
+    owner: str, values: Mapping[str, Any], names: Sequence[str], remedy: str
+) -> None:
+    count = len(values["ids"])
+    for name in names:
+        if values[name] is not None and len(values[name]) != count:
+            raise BundleError(
+                f"{owner}: {len(values[name]):,} {name} for {count:,} ids; {remedy}"
+            )
+
+
+class Ids:
+    """Maps ids, int64 or str, to *positions*, the rows 0 to I - 1 of a catalogue, and back.
+
+    Integers are looked up by arithmetic if they are consecutive, else by bisection. Strings are keys of a dict.
+
+    Example:
+        >>> ids = Ids.build(np.array([30, 10, 20]))
+        >>> ids.positions([10, 99]).tolist(), ids.ids([0, 2])
+        ([1, -1], [30, 20])
+    """
+
+    def __init__(self, values: pa.Array) -> None:
+        """See :meth:`build`."""
+        self.kind = "str"
+        if pa.types.is_integer(values.type):
+            self.kind = "int64"
+            self._numbers: IdArray = values.to_numpy()
+            self._index_numbers(self._numbers)
+            return
+        self._strings = values
+        texts = values.to_pylist()
+        self._places = dict(zip(texts, range(len(texts)), strict=True))
+        if len(self._places) < len(texts):
+            _refuse_duplicates(texts)
+
+    def _index_numbers(self, ids: IdArray) -> None:
+        self._sorted = ids
+        self._order: IdArray | None = None
+        if not (ids[1:] > ids[:-1]).all():
+            self._order = np.argsort(ids, kind="stable")
+            self._sorted = ids[self._order]
+            if (self._sorted[1:] == self._sorted[:-1]).any():
+                _refuse_duplicates(ids.tolist())
+        self._first: int | None = None
+        if (
+            len(ids)
+            and self._order is None
+            and int(ids[-1]) - int(ids[0]) == len(ids) - 1
+        ):
+            self._first = int(ids[0])
+
+    @classmethod
+    def build(cls, ids: NDArray[Any] | Sequence[Id] | pa.Array) -> Ids:
+        """Builds the map of a catalogue from the id of each position.
+
+        Raises:
+            BundleError: ids of another type than whole numbers or text, a missing id, or an id at two positions.
+        """
+        values: Any = ids
+        if not isinstance(ids, pa.Array | pa.ChunkedArray):
+            try:
+                values = pa.array(ids)
+            except (pa.ArrowException, OverflowError) as error:
+                raise BundleError(
+                    f"ids: {str(error)[:80]}; give whole numbers of 64 bits, or strings"
+                ) from None
+        if isinstance(values, pa.ChunkedArray):
+            values = values.combine_chunks()
+        kind = raw_type(values.type)
+        if kind not in ("int64", "string") or values.null_count:
+            raise BundleError(
+                f"ids: are {values.type} with {values.null_count} nulls; give whole numbers of 64 bits, or strings"
+            )
+        return cls(values.cast(pa.int64() if kind == "int64" else pa.large_string()))
+
+    def __len__(self) -> int:
+        return len(self._numbers if self.kind == "int64" else self._strings)
+
+    def arrow(self) -> pa.Array:
+        """Returns all ids as an Arrow array."""
+        return pa.array(self._numbers) if self.kind == "int64" else self._strings
+
+    def positions(self, ids: Sequence[Id]) -> IdArray:
+        """Returns (N,) int64 positions of ids, -1 for an unknown one.
+
+        Raises:
+            ValueError: ids of another type than the catalogue's.
+        """
+        if not len(ids):
+            return np.zeros(0, np.int64)
+        if self.kind == "str":
+            for each in ids:
+                if not isinstance(each, str):
+                    raise ValueError(
+                        f"{str(each)[:100]!r} is no string; ids here are strings"
+                    )
+            places = map(self._places.get, ids, repeat(-1))
+            return np.fromiter(places, np.int64, len(ids))
+        # Without a look at each value, which would take longer than the array.
+        try:
+            numbers = np.array(ids)
+        except (OverflowError, ValueError):
+            numbers = np.array(None)
+        if numbers.dtype != np.int64 or numbers.ndim != 1:
+            wrong = next((each for each in ids if type(each) is not int), ids[0])
+            raise ValueError(
+                f"{str(wrong)[:100]!r} is no whole number of 64 bits; ids here are whole numbers"
+            )
+        if self._first is not None:
+            # A far smaller id wraps around to a position beyond the last.
+            positions: IdArray = numbers - self._first
+            positions[positions.view(np.uint64) >= len(self._numbers)] = -1
+            return positions
+        if not len(self._sorted):
+            return np.full(len(numbers), -1, np.int64)
+        # An id beyond the last one is compared with the last, and differs.
+        index = np.minimum(
+            np.searchsorted(self._sorted, numbers), len(self._sorted) - 1
+        )
+        positions = index if self._order is None else self._order[index]
+        return np.where(self._sorted[index] == numbers, positions, -1)
+
+    def ids(self, positions: IdArray | Sequence[int]) -> list[Id]:
+        """Returns the ids at positions (N,)."""
+        rows = np.asarray(positions, np.int64)
+        if self.kind == "int64":
+            return self._numbers[rows].tolist()  # type: ignore[no-any-return]
+        return self._strings.take(pa.array(rows)).to_pylist()  # type: ignore[no-any-return]
+
+
+def _refuse_duplicates(ids: Sequence[Id]) -> None:
+    places: dict[Id, int] = {}
+    for place, each in enumerate(ids):
+        if each in places:
+            raise BundleError(
+                f"ids: {str(each)[:60]!r} is at positions {places[each]} and {place}; give each id once"
+            )
+        places[each] = place
+
+
+class Attribute:
+    """The values of one attribute, such as a genre or a year, and the items with each of them.
+
+    A frequent value has a bit for every item, other values a list of positions. For an item with one value, both take
+    12 bytes at most.
+
+    Args:
+        column: an int64 or string, or a list of them, for each item; null for none.
+
+    Attributes:
+        values: map of the values, ascending, to their numbers.
+    """
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        self._size = len(column)
+        values: Any = column.combine_chunks()
+        owners = np.arange(len(values))
+        if hasattr(values.type, "value_type"):
+            owners = pc.list_parent_indices(values).to_numpy()
+            values = values.flatten()
+        is_valid = values.is_valid()
+        owners = owners[is_valid.to_numpy(zero_copy_only=False)]
+        values = values.filter(is_valid)
+        kind = pa.int64() if pa.types.is_integer(values.type) else pa.large_string()
+        values = values.cast(kind)
+        distinct = pc.unique(values).sort()
+        self.values = Ids(distinct)
+        codes = pc.index_in(values, value_set=distinct).to_numpy()
+        # The items of value C are those from bound C to bound C + 1.
+        self._positions = owners[np.argsort(codes, kind="stable")].astype(np.int32)
+        counts = np.bincount(codes, minlength=len(distinct))
+        self._bounds = np.cumsum(np.append(0, counts))
+        frequent = np.flatnonzero(counts * _DENSE >= self._size).tolist()
+        self._bits = {code: np.packbits(self._mask([code])) for code in frequent}
+
+    def mask(self, values: Sequence[Any]) -> NDArray[np.bool_]:
+        """Returns (I,) whether an item has one of the values.
+
+        Raises:
+            ValueError: no item has a value, or a value has another type.
+        """
+        codes = self.values.positions(values)
+        if codes.min(initial=0) < 0:
+            raise ValueError(self._explain(values[int(codes.argmin())]))
+        mask = self._mask([code for code in codes.tolist() if code not in self._bits])
+        for code in codes.tolist():
+            if code in self._bits:
+                bits = np.unpackbits(self._bits[code], count=self._size)
+                mask |= bits.view(np.bool_)
+        return mask
+
+    def _mask(self, codes: Sequence[int]) -> NDArray[np.bool_]:
+        mask = np.zeros(self._size, np.bool_)
+        for code in codes:
+            mask[self._positions[self._bounds[code] : self._bounds[code + 1]]] = True
+        return mask
+
+    def _explain(self, value: Id) -> str:
+        names = list(
+            map(str, self.values.ids(range(min(_MOST_NAMES, len(self.values)))))
+        )
+        remedy = did_you_mean(
+            str(value)[:50], names, f"there are {listed(names) or 'no values'}"
+        )
+        return f"no item has {str(value)[:50]!r}; {remedy}"
+
+
+class ItemTable:
+    """Ids, titles and attributes of items, in the order of positions.
+
+    Args:
+        table: a row for each item.
+
+    Attributes:
+        ids: map of the ids to positions.
+    """
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+        self.ids = Ids.build(table[ID])
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @classmethod
+    def open(cls, folder: Path) -> ItemTable:
+        """Opens the items of a bundle; raises BundleError if they are damaged."""
+        table = read_table(folder / ITEMS)
+        if ID not in table.column_names or not len(table):
+            raise BundleError(f"{folder / ITEMS}: has no items with an id; {ANEW}")
+        return cls(table)
+
+    @cached_property
+    def attributes(self) -> dict[str, Attribute]:
+        """Attributes to filter by, by name; a million items take about .1 s each to read."""
+        names = [name for name in self._table.column_names if name not in _RESERVED]
+        return {name: Attribute(self._table[name]) for name in names}
+
+    def titles_of(self, positions: Sequence[int] | IdArray) -> list[str]:
+        """Returns the titles of items; an empty list if items have no titles."""
+        if TITLE not in self._table.column_names:
+            return []
+        titles = self._table[TITLE]
+        return [str(titles[int(position)].as_py()) for position in positions]
+
+    def attribute(self, name: str) -> Attribute:
+        """Returns an attribute by its name.
+
+        Raises:
+            ValueError: the items have no such attribute.
+        """
+        if name not in self.attributes:
+            names = [*self.attributes, NOT]
+            remedy = did_you_mean(
+                name[:50], names, f"there are {listed(names)}", cutoff=0.5
+            )
+            raise ValueError(f"the items have no such attribute; {remedy}")
+        return self.attributes[name]
+
+
+class UserTable:
+    """Users and their features at the export, so that requests can name a user by id alone.
+
+    Attributes:
+        key: request column with the user's id.
+        ids: map of ids to rows, 0 to U - 1.
+    """
+
+    def __init__(self, key: str, table: pa.Table) -> None:
+        self.key = key
+        self._items = table.select([_SEEN, _LIKED])
+        self._features = table.drop_columns([_USER, _SEEN, _LIKED])
+        # The last row is for unknown users.
+        self.ids = Ids.build(table[_USER].slice(0, len(table) - 1))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def open(cls, folder: Path, key: str, items: int) -> UserTable:
+        """Opens the users of a bundle of ``items`` items; raises BundleError if they are damaged."""
+        path = folder / USERS
+        table = read_table(path)
+        if not {_USER, _SEEN, _LIKED} <= set(table.column_names) or not len(table):
+            raise BundleError(f"{path}: holds no users with their items; {ANEW}")
+        for name in (_SEEN, _LIKED):
+            bounds = pc.min_max(pc.list_flatten(table[name])).as_py()
+            least, most = bounds["min"], bounds["max"]
+            if least is not None and not 0 <= least <= most < items:
+                raise BundleError(
+                    f"{path}: column '{name}' has positions {least} to {most}, must be 0 to {items - 1}; {ANEW}"
+                )
+        return cls(key, table)
+
+    def features(self, row: int) -> dict[str, list[Any]]:
+        """Returns a user's raw columns, each a list of one value; row -1 is the unknown user's."""
+        # A slice of the memory-mapped table copies no column.
+        return self._features.slice(row % len(self._features), 1).to_pydict()  # type: ignore[no-any-return]
+
+    def block(self, start: int, stop: int) -> pa.Table:
+        """Returns the raw columns of the users in rows ``start`` to ``stop - 1``."""
+        return self._features.slice(start, stop - start)
+
+    def seen(self, row: int) -> IdArray:
+        """Returns positions of the items a user has taken, to leave out of recommendations; none for row -1."""
+        return self._list(_SEEN, row)
+
+    def liked(self, row: int) -> IdArray:
+        """Returns positions of the items a user has liked, oldest first; none for row -1."""
+        return self._list(_LIKED, row)
+
+    def _list(self, column: str, row: int) -> IdArray:
+        positions = self._items[column][row].values if row >= 0 else None
+        if positions is None:
+            return np.zeros(0, np.int64)
+        return positions.to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[no-any-return]
+
+
+def filterable(features: pa.Table, key: str) -> pa.Table:
+    """Returns the columns of items' features that can be attributes: whole numbers, text or lists, without the id."""
+    names = []
+    for field in features.schema:
+        if (
+            field.name not in (key, CATEGORIES, *_RESERVED)
+            and raw_type(field.type) in ATTRIBUTE_TYPES
+        ):
+            names.append(field.name)
+    return features.select(names)
+
+
+def even_rows(rows: int, count: int) -> IdArray:
+    """Returns (count,) evenly spaced row numbers, from the first to the last; a short table's rows repeat."""
+    positions: IdArray = np.linspace(0, rows - 1, count).round().astype(np.int64)
+    return positions
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Writes an uncompressed Arrow file, ready for memory-mapping; equal rows give equal bytes.
+
+    Raises:
+        BundleError: a column has a type unknown to requests and batches.
+    """
+    for field in table.schema:
+        if raw_type(field.type) is None:
+            raise BundleError(
+                f"column '{field.name}' is {field.type}, must be whole numbers, numbers, text or lists of them"
+            )
+    # Neither metadata nor chunk boundaries of the source may change the bytes, and so
+    # the bundle's digest.
+    table = table.replace_schema_metadata(None).combine_chunks()
+    with (
+        pa.OSFile(str(path), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as writer,
+    ):
+        writer.write_table(table, max_chunksize=_BATCH_ROWS)
+
+
+def read_table(path: Path) -> pa.Table:
+    """Opens an Arrow file written by :func:`write_table`, memory-mapped.
+
+    Raises:
+        BundleError: the file is damaged, or its columns have other types.
+    """
+    try:
+        with pa.ipc.open_file(pa.memory_map(str(path))) as source:
+            table = source.read_all()
+        # In full, because offsets of a damaged file may point beyond its values.
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        why = str(error).splitlines()[0][:80]
+        raise BundleError(
+            f"{path}: cannot be read as an Arrow file ({why}); {ANEW}"
+        ) from None
+    return table

@@ -1,0 +1,669 @@
+"""export(): writes a trained model, sharded or not, as a bundle, and proves that both give the same logits."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.lib.format import open_memmap
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
+
+from torchrec_ext.data.preprocess.columns import raw_type
+from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
+from torchrec_ext.data.preprocess.folders import whole_folder
+from torchrec_ext.exports import CallableModule
+from torchrec_ext.models.session import NextItemModel
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.retrieval.bundle import (
+    AUDIT,
+    LOGIT,
+    POSITION,
+    PREPROCESSOR,
+    ROWS,
+    Bundle,
+    Parity,
+    Side,
+    open_tables,
+)
+from torchrec_ext.retrieval.catalogue import (
+    Catalogue,
+    NamedUsers,
+    even_rows,
+    write_table,
+)
+from torchrec_ext.retrieval.columns import Columns, ModelColumn, Values
+from torchrec_ext.retrieval.graphs import Graphs, require_onnx
+from torchrec_ext.retrieval.leaves import Given, OwnNetwork, TowerNetwork
+from torchrec_ext.retrieval.manifest import (
+    BUNDLE_MANIFEST,
+    BundleError,
+    Manifest,
+    file_digests,
+    write_manifest,
+)
+from torchrec_ext.retrieval.search import build_faiss
+from torchrec_ext.retrieval.weights import ExportRanks, LiveWeights
+from torchrec_ext.sealed import json_digest, package_versions, sync_tree
+
+# So that torchrec_ext.retrieval.export is the function and this module.
+sys.modules[__name__].__class__ = CallableModule
+
+ExportProgress = Callable[[str, int, int], None]
+SIDES = ("query", "candidate")
+STORES = {"fp32": np.float32, "fp16": np.float16}
+AUDITED_QUERIES = 64
+AUDITED_ITEMS = 4  # of each query
+INDEX_QUERIES = 1024  # for an approximate index: half tune it, half measure it
+# Of the greatest logit: float32 sums in another order, as another machine adds them.
+TOLERANCE = 1e-4
+# Of the greatest logit: what rounding rows, or an exchange between ranks, may change.
+ROUNDED = 0.05
+# Rows of the catalogue in a block: of a fixed size, because rows depend on it in the
+# last bits.
+_BLOCK_ROWS = 4096
+_CHECKED_ROWS = 4
+
+
+class Renewal:
+    """Keeps the graphs of a first export, so that later ones of the same model only write new numbers into them."""
+
+    def __init__(self) -> None:
+        self.graphs: Graphs | None = None
+
+
+def export(
+    model: nn.Module,
+    out: Path | str,
+    *,
+    catalogue: Catalogue,
+    users: NamedUsers | None = None,
+    queries: pa.Table | None = None,
+    preprocessor: FittedPreprocessor | None = None,
+    candidate: str | None = None,
+    oov_ids: Mapping[str, int] | None = None,
+    unseen: Mapping[str, Sequence[int]] | None = None,
+    rows: Mapping[str, Tensor] | None = None,
+    store: str = "fp32",
+    index: str = "exact",
+    recall: float = 0.95,
+    metric: str | None = None,
+    details: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    renewal: Renewal | None = None,
+    progress: ExportProgress | None = None,
+) -> Manifest:
+    """Writes a bundle: three graphs, tables, stored rows, preprocessing, and an audit against the model.
+
+    If the model is sharded, call it on every rank with the same arguments. The digest depends only on weights, data and
+    settings, not on ranks, plan or time. The folder appears when it is complete; until then an earlier one stays.
+
+    Args:
+        model: TowerModel or NextItemModel, from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded; or
+            any module with a forward from columns by name, or from one dict of them, to logits (B,); or TorchRec's DLRM
+            or DLRMTrain, whose columns are ``dense_features``, and each sparse feature by its name.
+        out: folder to make.
+        catalogue: items to recommend from. What forward computes from these columns alone is stored for each item.
+        users: users to look up by id, or None.
+        queries: rows of raw columns of the queries for the audit; by default the users' rows.
+        preprocessor: computes the model's columns from raw ones; without it, raw columns are the model's columns.
+        candidate: name of the candidate tower; by default the model's last.
+        oov_ids: out-of-vocabulary row of each feature, for requests, queries and the catalogue; by default 0, or none
+            for a module of your own, so that unknown ids are refused. Training must have moved that row.
+        unseen: rows of a feature's table that training never read, by feature. Such an id in a request takes the
+            out-of-vocabulary row. Use it if ids are rows; a ``preprocessor`` leaves such ids out of its
+            vocabulary.
+        rows: rows of a table that the bundle holds, (n,) int64, by table; all rows by default. The bundle's ids are
+            places among them: 0 for the first of these rows, and so on.
+        store: numbers of the stored rows: ``fp32`` or ``fp16``.
+        index: ``exact``, or the text of a FAISS ``index_factory``, for logits that are products.
+        recall: required recall of an approximate index against exact search.
+        metric: ``dot`` or ``cosine`` for a module of your own whose logits are products, which is checked; by default
+            found out.
+        details: JSON values for the certificate, such as the run and its figures.
+        overwrite: replace an earlier bundle.
+        renewal: keeps the graphs for the next export of this model, which only writes new numbers into them.
+        progress: called on rank 0 with the name of the current part, the amount so far, and the total.
+
+    Returns:
+        The manifest, on every rank.
+
+    Raises:
+        BundleError: the model cannot be exported, data do not fit, or the bundle's logits differ from the model's.
+        DataError: the folder exists already, or cannot be written.
+    """
+    require_onnx()
+    if store not in STORES:
+        raise BundleError(f"store={store!r}: must be one of {', '.join(STORES)}")
+    if not 0 < recall <= 1:
+        raise BundleError(f"recall={recall}: must be greater than 0 and at most 1")
+    if len(catalogue.missing):
+        raise BundleError(
+            f"catalogue: {len(catalogue.missing):,} ids of the training rows are not in it, {catalogue.missing[0]} "
+            "among them; every id that was trained must be servable: give the whole catalogue"
+        )
+    queries = _queries(queries, users)
+    given = Given(
+        types=_types(queries, catalogue.features, preprocessor),
+        candidates=frozenset(catalogue.features.column_names),
+        oov_ids=oov_ids or {},
+        unseen=unseen or {},
+        rows=rows or {},
+    )
+    unwrapped = get_unwrapped_module(model)
+    network: TowerNetwork | OwnNetwork
+    ranks = ExportRanks()
+    with evaluating(model):
+        if isinstance(unwrapped, TowerModel | NextItemModel):
+            network = TowerNetwork(unwrapped, candidate, given)
+        else:
+            if preprocessor is not None:
+                raise BundleError(
+                    "preprocessor: not for a module of your own; give the columns as the module's forward reads them"
+                )
+            network = OwnNetwork(model, queries, catalogue.features, given, metric)
+        content = _Content(
+            network=network,
+            catalogue=catalogue,
+            users=users,
+            queries=queries,
+            preprocessor=preprocessor,
+            store=store,
+            index=index,
+            recall=recall,
+            details=details or {},
+            rounding=max([TOLERANCE, *map(_rounding, model.modules())]),
+            renewal=renewal or Renewal(),
+            progress=progress or (lambda *_: None),
+        )
+        # On every rank, because a sharded model's forward exchanges rows.
+        expected = content.logits()
+        weights = LiveWeights(model, ranks, given.rows)
+        dense = weights.dense()
+        blocks = weights.blocks(sorted(network.tables & weights.tables.keys()))
+        outcome: Any = None
+        with ranks.writing():
+            if ranks.rank == 0:
+                try:
+                    outcome = _write(
+                        Path(out), overwrite, content, weights, blocks, dense, expected
+                    )
+                except Exception as error:
+                    # Raised below, when the other ranks have sent their rows.
+                    outcome = error
+            # The other ranks send their rows even if rank 0 failed, so that no rank
+            # waits for ever.
+            for _ in blocks:
+                pass
+        # To all ranks, so that every rank raises rank 0's error, or returns its
+        # manifest.
+        outcome = ranks.gathered(outcome)[0]
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome  # type: ignore[no-any-return]
+
+
+def _write(
+    out: Path,
+    overwrite: bool,
+    content: _Content,
+    weights: LiveWeights,
+    blocks: Iterator[tuple[str, int, Tensor]],
+    dense: Mapping[str, Tensor],
+    expected: Tensor,
+) -> Manifest:
+    with (
+        whole_folder(out, overwrite=overwrite, mark=BUNDLE_MANIFEST) as folder,
+        one_thread(),
+    ):
+        manifest = content.write(folder, weights, blocks, dense, expected)
+        # On the disk before the folder gets its name, so that a crash leaves no bundle
+        # of empty files.
+        sync_tree(folder)
+    return manifest
+
+
+def _queries(queries: pa.Table | None, users: NamedUsers | None) -> pa.Table:
+    rows = queries
+    if rows is None and users is not None:
+        rows = users.features
+    if rows is None or not len(rows):
+        raise BundleError(
+            "queries: there are no rows to audit by; give users with their features, or queries of some raw rows"
+        )
+    return rows
+
+
+def _raw_types(table: pa.Table) -> dict[str, str]:
+    types = {}
+    for column in table.schema:
+        kind = raw_type(column.type)
+        if kind is None:
+            raise BundleError(
+                f"column '{column.name}' is {column.type}, must be whole numbers, numbers, text or lists of them"
+            )
+        types[column.name] = kind
+    return types
+
+
+def _types(
+    queries: pa.Table, items: pa.Table, preprocessor: FittedPreprocessor | None
+) -> dict[str, str]:
+    """Returns the raw types of the model's columns."""
+    if preprocessor is not None:
+        return dict(preprocessor.outputs)
+    # A column of both tables has the query's type.
+    return _raw_types(items) | _raw_types(queries)
+
+
+def _rounding(module: nn.Module) -> float:
+    """Returns the largest relative change of a logit by a collection's quantized communication."""
+    registry: Mapping[str, Any] = getattr(module, "qcomm_codecs_registry", None) or {}
+    kinds = {codecs.forward.quantized_dtype for codecs in registry.values()} - {
+        torch.float32
+    }
+    roundings = [0.0]
+    for kind in kinds:
+        # Four times the rounding of one number; integers have a scale for each few
+        # numbers.
+        roundings.append(
+            4 * torch.finfo(kind).eps if kind.is_floating_point else ROUNDED
+        )
+    return max(roundings)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts a model into evaluation mode inside the block."""
+    # Noted one by one: model.train() would put the others into training too.
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Limits torch to one thread inside the block: a fixed order of sums gives bit-equal rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Content:
+    """Model, data and settings of an export, equal on every rank; see :func:`export`."""
+
+    network: TowerNetwork | OwnNetwork
+    catalogue: Catalogue
+    users: NamedUsers | None
+    queries: pa.Table
+    preprocessor: FittedPreprocessor | None
+    store: str
+    index: str
+    recall: float
+    details: Mapping[str, Any]
+    rounding: float
+    renewal: Renewal
+    progress: ExportProgress
+
+    # The audit
+
+    @property
+    def audited(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(Q,) rows of the queries, and (Q, A) positions of the items that each is asked about."""
+        rows = even_rows(len(self.queries), AUDITED_QUERIES)
+        count = AUDITED_QUERIES * AUDITED_ITEMS
+        positions = even_rows(len(self.catalogue.ids), count)
+        # Shuffled, so that early queries do not always meet early items; a fixed seed,
+        # so that every rank agrees.
+        mixed = positions[np.random.default_rng(0).permutation(count)]
+        return rows, mixed.reshape(AUDITED_QUERIES, AUDITED_ITEMS)
+
+    def logits(self) -> Tensor:
+        """Returns (Q, A) logits of the trained model."""
+        rows, positions = self.audited
+        queries = self.queries.take(pa.array(rows.repeat(AUDITED_ITEMS)))
+        items = self.catalogue.features.take(pa.array(positions.ravel()))
+        columns = self._read("query", queries) | self._read("candidate", items)
+        logits = self.network.logits(columns, positions.size)
+        if not bool(torch.isfinite(logits).all()):
+            raise BundleError(
+                "model: gives NaN or infinity as a logit; train with finite values"
+            )
+        if isinstance(self.network, OwnNetwork):
+            self._check_rows(columns, logits)
+        return logits.reshape(positions.shape)
+
+    def _check_rows(self, columns: Mapping[str, Values], logits: Tensor) -> None:
+        """Refuses a forward if the logit of a row depends on other rows of its batch."""
+        size = len(logits)
+        for row in np.unique(even_rows(size, _CHECKED_ROWS)).tolist():
+            # Three rows instead of one, because squeeze() and the like treat a batch of
+            # one differently.
+            among = [number % size for number in range(row, row + 3)]
+            few = {name: _taken(each, among) for name, each in columns.items()}
+            alone = self.network.logits(few, 3)[0]
+            allowed = 1e-5 * max(1.0, float(logits.abs().max()))
+            if not abs(float(alone - logits[row])) <= allowed:
+                raise BundleError(
+                    f"model: forward's logit of row {row} is {float(logits[row]):.6g} among {size} rows and "
+                    f"{float(alone):.6g} among 3: it depends on other rows; compute it from its own columns"
+                )
+
+    def _read(self, side: str, table: pa.Table) -> dict[str, Values]:
+        columns = self.network.columns[side]
+        raw = {} if self.preprocessor is not None else _raw_types(table)
+        return Columns(columns, raw, self.preprocessor).read(table).columns
+
+    # Files
+
+    def write(
+        self,
+        folder: Path,
+        weights: LiveWeights,
+        blocks: Iterator[tuple[str, int, Tensor]],
+        dense: Mapping[str, Tensor],
+        expected: Tensor,
+    ) -> Manifest:
+        """Writes every file of the bundle, audits it, and writes the manifest last."""
+        tables = self._write_tables(folder, weights, blocks, dense)
+        split = self._write_graphs(folder, dense)
+        if self.index != "exact" and not split.product:
+            raise BundleError(
+                f"index={self.index!r}: FAISS searches products, and these logits are none, because of "
+                f"{split.why_no_product}; take index='exact'"
+            )
+        if self.preprocessor is not None:
+            self.preprocessor.save(folder / PREPROCESSOR)
+        self.catalogue.write(folder)
+        if self.users is not None:
+            self.users.write(folder)
+        columns = {side: self._columns(folder, side) for side in SIDES}
+        content: dict[str, Any] = {
+            "metric": "product" if split.product else "top_nn",
+            "loss_metric": self.network.metric,
+            "calibrated": self.network.calibrated,
+            "graphs": {
+                side: {
+                    "leaves": [leaf.as_json() for leaf in getattr(split, side).leaves],
+                    "width": getattr(split, side).width,
+                }
+                for side in SIDES
+            },
+            "columns": columns,
+            "raw": {side: self._raw(side) for side in SIDES},
+            "tables": tables,
+            "store": self.store,
+            "items": self._items(),
+            "users": self._users(),
+        }
+        self._write_rows(folder, content)
+        content["index"] = self._index(folder, content)
+        parity = self._prove(folder, content, expected.numpy())
+        files = file_digests(folder)
+        content["files"] = files
+        content["towers"] = {
+            side: {
+                "names": self.network.names[side],
+                "digest": _digest(side, content, files),
+            }
+            for side in SIDES
+        }
+        certificate = {
+            "parity": parity._asdict(),
+            "versions": package_versions(),
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **self.details,
+        }
+        return write_manifest(folder, content, certificate)
+
+    def _write_tables(
+        self,
+        folder: Path,
+        weights: LiveWeights,
+        blocks: Iterator[tuple[str, int, Tensor]],
+        dense: Mapping[str, Tensor],
+    ) -> dict[str, Any]:
+        """Writes the tables, those of collections block by block; returns the manifest's entries."""
+        (folder / "tables").mkdir()
+        entries: dict[str, Any] = {}
+        total = sum(
+            weights.tables[name].bytes
+            for name in self.network.tables
+            if name in weights.tables
+        )
+        done = 0
+        for number, name in enumerate(sorted(self.network.tables)):
+            # Numbered files: a table's name may hold characters that no file's name
+            # can.
+            entries[name] = {"file": f"tables/{number:03}.npy"}
+        for name, pieces in groupby(blocks, key=itemgetter(0)):
+            shape = weights.tables[name]
+            half = shape.dtype == torch.float16
+            dtype = np.float16 if half else np.float32
+            array = open_memmap(
+                folder / entries[name]["file"], mode="w+", dtype=dtype, shape=shape.size
+            )
+            for _, row, block in pieces:
+                array[row : row + len(block)] = block if half else block.float()
+                done += block.nbytes
+                self.progress("tables", done, total)
+            array.flush()
+            entries[name] |= _shape_of(array)
+        for name, value in self._own_tables(dense).items():
+            weight = value.detach().cpu().float().contiguous().numpy()
+            np.save(folder / entries[name]["file"], weight, allow_pickle=False)
+            entries[name] |= _shape_of(weight)
+        return entries
+
+    def _own_tables(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the weights of an own module's plain embeddings, by table."""
+        if not isinstance(self.network, OwnNetwork):
+            return {}
+        paths = self.network.split(dense).tables
+        return {
+            table: dense[path.removeprefix("model.")]
+            for table, path in paths.items()
+            if table in self.network.tables
+        }
+
+    def _write_graphs(self, folder: Path, dense: Mapping[str, Tensor]) -> Any:
+        graphs = self.renewal.graphs
+        if graphs is None:
+            graphs = Graphs(self.network.split(dense))
+            self.renewal.graphs = graphs
+        else:
+            module = self.network.module(dense)
+            graphs.renew(dict([*module.named_parameters(), *module.named_buffers()]))
+        graphs.write(folder)
+        return graphs.split
+
+    def _columns(self, folder: Path, side: str) -> dict[str, Any]:
+        entries = {}
+        for name, column in sorted(self.network.columns[side].items()):
+            entries[name] = _column_json(folder, name, column)
+        return entries
+
+    def _raw(self, side: str) -> dict[str, str]:
+        """Returns the raw columns of a request and their types."""
+        names = self.network.columns[side]
+        columns = Columns(names, self._all_raw, self.preprocessor)
+        return dict(columns.raw)
+
+    @property
+    def _all_raw(self) -> dict[str, str]:
+        return _raw_types(self.catalogue.features) | _raw_types(self.queries)
+
+    def _items(self) -> dict[str, Any]:
+        attributes = []
+        if self.catalogue.categories is not None:
+            attributes.append("categories")
+        if self.catalogue.attributes is not None:
+            attributes += self.catalogue.attributes.column_names
+        return {
+            "rows": len(self.catalogue.ids),
+            "key": self._item_key(),
+            "titles": self.catalogue.titles is not None,
+            "attributes": attributes,
+        }
+
+    def _item_key(self) -> str:
+        """Returns the raw column that holds the items' ids, if one does."""
+        ids = pa.array(self.catalogue.ids)
+        for name in self.catalogue.features.column_names:
+            column = self.catalogue.features[name].combine_chunks()
+            if column.type == ids.type and column.equals(ids):
+                return str(name)
+        return "id"
+
+    def _users(self) -> dict[str, Any] | None:
+        if self.users is None:
+            return None
+        return {"rows": len(self.users.ids), "key": self.users.key}
+
+    def _side(self, folder: Path, name: str, content: Mapping[str, Any]) -> Side:
+        return Side(
+            folder, name, content, open_tables(folder, content), self.preprocessor
+        )
+
+    def _write_rows(self, folder: Path, content: Mapping[str, Any]) -> None:
+        """Runs ``candidate`` over the catalogue, block by block."""
+        side = self._side(folder, "candidate", content)
+        features = self.catalogue.features
+        count = len(features)
+        rows = open_memmap(
+            folder / ROWS,
+            mode="w+",
+            dtype=STORES[self.store],
+            shape=(count, side.width),
+        )
+        for start in range(0, count, _BLOCK_ROWS):
+            stop = min(start + _BLOCK_ROWS, count)
+            block = side.embed(features.slice(start, stop - start))
+            rows[start:stop] = block
+            bad = ~np.isfinite(rows[start:stop]).all(axis=1)
+            if bad.any():
+                item = self.catalogue.ids[start + int(bad.argmax())]
+                raise BundleError(
+                    f"item {item}: its row holds NaN or infinity in {self.store}; train with finite values, or take "
+                    "store=fp32"
+                )
+            self.progress("vectors", stop, count)
+        rows.flush()
+
+    def _prove(
+        self, folder: Path, content: dict[str, Any], expected: NDArray[np.float32]
+    ) -> Parity:
+        """Audits the bundle by the trained model's logits (Q, A), and writes its own ones for whoever loads it.
+
+        Both differ in their last digits, which depend on the ranks of the model; a bundle's digest must not.
+        """
+        share = ROUNDED if self.store == "fp16" else self.rounding
+        parity = self._audit(folder, content, expected, share)
+        rows, positions = self.audited
+        bundle = Bundle(folder, Manifest(content=content, certificate={}))
+        queries = bundle.query.embed(self.queries.take(pa.array(rows)))
+        pairs = zip(queries, positions, strict=True)
+        own = np.stack([bundle.logits(query, items) for query, items in pairs])
+        self._audit(folder, content, own, TOLERANCE)
+        return parity
+
+    def _audit(
+        self,
+        folder: Path,
+        content: dict[str, Any],
+        logits: NDArray[np.float32],
+        share: float,
+    ) -> Parity:
+        """Writes audited requests with logits (Q, A), and compares the bundle with them."""
+        rows, positions = self.audited
+        raw = self._raw("query")
+        table = self.queries.take(pa.array(rows)).select(list(raw))
+        table = table.append_column(
+            POSITION, pa.array(positions.tolist(), pa.list_(pa.int32()))
+        )
+        table = table.append_column(
+            LOGIT, pa.array(logits.tolist(), pa.list_(pa.float32()))
+        )
+        write_table(folder / AUDIT, table)
+        tolerance = max(share * float(np.abs(logits).max()), 1e-6)
+        content["audit"] = {"pairs": logits.size, "tolerance": tolerance}
+        return Bundle(folder, Manifest(content=content, certificate={})).audit()
+
+    def _index(self, folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+        if self.index == "exact":
+            return {"kind": "exact"}
+        side = self._side(folder, "query", content)
+        rows = even_rows(len(self.queries), INDEX_QUERIES)
+        queries = side.embed(self.queries.take(pa.array(rows)))
+        stored = np.load(folder / ROWS, mmap_mode="r")
+        return build_faiss(folder, self.index, stored, queries, self.recall)
+
+
+def _taken(column: Values, rows: Sequence[int]) -> Values:
+    values, lengths = column
+    if lengths is None:
+        return Values(values[rows])
+    starts = np.cumsum(lengths) - lengths
+    pieces = [values[starts[row] : starts[row] + lengths[row]] for row in rows]
+    return Values(np.concatenate(pieces), lengths[rows])
+
+
+def _shape_of(array: NDArray[Any]) -> dict[str, Any]:
+    rows, width = array.shape
+    return {"rows": rows, "width": width, "dtype": str(array.dtype)}
+
+
+def _column_json(folder: Path, name: str, column: ModelColumn) -> dict[str, Any]:
+    entry: dict[str, Any] = {"type": column.type}
+    if column.list is not None:
+        entry["list"] = vars(column.list)
+    for key in ("rows", "oov", "weights"):
+        if getattr(column, key) is not None:
+            entry[key] = getattr(column, key)
+    if column.unseen is not None and len(column.unseen):
+        # A file, because it may list millions of rows.
+        (folder / "unseen").mkdir(exist_ok=True)
+        number = len(list((folder / "unseen").iterdir()))
+        path = f"unseen/{number:03}.npy"
+        np.save(folder / path, np.asarray(column.unseen, np.int64), allow_pickle=False)
+        entry["unseen"] = path
+    return entry
+
+
+def _digest(side: str, content: Mapping[str, Any], files: Mapping[str, Any]) -> str:
+    """Returns the digest of all that computes a side's rows."""
+    leaves = content["graphs"][side]["leaves"]
+    tables = {leaf["table"] for leaf in leaves if "table" in leaf}
+    paths = {content["tables"][table]["file"] for table in tables}
+    paths |= {f"{side}.onnx"}
+    paths |= {
+        path for path in files if path.startswith((f"{PREPROCESSOR}/", "unseen/"))
+    }
+    return json_digest(
+        {
+            "files": {path: files[path]["sha256"] for path in sorted(paths)},
+            "graph": content["graphs"][side],
+            "columns": content["columns"][side],
+            "raw": content["raw"][side],
+        },
+        compact=True,
+    )

@@ -1,1 +1,0 @@
-"""export(): writes a trained model, sharded or not, as a bundle."""

@@ -1,1 +1,0 @@
-"""Top-k search over stored vectors: exact, and approximate by FAISS."""

@@ -1,0 +1,814 @@
+"""Networks by leaves: a trained model as columns, tables, and one forward from looked-up rows to logits.
+
+TowerNetwork is a TowerModel or NextItemModel, sharded or not; OwnNetwork any other module whose forward takes columns.
+Both answer with the trained model's logits on every rank, and are split on the first.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor, KeyedTensor
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingBagConfig,
+    PoolingType,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from torchrec_ext.batch import Jagged, skip_fx_notice
+from torchrec_ext.data.preprocess.columns import raw_type
+from torchrec_ext.distributed.tables import (
+    COLLECTIONS,
+    collections,
+    table_configs,
+    tables_of,
+)
+from torchrec_ext.models.session import CANDIDATES, SESSION, NextItemModel
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.interaction import InteractionLayer
+from torchrec_ext.modules.layers import Made
+from torchrec_ext.modules.losses import bce
+from torchrec_ext.modules.session_tower import SessionSteps, SessionTower
+from torchrec_ext.modules.tower import Padded
+from torchrec_ext.retrieval.catalogue import even_rows
+from torchrec_ext.retrieval.columns import ListRule, ModelColumn, Values
+from torchrec_ext.retrieval.manifest import BundleError
+from torchrec_ext.retrieval.split import Leaf, Split
+from torchrec_ext.schema.array_columns import source_columns, widths_of
+from torchrec_ext.schema.validation import listed
+
+_EXAMPLE_ROWS = 64  # rows of an own module's traced example, from both tables evenly
+_DENSE = "dense_features"  # DLRM's own name of its argument
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Given:
+    """What an export was told about the model's columns.
+
+    Args:
+        types: raw type of each of the model's columns.
+        candidates: names of the columns that the catalogue has.
+        oov_ids: out-of-vocabulary row of each column.
+        unseen: rows that training never read, by column.
+        rows: rows of a table that the bundle holds, by table.
+    """
+
+    types: Mapping[str, str]
+    candidates: frozenset[str] = frozenset()
+    oov_ids: Mapping[str, int] = field(default_factory=dict)
+    unseen: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def is_list(self, column: str) -> bool:
+        """Returns whether a column has a list in each row."""
+        if column not in self.types:
+            raise BundleError(
+                f"column '{column}': the model reads it, and neither queries nor catalogue.features have it; they have "
+                f"{listed(sorted(self.types))}"
+            )
+        return self.types[column].startswith("list<")
+
+
+class TowerNetwork:
+    """A trained TowerModel or NextItemModel.
+
+    Args:
+        model: result of ``hybrid_parallel``, in any DistributedModelParallel, or unsharded.
+        candidate: name of the candidate tower; by default the last.
+        given: what is known of its columns.
+
+    Attributes:
+        names: names of the towers of each side.
+        leaves: inputs of its forward.
+        columns: the columns that it reads, by side and name.
+        metric: ``dot``, ``cosine`` or ``top_nn``, as its interaction declares.
+        calibrated: whether the loss makes a logit the log-odds of a positive label.
+
+    Raises:
+        BundleError: it has no tower for candidates alone, or reads a column on both sides.
+    """
+
+    def __init__(
+        self, model: TowerModel | NextItemModel, candidate: str | None, given: Given
+    ) -> None:
+        self.model = model
+        self._given = given
+        if isinstance(model, NextItemModel):
+            names = [SESSION, "item"]
+        else:
+            names = list(model.made_of)
+            _check_towers(model.made_of)
+        candidate = candidate or names[-1]
+        if candidate not in names:
+            raise BundleError(
+                f"candidate={candidate!r}: is not a tower of the model; they are {listed(names)}"
+            )
+        queries = [name for name in names if name != candidate]
+        self.names = {"query": queries, "candidate": [candidate]}
+        inner = model.interaction
+        self.metric = "top_nn"
+        if isinstance(inner, InteractionLayer) and inner.metric is not None:
+            self.metric = inner.metric
+        self.calibrated = (
+            isinstance(model, TowerModel)
+            and model.calibrated
+            and all(loss is bce for loss in model.head_losses())
+        )
+        self._leaves: dict[str, Leaf] = {}
+        self.columns: dict[str, dict[str, ModelColumn]] = {"query": {}, "candidate": {}}
+        if isinstance(model, NextItemModel):
+            length = model.network.encoder.max_length
+            self._list(model.table, SESSION, candidate == SESSION, length)
+            self._row(model.table, CANDIDATES, candidate != SESSION)
+        else:
+            self._towers = _local_towers(model)
+            for name, tower in self._towers.items():
+                self._read(tower, name == candidate)
+        self.leaves = list(self._leaves.values())
+        self.tables = {leaf.table for leaf in self.leaves if leaf.table}
+        both = sorted(set(self.columns["query"]) & set(self.columns["candidate"]))
+        if both:
+            raise BundleError(
+                f"column '{both[0]}': tower '{candidate}' and {listed(queries)} read it, so no item's row can be "
+                "stored; give it to one side"
+            )
+
+    # Leaves
+
+    def _read(self, tower: Any, candidate: bool) -> None:
+        weights: Mapping[str, str] = getattr(tower, "weights", {})
+        longest = None
+        if isinstance(tower, SessionSteps):
+            longest = tower.network.max_length
+        elif isinstance(tower, SessionTower):
+            longest = tower.network.encoder.max_length
+        for table in tower.tables:
+            for feature in table.feature_names:
+                listed_ids = feature in weights or self._given.is_list(feature)
+                if isinstance(table, EmbeddingBagConfig):
+                    if listed_ids:
+                        self._bag(table, feature, candidate, weights.get(feature))
+                    else:
+                        self._row(table, feature, candidate)
+                elif listed_ids:
+                    self._list(table, feature, candidate, longest)
+                else:
+                    self._row(table, feature, candidate)
+        widths = widths_of(tower.dense, self._given.types.keys())
+        for name in source_columns(tower.dense, self._given.types.keys()):
+            shape = (widths[name],) if name in widths else ()
+            self._given.is_list(name)
+            self._add(
+                Leaf(
+                    name=name,
+                    kind="column",
+                    column=name,
+                    candidate=candidate,
+                    shape=shape,
+                )
+            )
+            self._column(name, candidate)
+
+    def _add(self, leaf: Leaf) -> None:
+        self._leaves.setdefault(leaf.name, leaf)
+
+    def _column(self, name: str, candidate: bool, **values: Any) -> None:
+        side = self.columns["candidate" if candidate else "query"]
+        before = side.get(name, ModelColumn(type=self._given.types[name]))
+        rows = values.pop("rows", None)
+        if rows is not None and before.rows is not None:
+            rows = min(rows, before.rows)
+        changes = {key: value for key, value in values.items() if value is not None}
+        side[name] = dataclasses.replace(before, rows=rows, **changes)
+
+    def _ids(
+        self, table: BaseEmbeddingConfig, name: str, candidate: bool, **values: Any
+    ) -> None:
+        held = self._given.rows.get(table.name)
+        rows = table.num_embeddings if held is None else len(held)
+        oov = self._given.oov_ids.get(name, 0)
+        self._column(
+            name,
+            candidate,
+            rows=rows,
+            oov=oov if oov >= 0 else None,
+            unseen=self._given.unseen.get(name),
+            **values,
+        )
+
+    def _row(self, table: BaseEmbeddingConfig, name: str, candidate: bool) -> None:
+        self._ids(table, name, candidate)
+        self._add(_rows_leaf(table, name, candidate, (table.embedding_dim,)))
+
+    def _bag(
+        self,
+        table: EmbeddingBagConfig,
+        name: str,
+        candidate: bool,
+        weights: str | None,
+    ) -> None:
+        self._ids(table, name, candidate, weights=weights)
+        if weights is not None:
+            self._given.is_list(weights)
+            self._column(weights, candidate)
+        self._add(_bag_leaf(table, name, candidate))
+
+    def _list(
+        self, table: BaseEmbeddingConfig, name: str, candidate: bool, most: int | None
+    ) -> None:
+        rule = ListRule(max_length=most)
+        self._ids(table, name, candidate, list=rule)
+        self._add(_rows_leaf(table, name, candidate, (most, table.embedding_dim)))
+        self._add(
+            Leaf(
+                name=f"lengths of {name}",
+                kind="lengths",
+                column=name,
+                candidate=candidate,
+                dtype="int64",
+            )
+        )
+
+    # Logits and parts
+
+    @torch.no_grad()
+    def logits(self, columns: Mapping[str, Values], size: int) -> Tensor:
+        """Returns (B,) logits of the trained model for B rows of all columns. Collective if it is sharded."""
+        schema = dataclasses.replace(self.model.schema(), tasks=())
+        sparse = {}
+        for feature in schema.sparse:
+            values, lengths = columns[feature.name]
+            ids = torch.from_numpy(np.array(values, np.int64))
+            held = self._given.rows.get(feature.tables[0])
+            if held is not None:
+                ids = held[ids]
+            weights = None
+            if feature.weights is not None:
+                weights = _floats(columns[feature.weights].values)
+            counts = (
+                None if lengths is None else torch.from_numpy(lengths.astype(np.int32))
+            )
+            sparse[feature.name] = self._truncated(
+                feature.name, Jagged(ids, counts, weights)
+            )
+        dense = {
+            leaf.column: _matrix(columns[leaf.column])
+            for leaf in self.leaves
+            if leaf.kind == "column"
+        }
+        batch = schema.assemble(sparse, dense, labels=torch.zeros(size))
+        batch = batch.to(_device(self.model))
+        if not isinstance(self.model, NextItemModel):
+            return self.model.logits(batch).float().cpu()
+        outputs = [self.model.embed(name, batch) for name in (SESSION, "item")]
+        return self.model.interaction(outputs).float().cpu()  # type: ignore[no-any-return]
+
+    def _truncated(self, name: str, bags: Jagged) -> Jagged:
+        """Keeps the most recent ids of a list that the model reads no further."""
+        column = self.columns["query"].get(name) or self.columns["candidate"][name]
+        most = None if column.list is None else column.list.max_length
+        if most is None or bags.lengths is None:
+            return bags
+        kept = bags.lengths.clamp(max=most)
+        ends = bags.lengths.cumsum(0).long().repeat_interleave(bags.lengths.long())
+        place = ends - torch.arange(len(bags.values))
+        stays = place <= kept.repeat_interleave(bags.lengths.long())
+        return Jagged(bags.values[stays], kept)
+
+    def split(self, dense: Mapping[str, Tensor]) -> Split:
+        """Returns the model in parts, with dense weights by their names in the unsharded model."""
+        return Split(self.module(dense), self.leaves)
+
+    def module(self, dense: Mapping[str, Tensor]) -> nn.Module:
+        """Returns the model as one module by leaves, on the CPU."""
+        memo: dict[int, Any] = {}
+        interaction = copy.deepcopy(self.model.interaction, memo).cpu()
+        module: nn.Module
+        if isinstance(self.model, NextItemModel):
+            network = copy.deepcopy(self.model.network).cpu()
+            module = _NextItemByLeaves(network, interaction)
+        else:
+            module = _TowersByLeaves(self._towers, interaction, self._given)
+        missing, _ = module.load_state_dict(dict(dense), strict=False, assign=True)
+        assert not missing, f"no weights of {missing}"
+        return module.eval()
+
+
+class _TowersByLeaves(nn.Module):
+    """The towers and the interaction of a TowerModel over looked-up leaves."""
+
+    def __init__(
+        self, towers: Mapping[str, Any], interaction: nn.Module, given: Given
+    ) -> None:
+        super().__init__()
+        self.towers = nn.ModuleDict(towers)
+        self.interaction = interaction
+        self._given = given
+
+    def forward(self, leaves: Mapping[str, Tensor]) -> Tensor:
+        outputs = [self._tower(tower, leaves) for tower in self.towers.values()]
+        return self.interaction(outputs)  # type: ignore[no-any-return]
+
+    def _tower(self, tower: Any, leaves: Mapping[str, Tensor]) -> Tensor:
+        looked_up: dict[str, Any] = {}
+        for table in tower.tables:
+            for feature in table.feature_names:
+                key = f"{feature}@{table.name}"
+                looked_up[key] = _looked_up(table, feature, leaves)
+        rows = next(iter(leaves.values()))
+        dense = _beside(tower.dense, leaves, self._given.types, rows)
+        if hasattr(tower, "release_tables"):
+            return tower(None, dense, looked_up=looked_up)  # type: ignore[no-any-return]
+        for module in tower.modules():
+            if isinstance(module, _LeafCollection):
+                module.looked_up = looked_up
+        return tower(_NoKeys(), dense)  # type: ignore[no-any-return]
+
+
+class _NextItemByLeaves(nn.Module):
+    """A NextItemModel over looked-up leaves."""
+
+    def __init__(self, network: Any, interaction: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.interaction = interaction
+
+    def forward(self, leaves: Mapping[str, Tensor]) -> Tensor:
+        items, lengths, candidates = leaves.values()
+        session = self.network.last_padded(items, lengths)
+        return self.interaction([session, candidates])  # type: ignore[no-any-return]
+
+
+class _NoKeys:
+    """Stands for the ids of a batch, which the leaves have looked up."""
+
+    def keys(self) -> list[str]:
+        return []
+
+
+class _LeafCollection(nn.Module):
+    """Stands for an embedding collection, sharded or not: it returns what the leaves have looked up.
+
+    Args:
+        configs: its tables.
+    """
+
+    def __init__(self, configs: Sequence[BaseEmbeddingConfig]) -> None:
+        super().__init__()
+        self.configs = list(configs)
+        self.looked_up: Mapping[str, Any] = {}
+
+    def embedding_bag_configs(self) -> list[BaseEmbeddingConfig]:
+        return self.configs
+
+    def embedding_configs(self) -> list[BaseEmbeddingConfig]:
+        return self.configs
+
+    def forward(self, features: Any) -> Any:
+        keys: list[tuple[str, BaseEmbeddingConfig]] = []
+        for config in self.configs:
+            keys += [(feature, config) for feature in config.feature_names]
+        counts = [feature for feature, _ in keys]
+        # TorchRec appends the table's name to features of several tables.
+        named = {
+            feature if counts.count(feature) == 1 else f"{feature}@{config.name}": (
+                self.looked_up[f"{feature}@{config.name}"]
+            )
+            for feature, config in keys
+        }
+        if isinstance(self.configs[0], EmbeddingBagConfig):
+            values = [each.float() for each in named.values()]
+            widths = [config.embedding_dim for _, config in keys]
+            return KeyedTensor(list(named), widths, torch.cat(values, 1))
+        return {name: _full_bags(value) for name, value in named.items()}
+
+
+def _full_bags(rows: Any) -> JaggedTensor:
+    """Returns lists of one length (B, L, D), or one row each (B, D), as a JaggedTensor."""
+    if isinstance(rows, Padded):
+        raise BundleError(
+            "model: a tower of your own reads lists of any length by an EmbeddingCollection; pool them by an "
+            "EmbeddingBagCollection, or give the module itself, whose lists have one length"
+        )
+    longest = rows.shape[1] if rows.dim() == 3 else 1
+    lengths = torch.full((rows.shape[0],), longest)
+    return JaggedTensor(values=rows.reshape(-1, rows.shape[-1]), lengths=lengths)
+
+
+def _looked_up(
+    table: BaseEmbeddingConfig, feature: str, leaves: Mapping[str, Tensor]
+) -> Any:
+    rows = leaves[f"{feature}@{table.name}"]
+    if isinstance(table, EmbeddingBagConfig):
+        return rows
+    if rows.dim() == 2:
+        return Padded(rows[:, None], torch.ones_like(rows[:, 0], dtype=torch.int64))
+    return Padded(rows, leaves[f"lengths of {feature}"])
+
+
+def _beside(
+    names: Sequence[str],
+    leaves: Mapping[str, Tensor],
+    types: Mapping[str, str],
+    rows: Tensor,
+) -> Tensor:
+    """Returns (B, Fd) dense columns side by side, an array column as a whole where its elements are in order."""
+    widths = widths_of(names, types.keys())
+    blocks = []
+    place = 0
+    while place < len(names):
+        name = names[place]
+        column = source_columns([name], types.keys())[0]
+        width = widths.get(column, 0)
+        whole = [f"{column}[{index}]" for index in range(width)]
+        if column == name:
+            blocks.append(leaves[name][:, None])
+            place += 1
+        elif list(names[place : place + width]) == whole:
+            blocks.append(leaves[column])
+            place += width
+        else:
+            index = whole.index(name)
+            blocks.append(leaves[column][:, index : index + 1])
+            place += 1
+    if not blocks:
+        return rows.new_zeros((rows.shape[0], 0), dtype=torch.float32)
+    return torch.cat(blocks, dim=1)
+
+
+def _local_towers(model: TowerModel) -> dict[str, Any]:
+    """Returns towers of the same layers without tables, on the CPU; their weights are not the model's."""
+    towers: dict[str, Any] = {}
+    live: Any = getattr(model, "towers", {})
+    for name, (kind, arguments) in model.made_of.items():
+        if arguments is None:
+            if name not in live:
+                raise BundleError(
+                    f"tower '{name}': a {kind.__name__} on ranks of its own cannot be exported; derive it from "
+                    "Recorded, or load the checkpoint unsharded"
+                )
+            towers[name] = _without_tables(live[name]).cpu()
+            continue
+        arguments = copy.deepcopy(arguments)
+        if "device" in inspect.signature(kind.__init__).parameters:
+            arguments["device"] = torch.device("meta")
+        # Draws of the layers' first weights must not change those of a training that
+        # goes on.
+        with torch.random.fork_rng(devices=[]):
+            tower: Any = kind(**arguments)
+        if hasattr(tower, "release_tables"):
+            tower.release_tables([table.name for table in tower.tables])
+        else:
+            tower = _without_tables(tower)
+        towers[name] = tower
+    return towers
+
+
+def _without_tables(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module whose collections stand for leaves; weights on the CPU are shared."""
+    memo: dict[int, Any] = {}
+    for value in (*module.parameters(), *module.buffers()):
+        if value.device.type == "cpu":
+            memo[id(value)] = value
+    if isinstance(module, COLLECTIONS):
+        return _LeafCollection(table_configs(module))
+    for _, collection in collections(module):
+        memo[id(collection)] = _LeafCollection(table_configs(collection))
+    return copy.deepcopy(module, memo)
+
+
+def _rows_leaf(
+    table: BaseEmbeddingConfig,
+    column: str,
+    candidate: bool,
+    shape: tuple[int | None, ...],
+) -> Leaf:
+    return Leaf(
+        name=f"{column}@{table.name}",
+        kind="rows",
+        column=column,
+        candidate=candidate,
+        shape=shape,
+        table=table.name,
+    )
+
+
+def _bag_leaf(table: EmbeddingBagConfig, column: str, candidate: bool) -> Leaf:
+    return Leaf(
+        name=f"{column}@{table.name}",
+        kind="pooled",
+        column=column,
+        candidate=candidate,
+        shape=(table.embedding_dim,),
+        table=table.name,
+        pooling="mean" if table.pooling == PoolingType.MEAN else "sum",
+    )
+
+
+def _check_towers(records: Mapping[str, Made]) -> None:
+    for name, tower in records.items():
+        if issubclass(tower.kind, SessionTower) and (tower.arguments or {}).get(
+            "target"
+        ):
+            raise BundleError(
+                f"tower '{name}': its target item is a step of its sequence, so the item has no vector of "
+                "its own; make the model by bst(), or rank with the model itself"
+            )
+    if len(records) < 2:
+        raise BundleError(
+            f"model: has the tower {', '.join(records)} alone; serving needs one of the query and one of the candidates"
+        )
+
+
+class OwnNetwork:
+    """A module of the user's own, or a DLRM of TorchRec, whose forward takes columns.
+
+    Args:
+        model: module with a forward from columns by name, or from one dict of them; or a DLRM or DLRMTrain.
+        queries: rows of raw columns of the queries.
+        catalogue: rows of raw columns of the candidates.
+        given: what is known of the columns.
+        metric: ``dot`` or ``cosine`` if the logits are products, which is checked; None to find out.
+
+    Attributes: see :class:`TowerNetwork`.
+    """
+
+    calibrated = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        queries: pa.Table,
+        catalogue: pa.Table,
+        given: Given,
+        metric: str | None,
+    ) -> None:
+        # Brings lagging rows of an adopted step up to date, or raises with a remedy.
+        model.state_dict()
+        self.model: Any = get_unwrapped_module(model)
+        if isinstance(self.model, DLRMTrain):
+            self.model = self.model.model
+        self._given = given
+        self.names = {"query": ["query"], "candidate": ["candidate"]}
+        both = sorted(set(queries.column_names) & set(catalogue.column_names))
+        if both:
+            raise BundleError(
+                f"columns {both}: are columns of queries and of the catalogue; rename them in one"
+            )
+        configs = tables_of(self.model)
+        self._features = {
+            feature: [config for config in configs if feature in config.feature_names]
+            for config in configs
+            for feature in config.feature_names
+        }
+        tables = {
+            **dict.fromkeys(queries.column_names, queries),
+            **dict.fromkeys(catalogue.column_names, catalogue),
+        }
+        self._call, columns = self._inputs(list(tables))
+        self._dtypes: dict[str, str] = {}
+        leaves: list[Leaf] = []
+        examples: dict[str, Tensor] = {}
+        for name in columns:
+            table = tables[name]
+            candidate = name in given.candidates
+            if name in self._features:
+                leaves += self._collected(name, table, candidate)
+            values = _example(name, table)
+            self._dtypes[name] = str(values.dtype).removeprefix("torch.")
+            leaves.append(
+                Leaf(
+                    name=name,
+                    kind="column",
+                    column=name,
+                    candidate=candidate,
+                    shape=tuple(values.shape[1:]),
+                    dtype=self._dtypes[name],
+                )
+            )
+            examples[name] = values
+        local = _OwnByLeaves(
+            _without_tables(self.model), self._call, columns, self._features
+        )
+        for leaf in leaves:
+            examples.setdefault(leaf.name, leaf.example(_EXAMPLE_ROWS))
+        self._split = Split(local.eval(), leaves, examples)
+        split = self._split
+        if metric is not None and not split.product:
+            raise BundleError(
+                f"metric={metric!r}: the logits are no products of two vectors, because of {split.why_no_product}; "
+                "leave metric out"
+            )
+        self.metric = metric or ("dot" if split.product else "top_nn")
+        self.columns = self._columns_of(split)
+        self.tables = {
+            leaf.table
+            for part in (split.query, split.candidate)
+            for leaf in part.leaves
+            if leaf.table
+        }
+
+    def _inputs(self, names: Sequence[str]) -> tuple[str, list[str]]:
+        """Returns the name of forward's dict argument (empty if it takes columns by name), and the columns to give."""
+        if isinstance(self.model, DLRM):
+            wanted = [_DENSE, *self._features]
+            missing = [name for name in wanted if name not in names]
+            sides = {name in self._given.candidates for name in wanted}
+            if missing or len(sides) < 2:
+                raise BundleError(
+                    f"model: {type(self.model).__name__} reads {listed(wanted)[:60]}; give each as a column of queries "
+                    f"or of catalogue.features, some in both; missing: {listed(missing)[:40] or 'one side'}"
+                )
+            skip_fx_notice()
+            return "", wanted
+        parameters = dict(inspect.signature(self.model.forward).parameters)
+        # A forward that was replaced by a plain function has it.
+        parameters.pop("self", None)
+        required = [
+            name
+            for name, each in parameters.items()
+            if each.default is each.empty
+            and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        ]
+        if len(required) == 1 and required[0] not in names:
+            types = self._given.types
+            return required[0], [name for name in names if _is_numeric(types[name])]
+        missing = [name for name in required if name not in names]
+        if missing:
+            raise BundleError(
+                f"model: forward of {type(self.model).__name__} takes {listed(missing)}, which is no column; the "
+                f"columns are {listed(names)}; name them as the arguments"
+            )
+        return "", [name for name in parameters if name in names]
+
+    def _collected(self, name: str, table: pa.Table, candidate: bool) -> list[Leaf]:
+        """Returns the leaves of a feature of the module's embedding collections."""
+        leaves = []
+        listed_ids = self._given.is_list(name)
+        for config in self._features[name]:
+            width = config.embedding_dim
+            if isinstance(config, EmbeddingBagConfig) and listed_ids:
+                leaves.append(_bag_leaf(config, name, candidate))
+            elif listed_ids:
+                length = _example(name, table).shape[1]
+                leaves.append(_rows_leaf(config, name, candidate, (length, width)))
+            else:
+                leaves.append(_rows_leaf(config, name, candidate, (width,)))
+        return leaves
+
+    def _columns_of(self, split: Split) -> dict[str, dict[str, ModelColumn]]:
+        columns: dict[str, dict[str, ModelColumn]] = {"query": {}, "candidate": {}}
+        sizes = {config.name: config.num_embeddings for config in tables_of(self.model)}
+        state = dict(self.model.named_parameters())
+        sizes |= {
+            table: len(state[path.removeprefix("model.")])
+            for table, path in split.tables.items()
+        }
+        for side, part in (("query", split.query), ("candidate", split.candidate)):
+            for leaf in part.leaves:
+                name = leaf.column
+                before = columns[side].get(name)
+                rows = [] if before is None or before.rows is None else [before.rows]
+                if leaf.table:
+                    rows.append(sizes[leaf.table])
+                oov = self._given.oov_ids.get(name, -1)
+                columns[side][name] = ModelColumn(
+                    type=self._given.types[name],
+                    rows=min(rows) if rows else None,
+                    oov=oov if rows and oov >= 0 else None,
+                    unseen=self._given.unseen.get(name) if rows else None,
+                )
+        return columns
+
+    @torch.no_grad()
+    def logits(self, columns: Mapping[str, Values], size: int) -> Tensor:
+        """Returns (B,) logits of the trained model for B rows of all columns. Collective if it is sharded."""
+        device = _device(self.model)
+        if isinstance(self.model, DLRM):
+            keys = [name for name in columns if name in self._features]
+            ids = [
+                torch.from_numpy(np.array(columns[name].values, np.int64))
+                for name in keys
+            ]
+            counts = []
+            for name in keys:
+                lengths = columns[name].lengths
+                ones = np.ones(size, np.int32)
+                counts.append(
+                    torch.from_numpy(
+                        ones if lengths is None else lengths.astype(np.int32)
+                    )
+                )
+            keyed = KeyedJaggedTensor(keys, torch.cat(ids), lengths=torch.cat(counts))
+            dense = _matrix(columns[_DENSE]).to(device)
+            return self.model(dense, keyed.to(device)).reshape(-1).float().cpu()  # type: ignore[no-any-return]
+        values = {
+            name: _matrix(each, self._dtypes[name]).to(device)
+            for name, each in columns.items()
+        }
+        try:
+            logits = _call(self.model, self._call, values)
+        except IndexError as error:
+            raise BundleError(
+                f"model: forward raises '{error}': an id that it computes is no row of its table; give queries and a "
+                "catalogue whose ids the tables have"
+            ) from None
+        return logits.reshape(-1).float().cpu()  # type: ignore[no-any-return]
+
+    def split(self, dense: Mapping[str, Tensor]) -> Split:
+        """Returns the model in parts."""
+        return self._split
+
+    def module(self, dense: Mapping[str, Tensor]) -> nn.Module:
+        """Returns the model by leaves, for its weights."""
+        return _OwnByLeaves(self.model, self._call, [], {})
+
+
+class _OwnByLeaves(nn.Module):
+    """A user's module over a dict of leaves."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: str,
+        columns: Sequence[str],
+        features: Mapping[str, Sequence[BaseEmbeddingConfig]],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._call = call
+        self._columns = list(columns)
+        self._keys = [
+            f"{feature}@{config.name}"
+            for feature, configs in features.items()
+            for config in configs
+        ]
+
+    def forward(self, leaves: Mapping[str, Tensor]) -> Tensor:
+        looked_up = {key: leaves[key] for key in self._keys if key in leaves}
+        for module in self.model.modules():
+            if isinstance(module, _LeafCollection):
+                module.looked_up = looked_up
+        if isinstance(self.model, DLRM):
+            return self.model(leaves[_DENSE], _NoKeys())  # type: ignore[no-any-return]
+        columns = {name: leaves[name] for name in self._columns}
+        return _call(self.model, self._call, columns)  # type: ignore[no-any-return]
+
+
+def _call(model: nn.Module, call: str, columns: Mapping[str, Tensor]) -> Any:
+    return model(dict(columns)) if call else model(**columns)
+
+
+def _example(name: str, table: pa.Table) -> Tensor:
+    """Returns the example's rows of a column, (B,) or (B, W)."""
+    column = table[name].take(pa.array(even_rows(len(table), _EXAMPLE_ROWS)))
+    kind = raw_type(column.type) or ""
+    if not _is_numeric(kind):
+        raise BundleError(
+            f"column '{name}': {column.type}; an own module reads whole numbers, numbers or lists of them"
+        )
+    dtype = torch.int64 if "int64" in kind else torch.float32
+    try:
+        return torch.tensor(column.to_pylist(), dtype=dtype)
+    except (ValueError, TypeError):
+        raise BundleError(
+            f"column '{name}': lists of different lengths, or rows without a value; pad lists as in training"
+        ) from None
+
+
+def _is_numeric(kind: str) -> bool:
+    return kind.removeprefix("list<").removesuffix(">") in (
+        "int64",
+        "float32",
+        "float64",
+        "bool",
+    )
+
+
+def _floats(values: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.array(values, np.float32))
+
+
+def _matrix(column: Values, dtype: str = "float32") -> Tensor:
+    """Returns (B,) or (B, W) numbers; lists of one length."""
+    values = torch.from_numpy(np.array(column.values, dtype))
+    if column.lengths is None:
+        return values
+    return values.view(len(column.lengths), -1)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((value.device for value in model.parameters()), torch.device("cpu"))

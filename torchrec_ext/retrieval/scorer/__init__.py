@@ -1,1 +1,0 @@
-"""Scorer: from a request to recommendations, scores or vectors, in one process."""

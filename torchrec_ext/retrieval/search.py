@@ -1,0 +1,370 @@
+"""Search: the best K items of a query under a mask, exact over all stored rows, or by an index of FAISS.
+
+The scores of an answer are always those of :meth:`Bundle.logits`, so a pair has one number however it was found.
+Axis letters: N items, K retrieved, W width of a query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrec_ext.retrieval.bundle import Bundle, Floats
+from torchrec_ext.retrieval.catalogue import IdArray
+from torchrec_ext.retrieval.manifest import BundleError
+
+Mask = NDArray[np.bool_]
+INDEX = "index.faiss"
+# Rows scored at a time, a multiple of bundle.STEP: what a network makes of them fits a
+# core's cache.
+BLOCK = 2048
+# A product's block is one pass of BLAS over the rows.
+_PRODUCT_BLOCK = 2**15
+# Items that pass a filter are gathered if at most 1 in this many does.
+_GATHERED = 8
+# Float32 sums in another order differ by this share of the greatest possible score.
+_ROUNDING = 2.0**-20
+# Beyond it, it is the request's features that make a score overflow.
+_GREATEST_QUERY = 1e15
+_K = 10
+
+
+class ScoreError(ValueError):
+    """A score is NaN or infinite; the message names the item."""
+
+
+class QueryError(ValueError):
+    """A query's vector is beyond the numbers that a model can score: a feature is too large."""
+
+
+class Found(NamedTuple):
+    """The K best items: logits (K,), the best first, and positions (K,); ties stand in the order of positions."""
+
+    scores: Floats
+    positions: IdArray
+
+
+class ExactSearch:
+    """Searches all stored rows of a bundle.
+
+    Args:
+        bundle: bundle with rows, and the graph of its pairs.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+        self._is_product = bundle.metric == "product"
+        self._margin = 0.0
+        if self._is_product:
+            self._margin = _ROUNDING * _greatest_norm(bundle.rows)
+
+    def search(self, query: Floats, k: int, mask: Mask | None = None) -> Found:
+        """Returns the ``k`` best items of a query (W,), fewer only if fewer pass.
+
+        Args:
+            query: output of the query side.
+            k: number of items.
+            mask: (N,) True for items to choose among; None for all.
+
+        Raises:
+            ScoreError: a score is NaN or infinite.
+            QueryError: the query is, or is too large.
+        """
+        check_query(query)
+        if mask is not None and np.count_nonzero(mask) * _GATHERED <= len(mask):
+            return self.among(query, k, np.flatnonzero(mask))
+        best = _Best(k, self._margin * float(np.linalg.norm(query)))
+        step = BLOCK
+        score: Callable[[int, int], Floats]
+        if self._is_product:
+            step = _PRODUCT_BLOCK
+
+            def score(start: int, stop: int) -> Floats:
+                rows = self._bundle.rows[start:stop]
+                return rows.astype(np.float32, copy=False) @ query
+        else:
+
+            def score(start: int, stop: int) -> Floats:
+                return self._bundle.block_logits(query, start, stop)
+
+        for start in range(0, len(self._bundle.rows), step):
+            stop = min(start + step, len(self._bundle.rows))
+            scores = score(start, stop)
+            # A NaN anywhere makes the greatest NaN; a comparison would drop it.
+            if not np.isfinite(scores.max()):
+                self._refuse(scores, np.arange(start, stop))
+            best.add(scores, start, mask)
+        if self._is_product:
+            return self.among(query, k, np.sort(best.positions))
+        return self._ranked(best.scores, best.positions, k)
+
+    def among(self, query: Floats, k: int, positions: IdArray) -> Found:
+        """Returns the ``k`` best of the items at ascending ``positions``; raises as :meth:`search`."""
+        scores = np.empty(len(positions), np.float32)
+        for start in range(0, len(positions), BLOCK):
+            block = positions[start : start + BLOCK]
+            scores[start : start + BLOCK] = self._bundle.logits(query, block)
+        return self._ranked(scores, positions, k)
+
+    def _ranked(self, scores: Floats, positions: IdArray, k: int) -> Found:
+        if len(scores) and not np.isfinite(scores.max()):
+            self._refuse(scores, positions)
+        order = rank(scores, k)
+        found = Found(scores[order], positions[order])
+        if not np.isfinite(found.scores).all():
+            self._refuse(found.scores, found.positions)
+        return found
+
+    def _refuse(self, scores: Floats, positions: IdArray) -> None:
+        index = int((~np.isfinite(scores)).argmax())
+        item = self._bundle.items.ids.ids(positions[index : index + 1])[0]
+        raise ScoreError(
+            f"item {str(item)[:60]}: its score is {scores[index]}: the bundle cannot score it; export another one"
+        )
+
+
+def check_query(query: Floats) -> None:
+    """Refuses a query (W,) that a model cannot score.
+
+    Raises:
+        QueryError: a number is NaN, infinite or beyond 1e15.
+    """
+    # Written so, because NaN is below nothing.
+    if not np.abs(query).max(initial=0.0) <= _GREATEST_QUERY:
+        raise QueryError(
+            "the scores would be beyond float32: a feature is too large; send smaller numbers"
+        )
+
+
+def rank(scores: Floats, k: int) -> NDArray[np.intp]:
+    """Returns indices of the ``k`` greatest scores, the greatest first, equal ones in their order."""
+    if k < len(scores) // 4:
+        least = np.partition(scores, len(scores) - k)[len(scores) - k]
+        kept = np.flatnonzero(scores >= least)
+        return kept[np.argsort(-scores[kept], kind="stable")[:k]]
+    return np.argsort(-scores, kind="stable")[:k]
+
+
+class _Best:
+    """The items so far whose scores are within ``margin`` of the K best, in the order of their positions."""
+
+    def __init__(self, k: int, margin: float) -> None:
+        self._k = k
+        self._margin = 2 * margin
+        self._least = -np.inf
+        self.scores: Floats = np.zeros(0, np.float32)
+        self.positions: IdArray = np.zeros(0, np.int64)
+
+    def add(self, scores: Floats, start: int, mask: Mask | None) -> None:
+        """Adds the scores of the items from ``start`` on."""
+        hits = np.flatnonzero(scores >= self._least)
+        if mask is not None:
+            hits = hits[mask[start + hits]]
+        if not len(hits):
+            return
+        self.scores = np.concatenate([self.scores, scores[hits]])
+        self.positions = np.concatenate([self.positions, hits + start])
+        size = len(self.scores)
+        if size <= self._k:
+            return
+        least = np.partition(self.scores, size - self._k)[size - self._k]
+        self._least = least - self._margin
+        kept = self.scores >= self._least
+        self.scores = self.scores[kept]
+        self.positions = self.positions[kept]
+
+
+def _greatest_norm(rows: NDArray[Any]) -> float:
+    greatest = 0.0
+    for start in range(0, len(rows), _PRODUCT_BLOCK):
+        block = rows[start : start + _PRODUCT_BLOCK].astype(np.float32, copy=False)
+        greatest = max(greatest, float(np.einsum("nw,nw->n", block, block).max()))
+    return float(np.sqrt(greatest))
+
+
+class FaissSearch:
+    """Searches an index of FAISS, and falls back to exact search where a filter leaves it too few items.
+
+    Args:
+        bundle: bundle with the rows; its metric is ``product``.
+        index: the open index.
+        settings: parameters of a search, such as ``{"nprobe": 16}``.
+    """
+
+    def __init__(self, bundle: Bundle, index: Any, settings: Mapping[str, int]) -> None:
+        self._exact = ExactSearch(bundle)
+        self._index = index
+        self._settings = dict(settings)
+        self._size = len(bundle.rows)
+
+    @classmethod
+    def open(cls, bundle: Bundle) -> FaissSearch:
+        """Opens the index of a bundle.
+
+        Raises:
+            BundleError: FAISS is not installed, or the index is of other rows.
+        """
+        faiss = _faiss()
+        path = bundle.folder / INDEX
+        try:
+            index = faiss.read_index(str(path))
+        except RuntimeError as error:
+            raise BundleError(
+                f"{path}: FAISS cannot read it ({str(error).splitlines()[-1][:80]}); export the bundle again"
+            ) from None
+        if (index.ntotal, index.d) != bundle.rows.shape:
+            raise BundleError(
+                f"{path}: has {index.ntotal} rows of {index.d}, the bundle has {bundle.rows.shape}; export it again"
+            )
+        return cls(bundle, index, bundle.manifest.content["index"]["settings"])
+
+    def search(self, query: Floats, k: int, mask: Mask | None = None) -> Found:
+        """Returns the ``k`` best items that the index finds; see :meth:`ExactSearch.search`."""
+        check_query(query)
+        passing = self._size if mask is None else int(np.count_nonzero(mask))
+        if passing * _GATHERED > self._size and k < passing:
+            positions = found_by(self._index, self._settings, query[None], k, mask)[0]
+            positions = positions[positions >= 0]
+            if len(positions) == k:
+                return self._exact.among(query, k, np.sort(positions))
+        return self._exact.search(query, k, mask)
+
+    def among(self, query: Floats, k: int, positions: IdArray) -> Found:
+        """See :meth:`ExactSearch.among`."""
+        return self._exact.among(query, k, positions)
+
+
+def open_search(bundle: Bundle) -> ExactSearch | FaissSearch:
+    """Opens the search that a bundle's manifest names."""
+    if bundle.manifest.content["index"]["kind"] == "faiss":
+        return FaissSearch.open(bundle)
+    return ExactSearch(bundle)
+
+
+def build_faiss(
+    folder: Path,
+    factory: str,
+    rows: NDArray[Any],
+    queries: Floats,
+    recall: float,
+) -> dict[str, Any]:
+    """Writes the index of a bundle; returns the manifest's entry for it.
+
+    Half of the queries choose the cheapest setting that reaches the recall. The other half measures the recall of the
+    entry.
+
+    Args:
+        folder: folder of the bundle.
+        factory: text for ``faiss.index_factory``, such as ``IVF1024,Flat`` or ``HNSW32``.
+        rows: (N, W) stored rows.
+        queries: (Q, W) outputs of the query side, two or more.
+        recall: least share of the 10 best items that the index finds.
+
+    Raises:
+        BundleError: the factory is not one of FAISS's, or no setting reaches the recall.
+    """
+    faiss = _faiss()
+    vectors = np.ascontiguousarray(rows, np.float32)
+    try:
+        index = faiss.index_factory(
+            vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT
+        )
+        if type(faiss.downcast_index(index)) is faiss.IndexPreTransform:
+            raise RuntimeError("a transform before the index takes no filter")
+        index.train(vectors)
+        index.add(vectors)
+        # Some of its indexes take no filter, and say so only when they are asked.
+        everything = np.ones(len(vectors), np.bool_)
+        found_by(index, _settings(index)[0], vectors[:1], 1, everything)
+    except RuntimeError as error:
+        raise BundleError(
+            f"index={factory!r}: FAISS refuses it ({str(error).splitlines()[-1][-100:]}); give a text for "
+            "index_factory, such as IVF1024,Flat"
+        ) from None
+    k = min(_K, len(vectors))
+    tuning, measuring = queries[::2], queries[1::2]
+    reached = 0.0
+    for settings in _settings(index):
+        reached = _recall(index, settings, tuning, vectors, k)
+        if reached >= recall:
+            break
+    else:
+        raise BundleError(
+            f"index={factory!r}: finds {reached:.1%} of the {k} best at most, recall={recall} is asked; ask for less, "
+            "or take another index"
+        )
+    faiss.write_index(index, str(folder / INDEX))
+    return {
+        "kind": "faiss",
+        "factory": factory,
+        "settings": settings,
+        "recall": _recall(index, settings, measuring, vectors, k),
+        "k": k,
+        "queries": len(measuring),
+    }
+
+
+def found_by(
+    index: Any,
+    settings: Mapping[str, int],
+    queries: Floats,
+    k: int,
+    mask: Mask | None = None,
+) -> IdArray:
+    """Returns (Q, K) positions that an index of FAISS finds among those of a mask, -1 for none."""
+    faiss = _faiss()
+    kinds = {
+        "nprobe": faiss.SearchParametersIVF,
+        "efSearch": faiss.SearchParametersHNSW,
+    }
+    kind = kinds.get(next(iter(settings), ""), faiss.SearchParameters)
+    options: dict[str, Any] = dict(settings)
+    if "efSearch" in options:
+        options["efSearch"] = max(k, options["efSearch"])
+    if mask is not None:
+        # Kept in a variable: the selector reads the array's own memory.
+        bits = np.packbits(mask, bitorder="little")
+        options["sel"] = faiss.IDSelectorBitmap(bits)
+    found: IdArray = index.search(queries, k, params=kind(**options))[1]
+    return found
+
+
+def _settings(index: Any) -> Sequence[dict[str, int]]:
+    """Returns the settings to try of an index, the cheapest first."""
+    faiss = _faiss()
+    plain = faiss.downcast_index(index)
+    if isinstance(plain, faiss.IndexIVF):
+        powers = range(int(plain.nlist).bit_length() + 1)
+        return [{"nprobe": min(2**power, plain.nlist)} for power in powers]
+    if isinstance(plain, faiss.IndexHNSW):
+        return [{"efSearch": 2**power} for power in range(4, 13)]
+    return [{}]
+
+
+def _recall(
+    index: Any, settings: Mapping[str, int], queries: Floats, rows: Floats, k: int
+) -> float:
+    found = found_by(index, settings, queries, k)
+    hits = 0
+    for query, positions in zip(queries, found, strict=True):
+        hits += len(np.intersect1d(rank(rows @ query, k), positions))
+    return hits / (k * len(queries))
+
+
+def check_faiss() -> None:
+    """Raises BundleError if the package of FAISS is missing."""
+    _faiss()
+
+
+def _faiss() -> Any:
+    try:
+        import faiss
+    except ModuleNotFoundError:
+        raise BundleError(
+            "an index of FAISS needs its package: pip install 'torchrec-ext[retrieval]'"
+        ) from None
+    return faiss

@@ -1,0 +1,452 @@
+"""ASGI application of a worker: routes, and a guard that checks host and token, counts, times and logs requests."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from importlib.resources import files
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.scorer import (
+    EmbedRequest,
+    NearestRequest,
+    RecommendRequest,
+    RequestError,
+    Scorer,
+)
+from torchrec_ext.retrieval.search import ScoreError
+from torchrec_ext.retrieval.server import structs
+from torchrec_ext.retrieval.server.describe import bundle_page, example_user
+from torchrec_ext.retrieval.server.settings import ServerConfig
+from torchrec_ext.retrieval.server.telemetry import (
+    Log,
+    Metrics,
+    resident_bytes,
+    where,
+)
+from torchrec_ext.retrieval.server.watch import Watch
+from torchrec_ext.retrieval.store import StoredUsers
+from torchrec_ext.schema.validation import listed
+
+_PAGES = {
+    "/": ("index.html", "text/html"),
+    "/docs": ("docs.html", "text/html"),
+    "/static/page.css": ("page.css", "text/css"),
+    "/static/page.js": ("page.js", "text/javascript"),
+    "/static/docs.js": ("docs.js", "text/javascript"),
+    "/static/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_REFUSED = "a bundle was refused; the log of the server says why, and so does this page to those who bear its token"
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "
+    "'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+_RAW_HEADERS = [
+    (name.lower().encode(), value.encode()) for name, value in _HEADERS.items()
+]
+_LATER = (429, 503)  # statuses after which the same request may succeed later
+_GONE = 499  # nginx's status for a client that left, for the metrics; never sent
+_LONGEST = 500  # characters of a message
+# Set once a worker was ready: from then on a failed start is tried again.
+SERVING = "TORCHREC_EXT_SERVING"
+_STARTUP_FAILURE = 3  # uvicorn's: it ends the server
+
+
+class Refusal(Exception):  # noqa: N818  (an answer to a caller is not an error of ours)
+    """The answer to a refused request.
+
+    Args:
+        status: HTTP status.
+        code: one word for programs.
+        message: problem and remedy, for people.
+        field: wrong field of the request, or None.
+        headers: further headers. 503 also has ``Retry-After``.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        field: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        body = structs.ErrorBody(code=code, message=message[:_LONGEST], field=field)
+        self.body = structs.ErrorAnswer(error=body)
+        self.headers = dict(headers or {})
+        if status in _LATER:
+            self.headers["Retry-After"] = "1"
+
+
+class _Live(NamedTuple):
+    """A bundle that answers: its scorer, and the decoder of each kind of request."""
+
+    bundle: Bundle
+    scorer: Scorer
+    routes: Mapping[str, structs.Route]
+    decoders: Mapping[str, msgspec.json.Decoder[Any]]
+
+
+class Served:
+    """State of a worker: the live bundle, metrics and log.
+
+    Args:
+        settings: settings of the server.
+
+    Raises:
+        ValueError: the bundle or the store is refused.
+    """
+
+    def __init__(self, settings: ServerConfig) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.log = Log()
+        self.refused: str | None = None
+        self.vectors = None
+        if settings.vectors is not None:
+            self.vectors = StoredUsers(settings.vectors)
+        self.watch = Watch(
+            settings.bundle,
+            settings.watch_s,
+            settings.threads,
+            self.swap,
+            self._refuse,
+        )
+        self.live = self._make_live(self.watch.load())
+        self.log("ready", bundle=self.live.bundle.digest[:12])
+
+    def _make_live(self, bundle: Bundle) -> _Live:
+        scorer = Scorer(bundle, self.vectors)
+        example = example_user(bundle, private=self.settings.is_private)
+        routes = structs.routes_of(bundle, self.settings, example)
+        decoders = {
+            path: msgspec.json.Decoder(route.body) for path, route in routes.items()
+        }
+        return _Live(bundle, scorer, routes, decoders)
+
+    def swap(self, bundle: Bundle) -> None:
+        """Takes another bundle into service. Requests in progress finish with the previous one."""
+        # One assignment, so that a request never mixes two bundles.
+        self.live = self._make_live(bundle)
+        self.refused = None
+        self.metrics.swaps.labels("loaded").inc()
+        self.log("bundle_loaded", bundle=bundle.digest[:12])
+
+    def _refuse(self, error: Exception) -> None:
+        self.refused = str(error)
+        self.metrics.swaps.labels("refused").inc()
+        # A bundle's error names files, and no caller's data.
+        reason = str(error) if isinstance(error, ValueError) else type(error).__name__
+        self.log("bundle_refused", reason=reason)
+
+    def bears_token(self, authorization: str) -> bool:
+        """Returns whether a header ``Authorization`` has the token, or none is needed."""
+        token = self.settings.token
+        if token is None:
+            return True
+        expected = f"Bearer {token}".encode()
+        return hmac.compare_digest(authorization.encode(), expected)
+
+    async def answer(self, request: Request) -> Response:
+        """Parses a request by the live bundle's columns, and answers it."""
+        live = self.live
+        path = request.scope["path"]
+        content = await self._content(request)
+        try:
+            body = live.decoders[path].decode(content)
+            wanted = live.routes[path].request(body)
+            if isinstance(wanted, RecommendRequest):
+                answer: Any = live.scorer.recommend(wanted)
+            elif isinstance(wanted, EmbedRequest):
+                answer = live.scorer.embed(wanted)
+            elif isinstance(wanted, NearestRequest):
+                answer = live.scorer.nearest(wanted)
+            else:
+                answer = live.scorer.score(wanted)
+        except msgspec.ValidationError as error:
+            message, field = structs.field_of(error)
+            text = f"{field}: {message}" if field else message
+            raise Refusal(422, "invalid", text, field=field or None) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise Refusal(
+                400,
+                "not_json",
+                f"the body is not JSON ({str(error)[:100]}); send an object",
+            ) from None
+        except RequestError as error:
+            raise Refusal(422, "invalid", str(error), field=error.field) from None
+        except ScoreError as error:
+            self.log("score_refused", bundle=live.bundle.digest[:12])
+            raise Refusal(500, "bundle", str(error)) from None
+        cold = getattr(answer, "cold", None)
+        if cold is not None and cold.unknown_user:
+            self.metrics.cold.inc()
+        return _json(structs.answer_struct(answer))
+
+    async def _content(self, request: Request) -> bytes:
+        kind = request.headers.get("content-type", "application/json")
+        if kind.partition(";")[0].strip().lower() != "application/json":
+            raise Refusal(
+                415,
+                "not_json",
+                "the content type must be application/json; send the header `Content-Type: application/json`",
+            )
+        most = self.settings.limits.body_bytes
+        too_long = Refusal(
+            413,
+            "over_limit",
+            f"the body is longer than {most} bytes, which is the limit; send fewer ids, in several requests",
+        )
+        # By the declared length first, before any memory is taken.
+        declared = request.headers.get("content-length", "0")
+        if declared.isdigit() and int(declared) > most:
+            raise too_long
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > most:
+                raise too_long
+        return bytes(body)
+
+    async def describe_bundle(self, request: Request) -> Response:
+        """Describes the live bundle for people and the page."""
+        return _json(bundle_page(self.live.bundle, self.settings))
+
+    async def healthz(self, request: Request) -> Response:
+        """Reports a running process."""
+        return _json({"status": "ok"})
+
+    async def readyz(self, request: Request) -> Response:
+        """Reports readiness and the live bundle; the reason of a refused bundle only with the token."""
+        reason = self.refused
+        if reason is not None and not self.bears_token(
+            request.headers.get("authorization", "")
+        ):
+            reason = _REFUSED
+        stores = {}
+        if self.vectors is not None:
+            fits = self.vectors.tower == self.live.bundle.query_digest
+            stores["store"] = self.vectors.available and fits
+        return _json(
+            {
+                "status": "ready",
+                "bundle": self.live.bundle.digest,
+                "refused": reason,
+                "vectors": stores,
+            }
+        )
+
+    async def figures(self, request: Request) -> Response:
+        """Returns the metrics of all workers."""
+        self.metrics.memory.set(resident_bytes())
+        # In a thread, because it reads the files of all workers, and requests should
+        # not wait for that.
+        loop = asyncio.get_running_loop()
+        page = await loop.run_in_executor(None, self.metrics.page)
+        return Response(page, headers={"Content-Type": self.metrics.content_type})
+
+    async def description(self, request: Request) -> Response:
+        """Returns the OpenAPI description for the live bundle."""
+        return _json(structs.openapi(self.live.routes, self.settings))
+
+
+def _json(
+    content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(
+        msgspec.json.encode(content),
+        status_code=status,
+        headers={"Cache-Control": "no-store", **(headers or {})},
+        media_type="application/json",
+    )
+
+
+def _page(name: str, kind: str) -> Any:
+    # Read once, when the worker starts.
+    content = (files(__package__) / "static" / name).read_bytes()
+
+    async def page(request: Request) -> Response:
+        return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+    return page
+
+
+def application(served: Served) -> ASGIApp:
+    """Returns the ASGI application of a worker."""
+    asked = served.live.routes
+    routes = [Route(path, served.answer, methods=["POST"]) for path in asked]
+    gets = {
+        "/v1/bundle": served.describe_bundle,
+        "/healthz": served.healthz,
+        "/readyz": served.readyz,
+        "/metrics": served.figures,
+        "/openapi.json": served.description,
+        **{path: _page(*page) for path, page in _PAGES.items()},
+    }
+    routes += [
+        Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()
+    ]
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        watching = asyncio.create_task(served.watch.run())
+        yield
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+
+    app = Starlette(routes=routes, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    return Guard(app, served, frozenset([*asked, *gets]))
+
+
+def create() -> ASGIApp:
+    """Returns the application of a worker, by the settings in the environment; ends the process if it cannot serve."""
+    settings = ServerConfig.from_environment()
+    try:
+        return application(Served(settings))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        # At once: a parent that pings a process while it ends waits for its patience to
+        # end. A worker that replaces one which served is started again.
+        os._exit(1 if os.environ.get(SERVING) else _STARTUP_FAILURE)
+
+
+class Guard:
+    """ASGI middleware: admits requests, turns errors into answers, counts, times and logs.
+
+    Args:
+        app: application that answers.
+        served: state of the worker.
+        routes: known paths; all others are counted and logged as "other", so that no log has a caller's text.
+    """
+
+    def __init__(self, app: Starlette, served: Served, routes: frozenset[str]) -> None:
+        self._app = app
+        self._served = served
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start = time.perf_counter()
+        status = 0
+
+        async def send_counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], *_RAW_HEADERS]
+            await send(message)
+
+        try:
+            self._admit(scope["path"], Headers(scope=scope))
+            # The router itself, without Starlette's own answers to errors.
+            scope["app"] = self._app
+            await self._app.router(scope, receive, send_counted)
+        except ClientDisconnect:
+            status = _GONE
+        except Exception as error:
+            if status:  # the answer has begun, so no other can be sent
+                raise
+            refusal = self._refusal(error)
+            response = _json(
+                refusal.body, status=refusal.status, headers=refusal.headers
+            )
+            await response(scope, receive, send_counted)
+        finally:
+            seconds = time.perf_counter() - start
+            self._note(scope["method"], scope["path"], status, seconds)
+
+    def _admit(self, path: str, headers: Headers) -> None:
+        """Refuses requests with a wrong host or token."""
+        settings = self._served.settings
+        host_name = _host(headers.get("host", ""))
+        if not _is_allowed(host_name, settings.allowed_hosts):
+            message = (
+                f"the header Host names {host_name[:100]!r}, and this server answers to "
+                f"{listed(settings.allowed_hosts)}; ask under such a name, or start it with --allowed-hosts"
+            )
+            raise Refusal(400, "host", message)
+        needs_token = path.startswith("/v1/") or path == "/metrics"
+        authorization = headers.get("authorization", "")
+        if needs_token and not self._served.bears_token(authorization):
+            words = "the token is wrong" if authorization else "there is no token"
+            message = f"{words}; send the header `Authorization: Bearer TOKEN`"
+            raise Refusal(
+                401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"}
+            )
+
+    def _refusal(self, error: Exception) -> Refusal:
+        if isinstance(error, Refusal):
+            return error
+        if isinstance(error, HTTPException):
+            messages = {
+                404: "there is no such page; see /openapi.json",
+                405: "not with this method; see the header Allow",
+            }
+            message = messages.get(error.status_code, str(error.detail))
+            return Refusal(error.status_code, "http", message, headers=error.headers)
+        self._served.log("error", **where(error))
+        return Refusal(
+            500,
+            "internal",
+            "an error of the server, which its log names; the request is not at fault",
+        )
+
+    def _note(self, method: str, path: str, status: int, seconds: float) -> None:
+        served = self._served
+        route = path if path in self._routes else "other"
+        served.metrics.requests.labels(route, status).inc()
+        served.metrics.seconds.labels(route).observe(seconds)
+        if served.settings.log_requests:
+            # A method is the caller's text, which may be long.
+            if len(method) >= 10:
+                method = "other"
+            ms = round(seconds * 1e3, 2)
+            served.log("request", method=method, route=route, status=status, ms=ms)
+
+
+def _is_allowed(host_name: str, allowed: Sequence[str]) -> bool:
+    for host in map(str.lower, allowed):
+        if host in ("*", host_name):
+            return True
+        if host.startswith("*.") and host_name.endswith(host[1:]):
+            return True
+    return False
+
+
+def _host(header: str) -> str:
+    """Returns the name or address in a Host header, without port; an IPv6 address without brackets.
+
+    Example:
+        >>> _host("recs.example.com:8000"), _host("[::1]:8000"), _host("[::1")
+        ('recs.example.com', '::1', '')
+    """
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""

@@ -1,0 +1,116 @@
+"""Watch: follows the pointer to a bundle, and loads a new one beside the live one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.manifest import BUNDLE_MANIFEST
+
+Identity = tuple[object, ...]
+_LONGEST_POINTER = 4096
+_OF_A_RUN = "bundle"  # folder of the bundle in a run's folder
+
+
+def bundle_folder(pointer: Path) -> Path:
+    """Returns the bundle's folder for a folder, a link to one, a text file with its path, or a run's folder.
+
+    Raises:
+        ValueError: ``pointer`` leads to no folder.
+    """
+    target = pointer
+    if pointer.is_file():
+        with pointer.open("rb") as file:
+            text = file.read(_LONGEST_POINTER).decode(errors="replace").strip()
+        if text:
+            target = pointer.parent / text
+    # Unlike Path.is_dir(), returns False for an invalid name.
+    if not os.path.isdir(target):
+        what = f"it names {str(target)[:100]!r}, which is not a folder"
+        if target == pointer:
+            what = "there is no such file or folder"
+        raise ValueError(
+            f"bundle {str(pointer)!r}: {what}; give a bundle's folder, a link to one, or a text file with its path"
+        )
+    of_a_run = target / _OF_A_RUN
+    # Resolved, so that a link that moves later does not change the open bundle's
+    # folder.
+    if (
+        not (target / BUNDLE_MANIFEST).exists()
+        and (of_a_run / BUNDLE_MANIFEST).is_file()
+    ):
+        return of_a_run.resolve()
+    return target.resolve()
+
+
+def identity(pointer: Path) -> Identity:
+    """Fingerprints the bundle behind ``pointer`` by its manifest's inode, size and time; never raises."""
+    try:
+        folder = bundle_folder(pointer)
+        # Whoever changes another file in place changes nothing that is served, because
+        # a load would refuse it.
+        status = (folder / BUNDLE_MANIFEST).stat()
+    except (OSError, ValueError) as error:
+        return (type(error).__name__,)
+    return str(folder), status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class Watch:
+    """Loads the bundle behind a pointer whenever it is another one.
+
+    Args:
+        pointer: see :func:`bundle_folder`.
+        every_s: seconds between two looks.
+        threads: threads of a bundle's graphs.
+        swap: takes a new bundle into service.
+        refuse: takes the reason of a bundle that was refused.
+
+    Attributes:
+        seen: fingerprint of the bundle that was loaded or refused last.
+    """
+
+    def __init__(
+        self,
+        pointer: Path,
+        every_s: float,
+        threads: int,
+        swap: Callable[[Bundle], None],
+        refuse: Callable[[Exception], None],
+    ) -> None:
+        self._pointer = pointer
+        self._every_s = every_s
+        self._threads = threads
+        self._swap = swap
+        self._refuse = refuse
+        # Taken before loading, to notice a pointer that moves during the load.
+        self.seen = identity(pointer)
+
+    def load(self) -> Bundle:
+        """Loads the bundle behind the pointer, with its audit.
+
+        Raises:
+            ValueError: there is none, or it is refused.
+        """
+        return Bundle.load(bundle_folder(self._pointer), threads=self._threads)
+
+    async def run(self) -> None:
+        """Looks until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._every_s)
+            await loop.run_in_executor(None, self.look)
+
+    def look(self) -> None:
+        """Takes the bundle behind the pointer into service if it is another one."""
+        now = identity(self._pointer)
+        if now == self.seen:
+            return
+        self.seen = now
+        try:
+            self._swap(self.load())
+        # Any error of a new bundle leaves the live one serving.
+        except Exception as error:
+            self._refuse(error)

@@ -1,0 +1,335 @@
+"""Store: vectors with their ids in one folder, which is whole or absent: manifest.json, ids.arrow, vectors.npy."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from torchrec_ext.data.preprocess.folders import whole_folder
+from torchrec_ext.retrieval.bundle import Floats, open_array
+from torchrec_ext.retrieval.catalogue import Id, Ids, read_table, write_table
+from torchrec_ext.retrieval.manifest import BundleError, check_files, file_digests
+from torchrec_ext.sealed import existing_folder, json_digest, read_plain
+
+FORMAT = 2
+_MANIFEST = "manifest.json"
+_IDS = "ids.arrow"
+_VECTORS = "vectors.npy"
+_DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2")}
+_MOST_BYTES = 2**20
+_BLOCK = 2**16
+_LOOK_S = 1.0
+Block = tuple[NDArray[Any] | pa.Array, Floats]
+
+
+class StoreError(ValueError):
+    """A store cannot be written or read: the message names the file, the problem and the remedy."""
+
+
+class Store:
+    """An open store: (N, W) vectors, memory-mapped, of one side of one bundle.
+
+    Attributes:
+        ids: map of ids to rows.
+        vectors: (N, W) float32 or float16.
+        tower: digest of the side that made the vectors.
+        side: ``query`` or ``candidate``.
+    """
+
+    def __init__(self, folder: Path, values: dict[str, Any]) -> None:
+        """See :meth:`open`."""
+        self.folder = folder
+        self.tower = str(values["tower"])
+        self.side = str(values["side"])
+        self.ids = Ids.build(read_table(folder / _IDS)["id"])
+        self.vectors = open_array(folder / _VECTORS)
+        shape = (len(self.ids), values["width"])
+        if self.vectors.shape != shape or values["rows"] != len(self.ids):
+            raise StoreError(
+                f"{folder}: {self.vectors.shape} vectors for {shape[0]} ids; embed again"
+            )
+
+    @classmethod
+    def open(cls, folder: Path | str, *, verify: bool = True) -> Store:
+        """Opens a store.
+
+        Args:
+            folder: folder of :func:`write_store`.
+            verify: compare the digest of every file, about 1 s for each GB.
+
+        Raises:
+            StoreError: it is missing, damaged, or of another format.
+        """
+        folder = existing_folder(Path(folder))
+        path = folder / _MANIFEST
+        try:
+            values = json.loads(read_plain(path, _MOST_BYTES))
+            if values.get("format") != FORMAT or "tower" not in values:
+                raise StoreError(
+                    f"{path}: is of another format, or no store's; write the store again by torchx_apps.embed"
+                )
+            digest = values.pop("digest")
+            if json_digest(values, compact=True) != digest:
+                raise StoreError(f"{path}: was changed or damaged; embed again")
+            check_files(folder, values["files"], digests=verify)
+            return cls(folder, values)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(
+                f"{path}: cannot be read ({error.strerror}); torchx_apps.embed --out makes a store"
+            ) from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StoreError(f"{folder}: {error}; embed again") from None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def dtype(self) -> str:
+        """Type of the vectors: ``fp32`` or ``fp16``."""
+        return "fp32" if self.vectors.dtype == np.float32 else "fp16"
+
+    def find(self, each: Id) -> Floats | None:
+        """Returns the (W,) vector of an id, or None."""
+        try:
+            row = int(self.ids.positions([each])[0])
+        except ValueError:  # no id here is of that type
+            return None
+        if row < 0:
+            return None
+        vector: Floats = self.vectors[row].astype(np.float32)
+        return vector
+
+    def blocks(self, without: Ids | None = None) -> Iterator[Block]:
+        """Yields ids and vectors in their order, but for the ids in ``without``."""
+        ids = self.ids.arrow()
+        for start in range(0, len(self), _BLOCK):
+            block = ids.slice(start, _BLOCK)
+            vectors = self.vectors[start : start + _BLOCK]
+            if without is not None:
+                stays = without.positions(block.to_pylist()) < 0
+                block = block.filter(pa.array(stays))
+                vectors = vectors[stays]
+            yield block, vectors
+
+
+def write_store(
+    folder: Path | str,
+    blocks: Iterable[Block],
+    *,
+    tower: str,
+    side: str,
+    width: int,
+    dtype: str = "fp32",
+    overwrite: bool = False,
+) -> Store:
+    """Writes a store, block by block; the folder is whole or as before.
+
+    Args:
+        folder: folder of the store.
+        blocks: ids (B,) and vectors (B, W) of each block.
+        tower: digest of the side that made the vectors.
+        side: ``query`` or ``candidate``.
+        width: W.
+        dtype: ``fp32`` or ``fp16``.
+        overwrite: replace an earlier store. Who has opened it reads on in the old one.
+
+    Raises:
+        StoreError: a vector is not finite or beyond the type; an id is there twice; the folder cannot be written.
+    """
+    folder = Path(folder)
+    if dtype not in _DTYPES:
+        raise StoreError(f"dtype={dtype!r}: must be one of {', '.join(_DTYPES)}")
+    try:
+        with whole_folder(folder, overwrite=overwrite, mark=_MANIFEST) as staging:
+            ids = _write_vectors(staging / _VECTORS, blocks, width, _DTYPES[dtype])
+            if not sum(map(len, ids)):
+                raise StoreError(f"{folder}: there are no rows to write; give some")
+            whole = Ids.build(pa.concat_arrays(ids))
+            write_table(staging / _IDS, pa.table({"id": whole.arrow()}))
+            values = {
+                "format": FORMAT,
+                "tower": tower,
+                "side": side,
+                "rows": len(whole),
+                "width": width,
+                "files": file_digests(staging),
+            }
+            digest = json_digest(values, compact=True)
+            text = json.dumps({**values, "digest": digest}, indent=1)
+            (staging / _MANIFEST).write_text(text + "\n")
+    except (StoreError, KeyboardInterrupt):
+        raise
+    except (BundleError, pa.ArrowException) as error:
+        raise StoreError(f"{folder}: {error}") from None
+    return Store.open(folder, verify=False)
+
+
+def _write_vectors(
+    path: Path, blocks: Iterable[Block], width: int, dtype: np.dtype[Any]
+) -> list[pa.Array]:
+    """Writes a .npy file of as many rows as come; returns their ids."""
+    ids: list[pa.Array] = []
+    rows = 0
+    header = {"descr": dtype.str, "fortran_order": False}
+    with path.open("wb") as stream:
+        # numpy leaves room in the header for more rows.
+        np.lib.format.write_array_header_1_0(stream, {**header, "shape": (0, width)})
+        begin = stream.tell()
+        for keys, vectors in blocks:
+            with np.errstate(over="ignore"):
+                block = np.ascontiguousarray(vectors, dtype)
+            if not np.isfinite(block).all():
+                row = int((~np.isfinite(block)).any(axis=1).argmax())
+                raise StoreError(
+                    f"the vector of id {str(keys[row])[:60]} is NaN, or beyond {dtype}; embed finite features"
+                )
+            stream.write(block.data)
+            ids.append(Ids.build(keys).arrow())
+            rows += len(block)
+        stream.seek(0)
+        np.lib.format.write_array_header_1_0(stream, {**header, "shape": (rows, width)})
+        assert stream.tell() == begin
+        stream.flush()
+        os.fsync(stream.fileno())
+    return ids
+
+
+def refresh_store(
+    folder: Path | str,
+    blocks: Iterable[Block],
+    *,
+    tower: str,
+    deleted: Sequence[Id] = (),
+) -> tuple[Store, dict[str, int]]:
+    """Changes, adds and removes rows of a store over a copy, which then replaces it.
+
+    Rows that are not in ``blocks`` stay, in their order; rows of ``blocks`` follow.
+
+    Args:
+        folder: folder of the store.
+        blocks: ids and vectors that changed or are new.
+        tower: digest of the side that made them; must be the store's.
+        deleted: ids to remove.
+
+    Returns:
+        The new store, and how many rows were ``changed``, ``added`` and ``deleted``.
+
+    Raises:
+        StoreError: the store is of another tower, an id is both new and deleted, or as :func:`write_store`.
+    """
+    store = Store.open(folder)
+    if store.tower != tower:
+        raise StoreError(
+            f"{folder}: is of tower {store.tower[:12]}, this bundle's is {tower[:12]}: its rows would not fit; write "
+            "the store anew with --out"
+        )
+    fresh = list(blocks)
+    new_ids = (
+        pa.concat_arrays([Ids.build(ids).arrow() for ids, _ in fresh])
+        if fresh
+        else None
+    )
+    known = store.ids
+    replaced: list[Id] = new_ids.to_pylist() if new_ids is not None else []
+    both = set(replaced) & set(deleted)
+    if both:
+        raise StoreError(
+            f"id {str(next(iter(both)))[:60]} is to be deleted and is among the rows; say one of both"
+        )
+    try:
+        changed = int((known.positions(replaced) >= 0).sum())
+        removed = int((known.positions(list(deleted)) >= 0).sum())
+    except ValueError as error:
+        raise StoreError(f"{folder}: {error}; give ids of its type") from None
+    added = len(replaced) - changed
+    without = [*deleted, *replaced]
+    kept = store.blocks(Ids.build(_typed(without, known)) if without else None)
+
+    def every() -> Iterator[Block]:
+        yield from kept
+        yield from fresh
+
+    fresh_store = write_store(
+        folder,
+        every(),
+        tower=tower,
+        side=store.side,
+        width=store.vectors.shape[1],
+        dtype=store.dtype,
+        overwrite=True,
+    )
+    return fresh_store, {"changed": changed, "added": added, "deleted": removed}
+
+
+def _typed(ids: Sequence[Id], like: Ids) -> pa.Array:
+    return pa.array(
+        list(dict.fromkeys(ids)), pa.int64() if like.kind == "int64" else pa.string()
+    )
+
+
+class StoredUsers:
+    """Users' vectors of a store in a folder; picks up its replacement within a second.
+
+    Args:
+        folder: folder written by ``torchx_apps.embed --tower query``.
+
+    Raises:
+        StoreError: there is no store of users.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._next = 0.0
+        self.available = True
+        self._identity: object = self._look()
+        self._store = self._open()
+
+    def _open(self) -> Store:
+        store = Store.open(self._folder)
+        if store.side != "query":
+            raise StoreError(
+                f"{self._folder}: has vectors of the {store.side} side; give those of torchx_apps.embed --tower query"
+            )
+        return store
+
+    @property
+    def tower(self) -> str:
+        """Digest of the side that made the vectors."""
+        return self._store.tower
+
+    def find(self, user: Id, tower: str) -> Floats | None:
+        """Returns the (W,) vector of a user by the tower with that digest, or None."""
+        if time.monotonic() >= self._next:
+            self._renew()
+        store = self._store
+        return store.find(user) if store.tower == tower else None
+
+    def _renew(self) -> None:
+        """Opens a replaced store; keeps the open one if the new one is damaged."""
+        identity = self._look()
+        if identity == self._identity:
+            return
+        try:
+            self._store = self._open()
+            self._identity = identity
+            self.available = True
+        except StoreError:
+            self.available = False
+
+    def _look(self) -> object:
+        self._next = time.monotonic() + _LOOK_S
+        try:
+            status = (existing_folder(self._folder) / _MANIFEST).stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns, status.st_size
