@@ -58,6 +58,7 @@ def pytest_runtest_setup() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.hookimpl(trylast=True)  # after pytest has left out what `-m` does not ask for
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:

@@ -347,10 +347,7 @@ def test_of_two_alike_attributes_the_right_one_is_taken(differs: int) -> None:
             other=right[::-1].copy(),
         )
         rows = gives_what_the_loader_gives(data, 1000, compared=100)
-        assert (
-            "rows were compared with the Dataset's: a difference in more than one row of"
-            in rows.describe()
-        )
+        assert "of 20,000 rows were NOT compared" in rows.describe()
 
 
 def test_a_rare_change_of_a_column_is_written_and_not_taken_for_it() -> None:
@@ -365,6 +362,35 @@ def test_all_rows_are_compared_where_that_takes_few_seconds() -> None:
     data = Listed(lambda d, i: (i, float(i in (777, 19_000))), 20_000)
     rows = gives_what_the_loader_gives(data, 1000)
     assert "all rows were compared" in rows.describe()
+
+
+def test_ten_wrong_rows_of_a_large_dataset_are_found() -> None:
+    """Ten rows next to each other differ from the attribute: no sample need have one."""
+    item = np.arange(20_000) % 997
+    data = Listed(
+        lambda d, i: (int(d.item[i]) + (12_345 <= i < 12_355),), 20_000, item=item
+    )
+    with mock.patch.multiple(column_search, COMPARED=64, _SECONDS=float("inf")):
+        rows = Rows.of(data, 1000)
+    (given_,) = rows.columns.values()
+    assert (given_.numpy() - item).nonzero()[0].tolist() == list(range(12_345, 12_355))
+    assert "all rows were compared" in rows.describe()
+
+
+@pytest.mark.parametrize("compared", [None, 100])
+def test_rows_that_are_not_compared_are_counted_in_one_line(
+    compared: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Be it that the time did not suffice, or that a number was asked for."""
+    data = Listed(lambda d, i: (int(d.item[i]),), 20_000, item=np.arange(20_000) % 7)
+    with mock.patch.multiple(column_search, _SECONDS=0.0, _SECONDS_PER_ROW=0.0):
+        rows = Rows.of(data, 1000, compared=compared)
+    (line,) = capsys.readouterr().out.splitlines()
+    count = re.fullmatch(r"rows: ([\d,]+) of 20,000 rows were NOT compared .*", line)
+    assert count is not None
+    read = 20_000 - int(count[1].replace(",", ""))
+    assert (100 if compared else 4096) <= read < (150 if compared else 9000)
+    assert line.removeprefix("rows: ") in rows.describe()
 
 
 class Sampled(NamedTuple):
@@ -1270,6 +1296,14 @@ def test_rows_of_the_users_own_columns_as_the_page_shows_it() -> None:
         assert same(ours, other)
     with pytest.raises(ValueError, match="draws=0"):
         Rows(columns, make, 64, negatives=law)
+    declared = Rows(columns, make, 64, negatives=law, draws=4, repeats=(5, 1, 5, 1))
+    places = [theirs.names.index(name) for name in theirs.repeats]
+    assert [declared.names.index(name) for name in declared.repeats] == places == [0, 2]
+    assert list(declared.repeats.values()) == list(theirs.repeats.values()) == [5, 5]
+    # of the items, which hold a negative, and of another number of tensors
+    for wrong in ((5, 5, 5, 1), (4, 1, 5, 1), (5, 1, 5)):
+        with pytest.raises(ValueError, match=re.escape(f"repeats={list(wrong)}")):
+            Rows(columns, make, 64, negatives=law, draws=4, repeats=wrong)
     with pytest.raises(ValueError, match=r"columns have \{'a': 2, 'b': 3\} rows"):
         Rows({"a": torch.ones(2), "b": torch.ones(3)}, make, 1)
 

@@ -6,6 +6,7 @@ import ast
 import copy
 import difflib
 import functools
+import gc
 import importlib.util
 import io
 import itertools
@@ -13,6 +14,7 @@ import random
 import re
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -1751,21 +1753,67 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(captured: bool) ->
         step(user, item, label / 0 * 0)
 
 
-def test_an_id_out_of_range_is_the_users_own_error_and_no_step_follows() -> None:
-    for wrong in (FEW, -1):
-        made = made_anew(of_pairs)
-        step = adopt(made.model, made.optimizers, made.loss, compile="require")
-        given = batches(made, 20)
-        for batch in itertools.islice(given, 7):
-            step(*batch)
-        user, item, label = next(given)
-        with pytest.raises(IndexError, match="index out of range"):
-            step(torch.full_like(user, wrong), item, label)
-        with pytest.raises(
-            RuntimeError,
-            match=r"the captured step 8 has failed half way .*load the last checkpoint",
-        ):
-            step(user, item, label)
+@pytest.mark.parametrize("users", [USERS, FEW], ids=["row by row", "whole"])
+@pytest.mark.parametrize("wrong", [-1, "rows"])
+@pytest.mark.parametrize("computed", [False, True], ids=["given", "computed"])
+def test_after_an_id_out_of_range_the_next_batch_goes_on_as_in_the_users_loop(
+    users: int, wrong: int | str, computed: bool
+) -> None:
+    """The user's own error, with table and id as its cause; weights and state as without that batch."""
+    number = users if wrong == "rows" else -1
+    made = made_anew(lambda: of_pairs(users))
+    loss = made.loss
+    if computed:
+        made = made._replace(loss=lambda u, *rest: loss((u[:, None] * 1)[:, 0], *rest))
+    step = adopt(made.model, made.optimizers, made.loss, compile="require")
+    for count, batch in enumerate(batches(made, 20)):
+        torch.manual_seed(count)
+        if count == 8:
+            before = copy.deepcopy(states(made))
+            user = batch[0].clone()
+            user[-1] = number  # type: ignore[call-overload]
+            with pytest.raises(IndexError, match="index out of range in self") as error:
+                step(user, *batch[1:])
+            assert str(error.value.__cause__) == (
+                f"'user.weight' has no row {number}: ids must be 0 to {users - 1}; nothing was written by this step"
+            )
+            torch.testing.assert_close(states(made), before, rtol=0, atol=0)
+        step(*batch)
+    assert step.describe().startswith("captured since step 3")
+    own, _ = plainly(lambda: of_pairs(users), 20)
+    torch.testing.assert_close(states(made), states(own), rtol=1e-3, atol=1e-4)
+
+
+def test_a_loss_that_is_not_finite_in_the_first_captured_steps_has_no_other_error_in_its_traceback() -> (
+    None
+):
+    made = made_anew(of_pairs)
+    step = adopt(made.model, made.optimizers, made.loss, compile="require")
+    given = batches(made, 20)
+    for batch in itertools.islice(given, 3):
+        step(*batch)
+    user, item, label = next(given)
+    with pytest.raises(TrainingDivergedError) as error:
+        step(user, item, label / 0)
+    assert error.value.__cause__ is None
+    assert error.value.__context__ is None
+
+
+def test_a_dropped_step_dies_and_leaves_weights_and_state_as_in_the_users_loop() -> (
+    None
+):
+    """Optimizers outlive it, and rows were behind."""
+    made, step, _ = adopted_case()
+    alive = weakref.ref(step)
+    del step
+    gc.collect()
+    assert alive() is None
+    own, _ = plainly(CASES["Adam, row by row"], 8)
+    torch.testing.assert_close(states(made), states(own), rtol=1e-3, atol=1e-4)
+    for optimizer, others in zip(made.optimizers, own.optimizers, strict=True):
+        optimizer.load_state_dict(others.state_dict())
+    made.loss(*next(batches(made, 1))).backward()
+    made.optimizers[0].step()
 
 
 def test_the_users_modules_are_as_before_and_can_be_adopted_again() -> None:

@@ -27,6 +27,7 @@ from torchrec_ext.adopt.checks import (
     update_rules,
 )
 from torchrec_ext.adopt.errors import (
+    BadIdError,
     CannotAdopt,
     EndOfCaptureError,
     EndOfStepError,
@@ -42,7 +43,13 @@ from torchrec_ext.adopt.graph import (
     traced_forward,
 )
 from torchrec_ext.adopt.lag import Lag, catch_up
-from torchrec_ext.adopt.source import AnyBatch, CapturedUpdate, GraphCall, GroupSettings
+from torchrec_ext.adopt.source import (
+    AnyBatch,
+    CapturedUpdate,
+    GivenBatch,
+    GraphCall,
+    GroupSettings,
+)
 from torchrec_ext.adopt.user_step import RankStep
 from torchrec_ext.adopt.verify import StepComparison, Verification
 from torchrec_ext.capture.captured import CapturedStep, StepInputs
@@ -468,6 +475,15 @@ class ForwardTrace:
 
     def _call_graph(self, number: int, *tensors: Tensor) -> Sequence[Any]:
         graph, update = self._graphs[number]
+        # On a GPU this would wait for its work. Of a batch that is made inside the step
+        # these tensors are another one's.
+        if (
+            isinstance(self._batch, GivenBatch)
+            and update.source.memory.device.type == "cpu"
+        ):
+            bad = graph.bad_id(tensors)
+            if bad:
+                raise BadIdError(bad)
         call = self._captures.call(graph, self._batch, tensors)
         return self._captures.run(update, call)
 

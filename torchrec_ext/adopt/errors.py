@@ -10,6 +10,10 @@ class CannotAdopt(CannotCaptureError):  # noqa: N818 - the name says what happen
     """A module, an optimizer, a loss or a Dataset cannot be adopted; the message names what, why and the remedy."""
 
 
+class BadIdError(Exception):
+    """A batch has an id outside of its table, and nothing was written; the message names both."""
+
+
 class EndOfCaptureError(CannotAdopt):
     """No batch can be captured any more, because the first captured step failed and was taken back."""
 

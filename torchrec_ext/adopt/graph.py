@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -339,6 +339,31 @@ def _line_of(node: fx.Node) -> str:
     return _users_line(node.stack_trace or "")
 
 
+class _IdRanges(NamedTuple):
+    """Numbers of rows and names of the tables that ids are looked up in.
+
+    Args:
+        given: by the index of an input of the graph that is such ids.
+        part: computes other ids from the inputs; None without any.
+        computed: those of what ``part`` returns, in order.
+    """
+
+    given: dict[int, tuple[int, str]]
+    part: fx.GraphModule | None
+    computed: list[tuple[int, str]]
+
+
+def _bad_id(ids: Tensor, rows: int, table: str) -> str:
+    """Says which of some ids is outside of a table; empty if none is."""
+    if not ids.numel():
+        return ""
+    least, most = torch.aminmax(ids)
+    for number in (int(least), int(most)):
+        if not 0 <= number < rows:
+            return f"'{table}' has no row {number}: ids must be 0 to {rows - 1}; nothing was written by this step"
+    return ""
+
+
 class ForwardGraph:
     """One graph of Dynamo's, with the parts that its inputs play.
 
@@ -430,6 +455,7 @@ class ForwardGraph:
                     self.masks[index] = line, real[index].detach().clone()
         self.row_nodes = self._calls(the_rows)
         self.raw_ids = self._ids_alone(real) if self.row_nodes else module
+        self._id_ranges = self._ids_to_check(real, model)
         self.reached = self._reached(real)
         # A parameter that the loss does not reach is not updated: it is read where it
         # is, as a buffer is.
@@ -503,6 +529,15 @@ class ForwardGraph:
             CannotAdopt: ids depend on weights, on rows or on random numbers, or are written in place.
         """
         nodes = set[fx.Node]().union(*map(_ancestors, self.row_nodes))
+        if self._needs_the_step(nodes, real):
+            raise CannotAdopt(
+                f"{_line_of(self.row_nodes[0])}: dynamic ids must come from the batch alone, not from weights, rows, "
+                "random numbers or writes in place; compute them in the Dataset"
+            )
+        return self._part([node.args[0] for node in self.row_nodes])
+
+    def _needs_the_step(self, nodes: Collection[fx.Node], real: Sequence[Any]) -> bool:
+        """Whether some nodes cannot be computed before the step, once more, with the same result."""
         refused = {self._placeholders[index] for index in self.parameters.values()}
         refused.update(self.row_nodes)
         for node in nodes:
@@ -512,18 +547,59 @@ class ForwardGraph:
                 node.target in _WRITES or str(node.target).endswith("_")
             ):
                 refused.add(node)
-        if nodes & refused or self._draws(nodes, real):
-            raise CannotAdopt(
-                f"{_line_of(self.row_nodes[0])}: dynamic ids must come from the batch alone, not from weights, rows, "
-                "random numbers or writes in place; compute them in the Dataset"
-            )
+        return bool(refused.intersection(nodes)) or self._draws(nodes, real)
+
+    def _part(self, results: Sequence[Any]) -> fx.GraphModule:
+        """Returns the part of the graph that computes some nodes from its inputs."""
+        nodes = {*results}.union(*map(_ancestors, results))
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self._module.graph.nodes:
             if node.op == "placeholder" or node in nodes:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(tuple(copies[node.args[0]] for node in self.row_nodes))
+        graph.output(tuple(copies[node] for node in results))
         return fx.GraphModule(self._module, graph)
+
+    def _ids_to_check(self, real: Sequence[Any], model: nn.Module) -> _IdRanges:
+        """Returns the ids of look-ups that are known before a step, and what they may be."""
+        names = {id(each): name for name, each in model.named_parameters()}
+        # Of two tables that are read by the same ids, the shorter one counts.
+        ranges: dict[fx.Node, tuple[int, str]] = {}
+        for node in self._module.graph.nodes:
+            if node.target not in (F.embedding, F.embedding_bag):
+                continue
+            arguments = _arguments(node, node.args, node.kwargs)
+            ids = arguments["input"]
+            if arguments["weight"] not in self._placeholders:
+                continue
+            table = real[self._placeholders.index(arguments["weight"])]
+            known = (len(table), names.get(id(table)) or _line_of(node))
+            ranges[ids] = min(known, ranges.get(ids, known))
+        given = {}
+        computed = {}
+        for ids, known in ranges.items():
+            if ids in self._placeholders:
+                given[self._placeholders.index(ids)] = known
+            elif not self._needs_the_step({ids, *_ancestors(ids)}, real):
+                computed[ids] = known
+        part = self._part(list(computed)) if computed else None
+        return _IdRanges(given, part, list(computed.values()))
+
+    def bad_id(self, tensors: Sequence[Tensor]) -> str:
+        """Names an id that is outside of its table; empty without one.
+
+        A captured step would find it half way, with weights written. Ids that weights or random numbers decide are
+        known to the step alone.
+        """
+        given, part, computed = self._id_ranges
+        for index, known in given.items():
+            if bad := _bad_id(tensors[index], *known):
+                return bad
+        if part is not None:
+            for ids, known in zip(part(*tensors), computed, strict=True):
+                if bad := _bad_id(ids, *known):
+                    return bad
+        return ""
 
     def _draws(self, nodes: Collection[fx.Node], real: Sequence[Any]) -> bool:
         """Whether some nodes of the graph draw random numbers."""

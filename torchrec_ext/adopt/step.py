@@ -13,9 +13,11 @@ training lasts, see :class:`Verification`.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from torchrec_ext.adopt.average import StepAverage
 from torchrec_ext.adopt.captures import Captures, ForwardTrace, Trace, TraceFactory
 from torchrec_ext.adopt.checks import Changes, ForwardWatch, check_arguments
 from torchrec_ext.adopt.errors import (
+    BadIdError,
     CannotAdopt,
     EndOfCaptureError,
     HalfStepError,
@@ -211,10 +214,24 @@ class AdoptedStep:
         self._begin()
         if not self._policy.reason:
             self._check()
+        # Weakly, and gone with the step: optimizers often outlive it.
+        step = weakref.ref(self)
+
+        def settle(*_: Any) -> None:
+            if (alive := step()) is not None:
+                alive.settle()
+
+        def take_over(optimizer: Optimizer) -> None:
+            if (alive := step()) is not None:
+                alive._take_over(optimizer)
+
         for optimizer in self.optimizers:
-            optimizer.register_state_dict_pre_hook(lambda _: self.settle())
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle())
-            optimizer.register_load_state_dict_post_hook(self._take_over)
+            for hook in (
+                optimizer.register_state_dict_pre_hook(settle),
+                optimizer.register_load_state_dict_pre_hook(settle),
+                optimizer.register_load_state_dict_post_hook(take_over),
+            ):
+                weakref.finalize(self, hook.remove).atexit = False
 
     def _begin(self) -> None:
         self._policy.restart()
@@ -238,7 +255,8 @@ class AdoptedStep:
         Raises:
             TrainingDivergedError: the loss is not finite.
             CannotAdopt: with ``compile="require"``, the step cannot be captured.
-            RuntimeError: a captured step before has failed half way, as on an id out of range.
+            IndexError: an id is outside of its table; nothing was written, and the next step goes on.
+            RuntimeError: a captured step before has failed half way.
         """
         return self._train(GivenBatch(batch))
 
@@ -349,18 +367,33 @@ class AdoptedStep:
             change = self._changes.of_state(current.state, is_behind=current.lag.active)
         if change:
             return self._anew(change, batch)
+        # Called after the except clauses: an error of an eager step would else be chained
+        # to what is only control flow, which prints the batch and all weights.
+        instead: Callable[[], tuple[Tensor, Any]]
         try:
             self._captures.take_turn()
             start = self._watch.now()
             loss, output = trace(batch)
         except StepComparison as captured:
-            return self._compared(captured, batch)
+            # With its frames it would keep this one, and copies of all weights.
+            captured.__traceback__ = None
+            instead = partial(self._compared, captured, batch)
         except TensorChangedError as error:
-            return self._anew(str(error), batch)
+            instead = partial(self._anew, str(error), batch)
         except CannotCaptureError as error:
-            return self._instead(error, batch)
+            error.__traceback__ = None
+            instead = partial(self._instead, error, batch)
+        except BadIdError as error:
+            instead = partial(self._refuse_ids, str(error), batch)
         except HalfStepError as error:
             raise self._broken_by(error.__cause__, batch) from error.__cause__
+        else:
+            return self._after_captured(loss, output, start)
+        return instead()
+
+    def _after_captured(
+        self, loss: Tensor, output: Any, start: float
+    ) -> tuple[Tensor, Any]:
         self._captures.end_step()
         self._too_many = 0
         self._rank_step.look(loss, has_updated=True)
@@ -371,6 +404,13 @@ class AdoptedStep:
             self.settle()
             self._begin()
         return loss, output
+
+    def _refuse_ids(self, problem: str, batch: AnyBatch) -> NoReturn:
+        """Raises the user's own error of an id outside of its table, with the table and the id as its cause."""
+        error = self._rank_step.forward_error(batch)
+        if error is None:
+            raise IndexError(problem)
+        raise error from IndexError(problem)
 
     def _compared(
         self, captured: StepComparison, batch: AnyBatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Set
@@ -25,9 +26,11 @@ from torchrec_ext.adopt.rows.reading import (
 from torchrec_ext.adopt.rows.rereads import MOST_NUMBERS, Rereads, differs
 from torchrec_ext.adopt.rows.slots import Reading, Slot, SlotPiece, equal
 
-COMPARED = 4096  # rows that are compared if reading all would take too long
-_SECONDS = 8.0  # that reading all rows may take
+COMPARED = 4096  # rows that are compared at first, and at a time
+# That comparing all rows may take: so much, or so much for each row.
+_SECONDS, _SECONDS_PER_ROW = 8.0, 2e-4
 _LONG_S = 30.0  # of a pass over all rows that is announced
+_BLOCK_S = 1.0  # that the rows of a block take
 _READ_AGAIN = 190
 _DISPUTED = 16  # rows that are read to tell two sources apart
 _MOST_BYTES = 1 << 26  # of the rows that are compared
@@ -306,7 +309,8 @@ class ColumnSearch:
 
     Args:
         reader: reads its rows.
-        compared: number of rows to compare with the Dataset; None for all where they are read in :data:`_SECONDS`.
+        compared: number of rows to compare with the Dataset; None for all that are read in :data:`_SECONDS`, or in
+            :data:`_SECONDS_PER_ROW` for each row.
         speaks: announce a long pass over all rows, and show its progress on a terminal.
     """
 
@@ -318,8 +322,14 @@ class ColumnSearch:
         self._random = np.random.default_rng(0)
         size = sum(leaf.nbytes for leaf in reader.leaves(0))
         affordable = max(256, _MOST_BYTES // max(size, 1))
-        self._compared = max(2, min(reader.num_rows, compared or COMPARED, affordable))
-        self._quickly = compared is None
+        count = reader.num_rows
+        self._compares_all = compared is None or compared >= count
+        first = COMPARED if self._compares_all else compared or COMPARED
+        self._compared = max(2, min(count, first, affordable))
+        self._affordable = affordable
+        self._budget_s = max(_SECONDS, _SECONDS_PER_ROW * count)
+        if compared is not None:
+            self._budget_s = math.inf
         # What holds numbers, and each column of a matrix besides, since a draw may
         # exclude by one.
         self._sources: list[_Source] = []
@@ -381,12 +391,8 @@ class ColumnSearch:
             CannotAdopt: they cannot be written as columns, constants and draws.
         """
         num_rows = self._reader.num_rows
-        # All rows are compared if that is quick, also where nothing has to be written.
-        all_too = (
-            self._quickly
-            and self._seconds_of_all < _SECONDS
-            and len(self.rows) < num_rows
-        )
+        # A sample alone would take a Dataset with a few other rows for its columns.
+        all_too = self._compares_all and len(self.rows) < num_rows
         own = self._slot_search.own_columns
         if own and self._seconds_of_all > _LONG_S and self._speaks:
             print(
@@ -395,16 +401,28 @@ class ColumnSearch:
                 "set each as an attribute with a value for each row in __init__",
                 flush=True,
             )
+        elif all_too and self._speaks and self._pass_s > _LONG_S:
+            print(
+                f"rows: comparing {num_rows:,} rows of {self._reader.kind} with its attributes takes about "
+                f"{self._pass_s / 60:.1f} min, once; compared=N compares N of them",
+                flush=True,
+            )
         while (self._slot_search.own_columns or all_too) and (
             refuted := self._wrong_after_writing()
         ):
             self._refuted.add(refuted)
             self._solve()
         reading = self._slot_search.reading
+        if reading.compared < num_rows:
+            reading.notes.append(f"rows: {reading.not_compared(num_rows)}")
         # A batch is as large as what a column gives for it, so there must be one.
         if not reading.columns:
             reading.columns["row"] = torch.zeros(num_rows, dtype=torch.bool)
         return reading
+
+    @property
+    def _pass_s(self) -> float:
+        return min(self._seconds_of_all, self._budget_s)
 
     def _read(self) -> _RowSample:
         """Reads rows once, and some of them again with other seeds: numbers that vary are drawn."""
@@ -443,7 +461,10 @@ class ColumnSearch:
         return np.concatenate(rows)
 
     def _wrong_after_writing(self) -> SlotPiece | None:
-        """Writes pieces without an attribute in one pass, and compares all rows; returns a wrong column, or None."""
+        """Writes pieces without an attribute in one pass, and compares all rows; returns a wrong column, or None.
+
+        Where nothing is written, the pass ends with the budget of time, and the number of rows compared says so.
+        """
         reader = self._reader
         reading = self._slot_search.reading
         own = self._slot_search.own_columns
@@ -453,7 +474,11 @@ class ColumnSearch:
             column = reading.columns[name]
             shape = (reader.num_rows, *column.shape[1:])
             reading.columns[name] = column.new_empty(shape)
+        is_compared = np.zeros(reader.num_rows, bool)
+        is_compared[self.rows] = True
         for block in self._blocks():
+            if not own and time.perf_counter() - start > self._budget_s:
+                break
             slot_values = reader.rows(block)
             rows = torch.from_numpy(block)
             for name, piece in own.items():
@@ -461,7 +486,8 @@ class ColumnSearch:
             wrong = reading.wrong(rows, slot_values)
             if wrong is not None:
                 return wrong
-        reading.compared = reader.num_rows
+            is_compared[block] = True
+        reading.compared = int(is_compared.sum())
         names = []
         for name, piece in own.items():
             column = reading.columns[name]
@@ -493,8 +519,12 @@ class ColumnSearch:
         with tqdm(
             desc=title, total=count, delay=2.0, unit="row", leave=False, disable=disable
         ) as progress:
-            for start in range(0, count, COMPARED):
-                block = np.arange(start, min(start + COMPARED, count))
+            seconds = max(self._seconds_of_all / count, 1e-9)
+            size = min(COMPARED, self._affordable, max(1, int(_BLOCK_S / seconds)))
+            starts = np.arange(0, count, size)
+            # Spread over the set, should the time not suffice for all.
+            for start in self._random.permutation(starts):
+                block = np.arange(start, min(start + size, count))
                 yield block
                 progress.update(len(block))
 

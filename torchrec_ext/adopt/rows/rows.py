@@ -20,10 +20,12 @@ from torchrec_ext.adopt.rows.order import (
     check_positive,
     sampler_of,
 )
+from torchrec_ext.adopt.rows.slots import equal
 
 Make = Callable[[dict[str, Tensor]], Any]
 
 _DRAWN_AHEAD = 1 << 18  # integers drawn at a time
+_TRIED = 64  # rows in which declared repeats are looked for
 _STEPS_AHEAD = 64  # for which integers are drawn at a time at most
 
 
@@ -48,6 +50,8 @@ class Rows:
         negatives: law by which negatives are drawn; see :class:`Uniform`.
         draws: n, the number of negatives of a row.
         positive: column of the positives, from which a law without ``items`` knows the ids.
+        repeats: how often each tensor of a batch, in order, holds each row's value, one after the other, as
+            ``repeat_interleave`` gives it; 1 for none. A captured step then looks a row's equal ids up once.
         shuffle: take the rows of each epoch in a new order.
         drop_last: leave out the last rows of an epoch where they are fewer than a batch.
         seed: seed of the order and of the draws.
@@ -81,6 +85,7 @@ class Rows:
         negatives: Law | None = None,
         draws: int = 0,
         positive: str | None = None,
+        repeats: Sequence[int] = (),
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int = 0,
@@ -119,6 +124,38 @@ class Rows:
         self._continued = False
         self.repeats: dict[str, int] = {}
         self.names: tuple[str, ...] = ()
+        if repeats:
+            self._declare(repeats)
+
+    def _declare(self, repeats: Sequence[int]) -> None:
+        """Takes the number of repeats of each tensor of a batch, as far as its first rows show no other."""
+        indices = torch.arange(min(self.num_rows, _TRIED))
+        leaves = list(
+            map(
+                torch.as_tensor,
+                pytree.tree_leaves(
+                    self._batch(indices, self.draw(indices), self.tensors)
+                ),
+            )
+        )
+        if len(repeats) != len(leaves):
+            raise ValueError(
+                f"repeats={list(repeats)}: must be {len(leaves)} numbers, one for each tensor of a batch"
+            )
+        self.names = tuple(f"tensor {index}" for index in range(len(leaves)))
+        for name, count, leaf in zip(self.names, repeats, leaves, strict=True):
+            if count == 1:
+                continue
+            is_so = count > 1 and leaf.dim() > 0 and len(leaf) == len(indices) * count
+            if is_so:
+                each = leaf.reshape(len(indices), count, *leaf.shape[1:])
+                is_so = equal(each, each[:, :1].expand_as(each))
+            if not is_so:
+                raise ValueError(
+                    f"repeats={list(repeats)}: {name} of a batch, {tuple(leaf.shape)} of {len(indices)} rows, does not "
+                    f"hold each row's value {count} times, one after the other; give 1 for it"
+                )
+            self.repeats[name] = count
 
     @overload
     @classmethod
@@ -165,8 +202,8 @@ class Rows:
             negatives: law of the draws. ``"check"`` returns what the Dataset's draws say about their law, and what to
                 write.
             collate_fn: the DataLoader's, where it has one: each slot stacked or concatenated.
-            compared: number of rows to compare, with rare values among them; by default all where they are read in 8 s,
-                otherwise 4,096.
+            compared: number of rows to compare, with rare values among them; by default all that are read in 8 s, or in
+                .2 ms for each row. If some are not, a line names their number.
             settings: ``shuffle``, ``drop_last``, ``seed``, ``rank`` and ``ranks``, see :class:`Rows`.
 
         Raises:

@@ -156,13 +156,14 @@ class Reading:
         lines = [f"{slot.name}: {slot.describe(self.constants)}" for slot in self.slots]
         if self.compared >= rows:
             return [*lines, "all rows were compared with the Dataset's"]
-        # The rule of three: after no event in n, at most 3 in n are expected with 95 %
-        # certainty.
-        return [
-            *lines,
-            f"{self.compared:,} rows were compared with the Dataset's: a difference in more than one row of "
-            f"{self.compared // 3:,} would have been seen with 95 % certainty; compared=len(dataset) compares all",
-        ]
+        return [*lines, self.not_compared(rows)]
+
+    def not_compared(self, rows: int) -> str:
+        """Says in a line how many of ``rows`` rows were not compared."""
+        return (
+            f"{rows - self.compared:,} of {rows:,} rows were NOT compared with the Dataset's, and may differ; "
+            "compared=len(dataset) compares all"
+        )
 
 
 def equal(first: Tensor, second: Tensor) -> bool:
