@@ -49,7 +49,6 @@ COMPONENTS: dict[str, Sequence[str]] = {
     "train.stream": (),
     "data.preprocess": (),
     "plan": ("--tables", "ad=3Mx64"),
-    "pipeline.all": ("--out", "chain"),
     "diagnose.why_slow": (),
     "embed": ("--bundle", "bundle", "--out", "vectors"),
     "evaluate": ("--users", "u.npy", "--items", "i.npy", "--truth", "t.parquet"),

@@ -356,7 +356,7 @@ def test_the_checker_finds_a_made_up_violation(
         ("torchrec_ext", "from torchrec_ext.models.tower_model import TowerModel"),
         ("components.train", "from torchx.components import dist"),
         ("torchx_apps.jobs.training", "from torchx_apps.tasks.job import Job"),
-        ("torchx_apps.pipeline", "from torchx_apps import train"),
+        ("torchx_apps.train", "from torchx_apps import recipes"),
     ],
 )
 def test_the_checker_lets_the_rest_pass(module: str, statement: str) -> None:

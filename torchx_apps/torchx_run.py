@@ -423,7 +423,6 @@ _TRAINING = (
     "torchx_apps.train",
     "torchx_apps.train_networks",
     "torchx_apps.train_stream",
-    "torchx_apps.pipeline",
 )
 
 

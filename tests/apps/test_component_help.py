@@ -16,7 +16,6 @@ NAMES = (
     "evaluate",
     "data.preprocess",
     "diagnose.why_slow",
-    "pipeline.all",
     "serve.export",
 )
 NAMES += ("serve.http", "train.hybrid", "train.networks")

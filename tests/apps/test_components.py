@@ -214,12 +214,11 @@ def test_every_component_writes_its_output_at_once() -> None:
         "rec.evaluate": "--users u --items i --truth t",
         "rec.serve.http": "--bundle b",
         "rec.serve.export": "--run r",
-        "rec.pipeline.all": "--out o",
     }
     listed = {
         name: each for name, each in get_components().items() if name.startswith("rec.")
     }
-    assert len(listed) == 11
+    assert len(listed) == 10
     for name, component in listed.items():
         (role,) = materialize_appdef(component.fn, required.get(name, "").split()).roles
         assert role.env["PYTHONUNBUFFERED"] == "1", name

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torchrec_ext.components as components  # type: ignore[import-not-found]
 import yaml
-from torchrec_ext.components import data, diagnose, pipeline, serve, train
+from torchrec_ext.components import data, diagnose, serve, train
 from torchx.specs import AppDef
 from torchx.specs.finder import get_components
 
@@ -59,9 +59,6 @@ APPS: Mapping[str, Callable[[], AppDef]] = {
     ),
     "data.preprocess": lambda: data.preprocess(
         recipe="clicks", out="/runs/ready", **RUNS
-    ),
-    "pipeline.all": lambda: pipeline.all(
-        out="/runs/films", j="2x4", gpu=4, max_retries=3, **RUNS
     ),
     "serve.export": lambda: serve.export(run="/runs/a", out="/runs/b", **RUNS),
     "serve.http": lambda: serve.http(

@@ -466,7 +466,7 @@ def test_every_member_of_a_job_is_a_run(tmp_path: Path, fsspec_config: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_preprocessing_training_and_export_of_a_pipeline_are_runs(
+def test_preprocessing_and_export_are_runs(
     tmp_path: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchx.tracker.backend.fsspec import create
@@ -474,20 +474,30 @@ def test_preprocessing_training_and_export_of_a_pipeline_are_runs(
     write_ml_100k(tmp_path)
     configure(monkeypatch, {"fsspec": fsspec_config}, OMP_NUM_THREADS="1")
     out = tmp_path / "out"
-    settings = [
-        f"preprocess.config.folder={tmp_path / 'ml-100k'}",
-        "train.epochs=1",
-        "train.compile=off",
-    ]
-    words = [
-        sys.executable,
-        "-m",
-        "torchx_apps.pipeline",
-        f"--out={out}",
-        *(f"--set={item}" for item in settings),
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    commands: dict[str, list[str]] = {
+        "preprocess": [
+            f"--set=config.folder={tmp_path / 'ml-100k'}",
+            f"--out={out / 'data'}",
+        ],
+        "train": [
+            "--recipe=stream",
+            f"--run-dir={out / 'run'}",
+            f"--set=data.name={out / 'data'}",
+            "--set=train.epochs=1",
+            "--set=train.compile=off",
+        ],
+        "export": [str(out / "run"), f"--out={out / 'bundle'}"],
+    }
+    for app, flags in commands.items():
+        done = subprocess.run(
+            [sys.executable, "-m", f"torchx_apps.{app}", *flags],
+            env=os.environ
+            | {"TORCHX_JOB_ID": RUN if app == "train" else f"{RUN}/{app}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
     tracker = create(str(fsspec_config))
     assert set(tracker.run_ids()) == {RUN, f"{RUN}/preprocess", f"{RUN}/export"}
     summary = json.loads((out / "data" / "summary.json").read_text())

@@ -34,7 +34,6 @@ COMPONENTS = (
     "rec.evaluate --users /data/u --items /data/i --truth /data/t",
     "rec.diagnose.why_slow --recipe ncf",
     "rec.diagnose.why_slow -j 1x2 --recipe ncf",
-    "rec.pipeline.all --preprocess taobao --recipe bst --out /runs/p -j 1x2",
 )
 SHARED = "--image my_image:1 --env NCCL_SOCKET_IFNAME=eth0 --mounts type=volume,src=runs,dst=/runs"
 CFG: Mapping[str, Mapping[str, str]] = {
